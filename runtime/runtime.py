@@ -295,10 +295,16 @@ class Runtime:
         **options: Unpack[RequestOptions],
     ) -> dict[str, NDArray[Any]]:
         """Send a request as `infer` does, from an asyncio event loop. Cancelling the task cancels the request."""
-        response = await self.arequest(
-            model, inputs, version=version, timeout_s=timeout_s, **options
-        )
-        return response.outputs
+        if options:
+            response = await self.arequest(
+                model, inputs, version=version, timeout_s=timeout_s, **options
+            )
+            return response.outputs
+        from moonpool.runtime.schedule.event_loop import wait_for_outcome
+
+        hosted = self._models.find(model, version)
+        request = hosted.signature.request(inputs)
+        return response_of(await wait_for_outcome(hosted.scheduler, request, timeout_s)).outputs
 
     async def arequest(
         self,

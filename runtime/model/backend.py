@@ -103,10 +103,6 @@ class ModelInstance:
         """Return True if it has served long enough and is out of service now. `retire` is that of the scheduler's queue."""
         return self.served >= self.serves_until and self.recycle(retire)
 
-    def execute(self, requests: Sequence[InferenceRequest]) -> Pending | list[Answer]:
-        """Hand a batch to the backend."""
-        return self.backend.model_instance_execute(self, requests)
-
     @property
     def confinement(self) -> Confinement | None:
         """The confinement of its process, None if it has no process or has not reported it yet."""

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from moonpool.ipc.cuda.array import DeviceArray
 
 
+_ndarray = np.ndarray
 _PYTHON_VALUES = (list, tuple, int, float, bool, str, bytes)
 # The kinds of numbers that a Python value may become. V is BF16.
 _BECOMES = {"b": "biufV", "i": "iufV", "u": "iufV", "f": "fV"}
@@ -83,6 +84,7 @@ class Signature:
         self._inputs = {t.name: _Input(i, t) for i, t in enumerate(config.inputs)}
         self._reshaped = of_inputs(config)
         self._in_order = list(self._inputs.values())
+        self._usual = [(spec.name, spec.dtype, spec) for spec in self._in_order]
         self._required = {t.name for t in config.inputs if not t.optional}
         # A request that names all of these, in this order, is as one that names none.
         self._all_outputs = [tensor.name for tensor in config.outputs]
@@ -106,10 +108,10 @@ class Signature:
         arrays: list[NDArray[Any]] = []
         dims: list[tuple[int, ...] | None] = []
         has_views = False
-        for spec in self._in_order:
-            array = inputs.get(spec.name)
+        for name, dtype, spec in self._usual:
+            array = inputs.get(name)
             # Most callers give such an array. Any other value is checked more closely and converted.
-            if type(array) is not np.ndarray or array.dtype is not spec.dtype:
+            if type(array) is not _ndarray or array.dtype is not dtype:
                 array = self._array(spec, inputs)
                 if array is None:
                     dims.append(None)

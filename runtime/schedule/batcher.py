@@ -155,7 +155,8 @@ class Queue(Generic[R]):
         self._only = None if batching and batching.priority_levels else self._open_level(0)
         self._deadlines: list[Deadline] = []
         self._timed = 0
-        self._count = 0
+        # The number of requests that wait.
+        self.count = 0
         self._rows = 0
         # Nothing can be formed until the queue holds this many rows or this time has come, unless
         # something else than an ordinary add happens, which sets the rows to 0.
@@ -165,7 +166,7 @@ class Queue(Generic[R]):
         self._hold_signature: Hashable = None
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     @property
     def rows(self) -> int:
@@ -173,7 +174,7 @@ class Queue(Generic[R]):
         return self._rows
 
     def __repr__(self) -> str:
-        return f"<Queue: {self._count} requests, {self._rows} rows waiting>"
+        return f"<Queue: {self.count} requests, {self._rows} rows waiting>"
 
     def add(self, request: R, now_ns: int) -> None:
         """Put the request behind all others of its level, or raise `QueueFull`."""
@@ -191,7 +192,7 @@ class Queue(Generic[R]):
             deadline_ns = level.deadline_ns(request, now_ns)
             self._remember(deadline_ns, level.number, key)
         lane[key] = (request, rows, signature, now_ns, deadline_ns)
-        self._count += 1
+        self.count += 1
         self._rows += rows
         if self._hold_rows and (lane is not self._hold_lane or signature != self._hold_signature):
             self._hold_rows = 0
@@ -213,7 +214,12 @@ class Queue(Generic[R]):
 
     def drain(self) -> list[R]:
         """Take out everything, in the order in which it would have been served."""
-        return self._take(self._count)
+        return self._take(self.count)
+
+    @property
+    def has_deadlines(self) -> bool:
+        """True if a request that waits may have to leave at a time."""
+        return bool(self._deadlines)
 
     # For `form` below, which alone calls these.
 
@@ -262,7 +268,7 @@ class Queue(Generic[R]):
     def _alone(self, _now_ns: int) -> list[R]:
         lane = next(lane for lane in self._lanes if lane)
         _, (request, rows, _, _, _) = lane.popitem(False)
-        self._count -= 1
+        self.count -= 1
         self._rows -= rows
         return [request]
 
@@ -285,7 +291,7 @@ class Queue(Generic[R]):
                 batch.append(request)
                 room -= rows
                 self._rows -= rows
-        self._count -= len(batch)
+        self.count -= len(batch)
         return batch
 
     def _planned(self, now_ns: int) -> list[R]:
@@ -346,13 +352,13 @@ class Queue(Generic[R]):
             for request, rows, _, _, _ in entries:
                 batch.append(request)
                 taken_rows += rows
-        self._count -= len(batch)
+        self.count -= len(batch)
         self._rows -= taken_rows
         self._hold_rows = 0
         return batch
 
     def _forget(self, entry: Entry[R]) -> None:
-        self._count -= 1
+        self.count -= 1
         self._rows -= entry[1]
         self._hold_rows = 0
 
@@ -378,7 +384,7 @@ class Queue(Generic[R]):
         return self._levels[number]
 
     def _remember(self, deadline_ns: int, number: int, key: int) -> None:
-        if len(self._deadlines) > _STALE_DEADLINES + 4 * self._count:
+        if len(self._deadlines) > _STALE_DEADLINES + 4 * self.count:
             self._deadlines = [each for each in self._deadlines if not self._stale(each)]
             heapify(self._deadlines)
         self._timed += 1
@@ -400,7 +406,7 @@ def form(queue: Queue[R], now_ns: int, idle_instances: int) -> Formation[R]:
     expired = queue.expire(now_ns)
     batches: list[list[R]] = []
     held = False
-    while len(queue) and len(batches) < idle_instances:
+    while queue.count and len(batches) < idle_instances:
         batch = queue.next_batch(now_ns)
         if not batch:
             held = True

@@ -45,16 +45,19 @@ class ThreadWaiter(Waiter):
 
     def __init__(self) -> None:
         # The bell. A bare lock is the cheapest thing that a thread can wait on with a time limit.
-        self._bell = threading.Lock()
-        self._bell.acquire()
+        self._bell = bell = threading.Lock()
+        bell.acquire()
         self._execution: Execution | None = None
         self._gone = False
-        self.interruptible = is_interruptible()
+        self.interruptible = threading.get_ident() == _MAIN
         self.outcome: Outcome | None = None
 
     def resolve(self, outcome: Outcome | None) -> None:
         self.outcome = outcome
-        self._ring()
+        try:
+            self._bell.release()
+        except RuntimeError:  # it rings already
+            return
 
     def appoint(self, execution: Execution) -> bool:
         self._execution = execution
@@ -158,7 +161,7 @@ def wait_for_response(
         waiter.leave()
         scheduler.leave(request)
         raise
-    return response_of(outcome)
+    return outcome if type(outcome) is Response else response_of(outcome)
 
 
 def response_of(outcome: Outcome | None) -> Response:

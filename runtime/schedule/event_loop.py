@@ -21,12 +21,15 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from typing import Any
 
 from moonpool.runtime.errors import RequestTimedOut
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Waiter
 from moonpool.runtime.process.event_loop import watch
 from moonpool.runtime.schedule.scheduler import Execution, Scheduler
 from moonpool.runtime.schedule.watched_sockets import WatchedSockets
+
+_running_loop = asyncio._get_running_loop
 
 
 class LoopDriver:
@@ -83,14 +86,15 @@ class LoopDriver:
         self.close()
 
 
-def _driver_of(loop: asyncio.AbstractEventLoop) -> LoopDriver:
+def _driver_of(loop: Any) -> LoopDriver:
     # The loop itself keeps its driver. A table would keep loops for ever: a driver watches an execution, which
     # refers to a request, whose future refers to its loop.
-    driver: LoopDriver | None = getattr(loop, "_moonpool_driver", None)
-    if driver is None:
-        driver = LoopDriver(weakref.proxy(loop))
-        loop._moonpool_driver = driver  # type: ignore[attr-defined]
-    return driver
+    try:
+        return loop._moonpool_driver  # type: ignore[no-any-return]
+    except AttributeError:
+        driver: LoopDriver = LoopDriver(weakref.proxy(loop))  # type: ignore[arg-type]
+        loop._moonpool_driver = driver
+        return driver
 
 
 class LoopWaiter(Waiter):
@@ -111,10 +115,10 @@ class LoopWaiter(Waiter):
         raise NotImplementedError
 
     def _is_here(self) -> bool:
-        return asyncio._get_running_loop() is self._loop
+        return _running_loop() is self._loop
 
     def resolve(self, outcome: Outcome | None) -> None:
-        if self._is_here():
+        if _running_loop() is self._loop:
             self.settle(outcome)
         else:
             self._elsewhere(self.settle, outcome)

@@ -1,4 +1,4 @@
-"""The queue of one model, as its scheduler sees it: with or without sequences.
+"""The queue of one model, as its scheduler sees it, with or without sequences; and the requests that are open after their batch.
 
 `RequestQueue` asks the batcher, and `SequenceQueue` the sequencer, what to do with real requests and instances. Neither
 takes a lock or reads a clock: the scheduler calls them with its lock held, except to read a length, and gives the time.
@@ -7,7 +7,7 @@ takes a lock or reads a clock: the scheduler calls them with its lock held, exce
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from moonpool.ipc.errors import MoonpoolError
@@ -34,7 +34,6 @@ class QueueDecision(NamedTuple):
     wake_at_ns: int | None
 
 
-_NOTHING = QueueDecision([], [], None)
 # The least time that a request needs from here to a stub: another process has to wake up. A request that may
 # wait for less never reaches an instance in time, even an idle one.
 _TO_INSTANCE_NS = 20_000
@@ -55,20 +54,29 @@ class RequestQueue:
         )
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return self._queue.count
 
     @property
     def unplaced(self) -> int:
         """The number of requests that wait and that any instance could take."""
-        return len(self._queue)
+        return self._queue.count
 
     def lets_past(self, request: InferenceRequest) -> bool:
         """Return True if a request may go into an idle instance without being added."""
-        return self._is_open and not len(self._queue) and not self.is_late(request)
+        return (
+            self._is_open
+            and not self._queue.count
+            and not (self._rejects_late and self.is_late(request))
+        )
 
     def is_late(self, request: InferenceRequest) -> bool:
         """Return True if a request is rejected even if an instance is idle, because it would reach that too late."""
         return self._rejects_late and self._queue.is_late(request)
+
+    def may_form(self, idle: Sequence[ModelInstance]) -> bool:
+        """Return False if `form` has nothing to decide: nothing waits, or all instances are busy and no request has a deadline."""
+        queue = self._queue
+        return queue.count > 0 and (bool(idle) or queue.has_deadlines)
 
     def add(self, request: InferenceRequest, now_ns: int) -> None:
         """Let a request wait. Raises `QueueFull`; with sequences also `InvalidRequest` and `SequenceLost`."""
@@ -84,8 +92,6 @@ class RequestQueue:
 
     def form(self, now_ns: int, idle: Sequence[ModelInstance]) -> QueueDecision:
         """Decide what the idle instances execute, and take it out."""
-        if not len(self._queue):
-            return _NOTHING
         formation = form(self._queue, now_ns, len(idle))
         rejected: Rejected = [(request, QueueTimeout()) for request in formation.expired]
         # The instance that was busy last has everything in its caches.
@@ -130,6 +136,9 @@ class SequenceQueue(RequestQueue):
 
     def __len__(self) -> int:
         return len(self._sequencer)
+
+    def may_form(self, idle: Sequence[ModelInstance]) -> bool:  # noqa: ARG002 - sequences end when their time is over
+        return True
 
     @property
     def unplaced(self) -> int:
@@ -188,6 +197,62 @@ class SequenceQueue(RequestQueue):
 
     def close(self, now_ns: int) -> None:
         self._sequencer.close(now_ns)
+
+
+class OpenRequests:
+    """Requests whose responses come apart from the answer to their batch. Not thread-safe: the scheduler's lock guards it."""
+
+    def __init__(self) -> None:
+        self._instance_of: dict[InferenceRequest, ModelInstance] = {}
+        # Requests that had their last response before the answer to their batch.
+        self._ended: set[InferenceRequest] = set()
+
+    def __len__(self) -> int:
+        return len(self._instance_of)
+
+    def open(self, request: InferenceRequest, instance: ModelInstance) -> None:
+        """Note a request that the answer to its batch left open, unless it has had its last response already.
+
+        A request that fills a place has no caller and is never open.
+        """
+        if request in self._ended:
+            self._ended.remove(request)
+        elif not request.fills_place:
+            self._instance_of[request] = instance
+
+    def end(self, request: InferenceRequest, *, is_executing: bool) -> bool:
+        """Note the last response of a request. Returns False if the request has ended before."""
+        if self._instance_of.pop(request, None) is not None:
+            return True
+        if is_executing and request not in self._ended:
+            self._ended.add(request)
+            return True
+        return False
+
+    def instance_of(self, request: InferenceRequest) -> ModelInstance | None:
+        """Return the instance that is going to answer a request; None if the request is not open."""
+        return self._instance_of.get(request)
+
+    def has(self, instance: ModelInstance) -> bool:
+        """Return True if an instance has open requests."""
+        return instance in self._instance_of.values()
+
+    def take(self, instance: ModelInstance | None = None) -> list[InferenceRequest]:
+        """Forget the open requests of an instance, or all, and return them."""
+        taken = [
+            request
+            for request, its_instance in self._instance_of.items()
+            if instance is None or its_instance is instance
+        ]
+        for request in taken:
+            del self._instance_of[request]
+        return taken
+
+    def without_ended(self, requests: Iterable[InferenceRequest]) -> list[InferenceRequest]:
+        """Return the requests of a lost batch that have a caller and had no last response yet."""
+        left = [each for each in requests if each not in self._ended and not each.fills_place]
+        self._ended.difference_update(requests)
+        return left
 
 
 def queue_for(config: ModelConfig) -> RequestQueue:

@@ -16,6 +16,11 @@ have it, because it starts, broke or left. After a change that may let a batch g
 goes on) a thread asks the queue for batches (`_form`): the same thread, or the reactor if that thread must not. If the queue keeps requests back for a larger batch, it
 names a time, and the reactor looks again at that time.
 
+Most requests find an idle instance, or wait behind others that all instances are busy with, and get one plain response. They must not pay
+for what is seldom. So a request that may go at once is not queued; the queue is not asked while it could only say that
+nothing goes (`RequestQueue.may_form`), which also spares the reactor a wake-up for each request of an interruptible thread; and
+a batch of one request is counted in one step (`Statistics.record_alone`).
+
 *Who drives an execution.* An `Execution` is one batch, from the moment it is sent until its requests have outcomes. One
 party at a time drives it: it waits until the answer can be read, and then calls `finish`, for all callers in the
 batch. That party is a thread that waits for an outcome anyway, an event loop, or the reactor
@@ -88,9 +93,9 @@ from moonpool.runtime.observe.statistics import (
 )
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.schedule.ordering import Departures
-from moonpool.runtime.schedule.request_queue import Rejected, queue_for
+from moonpool.runtime.schedule.request_queue import OpenRequests, Rejected, queue_for
 
-Pairs = list[tuple[InferenceRequest, Outcome | None]]
+Pair = tuple[InferenceRequest, Outcome | None]
 # Gets the error, the names of instance and request, and the number of requests that ended with it.
 Note = Callable[[BaseException | str, str, str, int], None]
 
@@ -104,78 +109,23 @@ class CountingCondition:
 
     def __init__(self, lock: threading.Lock) -> None:
         self._condition = threading.Condition(lock)
-        self._waiting = 0
+        # The number of threads that wait.
+        self.waiting = 0
 
     def notify_all(self) -> None:
         """Wake all who wait. Needs the lock."""
-        if self._waiting:
+        if self.waiting:
             self._condition.notify_all()
 
     def wait_for(self, condition: Callable[[], bool], deadline: float | None) -> bool:
         """Wait until `condition`, which is called with the lock held. Returns False at the deadline."""
         timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         with self._condition:
-            self._waiting += 1
+            self.waiting += 1
             try:
                 return self._condition.wait_for(condition, timeout_s)
             finally:
-                self._waiting -= 1
-
-
-class OpenRequests:
-    """Requests whose responses come apart from the answer to their batch. Not thread-safe: the scheduler's lock guards it."""
-
-    def __init__(self) -> None:
-        self._instance_of: dict[InferenceRequest, ModelInstance] = {}
-        # Requests that had their last response before the answer to their batch.
-        self._ended: set[InferenceRequest] = set()
-
-    def __len__(self) -> int:
-        return len(self._instance_of)
-
-    def open(self, request: InferenceRequest, instance: ModelInstance) -> None:
-        """Note a request that the answer to its batch left open, unless it has had its last response already.
-
-        A request that fills a place has no caller and is never open.
-        """
-        if request in self._ended:
-            self._ended.remove(request)
-        elif not request.fills_place:
-            self._instance_of[request] = instance
-
-    def end(self, request: InferenceRequest, *, is_executing: bool) -> bool:
-        """Note the last response of a request. Returns False if the request has ended before."""
-        if self._instance_of.pop(request, None) is not None:
-            return True
-        if is_executing and request not in self._ended:
-            self._ended.add(request)
-            return True
-        return False
-
-    def instance_of(self, request: InferenceRequest) -> ModelInstance | None:
-        """Return the instance that is going to answer a request; None if the request is not open."""
-        return self._instance_of.get(request)
-
-    def has(self, instance: ModelInstance) -> bool:
-        """Return True if an instance has open requests."""
-        return instance in self._instance_of.values()
-
-    def take(self, instance: ModelInstance | None = None) -> list[InferenceRequest]:
-        """Forget the open requests of an instance, or all, and return them."""
-        taken = [
-            request
-            for request, its_instance in self._instance_of.items()
-            if instance is None or its_instance is instance
-        ]
-        for request in taken:
-            del self._instance_of[request]
-        return taken
-
-    def without_ended(self, requests: Iterable[InferenceRequest]) -> list[InferenceRequest]:
-        """Return the requests of a lost batch that have a caller and had no last response yet."""
-        left = [each for each in requests if each not in self._ended and not each.fills_place]
-        self._ended.difference_update(requests)
-        return left
+                self.waiting -= 1
 
 
 class Execution:
@@ -227,18 +177,15 @@ class Execution:
         self.sent_ns = time.monotonic_ns()
         if isinstance(result, list):
             return result
-        if hasattr(result, "finish"):
-            self.pending = result  # type: ignore[assignment]
-            self.is_sent = True
-            self._cancel_left()
-            return None
-        return [_no_answer(result)] * len(self.requests)
-
-    def _cancel_left(self) -> None:
-        """Cancel requests whose callers left or cancelled before the instance had them."""
+        if not hasattr(result, "finish"):
+            return [_no_answer(result)] * len(self.requests)
+        self.pending = result  # type: ignore[assignment]
+        self.is_sent = True
         for request in self.requests:
+            # Its caller left or cancelled before the instance had it.
             if (request.left or request.is_cancelled) and not request.fills_place:
                 self.instance.backend.cancel(self.instance, request)
+        return None
 
     def began_before(self, time_ns: int) -> bool:
         """Return True if the instance began to execute this batch before that time.
@@ -358,6 +305,15 @@ class Execution:
         As in Triton, requests that the batch leaves open succeeded in execute. Needs the scheduler's lock.
         """
         requests, statistics = self.requests, self.scheduler.statistics
+        if len(requests) == 1 == len(answers) and type(answers[0]) is Response:
+            request = requests[0]
+            if request.trace is None and not request.fills_place:
+                self.instance.served += 1
+                rows, queued_ns = request.batch_size, request.queued_ns
+                statistics.record_alone(
+                    rows, queued_ns, self.started_ns, self.sent_ns, answered_ns, now_ns
+                )
+                return answers
         if len(answers) != len(requests):
             error = BackendError(f"{len(answers)} responses to {len(requests)} requests")
             answers = [error] * len(requests)
@@ -375,7 +331,7 @@ class Execution:
             if request.fills_place:
                 filled += 1
                 self.has_deferred = self.has_deferred or isinstance(answer, Deferral)
-            elif isinstance(answer, (Response, Deferral)):
+            elif isinstance(answer, _GOOD):
                 good += 1
                 rows += request.batch_size
                 taken_ns = now_ns - request.queued_ns
@@ -418,7 +374,8 @@ class Execution:
                     scheduler.note(answer, self.instance.name, request.request_id, 1)
 
 
-_ANSWERS = (Response, BaseException, Deferral)
+_GOOD = (Response, Deferral)
+_ANSWERS = (*_GOOD, BaseException)
 
 
 def _no_answer(answer: object) -> MoonpoolError:
@@ -494,30 +451,29 @@ class Scheduler:
                 f"model '{self._name}' is decoupled: it may give any number of responses, so they "
                 "have to be taken from a stream"
             )
+        waiter, idle, queue = request.waiter, self._idle, self._queue
+        execution = None
         with self._lock:
             if self._refusal is not None:
                 raise own(self._refusal)
-            now_ns = time.monotonic_ns()
-            request.queued_ns = now_ns
-            waiter = request.waiter
+            request.queued_ns = now_ns = time.monotonic_ns()
             # If another thread has to send the batch, an interrupted caller could not take it back. The queue can.
-            if (
-                self._idle
-                and self._queue.lets_past(request)
-                and (waiter.may_block or not self._idle[-1].blocks)
-            ):
+            if idle and queue.lets_past(request) and (waiter.may_block or not idle[-1].blocks):
                 # In this order a thread that is interrupted in between leaves the instance in two places, and not in none.
-                started = [self._start(self._idle[-1], [request], now_ns, waiter)]
-                self._idle.pop()
-                rejected: Rejected = []
+                execution = self._start(idle[-1], [request], now_ns, waiter)
+                idle.pop()
             else:
-                self._queue.add(request, now_ns)
+                queue.add(request, now_ns)
+                if not queue.may_form(idle):
+                    return None
                 if waiter.interruptible:
                     # A batch of other callers must not be in the hands of a thread that may be stopped anywhere.
                     self.reactor.call_soon(self._look)
                     return None
                 started, rejected = self._form(now_ns)
-        return self._launch(started, rejected, request)
+        if execution is None:
+            return self._launch(started, rejected, request)
+        return execution if self._send(execution, request) else None
 
     def leave(self, request: InferenceRequest) -> None:
         """Cancel a request for the thread that waited, wherever a signal handler raised in it."""
@@ -530,7 +486,7 @@ class Scheduler:
             request.left = True
             now_ns = time.monotonic_ns()
             was_queued = self._queue.remove(request, now_ns)
-            resolved: Pairs = []
+            resolved: Iterable[Pair] = ()
             if was_queued:
                 now_ms, fail_ns = time.time_ns() // 1_000_000, now_ns - request.queued_ns
                 self.statistics.record_failures(now_ms, 1, fail_ns, "CANCELED")
@@ -561,6 +517,8 @@ class Scheduler:
 
     def _form(self, now_ns: int) -> tuple[list[Execution], Rejected]:
         """Start what the queue wants to start now; the caller launches it. Needs the lock."""
+        if not self._queue.may_form(self._idle):
+            return [], []
         batches, rejected, wake_at_ns = self._queue.form(now_ns, self._idle)
         # If the reactor looks earlier anyway, it finds out then when to look again.
         if wake_at_ns is not None and wake_at_ns < (self._wake_at_ns or wake_at_ns + 1):
@@ -581,7 +539,8 @@ class Scheduler:
     ) -> Execution:
         execution = Execution(self, instance, batch, now_ns, driver)
         self._busy[instance] = execution
-        self._departures.started(batch)
+        if self._departures.in_order:
+            self._departures.started(batch)
         if self._decoupled:
             responded_ns = time.monotonic_ns()
             for request in batch:
@@ -637,7 +596,8 @@ class Scheduler:
         """
         instance = execution.instance
         try:
-            answers = execution.take(instance.execute(execution.requests))
+            result = instance.backend.model_instance_execute(instance, execution.requests)
+            answers = execution.take(result)
         except (PeerGone, RemoteProtocolError) as error:
             self._lose(execution, error, delivered=False)
             return False
@@ -661,8 +621,8 @@ class Scheduler:
 
     def finish(self, execution: Execution, *, interruptible: bool = False) -> None:
         """Read the answer of an execution that the caller has claimed, and hand out the outcomes."""
-        if not self.executes(execution):  # it was taken from an interrupted thread, and is finished
-            return
+        if self._busy.get(execution.instance) is not execution:
+            return  # it was taken from an interrupted thread, and is finished
         answered_ns = time.monotonic_ns()
         try:
             execution.answers = execution.pending.finish(execution.requests)
@@ -708,21 +668,26 @@ class Scheduler:
                 self._hand_back(instance)
             del self._busy[instance]
             started, rejected = self._form(now_ns)
-            resolved = self._settled(execution, answers)
-            self._changed.notify_all()
-        if execution.was_slow(now_ns):
+            if execution.has_deferred or self._departures.in_order:
+                resolved = self._settled(execution, answers)
+            else:
+                resolved = zip(requests, answers, strict=True)  # type: ignore[arg-type]
+            if self._changed.waiting:
+                self._changed.notify_all()
+        has_next = bool(started or rejected)
+        if has_next and execution.was_slow(now_ns):
             self._launch(started, rejected)
-            started, rejected = [], []
+            has_next = False
         try:
             self._hand_out(resolved)
         finally:
-            self._launch(started, rejected)
-            execution.end_traces()
+            if has_next:
+                self._launch(started, rejected)
+            if execution.has_traces:
+                execution.end_traces()
 
-    def _settled(self, execution: Execution, answers: Sequence[Answer]) -> Pairs:
+    def _settled(self, execution: Execution, answers: Sequence[Answer]) -> Iterable[Pair]:
         """Return the outcomes of a batch that may leave now, and note requests that it left open. Needs the lock."""
-        if not execution.has_deferred:
-            return self._departures.done(execution.requests, answers)  # type: ignore[arg-type]
         done: list[InferenceRequest] = []
         outcomes: list[Outcome | None] = []
         for request, answer in zip(execution.requests, answers, strict=True):
@@ -774,9 +739,14 @@ class Scheduler:
 
     # Outcomes
 
-    def _hand_out(self, pairs: Pairs) -> None:
+    def _hand_out(self, pairs: Iterable[Pair]) -> None:
         """Give callers the outcomes that may leave. Without the lock, as callers run code of their own."""
-        self._departures.leave(pairs, _resolve)
+        if self._departures.in_order:
+            self._departures.leave(pairs, _resolve)
+            return
+        for request, outcome in pairs:
+            if not request.left:
+                request.waiter.resolve(outcome)
 
     def fail(self, requests: Sequence[InferenceRequest], error: MoonpoolError) -> None:
         """Give an error to requests that are neither queued nor in an instance any more."""
@@ -933,8 +903,11 @@ class Scheduler:
         if instance.broken is not None:
             self._queue.leave(instance, time.monotonic_ns())
             self._on_lost(instance, [], instance.broken)
-        elif instance.accepts and not instance.leaves(self._queue.retire):
-            self._queue.join(instance, time.monotonic_ns())
+        elif instance.accepts and (
+            instance.served < instance.serves_until or not instance.leaves(self._queue.retire)
+        ):
+            if self._queue.keeps_sequences:
+                self._queue.join(instance, time.monotonic_ns())
             self._idle.append(instance)
 
     def report(self, instance: ModelInstance, error: BaseException) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.runtime.observe.statistics import Statistics
+from moonpool.runtime.observe.distributions import LatencySummaries
+from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS, Statistics, take_counts
 
 counts = st.integers(0, 1000)
 executions = st.lists(
@@ -94,6 +96,27 @@ def test_a_batch_in_which_everything_failed_was_executed_all_the_same() -> None:
     (batch,) = statistics.snapshot()["batch_stats"]
     assert batch["batch_size"] == 4
     assert batch["compute_infer"] == {"count": 1, "ns": 10}
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), *[st.integers(0, 10**9)] * 5)))
+def test_a_request_alone_counts_as_a_batch_of_one(
+    done: list[tuple[int, int, int, int, int, int]],
+) -> None:
+    alone, batched = Statistics("m", "1"), Statistics("m", "1")
+    alone.summaries, batched.summaries = LatencySummaries(), LatencySummaries()
+    for rows, *times in done:
+        queued, started, sent, answered, now = sorted(times)
+        alone.record_alone(rows, queued, started, sent, answered, now)
+        parts = now - queued, started - queued, sent - started, answered - sent, now - answered
+        batched.record_batch(alone.last_inference_ms, rows, 1, rows, *parts)
+        batched.by_duration[bisect_left(DURATION_BOUNDS_NS, now - queued)] += 1
+        batched.summaries.request.add(now - queued)
+        batched.summaries.queue.add(started - queued)
+    assert alone.snapshot() == batched.snapshot()
+    for name in LatencySummaries.__slots__:
+        one, other = (getattr(each.summaries, name) for each in (alone, batched))
+        assert repr(one.samples((), (0.5, 0.99))) == repr(other.samples((), (0.5, 0.99)))
+    assert take_counts(alone) == take_counts(batched)
 
 
 @given(executions)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from tests.runtime.held_batches import Caller, holding, queued
 from tests.runtime.recorder import PATIENCE_S, Recorder, config, echo, row
 from tests.waiting import wait_until
 
+import moonpool
 from moonpool import ModelInstance, Runtime
 from moonpool.ipc.errors import PeerGone
 from moonpool.runtime.model.request import InferenceRequest, Outcome
@@ -53,8 +57,6 @@ ALONE = [
     (Scheduler, "submit", True),
     (Scheduler, "_start", False),
     (Scheduler, "_start", True),
-    (Scheduler, "_launch", False),
-    (Scheduler, "_launch", True),
     (Scheduler, "_send", False),
     (Scheduler, "_send", True),
     (Execution, "take", True),
@@ -308,3 +310,67 @@ def test_a_stream_that_is_interrupted_does_not_take_others_with_it(
         assert other.result() == 1
         assert stream is not None
         assert [each.outputs["Y"].flat[0] for each in stream] == [2]
+
+
+PACKAGES = tuple(str(Path(moonpool.__path__[0], name)) for name in ("runtime", "ipc"))
+
+
+class RaisesAt:
+    """Lets the main thread raise at an event of its own in moonpool, by number: where a handler of a signal could run.
+
+    Python runs handlers when a function begins, and after a function has returned, also one in C.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __enter__(self) -> RaisesAt:
+        # The end of an object of another test is no place to raise.
+        gc.disable()
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        gc.enable()
+
+    def _see(self, frame: FrameType, event: str, _: object) -> None:
+        if event != "c_call" and frame.f_code.co_filename.startswith(PACKAGES):
+            self.left -= 1
+            if not self.left:
+                raise Interrupted
+
+
+def interrupted_everywhere(ask: Callable[[], Any], check: Callable[[], Any]) -> int:
+    """Interrupt `ask` at one event after the other, and `check` after each. Returns the number of events."""
+    for number in itertools.count(1):
+        with suppress(Interrupted), RaisesAt(number) as raises:
+            ask()
+        check()
+        if raises.left > 0:
+            return number
+    raise AssertionError
+
+
+@pytest.mark.parametrize("timeout_s", [None, PATIENCE_S])
+def test_an_interrupt_at_any_call_leaves_a_usable_instance_behind(
+    folder: Path, timeout_s: float | None
+) -> None:
+    # An instance that is interrupted while it takes a batch or gives an answer counts as lost.
+    options = {"MOONPOOL_MAX_RESTARTS": "1000", "MOONPOOL_RESTART_BACKOFF_S": "0"}
+    parameters = {key: {"string_value": value} for key, value in options.items()}
+    with holding(folder, **BATCHING, parameters=parameters) as (backend, runtime):
+        backend.is_quick = True
+        scheduler = runtime._models.find("m").scheduler
+
+        def check() -> None:
+            assert runtime.infer("m", row(2), timeout_s=PATIENCE_S)["Y"].flat[0] == 2
+            # The reactor may still have what the caller left.
+            wait_until(lambda: len(scheduler._idle) == 1 and not scheduler._busy, PATIENCE_S)
+            assert not scheduler.queued
+
+        count = interrupted_everywhere(
+            lambda: runtime.infer("m", row(1), timeout_s=timeout_s), check
+        )
+        assert count > 30
+    backend.check_pairs()

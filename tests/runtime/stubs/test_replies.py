@@ -8,7 +8,7 @@ import pytest
 
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import ANSWERED, OPEN
-from moonpool.runtime.schedule.scheduler import OpenRequests
+from moonpool.runtime.schedule.request_queue import OpenRequests
 from moonpool.runtime.stubs.answers import Replies
 
 pytestmark = pytest.mark.promise("Responses at any time", "A stub that lies about responses …")
