@@ -121,6 +121,12 @@ class Conversation:
         """Note that a message of this kind was sent or received past this object."""
         self._turn = self._after[kind]
 
+    def accept_known(self, kind: int) -> None:
+        """Accept a received packet of this kind whose bytes the caller has seen before. Raises `RemoteProtocolError`."""
+        if kind not in self._turn[1]:
+            raise RemoteProtocolError(f"{Kind(kind).name} came out of turn; {self._words()}")
+        self._turn = self._after[kind]
+
     @property
     def allowed(self) -> frozenset[int]:
         """The kinds that may come next, from either side."""

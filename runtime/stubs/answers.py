@@ -29,6 +29,7 @@ from moonpool.runtime.errors import ModelError
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.request import (
+    Answer,
     Details,
     InferenceRequest,
     Outcome,
@@ -41,6 +42,8 @@ from moonpool.runtime.stubs.layout import AnswerLayout, OutputLayout, read_answe
 
 # Only small layouts are remembered, so that they cannot take much memory.
 _MEMORABLE_BYTES = 4096
+_array = np.ndarray
+_BYTE = np.dtype("u1")
 
 
 class AnswerReader:
@@ -70,8 +73,8 @@ class AnswerReader:
         if layout is None:
             layout = read_answer(packed, self.output_names, count)
             if self._reshaped:
-                layout = layout._replace(
-                    responses=[[self._reshape(each) for each in row] for row in layout.responses]
+                layout = layout.with_responses(
+                    [[self._reshape(each) for each in row] for row in layout.responses]
                 )
             if len(packed) <= _MEMORABLE_BYTES:
                 self._layouts.keep(packed, layout)
@@ -79,7 +82,9 @@ class AnswerReader:
 
     def _reshape(self, output: OutputLayout) -> OutputLayout:
         reshaping = self._reshaped.get(output.name)
-        return output if reshaping is None else output._replace(shape=reshaping.of(output.shape))
+        if reshaping is None:
+            return output
+        return output._replace(shape=tuple(reshaping.of(output.shape)))
 
     @staticmethod
     def check_blocks(layout: AnswerLayout, blocks: Sequence[object]) -> None:
@@ -96,6 +101,27 @@ class AnswerReader:
             if block >= len(leases) or least_bytes > leases[block].size:
                 raise RemoteProtocolError(layout.fault([lease.size for lease in leases]))
 
+    def answers(
+        self,
+        requests: Sequence[InferenceRequest],
+        layout: AnswerLayout,
+        leases: Sequence[Lease],
+    ) -> list[Answer]:
+        """Make the responses to the requests of a batch, with views of the leases. The model gave nothing but outputs."""
+        answers: list[Answer] = []
+        is_usual = not self.has_devices
+        for request, rows in zip(requests, layout.arrays, strict=True):
+            if rows is None or not is_usual or request.wants_wire or request.allocator is not None:
+                outputs = layout.responses[len(answers)]
+                answers.append(self.outcome(request, outputs, None, leases))
+                continue
+            arrays: dict[str, Any] = {}
+            for name, shape, dtype, block, offset in rows:
+                arrays[name] = _array(shape, dtype, leases[block], offset)
+            details = request.details
+            answers.append(Response(arrays, None, "" if details is None else details.request_id))
+        return answers
+
     def outcome(
         self,
         request: InferenceRequest,
@@ -111,7 +137,6 @@ class AnswerReader:
                 failure = ModelError(error[1], CODES[error[0]])
                 failure.is_confined = self._is_confined
                 return failure
-        arrays: dict[str, Any] = {}
         if self.has_devices and request.is_for_host:
             leases = [self._on_host(lease) for lease in leases]
         if request.allocator is not None:
@@ -120,9 +145,9 @@ class AnswerReader:
             except Exception as error:  # an allocator may raise anything
                 return error
         elif self.has_devices:
-            _view_anywhere(arrays, outputs, leases, wants_wire=request.wants_wire)
+            arrays = _view_anywhere(outputs, leases, wants_wire=request.wants_wire)
         else:
-            _view(arrays, outputs, leases, wants_wire=request.wants_wire)
+            arrays = _view(outputs, leases, wants_wire=request.wants_wire)
         details = request.details
         return Response(arrays, parameters, "" if details is None else details.request_id)
 
@@ -142,43 +167,40 @@ class AnswerReader:
 
 
 def _view(
-    arrays: dict[str, Any],
-    outputs: Sequence[OutputLayout],
-    leases: Sequence[Lease],
-    *,
-    wants_wire: bool,
-) -> None:
-    """Add the outputs as views on the leases."""
+    outputs: Sequence[OutputLayout], leases: Sequence[Lease], *, wants_wire: bool
+) -> dict[str, Any]:
+    """Return the outputs as views on the leases."""
+    arrays: dict[str, Any] = {}
     for name, datatype, shape, dtype, block, offset, size_bytes in outputs:
-        if wants_wire:
-            raw = leases[block][offset : offset + size_bytes]
-            arrays[name] = WireTensor(datatype, tuple(shape), raw)
-        elif dtype is None:
-            raw = leases[block][offset : offset + size_bytes]
-            arrays[name] = _strings(name, raw, shape)
+        if dtype is None or wants_wire:
+            # No slice, which would be a `Lease` without a block.
+            raw = _array((size_bytes,), _BYTE, leases[block], offset)
+            if wants_wire:
+                arrays[name] = WireTensor(datatype, shape, raw)
+            else:
+                arrays[name] = _strings(name, raw, shape)
         else:
-            arrays[name] = np.ndarray(shape, dtype, leases[block], offset)
+            arrays[name] = _array(shape, dtype, leases[block], offset)
+    return arrays
 
 
 def _view_anywhere(
-    arrays: dict[str, Any],
-    outputs: Sequence[OutputLayout],
-    leases: Sequence[Any],
-    *,
-    wants_wire: bool,
-) -> None:
-    """Add the outputs as `_view` does. Some leases may be of devices."""
+    outputs: Sequence[OutputLayout], leases: Sequence[Any], *, wants_wire: bool
+) -> dict[str, Any]:
+    """Return the outputs as `_view` does. Some leases may be of devices."""
     from moonpool.ipc.cuda.array import DeviceArray
 
+    arrays: dict[str, Any] = {}
     for output in outputs:
         name, datatype, shape, _, block, offset, _ = output
         lease = leases[block]
         if isinstance(lease, np.ndarray):
-            _view(arrays, [output], leases, wants_wire=wants_wire)
+            arrays.update(_view([output], leases, wants_wire=wants_wire))
         elif datatype == BYTES:
             raise RemoteProtocolError(f"output {name!r} is BYTES and lies on a device")
         else:
-            arrays[name] = DeviceArray.over(lease, offset, datatype, tuple(shape))
+            arrays[name] = DeviceArray.over(lease, offset, datatype, shape)
+    return arrays
 
 
 def _strings(name: str, raw: np.ndarray, shape: Sequence[int]) -> np.ndarray:
@@ -197,11 +219,12 @@ def _allocated(
     arrays = {}
     for name, datatype, shape, _, block, offset, size_bytes in outputs:
         raw = leases[block][offset : offset + size_bytes]
-        arrays[name] = allocate(request, name, datatype, tuple(shape), raw)
+        arrays[name] = allocate(request, name, datatype, shape, raw)
     return arrays
 
 
 Key = tuple[int, int]
+_NO_BATCH: tuple[int, Sequence[InferenceRequest]] = (0, ())
 
 
 class Replies:
@@ -209,7 +232,7 @@ class Replies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._executing: tuple[int, Sequence[InferenceRequest]] = (0, ())
+        self._executing = _NO_BATCH
         # The requests of the batch that is executing which already had their last response, by index.
         self._ended: set[int] = set()
         self._open: dict[Key, InferenceRequest] = {}
@@ -226,7 +249,7 @@ class Replies:
         """
         with self._lock:
             batch, requests = self._executing
-            self._executing = (0, ())
+            self._executing = _NO_BATCH
             if states is None and not self._ended:
                 return
             ended, self._ended = self._ended, set()
@@ -295,6 +318,6 @@ class Replies:
     def close(self) -> None:
         """Forget the requests. Their arrays may be large, and belong to their callers."""
         with self._lock:
-            self._executing = (0, ())
+            self._executing = _NO_BATCH
             self._open.clear()
             self._keys.clear()

@@ -14,6 +14,10 @@ A block of ours may be used again when two things are true: the stub has given i
 answer with its input, and then `open` makes a lease on the block for the caller and counts it in `holds`. `Arena.release` frees a
 block only when its last holder has released it. Memory of others is kept alive by the reference to its lease.
 
+A batch mostly wants one block of the size of the last one. So if a batch had only one, in the first region, and nobody looks at it, `end_batch`
+does not release the block but puts it aside (`_rest`). Nothing is lent in it. The next `allocate` lends it again or
+releases it, and whoever looks at the arena's figures has it released first.
+
 Who holds the lock. The driver lends inputs, ends batches, and takes back what ANSWER and RELEASE name. A thread with the answer to
 a call lends that, the reactor takes back what calls of the stub name, and any thread may drop the last view of a block. The last one may do so in the garbage collector, while
 the same thread holds the lock. So leases take no lock: they append to `_returned`, and the next `allocate` or `tidy` collects it.
@@ -105,6 +109,8 @@ class BorrowedBlocks:
         self._announced: dict[int, SharedRegion | DeviceRegion] = {}
         # Lent for the present batch.
         self._lent: list[tuple[Place, Borrowed]] = []
+        # The block of the last batch, if it was the only one and nobody looks at it. The next batch mostly wants one of that size.
+        self._rest: list[tuple[Place, Borrowed]] | None = None
         # Kept by the model: inputs of earlier batches, and answers to its calls.
         self._kept: dict[Place, list[Borrowed]] = {}
         # Memory of clients that outputs of this batch may go to.
@@ -148,6 +154,14 @@ class BorrowedBlocks:
         with self._lock:
             if self._returned:
                 self._collect()
+            rest = self._rest
+            if rest is not None:
+                self._rest = None
+                block: Block = rest[0][1]  # type: ignore[assignment]
+                if (size_bytes + ALIGNMENT - 1) & -ALIGNMENT == block.size_bytes and not keep:
+                    self._lent += rest
+                    return block
+                self._arena.release(block)
             block = self._arena.allocate(size_bytes)
             self._note((block.region.id, block.offset), block, keep)
             return block
@@ -307,9 +321,15 @@ class BorrowedBlocks:
         """
         with self._lock:
             lent, self._lent = self._lent, []
-            self._targets.clear()
+            if self._targets:
+                self._targets.clear()
             if held:
                 lent = self._keep_some(lent, held)
+            elif len(lent) == 1:
+                block = lent[0][1]
+                if type(block) is Block and block.holds == 1 and block.region is self.first:
+                    self._rest = lent
+                    return
             for _, borrowed in lent:
                 if type(borrowed) is Block:
                     (self._arena_of(borrowed) if self._arenas else self._arena).release(borrowed)
@@ -356,6 +376,11 @@ class BorrowedBlocks:
                 if type(borrowed) is Block:
                     self._arena_of(borrowed).release(borrowed)
 
+    def _release_rest(self) -> None:
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            self._arena.release(rest[0][1])  # type: ignore[arg-type]
+
     def _collect(self) -> None:
         while self._returned:
             block: Block = self._returned.popleft()  # type: ignore[assignment]
@@ -367,6 +392,7 @@ class BorrowedBlocks:
         """Give up regions that were not used since the last call."""
         with self._lock:
             self._collect()
+            self._release_rest()
             self._idle = {
                 region_id: uses
                 for arena in (self._arena, *self._arenas.values())
@@ -413,6 +439,7 @@ class BorrowedBlocks:
         """The bytes of that memory which are lent, or which others look at."""
         with self._lock:
             self._collect()
+            self._release_rest()
             return self._arena.used_bytes
 
     @property
@@ -440,6 +467,7 @@ class BorrowedBlocks:
         """Close all regions and end the use of all borrowed blocks. Leases that callers hold stay valid."""
         with self._lock:
             self._lent.clear()
+            self._rest = None
             self._kept.clear()
             self._targets.clear()
             # Ends a cycle: the function refers to the link, which refers to this object.

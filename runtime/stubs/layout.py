@@ -27,8 +27,8 @@ class RequestLayout(NamedTuple):
     # The field `layout` of EXECUTE.
     packed: bytes
     size_bytes: int
-    # (request in the batch, input of the request, offset in the block)
-    copies: list[tuple[int, int, int]]
+    # (request in the batch, input of the request, its beginning and its end in the block)
+    copies: list[tuple[int, int, int, int]]
 
 
 def lay_out(
@@ -39,7 +39,7 @@ def lay_out(
     The rows of one input lie back to back across the requests of a batch, so a model can have them stacked without a copy.
     """
     rows: list[list[list[object]]] = [[] for _ in batch]
-    copies: list[tuple[int, int, int]] = []
+    copies: list[tuple[int, int, int, int]] = []
     end = 0
     for number in range(max(len(shapes.tensors) for shapes in batch)):
         end = (end + ALIGNMENT - 1) & -ALIGNMENT
@@ -55,7 +55,7 @@ def lay_out(
             end += -end % (ITEMSIZE[datatype] or 1)
             rows[i].append([index, datatype, shape, 0, end, size_bytes])
             if size_bytes:
-                copies.append((i, number, end))
+                copies.append((i, number, end, end + size_bytes))
             # An empty tensor takes a byte, so that its block is one that was lent.
             end += size_bytes or 1
     return RequestLayout(encode(*rows), end, copies)
@@ -66,7 +66,7 @@ class OutputLayout(NamedTuple):
 
     name: str
     datatype: int
-    shape: list[int]
+    shape: tuple[int, ...]
     dtype: np.dtype[np.generic] | None
     block: int
     offset: int
@@ -78,6 +78,12 @@ class AnswerLayout(NamedTuple):
 
     responses: list[list[OutputLayout]]
     least_bytes: dict[int, int]
+    # The arrays of each response: names, shapes, dtypes, blocks and offsets. None for a response with BYTES.
+    arrays: list[list[tuple[str, tuple[int, ...], Any, int, int]] | None]
+
+    def with_responses(self, responses: list[list[OutputLayout]]) -> AnswerLayout:
+        """Return the layout with other outputs in the same places."""
+        return AnswerLayout(responses, self.least_bytes, [_arrays(each) for each in responses])
 
     def fault(self, sizes: Sequence[int]) -> str:
         """Describe what is wrong with the layout if the blocks have these sizes."""
@@ -90,7 +96,7 @@ class AnswerLayout(NamedTuple):
 
 
 # The layout of a response without outputs.
-NOTHING = AnswerLayout([[]], {})
+NOTHING = AnswerLayout([[]], {}, [[]])
 
 
 def read_answer(packed: bytes, names: Sequence[str], count: int) -> AnswerLayout:
@@ -110,7 +116,15 @@ def read_answer(packed: bytes, names: Sequence[str], count: int) -> AnswerLayout
             end = output.offset + output.size_bytes
             least_bytes[output.block] = max(end, least_bytes.get(output.block, 0))
         responses.append(outputs)
-    return AnswerLayout(responses, least_bytes)
+    return AnswerLayout(responses, least_bytes, [_arrays(outputs) for outputs in responses])
+
+
+def _arrays(
+    outputs: Sequence[OutputLayout],
+) -> list[tuple[str, tuple[int, ...], Any, int, int]] | None:
+    if any(output.dtype is None for output in outputs):
+        return None
+    return [(each.name, each.shape, each.dtype, each.block, each.offset) for each in outputs]
 
 
 def _output(row: list[Any], names: Sequence[str]) -> OutputLayout:
@@ -119,7 +133,7 @@ def _output(row: list[Any], names: Sequence[str]) -> OutputLayout:
         raise RemoteProtocolError(f"output {index}: there is no such output")
     name = names[index]
     if datatype == BYTES:
-        return OutputLayout(name, datatype, shape, None, block, offset, size_bytes)
+        return OutputLayout(name, datatype, tuple(shape), None, block, offset, size_bytes)
     if prod(shape) * ITEMSIZE[datatype] != size_bytes:
         raise RemoteProtocolError(f"output {name!r} of shape {shape} has {size_bytes} bytes")
     dtype = DTYPES[datatype]
@@ -128,4 +142,4 @@ def _output(row: list[Any], names: Sequence[str]) -> OutputLayout:
             np.empty(shape, dtype)
         except (ValueError, OverflowError) as bad:  # a huge dimension beside an empty one
             raise RemoteProtocolError(f"output {name!r} of shape {shape}: {bad}") from bad
-    return OutputLayout(name, datatype, shape, dtype, block, offset, size_bytes)
+    return OutputLayout(name, datatype, tuple(shape), dtype, block, offset, size_bytes)

@@ -72,6 +72,30 @@ def test_the_end_of_the_peer_is_told_in_both_directions(pair: Pair) -> None:
         pair.link.conversation.channel.send(b"anything")
 
 
+def test_an_answer_whose_bytes_came_before_has_what_the_peer_wrote_this_time(pair: Pair) -> None:
+    first = pair.peer.place([1, 2])
+    values = np.ndarray((2,), np.float32, pair.peer.regions[first[0]].buffer, first[1])
+    for batch in range(5):
+        requests = pair.execute([1])
+        values[:] = batch, batch + 1
+        pair.peer.answer([first], [[y(2)]])
+        (outputs,) = pair.finish(requests)
+        assert outputs["Y"].tolist() == [batch, batch + 1]
+        assert outputs["Y"].shape == (2,)
+        del outputs
+        assert [*pair.link.released] == [(first[0], first[1])]
+
+
+def test_the_bytes_of_few_answers_are_remembered(pair: Pair) -> None:
+    for batch in range(600):
+        requests = pair.execute([1])
+        block = pair.peer.place([batch])
+        pair.peer.answer([block], [[y(1)]])
+        (outputs,) = pair.finish(requests)
+        assert outputs["Y"].tolist() == [batch]
+    assert len(pair.link._known_answers) <= 64
+
+
 # Memory that is given back
 
 

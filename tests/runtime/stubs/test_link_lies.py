@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from tests.runtime.scripted import BYTES, FP32, KiB, Pair, y
 
+from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.messages import Kind
 
 
 @pytest.fixture
@@ -116,8 +118,19 @@ LIES = [
 ]
 
 
+def good_answers(pair: Pair, count: int) -> None:
+    """Let the peer give so many answers that differ in nothing but the number of the batch."""
+    block = pair.peer.place([1])
+    for _ in range(count):
+        requests = pair.execute([1])
+        pair.peer.answer([block], [[y(1)]])
+        pair.finish(requests)
+
+
+@pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__.strip("_"))
-def test_an_answer_that_cannot_be_is_refused(pair: Pair, lie: Any) -> None:
+def test_an_answer_that_cannot_be_is_refused(pair: Pair, lie: Any, before: int) -> None:
+    good_answers(pair, before)
     requests = pair.execute([1])
     lie(pair)
     with pytest.raises(RemoteProtocolError) as caught:
@@ -133,4 +146,46 @@ def test_an_answer_that_was_believed_once_is_checked_against_other_blocks(pair: 
     # This block is too small for the layout, which the link remembers from the answer before.
     pair.peer.answer([pair.peer.place([1])], [[y(2)]])
     with pytest.raises(RemoteProtocolError, match="reaches beyond its block"):
+        pair.link.finish(requests)
+
+
+def test_an_answer_that_was_believed_once_is_refused_when_its_region_is_gone(pair: Pair) -> None:
+    good_answers(pair, 2)
+    requests = pair.execute([1])
+    (region_id,) = pair.link.response_regions
+    pair.peer.answer([[region_id, 0, 4]], [[y(1)]])
+    pair.link.retire_answers(region_id)
+    with pytest.raises(RemoteProtocolError, match="not the stub's to answer from"):
+        pair.link.finish(requests)
+
+
+def test_an_answer_that_was_believed_once_is_refused_for_a_larger_batch(pair: Pair) -> None:
+    good_answers(pair, 2)
+    requests = pair.execute([1], [2])
+    (region_id,) = pair.link.response_regions
+    pair.peer.answer([[region_id, 0, 4]], [[y(1)]])
+    with pytest.raises(RemoteProtocolError, match="with 1 responses"):
+        pair.link.finish(requests)
+
+
+def test_an_answer_that_was_believed_once_is_refused_for_a_batch_that_is_over(pair: Pair) -> None:
+    good_answers(pair, 2)
+    requests = pair.execute([1])
+    (region_id,) = pair.link.response_regions
+    pair.peer.answer([[region_id, 0, 4]], [[y(1)]], batch=pair.peer.batch - 1)
+    with pytest.raises(RemoteProtocolError, match="an answer to batch 2"):
+        pair.link.finish(requests)
+
+
+def test_no_answer_is_accepted_out_of_turn_however_often_it_came_before(pair: Pair) -> None:
+    good_answers(pair, 2)
+    requests = pair.execute([1])
+    (region_id,) = pair.link.response_regions
+    answer = [[region_id, 0, 4]], [[y(1)]]
+    pair.peer.answer(*answer)
+    assert len(pair.finish(requests)) == 1
+    pair.peer.channel.send(
+        encode(Kind.ANSWER, 3, [], [], answer[0], encode(answer[1][0]), None, None)
+    )
+    with pytest.raises(RemoteProtocolError, match="ANSWER came out of turn"):
         pair.link.finish(requests)
