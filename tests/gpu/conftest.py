@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.gpu.cards import Fake, card, fake, fake_library, gpu
-from tests.gpu.late import fake_region, region
+from tests.gpu.late import fake_region, region, very_late
 from tests.runtime.devices.conftest import card_host, fake_host, host
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "gpu",
     "host",
     "region",
+    "very_late",
 ]
 
 

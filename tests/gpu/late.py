@@ -77,6 +77,12 @@ def late(where: Device, stream: int) -> Iterator[None]:
 
 
 @pytest.fixture
+def very_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delay work of the fake driver for so long that a busy machine, too, looks before it is done."""
+    monkeypatch.setitem(globals(), "LATE_US", 10 * LATE_US)
+
+
+@pytest.fixture
 def region(gpu: Device) -> Iterator[DeviceRegion]:
     """Memory on a device, the fake one or a card."""
     yield from _region(gpu)

@@ -33,6 +33,7 @@ def stream(region: DeviceRegion) -> Iterator[int]:
     region.device.close_stream(made)
 
 
+@pytest.mark.usefixtures("very_late")
 def test_work_is_late_so_that_what_is_not_ordered_shows(region: DeviceRegion, stream: int) -> None:
     fill(region, 7, stream)
     assert peek(region) == 0
@@ -155,6 +156,7 @@ def test_publishing_waits_where_events_are_not_shared(region: DeviceRegion, lane
 
 
 @pytest.mark.promise("Device memory", "A peer sees bytes that were …")
+@pytest.mark.usefixtures("very_late")
 def test_publishing_does_not_wait_where_events_are_shared(region: DeviceRegion, lane: Lane) -> None:
     waits = host_waits(region.device)
     fill(region, 7, lane.stream)
