@@ -16,6 +16,7 @@ import pytest
 from tests.runtime.triton.conftest import Start, Write
 from tests.runtime.triton.doubles import CONFIG, DOUBLES, with_options
 from tests.runtime.triton.shim import Shim
+from tests.waiting import Deadline
 
 from moonpool.ipc.codec import calls_codec, control_codec, encode
 from moonpool.ipc.messages import Kind, Side
@@ -381,8 +382,10 @@ def test_prints_go_to_the_server_s_output(shim: Shim, start: Start) -> None:
     start("print('printed by the model')\n" + DOUBLES)
 
     assert shim.process.stderr is not None
-    assert select.select([shim.process.stderr], [], [], 10.0)[0]
-    assert b"[m_0] printed by the model\n" in shim.process.stderr.read1()
+    said, deadline = b"", Deadline(60.0)
+    while b"[m_0] printed by the model\n" not in said:
+        assert select.select([shim.process.stderr], [], [], deadline.remaining_s)[0], said
+        said += os.read(shim.process.stderr.fileno(), 4096)
 
 
 def test_instances_are_forked_from_a_template(start: Start, shim: Shim) -> None:
