@@ -30,6 +30,6 @@ def _either_msgpack(request: pytest.FixtureRequest) -> Iterator[None]:
     """Everything is tried on both forms of msgpack: a model's environment may have either."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "in Python":
-            patch.setattr(codec, "_unpack", fallback.unpackb)
+            patch.setattr(codec, "unpack", fallback.unpackb)
             patch.setattr(codec, "_pack", lambda message: fallback.Packer().pack(message))
         yield
