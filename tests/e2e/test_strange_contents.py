@@ -75,5 +75,6 @@ def test_strange_contents_are_no_error_of_the_runtimes_own(
     assert [each for each in reasons if "broke the protocol and was ended" not in each] == []
     # A packet ends the stub once at most, and the runtime may notice after the request was answered.
     assert len(told) <= LINES_OF_AN_END * len(packets(channel, kind))
-    assert not any("Traceback" in each.getMessage() for each in caplog.records)
+    # The stub itself may print one, when it meets the end of its channel before its own.
+    assert not any("Traceback" in each.getMessage() for each in own)
     assert all(len(each.getMessage()) <= LONGEST_LINE for each in told)
