@@ -38,17 +38,22 @@ def _answer(server: Server, call: Call) -> Any:
     """The message as plain values, or the code and the text of the error."""
     method, request = call
     stub = service_pb2_grpc.GRPCInferenceServiceStub(server.channel)
+    if method == "SystemSharedMemoryUnregister":
+        found = wait_until(lambda: _forgotten(stub, request), TIMEOUT_S, "the region to be gone")
+        assert found is not None
+        return found[0]
+    answer = _asked(stub, call)
+    if method == "RepositoryModelUnload":
+        wait_until(lambda: not _is_leaving(stub, request.model_name), TIMEOUT_S, "it to be gone")
+    return answer
+
+
+def _asked(stub: Any, call: Call) -> Any:
+    method, request = call
     try:
         return message(getattr(stub, method)(request, timeout=TIMEOUT_S))
     except grpc.RpcError as error:
         return error.code().name, words(error.details() or "")
-    finally:
-        if method == "RepositoryModelUnload":
-            wait_until(
-                lambda: not _is_leaving(stub, request.model_name), TIMEOUT_S, "it to be gone"
-            )
-        elif method == "SystemSharedMemoryUnregister":
-            wait_until(lambda: not _is_kept(stub, request), TIMEOUT_S, "the region to be gone")
 
 
 def _is_leaving(stub: Any, model: str) -> bool:
@@ -57,15 +62,17 @@ def _is_leaving(stub: Any, model: str) -> bool:
     return any(each.name == model and each.state == "UNLOADING" for each in index.models)
 
 
-def _is_kept(stub: Any, request: Any) -> bool:
-    """Unregister again, and return true while the region is known, any of them for an empty name.
+def _forgotten(stub: Any, request: Any) -> tuple[Any] | None:
+    """Unregister, and return the answer if the region is gone, all of them for an empty name.
 
-    A tritonserver keeps a region that a request still holds, maybe after its answer, and may never drop it by itself.
+    A tritonserver refuses this, or does nothing, while a request still holds the region, maybe after its answer.
     """
-    stub.SystemSharedMemoryUnregister(request, timeout=TIMEOUT_S)
+    answer = _asked(stub, ("SystemSharedMemoryUnregister", request))
+    if isinstance(answer, tuple) and "unregister" in answer[1]:
+        return None
     wanted = service_pb2.SystemSharedMemoryStatusRequest()
     kept = stub.SystemSharedMemoryStatus(wanted, timeout=TIMEOUT_S).regions
-    return request.name in kept if request.name else bool(kept)
+    return None if (request.name in kept if request.name else kept) else (answer,)
 
 
 def _responses(server: Server, requests: Sequence[Any], metadata: Sequence[tuple[str, str]]) -> Any:

@@ -45,12 +45,14 @@ CASES = [
 
 def _ask(server: Server, request: Http) -> Reply:
     if not request.until and not request.has:
+        if request.path.startswith(REGIONS_PATH) and request.path.endswith("/unregister"):
+            gone = wait_until(lambda: _forgotten(server, request), what="the region to be gone")
+            assert gone is not None
+            return gone
         reply = send(server.http_port, request)
         if request.path.endswith("/unload"):
             # Several answers are right until it is gone.
             wait_until(lambda: b"UNLOADING" not in send(server.http_port, INDEX).body)
-        elif request.path.startswith(REGIONS_PATH) and request.path.endswith("/unregister"):
-            wait_until(lambda: not _is_kept(server, request), what="the region to be gone")
         return reply
 
     def asked() -> Reply | None:
@@ -63,15 +65,17 @@ def _ask(server: Server, request: Http) -> Reply:
     return found
 
 
-def _is_kept(server: Server, request: Http) -> bool:
-    """Unregister again, and return true while the region is known, any of them where none is named.
+def _forgotten(server: Server, request: Http) -> Reply | None:
+    """Unregister, and return the reply if the region is gone, all of them where none is named.
 
-    A tritonserver keeps a region that a request still holds, maybe after its answer, and may never drop it by itself.
+    A tritonserver refuses this, or does nothing, while a request still holds the region, maybe after its answer.
     """
-    send(server.http_port, request)
+    reply = send(server.http_port, request)
+    if reply.status != 200 and b"nregister" in reply.body:
+        return None
     kept = {each["name"] for each in json.loads(send(server.http_port, REGIONS_STATUS).body)}
     _, named, name = request.path.removesuffix("/unregister").partition("/region/")
-    return name in kept if named else bool(kept)
+    return None if (name in kept if named else kept) else reply
 
 
 def _answers(server: Server, requests: list[Http]) -> list[Any]:
