@@ -212,7 +212,7 @@ class _Template:
             _log.info("no stub is forked from a process of %s: %s", self._python, why)
 
     def _start(self, wait_s: float) -> str:
-        """Start the process, and return why it cannot fork, or "". Raises OSError, and ValueError for an answer that is none."""
+        """Start the process. Returns why it cannot fork, or "" if it can. Raises OSError, and ValueError if it answers with no JSON."""
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Not a file: Python remembers whether its output is one, and that of the forks is a pipe.
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)

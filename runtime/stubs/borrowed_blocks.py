@@ -16,7 +16,7 @@ block only when its last holder has released it. Memory of others is kept alive 
 
 A batch mostly wants one block of the size of the last one. So if a batch had only one, in the first region, and nobody looks at it, `end_batch`
 does not release the block but puts it aside (`_rest`). Nothing is lent in it. The next `allocate` lends it again or
-releases it, and whoever looks at the arena's figures has it released first.
+releases it. `tidy` and `used_bytes` release it, too.
 
 Who holds the lock. The driver lends inputs, ends batches, and takes back what ANSWER and RELEASE name. A thread with the answer to
 a call lends that, the reactor takes back what calls of the stub name, and any thread may drop the last view of a block. The last one may do so in the garbage collector, while

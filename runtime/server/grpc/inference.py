@@ -154,9 +154,8 @@ class GrpcInference:
             return
         try:
             self._copying.submit(work)
-        except Closed:  # the last calls end while the server closes
-            work()
-        except OutOfThreads:  # other clients wait, which is better than to refuse this one
+        except (Closed, OutOfThreads):
+            # The last calls end while the server closes. Without a thread, other clients wait, which is better than to refuse this one.
             work()
 
     def close(self) -> None:
