@@ -1,13 +1,17 @@
-"""Compiles the library for tritonserver into the wheel if there is a compiler, and keeps the tree's links in an sdist.
+"""Compiles what is C++ into the wheel if there is a compiler, and keeps the tree's links in an sdist.
 
 Everything else is in pyproject.toml.
 
-A wheel that has the library is for one platform and any Python. One without it works for everything but Triton.
+Two kinds of things are compiled. Extensions are the quick forms of modules that Python has, too, so one that cannot be compiled is left out.
+They use Python's limited API and nothing of numpy's, so one wheel serves every CPython from 3.11 on. An editable installation compiles
+them into the tree. A wheel has a copy of nghttp2 where it was built with one. The library for tritonserver is no Python module; a wheel without it works for everything but Triton.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,42 +22,122 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 from setuptools.errors import CompileError
 
-NATIVE = Path("src/moonpool/runtime/triton/native")
+SOURCE = Path("src")
+CORE = SOURCE / "moonpool/ipc/native"
+SHARED = SOURCE / "moonpool/ipc/extension"
+NATIVE = SOURCE / "moonpool/runtime/triton/native"
+# How Python knows an extension that is older than its sources.
+FOUND = runpy.run_path(str(SOURCE / "moonpool/ipc/extension/__init__.py"))
 LIBRARY = "moonpool.runtime.triton.libtriton_moonpool"
-# `0`: leave it out.
+HTTP2 = "moonpool.runtime.server.grpc._http2"
+NGHTTP2 = "libnghttp2.so.14"
+# `0`: leave out the library for tritonserver.
 SWITCH = "MOONPOOL_BUILD_TRITON"
+# `0`: leave out the extensions.
+EXTENSIONS_SWITCH = "MOONPOOL_BUILD_EXTENSIONS"
+LIMITED_API = "0x030B0000"  # Python 3.11, as the tag of the wheel says
+TAG = ("cp311", "abi3")
+FLAGS = [
+    "-std=c++17",
+    "-O2",
+    "-g1",
+    "-fvisibility=hidden",
+    "-fno-plt",
+    "-Wall",
+    "-Wextra",
+    "-Wshadow",
+]
+# A model's interpreter may have another libstdc++, or none that its sandbox lets it read.
+LINK = [
+    "-static-libstdc++",
+    "-static-libgcc",
+    "-ldl",
+    "-Wl,-z,now",
+    "-Wl,--gc-sections",
+    "-Wl,--exclude-libs,ALL",
+]
+
+
+def extension(name: str, *core: str) -> Extension:
+    """Describe an extension. Its sources lie where the module will; `core` names files of the core that it needs."""
+    place = SOURCE / name.replace(".", "/")
+    sources = [*place.parent.glob(f"{place.name}*.cpp"), *(CORE / f"{each}.cpp" for each in core)]
+    return Extension(
+        name,
+        sorted(map(str, sources)),
+        depends=[*map(str, FOUND["sources"](name)), "setup.py"],
+        include_dirs=[str(CORE), str(SHARED)],
+        define_macros=[
+            ("Py_LIMITED_API", LIMITED_API),
+            ("MOONPOOL_SOURCES", f'"{FOUND["checksum"](name)}"'),
+        ],
+        extra_compile_args=FLAGS,
+        extra_link_args=LINK,
+        language="c++",
+        py_limited_api=True,
+        optional=True,
+    )
+
+
+EXTENSIONS = [
+    extension("moonpool.ipc._copy"),
+    extension("moonpool.runtime.quick._quick", "channel", "codec", "msgpack"),
+    extension(HTTP2),
+    extension("moonpool.stub.peers._usual", "channel", "codec", "msgpack"),
+]
 
 
 def extensions() -> list[Extension]:
-    if os.environ.get(SWITCH) == "0":
+    missing = {
+        tool for tool in ("make", os.environ.get("CXX", "g++")) if shutil.which(tool) is None
+    }
+    library = Extension(LIBRARY, sorted(map(str, [*NATIVE.glob("*.cpp"), *CORE.glob("*.cpp")])))
+    wanted = [] if os.environ.get(SWITCH) == "0" else [library]
+    if os.environ.get(EXTENSIONS_SWITCH) != "0":
+        wanted += EXTENSIONS
+    if wanted and missing:
+        print(
+            f"moonpool is built without what is C++: there is no {' and no '.join(sorted(missing))}"
+        )
         return []
-    tools = ("make", os.environ.get("CXX", "g++"))
-    missing = ", ".join(tool for tool in tools if shutil.which(tool) is None)
-    if missing:
-        print(f"moonpool is built without its library for tritonserver: there is no {missing}")
-        return []
-    return [Extension(LIBRARY, sorted(map(str, NATIVE.glob("*.cpp"))))]
+    return wanted
+
+
+def bundle(folder: Path) -> None:
+    """Put this machine's nghttp2 and its license beside the extension that opens it, for machines that have none."""
+    try:
+        ctypes.CDLL(NGHTTP2)
+    except OSError as error:
+        print(f"moonpool is built without a copy of nghttp2: {error}")
+        return
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    (found,) = {line.split(maxsplit=5)[5] for line in maps if f"/{NGHTTP2}" in line}
+    shutil.copyfile(found, folder / NGHTTP2)
+    license_of = SOURCE / HTTP2.replace(".", "/")
+    shutil.copy(license_of.with_name("libnghttp2.LICENSE"), folder)
 
 
 class Build(build_ext):
-    """Runs the Makefile. The library is no Python module, so its file name has no tag of an interpreter."""
+    """Compiles extensions as setuptools does, and the library with its Makefile."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.inplace:
+            # The tests compile the library when they need it.
+            self.extensions = [each for each in self.extensions if each.name != LIBRARY]
 
     def get_ext_filename(self, fullname: str) -> str:
-        return f"{fullname.replace('.', '/')}.so"
-
-    @property
-    def is_in_tree(self) -> bool:
-        """True for a source tree, where the tests compile the library when they need it."""
-        return bool(self.inplace or getattr(self, "editable_mode", False))
-
-    def run(self) -> None:
-        if not self.is_in_tree:
-            super().run()
-
-    def get_outputs(self) -> list[str]:
-        return [] if self.is_in_tree else super().get_outputs()
+        # The library is no Python module, so its file name has no tag of an interpreter.
+        if fullname.rpartition(".")[2] == LIBRARY.rpartition(".")[2]:
+            return f"{fullname.replace('.', '/')}.so"
+        return super().get_ext_filename(fullname)
 
     def build_extension(self, extension: Extension) -> None:
+        if extension.name != LIBRARY:
+            super().build_extension(extension)
+            if extension.name == HTTP2:
+                bundle(Path(self.get_ext_fullpath(extension.name)).parent)
+            return
         made = Path(self.build_temp).absolute()
         command = ["make", "-C", str(NATIVE), f"OUT={made}", f"-j{os.cpu_count() or 1}"]
         if subprocess.run(command, check=False).returncode:
@@ -63,6 +147,16 @@ class Build(build_ext):
         target = Path(self.get_ext_fullpath(extension.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(made / target.name, target)
+
+    def copy_extensions_to_source(self) -> None:
+        """Put the compiled extensions into the tree, each by renaming a new file: a running process may have mapped the old one."""
+        for each in self.extensions:
+            built = Path(self.build_lib, self.get_ext_filename(self.get_ext_fullname(each.name)))
+            if built.is_file():
+                target = SOURCE / built.relative_to(self.build_lib)
+                made = target.with_name(f".{target.name}-{os.getpid()}")
+                shutil.copy(built, made)
+                os.replace(made, target)
 
 
 class Sdist(sdist):
@@ -84,11 +178,13 @@ def link_of(file: str) -> str | None:
 
 
 class Wheel(bdist_wheel):
-    """Any Python may have what is in it."""
+    """Names the Pythons that may have what was compiled: any, unless an extension is in it."""
 
     def get_tag(self) -> tuple[str, str, str]:
         _, _, platform = super().get_tag()
-        return "py3", "none", platform
+        built = Path(self.get_finalized_command("build_ext").build_lib)
+        interpreter, abi = TAG if any(built.rglob("*.abi3.so")) else ("py3", "none")
+        return interpreter, abi, platform
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": Build, "bdist_wheel": Wheel, "sdist": Sdist})

@@ -11,7 +11,8 @@ mostly as large as the last one.
 
 A region never grows, because the peer has mapped it. If no region has enough room, `create` makes another one,
 of about the size of all that there are, so that their number grows with the logarithm of the memory. Later regions
-are given up again once they are idle. A block is named by region and offset, and the number of a region that was
+are given up again once they are idle (`Idle`). The first of them is kept longer: to make it anew takes several times as long as
+to copy a tensor into it, and most models that once had a large tensor will have another one. A block is named by region and offset, and the number of a region that was
 given up is not used for another one, so a late message about a block in it finds nothing.
 
 Not thread-safe: one thread at a time owns an arena. Other threads release blocks through a queue that the owner
@@ -21,10 +22,12 @@ drains. A lease may end in any thread, in the middle of a garbage collection, an
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.memory import ALIGNMENT, Region
+from moonpool.ipc.region import headroom_bytes
 
 _PAGE = 4096
 
@@ -212,6 +215,12 @@ class Arena:
         later = list(self._extents.values())[1:]
         return {extents.region.id: extents.uses for extents in later if not extents.live}
 
+    @property
+    def first_grown(self) -> int:
+        """The number of the region by which the arena has grown first, of those that it has; 0 if there is none."""
+        later = list(self._extents)[1:]
+        return later[0] if later else 0
+
     def retire(self, region_id: int) -> Region:
         """Stop using an idle region. The caller closes it."""
         if self._extents[region_id].live:
@@ -219,6 +228,54 @@ class Arena:
         region = self._extents.pop(region_id).region
         self.has_grown = len(self._extents) > 1
         return region
+
+
+class Keep(NamedTuple):
+    """The seconds for which an arena keeps idle regions: the first one by which it has grown, and the others."""
+
+    first_s: float
+    others_s: float
+
+
+class Idle:
+    """Remembers since when regions of some arenas have been idle. For the thread that has the arenas."""
+
+    def __init__(self, keep: Keep) -> None:
+        self._keep = keep
+        # By region: the number of its blocks so far, and the time since which that has not changed.
+        self._since: dict[int, tuple[int, float]] = {}
+
+    def over(self, arenas: Iterable[Arena], now_s: float) -> list[tuple[Arena, int]]:
+        """Return the regions to give up, as they have been idle for their time. `now_s` is of a monotonic clock.
+
+        If the machine has less memory left than an arena has, its first one is not kept longer than the others.
+        """
+        since: dict[int, tuple[int, float]] = {}
+        over = []
+        for arena in arenas:
+            for region_id, uses in arena.idle().items():
+                before, since_s = self._since.get(region_id, (uses, now_s))
+                if before != uses:
+                    since_s = now_s
+                idle_s = now_s - since_s
+                if idle_s >= self._keep.others_s and not self._is_kept(arena, region_id, idle_s):
+                    over.append((arena, region_id))
+                since[region_id] = uses, since_s
+        self._since = since
+        return over
+
+    def _is_kept(self, arena: Arena, region_id: int, idle_s: float) -> bool:
+        return (
+            region_id == arena.first_grown
+            and idle_s < self._keep.first_s
+            and not is_short(arena.size_bytes)
+        )
+
+
+def is_short(size_bytes: int) -> bool:
+    """Return whether less memory is left to this process than so much, as far as the system tells."""
+    room = headroom_bytes()
+    return room is not None and room < size_bytes
 
 
 def growth_bytes(

@@ -60,6 +60,11 @@ class Channel:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ours), theirs
 
+    @property
+    def inbox(self) -> deque[bytes]:
+        """The packets that were received before they were wanted. `receive` returns them first."""
+        return self._inbox
+
     def fileno(self) -> int:
         """Return the descriptor, which is readable when a packet or the end of the peer can be received; -1 if closed."""
         return self._socket.fileno()
@@ -164,7 +169,7 @@ class Channel:
             return self.receive_ready()
         except OSError as error:
             raise self._gone(error) from error
-        return self._checked(packet)
+        return packet if 0 < len(packet) <= MAX_PACKET_BYTES else self._checked(packet)
 
     def receive_with_fds(self) -> tuple[bytes, list[int]]:
         """Return the next packet and the descriptors in it, which the caller owns. Blocks.

@@ -21,6 +21,8 @@ class MoonpoolError(Exception):
     code: str = "INTERNAL"
     # The text for readers outside of the runtime's process, if they may not see the whole text.
     public_message: str | None = None
+    # The seconds after which the same request may succeed, if that is known.
+    retry_after_s: float | None = None
 
 
 class ProtocolError(MoonpoolError):

@@ -206,7 +206,7 @@ SET = 1
 OBSERVE = 2
 
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 # The stage of FAILED whose message is the number of an error of exec: the model's interpreter was not started.
 EXEC_FAILED = "exec"
 
@@ -297,6 +297,10 @@ _DETAILS = Row(
     memory=_WANTED,
     device=_DEVICE,
 )
+# The core on which the sender of a batch or an answer ran, modulo NO_CORE; or NO_CORE, if the sender cannot or will not tell. It always
+# takes one byte, so that the rest of a packet can be compared without it. It is a hint: a peer on another core may come at once.
+NO_CORE = 127
+_CORE = Int(0, NO_CORE)
 _ERROR = Row(code=Int(0, 7), message=Text(LONG))
 _REMARKS = Row(parameters=_PARAMETERS, error=Maybe(_ERROR))
 
@@ -332,8 +336,13 @@ WORK: dict[Kind, Message] = {
         {"start": Text(1 << 28)},
         (Kind.COMPLETED, Kind.LOADED, Kind.FAILED),
     ),
-    # The configuration after auto_complete_config, as JSON. The stub has nothing more to do.
-    Kind.COMPLETED: Message(_STUB, {"config": Text(LARGEST_CONFIG)}, (Kind.FINALIZE,)),
+    # The configuration after auto_complete_config, as JSON. `is_fresh`: none of the model's code has run but the import of its
+    # file, so the process may become an instance with another START. Any other has nothing more to do.
+    Kind.COMPLETED: Message(
+        _STUB,
+        {"config": Text(LARGEST_CONFIG), "is_fresh": Flag()},
+        (Kind.START, Kind.FINALIZE),
+    ),
     Kind.LOADED: Message(_STUB, {"facts": Table(64)}, (Kind.EXECUTE, Kind.FINALIZE)),
     # The stage, the error as the client gets it, and the traceback for the log.
     Kind.FAILED: Message(
@@ -347,6 +356,7 @@ WORK: dict[Kind, Message] = {
         _RUNTIME,
         {
             "batch": _ID,
+            "core": _CORE,
             "released": _PLACES,
             "blocks": _BLOCKS,
             "layout": LAYOUT,
@@ -363,6 +373,7 @@ WORK: dict[Kind, Message] = {
         _STUB,
         {
             "batch": _ID,
+            "core": _CORE,
             "held": _PLACES,
             "released": _PLACES,
             "blocks": _BLOCKS,

@@ -24,10 +24,12 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
+from moonpool.ipc.extension import is_wanted, load_if_there
 from moonpool.ipc.memory import Region
 
 # fcntl has these names from Python 3.9 on, but only if it was built against a recent libc.
@@ -37,8 +39,23 @@ _SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
 # takes a fifth of the time of a page fault for each.
 _LARGE = 2 << 20
 _SMALL = 16 << 10
+# From here on a copy past the caches (`_copy.cpp`) is quicker: neither the caches of the writer nor those of the reader hold so much.
+_PAST_CACHES = 16 << 20
 _SHARED = mmap.MAP_SHARED
 _PRESENT = _SHARED | getattr(mmap, "MAP_POPULATE", 0)  # from Python 3.10 on
+
+
+if TYPE_CHECKING:
+    Copy = Callable[[mmap.mmap | bytearray, int, np.ndarray], None]
+
+
+def _quick_copy() -> Copy | None:
+    """Return the copy in C++; None if it was not built, is for another interpreter, or is not wanted."""
+    module = load_if_there("moonpool.ipc._copy") if is_wanted() else None
+    return None if module is None else module.copy
+
+
+_copy = _quick_copy()
 
 
 class Map(mmap.mmap):
@@ -108,6 +125,12 @@ class SharedRegion(Region):
                 buffer[offset : offset + size_bytes] = array  # type: ignore[call-overload]
                 return
             except ValueError:  # the array is not contiguous
+                pass
+        elif size_bytes >= _PAST_CACHES and _copy is not None:
+            try:
+                _copy(self.buffer or self._open(), offset, array)
+                return
+            except (BufferError, ValueError):  # it is not contiguous, or of a type without buffers
                 pass
         super().write(offset, array)
 

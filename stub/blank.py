@@ -9,10 +9,11 @@
 Theory of operation. A fork is to be what a process that the runtime started would be, only sooner. So it is a child of the runtime and
 not of the template (CLONE_PARENT): the runtime can wait for it, the kernel ends it with the runtime, and the end of the template
 does not touch it. `os.fork` cannot do that. `_fork_beside` makes the system call itself, with the functions that `os.fork`
-calls before and after. It lacks what the C library does in its `fork`, of which two things matter. The library keeps the number of
-the thread, so the kernel writes the new one to the same place (`_thread_number`). And libraries may have asked to be called at a fork,
-as OpenBLAS does, to end its threads: `_quieten` forks once in the ordinary way, after which they have none. A template that still has
-another thread, or does not know the place, says so, and is not used.
+calls before and after. It lacks what the C library does in its `fork`, of which three things matter. The library keeps the number of
+the thread, so the kernel writes the new one to the same place. The kernel forgets where a process lists the robust locks that it holds, which
+others get when it dies, so a fork says it again. And libraries may have asked to be called at a fork, as OpenBLAS does, to end
+its threads: `_quieten` forks once in the ordinary way, after which they have none. A template that still has another thread, or does
+not know these places (`_Places`), says so, and is not used.
 
 In a fork nothing may go back to the loop of the template, so whatever raises there ends the process. The packets between runtime and template are
 few and short, and both ends are moonpool's own code; a model never has this channel.
@@ -28,6 +29,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import traceback
 
 import numpy as np
@@ -63,12 +65,13 @@ def fork_for(channel_fd: int, parent_pid: int) -> tuple[str, list[int]]:
     channel = Channel(socket.socket(fileno=channel_fd))
     folder = os.getcwd()
     try:
-        address = _quieten()
+        _quieten()
+        places = _Places()
         channel.send_waiting(json.dumps(["", np.__file__]).encode())
         while True:
             packet, fds = channel.receive_with_fds()
             try:
-                pid = _fork_beside(address)
+                pid = _fork_beside(places)
             except OSError as error:
                 pid = -(error.errno or 1)
             if pid == 0:
@@ -83,12 +86,12 @@ def fork_for(channel_fd: int, parent_pid: int) -> tuple[str, list[int]]:
     os._exit(0)
 
 
-def _quieten() -> int:
-    """Get rid of threads, and of garbage, before the first fork. Returns the place of the thread's number. Raises `CannotFork`.
+def _quieten() -> None:
+    """Get rid of threads before the first fork. Raises `CannotFork`.
 
-    Freezes all objects: forks share the pages, and a collection of garbage in each would write to all of them.
+    Freezes all objects: forks share the pages, and a collection of garbage in each would write to all of them. `boot.py` has
+    switched the collector off until now, which saves the start some milliseconds.
     """
-    address = _thread_number()
     pid = os.fork()
     if not pid:
         os._exit(0)
@@ -97,25 +100,36 @@ def _quieten() -> int:
     if len(threads) > 1:
         raise CannotFork(f"it has {len(threads)} threads, and only one would be in a fork")
     compile_checks(Side.STUB)
-    gc.collect()
     gc.freeze()
-    return address
+    gc.enable()
 
 
-def _thread_number() -> int:
-    """Return the address at which the C library keeps the number of this thread. Raises `CannotFork`."""
-    address = ctypes.c_void_p()
-    if "clone" not in NUMBERS or _libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0):
-        raise CannotFork("the kernel does not say where the number of a thread lies")
-    if not address.value or ctypes.c_int.from_address(address.value).value != os.getpid():
-        raise CannotFork("the C library keeps the number of a thread elsewhere")
-    return address.value
+class _Places:
+    """Knows where the C library keeps what a fork needs. Raises `CannotFork` if that cannot be found out."""
+
+    def __init__(self) -> None:
+        address, head, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
+        if not {"clone", "get_robust_list", "set_robust_list"} <= NUMBERS.keys():
+            raise CannotFork("the system calls of this machine are not known")
+        if _libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0):
+            raise CannotFork("the kernel does not say where the number of a thread lies")
+        number = address.value
+        if not number or ctypes.c_int.from_address(number).value != os.getpid():
+            raise CannotFork("the C library keeps the number of a thread elsewhere")
+        # The number of the thread.
+        self.number: int = number
+        # The list of robust locks and its size; nowhere, if the library keeps none.
+        asked = (ctypes.c_long(0), ctypes.byref(head), ctypes.byref(size))
+        if _libc.syscall(ctypes.c_long(NUMBERS["get_robust_list"]), *asked):
+            raise CannotFork("the kernel does not say where the locks of a thread are listed")
+        words = (NUMBERS["set_robust_list"], head.value or 0, size.value)
+        self.set_locks = [ctypes.c_ulong(word) for word in words]
 
 
-def _fork_beside(address: int) -> int:
+def _fork_beside(places: _Places) -> int:
     """Fork like `os.fork`, but make the child a child of this process's parent. Raises OSError."""
     # The last two arguments are in another order on some machines. The other one is not looked at.
-    words = (NUMBERS["clone"], _FLAGS, 0, 0, address, address)
+    words = (NUMBERS["clone"], _FLAGS, 0, 0, places.number, places.number)
     arguments = [ctypes.c_ulong(word) for word in words]
     call, python = _libc.syscall, ctypes.pythonapi
     after_in_child, after_in_parent = python.PyOS_AfterFork_Child, python.PyOS_AfterFork_Parent
@@ -124,6 +138,7 @@ def _fork_beside(address: int) -> int:
     pid: int = call(*arguments)
     if pid == 0:
         after_in_child()
+        call(*places.set_locks)
         return 0
     after_in_parent()
     if pid < 0:
@@ -148,6 +163,9 @@ def _become(
         os.chdir(folder)
         importlib.invalidate_caches()
         reseed()
+        with contextlib.suppress(AttributeError):
+            # The interpreter keeps the kernel's number of the thread as it was in the template.
+            threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
         with contextlib.suppress(OSError, ValueError, IndexError):
             _rename(name)
         return name, fds

@@ -92,6 +92,11 @@ def main() -> None:
     leave_folder(here)
     die_with_parent(int(parent_pid))
     make_importable("moonpool", os.path.dirname(here))
+    if title == TEMPLATE_TITLE:
+        import gc
+
+        # Until it forks. What it imports stays, and nothing of it is garbage.
+        gc.disable()
     from moonpool.ipc import signals
 
     signals.use_defaults()

@@ -10,6 +10,9 @@ and the runtime accepts them in any order. Changes of metrics go before the resp
 `_execute` flush them first. All references to the requests of a batch are dropped before `Peer.give` looks which
 input blocks the model kept; a local variable that names a request would make its blocks look kept.
 
+If the process has several objects of the model (`ModelThreads`), each executes on a thread of its own, and the main thread only hands
+batches over.
+
 Signals. A handler of the model's may run between any two bytecodes of the main thread, and may raise. An exception inside `model.execute`
 becomes the error of the batch. SIGINT does nothing (`output.py`): the runtime ends a stub, not the terminal. SIGTERM writes
 the stacks of all threads and lets the process go on. If a client has cut its memory short, the stub sends itself SIGBUS, as the
@@ -28,6 +31,7 @@ A process that the model forked shares the channels with this one but must not u
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import signal
 import sys
@@ -46,13 +50,13 @@ from moonpool.stub.hosts.calls import Calls
 from moonpool.stub.hosts.forks import ForkBroker
 from moonpool.stub.hosts.runtime_host import StubHost
 from moonpool.stub.loader import LoadError
-from moonpool.stub.model import Inherited, Model, Readiness, load_model
+from moonpool.stub.model import Inherited, Model, ModelThreads, Readiness, load_model
 from moonpool.stub.pb_utils import host, logger
 from moonpool.stub.pb_utils.request import RELEASE_RESCHEDULE, InferenceRequest
 from moonpool.stub.peers.answer import Answer
 from moonpool.stub.peers.peer import Peer, Peers
 from moonpool.stub.peers.regions import CutShort
-from moonpool.stub.peers.usual import UsualWay
+from moonpool.stub.peers.usual import UsualWay, usual_way
 from moonpool.stub.report import describe, traceback_of
 from moonpool.stub.sandbox.denials import denials
 
@@ -61,6 +65,9 @@ _EXECUTE = int(Kind.EXECUTE)
 
 class Stub:
     """Serves one model instance. Its methods run on the main thread, but for those that say otherwise."""
+
+    # None if this process has one object of the model.
+    _objects: ModelThreads | None = None
 
     def __init__(self, handshake: Handshake, inherited: Inherited | None = None) -> None:
         # Before the control thread may change them.
@@ -72,16 +79,28 @@ class Stub:
         for region_id, (fd, size_bytes, writer) in handshake.announced.fds.items():
             main.regions.add_first(region_id, size_bytes, fd, writer)
         self._peers = Peers(main, start)
-        self._coroutines = Coroutines(start["concurrent_batches"])
-        self._readiness = Readiness(start["instance"], main.control.send, self._coroutines.wait_for)
+        self._coroutines: Coroutines
+        self._readiness: Readiness
+        self._prepare(start)
         main.control.listen(main.regions, main.cancel, self._handle)
         os.register_at_fork(after_in_child=self._peers.leave_to_parent)
         denials.watch(handshake.policy, start.get("layers", ()))
         os.register_at_fork(after_in_child=denials.disown)
         self._calls = Calls(handshake.calls, main.regions)
-        self._host = StubHost(self._calls, main.regions, main.control, start["instance"])
+        self._host = StubHost(
+            self._calls,
+            main.regions,
+            main.control,
+            start["instance"],
+            is_compiled=start["compiled"],
+        )
         host.use(self._host)
         ForkBroker(self._calls.disown)
+
+    def _prepare(self, start: dict[str, Any]) -> None:
+        self._coroutines = Coroutines(start["concurrent_batches"])
+        send, wait_for = self._main.control.send, self._coroutines.wait_for
+        self._readiness = Readiness(start["instance"], send, wait_for)
 
     def _handle(self, fields: list[Any], fds: list[int]) -> None:
         """Handle a message that is neither about requests nor about memory. On the control thread."""
@@ -108,10 +127,8 @@ class Stub:
             self._fail(error)
         denials.flush()
         try:
-            if start["mode"] == "complete":
-                self._main.conversation.send(Kind.COMPLETED, model.complete())
-            else:
-                self._readiness.check = model.is_ready
+            if start["mode"] != "complete" or self._complete(model):
+                self._gather(model)
                 self._main.conversation.send(Kind.LOADED, self._facts())
                 self._host.serves = True
                 self._serve(model)
@@ -121,6 +138,38 @@ class Stub:
             self._fail(error)
         except PeerGone:
             os._exit(1)
+
+    def _gather(self, model: Model) -> None:
+        """Initialize the other objects that this process has, if it has some. Raises `LoadError`."""
+        count = self._handshake.start["objects"]
+        self._readiness.check = model.is_ready
+        if count > 1:
+            self._objects = ModelThreads(
+                [model, *(model.another(number) for number in range(1, count))]
+            )
+            if model.is_ready is not None:
+                self._readiness.check = partial(self._objects.why_not_ready, self._ask_readiness)
+
+    def _ask_readiness(self, model: Model) -> object:
+        """Return the answer of one object's `is_ready`. On a thread that nobody else waits for."""
+        answer = None if model.is_ready is None else model.is_ready()
+        return self._coroutines.wait_for(answer) if isinstance(answer, CoroutineType) else answer
+
+    def _complete(self, model: Model) -> bool:
+        """Send the completed configuration. Returns True if another START came, and the model is an instance now."""
+        conversation = self._main.conversation
+        conversation.send(Kind.COMPLETED, model.complete(), not model.completes_itself)
+        message = conversation.receive()
+        if message[0] != Kind.START:
+            return False
+        start = self._handshake.start = json.loads(message[1])
+        self._main.become(start)
+        self._peers.become(start)
+        self._prepare(start)
+        model.become(start)
+        model.initialize()
+        denials.flush()
+        return True
 
     def _fail(self, error: LoadError) -> NoReturn:
         # A denial may explain the error.
@@ -142,13 +191,14 @@ class Stub:
             while all(self._serve_one(model, each) for each in peers.ready()):
                 pass
             return
-        receive, regions, arena = (
-            peer.conversation.channel.receive,
-            peer.regions,
-            peer.regions.arena,
-        )
+        regions, arena = peer.regions, peer.regions.arena
         batch, responses = peer.batch, peer.responses
-        usual = UsualWay(peer, self._handshake.start)
+        if self._objects is not None:
+            while self._serve_one(model, peer):
+                peers.ready()
+            return
+        usual = usual_way(peer, self._handshake.start)
+        receive = usual.receive
         while True:
             # The same condition as `Peer.needs_care`, without a call for each batch.
             if arena.has_grown or batch.kept or responses.replies or regions.devices is not None:
@@ -209,10 +259,13 @@ class Stub:
             signal.raise_signal(signal.SIGBUS)
             raise
         try:
-            # A copy: the model may change the list that it gets.
-            returned = model.execute(requests[:])
-            self._take(model, answer, requests, returned)
-            del returned
+            if self._objects is None:
+                # A copy: the model may change the list that it gets.
+                returned = model.execute(requests[:])
+                self._take(model, answer, requests, returned)
+                del returned
+            else:
+                self._hand_over(self._objects, answer, requests)
         except BaseException as error:  # a model may raise anything, SystemExit included
             answer.fail(requests, self._report(model, error))
         del requests
@@ -245,7 +298,19 @@ class Stub:
         self._main.control.log(logger.ERROR, f"{message}\n{traceback_of(error)}", __file__, 0)
         return message
 
-    # Coroutines
+    # Responses that come later
+
+    def _hand_over(
+        self, objects: ModelThreads, answer: Answer, requests: list[InferenceRequest]
+    ) -> None:
+        """Leave the requests open until an object of the model has executed them."""
+        for request in requests:
+            request.reply()
+        given = requests[:]
+        objects.start(
+            given, lambda model, returned, error: self._ended(model, given, returned, error)
+        )
+        answer.leave_open(requests)
 
     def _start(
         self,
@@ -267,7 +332,7 @@ class Stub:
         returned: object,
         error: BaseException | None,
     ) -> None:
-        """Answer the requests that are still open. On the thread of the coroutines."""
+        """Answer the requests that are still open. On the thread of the coroutines, or of an object."""
         try:
             responses = [] if error else model.responses(returned, requests)
         except MoonpoolError as invalid:
@@ -285,15 +350,14 @@ class Stub:
 
     def _finalize(self, model: Model) -> None:
         self._coroutines.stop()
+        message = traceback = ""
         if self._handshake.start["mode"] == "serve":
-            message = traceback = ""
-            try:
-                model.finalize()
-            except BaseException as error:
-                message, traceback = describe(error), traceback_of(error)
-        else:
-            self._main.conversation.receive()
-            message = traceback = ""
+            if self._objects is not None:
+                self._objects.finish()
+            for each in [model] if self._objects is None else self._objects.models:
+                failure = each.finalize()
+                if failure is not None:
+                    message, traceback = describe(failure), traceback_of(failure)
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

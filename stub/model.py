@@ -1,8 +1,15 @@
 """Drives a loaded model, of Triton's kind or moonpool's own: calls it, checks what it returns, asks if it is ready.
 
-Theory of operation. A `Model` belongs to the main thread. `Readiness` alone starts threads: one for each READY of the runtime, because `is_ready`
+Theory of operation. A `Model` belongs to the main thread. `Readiness` starts a thread for each READY of the runtime, because `is_ready`
 may block, and neither batches nor the control thread may wait for it. If `is_ready` is a coroutine function, that thread waits
 while the coroutine runs where the model's others run. A thread still busy at the end of the process ends with it.
+
+`ModelThreads` has several objects of the model. The main thread receives a batch as always, hands it to an object that is idle, and
+answers that the responses come later. So it can take the next batch at once. `_idle` has the objects without a batch; the main thread waits
+there when all have one, and so reads no further EXECUTE. The thread of an object executes the batch, lines up again behind the others, and
+calls `done`, which answers the requests. So batches that come one after the other reach all objects in turn. An object is
+initialized and finalized on the main thread, and executes on its own thread only, so it needs no lock of its own. If a batch cannot be
+answered, as when memory runs out, nobody would ever answer its requests, so the process ends (`threads.start`).
 """
 
 from __future__ import annotations
@@ -10,11 +17,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from queue import SimpleQueue
 from types import CoroutineType
 from typing import Any, NamedTuple
 
 from moonpool.ipc.messages import LARGEST_CONFIG, SHORT, Kind, beginning, size_of
-from moonpool.stub import loader
+from moonpool.stub import loader, threads
 from moonpool.stub.loader import LoadError
 from moonpool.stub.native.model import NativeAdapter, complete_config
 from moonpool.stub.pb_utils import logger
@@ -36,7 +45,7 @@ class Model:
         self.become(start)
 
     def become(self, start: dict[str, Any]) -> None:
-        """Serve as the instance of this START. A fork calls it again, with its own."""
+        """Serve as the instance of this START. Called again in a fork, and in a process that has completed the configuration."""
         self._start = start
         self._instance = start["instance"]
         self._is_decoupled: bool = start["decoupled"]
@@ -45,6 +54,14 @@ class Model:
             from moonpool.stub.devices.tensor import DeviceTensor
 
             DeviceTensor.copies_to_numpy = True
+
+    def another(self, number: int) -> Model:
+        """Make and initialize another object of the class in this process. Raises `LoadError`."""
+        name = f"{self._instance}.{number}"
+        arguments = {**self._start["args"], "model_instance_name": name}
+        model = Model({**self._start, "instance": name, "args": arguments}, self._class)
+        model.initialize()
+        return model
 
     @property
     def is_initialized(self) -> bool:
@@ -64,6 +81,8 @@ class Model:
         except BaseException as error:  # a model may raise anything, SystemExit included
             raise LoadError("initialize", describe(error), traceback_of(error)) from error
         self.execute = getattr(self._object, "execute", self._no_execute)
+        # `initialize` may have imported libraries, and these `logging`.
+        logger.adopt_logging()
 
     def _no_execute(self, requests: list[InferenceRequest]) -> object:  # noqa: ARG002 - as execute
         raise InvalidReturn(
@@ -117,6 +136,11 @@ class Model:
             f"Failed to process the request(s) for model '{self._instance}', message: {described}"
         )
 
+    @property
+    def completes_itself(self) -> bool:
+        """Return whether `complete` runs code of the model, which may leave something behind in the process."""
+        return self._start["kind"] != "native" and hasattr(self._class, "auto_complete_config")
+
     def complete(self) -> str:
         """Return the configuration as the model completes it, in JSON. Raises `LoadError`."""
         config: dict[str, Any] = self._start["config"]
@@ -149,10 +173,73 @@ class Model:
         result: dict[str, Any] = completed.as_dict()
         return result
 
-    def finalize(self) -> None:
-        """Call the model's `finalize`, if it has one. Raises what the model raises."""
-        if hasattr(self._object, "finalize"):
-            self._object.finalize()
+    def finalize(self) -> BaseException | None:
+        """Call the model's `finalize`, if it has one. Returns what the model raises."""
+        try:
+            if hasattr(self._object, "finalize"):
+                self._object.finalize()
+        except BaseException as error:  # a model may raise anything, SystemExit included
+            return error
+        return None
+
+
+# What `done` gets: the object that had the batch, what it has returned, and what it has raised.
+Done = Callable[[Model, object, "BaseException | None"], None]
+_Batch = tuple["list[InferenceRequest]", Done]
+
+
+class ModelThreads:
+    """Runs several objects of the model, each on a thread of its own. For the main thread."""
+
+    def __init__(self, models: Sequence[Model]) -> None:
+        """Take models that are initialized, and start their threads. Raises RuntimeError if there can be no thread."""
+        self.models = list(models)
+        self._idle: SimpleQueue[SimpleQueue[_Batch]] = SimpleQueue()
+        for number, model in enumerate(self.models):
+            batches: SimpleQueue[_Batch] = SimpleQueue()
+            threads.start(partial(self._work, model, batches), f"moonpool-instance-{number}")
+            self._idle.put(batches)
+
+    def start(self, requests: list[InferenceRequest], done: Done) -> None:
+        """Let an object execute a batch, and then call `done` on its thread. Blocks while all objects have one."""
+        self._idle.get().put((requests, done))
+
+    def finish(self) -> None:
+        """Wait until no object has a batch, and start none any more. A batch may have no caller left, but its model is not finalized inside it.
+
+        The runtime ends a process that takes too long.
+        """
+        for _ in self.models:
+            self._idle.get()
+
+    def _work(self, model: Model, batches: SimpleQueue[_Batch]) -> None:
+        while True:
+            requests, done = batches.get()
+            returned: object = None
+            failure: BaseException | None = None
+            try:
+                # A copy: the model may change the list that it gets.
+                returned = model.execute(requests[:])
+                if type(returned) is CoroutineType:
+                    returned.close()
+                    raise InvalidReturn(
+                        "execute must not be a coroutine where MOONPOOL_INSTANCES_PER_PROCESS is above 1"
+                    )
+            except BaseException as error:  # a model may raise anything, SystemExit included
+                failure = error
+            # Before the answer: whoever asks again once it has come finds all objects in their order.
+            self._idle.put(batches)
+            done(model, returned, failure)
+            # The inputs of a batch are free when nothing names its requests.
+            del requests, done, returned, failure
+
+    def why_not_ready(self, check: Callable[[Model], object]) -> object:
+        """Ask each object by `check`. Returns the first answer that is not True, else True."""
+        for model in self.models:
+            answer = check(model)
+            if answer is not True:
+                return answer
+        return True
 
 
 class Inherited(NamedTuple):
@@ -177,8 +264,6 @@ def load_model(start: dict[str, Any], inherited: Inherited | None) -> Model:
     logger.adopt_logging()
     if start["mode"] == "serve" and not model.is_initialized:
         model.initialize()
-        # `initialize` may have imported libraries, and these `logging`.
-        logger.adopt_logging()
     return model
 
 

@@ -192,6 +192,10 @@ def _about_modules(error: BaseException, text: str, policy: Policy) -> str:  # n
     )
 
 
+# The beginnings of variables with credentials for repositories in the cloud.
+_OF_CREDENTIALS = ("AWS_", "AZURE_", "GOOGLE_", "GCLOUD_", "HF_", "HUGGING", "TRITON_CLOUD_")
+
+
 def _about_variables(error: BaseException, text: str, policy: Policy) -> str:
     if not isinstance(error, KeyError) or not _comes_of_environ(error):
         return ""
@@ -199,6 +203,11 @@ def _about_variables(error: BaseException, text: str, policy: Policy) -> str:
     if policy.is_contained:
         return (
             f"a model in the sandbox '{policy.level}' sees {name} only if the runtime has it and MOONPOOL_ENVIRONMENT "
+            "names it"
+        )
+    if name.startswith(_OF_CREDENTIALS):
+        return (
+            f"the runtime may keep {name} for its repository in the cloud; then a model sees it only if MOONPOOL_ENVIRONMENT "
             "names it"
         )
     return f"set {name} for the runtime, whose environment the model has"

@@ -131,7 +131,6 @@ class Template:
             allow_threads = _compute_alone()
             if start["initializes"]:
                 model.initialize()
-                logger.adopt_logging()
         except LoadError as error:
             self._send_denials()
             self._handshake.fail(error.stage, str(error), error.traceback)

@@ -1,28 +1,42 @@
-"""Places the inputs of calls to other models where the runtime reads them, and views the outputs of the replies."""
+"""Places the inputs of calls to other models where the runtime reads them, and views the outputs of the replies.
+
+A model mostly makes the same request again, with other values. `UsualInputs` remembers how such requests are placed, and then takes no
+more than one look at each tensor, a block and the copies. It leaves all others to `Placed`: strings, tensors that lie in shared memory
+already, and the first request of each kind.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from moonpool.ipc.arena import Block
+from moonpool.ipc.codec import packed
 from moonpool.ipc.errors import BadTensor
+from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import ALIGNMENT, Lease
-from moonpool.ipc.messages import LONG, MAX_DIMS, size_of
+from moonpool.ipc.messages import LONG, MAX_DIMS, NO_DETAILS, size_of
 from moonpool.ipc.tensors import BYTES, DTYPES
+from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.tensor import Tensor
+from moonpool.stub.peers.placement import arrays_to_copy
 from moonpool.stub.peers.regions import Regions
 
 if TYPE_CHECKING:
     from moonpool.ipc.cuda.region import DeviceLease
 
 
+_RAW = np.dtype("u1")
+
+
 class Placed:
     """Holds placed inputs: blocks and rows as INFER takes them."""
 
-    __slots__ = ("_regions", "blocks", "ours", "rows")
+    __slots__ = ("_regions", "blocks", "has_shared", "ours", "rows")
 
     def __init__(self, regions: Regions, tensors: Sequence[Tensor]) -> None:
         """Place the inputs. Tensors in shared memory stay there, others are copied. Raises `OutOfMemory`, `BadTensor`."""
@@ -33,6 +47,8 @@ class Placed:
             tensors = moved(tensors, regions, self._may_name, None)
         self.blocks: list[list[int]] = []
         self.rows: list[list[Any]] = []
+        # True if any input stays where it is.
+        self.has_shared = False
         # Blocks of this stub's memory, which the runtime holds from now on.
         self.ours: list[Block] = []
         copied: list[tuple[list[Any], np.ndarray]] = []
@@ -68,6 +84,7 @@ class Placed:
         block = self._regions.block(lease.region.id, lease.offset)
         if block is not None:
             self.ours.append(block)
+        self.has_shared = True
         row[3:5] = len(self.blocks), tensor._offset_in(lease)
         self.blocks.append([lease.region.id, lease.offset, lease.size])
         return True
@@ -90,9 +107,97 @@ class Placed:
         self._regions.returned.extend([(each.region.id, each.offset) for each in self.ours])
 
 
+class CopyPlan(NamedTuple):
+    """Describes how the inputs of a request are sent if all are copied into one block."""
+
+    # The rows of INFER.
+    rows: list[list[Any]]
+    offsets: list[int]
+    size_bytes: int
+    # The bytes of INFER between the number and the places, and behind the blocks.
+    head: bytes
+    tail: bytes
+
+
+class UsualInputs:
+    """Places the inputs of requests that differ from earlier ones in nothing but values. Any thread may call any method."""
+
+    __slots__ = ("_regions", "plans")
+
+    def __init__(self, regions: Regions) -> None:
+        self._regions = regions
+        self.plans: Memo[tuple[object, ...], CopyPlan] = Memo()
+
+    def place(
+        self, request: InferenceRequest
+    ) -> tuple[list[list[int]], list[list[Any]], Callable[[], None]] | None:
+        """Copy the inputs into a block. Returns the block and the rows as INFER takes them, and what takes the block back.
+
+        Returns None, and has done nothing, for a request of a new kind. Raises `OutOfMemory`.
+        """
+        known = self._key(request)
+        if known is None:
+            return None
+        key, arrays = known
+        try:
+            plan = self.plans.get(key)
+        except TypeError:  # fields that the model has changed
+            return None
+        if plan is None:
+            return None
+        rows, offsets, size_bytes, _, _ = plan
+        block = self._regions.allocate(size_bytes)
+        write, start = block.region.write, block.offset
+        for array, offset in zip(arrays, offsets):
+            write(start + offset, array)
+        place = (block.region.id, start)
+        return [[*place, size_bytes]], rows, partial(self._regions.give_back, place)
+
+    def learn(self, request: InferenceRequest, placed: Placed) -> None:
+        """Remember how a request was placed, which has passed all checks, if all inputs were copied."""
+        rows = placed.rows
+        if len(placed.blocks) != 1 or placed.has_shared:
+            return
+        known = self._key(request)
+        if known is not None:
+            head = packed(request._model_name, request._model_version, False, 0)
+            tail = packed(rows, request._requested_output_names, None)
+            plan = CopyPlan(rows, [row[4] for row in rows], placed.blocks[0][2], head, tail)
+            with contextlib.suppress(TypeError):  # as above
+                self.plans.keep(known[0], plan)
+
+    def _key(self, request: InferenceRequest) -> tuple[tuple[object, ...], list[np.ndarray]] | None:
+        """Return all fields that the plan depends on, and the arrays. None for a request with more than inputs to copy."""
+        if (
+            request._details is not NO_DETAILS
+            or request._trace._context is not None
+            or request._preferred_memory is not None
+        ):
+            return None
+        names = request._requested_output_names
+        key: list[object] = [request._model_name, request._model_version, len(names), *names]
+        arrays = arrays_to_copy(request._inputs, key)
+        return None if arrays is None else (tuple(key), arrays)
+
+
+# One output of a reply: name, datatype, shape, the dtype and shape of its view, block and offset.
+CallOutput = tuple[str, int, tuple[int, ...], Any, tuple[int, ...], int, int]
+
+
+def prepared(rows: Sequence[list[Any]]) -> list[CallOutput]:
+    """Work out how to view the outputs of a reply. Strings and BF16 are viewed as bytes."""
+    outputs: list[CallOutput] = []
+    for name, datatype, shape, block, offset, size_bytes in rows:
+        is_raw = datatype >= BYTES
+        dtype = _RAW if is_raw else DTYPES[datatype]
+        dims = (size_bytes,) if is_raw else tuple(shape)
+        outputs.append((name, datatype, tuple(shape), dtype, dims, block, offset))
+    return outputs
+
+
 def read_outputs(
     blocks: Sequence[list[int]],
-    rows: Sequence[list[Any]],
+    outputs: Sequence[CallOutput],
     regions: Regions,
     give_back: Callable[[object], object],
 ) -> list[Tensor]:
@@ -104,15 +209,12 @@ def read_outputs(
     if regions.devices is not None:
         regions.devices.order(leases)
     tensors: list[Tensor] = []
-    for name, datatype, shape, block, offset, size_bytes in rows:
+    for name, datatype, shape, dtype, dims, block, offset in outputs:
         lease = leases[block]
-        if not isinstance(lease, np.ndarray):
-            devices = regions.on_devices()
-            tensors.append(devices.tensor(name, datatype, tuple(shape), lease, offset))
-            continue
-        if datatype >= BYTES:
-            array: np.ndarray = np.ndarray((size_bytes,), np.uint8, lease, offset)
+        if isinstance(lease, np.ndarray):
+            array = np.ndarray(dims, dtype, lease, offset)
+            tensors.append(Tensor.from_wire(name, datatype, shape, array))
         else:
-            array = np.ndarray(shape, DTYPES[datatype], lease, offset)
-        tensors.append(Tensor.from_wire(name, datatype, tuple(shape), array))
+            devices = regions.on_devices()
+            tensors.append(devices.tensor(name, datatype, shape, lease, offset))
     return tensors

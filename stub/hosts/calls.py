@@ -4,17 +4,26 @@ Theory of operation. A hand-over between threads costs more than the trip to the
 the threads that wait, one reads the socket: the *leader*, which holds `_leading`. It puts the answers for others into their inboxes
 and rings their bells. When it has its own answer, it gives up `_leading` and wakes one follower, which becomes the leader.
 
-A thread registers as a follower before it tries to lead. A leader stops leading before it looks for followers. So a thread
-that failed to become the leader is either found by the old leader, or another leader serves it; nobody sleeps while
-the socket has no reader. A bell that rings twice stays rung once, and a thread that wakes without an answer tries to lead again.
+A thread that cannot lead at once registers as a follower, and tries again before it sleeps. A leader stops leading before it looks for
+followers. So a thread that failed twice is either found by the old leader, or another leader serves it; nobody sleeps while
+the socket has no reader. A follower has its bell before it looks into its inbox, and the leader fills the inbox before it looks for the
+bell: one of the two sees the other. A bell that rings twice stays rung once, and a thread that wakes without an answer tries to lead
+again.
 
 Coroutines must not block, so the first of their calls starts the thread `moonpool-calls`, which takes `_leading` and keeps it for good.
 From then on all others are followers.
 
+A collection of garbage may run a destructor of the model's on a thread that leads, in the middle of a packet, and a signal handler may
+interrupt it. If they asked and waited for an answer, no thread would read it. So `_leading` knows its owner, and whoever asks there gets an error.
+
 Sending takes no lock that blocks (`send_queue.py`), so destructors may send, too. `abandon` may run in a destructor in the middle
 of anything. It sets `is_wanted` before it empties the inbox, and `_take` fills the inbox before it looks at `is_wanted`: one of the
-two gives back the blocks of each answer. A WITHDRAW is encoded when the call is made, as the destructor may
-interrupt the encoder.
+two gives back the blocks of each answer. A destructor may interrupt the encoder, so a call that a destructor may abandon has its WITHDRAW
+encoded before (`prepare`).
+
+Most replies differ from earlier ones in nothing but numbers and blocks. `_replies` knows them by their bytes, and the leader,
+which alone uses it, then has their outputs as they were read the first time. Where moonpool is compiled, the usual call takes its whole way in
+C++, as a leader without a `Call`; what is not usual about it comes here (`adopt`).
 
 If the runtime is gone, the process ends. If memory runs out while an answer is read, some thread would wait for the lost answer
 for ever, so the process ends, too. In a process that the model forked, `disown` closes the channel.
@@ -32,16 +41,19 @@ from collections.abc import Callable
 from typing import Any
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
-from moonpool.ipc.codec import calls_codec, encode
+from moonpool.ipc.codec import KnownCalls, calls_codec, encode
 from moonpool.ipc.errors import PeerGone
 from moonpool.ipc.messages import MAX_CALL_BYTES, MAX_PLACES_IN_PACKET, Kind, Side
 from moonpool.stub import threads
+from moonpool.stub.hosts.call_tensors import CallOutput, prepared
+from moonpool.stub.pb_utils.errors import TritonModelException
 from moonpool.stub.peers.regions import Regions
 from moonpool.stub.peers.send_queue import SendQueue
 
 _REPLY = int(Kind.REPLY)
 _INDIRECT = int(Kind.INDIRECT)
 _CANCEL_CALL = int(Kind.CANCEL_CALL)
+_WITHDRAW = int(Kind.WITHDRAW)
 
 
 def _end() -> None:
@@ -52,7 +64,7 @@ def _end() -> None:
 class Call:
     """Holds one call and its answers as they come."""
 
-    __slots__ = ("_bell", "inbox", "is_wanted", "keeps", "notify", "number", "withdrawal")
+    __slots__ = ("bell", "inbox", "is_wanted", "keeps", "notify", "number", "withdrawal")
 
     def __init__(
         self, number: int, keeps: object, notify: Callable[[], None] | None = None
@@ -63,21 +75,32 @@ class Call:
         self.notify = notify
         self.inbox: deque[list[Any]] = deque()
         self.is_wanted = True
-        # Encoded now: the destructor that sends it may interrupt the encoder.
-        self.withdrawal = encode(Kind.WITHDRAW, number)
-        self._bell = threading.Lock()
-        self._bell.acquire()
+        # The packet of WITHDRAW, once it is encoded.
+        self.withdrawal = b""
+        # None until a thread has to sleep.
+        self.bell: threading.Lock | None = None
+
+    def prepare(self) -> None:
+        """Encode WITHDRAW, so that a destructor may abandon the call."""
+        self.withdrawal = encode(_WITHDRAW, self.number)
 
     def ring(self) -> None:
-        """Wake the thread that waits."""
-        try:
-            self._bell.release()
-        except RuntimeError:  # the bell rings already
-            return
+        """Wake the thread that waits, if one does."""
+        if self.bell is not None:
+            try:
+                self.bell.release()
+            except RuntimeError:  # the bell rings already
+                return
 
     def sleep(self) -> None:
-        """Wait for `ring`."""
-        self._bell.acquire()
+        """Wait for `ring`, or for an answer that came before this thread had a bell. One thread at a time."""
+        if self.bell is None:
+            bell = threading.Lock()
+            bell.acquire()
+            self.bell = bell
+        # After the bell: an answer that comes from here on rings it.
+        if not self.inbox:
+            self.bell.acquire()
 
 
 class Calls:
@@ -87,9 +110,11 @@ class Calls:
         self._channel = channel
         self._regions = regions
         self._codec = calls_codec(Side.STUB)
+        # The flag `final` and the outputs of replies that have come before.
+        self._replies: KnownCalls[tuple[bool, list[CallOutput]]] = KnownCalls(Kind.REPLY)
         self._numbers = itertools.count(1)
         self._open: dict[int, Call] = {}
-        self._leading = threading.Lock()
+        self._leading = threading.RLock()
         self._followers: dict[int, Call] = {}
         self._send_queue = SendQueue(channel, _end)
         self._starting = threading.Lock()
@@ -104,13 +129,43 @@ class Calls:
     def open(self, keeps: object = None, notify: Callable[[], None] | None = None) -> Call:
         """Open a call, which the caller sends then. With `notify`, the thread `moonpool-calls` reads the answers.
 
-        Raises RuntimeError if that thread cannot be started.
+        Raises RuntimeError if that thread cannot be started, and `TritonModelException` if this thread may not wait.
         """
-        if notify is not None and not self._has_listener:
+        if notify is None:
+            self._check_may_wait()
+        elif not self._has_listener:
             self._start_listener()
         call = Call(next(self._numbers), keeps, notify)
         self._open[call.number] = call
         return call
+
+    def adopt(self, number: int, keeps: object) -> Call:
+        """Take over a call that a compiled form has sent, or is about to send, as the leader."""
+        call = self._open[number] = Call(number, keeps)
+        return call
+
+    def parts(self) -> dict[str, object]:
+        """Return the objects with which the compiled form (`_usual_calls.cpp`) works."""
+        channel, queue = self._channel, self._send_queue
+        return {
+            "numbers": self._numbers,
+            "leads": self._leading._is_owned,  # type: ignore[attr-defined]
+            "lead": self._leading.acquire,
+            "stop_leading": self._leading.release,
+            "followers": self._followers,
+            "appoint": self._appoint,
+            "adopt": self.adopt,
+            "abandon": self.abandon,
+            "send": queue.put,
+            "queued": queue.items,
+            "fileno": channel.fileno,
+            "inbox": channel.inbox,
+            "store": channel.inbox.append,
+            "replies": self._replies,
+            "released": self.released,
+            "take_released": self.released.popleft,
+            "give_back": self.give_back,
+        }
 
     def send(self, *message: Any) -> None:
         """Send a message; blocks while the runtime is behind with reading.
@@ -131,7 +186,7 @@ class Calls:
     def withdraw(self, call: Call) -> None:
         """Ask the runtime for no further answers but the last, empty one."""
         if self._open.get(call.number) is call:
-            self._send_queue.put(call.withdrawal)
+            self._send_queue.put(call.withdrawal or encode(_WITHDRAW, call.number))
 
     def abandon(self, call: Call) -> None:
         """Give up a call: its answers are dropped. Destructors may call this."""
@@ -158,7 +213,9 @@ class Calls:
 
     def take_released(self) -> list[Any]:
         """Return the places of the blocks of replies that the model has released."""
-        places = []
+        places: list[Any] = []
+        if not self.released:
+            return places
         try:
             while self.released:
                 places.append(self.released.popleft())
@@ -177,9 +234,31 @@ class Calls:
     # Waiting
 
     def wait(self, call: Call) -> list[Any]:
-        """Return the next answer to a call; blocks until it is there."""
+        """Return the next answer to a call; blocks until it is there. Raises `TritonModelException` if this thread may not wait."""
+        self._check_may_wait()
+        inbox = call.inbox
+        if self._leading.acquire(blocking=False):
+            try:
+                while not inbox:
+                    self._receive()
+            finally:
+                self._leading.release()
+                if self._followers:
+                    self._appoint()
+        else:
+            self._follow(call)
+        return inbox.popleft()
+
+    def _check_may_wait(self) -> None:
+        if self._leading._is_owned():  # type: ignore[attr-defined]
+            raise TritonModelException(
+                "a destructor or a signal handler cannot ask while its thread waits for the answer to another question"
+            )
+
+    def _follow(self, call: Call) -> None:
+        """Wait until the leader has brought an answer, or lead when it stops."""
         inbox, followers = call.inbox, self._followers
-        # Before the attempt to lead: a thread that stops leading must find all threads that wait.
+        # Before the second attempt to lead: a thread that stops leading must find all threads that wait.
         followers[call.number] = call
         try:
             while not inbox:
@@ -195,7 +274,6 @@ class Calls:
             del followers[call.number]
             if followers:
                 self._appoint()
-        return inbox.popleft()
 
     def _appoint(self) -> None:
         """Wake a follower, which becomes the leader unless another thread has."""
@@ -226,11 +304,12 @@ class Calls:
             threads.end_process()
 
     def _take(self, packet: bytes) -> None:
-        fields = self._codec.decode(packet)
-        if fields[0] == _INDIRECT:
-            place = (fields[1], fields[2])
-            fields = self._codec.decode(self._regions.load(*fields[1:]))
-            self.released.append(place)
+        known = self._replies.find(packet)
+        if known is not None:
+            number, released, blocks, (is_last, outputs) = known
+            fields: list[Any] = [_REPLY, number, is_last, released, blocks, outputs, None, None]
+        else:
+            fields = self._read(packet)
         is_last = True
         if fields[0] == _REPLY:
             is_last = fields[2]
@@ -252,3 +331,18 @@ class Calls:
         else:
             call.notify = None
             notify()
+
+    def _read(self, packet: bytes) -> list[Any]:
+        """Decode an answer, with the outputs of a reply as `read_outputs` takes them."""
+        fields = self._codec.decode(packet)
+        kind = fields[0]
+        if kind == _INDIRECT:
+            place = (fields[1], fields[2])
+            fields = self._codec.decode(self._regions.load(*fields[1:]))
+            self.released.append(place)
+        if fields[0] == _REPLY:
+            outputs = prepared(fields[5])
+            if kind == _REPLY and fields[6] is None and fields[7] is None:
+                self._replies.learn(packet, fields, (fields[2], outputs))
+            fields[5] = outputs
+        return fields

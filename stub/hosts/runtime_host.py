@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import CODES, BadTensor, MoonpoolError
+from moonpool.ipc.extension import load_if_there
 from moonpool.ipc.messages import (
     ANY_MEMORY,
     LONG,
@@ -16,11 +17,12 @@ from moonpool.ipc.messages import (
     MAX_METRIC_PARTS,
     MAX_PARAMETERS,
     MAX_TENSORS,
+    NO_DETAILS,
     SHORT,
     Kind,
     size_of,
 )
-from moonpool.stub.hosts.call_tensors import Placed, read_outputs
+from moonpool.stub.hosts.call_tensors import Placed, UsualInputs, read_outputs
 from moonpool.stub.hosts.calls import Call, Calls
 from moonpool.stub.pb_utils.errors import ErrorCode, TritonError, TritonModelException
 from moonpool.stub.pb_utils.host import ONLY_IN_EXECUTE, Host
@@ -28,6 +30,7 @@ from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.response import Answer, InferenceResponse, ResponseIterator
 from moonpool.stub.peers.control import Control
 from moonpool.stub.peers.regions import Regions
+from moonpool.stub.peers.usual import objects_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -39,14 +42,42 @@ _EMPTY = ("", 0, 0, None, None, ANY_MEMORY, 0)
 class StubHost(Host):
     """Asks the runtime on the calls channel. Any thread may call any method."""
 
-    def __init__(self, calls: Calls, regions: Regions, control: Control, instance: str) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        regions: Regions,
+        control: Control,
+        instance: str,
+        *,
+        is_compiled: bool = False,
+    ) -> None:
+        """`is_compiled`: usual requests go the way of `_usual_calls.cpp`, if this interpreter has it."""
         self._calls = calls
         self._regions = regions
         self._control = control
         self._metric_changes = control.metric_changes
         self._instance = instance
+        self._usual = UsualInputs(regions)
         # True from the end of `initialize` to `finalize`: the model may ask other models.
         self.serves = False
+        extension = load_if_there("moonpool.stub.peers._usual") if is_compiled else None
+        self._ask: Callable[[InferenceRequest], Any] | None = None
+        if extension is not None:
+            self._ask = extension.Asker(self._parts()).infer
+
+    def _parts(self) -> dict[str, object]:
+        """Return the objects with which the compiled form works."""
+        calls, regions = self._calls, self._regions
+        return {
+            **calls.parts(),
+            **objects_of(regions),
+            "host": self,
+            "wait": self._awaited,
+            "plans": self._usual.plans,
+            "give_back_input": regions.give_back,
+            # A request with nothing but inputs.
+            "request": InferenceRequest.from_wire(NO_DETAILS, [], []),
+        }
 
     def ask(self, kind: Kind, *fields: Any) -> dict[str, Any]:
         """Ask the runtime for anything but inference, and wait. Raises TritonModelException with the reason of a refusal."""
@@ -69,6 +100,10 @@ class StubHost(Host):
     # Requests to other models
 
     def infer(self, request: InferenceRequest, decoupled: bool) -> Answer:
+        if self._ask is not None and not decoupled:
+            response = self._ask(request)
+            if response is not NotImplemented:
+                return response  # type: ignore[no-any-return]
         self._check(request)
         call = self._calls.open(request)
         failed = self._send(call, request, decoupled)
@@ -76,6 +111,10 @@ class StubHost(Host):
             return self._iterator(call, failed)
         if failed is not None:
             return failed
+        return self._awaited(call)
+
+    def _awaited(self, call: Call) -> InferenceResponse:
+        """Wait for the response to a call that was sent."""
         try:
             fields = self._calls.wait(call)
         except BaseException:  # a signal handler of the model's may raise
@@ -136,11 +175,19 @@ class StubHost(Host):
         self, call: Call, request: InferenceRequest, decoupled: bool
     ) -> InferenceResponse | None:
         """Send a request. If it cannot be sent, returns a response with the error."""
-        placed = None
         released = self._calls.take_released()
+        undo: Callable[[], None] = _nothing
         try:
-            _check_fields(request)
-            placed = Placed(self._regions, request._inputs)
+            usual = self._usual.place(request)
+            if usual is not None:
+                blocks, rows, undo = usual
+                details = None
+            else:
+                _check_fields(request)
+                placed = Placed(self._regions, request._inputs)
+                blocks, rows, undo = placed.blocks, placed.rows, placed.take_back
+                details = _details(request)
+                self._usual.learn(request, placed)
             self._regions.publish()
             self._calls.send(
                 _INFER,
@@ -150,16 +197,15 @@ class StubHost(Host):
                 decoupled,
                 request._details.timeout_us,
                 released,
-                placed.blocks,
-                placed.rows,
+                blocks,
+                rows,
                 request._requested_output_names,
-                _details(request),
+                details,
             )
         except MoonpoolError as error:
             self._calls.forget(call)
             self._calls.released.extend(released)
-            if placed is not None:
-                placed.take_back()
+            undo()
             text = f"Model {request._model_name} - Error when running inference: {error}"
             return InferenceResponse(error=TritonError(text, ErrorCode(CODES.index(error.code))))
         return None
@@ -170,15 +216,15 @@ class StubHost(Host):
         if failure is not None:
             error = TritonError(failure[1], ErrorCode(failure[0]))
         outputs = read_outputs(blocks, rows, self._regions, self._calls.give_back) if rows else []
-        response = InferenceResponse(outputs, error)
-        response._parameters = parameters
-        return response
+        return InferenceResponse.from_wire(outputs, error, parameters)
 
     def _iterator(self, call: Call, failed: InferenceResponse | None) -> ResponseIterator:
         if failed is not None:
             left = [None, failed]
             return ResponseIterator.over(left.pop, _nothing)
         calls = self._calls
+        # A destructor may abandon the iterator.
+        call.prepare()
         is_over = False
 
         def receive() -> InferenceResponse | None:
@@ -314,4 +360,4 @@ def _details(request: InferenceRequest) -> tuple[object, ...] | None:
 
 
 def _nothing() -> None:
-    """Cancel nothing: the request was not sent."""
+    """Cancel or undo nothing: nothing was sent."""

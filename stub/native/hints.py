@@ -30,6 +30,7 @@ __all__ = [
     "Int32",
     "Int64",
     "Outputs",
+    "Ragged",
     "TensorType",
     "UInt8",
     "UInt16",
@@ -40,6 +41,8 @@ __all__ = [
 # The first dimension, in which moonpool joins the rows of several requests. A name, because formatters take quotes off
 # hints. "batch" in quotes means the same.
 Batch = "batch"
+# A dimension in which rows of one batch may differ: the model gets the rows padded. "ragged" in quotes means the same.
+Ragged = "ragged"
 Dim = Union[int, str, None]
 
 
@@ -47,7 +50,7 @@ class TensorType:
     """Is a datatype with dimensions in brackets.
 
     A dimension is a number for a fixed size, or `:` (or -1, None, a name in quotes) for any size. Only the first may be
-    `Batch`.
+    `Batch`, and one of the others `Ragged`.
     """
 
     __slots__ = ("data_type", "dims", "dtype", "is_optional", "name")
@@ -69,6 +72,8 @@ class TensorType:
     def __getitem__(self, dims: Dim | slice | tuple[Dim | slice, ...]) -> TensorType:
         parts = dims if isinstance(dims, tuple) else (dims,)
         given = tuple([_dim(self.name, dim, place) for place, dim in enumerate(parts)])
+        if given.count(Ragged) > (given[:1] == (Batch,)):
+            raise BadTensor(f"{self.name}[…]: at most one dimension is Ragged, behind Batch")
         return TensorType(self.name, self.data_type, self.dtype, given, self.is_optional)
 
     def optional(self) -> TensorType:
@@ -86,15 +91,22 @@ class TensorType:
             return NotImplemented
         return self.optional()
 
-    @property
-    def is_batched(self) -> bool:
-        return bool(self.dims) and self.dims is not None and self.dims[0] == Batch
-
     def __repr__(self) -> str:
         if self.dims is None:
             return self.name
-        dims = ["Batch" if dim == Batch else ":" if dim is None else repr(dim) for dim in self.dims]
+        names: dict[Dim, str] = {Batch: "Batch", Ragged: "Ragged", None: ":"}
+        dims = [names.get(dim) or repr(dim) for dim in self.dims]
         return f"{self.name}[{', '.join(dims) or '()'}]"
+
+
+def is_batched(tensor: TensorType) -> bool:
+    """Return whether the first dimension is Batch."""
+    return tensor.dims is not None and tensor.dims[:1] == (Batch,)
+
+
+def ragged(tensor: TensorType) -> int | None:
+    """Return the place of the dimension that is Ragged; None if there is none."""
+    return tensor.dims.index(Ragged) if tensor.dims and Ragged in tensor.dims else None
 
 
 def _dim(name: str, dim: object, place: int) -> Dim:

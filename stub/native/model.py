@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from moonpool.ipc.memory import lease_of, offset_in
-from moonpool.stub.native.hints import TensorType
+from moonpool.stub.native.hints import TensorType, is_batched, ragged
 from moonpool.stub.native.outputs import NativeOutputs
 from moonpool.stub.native.signature import BadHint, Signature, signature_of
 from moonpool.stub.pb_utils.config import Json, ModelConfig
+from moonpool.stub.pb_utils.errors import InvalidReturn
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import Tensor
@@ -55,21 +56,35 @@ def complete_config(model: Callable[..., object], config: ModelConfig) -> ModelC
     given = config.as_dict()
     hinted = native_config(model, given["max_batch_size"])
     config.set_max_batch_size(hinted["max_batch_size"])
-    controls = _controls(given)
+    added = _added(given)
+    padded_ones = signature_of(model).ragged
     for tensor in hinted.get("input", ()):
-        if tensor["name"] not in controls:
+        if tensor["name"] not in added:
             config.add_input(tensor)
+    for tensor in given["input"]:
+        if tensor["name"] in padded_ones:
+            tensor["allow_ragged_batch"] = True
+    # A state is an output for clients, too, if the configuration says so.
+    kept = {state["output_name"] for state in _states(given)}
+    kept -= {tensor["name"] for tensor in given.get("output", ())}
     for tensor in hinted.get("output", ()):
-        config.add_output(tensor)
+        if tensor["name"] not in kept:
+            config.add_output(tensor)
     if "dynamic_batching" in hinted and "sequence_batching" not in given:
         config.set_dynamic_batching()
     return config
 
 
-def _controls(config: Json) -> set[str]:
+def _added(config: Json) -> set[str]:
     """Return the names of the inputs that the sequence batcher adds to every request."""
-    batching = config.get("sequence_batching", {})
-    return {control["name"] for control in batching.get("control_input", ())}
+    controls = config.get("sequence_batching", {}).get("control_input", ())
+    names = {control["name"] for control in controls}
+    return names | {state["input_name"] for state in _states(config)}
+
+
+def _states(config: Json) -> list[Json]:
+    """Return the states of sequences that the runtime keeps for a model."""
+    return list(config.get("sequence_batching", {}).get("state", ()))
 
 
 def _max_batch_size(model: Callable[..., object], signature: Signature, otherwise: int) -> int:
@@ -91,7 +106,7 @@ def _tensor_config(name: str, tensor: TensorType, size: int, signature: Signatur
     if dims is None:
         own: list[int] = [-1]
     else:
-        if size and not tensor.is_batched:
+        if size and not is_batched(tensor):
             raise BadHint(
                 f"{signature.where}: the first dimension of {tensor!r}, the hint of '{name}', must "
                 f"be Batch, since the model takes batches (its max_batch_size is {size}); write "
@@ -107,7 +122,7 @@ class NativeAdapter:
 
     `config` is the complete configuration. The adapter joins the requests of a batch, calls the model once, and cuts
     the result into the responses. It does not join requests that differ in the names of their inputs, in the kind of memory
-    of these, or in a dimension other than the first.
+    of these, or in a dimension other than the first and those that are Ragged.
     """
 
     def __init__(self, model: Callable[..., object], config: Json) -> None:
@@ -124,13 +139,18 @@ class NativeAdapter:
             for name, tensor in signature.inputs.items()
             if tensor is not None and tensor.dims is not None and len(tensor.dims) == own
         }
+        # The dimensions in which rows are padded, and the parameters for the lengths of the rows.
+        self._ragged = signature.ragged if self._is_batched else {}
+        self._lengths = signature.lengths
+        places = {name: ragged(tensor) for name, tensor in signature.outputs.items()}
+        self._cut = {name: place for name, place in places.items() if place is not None}
         self._outputs = NativeOutputs(self._name, config, signature)
         self._call: Callable[..., object] = model
         self._object: object = None
 
     def _check_inputs(self, signature: Signature) -> None:
         configured = {tensor["name"] for tensor in self._config.get("input", ())}
-        configured |= _controls(self._config)
+        configured |= _added(self._config)
         if missing := signature.required - configured:
             raise BadHint(
                 f"{signature.where}: the configuration of model '{self._name}' has no input "
@@ -166,7 +186,7 @@ class NativeAdapter:
             return [self._together([request])[0] for request in requests]
         groups: dict[object, list[int]] = {}
         for index, request in enumerate(requests):
-            key = tuple([(t._name, t._is_on_device, *t._shape[1:]) for t in request._inputs])
+            key = tuple([self._kind(tensor) for tensor in request._inputs])
             groups.setdefault(key, []).append(index)
         if len(groups) == 1:
             return self._together(requests)
@@ -175,10 +195,25 @@ class NativeAdapter:
             answers.update(zip(indices, self._together([requests[i] for i in indices])))
         return [answers[index] for index in range(len(requests))]
 
+    def _kind(self, tensor: Tensor) -> tuple[object, ...]:
+        """Return a key that is equal for tensors that can be joined."""
+        shape: list[object] = list(tensor._shape[1:])
+        place = self._ragged.get(tensor._name)
+        if place is not None and not tensor._is_on_device:
+            shape[place - 1] = None
+        return (tensor._name, tensor._is_on_device, *shape)
+
     def _together(self, requests: Sequence[InferenceRequest]) -> list[InferenceResponse]:
         arrays: dict[str, Any] = {}
+        sizes: list[int] = []
         for place, tensor in enumerate(requests[0]._inputs):
-            array = joined([request._inputs[place]._as_array() for request in requests])
+            parts: Sequence[Any] = [request._inputs[place]._as_array() for request in requests]
+            dimension = self._ragged.get(tensor._name)
+            if dimension is not None:
+                sizes = [part.shape[dimension] for part in parts]
+                parts = padded(parts, dimension)
+                self._add_lengths(arrays, tensor._name, sizes, parts)
+            array = joined(parts)
             arrays[tensor._name] = (
                 array.reshape(array.shape[:-1]) if tensor._name in self._flat else array
             )
@@ -187,10 +222,36 @@ class NativeAdapter:
         counts = [request._inputs[0]._shape[0] for request in requests]
         outputs = self._outputs.check(self._call(**arrays), sum(counts))
         pieces = {name: cut(array, counts) for name, array in outputs.items()}
+        for name, place in self._cut.items():
+            pieces[name] = self._trimmed(name, pieces[name], place, sizes)
         return [
             _response({name: piece[index] for name, piece in pieces.items()})
             for index in range(len(requests))
         ]
+
+    def _add_lengths(
+        self, arrays: dict[str, Any], name: str, sizes: Sequence[int], parts: Sequence[Any]
+    ) -> None:
+        """Add the lengths of all rows of a ragged input, if the model takes them."""
+        if name in self._lengths:
+            rows = [part.shape[0] for part in parts]
+            arrays[self._lengths[name]] = np.repeat(np.array(sizes, np.int64), rows)
+
+    def _trimmed(
+        self, name: str, pieces: Sequence[Any], place: int, sizes: Sequence[int]
+    ) -> list[Any]:
+        """Return the rows of each request without padding. Raises InvalidReturn if the output has none, or another one."""
+        if not sizes:  # the input is optional
+            return list(pieces)
+        padded_size = max(sizes)
+        for piece in pieces:
+            if piece.shape[place] != padded_size:
+                raise InvalidReturn(
+                    f"model '{self._name}' returned output '{name}' of shape {list(piece.shape)}, and its Ragged "
+                    f"dimension must have the size of the padded input, {padded_size}"
+                )
+        before = (slice(None),) * place
+        return [piece[(*before, slice(size))] for piece, size in zip(pieces, sizes)]
 
     @property
     def is_ready(self) -> Callable[[], object] | None:
@@ -244,6 +305,27 @@ def joined(arrays: Sequence[Any]) -> Any:
         end += array.nbytes
         rows += array.shape[0]
     return np.ndarray((rows, *first.shape[1:]), first.dtype, lease, start)
+
+
+def padded(arrays: Sequence[Any], place: int) -> Sequence[Any]:
+    """Return the arrays with zeros, or empty strings, at the end of dimension `place`, so that it has one size.
+
+    If it has already, they are returned as they are.
+    """
+    sizes = {array.shape[place] for array in arrays}
+    if len(sizes) == 1:
+        return arrays
+    return [_padded(array, place, max(sizes)) for array in arrays]
+
+
+def _padded(array: np.ndarray, place: int, size: int) -> np.ndarray:
+    shape = list(array.shape)
+    shape[place] = size
+    # An array of objects would have zeros in it.
+    fill: Any = b"" if array.dtype.kind == "O" else 0
+    whole = np.full(shape, fill, array.dtype)
+    whole[(slice(None),) * place + (slice(array.shape[place]),)] = array
+    return whole
 
 
 def cut(array: Any, counts: Sequence[int]) -> list[Any]:

@@ -28,6 +28,8 @@ class NativeOutputs:
     def __init__(self, model_name: str, config: Json, signature: Signature) -> None:
         self._model = model_name
         self._expected = {tensor["name"]: _expected(tensor) for tensor in config.get("output", ())}
+        for state in config.get("sequence_batching", {}).get("state", ()):
+            self._expected[state["output_name"]] = _expected(state)
         own = int(int(config.get("max_batch_size", 0)) > 0)
         for name, hint in signature.outputs.items():
             if name in self._expected and hint.dims is not None and len(hint.dims) == own:

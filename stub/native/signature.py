@@ -14,6 +14,8 @@ from moonpool.stub.native.hints import Outputs, TensorType
 
 # The name of the output of a model that returns an array and not a dict.
 ONLY_OUTPUT = "OUTPUT0"
+# A parameter with the name of a Ragged input and this gets the lengths of its rows.
+LENGTHS = "_lengths"
 
 
 class BadHint(MoonpoolError):
@@ -25,7 +27,7 @@ class BadHint(MoonpoolError):
 class Signature:
     """Holds the inputs and outputs of a model's `__call__`, as far as its hints name them."""
 
-    __slots__ = ("inputs", "outputs", "required", "takes_any", "where")
+    __slots__ = ("inputs", "lengths", "outputs", "required", "takes_any", "where")
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -33,12 +35,38 @@ class Signature:
         self.inputs: dict[str, TensorType | None] = {}
         self.outputs: dict[str, TensorType] = {}
         self.required: set[str] = set()
+        # Ragged inputs whose lengths the model takes, too, and the parameters for these.
+        self.lengths: dict[str, str] = {}
         self.takes_any = False
 
     @property
     def is_batched(self) -> bool:
         tensors = (*self.inputs.values(), *self.outputs.values())
-        return any(tensor is not None and tensor.is_batched for tensor in tensors)
+        return any(tensor is not None and hints.is_batched(tensor) for tensor in tensors)
+
+    @property
+    def ragged(self) -> dict[str, int]:
+        """Return the inputs with a Ragged dimension, and the places of these."""
+        found = {
+            name: hints.ragged(tensor) for name, tensor in self.inputs.items() if tensor is not None
+        }
+        return {name: place for name, place in found.items() if place is not None}
+
+    def take_lengths(self) -> None:
+        """Tell the parameters for lengths from those for inputs, and check the outputs. Raises BadHint."""
+        ragged = self.ragged
+        for name in ragged:
+            lengths = name + LENGTHS
+            if lengths in self.inputs:
+                self.lengths[name] = lengths
+                del self.inputs[lengths]
+                self.required.discard(lengths)
+        for name, tensor in self.outputs.items():
+            if hints.ragged(tensor) is not None and len(ragged) != 1:
+                raise BadHint(
+                    f"{self.where}: output '{name}' is {tensor!r}, and is cut as the one input that is Ragged: "
+                    f"{len(ragged)} inputs are"
+                )
 
 
 def signature_of(model: Callable[..., object]) -> Signature:
@@ -65,6 +93,7 @@ def signature_of(model: Callable[..., object]) -> Signature:
             _add_input(signature, parameter, parameter.empty, names)
     if found.return_annotation is not found.empty:
         signature.outputs = _outputs(found.return_annotation, names, where)
+    signature.take_lengths()
     return signature
 
 

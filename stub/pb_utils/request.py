@@ -16,7 +16,7 @@ from typing import (
     overload,
 )
 
-from moonpool.ipc.messages import Details
+from moonpool.ipc.messages import NO_DETAILS, Details
 from moonpool.stub.pb_utils.errors import TritonModelException, as_text, shown
 from moonpool.stub.pb_utils.response import (
     Answer,
@@ -37,6 +37,8 @@ CorrelationId = Union[int, str]
 # The flag by which a model asks that a request be scheduled again.
 RELEASE_RESCHEDULE = 2
 _T = TypeVar("_T")
+# Defaults of the constructor.
+_NO_ID, _ZERO, _LATEST = "", 0, -1
 # The least value and the bits of the integers in which the runtime keeps these.
 _RANGES = {
     "model_version": (-(1 << 63), 64),
@@ -115,52 +117,68 @@ class InferenceRequest:
 
     def __init__(
         self,
-        request_id: str = "",
-        correlation_id: CorrelationId = 0,
+        request_id: str = _NO_ID,
+        correlation_id: CorrelationId = _ZERO,
         # Triton's order, in which three required arguments follow two optional ones.
         inputs: Sequence[Tensor] = _MISSING,
         requested_output_names: Sequence[str] = _MISSING,
         model_name: str = _MISSING,
-        model_version: int = -1,
-        flags: int = 0,
-        timeout: int = 0,
+        model_version: int = _LATEST,
+        flags: int = _ZERO,
+        timeout: int = _ZERO,
         preferred_memory: PreferredMemory = _ANYWHERE,
         trace: InferenceTrace = _UNTRACED,
         parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
-        request_id = _text("request_id", request_id)
         self._model_name = _text("model_name", model_name)
-        self._model_version = _integer("model_version", model_version)
-        flags = _integer("flags", flags)
-        timeout_us = _integer("timeout", timeout)
-        wish = _instance("preferred_memory", preferred_memory, PreferredMemory)
-        self._preferred_memory = None if wish is _ANYWHERE else wish
-        self._trace = _instance("trace", trace, InferenceTrace)
-        _sequence("inputs", inputs)
-        names = [
-            _text("requested_output_names", name)
-            for name in _sequence("requested_output_names", requested_output_names)
-        ]
-        correlation_id = _id_of_sequence(correlation_id)
-        self._details = Details(
-            request_id, correlation_id, flags, timeout_us, 0, checked(parameters)
+        # By identity, since a value that equals a default may still be of a wrong type.
+        self._model_version = (
+            -1 if model_version is _LATEST else _integer("model_version", model_version)
         )
+        if (
+            request_id is _NO_ID
+            and correlation_id is _ZERO
+            and flags is _ZERO
+            and timeout is _ZERO
+            and parameters is None
+        ):
+            self._details = NO_DETAILS
+        else:
+            self._details = _details_of(request_id, correlation_id, flags, timeout, parameters)
+        self._preferred_memory = (
+            None
+            if preferred_memory is _ANYWHERE
+            else _instance("preferred_memory", preferred_memory, PreferredMemory)
+        )
+        self._trace = trace if trace is _UNTRACED else _instance("trace", trace, InferenceTrace)
+        if type(inputs) is not list:
+            _sequence("inputs", inputs)
+        if type(requested_output_names) is not list:
+            _sequence("requested_output_names", requested_output_names)
+        self._requested_output_names = [
+            name if type(name) is str and name.isascii() else _text("requested_output_names", name)
+            for name in requested_output_names
+        ]
         self._inputs = list(inputs)
-        self._requested_output_names = names
         self._release_flags = 0
         self._cancelled = False
         self._origin = self._reply = self._sender = None
-        self._check_contents()
-
-    def _check_contents(self) -> None:
-        whose = f"for request with id '{self.request_id()}' and model name '{self._model_name}'"
         for tensor in self._inputs:
-            if tensor is None:
-                raise TritonModelException(f"Input tensor {whose} should not be empty.")
-            if not isinstance(tensor, Tensor):
-                raise _wrong_type("inputs", "a list of Tensor", tensor)
+            if type(tensor) is not Tensor:
+                self._check_input(tensor)
         if "" in self._requested_output_names:
-            raise TritonModelException(f"Requested output name {whose} should not be empty.")
+            raise TritonModelException(
+                f"Requested output name {self._whose()} should not be empty."
+            )
+
+    def _check_input(self, tensor: Tensor | None) -> None:
+        if tensor is None:
+            raise TritonModelException(f"Input tensor {self._whose()} should not be empty.")
+        if not isinstance(tensor, Tensor):
+            raise _wrong_type("inputs", "a list of Tensor", tensor)
+
+    def _whose(self) -> str:
+        return f"for request with id '{self.request_id()}' and model name '{self._model_name}'"
 
     @classmethod
     def from_wire(
@@ -282,7 +300,26 @@ def _wrong_type(name: str, expected: str, value: object) -> TypeError:
     )
 
 
+def _details_of(
+    request_id: str,
+    correlation_id: CorrelationId,
+    flags: int,
+    timeout: int,
+    parameters: Mapping[str, Parameter] | None,
+) -> Details:
+    return Details(
+        _text("request_id", request_id),
+        _id_of_sequence(correlation_id),
+        _integer("flags", flags),
+        _integer("timeout", timeout),
+        0,
+        checked(parameters),
+    )
+
+
 def _text(name: str, value: object) -> str:
+    if type(value) is str and value.isascii():
+        return value
     if not isinstance(value, (str, bytes)):
         raise _wrong_type(name, "str", value)
     return as_text(value)

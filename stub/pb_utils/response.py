@@ -28,6 +28,9 @@ from moonpool.ipc.messages import AGAIN, FINAL
 from moonpool.stub.pb_utils.errors import TritonError, TritonModelException, bad_arguments, shown
 from moonpool.stub.pb_utils.tensor import PreferredMemory, Tensor
 
+_new = object.__new__
+# The default flags of a response: it is not the last one.
+_MORE = 0
 Parameter = Union[bool, int, float, str]
 
 
@@ -103,6 +106,20 @@ class InferenceResponse:
         self._outputs = list(output_tensors)
         self._error = error
         self._parameters = None if parameters is None else checked(parameters)
+
+    @classmethod
+    def from_wire(
+        cls,
+        outputs: list[Tensor],
+        error: TritonError | None,
+        parameters: dict[str, Parameter] | None,
+    ) -> InferenceResponse:
+        """Make a response that came from the runtime. Nothing is checked or copied."""
+        response = _new(cls)
+        response._outputs = outputs
+        response._error = error
+        response._parameters = parameters
+        return response
 
     def output_tensors(self) -> list[Tensor]:
         return list(self._outputs)
@@ -269,12 +286,16 @@ class InferenceResponseSender:
         sender._reply = reply
         return sender
 
-    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+    def send(self, response: InferenceResponse | None = None, flags: int = _MORE) -> None:
         """Send a response, the flag that it was the last, or both.
 
         `flags` is 0 or TRITONSERVER_RESPONSE_COMPLETE_FINAL. Does not wait for the client. Raises
         `TritonModelException` if the request can have no such response any more.
         """
+        reply = self._reply
+        if type(response) is InferenceResponse and flags is _MORE and reply is not None:
+            reply.send(response, final=False)
+            return
         # A model may pass anything.
         given: tuple[object, object] = (response, flags)
         if not isinstance(given[0], (InferenceResponse, type(None))) or not _is_number(given[1]):
@@ -290,12 +311,12 @@ class InferenceResponseSender:
             raise TritonModelException(
                 "Inference Response object must be provided when the response flags is set to zero."
             )
-        if self._reply is None:
+        if reply is None:
             raise TritonModelException(
                 "Unable to send response. Response sender has no reference to the decoupled state of "
                 "the model."
             )
-        self._reply.send(response, final=flags == FINAL)
+        reply.send(response, final=flags == FINAL)
 
     def is_cancelled(self) -> bool:
         """Return whether the client has given up the request. This is cheap: the runtime sends cancellations."""

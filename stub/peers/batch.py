@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from moonpool.ipc.codec import unpack_layout
+from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import Lease, Region
 from moonpool.ipc.messages import NO_DETAILS, Details
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from moonpool.ipc.cuda.region import DeviceLease
 
 _MEMORABLE_BYTES = 4096
+_LARGEST_BYTES = 1 << 62
 _RAW = np.dtype("u1")
 _ndarray = np.ndarray
 
@@ -90,6 +93,10 @@ class Batch:
             place = (region_id, offset)
             places.append(place)
             region = regions.requests.get(region_id) or regions.request_region(region_id)
+            if offset + size_bytes > region.size_bytes:
+                raise RemoteProtocolError(
+                    f"a block of {size_bytes} bytes at {offset} in region {region_id}, which has {region.size_bytes}"
+                )
             if type(region) is LentRegion:
                 self._lent.append((region, place, size_bytes))
             leases.append(region.lease(offset, size_bytes, self.give_back, place))
@@ -132,6 +139,9 @@ class Batch:
                 name, is_raw = self._inputs[index], datatype >= BYTES
                 dtype = _RAW if is_raw else DTYPES[datatype]
                 dims = (size_bytes,) if is_raw else tuple(shape)
+                # numpy checks that a view lies within its block, but adds these without a look at an overflow.
+                if offset + math.prod(dims) * dtype.itemsize > _LARGEST_BYTES:
+                    raise RemoteProtocolError(f"input '{name}' lies in no memory")
                 inputs.append((name, datatype, tuple(shape), block, offset, dtype, dims))
             requests.append(inputs)
         return requests

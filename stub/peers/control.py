@@ -70,7 +70,7 @@ class Control:
 
         The parent sends what was queued, and its threads may have held the locks at the fork.
         """
-        # Holds packets, and responses as lists, which become packets when they are sent.
+        # Holds packets, and packed responses in tuples, which become packets when they are sent.
         self._send_queue = SendQueue(self._channel, self._on_gone, _next_packet)
         self._left_out = 0
         # Sends past the queue: no other message depends on the order.
@@ -85,12 +85,13 @@ class Control:
 
         Changes of metrics that the model made before go first.
         """
-        self.metric_changes.flush()
-        size_bytes = len(encode(response))
-        if size_bytes > MAX_PACKET_BYTES // MAX_RESPONSES_IN_PACKET:
+        if self.metric_changes.are_made:
+            self.metric_changes.flush()
+        row = encode(*response)
+        if len(row) > MAX_PACKET_BYTES // MAX_RESPONSES_IN_PACKET:
             self._send_queue.put(self._regions.pack(_RESPONSES, [response]))
         else:
-            self._send_queue.put(response)
+            self._send_queue.put((row,))
 
     def _send_changes(self, changes: list[Row], dropped: list[int]) -> None:
         self._send_queue.send(encode(Kind.METRICS, changes, dropped))
@@ -168,12 +169,19 @@ class Control:
 def _next_packet(items: deque[Any]) -> bytes:
     """Make one packet of all responses at the head of the queue, or take the packet there."""
     item = items.popleft()
-    if isinstance(item, bytes):
+    if type(item) is bytes:
         return item
-    responses = [item]
-    while items and len(responses) < MAX_RESPONSES_IN_PACKET and type(items[0]) is list:
-        responses.append(items.popleft())
-    return encode(_RESPONSES, responses)
+    if not items:
+        return _ONE_RESPONSE + item[0]  # type: ignore[no-any-return]
+    rows = [item[0]]
+    while items and len(rows) < MAX_RESPONSES_IN_PACKET and type(items[0]) is tuple:
+        rows.append(items.popleft()[0])
+    # The header of a message with one field, which is an array of so many rows, all packed already.
+    return encode(_RESPONSES, [0] * len(rows))[: -len(rows)] + b"".join(rows)
+
+
+# The beginning of a packet with one response: all but the row.
+_ONE_RESPONSE = encode(_RESPONSES, [0])[:-1]
 
 
 # Number of the metric, operation, value, how many times.

@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from typing import Any
 
+from moonpool.ipc.arena import Keep
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import encode, unpack_layout
 from moonpool.ipc.conversation import Conversation
@@ -24,7 +25,7 @@ from moonpool.ipc.errors import (
     PeerGone,
     RemoteProtocolError,
 )
-from moonpool.ipc.messages import ANSWERED, MAX_PLACES_IN_PACKET, Kind, Side
+from moonpool.ipc.messages import ANSWERED, MAX_PLACES_IN_PACKET, NO_CORE, Kind, Side
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.peers.answer import INTERNAL, Answer, Responses
 from moonpool.stub.peers.batch import Batch
@@ -47,13 +48,17 @@ class Peer:
         self.control = Control(control, self._gone)
         self.regions = Regions(self.control.send)
         conversation.use_overflow(self.regions)
+        self.become(start)
+        # The batch that is executing, which the control thread reads; and cancellations that came before their batches.
+        self.executing: tuple[int, list[InferenceRequest]] = (0, [])
+        self.cancelled: set[tuple[int, int]] = set()
+
+    def become(self, start: dict[str, Any]) -> None:
+        """Serve a model as this START describes it. Called again only while no batch has come."""
         self.placer = placer = Placer(self.regions, start)
         self.responses = Responses(placer, self.control, start)
         self.batch = Batch(self.regions, self.responses, start)
         self.answer = Answer(placer, self.batch)
-        # The batch that is executing, which the control thread reads; and cancellations that came before their batches.
-        self.executing: tuple[int, list[InferenceRequest]] = (0, [])
-        self.cancelled: set[tuple[int, int]] = set()
 
     def _gone(self) -> None:
         """Handle the end of a peer, which has closed a channel or broken the protocol. From any thread, perhaps many times."""
@@ -80,19 +85,19 @@ class Peer:
         is_device_busy = devices is not None and devices.is_waited_for
         return bool(self.batch.kept or self.responses.are_open or is_device_busy)
 
-    def tidy(self, *, give_up_memory: bool) -> None:
-        """Report the blocks that the model has released. With `give_up_memory`, also give back empty regions."""
+    def tidy(self, idle_s: float) -> None:
+        """Report the blocks that the model has released, and give back memory that an idle stub keeps no longer."""
         while places := self.batch.release_late(MAX_PLACES_IN_PACKET):
             self.regions.publish()
             self.control.send(Kind.RELEASE, places)
         if self.regions.devices is not None:
             self.regions.devices.tidy()
-        if give_up_memory:
-            self.regions.retire_idle()
+        if idle_s >= self.regions.keep.others_s:
+            self.regions.retire_idle(idle_s)
 
     def open(self, message: list[Any]) -> list[InferenceRequest]:
         """Return the requests of an EXECUTE for the model. Raises `PeerGone`, `RemoteProtocolError`."""
-        _, batch_id, released, blocks, layout, details, targets = message
+        _, batch_id, _, released, blocks, layout, details, targets = message
         if released:
             self.regions.returned.extend(map(tuple, released))
         requests = self.batch.open(batch_id, blocks, layout, details, targets)
@@ -113,7 +118,7 @@ class Peer:
         if self.regions.devices is not None:
             self.regions.devices.publish()
         blocks, layout, remarks, states = self.answer.give()
-        return _ANSWER, batch_id, held, released, blocks, layout, remarks, states
+        return _ANSWER, batch_id, NO_CORE, held, released, blocks, layout, remarks, states
 
     def send(self, answer: tuple[Any, ...]) -> None:
         """Send ANSWER. If it is too large beside its outputs, each response in it becomes an error.
@@ -123,7 +128,7 @@ class Peer:
         try:
             self.conversation.send(*answer)
         except (LocalProtocolError, OutOfMemory) as error:
-            kind, batch_id, held, released, blocks, layout, _, states = answer
+            kind, batch_id, core, held, released, blocks, layout, _, states = answer
             # The peer will not learn of these blocks.
             self.regions.returned.extend((region, offset) for region, offset, _ in blocks)
             count = len(unpack_layout(layout))
@@ -133,7 +138,7 @@ class Peer:
                 for index in range(count)
             ]
             none = encode(*[[]] * count)
-            self.conversation.send(kind, batch_id, held, released, [], none, remarks, states)
+            self.conversation.send(kind, batch_id, core, held, released, [], none, remarks, states)
 
     # Cancellation
 
@@ -172,9 +177,7 @@ class Peer:
         self.regions.close()
 
 
-# An idle stub keeps the memory by which it grew so long, and so often looks whether the model has released requests
-# that it answered late.
-_KEEP_S = 5.0
+# An idle stub so often looks whether the model has released requests that it answered late.
 _LOOK_S = 0.25
 
 
@@ -193,7 +196,12 @@ class Peers:
         if start["shared"]:
             self._heard_fd, self._bell_fd = os.pipe()
             self._poll.register(self._heard_fd, select.POLLIN)
+        main.regions.keep = Keep(*(milliseconds / 1000 for milliseconds in start["keep_ms"]))
         self._arrive(main)
+
+    def become(self, start: dict[str, Any]) -> None:
+        """Serve a model as this START describes it. Called before front ends come."""
+        self._start = start
 
     def add(self, work_fd: int, control_fd: int) -> None:
         """Add a front end. It speaks as the runtime does after LOADED. For a shared stub, on the control thread."""
@@ -207,6 +215,7 @@ class Peers:
         os.write(self._bell_fd, b"\0")
 
     def _arrive(self, peer: Peer) -> None:
+        peer.regions.keep = self._main.regions.keep
         fd = peer.conversation.channel.fileno()
         self._all[fd] = peer
         self._poll.register(fd, select.POLLIN)
@@ -226,18 +235,18 @@ class Peers:
         While none comes, gives back memory: regions by which the stub grew, and blocks that the model has released. The blocks
         may be free only now, or be held by cycles of garbage, which an idle process would never collect by itself.
         """
-        idle_s = 0.0
+        idle_s, keep_s = 0.0, self._main.regions.keep.others_s
         while some := [peer for peer in self._all.copy().values() if peer.needs_care]:
-            wait_s = _LOOK_S if any(peer.is_waited_for for peer in some) else _KEEP_S
+            wait_s = min(_LOOK_S, keep_s) if any(peer.is_waited_for for peer in some) else keep_s
             if ready := self._poll.poll(wait_s * 1000):
                 return self._of(ready)
             if idle_s == 0.0:
                 gc.collect(1)  # young objects only: all of them may take long
-            elif idle_s < _KEEP_S <= idle_s + wait_s:
+            elif idle_s < keep_s <= idle_s + wait_s:
                 gc.collect()
             idle_s += wait_s
             for peer in some:
-                peer.tidy(give_up_memory=idle_s >= _KEEP_S)
+                peer.tidy(idle_s)
         return self._of(self._poll.poll())
 
     def _of(self, ready: list[tuple[int, int]]) -> list[Peer]:

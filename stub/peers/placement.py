@@ -111,16 +111,9 @@ class Placer:
         `OutOfMemory` and `BadResponse` without having done anything.
         """
         key: list[object] = []
-        arrays: list[np.ndarray] = []
-        for tensor in outputs:
-            array = tensor._array
-            # Strings have no fixed size, and arrays in shared memory are not copied.
-            if array is None or (array.base is not None and lease_of(array) is not None):
-                return self._place_apart(
-                    self.wanted(outputs, self._indices), blocks, passable, wish
-                )
-            arrays.append(array)
-            key += (tensor._name, tensor._datatype, tensor._shape, array.nbytes)
+        arrays = arrays_to_copy(outputs, key)
+        if arrays is None:
+            return self._place_apart(self.wanted(outputs, self._indices), blocks, passable, wish)
         known = tuple(key)
         plan = self.plans.get(known)
         if plan is None:
@@ -273,6 +266,19 @@ def checked_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     except LocalProtocolError as error:
         raise BadResponse(f"the parameters of the response: {error}") from error
     return parameters
+
+
+def arrays_to_copy(tensors: Iterable[Tensor], key: list[object]) -> list[np.ndarray] | None:
+    """Return the arrays of tensors that are all copied, and add to `key` what their plan depends on. None if one is not copied."""
+    arrays = []
+    for tensor in tensors:
+        array = tensor._array
+        # Strings have no fixed size, and arrays in shared memory are not copied.
+        if array is None or (array.base is not None and lease_of(array) is not None):
+            return None
+        arrays.append(array)
+        key += (tensor._name, tensor._datatype, tensor._shape, array.nbytes)
+    return arrays
 
 
 def fill(

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from moonpool.ipc.arena import Arena, Block
+from moonpool.ipc.arena import Arena, Block, Keep, is_short
 from moonpool.ipc.conversation import Overflow
 from moonpool.ipc.errors import MoonpoolError, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.memory import Lease, Region
@@ -59,6 +59,8 @@ class Regions(Overflow):
 
     def __init__(self, send_control: Callable[..., None]) -> None:
         self._send_control = send_control
+        # For how long memory is kept that is not needed.
+        self.keep = Keep(0.0, 0.0)
         self._arrived = threading.Condition()
         self._granted: queue.SimpleQueue[Region | str] = queue.SimpleQueue()
         # Regions with requests, by number. `request_region` waits for one that is not here yet.
@@ -223,10 +225,12 @@ class Regions(Overflow):
             try:
                 return arena.allocate(size_bytes)
             except OutOfMemory:
-                # Blocks that clients dropped meanwhile may have come along with the refusal.
-                if not self.returned:
-                    raise
+                # Blocks that clients dropped meanwhile may have come along with the refusal. And what is kept for later may
+                # make room: the runtime reads RETIRE before GROW.
+                came_back = bool(self.returned)
                 self._collect()
+                if not self._retire_idle(arena) and not came_back:
+                    raise
                 return arena.allocate(size_bytes)
 
     def find(self, lease: Lease | DeviceLease) -> Block | None:
@@ -282,14 +286,21 @@ class Regions(Overflow):
     def load(self, region: int, offset: int, size_bytes: int) -> bytes:
         return bytes(self.request_region(region).memory()[offset : offset + size_bytes])
 
-    def retire_idle(self) -> None:
-        """Give back the regions in which no answer lies. For the main thread of an idle stub."""
+    def retire_idle(self, idle_s: float) -> None:
+        """Give back the regions in which no answer lies, if they are not kept for later. For the main thread of an idle stub."""
         with self._turn:
             self._collect()
             for arena in self._arenas():
-                for region_id in arena.idle():
-                    arena.retire(region_id).close()
-                    self._send_control(Kind.RETIRE, region_id)
+                is_kept = idle_s < self.keep.first_s and not is_short(arena.size_bytes)
+                self._retire_idle(arena, arena.first_grown if is_kept else 0)
+
+    def _retire_idle(self, arena: Arena, kept: int = 0) -> bool:
+        """Give back idle regions, but not the one of the number `kept`. Returns False if there are none. Needs the turn."""
+        idle = [region_id for region_id in arena.idle() if region_id != kept]
+        for region_id in idle:
+            arena.retire(region_id).close()
+            self._send_control(Kind.RETIRE, region_id)
+        return bool(idle)
 
     def publish(self) -> None:
         """Order the work on devices. To be called right before a message that names blocks or gives them back."""

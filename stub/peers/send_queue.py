@@ -41,6 +41,11 @@ class SendQueue:
         self._next_packet = next_packet
         self._turn = threading.Lock()
 
+    @property
+    def items(self) -> deque[Any]:
+        """The items that wait for their turn."""
+        return self._items
+
     def __len__(self) -> int:
         return len(self._items)
 

@@ -1,8 +1,8 @@
-"""Takes usual batches through the stub in three calls: `open`, `take` and `give`.
+"""Takes usual batches through the stub in four calls: `receive`, `open`, `take` and `give`.
 
 Theory of operation. A batch is usual if it has one block of inputs in shared memory, and neither details nor targets, and if the model
 returns one plain response to each request, with outputs in memory of its own. Nearly all batches are usual, and for small tensors the layers
-(`batch.py`, `answer.py`, `placement.py`) take longer than the work that they do. So these three methods have the layers' steps for that
+(`batch.py`, `answer.py`, `placement.py`) take longer than the work that they do. So these methods have the layers' steps for that
 one case in a straight line. They use the layers' own plans, memory and open answer, and leave all of these as the layers would: the
 bytes of ANSWER are the same.
 
@@ -10,27 +10,41 @@ bytes of ANSWER are the same.
 a plan that has not come before is left to the layers, too: they check it, and remember it for the next batch. What comes from
 the runtime passes the same check of its kind as elsewhere.
 
+Two classes have these methods. `CompiledWay` has them in C++ (`_usual.cpp`), in about half of the time. It looks for a while for the next packet where
+that pays, and tells the runtime its core. `usual_way` chooses: START says whether the runtime wants that, and an interpreter that has not the
+extension, or is older than it, gets `UsualWay`. Both are tested against each other.
+
 For the main thread of a stub without front ends. The control thread reads `Peer.executing` and appends to `Regions.returned` meanwhile.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from moonpool.ipc.arena import Block, Extents
 from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import check_of, encode, unpack
+from moonpool.ipc.extension import load_if_there
 from moonpool.ipc.memo import Memo
-from moonpool.ipc.memory import lease_of
-from moonpool.ipc.messages import NO_DETAILS, WORK, Kind
+from moonpool.ipc.memory import Lease
+from moonpool.ipc.messages import NO_CORE, NO_DETAILS, WORK, Kind
 from moonpool.ipc.region import SharedRegion
 from moonpool.ipc.tensors import BYTES
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import Tensor
 from moonpool.stub.peers.peer import Peer
-from moonpool.stub.peers.placement import NO_OUTPUTS, fill, refusal_remark
+from moonpool.stub.peers.placement import (
+    NO_OUTPUTS,
+    PlacementPlan,
+    arrays_to_copy,
+    fill,
+    refusal_remark,
+)
+from moonpool.stub.peers.regions import Regions
 
 _EXECUTE, _ANSWER = int(Kind.EXECUTE), int(Kind.ANSWER)
 _ndarray = np.ndarray
@@ -58,6 +72,10 @@ class UsualWay:
         self._layouts: Memo[bytes, _Layout] = Memo()
         self._check = check_of(Kind.EXECUTE, WORK[Kind.EXECUTE])
 
+    def receive(self) -> bytes:
+        """Return the next packet. Blocks. Raises as `Channel.receive` does."""
+        return self._channel.receive()
+
     def open(self, packet: bytes) -> list[InferenceRequest] | None:
         """Return the requests of a usual EXECUTE. Returns None, and has done nothing, for any other packet.
 
@@ -66,10 +84,11 @@ class UsualWay:
         peer, regions, batch = self._peer, self._regions, self._batch
         try:
             fields = unpack(packet, strict_map_key=True, max_ext_len=0)
-            kind, batch_id, released, blocks, packed, details, targets = fields
+            kind, batch_id, _, released, blocks, packed, details, targets = fields
             layout = self._layouts.get(packed) or self._learned(packed)
             ((region_id, offset, size_bytes),) = blocks
             region = regions.requests[region_id]
+            is_within = offset + size_bytes <= region.size_bytes
         except Exception:  # another kind of message, or none at all: the layers tell what
             return None
         if (
@@ -78,6 +97,7 @@ class UsualWay:
             or targets is not None
             or kind != _EXECUTE
             or type(region) is not SharedRegion
+            or not is_within
             or regions.devices is not None
         ):
             return None
@@ -141,13 +161,9 @@ class UsualWay:
                 ):
                     return False
                 key: list[object] = []
-                arrays = []
-                for tensor in response._outputs:
-                    array = tensor._array
-                    if array is None or (array.base is not None and lease_of(array) is not None):
-                        return False
-                    arrays.append(array)
-                    key += (tensor._name, tensor._datatype, tensor._shape, array.nbytes)
+                arrays = arrays_to_copy(response._outputs, key)
+                if arrays is None:
+                    return False
                 placed.append((plans[tuple(key)], arrays))
         except Exception:  # a plan that is not known yet, or fields that the model has broken
             return False
@@ -158,17 +174,26 @@ class UsualWay:
                     fill(allocate(plan.size_bytes), arrays, plan, answer.blocks)
                 answer.plans.append(plan)
             except Exception as error:  # noqa: PERF203 - of this response alone
-                answer.add(NO_OUTPUTS, refusal_remark(error))
+                self._refuse(error)
         return True
+
+    def _refuse(self, error: Exception) -> None:
+        """Make the answer to the next request an error, as its response cannot be placed."""
+        self._answer.add(NO_OUTPUTS, refusal_remark(error))
 
     def give(self) -> None:
         """Answer the batch. To be called when nothing else of ours refers to the objects of the batch. Raises `PeerGone`."""
-        peer, answer, batch = self._peer, self._answer, self._batch
+        peer, answer = self._peer, self._answer
         if answer.remarks or answer.states or self._regions.devices is not None:
             self._send(peer.give())
             return
         batch_id = peer.executing[0]
         peer.executing = (batch_id, [])
+        self._finish(batch_id)
+
+    def _finish(self, batch_id: int) -> None:
+        """Send an answer that has nothing but outputs, after the objects of the batch were dropped."""
+        answer, batch = self._answer, self._batch
         if batch.kept or len(batch.returned) != 1:
             held, released = batch.end()
         else:
@@ -177,13 +202,79 @@ class UsualWay:
         blocks, plans = answer.blocks, tuple(answer.plans)
         answer.blocks, answer.plans = [], []
         layout = self._placer.layouts.get(plans) or self._placer.layout(plans)
-        packet = encode(_ANSWER, batch_id, held, released, blocks, layout, None, None)
+        packet = encode(_ANSWER, batch_id, NO_CORE, held, released, blocks, layout, None, None)
         if len(packet) <= MAX_PACKET_BYTES:
             self._channel.send_waiting(packet)
         else:
-            self._send((_ANSWER, batch_id, held, released, blocks, layout, None, None))
+            self._send((_ANSWER, batch_id, NO_CORE, held, released, blocks, layout, None, None))
 
     def _send(self, fields: tuple[Any, ...]) -> None:
         # The conversation has not seen EXECUTE. After ANSWER it stands where it stood before.
         self._peer.conversation.pass_turn(_EXECUTE)
         self._peer.send(fields)
+
+
+class CompiledWay(UsualWay):
+    """Does the same in C++, and leaves what is less usual to the methods of its base class."""
+
+    def __init__(self, peer: Peer, start: dict[str, Any], extension: ModuleType) -> None:
+        super().__init__(peer, start)
+        channel, batch = self._channel, self._batch
+        parts = {
+            **objects_of(self._regions),
+            "peer": peer,
+            "batch": batch,
+            "give_back": batch.give_back,
+            "batch_returned": batch.returned,
+            "clear_batch_returned": batch.returned.clear,
+            "layouts": batch.layouts,
+            "answer": self._answer,
+            "plans": self._placer.plans,
+            "answer_layouts": self._placer.layouts,
+            "answer_layout": self._placer.layout,
+            "port": self._port,
+            # A request as every batch has it, but for its inputs and its origin.
+            "request": _request(NO_DETAILS, self._outputs, ()),
+            "make_tensor": Tensor.from_wire,
+            "plan": PlacementPlan,
+            "channel_receive": channel.receive,
+            "channel_checked": channel._checked,
+            "channel_send": channel.send_waiting,
+            "refuse": self._refuse,
+            "give": super().give,
+            "finish": self._finish,
+        }
+        way = extension.Way(parts, channel.fileno(), start["decoupled"], start["look_us"])
+        # Methods of this class would cost another call each.
+        for name in ("receive", "open", "take", "give"):
+            setattr(self, name, getattr(way, name))
+
+
+def objects_of(regions: Regions) -> dict[str, object]:
+    """Return the objects and classes with which all compiled forms of a stub work."""
+    return {
+        "regions": regions,
+        "request_regions": regions.requests,
+        "returned": regions.returned,
+        "add_returned": regions.give_back,
+        "take_returned": regions.returned.popleft,
+        "allocate": regions.allocate,
+        "acquire": regions._turn.acquire,
+        "release": regions._turn.release,
+        "arena": regions.arena,
+        # One to look at.
+        "lease": Lease((0,), np.uint8),
+        "array": _ndarray,
+        "byte": np.dtype("u1"),
+        "tensor": Tensor,
+        "response": InferenceResponse,
+        "region": SharedRegion,
+        "block": Block,
+        "extents": Extents,
+    }
+
+
+def usual_way(peer: Peer, start: dict[str, Any]) -> UsualWay:
+    """Return the way for this stub: the compiled one if START wants it and the interpreter has it."""
+    extension = load_if_there("moonpool.stub.peers._usual") if start["compiled"] else None
+    return UsualWay(peer, start) if extension is None else CompiledWay(peer, start, extension)

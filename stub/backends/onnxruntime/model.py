@@ -52,6 +52,11 @@ class ModelState:
         self.inputs = {tensor.name: tensor for tensor in self.session.get_inputs()}
         self.outputs = {tensor.name: tensor for tensor in self.session.get_outputs()}
         self.batches = config["max_batch_size"] > 0
+        batching = config.get("sequence_batching", {})
+        self.states = batching.get("state", [])
+        # Inputs that are no inputs of clients: the server adds them.
+        self.added = {each["name"] for each in batching.get("control_input", [])}
+        self.added |= {each["input_name"] for each in self.states}
 
     def complete(self, config: pb_utils.ModelConfig) -> None:
         """Add to the configuration what it leaves out and the graph knows."""
@@ -70,17 +75,22 @@ class ModelState:
                 config.set_dynamic_batching()
         self._check_names("input", given["input"], self.inputs)
         self._check_names("output", given["output"], self.outputs)
+        self._check_names("state input", self.states, self.inputs, "input_name")
+        self._check_names("state output", self.states, self.outputs, "output_name")
         for tensor in self.inputs.values():
-            config.add_input(self._described(tensor, given["input"]))
+            if tensor.name not in self.added:
+                config.add_input(self._described(tensor, given["input"]))
         # The configuration may name only some of the outputs.
-        for name in [tensor["name"] for tensor in given["output"]] or self.outputs:
+        kept = {state["output_name"] for state in self.states}
+        others = [name for name in self.outputs if name not in kept]
+        for name in [tensor["name"] for tensor in given["output"]] or others:
             config.add_output(self._described(self.outputs[name], given["output"]))
 
-    def _check_names(self, kind: str, given: list, known: dict) -> None:
+    def _check_names(self, kind: str, given: list, known: dict, key: str = "name") -> None:
         for tensor in given:
-            if tensor["name"] not in known:
+            if tensor[key] not in known:
                 raise ValueError(
-                    f"unexpected inference {kind} '{tensor['name']}', allowed {kind}s are: "
+                    f"unexpected inference {kind} '{tensor[key]}', allowed {kind}s are: "
                     f"{', '.join(known)}"
                 )
 
@@ -102,11 +112,10 @@ class ModelInstanceState:
 
     def __init__(self, model: ModelState, config: dict) -> None:
         self.model = model
-        self.names = [tensor["name"] for tensor in config["output"]]
-        self.dtypes = {
-            tensor["name"]: pb_utils.triton_string_to_numpy(tensor["data_type"])
-            for tensor in config["output"]
-        }
+        types = {tensor["name"]: tensor["data_type"] for tensor in config["output"]}
+        types.update((state["output_name"], state["data_type"]) for state in model.states)
+        self.names = list(types)
+        self.dtypes = {k: pb_utils.triton_string_to_numpy(v) for k, v in types.items()}
 
     def set_input_tensors(self, requests: list) -> dict[str, np.ndarray]:
         """Return the inputs of all requests by name. Those of a single request are not copied."""

@@ -37,17 +37,25 @@ class ModelState:
         self.parameters = {k: v["string_value"] for k, v in config["parameters"].items()}
         self.inputs = [tensor["name"] for tensor in config["input"]]
         self.outputs = {tensor["name"]: tensor["data_type"] for tensor in config["output"]}
-        for tensor in (*config["input"], *config["output"]):
-            if tensor["data_type"] not in DTYPES:
+        self._add_sequences(config.get("sequence_batching", {}))
+        named = [(tensor["name"], tensor["data_type"]) for tensor in config["input"]]
+        for name, datatype in (*named, *self.outputs.items()):
+            if datatype not in DTYPES:
                 raise ValueError(
-                    f"model '{self.name}', tensor '{tensor['name']}': PyTorch has no datatype "
-                    f"{tensor['data_type']}"
+                    f"model '{self.name}', tensor '{name}': PyTorch has no datatype {datatype}"
                 )
         path = os.path.join(pb_utils.get_model_dir(), config["default_model_filename"])
         if not os.path.exists(path) and path.endswith(".pt"):
             path += "2"
         self.module, self.arguments, self.takes_dict = load(path)
         self.positions = self._positions()
+
+    def _add_sequences(self, batching: dict) -> None:
+        """Add the inputs and outputs that the server adds for sequences: controls, then states."""
+        self.inputs += [each["name"] for each in batching.get("control_input", [])]
+        for state in batching.get("state", []):
+            self.inputs.append(state["input_name"])
+            self.outputs.setdefault(state["output_name"], state["data_type"])
 
     def flag(self, key: str, default: bool) -> bool:
         return self.parameters.get(key, str(default)).lower() in ("true", "1")

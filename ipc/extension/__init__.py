@@ -1,0 +1,90 @@
+"""Finds what is compiled: the quick forms, in C++, of modules that Python has, too.
+
+An extension may be missing, as moonpool installs without a compiler. In a source tree it may also be older than its sources, and
+would then do what they did. So setup.py compiles a checksum of the sources into it, and it is left out where they differ. An installed
+wheel has no sources, and its parts came together.
+
+`objects.h` is what the extensions share.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+PURE = "MOONPOOL_PURE"
+
+# setup.py runs this file alone, with the same path.
+_PACKAGE = Path(__file__).parents[2]
+
+
+class _Stale(ImportError):
+    """The extension was compiled from other sources."""
+
+
+def pure() -> str:
+    """Return the value of MOONPOOL_PURE: `0`, `1` or `contained`. Raises `ValueError` for any other."""
+    value = os.environ.get(PURE) or "0"
+    if value not in ("0", "1", "contained"):
+        raise ValueError(f"must be 0, 1 or contained, not {value!r}")
+    return value
+
+
+def is_wanted() -> bool:
+    """Return False if MOONPOOL_PURE leaves out all that is compiled. So does a wrong value, which the load of a model refuses."""
+    try:
+        return pure() != "1"
+    except ValueError:
+        return False
+
+
+def sources(name: str) -> list[Path]:
+    """Return all that an extension may be compiled from, in one order. It is empty where moonpool is installed without sources."""
+    place = _PACKAGE.joinpath(*name.split(".")[1:])
+    shared = _PACKAGE / "ipc"
+    own = sorted([*place.parent.glob(f"{place.name}*.cpp"), *place.parent.glob(f"{place.name}*.h")])
+    common = sorted(
+        [*shared.glob("native/*.cpp"), *shared.glob("native/*.h"), *shared.glob("extension/*.h")]
+    )
+    return [*own, *common] if own else []
+
+
+def checksum(name: str) -> str:
+    """Return the checksum of the sources of an extension, empty if there are none."""
+    total, files = 0, sources(name)
+    for file in files:
+        total = zlib.crc32(file.read_bytes(), total)
+    return f"{total:08x}" if files else ""
+
+
+def load(name: str) -> Any:
+    """Import an extension. Raises `ImportError` if this interpreter has none, or if it is older than its sources."""
+    # An older interpreter would load the file, as its name fits, and miss functions that it calls.
+    if sys.version_info < (3, 11) or sys.implementation.name != "cpython":
+        raise ImportError(f"{name} is for CPython from 3.11 on")
+    extension: Any = importlib.import_module(name)
+    expected = checksum(name)
+    if expected and getattr(extension, "SOURCES", "") != expected:
+        raise _Stale(
+            f"{name} is left out, since it was not compiled from the sources beside it; compile it again: "
+            "python setup.py build_ext --inplace"
+        )
+    return extension
+
+
+def load_if_there(name: str) -> Any:
+    """Import an extension, and return None where `load` would raise. Logs a warning if it is older than its sources."""
+    try:
+        return load(name)
+    except _Stale as error:
+        # Stubs import this module, and mostly need no log. There, the line goes to the log with what the model prints.
+        import logging
+
+        logging.getLogger("moonpool").warning("%s", error)
+    except ImportError:  # not compiled, or for another machine
+        pass
+    return None

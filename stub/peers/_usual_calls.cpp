@@ -1,0 +1,430 @@
+// The usual call of another model, as `StubHost.infer` does it, in C++.
+//
+// Theory of operation. A thread that asks is the leader from before it sends INFER until it has read REPLY (`calls.py`), so nobody
+// else can receive its reply, and no object of Python's has to stand for the call. Where anything is not as it mostly is, before INFER is sent,
+// nothing has changed, and Python does all of it. Afterwards the call is given to Python (`adopt`), which then waits as for any call. A packet
+// that is not the reply goes to the channel's inbox first, so Python finds it there.
+//
+// If another thread leads, because it waits too, or for coroutines, Python does all of it, too.
+//
+// INFER is what Python would send: the plan has the bytes before and behind the numbers. REPLY is known by its bytes; only the number and
+// two lists of numbers are read. The runtime is trusted with this memory anyway, but a block must lie within its region. What comes from
+// the model may have any type, and is looked at as `_usual.cpp` says.
+//
+// Any thread may call `infer`. Only locals hold what belongs to a call.
+#include "_usual_objects.h"  // first, as Python wants it
+
+#include <errno.h>
+#include <sys/socket.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "known_calls.h"
+
+namespace moonpool::python {
+namespace {
+
+// A larger input is copied as Python does it.
+constexpr Py_ssize_t kSmall = 16 << 10;
+// More places are reported in several messages.
+constexpr Py_ssize_t kMostReleased = 1024;
+
+#define MOONPOOL_ASKS(PART)                                                                                            \
+  PART(host) PART(numbers) PART(leads) PART(lead) PART(stop_leading) PART(followers) PART(appoint) PART(adopt) PART(wait) \
+  PART(send) PART(queued) PART(fileno) PART(store) PART(inbox) PART(replies) PART(plans) PART(released)                 \
+  PART(take_released) PART(give_back) PART(give_back_input) PART(request) PART(abandon)
+enum class Part : size_t { MOONPOOL_ASKS(MOONPOOL_MEMBER) kCount };
+constexpr std::array<const char*, static_cast<size_t>(Part::kCount)> kParts = {MOONPOOL_ASKS(MOONPOOL_TEXT)};
+
+struct Requests {
+  Kind kind;
+  Field inputs{"_inputs"}, origin{"_origin"}, details{"_details"}, trace{"_trace"}, preferred_memory{"_preferred_memory"},
+      names{"_requested_output_names"}, model{"_model_name"}, version{"_model_version"};
+};
+struct Replies {
+  Kind kind;
+  Field begin{"_begin"}, known{"_known"};
+};
+
+// What is to be sent, and what has to be undone if it is not.
+struct Sending {
+  Ref plan, block, number;
+  std::vector<Bytes> arrays;
+  std::vector<Ref> released;
+  std::string packet;
+};
+
+class Asker : public Objects {
+ public:
+  bool learn(PyObject* parts) {
+    if (!parts_.take(parts) || !learn_objects(parts)) return false;
+    serves_ = Ref(PyUnicode_InternFromString("serves"));
+    sample_ = Ref::to(part(Part::request));
+    zero_ = Ref(PyLong_FromLong(0));
+    PyObject* const replies = part(Part::replies);
+    const Ref known(PyType_GenericNew(Py_TYPE(replies), nullptr, nullptr));
+    PyObject* const request = reinterpret_cast<PyObject*>(Py_TYPE(sample_.get()));
+    return serves_ && zero_ && known &&
+           learn_type(request_.kind, request,
+                          {&request_.inputs, &request_.origin, &request_.details, &request_.trace, &request_.preferred_memory,
+                           &request_.names, &request_.model, &request_.version}) &&
+           replies_.kind.learn(known.get(), {&replies_.begin, &replies_.known});
+  }
+
+  int traverse(visitproc visit, void* arg) const {
+    const int stop = Objects::traverse(visit, arg);
+    return stop != 0 ? stop : parts_.traverse(visit, arg);
+  }
+
+  // Returns the response, or NotImplemented if Python has to do it.
+  PyObject* infer(PyObject* request) const {
+    if (!is_usual(request)) return declined();
+    // A destructor that interrupts this very thread. Python refuses that.
+    const Ref leads_already(PyObject_CallNoArgs(part(Part::leads)));
+    if (!leads_already.is(Py_False)) return declined();
+    const Ref leads(PyObject_CallFunctionObjArgs(part(Part::lead), Py_False, nullptr));
+    if (!leads.is_true()) return declined();
+    Sending sending;
+    if (!prepare(request, &sending)) {
+      // Memory that is not to be had, for example. Python meets the same.
+      const bool is_error = PyErr_Occurred() != nullptr && !PyErr_ExceptionMatches(PyExc_Exception);
+      Ref stopped = undo(sending) ? stop_leading() : Ref();
+      return is_error || !stopped ? nullptr : declined();
+    }
+    const int fd = descriptor();
+    const auto size = static_cast<ssize_t>(sending.packet.size());
+    if (fd < 0 || PyObject_Size(part(Part::queued)) != 0 ||
+        ::send(fd, sending.packet.data(), sending.packet.size(), MSG_DONTWAIT | MSG_NOSIGNAL) != size) {
+      // The runtime is behind with reading, or gone. Python waits until it has room, or learns what happened.
+      const Ref packet(PyBytes_FromStringAndSize(sending.packet.data(), size));
+      return packet ? go_on(sending, request, packet.get()) : nullptr;
+    }
+    sending.packet.clear();
+    return receive(fd, sending, request);
+  }
+
+ private:
+  using Objects::part;
+  PyObject* part(Part which) const { return parts_[which]; }
+
+  static PyObject* declined() {
+    PyErr_Clear();
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+
+  bool is_usual(PyObject* request) const {
+    if (!request_.kind.is(request) || request_.origin.peek(request) != Py_None) return false;
+    if (request_.preferred_memory.peek(request) != Py_None) return false;
+    // A sample that Python made has the objects that stand for nothing.
+    if (request_.details.peek(request) != request_.details.peek(sample_.get())) return false;
+    if (request_.trace.peek(request) != request_.trace.peek(sample_.get())) return false;
+    const Ref serves(PyObject_GetAttr(part(Part::host), serves_.get()));
+    return serves.is_true() && has_no_devices();
+  }
+
+  // Places the inputs and writes INFER. Returns false, perhaps with an exception, and `undo` makes it as if nothing had happened.
+  bool prepare(PyObject* request, Sending* sending) const {
+    if (!find_plan(request, sending)) return false;
+    PyObject* const size = PyTuple_GetItem(sending->plan.get(), 2);
+    sending->block = allocate(size);
+    wire::Block block;
+    if (!sending->block || !fill(*sending, number_in(size), &block) || !take_released(sending)) return false;
+    sending->number = Ref(PyIter_Next(part(Part::numbers)));
+    const Py_ssize_t call = number_in(sending->number.get());
+    if (call < 0) return false;
+    Writer message;
+    message.array(1 + wire::field_count(wire::Kind::INFER));
+    message.uint(static_cast<uint64_t>(wire::Kind::INFER));
+    message.uint(static_cast<uint64_t>(call));
+    message.values(bytes_of(PyTuple_GetItem(sending->plan.get(), 3)));
+    message.array(sending->released.size());
+    for (const Ref& place : sending->released) {
+      const Py_ssize_t region = number_in(PyTuple_GetItem(place.get(), 0)), offset = number_in(PyTuple_GetItem(place.get(), 1));
+      if (region < 0 || offset < 0) return false;
+      wire::Place{static_cast<uint64_t>(region), static_cast<uint64_t>(offset)}.write(message);
+    }
+    message.array(1);
+    block.write(message);
+    message.values(bytes_of(PyTuple_GetItem(sending->plan.get(), 4)));
+    sending->packet = message.bytes();
+    return sending->packet.size() <= wire::kMaxPacketBytes;
+  }
+
+  // Finds the plan by which the inputs are placed: rows, offsets, size, and the bytes of INFER before and behind the numbers.
+  bool find_plan(PyObject* request, Sending* sending) const {
+    const Ref inputs = Ref::to(request_.inputs.peek(request)), names = Ref::to(request_.names.peek(request));
+    const Ref model = Ref::to(request_.model.peek(request)), version = Ref::to(request_.version.peek(request));
+    if (!inputs || !PyList_CheckExact(inputs.get()) || !names || !PyList_CheckExact(names.get())) return false;
+    if (!model || !PyUnicode_CheckExact(model.get()) || !version || !PyLong_CheckExact(version.get())) return false;
+    const Py_ssize_t outputs = PyList_Size(names.get()), count = PyList_Size(inputs.get());
+    const Ref key(PyTuple_New(3 + outputs + 4 * count));
+    if (!key || PyTuple_SetItem(key.get(), 0, Ref::to(model.get()).release()) < 0 ||
+        PyTuple_SetItem(key.get(), 1, Ref::to(version.get()).release()) < 0 ||
+        PyTuple_SetItem(key.get(), 2, PyLong_FromSsize_t(outputs)) < 0) {
+      return false;
+    }
+    for (Py_ssize_t i = 0; i < outputs; ++i) {
+      PyObject* const name = PyList_GetItem(names.get(), i);
+      if (name == nullptr || !PyUnicode_CheckExact(name) || PyTuple_SetItem(key.get(), 3 + i, Ref::to(name).release()) < 0) return false;
+    }
+    sending->arrays.reserve(static_cast<size_t>(count));
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (!describe(PyList_GetItem(inputs.get(), i), key.get(), 3 + outputs + 4 * i, &sending->arrays)) return false;
+      if (sending->arrays.back().size() > kSmall) return false;
+    }
+    sending->plan = Ref::to(PyDict_GetItemWithError(part(Part::plans), key.get()));
+    return sending->plan && PyTuple_Size(sending->plan.get()) == 5;
+  }
+
+  // Copies the inputs into the block. Returns false, perhaps with an exception, if the tables of this process do not fit together.
+  bool fill(const Sending& sending, Py_ssize_t size, wire::Block* block) const {
+    PyObject* const object = sending.block.get();
+    const Ref region = block_.kind.is(object) ? Ref::to(block_.region.peek(object)) : Ref();
+    if (!region || !region_.kind.is(region.get())) return false;
+    const Ref buffer = Ref::to(region_.buffer.peek(region.get()));
+    const Bytes memory(buffer.get(), PyBUF_WRITABLE);
+    const Py_ssize_t start = number_in(block_.offset.peek(object)), id = number_in(region_.id.peek(region.get()));
+    PyObject* const offsets = PyTuple_GetItem(sending.plan.get(), 1);
+    if (!memory || size < 0 || start < 0 || id < 0 || start > memory.size() - size || !PyList_CheckExact(offsets)) return false;
+    for (size_t i = 0; i < sending.arrays.size(); ++i) {
+      const Bytes& array = sending.arrays[i];
+      const Py_ssize_t offset = number_in(PyList_GetItem(offsets, static_cast<Py_ssize_t>(i)));
+      if (offset < 0 || array.size() > size || offset > size - array.size()) return false;
+      std::memcpy(memory.data() + start + offset, array.data(), static_cast<size_t>(array.size()));
+    }
+    *block = {static_cast<uint64_t>(id), static_cast<uint64_t>(start), static_cast<uint64_t>(size)};
+    return true;
+  }
+
+  // `Calls.take_released`.
+  bool take_released(Sending* sending) const {
+    Py_ssize_t left = PyObject_Size(part(Part::released));
+    if (left < 0 || left > kMostReleased) return false;
+    for (; left > 0; --left) {
+      Ref place(PyObject_CallNoArgs(part(Part::take_released)));
+      if (!place) {  // another thread took the last one
+        PyErr_Clear();
+        break;
+      }
+      const bool is_place = PyTuple_CheckExact(place.get()) && PyTuple_Size(place.get()) == 2;
+      sending->released.push_back(std::move(place));
+      if (!is_place) return false;
+    }
+    return true;
+  }
+
+  // Gives back what was taken for an INFER that was not sent.
+  bool undo(const Sending& sending) const {
+    PyErr_Clear();
+    for (const Ref& place : sending.released) {
+      if (!Ref(PyObject_CallFunctionObjArgs(part(Part::give_back), place.get(), nullptr))) return false;
+    }
+    if (!sending.block) return true;
+    const Ref region = Ref::to(block_.region.peek(sending.block.get()));
+    const Ref place(PyTuple_Pack(2, region_.id.peek(region.get()), block_.offset.peek(sending.block.get())));
+    return place && Ref(PyObject_CallFunctionObjArgs(part(Part::give_back_input), place.get(), nullptr));
+  }
+
+  int descriptor() const {
+    const Ref fd(PyObject_CallNoArgs(part(Part::fileno)));
+    return fd ? static_cast<int>(number_in(fd.get())) : -1;
+  }
+
+  // Gives up `_leading`, and wakes a thread that waits for that.
+  Ref stop_leading() const {
+    Ref stopped(PyObject_CallNoArgs(part(Part::stop_leading)));
+    if (stopped && PyObject_Size(part(Part::followers)) > 0) stopped = Ref(PyObject_CallNoArgs(part(Part::appoint)));
+    return stopped;
+  }
+
+  // Leaves a call to Python, which waits for its answer. Sends `packet` first, if there is one.
+  PyObject* go_on(const Sending& sending, PyObject* request, PyObject* packet) const {
+    const Ref call(PyObject_CallFunctionObjArgs(part(Part::adopt), sending.number.get(), request, nullptr));
+    if (!stop_leading() || !call) return nullptr;
+    if (packet != nullptr && !Ref(PyObject_CallFunctionObjArgs(part(Part::send), packet, nullptr))) return nullptr;
+    return PyObject_CallFunctionObjArgs(part(Part::wait), call.get(), nullptr);
+  }
+
+  // Gives a call up, as a signal handler has raised.
+  PyObject* give_up(const Sending& sending, PyObject* request) const {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    const Ref call(PyObject_CallFunctionObjArgs(part(Part::adopt), sending.number.get(), request, nullptr));
+    const Ref stopped = stop_leading();
+    const Ref left(call ? PyObject_CallFunctionObjArgs(part(Part::abandon), call.get(), nullptr) : nullptr);
+    if (PyErr_Occurred() != nullptr) PyErr_WriteUnraisable(request);
+    PyErr_Restore(type, value, traceback);
+    return nullptr;
+  }
+
+  // Waits for the reply, as the leader.
+  PyObject* receive(int fd, const Sending& sending, PyObject* request) const {
+    char packet[wire::kMaxPacketBytes + 1];
+    ssize_t size = PyObject_Size(part(Part::inbox)) == 0 ? -1 : 0;
+    if (size == 0) return go_on(sending, request, nullptr);
+    while (size < 0) {
+      int error;
+      Py_BEGIN_ALLOW_THREADS;
+      size = recv(fd, packet, sizeof packet, 0);
+      error = errno;
+      Py_END_ALLOW_THREADS;
+      if (size >= 0) break;
+      // The channel meets the same error.
+      if (error != EINTR) return go_on(sending, request, nullptr);
+      if (PyErr_CheckSignals() < 0) return give_up(sending, request);
+    }
+    Ref response;
+    if (size > 0 && static_cast<uint64_t>(size) <= wire::kMaxPacketBytes) {
+      response = read({packet, static_cast<size_t>(size)}, number_in(sending.number.get()));
+    }
+    if (response) {
+      if (!stop_leading()) return nullptr;
+      return response.release();
+    }
+    if (PyErr_Occurred() != nullptr) PyErr_Clear();
+    const Ref bytes(PyBytes_FromStringAndSize(packet, size));
+    if (!bytes || !Ref(PyObject_CallFunctionObjArgs(part(Part::store), bytes.get(), nullptr))) return nullptr;
+    return go_on(sending, request, nullptr);
+  }
+
+  // Makes the response of a usual reply to this call. Returns nothing, perhaps with an exception, and has done nothing, for any other packet.
+  Ref read(std::string_view packet, Py_ssize_t call) const {
+    KnownCall found;
+    PyObject* const replies = part(Part::replies);
+    if (!replies_.kind.is(replies)) return Ref();
+    const Ref begin = replies_.begin.get(replies), known = replies_.known.get(replies);
+    if (!begin || !known || !found.find(begin.get(), known.get(), packet)) return Ref();
+    PyObject* const value = found.value.get();
+    if (found.number != static_cast<uint64_t>(call) || PyTuple_Size(value) != 2 || PyTuple_GetItem(value, 0) != Py_True) return Ref();
+    const Ref outputs = Ref::to(PyTuple_GetItem(value, 1));
+    if (!PyList_CheckExact(outputs.get())) return Ref();
+    std::vector<Ref> leases;
+    if (!make_leases(found.blocks, &leases)) return Ref();
+    Ref tensors(PyList_New(PyList_Size(outputs.get())));
+    bool is_made = static_cast<bool>(tensors);
+    for (Py_ssize_t i = 0; is_made && i < PyList_Size(outputs.get()); ++i) {
+      Ref tensor = tensor_of(PyList_GetItem(outputs.get(), i), leases);
+      is_made = tensor && PyList_SetItem(tensors.get(), i, tensor.release()) == 0;
+    }
+    Ref response = is_made ? response_.kind.make() : Ref();
+    if (response) {
+      response_.outputs.set(response.get(), tensors.release());
+      response_.error.set_to(response.get(), Py_None);
+      response_.parameters.set_to(response.get(), Py_None);
+      for (const wire::Place& place : found.released) is_made = add_returned(place) && is_made;
+    }
+    if (response && is_made) return response;
+    // Python makes them again.
+    tensors = Ref();
+    for (const Ref& lease : leases) PyObject_DelAttrString(lease.get(), "give_back");
+    return Ref();
+  }
+
+  bool make_leases(const std::vector<wire::Block>& blocks, std::vector<Ref>* leases) const {
+    for (const wire::Block& block : blocks) {
+      const Ref id = number(block.region), offset = number(block.offset);
+      const Ref place(id && offset ? PyTuple_Pack(2, id.get(), offset.get()) : nullptr);
+      const Ref region = place ? Ref::to(PyDict_GetItemWithError(part(Shared::request_regions), id.get())) : Ref();
+      // A region of this stub's own, or one that has not come yet.
+      if (!region || !region_.kind.is(region.get())) return drop(leases);
+      const Ref buffer = Ref::to(region_.buffer.peek(region.get()));
+      const Py_ssize_t room = number_in(region_.size_bytes.peek(region.get()));
+      if (!buffer || buffer.is_none() || room < 0 || block.offset + block.size > static_cast<uint64_t>(room)) return drop(leases);
+      Ref lease = lease_on(region, buffer, offset, block.size, place, part(Part::give_back));
+      if (!lease) return drop(leases);
+      leases->push_back(std::move(lease));
+    }
+    return true;
+  }
+
+  // Drops leases without giving their blocks back: Python makes them again. Returns false.
+  static bool drop(std::vector<Ref>* leases) {
+    for (const Ref& lease : *leases) PyObject_DelAttrString(lease.get(), "give_back");
+    leases->clear();
+    return false;
+  }
+
+  // Views an output: name, datatype, shape, the dtype and shape of the view, block and offset.
+  Ref tensor_of(PyObject* row, const std::vector<Ref>& leases) const {
+    if (PyTuple_Size(row) != 7) return Ref();
+    const Py_ssize_t datatype = number_in(PyTuple_GetItem(row, 1)), block = number_in(PyTuple_GetItem(row, 5));
+    // Strings and BF16 are viewed as bytes.
+    if (datatype < 0 || datatype >= static_cast<Py_ssize_t>(wire::kBytes)) return Ref();
+    if (block < 0 || static_cast<size_t>(block) >= leases.size()) return Ref();
+    Ref array(PyObject_CallFunctionObjArgs(part(Shared::array), PyTuple_GetItem(row, 4), PyTuple_GetItem(row, 3),
+                                           leases[static_cast<size_t>(block)].get(), PyTuple_GetItem(row, 6), nullptr));
+    Ref tensor = array ? tensor_.kind.make() : Ref();
+    if (!tensor) return tensor;
+    tensor_.name.set_to(tensor.get(), PyTuple_GetItem(row, 0));
+    tensor_.datatype.set_to(tensor.get(), PyTuple_GetItem(row, 1));
+    tensor_.shape.set_to(tensor.get(), PyTuple_GetItem(row, 2));
+    tensor_.array.set(tensor.get(), array.release());
+    tensor_.wire.set_to(tensor.get(), Py_None);
+    return tensor;
+  }
+
+  Parts<Part, kParts.size()> parts_{kParts};
+  Ref serves_, sample_, zero_;
+  Requests request_;
+  Replies replies_;
+};
+
+struct AskerObject {
+  PyObject_HEAD Asker* asker;
+};
+
+PyObject* asker_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject* parts;
+  if (!PyArg_ParseTuple(args, "O!", &PyDict_Type, &parts)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    Ref self(PyType_GenericNew(type, nullptr, nullptr));
+    if (!self) return nullptr;
+    auto asker = std::make_unique<Asker>();
+    if (!asker->learn(parts)) return nullptr;
+    reinterpret_cast<AskerObject*>(self.get())->asker = asker.release();
+    return self.release();
+  });
+}
+
+void asker_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  PyTypeObject* type = Py_TYPE(self);
+  delete reinterpret_cast<AskerObject*>(self)->asker;
+  PyObject_GC_Del(self);
+  Py_DECREF(type);
+}
+
+int asker_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  const Asker* asker = reinterpret_cast<AskerObject*>(self)->asker;
+  return asker == nullptr ? 0 : asker->traverse(visit, arg);
+}
+
+PyObject* asker_infer(PyObject* self, PyObject* request) {
+  return guarded([&] { return reinterpret_cast<AskerObject*>(self)->asker->infer(request); });
+}
+
+PyMethodDef asker_methods[] = {
+    {"infer", asker_infer, METH_O, "Return the response to a usual request, or NotImplemented for any other."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot asker_slots[] = {{Py_tp_new, reinterpret_cast<void*>(asker_new)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(asker_dealloc)},
+                             {Py_tp_traverse, reinterpret_cast<void*>(asker_traverse)},
+                             {Py_tp_methods, asker_methods},
+                             {0, nullptr}};
+
+PyType_Spec asker_spec = {"moonpool.stub.peers._usual.Asker", sizeof(AskerObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                          asker_slots};
+
+}  // namespace
+
+int add_asker(PyObject* module) {
+  const Ref type(PyType_FromModuleAndSpec(module, &asker_spec, nullptr));
+  return type ? PyModule_AddObjectRef(module, "Asker", type.get()) : -1;
+}
+
+}  // namespace moonpool::python

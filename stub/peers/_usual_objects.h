@@ -1,0 +1,245 @@
+// The objects of Python's with which the compiled ways of a stub work: tensors, responses, and the memory of the runtime's end.
+//
+// Theory of operation. As `_usual.cpp` says. A method that may be called from several threads keeps no state between two calls into
+// Python. The arena is used by the thread that holds `Regions._turn`.
+#pragma once
+
+#include "objects.h"  // first, as Python wants it
+
+#include <array>
+#include <vector>
+
+#include "wire.h"
+
+namespace moonpool::python {
+
+inline Ref number(uint64_t value) { return Ref(PyLong_FromUnsignedLongLong(value)); }
+
+// Returns the number that a slot holds, or -1, perhaps with an exception, if it holds no small one.
+inline Py_ssize_t number_in(PyObject* object) {
+  return object != nullptr && PyLong_CheckExact(object) ? PyLong_AsSsize_t(object) : -1;
+}
+
+// The objects that an instance of a class of ours works with, each by its name in a dictionary.
+template <class Part, size_t count>
+class Parts {
+ public:
+  explicit constexpr Parts(const std::array<const char*, count>& names) : names_(names) {}
+  // Takes the parts. Sets an exception and returns false if one is missing.
+  bool take(PyObject* parts) {
+    for (size_t i = 0; i < count; ++i) {
+      parts_[i] = Ref::to(PyDict_GetItemString(parts, names_[i]));
+      if (!parts_[i]) {
+        PyErr_Format(PyExc_TypeError, "there is no %s", names_[i]);
+        return false;
+      }
+    }
+    return true;
+  }
+  PyObject* operator[](Part which) const { return parts_[static_cast<size_t>(which)].get(); }
+  int traverse(visitproc visit, void* arg) const {
+    for (const Ref& part : parts_) Py_VISIT(part.get());
+    return 0;
+  }
+
+ private:
+  const std::array<const char*, count>& names_;
+  std::array<Ref, count> parts_;
+};
+
+#define MOONPOOL_MEMBER(name) name,
+#define MOONPOOL_TEXT(name) #name,
+
+// The slots that are used.
+struct Leases {
+  Kind kind;
+  Field give_back{"give_back"}, token{"token"}, region{"region"}, offset{"offset"};
+};
+struct Tensors {
+  Kind kind;
+  Field name{"_name"}, datatype{"_datatype"}, shape{"_shape"}, array{"_array"}, wire{"_wire"};
+};
+struct Responses {
+  Kind kind;
+  Field outputs{"_outputs"}, error{"_error"}, parameters{"_parameters"};
+};
+struct Regions {
+  Kind kind;
+  Field id{"id"}, buffer{"buffer"}, size_bytes{"size_bytes"};
+};
+struct Blocks {
+  Kind kind;
+  Field region{"region"}, offset{"offset"}, size_bytes{"size_bytes"}, holds{"holds"};
+};
+struct ExtentsKind {
+  Kind kind;
+  Field live{"live"}, uses{"uses"};
+};
+struct Arenas {
+  Kind kind;
+  Field extents{"_extents"}, has_grown{"has_grown"};
+};
+
+// Adds the type of `_usual_calls.cpp` to the module. Returns -1 with an error set, else 0.
+int add_asker(PyObject* module);
+
+class Objects {
+ public:
+  int traverse(visitproc visit, void* arg) const { return shared_.traverse(visit, arg); }
+
+ protected:
+#define MOONPOOL_SHARED(PART)                                                                                       \
+  PART(regions) PART(request_regions) PART(add_returned) PART(returned) PART(take_returned) PART(allocate)          \
+  PART(acquire) PART(release) PART(arena) PART(lease) PART(array) PART(byte) PART(tensor) PART(region) PART(block) \
+  PART(extents) PART(response)
+  enum class Shared : size_t { MOONPOOL_SHARED(MOONPOOL_MEMBER) kCount };
+  static constexpr std::array<const char*, static_cast<size_t>(Shared::kCount)> kShared = {MOONPOOL_SHARED(MOONPOOL_TEXT)};
+
+  // Takes the parts and learns the slots of their classes. Sets an exception and returns false if something is missing.
+  bool learn_objects(PyObject* parts) {
+    if (!shared_.take(parts)) return false;
+    base_ = Ref(PyUnicode_InternFromString("base"));
+    devices_ = Ref(PyUnicode_InternFromString("devices"));
+    at_once_ = Ref(PyTuple_Pack(1, Py_False));
+    PyObject* arena = reinterpret_cast<PyObject*>(Py_TYPE(part(Shared::arena)));
+    return base_ && devices_ && at_once_ &&
+           lease_.kind.learn_slots(part(Shared::lease), {&lease_.give_back, &lease_.token, &lease_.region, &lease_.offset}) &&
+           learn_type(tensor_.kind, part(Shared::tensor),
+                 {&tensor_.name, &tensor_.datatype, &tensor_.shape, &tensor_.array, &tensor_.wire}) &&
+           learn_type(response_.kind, part(Shared::response), {&response_.outputs, &response_.error, &response_.parameters}) &&
+           learn_type(region_.kind, part(Shared::region), {&region_.id, &region_.buffer, &region_.size_bytes}) &&
+           learn_type(block_.kind, part(Shared::block), {&block_.region, &block_.offset, &block_.size_bytes, &block_.holds}) &&
+           learn_type(extents_.kind, part(Shared::extents), {&extents_.live, &extents_.uses}) &&
+           learn_type(arena_.kind, arena, {&arena_.extents, &arena_.has_grown});
+  }
+
+  static bool learn_type(Kind& kind, PyObject* type, std::initializer_list<Field*> slots) {
+    const Ref sample(PyType_GenericNew(reinterpret_cast<PyTypeObject*>(type), nullptr, nullptr));
+    return sample && kind.learn_slots(sample.get(), slots);
+  }
+
+  PyObject* part(Shared which) const { return shared_[which]; }
+
+  // Returns true while no memory of a device was used. Returns false, perhaps with an exception, if it was.
+  bool has_no_devices() const {
+    const Ref devices(PyObject_GetAttr(part(Shared::regions), devices_.get()));
+    return devices.is_none();
+  }
+
+  bool add_returned(const wire::Place& place) const {
+    const Ref region = number(place.region), offset = number(place.offset);
+    if (!region || !offset) return false;
+    const Ref pair(PyTuple_Pack(2, region.get(), offset.get()));
+    return pair && Ref(PyObject_CallFunctionObjArgs(part(Shared::add_returned), pair.get(), nullptr));
+  }
+
+  // Does what `Region.lease` does. numpy checks that the block lies within the buffer.
+  Ref lease_on(const Ref& region, const Ref& buffer, const Ref& offset, uint64_t size, const Ref& place, PyObject* give_back) const {
+    const Ref size_bytes = number(size);
+    const Ref shape(size_bytes ? PyTuple_Pack(1, size_bytes.get()) : nullptr);
+    if (!shape) return Ref();
+    Ref lease(PyObject_CallFunctionObjArgs(lease_.kind.type(), shape.get(), part(Shared::byte), buffer.get(), offset.get(), nullptr));
+    if (lease) {
+      lease_.token.set_to(lease.get(), place.get());
+      lease_.region.set_to(lease.get(), region.get());
+      lease_.offset.set_to(lease.get(), offset.get());
+      lease_.give_back.set_to(lease.get(), give_back);
+    }
+    return lease;
+  }
+
+  // Adds name, datatype, shape and size of a tensor to `key`, from `at` on, and its bytes to `arrays`. Returns false, perhaps with an
+  // exception, for a tensor that is not just copied.
+  bool describe(PyObject* object, PyObject* key, Py_ssize_t at, std::vector<Bytes>* arrays) const {
+    const Ref tensor = Ref::to(object);
+    if (!tensor || !tensor_.kind.is(tensor.get())) return false;
+    const Ref array = Ref::to(tensor_.array.peek(tensor.get()));
+    if (!array || !is_own(array.get())) return false;
+    const Bytes& bytes = arrays->emplace_back(array.get(), PyBUF_SIMPLE);
+    PyObject* fields[] = {tensor_.name.peek(tensor.get()), tensor_.datatype.peek(tensor.get()), tensor_.shape.peek(tensor.get()), nullptr};
+    if (!bytes || !is_key(fields)) return false;
+    const Ref size = number(static_cast<uint64_t>(bytes.size()));
+    fields[3] = size.get();
+    for (Py_ssize_t j = 0; j < 4; ++j) {
+      if (fields[j] == nullptr || PyTuple_SetItem(key, at + j, Ref::to(fields[j]).release()) < 0) return false;
+    }
+    return true;
+  }
+
+  // Returns true if name, datatype and shape of a tensor have no code of the model's, which a dictionary would call.
+  static bool is_key(PyObject* const* fields) {
+    if (fields[0] == nullptr || !PyUnicode_CheckExact(fields[0]) || fields[1] == nullptr ||
+        !PyLong_CheckExact(fields[1]) || fields[2] == nullptr || !PyTuple_CheckExact(fields[2])) {
+      return false;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_Size(fields[2]); ++i) {
+      if (!PyLong_CheckExact(PyTuple_GetItem(fields[2], i))) return false;
+    }
+    return true;
+  }
+
+  // Returns true for an array that lies in no lease. Returns false, perhaps with an exception, if it may lie in one.
+  bool is_own(PyObject* array) const {
+    PyObject* const array_type = part(Shared::array);
+    if (reinterpret_cast<PyObject*>(Py_TYPE(array)) != array_type) return false;
+    Ref base(PyObject_GetAttr(array, base_.get()));
+    while (base && reinterpret_cast<PyObject*>(Py_TYPE(base.get())) == array_type) {
+      base = Ref(PyObject_GetAttr(base.get(), base_.get()));
+    }
+    // A lease, and every other subclass of arrays, is left to the layers.
+    return base && !PyType_IsSubtype(Py_TYPE(base.get()), reinterpret_cast<PyTypeObject*>(array_type));
+  }
+
+  // Does what `Regions.allocate` does. Mostly that is to take the block of an earlier answer that came back, which is as
+  // large. That is done here if no other thread has the arena at this moment.
+  Ref allocate(PyObject* size) const {
+    const Ref is_ours(PyObject_Call(part(Shared::acquire), at_once_.get(), nullptr));
+    if (!is_ours) return Ref();
+    if (is_ours.get() == Py_True) {
+      Ref block = exchange(number_in(size));
+      // The lock is given back in any case; no exception of ours is set beside that.
+      if (PyErr_Occurred() != nullptr) PyErr_Clear();
+      const Ref released(PyObject_CallNoArgs(part(Shared::release)));
+      if (!released || block) return released ? std::move(block) : Ref();
+    }
+    return Ref(PyObject_CallFunctionObjArgs(part(Shared::allocate), size, nullptr));
+  }
+
+  // Does what `Arena.exchange` does with the first block that came back. Returns nothing, and has done nothing, if that is
+  // not the same block.
+  Ref exchange(Py_ssize_t size) const {
+    PyObject* arena = part(Shared::arena);
+    if (PyObject_Size(part(Shared::returned)) < 1 || arena_.has_grown.peek(arena) != Py_False) return Ref();
+    const Ref place(PySequence_GetItem(part(Shared::returned), 0));
+    if (!place || !PyTuple_CheckExact(place.get()) || PyTuple_Size(place.get()) != 2) return Ref();
+    PyObject* all = arena_.extents.peek(arena);
+    const Ref extents = Ref::to(PyDict_GetItemWithError(all, PyTuple_GetItem(place.get(), 0)));
+    if (!extents || !extents_.kind.is(extents.get())) return Ref();
+    PyObject* live = extents_.live.peek(extents.get());
+    Ref block = Ref::to(PyDict_GetItemWithError(live, PyTuple_GetItem(place.get(), 1)));
+    const Py_ssize_t alignment = wire::kAlignment;
+    const Py_ssize_t whole = size <= 0 ? alignment : (size + alignment - 1) & -alignment;
+    if (!block || !block_.kind.is(block.get()) || number_in(block_.holds.peek(block.get())) != 1 ||
+        number_in(block_.size_bytes.peek(block.get())) != whole) {
+      return Ref();
+    }
+    Ref uses(PyLong_FromSsize_t(number_in(extents_.uses.peek(extents.get())) + 1));
+    if (!uses || !Ref(PyObject_CallNoArgs(part(Shared::take_returned)))) return Ref();
+    extents_.uses.set(extents.get(), uses.release());
+    return block;
+  }
+
+  Leases lease_;
+  Tensors tensor_;
+  Responses response_;
+  Regions region_;
+  Blocks block_;
+  ExtentsKind extents_;
+  Arenas arena_;
+
+ private:
+  Parts<Shared, kShared.size()> shared_{kShared};
+  Ref base_, devices_, at_once_;
+};
+
+}  // namespace moonpool::python
