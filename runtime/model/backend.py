@@ -22,14 +22,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from moonpool.runtime.model.checksums import Checksums
 from moonpool.runtime.model.config.limits import ConfigLimits
-from moonpool.runtime.model.config.model import ModelConfig
-from moonpool.runtime.model.config.options import ModelOptions
+from moonpool.runtime.model.config.model import FILENAMES, PYTHON_BACKEND, ModelConfig, RateLimits
+from moonpool.runtime.model.config.options import HostPolicies, ModelOptions
 from moonpool.runtime.model.confinement import Confinement
 from moonpool.runtime.model.denials import DenialBook
 from moonpool.runtime.model.device_intake import DeviceIntake
 from moonpool.runtime.model.request import Answer, InferenceRequest, Outcome
 from moonpool.runtime.model.source import ModelSource
+from moonpool.runtime.quick import learn
 
 
 class Model:
@@ -48,15 +50,37 @@ class Model:
         self.limits = ConfigLimits()
         # True if no link in its directory may lead its processes out of it.
         self.stays_inside = False
+        # Patterns of the variables that its processes do not see at any level: the credentials for the runtime's repositories.
+        self.withheld: tuple[str, ...] = ()
+        # The processors of each policy that the operator has given.
+        self.host_policies: HostPolicies = {}
         # True if its processes may work in the memory of clients; False once a client has ended one by that.
         self.lends_clients_memory = True
+        # True if one scheduler must see all requests: its responses are cached, or a rate limiter counts its executions.
+        self.has_one_scheduler = False
+        # True while its instances are not wanted, and so no template of them either.
+        self.is_asleep = False
         # What the sandbox has refused its instances.
         self.denials = DenialBook()
+        self._checksums = Checksums(config.checksums, source.model_directory)
         self.state: Any = None
 
     @property
     def name(self) -> str:
         return self.config.name
+
+    def check_files(self) -> None:
+        """Check the digests that the configuration demands, before a process of the model starts. Raises `LoadFailed`."""
+        self._checksums.check(stays_inside=self.stays_inside)
+
+    @property
+    def takes_ragged(self) -> bool:
+        """True if the requests of a batch may differ in the shapes of ragged inputs.
+
+        Models of ONNX and PyTorch get them joined. moonpool's own models get those with a hint `Ragged` padded, and others in
+        several calls.
+        """
+        return self.config.backend not in FILENAMES.keys() - {PYTHON_BACKEND}
 
     def __repr__(self) -> str:
         return f"<Model {self.name} version {self.version}>"
@@ -68,14 +92,38 @@ class ModelInstance:
     `kind` is CPU, GPU, MODEL or AUTO and `device_id` the GPU's number, 0 for others.
     """
 
+    # Where quick forms find them. Others may be added as to any object.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "accepts",
+        "backend",
+        "blocks",
+        "broken",
+        "served",
+        "serves_until",
+        "state",
+    )
+
     def __init__(
-        self, backend: Backend, model: Model, name: str, kind: str, device_id: int
+        self,
+        backend: Backend,
+        model: Model,
+        name: str,
+        kind: str,
+        device_id: int,
+        rate_limits: RateLimits = RateLimits(),  # noqa: B008 - it is frozen
+        host_policy: str = "",
     ) -> None:
         self.backend = backend
         self.model = model
         self.name = name
         self.kind = kind
         self.device_id = device_id
+        # What it needs while it executes, where there is a rate limiter.
+        self.rate_limits = rate_limits
+        # The policy of its group that says on which processors it runs.
+        self.host_policy = host_policy
         self.state: Any = None
         # True while the runtime gives it batches. False while it starts, drains or is broken.
         self.accepts = False
@@ -169,6 +217,16 @@ class Backend(ABC):
     def model_finalize(self, model: Model) -> None:  # noqa: B027 - optional
         """End a model version, after its last instance was finalized."""
 
+    def model_sleep(self, model: Model) -> None:  # noqa: B027 - optional
+        """Give up the processes that a model has beside its instances, after these have ended. The model may wake again."""
+
+    def model_processes(self, model: Model) -> list[int]:  # noqa: ARG002
+        """Return the processes that a model has beside its instances."""
+        return []
+
+    def model_wake(self, model: Model) -> None:  # noqa: B027 - optional
+        """Take back what `model_sleep` gave up, before the instances start. Raises as `model_initialize`."""
+
     def model_instance_initialize(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
         """Make an instance ready to execute. Instances of a model are initialized in parallel."""
 
@@ -223,6 +281,9 @@ class Backend(ABC):
     def model_abort(self, model: Model, reason: BaseException) -> None:  # noqa: B027 - optional
         """Let `model_initialize`, which takes too long, raise `reason` soon. Does not block."""
 
+    def offer(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
+        """Let front ends send batches to an instance, which is initialized and warmed up. Raises `LoadFailed`."""
+
     def withdraw(self, instance: ModelInstance, timeout_s: float) -> bool:  # noqa: ARG002
         """Have front ends finish their batches in an instance and send it no more. Waits for it.
 
@@ -232,3 +293,6 @@ class Backend(ABC):
 
     def tidy(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
         """Give back memory that an instance, idle at the moment, has not needed lately. Does not block."""
+
+
+learn(ModelInstance)

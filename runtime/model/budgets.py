@@ -1,6 +1,6 @@
 """The budgets of a stub: limits on what it may send, ask for and leave unread.
 
-The runtime reads them here. The library in a tritonserver has them in `native/wire.h`, which is generated from this module.
+The runtime reads them here. The library in a tritonserver has them in `ipc/native/wire.h`, which is generated from this module.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ PAUSE_MS = 20
 _GROWTH_COST = 100
 # A load, an unload or a question for readiness may take a thread.
 _TASK_COST = 20
+# A call of another model that differs from an earlier one in nothing but values costs the reactor that much less than a message that
+# is read and checked, and no stub sends more of them than are answered.
+USUAL_CALL_COST = 0.25
 # These messages count as so many others.
 COSTS: dict[int, int] = {
     Kind.GROW: _GROWTH_COST,
@@ -42,6 +45,11 @@ COPIED_BYTES = 64 << 20
 # beside its own copy: parsed JSON takes that much memory.
 COPIED_LOADS_BYTES = 1 << 30
 JSON_FACTOR = 20
+
+# The memory by which a stub has grown is given up when it was not used for so long. The first region of it is kept longer, as
+# the next large tensor needs it again, and new memory takes several times as long as the copy.
+KEEP_MS = 5_000
+KEEP_FIRST_MS = 60_000
 
 # Answers that a stub may leave unread. Its model asked for all of them, but may have no time to look.
 UNREAD_BYTES = 64 << 20

@@ -14,6 +14,7 @@ from moonpool.ipc.messages import ORDINARY_MEMORY
 from moonpool.ipc.messages import Details as Details
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES, NAMES, code_of, encode_bytes
 from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.quick import learn, learn_object
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -167,7 +168,10 @@ class RequestTrace(Protocol):
         answered_ns: int,
         ended_ns: int,
     ) -> None:
-        """Record that the request was in a batch that is answered now. Does not block."""
+        """Record that the request was in a batch that is answered now. Does not block. `answered` follows."""
+
+    def answered(self) -> None:
+        """Record the answer, which nobody else has yet. This may take long, so no lock may be held."""
 
     def settled(self) -> None:
         """Note that the model adds nothing more. This may write a file, so no lock may be held."""
@@ -185,6 +189,15 @@ class RequestTrace(Protocol):
         """Note that the caller has all that it will get."""
 
 
+class StatesOfRequest(Protocol):
+    """The states of its sequence that a request has as inputs, and the next ones that its response brought."""
+
+    before: Any
+    new: Any
+    hidden: frozenset[str]
+    """Outputs with states, which its caller does not get."""
+
+
 _NOWHERE: Mapping[int, Lease] = {}
 
 
@@ -198,6 +211,10 @@ class Waiter:
     interruptible = False
     # True if this caller takes more than one response, which decoupled models may give.
     takes_many = False
+
+    def gather(self, scheduler: Any, request: InferenceRequest) -> bool:  # noqa: ARG002 - as `appoint`
+        """Return True if this caller submits a request that follows from its own to `scheduler` later, with others. From any thread."""
+        return False
 
     def respond(self, outcome: Outcome) -> None:
         """Take a response that is not the last. Called on the reactor's thread; must not block."""
@@ -224,6 +241,7 @@ class InferenceRequest:
         "attempts",
         "batch_size",
         "details",
+        "durations_ns",
         "fills_place",
         "has_views",
         "is_cancelled",
@@ -235,6 +253,7 @@ class InferenceRequest:
         "responses",
         "shapes",
         "signature",
+        "states",
         "takes_devices",
         "targets",
         "timeout_us",
@@ -272,8 +291,12 @@ class InferenceRequest:
         self.wants_wire = False
         # True if they may then be arrays on devices.
         self.takes_devices = False
+        # The states of its sequence, if the runtime keeps some and the request is in a batch.
+        self.states: StatesOfRequest | None = None
         # None for most requests.
         self.trace: RequestTrace | None = None
+        # Of a step of an ensemble: the sums of compute input, infer and output of all steps, to which its batch adds its own.
+        self.durations_ns: list[int] | None = None
         self.waiter: Waiter
         self.queued_ns = 0
         self.attempts = 0
@@ -310,6 +333,10 @@ class InferenceRequest:
     def flags(self) -> int:
         """1 starts a sequence, 2 ends one."""
         return 0 if self.details is None else self.details.flags
+
+    def tell_apart(self, states: Hashable) -> None:
+        """Let it share a batch only with requests whose states have the same key."""
+        self.signature = (self.shapes.signature, states)
 
     def identify(self, correlation_id: int | str, flags: int) -> None:
         """Set its correlation id and its flags."""
@@ -380,3 +407,9 @@ def allocate(
     if datatype == BYTES:
         return np.ndarray(lease.shape, np.uint8, lease)
     return np.ndarray(shape, DTYPES[datatype], lease)
+
+
+learn(Shapes)
+learn(Response)
+learn(InferenceRequest)
+learn_object("nowhere", _NOWHERE)

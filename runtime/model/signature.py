@@ -37,6 +37,7 @@ from moonpool.runtime.model.request import (
     WireTensor,
 )
 from moonpool.runtime.model.reshaping import of_inputs
+from moonpool.runtime.quick import forms
 
 if TYPE_CHECKING:
     from moonpool.ipc.cuda.array import DeviceArray
@@ -60,10 +61,11 @@ _BATCH_NOTE = (
 class _Input:
     """One input of the configuration, prepared for comparison with arrays."""
 
-    __slots__ = ("code", "dims", "dtype", "index", "is_fixed", "name", "optional")
+    __slots__ = ("code", "dims", "dtype", "index", "is_fixed", "is_ragged", "name", "optional")
 
-    def __init__(self, index: int, tensor: TensorConfig) -> None:
+    def __init__(self, index: int, tensor: TensorConfig, *, takes_ragged: bool) -> None:
         self.index = index
+        self.is_ragged = tensor.ragged and takes_ragged
         self.name = tensor.name
         self.code = CODES[tensor.datatype]
         # Most arrays have this very object as dtype. That of BF16 is not looked up before it is needed.
@@ -76,12 +78,20 @@ class _Input:
 class Signature:
     """Checks requests against a model's configuration. Thread-safe."""
 
-    def __init__(self, config: ModelConfig, intake: DeviceIntake | None = None) -> None:
-        """`intake` is for inputs that lie on devices."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        intake: DeviceIntake | None = None,
+        *,
+        takes_ragged: bool = False,
+    ) -> None:
+        """`intake` is for inputs that lie on devices. `takes_ragged` is that of `Model`."""
         self._model = config.name
         self._intake = intake or DeviceIntake()
         self._max_batch_size = config.max_batch_size
-        self._inputs = {t.name: _Input(i, t) for i, t in enumerate(config.inputs)}
+        self._inputs = {
+            t.name: _Input(i, t, takes_ragged=takes_ragged) for i, t in enumerate(config.inputs)
+        }
         self._reshaped = of_inputs(config)
         self._in_order = list(self._inputs.values())
         self._usual = [(spec.name, spec.dtype, spec) for spec in self._in_order]
@@ -98,6 +108,10 @@ class Signature:
         details: Details | None = None,
     ) -> InferenceRequest:
         """Make a request for the scheduler. Raises `InvalidRequest`, with Triton's texts where Triton has some."""
+        if forms is not None and details is None and outputs is None:
+            usual: InferenceRequest | None = forms.request(self._usual, inputs, self._shapes)
+            if usual is not None:
+                return usual
         if type(inputs) is not dict and not isinstance(inputs, Mapping):
             raise InvalidRequest(
                 f"the inputs for model '{self._model}' must be a mapping of names to arrays, not "
@@ -141,7 +155,7 @@ class Signature:
         """Check the shapes of inputs, None for those left out, and return what such requests have in common."""
         tensors: list[RequestTensor] = []
         batch_size = 1
-        signature: list[tuple[int, tuple[int, ...]]] = []
+        signature: list[tuple[int, tuple[int, ...] | None]] = []
         for spec, shape in zip(self._in_order, dims, strict=True):
             if shape is None:
                 continue
@@ -155,7 +169,7 @@ class Signature:
                     )
                 batch_size = rows
                 own = shape[1:]
-                signature.append((spec.index, own))
+                signature.append((spec.index, None if spec.is_ragged else own))
             if own != spec.dims and not self._fits(spec, own):
                 raise self._wrong_shape(spec, shape)
             size_bytes = prod(shape) * ITEMSIZE[spec.code]

@@ -30,6 +30,11 @@ documentation from them.
 # not loaded yet, the error of the load, that every instance gave up, or that it was unloaded.
 #
 # Backend.  READY from a successful initialize to the start of finalize.
+#
+# Residence.  If a READY model has processes.  ASLEEP has none, and a request wakes it.  WAITING waits until there is room in
+# memory; WAKING starts its instances; AWAKE has them.  LEAVING ends them; nothing is inside, and a request that
+# comes meanwhile waits, and wakes the model again.  RESTING could not be started, and refuses requests for a while.
+# A model that never sleeps has no such machine.
 
 from __future__ import annotations
 
@@ -75,10 +80,21 @@ class InstanceState(StrEnum):
     FAILED = "FAILED"
 
 
+class Residence(StrEnum):
+    """The state of a model that may be without processes."""
+
+    ASLEEP = "ASLEEP"
+    WAITING = "WAITING"
+    WAKING = "WAKING"
+    AWAKE = "AWAKE"
+    LEAVING = "LEAVING"
+    RESTING = "RESTING"
+
+
 S = TypeVar("S", bound=StrEnum)
 Table: TypeAlias = "Mapping[S, Mapping[S, str]]"
 
-_B, _M, _I = BackendState, ModelState, InstanceState
+_B, _M, _I, _R = BackendState, ModelState, InstanceState, Residence
 
 BACKEND: Table[BackendState] = {
     _B.CREATED: {_B.INITIALIZING: "first model", _B.STOPPED: "never used"},
@@ -118,6 +134,18 @@ INSTANCE: Table[InstanceState] = {
     _I.FINALIZING: {_I.STOPPED: "finalized or killed"},
     _I.STOPPED: {},
     _I.FAILED: {_I.STARTING: "nobody can load it again", _I.STOPPED: "unload"},
+}
+
+RESIDENCE: Table[Residence] = {
+    _R.ASLEEP: {_R.WAITING: "a request came", _R.AWAKE: "loaded with its instances"},
+    _R.WAITING: {
+        _R.WAKING: "there is room",
+        _R.ASLEEP: "nobody waits any more, or no room in time",
+    },
+    _R.WAKING: {_R.AWAKE: "an instance is ready", _R.RESTING: "start failed"},
+    _R.AWAKE: {_R.LEAVING: "not used, or memory is short"},
+    _R.LEAVING: {_R.ASLEEP: "instances ended", _R.AWAKE: "a request was inside"},
+    _R.RESTING: {_R.ASLEEP: "the pause is over"},
 }
 
 _STORY = 32

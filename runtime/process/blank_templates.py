@@ -5,8 +5,9 @@ started. So from then on nothing depends on the template, which may be killed at
 time of another template.
 
 Which template. A fork inherits everything that the template inherited from this process when it began. So a template is good for a start only
-if a process that is started now would inherit the same: the same interpreter, variables and folder, and the same user, limits and
-cgroup (`_inherited`). All of these are its key. A template has imported numpy from a file, which must still be the same one.
+if a process that is started now would inherit the same: the same interpreter, variables and folder, and the same user, limits,
+processors and cgroup (`_inherited`). All of these are its key. A template has imported numpy from a file, which must still be the same one,
+in a folder to which nothing was installed since: the interpreter reads `.pth` files there when it starts.
 
 Locks. `BlankTemplates._lock` guards the table and the numbers of forks, and is held for moments. `_Template._turn` is held
 by the thread that starts a template or asks it for a fork, and waits for the answer; others that start at the same time wait for their turn,
@@ -33,7 +34,7 @@ from pathlib import Path
 
 from moonpool.runtime.process.child import ChildProcess, SpawnedProcess, boot_command
 from moonpool.runtime.process.reactor import Reactor
-from moonpool.runtime.process.spawner import spawn
+from moonpool.runtime.process.spawner import spawn, where_processes_start
 from moonpool.runtime.process.terminal import harmless
 
 _log = logging.getLogger("moonpool")
@@ -48,8 +49,10 @@ _AGAIN_S = 0.02
 _OUTPUT_BYTES = 65_536
 _INHERITED = (
     b"Umask:", b"Uid:", b"Gid:", b"Groups:", b"CapInh:", b"CapPrm:", b"CapEff:", b"CapBnd:", b"CapAmb:",
-    b"NoNewPrivs:", b"Seccomp:", b"Seccomp_filters:",
+    b"NoNewPrivs:", b"Seccomp:", b"Seccomp_filters:", b"Cpus_allowed:", b"Mems_allowed:",
 )  # fmt: skip
+# Where `stat` has the niceness and the policy of scheduling, counted from the field after the name.
+_NICE, _REAL_TIME = 16, slice(37, 39)
 _Key = tuple[str, str, tuple[tuple[str, str], ...], tuple[bytes, ...]]
 
 
@@ -79,7 +82,8 @@ class BlankTemplates:
         Returns None if it has to be started in the ordinary way. Blocks until `deadline` of `time.monotonic` at most, while the
         template starts.
         """
-        key = (python, folder, tuple(sorted(environment.items())), _inherited())
+        inherited = where_processes_start(_inherited)
+        key = (python, folder, tuple(sorted(environment.items())), inherited)
         with self._lock:
             if self._is_closed:
                 return None
@@ -176,7 +180,7 @@ class _Template:
             return None
         try:
             for _ in range(2):  # it may have been killed since it was used last
-                if self._channel is None or self._stamp != _stamp(self._python, self._numpy):
+                if self._channel is None or self._stamp != self._now():
                     self._end()
                     self._begin(wait_s)
                 if self._is_unfit or self._is_retired or self._channel is None:
@@ -231,7 +235,7 @@ class _Template:
             packet = self._channel.recv(65_536)
             self._channel.settimeout(_FORK_S)
             why, self._numpy = json.loads(packet) if packet else ("it ended", "")
-            self._stamp = _stamp(self._python, self._numpy)
+            self._stamp = self._now()
             os.set_blocking(read_fd, False)
             with contextlib.suppress(BlockingIOError):
                 for line in os.read(read_fd, _OUTPUT_BYTES).decode(errors="replace").splitlines():
@@ -239,6 +243,9 @@ class _Template:
             return str(why)
         finally:
             os.close(read_fd)
+
+    def _now(self) -> tuple[object, ...]:
+        return _stamp(self._python, self._numpy, os.path.dirname(os.path.dirname(self._numpy)))
 
     @staticmethod
     def _ask(channel: socket.socket, name: str, fds: Sequence[int]) -> int | None:
@@ -328,12 +335,15 @@ class _Fork(SpawnedProcess):
 
 
 def _inherited() -> tuple[bytes, ...]:
-    """Return what a new process inherits from this one beside its variables and its folder."""
-    lines = _read("/proc/self/status").splitlines()
+    """Return what a new process inherits from this thread beside its variables and its folder."""
+    lines = _read("/proc/thread-self/status").splitlines()
+    fields = _read("/proc/thread-self/stat").rpartition(b")")[2].split()
     return (
         *(line for line in lines if line.startswith(_INHERITED)),
+        *fields[_NICE : _NICE + 1],
+        *fields[_REAL_TIME],
         _read("/proc/self/limits"),
-        _read("/proc/self/cgroup"),
+        _read("/proc/thread-self/cgroup"),
         _read("/proc/self/oom_score_adj"),
     )
 
@@ -346,7 +356,7 @@ def _read(path: str) -> bytes:
 
 
 def _stamp(*paths: str) -> tuple[object, ...]:
-    """Return what changes when one of these files is replaced."""
+    """Return what changes when one of these files is replaced, or something is installed into one of these folders."""
     stamps: list[object] = []
     for path in paths:
         with contextlib.suppress(OSError):

@@ -8,8 +8,11 @@ import sys
 # The same as `optional-dependencies` in pyproject.toml. Advice names the packages and not `moonpool[serve]`, because pip would look
 # for moonpool on the index, and it may have been installed in another way.
 EXTRAS = {
+    "cloud": ("adlfs>=2024.7", "gcsfs>=2024.6", "huggingface_hub>=0.24", "s3fs>=2024.6"),
     "completion": ("argcomplete>=3.5",),
+    "environments": ("uv>=0.5",),
     "otel": ("opentelemetry-exporter-otlp-proto-http>=1.25", "opentelemetry-sdk>=1.25"),
+    "parquet": ("pyarrow>=15",),
     "plot": ("matplotlib>=3.8",),
     "serve": (
         "httptools>=0.6",
@@ -25,6 +28,10 @@ def name_of(requirement: str) -> str:
     return requirement.partition(">=")[0]
 
 
-def how_to_install(extra: str) -> str:
-    """Return the command that installs the packages of an extra for this interpreter, quoted for a shell."""
-    return shlex.join([sys.executable, "-m", "pip", "install", *EXTRAS[extra]])
+def how_to_install(extra: str, *names: str) -> str:
+    """Return the command that installs the packages of an extra for this interpreter, or only those of `names`.
+
+    It is quoted for a shell.
+    """
+    wanted = [each for each in EXTRAS[extra] if not names or name_of(each) in names]
+    return shlex.join([sys.executable, "-m", "pip", "install", *wanted])

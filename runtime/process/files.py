@@ -10,7 +10,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -163,16 +163,22 @@ def _too_many(folder: Path) -> RepositoryError:
     return RepositoryError(f"{folder} has more than {MOST_ENTRIES} files and folders")
 
 
-def stamp_of(path: Path, follows: Callable[[str], bool] = lambda _: False) -> bytes:
+def stamp_of(
+    path: Path,
+    follows: Callable[[str], bool] = lambda _: False,
+    without: Collection[str] = (),
+) -> bytes:
     """Compute a digest of names, links, times and sizes. It changes when a file, or any file in a directory, changes.
 
-    `follows` and errors are those of `walk`. If a link is not followed, a change of the file at its end counts.
+    `follows` and errors are those of `walk`. If a link is not followed, a change of the file at its end counts. Files of the
+    directory itself with names in `without` do not count.
     """
     digest = hashlib.sha256()
     _add(digest, path)
     if path.is_dir():
+        ignored = {str(path / name) for name in without}
         for entry in walk(path, follows):
-            if not _is_directory(entry, follows=False):
+            if entry.path not in ignored and not _is_directory(entry, follows=False):
                 _add(digest, entry.path)
     return digest.digest()
 

@@ -15,7 +15,7 @@ returned, and open another file with the same number. Therefore a descriptor is 
 a pause is undone only if it is still the same one, and an event of a descriptor without a callback is ignored.
 
 A descriptor that is watched once at a time stays registered in epoll, disarmed, so that the next time takes one call of the kernel. The
-kernel drops the registration when the file is closed; `_arm` then gets FileNotFoundError, and registers the new file with that number.
+kernel drops the registration when the file is closed; `arm` then gets FileNotFoundError, and registers the new file with that number.
 
 A callback that raises is logged, whatever it raises, because all stubs depend on this thread.
 
@@ -43,6 +43,7 @@ from collections.abc import Callable
 
 from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.process.threads import start_thread
+from moonpool.runtime.quick import learn
 
 _log = logging.getLogger("moonpool")
 _ONCE = select.EPOLLIN | select.EPOLLONESHOT
@@ -52,6 +53,9 @@ _MOST_SOON = 64
 
 class Reactor:
     """Runs callbacks on one daemon thread. All methods may be called from any thread."""
+
+    # Where quick forms find them. Others may be added as to any object.
+    __slots__ = ("__dict__", "__weakref__", "_epoll", "_ident", "_once")
 
     def __init__(self, name: str = "moonpool-reactor") -> None:
         """Start the thread. Raises `OutOfThreads`."""
@@ -71,6 +75,8 @@ class Reactor:
         self._later: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         self._running = True
+        # The thread sets it before it runs anything.
+        self._ident = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
             start_thread(self._thread)
@@ -81,7 +87,7 @@ class Reactor:
     @property
     def is_here(self) -> bool:
         """True on the reactor's thread."""
-        return threading.get_ident() == self._thread.ident
+        return threading.get_ident() == self._ident
 
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Run `callback` on the reactor's thread, in the order of the calls."""
@@ -126,11 +132,12 @@ class Reactor:
         It stays registered until it is closed or `forget` is called, as it is mostly watched again soon.
         """
         if self.is_here:
-            self._arm(fd, callback)
+            self.arm(fd, callback)
         else:
-            self.call_soon(lambda: self._arm(fd, callback))
+            self.call_soon(lambda: self.arm(fd, callback))
 
-    def _arm(self, fd: int, callback: Callable[[], object]) -> None:
+    def arm(self, fd: int, callback: Callable[[], object]) -> None:
+        """Do the same as `watch_once`, on the reactor's thread only."""
         self._once[fd] = callback
         try:
             self._epoll.modify(fd, _ONCE)
@@ -213,24 +220,31 @@ class Reactor:
             self._epoll.register(fd, select.EPOLLIN)
 
     def _run(self) -> None:
+        self._ident = threading.get_ident()
+        soon, later, readers, once = self._soon, self._later, self._readers, self._once
+        wake_fd, timer_fd = self._wake_fd, self._timer.fileno()
         while True:
-            self._run_soon()
-            self._run_due()
+            if soon:
+                self._run_soon()
+            if later:
+                self._run_due()
             if not self._running:
                 return
-            is_busy = bool(self._soon)
+            is_busy = bool(soon)
             if not is_busy:
                 # epoll's timeouts are whole milliseconds, and a batch may have to wait for some microseconds.
-                self._timer.set(self._later[0][0] if self._later else None)
+                self._timer.set(later[0][0] if later else None)
             for fd, _ in self._epoll.poll(waits=not is_busy):
-                if fd == self._wake_fd:
+                # No local name for a callback: it would keep what the callback refers to until the next event.
+                if fd in once:
+                    self._call(once.pop(fd))
+                elif fd in readers:
+                    self._call(readers[fd])
+                elif fd == wake_fd:
                     os.eventfd_read(fd)
-                elif fd == self._timer.fileno():
+                elif fd == timer_fd:
                     self._timer.clear()
-                elif fd in self._once:
-                    self._call(self._once.pop(fd))
-                else:
-                    self._call(self._readers.get(fd, _nothing))
+                # Any other descriptor was forgotten in this round.
 
     def _run_soon(self) -> None:
         for _ in range(min(len(self._soon), _MOST_SOON)):
@@ -249,10 +263,6 @@ class Reactor:
             _log.exception("a callback of the reactor failed: %r", callback)
 
 
-def _nothing() -> None:
-    """Ignore an event of a descriptor that was forgotten in the same round."""
-
-
 # The errors for no watch, and no memory for one.
 NO_WATCH = (errno.ENOSPC, errno.ENOMEM)
 _DISARMED = -1
@@ -260,6 +270,8 @@ _DISARMED = -1
 
 class Poller:
     """Waits for descriptors as `select.epoll`, with some of its methods, even without watches. For one thread."""
+
+    __slots__ = ("_beyond", "_epoll")
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -368,3 +380,7 @@ class Timer:
     def close(self) -> None:
         """Close the descriptor."""
         os.close(self._fd)
+
+
+learn(Reactor)
+learn(Poller)

@@ -21,13 +21,15 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from moonpool.runtime.process.threads import start_thread
 
 _log = logging.getLogger("moonpool")
 _PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 1, 3, 4
 _privacy = threading.Lock()
-_Task = tuple["Future[subprocess.Popen[bytes]]", "Callable[[], subprocess.Popen[bytes]]"]
+_T = TypeVar("_T")
+_Task = tuple["Future[Any]", "Callable[[], Any]"]
 
 
 class _Spawner:
@@ -38,12 +40,13 @@ class _Spawner:
         self._pid = 0
         self._tasks: SimpleQueue[_Task] = SimpleQueue()
 
-    def submit(self, start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    def submit(self, act: Callable[[], _T]) -> _T:
+        """Act on the thread, and wait for the result. Raises what `act` raises, and `OutOfThreads`."""
         with self._lock:
             if self._pid != os.getpid():
                 self._begin()
-        future: Future[subprocess.Popen[bytes]] = Future()
-        self._tasks.put((future, start))
+        future: Future[_T] = Future()
+        self._tasks.put((future, act))
         return future.result()
 
     def _begin(self) -> None:
@@ -57,9 +60,9 @@ class _Spawner:
     @staticmethod
     def _run(tasks: SimpleQueue[_Task]) -> None:
         while True:
-            future, start = tasks.get()
+            future, act = tasks.get()
             try:
-                future.set_result(start())
+                future.set_result(act())
             except BaseException as error:
                 future.set_exception(error)
 
@@ -93,6 +96,11 @@ def spawn(
             start_new_session=True,
         )
     )
+
+
+def where_processes_start(act: Callable[[], _T]) -> _T:
+    """Act on the thread that starts all processes, whose own properties they inherit, such as its processors. Raises as `spawn`."""
+    return _spawner.submit(act)
 
 
 def die_with(parent_pid: int) -> None:

@@ -15,6 +15,7 @@ taken, so as many tasks as there are idle threads may lie in the queue before an
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -115,3 +116,27 @@ class TaskPool(Executor):
         if wait:
             for thread in threads:
                 thread.join()
+
+
+class CountingCondition:
+    """A condition that counts who waits. Usually nobody does, and then `notify_all` costs nothing."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._condition = threading.Condition(lock)
+        # The number of threads that wait.
+        self.waiting = 0
+
+    def notify_all(self) -> None:
+        """Wake all who wait. Needs the lock."""
+        if self.waiting:
+            self._condition.notify_all()
+
+    def wait_for(self, condition: Callable[[], bool], deadline: float | None) -> bool:
+        """Wait until `condition`, which is called with the lock held. Returns False at the deadline."""
+        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        with self._condition:
+            self.waiting += 1
+            try:
+                return self._condition.wait_for(condition, timeout_s)
+            finally:
+                self.waiting -= 1

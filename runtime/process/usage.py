@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from moonpool.runtime.process.process_tree import children_of
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -37,6 +40,50 @@ def usage_of(pid: int) -> Usage | None:
     cpu_s = (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_S
     started_s = _BOOT_S + int(fields[_START]) / _TICKS_PER_S
     return Usage(int(fields[_RSS]) * _PAGE_BYTES, cpu_s, started_s)
+
+
+def with_descendants(pids: Iterable[int]) -> list[int]:
+    """Return processes and all that they have started, each once."""
+    found: dict[int, None] = {}
+    left = list(pids)
+    while left:
+        pid = left.pop()
+        if pid not in found:
+            found[pid] = None
+            left += children_of(pid)
+    return list(found)
+
+
+def proportional_bytes(pid: int) -> int:
+    """Return the part of the machine's memory that a process has; 0 if it has ended.
+
+    A page that several processes share counts for each with its part, so the sum over all of them has it once. The kernel shows that to the
+    owner of a process alone. Of a process that hides it, all resident pages count, which is never too little.
+    """
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("Pss:"):
+                    return int(line.split()[1]) << 10
+    except PermissionError:
+        usage = usage_of(pid)
+        return 0 if usage is None else usage.rss_bytes
+    except OSError:  # it has ended
+        return 0
+    return 0
+
+
+def available_memory_bytes() -> int:
+    """Return the memory that new processes may have: what the machine has left, and the container in which this process runs."""
+    free = [machine_memory_bytes()]
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        with open("/proc/meminfo", encoding="ascii") as file:
+            rows = dict(line.split(":", 1) for line in file)
+        free.append(int(rows["MemAvailable"].split()[0]) << 10)
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
+        free.append(limit - int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii")))
+    return max(0, min(free))
 
 
 def machine_memory_bytes() -> int:

@@ -37,6 +37,7 @@ from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from moonpool.runtime.errors import QueueFull
 from moonpool.runtime.model.config.model import DynamicBatching, QueuePolicy
+from moonpool.runtime.quick import learn
 
 
 class QueuedRequest(Protocol):
@@ -131,6 +132,19 @@ class Queue(Generic[R]):
     and `form` cost O(1) a request, amortised, plus O(log n) where timeouts are set.
     """
 
+    # Where quick forms find them. Others may be added as to any object.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_deadlines",
+        "_max_rows",
+        "_only",
+        "_rows",
+        "count",
+        "is_alone",
+        "is_greedy",
+    )
+
     def __init__(
         self,
         max_batch_size: int,
@@ -149,7 +163,10 @@ class Queue(Generic[R]):
             )
         self._preferred = preferred or [self._max_rows]
         self._largest = self._preferred[-1]
-        self._next = self._policy(bool(preferred))
+        # A full batch is preferred in any case, so to name its size as the only preferred one changes nothing.
+        self._next = self._policy(self._preferred != [self._max_rows])
+        self.is_alone = self._next == self._alone
+        self.is_greedy = self._next == self._greedy
         self._levels: dict[int, Level[R]] = {}
         self._lanes: list[Lane[R]] = []
         self._only = None if batching and batching.priority_levels else self._open_level(0)
@@ -176,14 +193,23 @@ class Queue(Generic[R]):
     def __repr__(self) -> str:
         return f"<Queue: {self.count} requests, {self._rows} rows waiting>"
 
-    def add(self, request: R, now_ns: int) -> None:
-        """Put the request behind all others of its level, or raise `QueueFull`."""
+    def copy_to(self, other: Queue[R]) -> None:
+        """Let all requests wait in another queue, too, in the order and with the times of their arrivals.
+
+        None of them is refused: the other queue may hold more than its limit for a while.
+        """
+        entries = [entry for lane in self._lanes for entry in lane.values()]
+        for request, _, _, arrived_ns, _ in sorted(entries, key=lambda entry: entry[3]):
+            other.add(request, arrived_ns, is_here=True)
+
+    def add(self, request: R, now_ns: int, *, is_here: bool = False) -> None:
+        """Put the request behind all others of its level, or raise `QueueFull`, but not if it `is_here` already."""
         level = self._only or self._level_of(request)
         lane = level.waiting
         key = id(request)
         if key in lane or (level.late and key in level.late):
             raise ValueError(f"{request!r} is in the queue already")
-        if level.limit and level.size() >= level.limit:
+        if level.limit and not is_here and level.size() >= level.limit:
             raise QueueFull
         rows = request.batch_size
         signature = request.signature
@@ -413,3 +439,7 @@ def form(queue: Queue[R], now_ns: int, idle_instances: int) -> Formation[R]:
             break
         batches.append(batch)
     return Formation(batches, expired, queue.next_try_ns(held))
+
+
+learn(Level)
+learn(Queue)

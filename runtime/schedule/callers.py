@@ -24,9 +24,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from moonpool.ipc.errors import PeerGone
 from moonpool.runtime.errors import RequestTimedOut, own
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
-from moonpool.runtime.schedule.scheduler import Execution, Scheduler
+from moonpool.runtime.quick import forms, learn, learn_object
+from moonpool.runtime.schedule.execution import Execution
+from moonpool.runtime.schedule.scheduler import Scheduler
 
 _log = logging.getLogger("moonpool")
 _MAIN = threading.main_thread().ident
@@ -153,6 +156,9 @@ def wait_for_response(
 
     Raises what `Scheduler.submit` raises, `RequestTimedOut`, and the error of the outcome.
     """
+    if timeout_s is None and forms is not None:
+        outcome: Outcome | None = _quick_outcome(scheduler, request)
+        return outcome if type(outcome) is Response else response_of(outcome)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     waiter = request.waiter = ThreadWaiter() if deadline is None else PunctualWaiter()
     try:
@@ -164,8 +170,28 @@ def wait_for_response(
     return outcome if type(outcome) is Response else response_of(outcome)
 
 
+def _quick_outcome(scheduler: Scheduler, request: InferenceRequest) -> Outcome | None:
+    """Do what `wait_for_response` does without a time limit. Returns the outcome."""
+    try:
+        return forms.outcome(scheduler, request)  # type: ignore[no-any-return]
+    except BaseException:
+        # It has no waiter if a signal handler raised before the call.
+        waiter = getattr(request, "waiter", None)
+        if waiter is not None:
+            waiter.leave()
+            scheduler.leave(request)
+        raise
+
+
 def response_of(outcome: Outcome | None) -> Response:
     """Return a response, or raise the error that came in its place."""
     if isinstance(outcome, Response):
         return outcome
     raise own(outcome)  # type: ignore[arg-type]
+
+
+learn(ThreadWaiter)
+learn_object("new lock", threading.Lock)
+learn_object("main thread", _MAIN)
+learn_object("peer gone", PeerGone)
+learn(PunctualWaiter)

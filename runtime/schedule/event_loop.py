@@ -10,34 +10,146 @@ anybody else can, and the supervisor gives to the reactor what nobody claims for
 A caller that leaves while its loop watches for the execution gives it to the reactor at once, as the others in the batch
 still wait.
 
+Requests that come in one turn of the loop, from many clients or over one connection, are gathered and go to the scheduler together, so
+that they share a batch. The loop does so only while there are several: after a batch with several, or while an answer is awaited.
+A caller that leaves before that is skipped (`Scheduler.submit_all`), as `cancel` has marked its request.
+
 The loop watches one descriptor, an epoll over the sockets. If the loop watched the sockets themselves, uvloop would not
 report all of them: when a stub ends with something unread, its socket has an error, and libuv stops watching it without
 a word. When an answer can be read, several threads may know, and the one that claims it reads it. The loop may so be woken by an
 answer that is another's. It looks whether there is anything to read before it reads, and forgets a socket that has
 nothing for it.
+
+If one answer alone is awaited, the loop looks for it for a moment before it sleeps, as a thread does (`runtime.quick`). It claims the
+execution for that time, and offers it again if the answer did not come.
+
+A stub's socket belongs to its link, which another thread may close at any time; its number can then be given to another file while
+it is still watched. So a driver duplicates the descriptor and watches the duplicate, which only it closes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import weakref
 from typing import Any
 
 from moonpool.runtime.errors import RequestTimedOut
+from moonpool.runtime.model.backend import Pending
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Waiter
 from moonpool.runtime.process.event_loop import watch
-from moonpool.runtime.schedule.scheduler import Execution, Scheduler
-from moonpool.runtime.schedule.watched_sockets import WatchedSockets
+from moonpool.runtime.quick import forms
+from moonpool.runtime.schedule.execution import Execution
+from moonpool.runtime.schedule.scheduler import Scheduler
 
-_running_loop = asyncio._get_running_loop
+running_loop = asyncio._get_running_loop
+
+
+class WatchedSocket:
+    """One stub's socket, under a descriptor number that only its watcher uses."""
+
+    __slots__ = ("_poll", "execution", "fd", "link")
+
+    def __init__(self, link: Pending) -> None:
+        """Duplicate the socket of a stub. Raises OSError if the stub has ended and its socket is closed."""
+        self.link = link
+        self.fd = os.dup(link.fileno())
+        # The execution whose answer is to come.
+        self.execution: Execution | None = None
+        self._poll = select.poll()
+        self._poll.register(self.fd, select.POLLIN)
+
+    def is_readable(self) -> bool:
+        return bool(self._poll.poll(0))
+
+
+class WatchedSockets:
+    """A table of watched sockets. `epoll` reports the `fd` of those that are readable. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.epoll = select.epoll()
+        self._by_link: dict[object, WatchedSocket] = {}
+        self._by_fd: dict[int, WatchedSocket] = {}
+
+    def of(self, link: Pending) -> WatchedSocket:
+        """Return the socket of a stub, and watch it from now on.
+
+        Raises OSError if the stub's socket is closed, or the kernel has no watches left for this user.
+        """
+        watched = self._by_link.get(link)
+        if watched is None:
+            watched = WatchedSocket(link)
+            try:
+                self.epoll.register(watched.fd, select.EPOLLIN)
+            except OSError:
+                os.close(watched.fd)
+                raise
+            self._by_link[link] = self._by_fd[watched.fd] = watched
+        return watched
+
+    def find(self, fd: int) -> WatchedSocket | None:
+        return self._by_fd.get(fd)
+
+    def forget(self, watched: WatchedSocket) -> None:
+        del self._by_link[watched.link], self._by_fd[watched.fd]
+        self.epoll.unregister(watched.fd)
+        os.close(watched.fd)
+
+    def all(self) -> list[WatchedSocket]:
+        return list(self._by_link.values())
+
+    def close(self) -> list[Execution]:
+        """Stop watching. Returns the executions whose answers have not come."""
+        executions = [each.execution for each in self.all() if each.execution is not None]
+        for watched in self.all():
+            self.forget(watched)
+        self.epoll.close()
+        return executions
 
 
 class LoopDriver:
     """Drives executions in one event loop. All methods are for the loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._sockets = WatchedSockets()
+        # The sockets on which answers are awaited, and the number of requests in the last batch that was answered.
+        self._awaited: set[WatchedSocket] = set()
+        self._width = 1
+        # Requests that wait for the end of this turn of the loop.
+        self._gathered: dict[Scheduler, list[InferenceRequest]] = {}
         watch(loop, self._sockets.epoll.fileno(), self._look)
+
+    def submit(self, scheduler: Scheduler, request: InferenceRequest) -> None:
+        """Send a request whose waiter is in this loop. Raises what `Scheduler.submit` raises, or makes it the outcome.
+
+        If there may be more in this turn of the loop, they are sent together at its end. A single caller does not wait for that.
+        """
+        if self.gather(scheduler, request):
+            return
+        execution = scheduler.submit(request)
+        if execution is not None:
+            execution.offer()
+            self.drive(execution)
+
+    def gather(self, scheduler: Scheduler, request: InferenceRequest) -> bool:
+        """Return True if a request is sent at the end of this turn of the loop, since there may be more by then."""
+        is_busy = self._width > 1 or self._awaited
+        # While no instance is idle, requests gather in the queue.
+        if scheduler not in self._gathered and not (is_busy and scheduler.has_idle):
+            return False
+        if not self._gathered:
+            self._loop.call_soon(self._send_gathered)
+        self._gathered.setdefault(scheduler, []).append(request)
+        return True
+
+    def _send_gathered(self) -> None:
+        gathered, self._gathered = self._gathered, {}
+        # One request alone has shown that its callers do not come together.
+        self._width = max(map(len, gathered.values()))
+        for scheduler, requests in gathered.items():
+            scheduler.submit_all(requests)
 
     def drive(self, execution: Execution) -> None:
         """Wait for the answer of an execution, and claim it when it can be read."""
@@ -50,6 +162,26 @@ class LoopDriver:
                 execution.drive_in_reactor()
         else:
             watched.execution = execution
+            self._awaited.add(watched)
+            if forms is not None and len(self._awaited) == 1:
+                self._loop.call_soon(self._look_for, watched)
+
+    def _look_for(self, watched: WatchedSocket) -> None:
+        """Look for the only answer that is awaited for a moment, as waking this thread takes longer than a quick model."""
+        execution = watched.execution
+        if execution is None or len(self._awaited) > 1 or not execution.claim(self):
+            return
+        if forms.look(watched.link):
+            watched.execution = None
+            self._awaited.discard(watched)
+            self._answered(execution)
+        else:
+            execution.offer()
+
+    def _answered(self, execution: Execution) -> None:
+        self._width = len(execution.requests)
+        execution.scheduler.keep_pace(execution)
+        execution.finish()
 
     def _look(self) -> None:
         for place, (fd, _) in enumerate(self._sockets.epoll.poll(0)):
@@ -58,8 +190,9 @@ class LoopDriver:
             if watched is None or (place and not watched.is_readable()):
                 continue
             execution, watched.execution = watched.execution, None
+            self._awaited.discard(watched)
             if execution is not None and execution.claim(self):
-                execution.finish()
+                self._answered(execution)
             else:
                 # Another one's answer, or the end of the stub. The next `drive` watches the socket again.
                 self._sockets.forget(watched)
@@ -72,6 +205,7 @@ class LoopDriver:
         for watched in self._sockets.all():
             execution = watched.execution
             if execution is not None and request in execution.requests:
+                self._awaited.discard(watched)
                 self._sockets.forget(watched)
                 if execution.claim(self):
                     execution.drive_in_reactor()
@@ -86,7 +220,8 @@ class LoopDriver:
         self.close()
 
 
-def _driver_of(loop: Any) -> LoopDriver:
+def driver_of(loop: Any) -> LoopDriver:
+    """Return the driver of a loop. On the loop's thread."""
     # The loop itself keeps its driver. A table would keep loops for ever: a driver watches an execution, which
     # refers to a request, whose future refers to its loop.
     try:
@@ -104,7 +239,7 @@ class LoopWaiter(Waiter):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.driver = _driver_of(loop)
+        self.driver = driver_of(loop)
 
     def settle(self, outcome: Outcome | None) -> None:
         """Take the outcome. On the loop's thread."""
@@ -115,10 +250,10 @@ class LoopWaiter(Waiter):
         raise NotImplementedError
 
     def _is_here(self) -> bool:
-        return _running_loop() is self._loop
+        return running_loop() is self._loop
 
     def resolve(self, outcome: Outcome | None) -> None:
-        if _running_loop() is self._loop:
+        if running_loop() is self._loop:
             self.settle(outcome)
         else:
             self._elsewhere(self.settle, outcome)
@@ -128,6 +263,9 @@ class LoopWaiter(Waiter):
             self.driver.drive(execution)
             return True
         return self._elsewhere(self._drive, execution)
+
+    def gather(self, scheduler: Scheduler, request: InferenceRequest) -> bool:
+        return self._is_here() and self.driver.gather(scheduler, request)
 
     def _drive(self, execution: Execution) -> None:
         if not self.is_settled():
@@ -145,10 +283,7 @@ class LoopWaiter(Waiter):
     def submit(self, scheduler: Scheduler, request: InferenceRequest) -> None:
         """Send a request of this waiter. Raises what `Scheduler.submit` raises."""
         request.waiter = self
-        execution = scheduler.submit(request)
-        if execution is not None:
-            execution.offer()
-            self.driver.drive(execution)
+        self.driver.submit(scheduler, request)
 
     def leave(self, scheduler: Scheduler, request: InferenceRequest) -> None:
         """Cancel the request, as nobody waits for it any more."""

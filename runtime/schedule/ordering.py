@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
+from moonpool.runtime.quick import learn
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -65,6 +67,9 @@ class Departures(Generic[R, T]):
     Not thread-safe, except `leave`.
     """
 
+    # Where quick forms find them. Others may be added as to any object.
+    __slots__ = ("__dict__", "__weakref__", "in_order")
+
     def __init__(self, *, in_order: bool) -> None:
         """`in_order` says that the requests of earlier batches leave before those of later ones."""
         self.in_order = in_order
@@ -114,3 +119,6 @@ class Departures(Generic[R, T]):
                     resolve(*self._leaving.popleft())
             finally:
                 self._turn.append(turn)
+
+
+learn(Departures)

@@ -11,12 +11,14 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.errors import BackendError, ModelUnavailable, QueueTimeout
-from moonpool.runtime.model.backend import ModelInstance
+from moonpool.runtime.errors import BackendError, InvalidRequest, ModelUnavailable, QueueTimeout
+from moonpool.runtime.model.backend import Model, ModelInstance
 from moonpool.runtime.model.config.model import ModelConfig, SequenceBatching
 from moonpool.runtime.model.request import AGAIN, LATER, Answer, InferenceRequest
+from moonpool.runtime.quick import learn
 from moonpool.runtime.schedule.batcher import Queue, form
 from moonpool.runtime.schedule.sequence_controls import SequenceControls
+from moonpool.runtime.schedule.sequence_states import SequenceStates
 from moonpool.runtime.schedule.sequences import START, Sequencer, lost
 
 _log = logging.getLogger("moonpool")
@@ -42,16 +44,29 @@ _TO_INSTANCE_NS = 20_000
 class RequestQueue:
     """Requests that do not depend on each other."""
 
+    # Where quick forms find them. Others may be added as to any object.
+    __slots__ = ("__dict__", "__weakref__", "_is_open", "_queue", "_rejects_late")
+
     # True if an answer to a batch changes more than the queue itself.
     keeps_sequences = False
+    # The states of sequences that are kept here.
+    states: SequenceStates | None = None
 
     def __init__(self, config: ModelConfig) -> None:
+        self._configure(config, _queue_of(config))
+
+    def _configure(self, config: ModelConfig, queue: Queue[InferenceRequest]) -> None:
         batching = config.dynamic_batching
         self._is_open = batching is None or not batching.max_queue_delay_us
         self._rejects_late = batching is not None and batching.rejects_late
-        self._queue: Queue[InferenceRequest] = Queue(
-            config.max_batch_size, batching, _TO_INSTANCE_NS
-        )
+        self._queue = queue
+
+    def reconfigure(self, config: ModelConfig) -> None:
+        """Go on under other delays and queue policies, with all requests that wait. Not for sequences."""
+        queue = _queue_of(config)
+        # A signal handler may raise meanwhile. Until the next line, the requests are in the old queue.
+        self._queue.copy_to(queue)
+        self._configure(config, queue)
 
     def __len__(self) -> int:
         return self._queue.count
@@ -60,6 +75,11 @@ class RequestQueue:
     def unplaced(self) -> int:
         """The number of requests that wait and that any instance could take."""
         return self._queue.count
+
+    @property
+    def has_sequences(self) -> bool:
+        """True if a sequence has begun and has not ended."""
+        return False
 
     def lets_past(self, request: InferenceRequest) -> bool:
         """Return True if a request may go into an idle instance without being added."""
@@ -119,19 +139,36 @@ class RequestQueue:
         """Expect no more requests, except those that are queued again."""
 
 
+def _queue_of(config: ModelConfig) -> Queue[InferenceRequest]:
+    return Queue(config.max_batch_size, config.dynamic_batching, _TO_INSTANCE_NS)
+
+
 class SequenceQueue(RequestQueue):
     """Requests of sequences, for a model with a sequence batcher."""
 
     keeps_sequences = True
 
-    def __init__(self, config: ModelConfig, batching: SequenceBatching) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        batching: SequenceBatching,
+        states: SequenceStates | None = None,
+        *,
+        survives: bool = False,
+    ) -> None:
+        """`survives`: the states of sequences outlive their instances."""
         super().__init__(config)
+        self.states = states
         self._is_open = False
         self._model = config.name
         self._is_iterative = batching.is_iterative
-        self._controls = SequenceControls(config, batching.controls)
+        self._controls = SequenceControls(config, batching.controls, states)
         self._sequencer: Sequencer[InferenceRequest, ModelInstance] = Sequencer(
-            batching, config.max_batch_size, config.name
+            batching,
+            config.max_batch_size,
+            config.name,
+            None if states is None else states.initial,
+            survives=survives,
         )
 
     def __len__(self) -> int:
@@ -144,10 +181,16 @@ class SequenceQueue(RequestQueue):
     def unplaced(self) -> int:
         return self._sequencer.backlog
 
+    @property
+    def has_sequences(self) -> bool:
+        return self._sequencer.has_sequences
+
     def add(self, request: InferenceRequest, now_ns: int) -> None:
         self._controls.check(request.correlation_id)
         # It was on its way into an instance that broke. Another sequence may have its id by now.
         if request.attempts and not request.flags & START:
+            if self._sequencer.rejoin(request, now_ns):
+                return
             raise lost(request.correlation_id, self._model)
         if self._sequencer.add(request, now_ns):
             _log.warning(
@@ -165,16 +208,17 @@ class SequenceQueue(RequestQueue):
 
     def form(self, now_ns: int, idle: Sequence[ModelInstance]) -> QueueDecision:
         formation = self._sequencer.form(now_ns, idle)
-        batches = [
-            (instance, self._controls.complete(batch)) for instance, batch in formation.batches
-        ]
+        complete, state_of = self._controls.complete, self._sequencer.state_of
+        batches = [(instance, complete(batch, state_of)) for instance, batch in formation.batches]
         return QueueDecision(batches, formation.failed, formation.wake_at_ns)
 
     def answered(self, request: InferenceRequest, answer: Answer, now_ns: int) -> Answer:
         if request.fills_place:
             return _GONE if answer is AGAIN else answer
-        if answer is LATER and self._is_iterative:  # it may come back
+        # It may come back, or bring the state for the next one.
+        if answer is LATER and (self._is_iterative or self.states is not None):
             return answer
+        self._keep_state(request)
         if answer is AGAIN and self._is_iterative:
             if not request.left and self._sequencer.again(request, now_ns):
                 request.queued_ns = now_ns
@@ -184,7 +228,15 @@ class SequenceQueue(RequestQueue):
         return super().answered(request, answer, now_ns)
 
     def ended(self, request: InferenceRequest, now_ns: int) -> None:
+        self._keep_state(request)
         self._sequencer.done(request, now_ns)
+
+    def _keep_state(self, request: InferenceRequest) -> None:
+        """Put the state that a response brought in the place of the last one. A sequence has one from its first answer on."""
+        states = request.states
+        if states is not None:
+            new, states.new = states.new, None
+            self._sequencer.keep(request, new or states.before)
 
     def join(self, instance: ModelInstance, now_ns: int) -> None:
         self._sequencer.join(instance, now_ns)
@@ -255,10 +307,21 @@ class OpenRequests:
         return left
 
 
-def queue_for(config: ModelConfig) -> RequestQueue:
-    """Make the queue of a model."""
+def check_many(model: str, request: InferenceRequest) -> None:
+    """Raise `InvalidRequest` if the caller of a request to a decoupled model takes one response only."""
+    if not request.waiter.takes_many:
+        raise InvalidRequest(
+            f"model '{model}' is decoupled: it may give any number of responses, so they have to be taken from a stream"
+        )
+
+
+def queue_for(model: Model) -> RequestQueue:
+    """Make the queue of a model. Raises `LoadFailed` and `InvalidRequest` for initial states that are none."""
+    config, survives = model.config, model.options.state_survives
     sequences = config.sequence_batching
-    return RequestQueue(config) if sequences is None else SequenceQueue(config, sequences)
+    if sequences is None:
+        return RequestQueue(config)
+    return SequenceQueue(config, sequences, SequenceStates.of(model), survives=survives)
 
 
 _NOT_ITERATIVE = BackendError(
@@ -267,3 +330,5 @@ _NOT_ITERATIVE = BackendError(
 )
 # For requests that nobody waits for, so nobody sees it.
 _GONE = ModelUnavailable("the caller left")
+
+learn(RequestQueue)

@@ -7,8 +7,8 @@ that are open, the order of outcomes, and the statistics, except those of single
 counts. It is held for bookkeeping only. Sending a batch, reading an answer and handing out outcomes happen without it,
 as they call backends and callers. `on_lost`, `ModelInstance.recycle` and `note` may be called with the lock held, so they
 must not block and must not call the scheduler. The first two take the supervisor's locks, which are therefore taken inside
-this one and never the other way round. Traced requests get the times of their batch there, too. `settled` ends the model's part
-of their traces, which may write a file, so it follows without the lock.
+this one and never the other way round. Traced requests get the times of their batch there, too. Their tensors become text, and
+the model's part of their traces ends, which may write a file, without the lock.
 
 *Instances.* An instance is in one place at a time. It is idle (`_idle`; the last one was busy last and has warm
 caches), or in the hands of somebody who called `take` (`_taken`), or it executes (`_busy`), or the scheduler does not
@@ -51,29 +51,31 @@ supervisor's to fail or to retry.
 *Open requests.* A model may answer a request apart from its batch. Those responses arrive on another channel, so the last
 one can come before the answer to the batch. `OpenRequests` knows both orders and counts a request once.
 
+*Sleep.* A model that sleeps has no instances. `doze` takes them out, if nothing is inside, in the same hold of the lock after which requests
+meet the refusal `ASLEEP`. That costs a model that is awake nothing: whoever finds a refusal looks which one it is. For `ASLEEP` the request is queued, and
+`wanted` is called, with the lock held, until `open`. So a request is never lost between the two, whoever is first.
+
 *Order of closing.* `refuse` ends what comes in, `wait_empty` waits for what is here, and `drop` fails what is left when
 the time is over. The instances stop after that, and a last `drop` fails what was queued again in between.
 """
 
 from __future__ import annotations
 
-import select
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from typing import Literal
 
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import AGAIN as _AGAIN
 from moonpool.runtime.errors import (
     BackendError,
-    InvalidRequest,
     ModelUnavailable,
-    RequestTimedOut,
     own,
 )
-from moonpool.runtime.model.backend import Model, ModelInstance, Pending
+from moonpool.runtime.model.backend import Model, ModelInstance
+from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.request import (
     AGAIN,
     LATER,
@@ -85,304 +87,25 @@ from moonpool.runtime.model.request import (
 )
 from moonpool.runtime.observe.metric_families import reason_of
 from moonpool.runtime.observe.statistics import (
-    DURATION_BOUNDS_NS,
     Counts,
     Statistics,
     add_counts,
     take_counts,
 )
 from moonpool.runtime.process.reactor import Reactor
+from moonpool.runtime.process.threads import CountingCondition
+from moonpool.runtime.quick import forms, learn
+from moonpool.runtime.schedule.execution import SLOW_NS, Execution
 from moonpool.runtime.schedule.ordering import Departures
-from moonpool.runtime.schedule.request_queue import OpenRequests, Rejected, queue_for
+from moonpool.runtime.schedule.request_queue import OpenRequests, Rejected, check_many, queue_for
 
+# The refusal of a scheduler that sleeps. Nobody ever gets it.
+ASLEEP = ModelUnavailable("the model is asleep")
 Pair = tuple[InferenceRequest, Outcome | None]
 # Gets the error, the names of instance and request, and the number of requests that ended with it.
 Note = Callable[[BaseException | str, str, str, int], None]
 
-# About what it takes to hand out the outcomes of a large batch.
-_SLOW_NS = 1_000_000
 _LEFT = ModelUnavailable("the caller left")
-
-
-class CountingCondition:
-    """A condition that counts who waits. Usually nobody does, and then `notify_all` costs nothing."""
-
-    def __init__(self, lock: threading.Lock) -> None:
-        self._condition = threading.Condition(lock)
-        # The number of threads that wait.
-        self.waiting = 0
-
-    def notify_all(self) -> None:
-        """Wake all who wait. Needs the lock."""
-        if self.waiting:
-            self._condition.notify_all()
-
-    def wait_for(self, condition: Callable[[], bool], deadline: float | None) -> bool:
-        """Wait until `condition`, which is called with the lock held. Returns False at the deadline."""
-        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        with self._condition:
-            self.waiting += 1
-            try:
-                return self._condition.wait_for(condition, timeout_s)
-            finally:
-                self.waiting -= 1
-
-
-class Execution:
-    """One batch in one instance, from the moment it is sent until all its requests have an answer."""
-
-    __slots__ = (
-        "_drivers",
-        "answers",
-        "has_deferred",
-        "has_traces",
-        "instance",
-        "is_lost",
-        "is_sent",
-        "pending",
-        "requests",
-        "scheduler",
-        "sent_ns",
-        "started_ns",
-    )
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        instance: ModelInstance,
-        requests: list[InferenceRequest],
-        started_ns: int,
-        driver: object = None,
-    ) -> None:
-        """`driver` sends the batch and is going to drive it. If it is None, the sender appoints a driver."""
-        self.scheduler = scheduler
-        self.instance = instance
-        self.requests = requests
-        self.started_ns = started_ns
-        self.sent_ns = started_ns
-        self.pending: Pending
-        self.is_sent = False
-        # The instance broke. What it still says of these requests comes too late.
-        self.is_lost = False
-        self.answers: Sequence[Answer] | None = None
-        # True if some of the requests stay open or are scheduled again.
-        self.has_deferred = False
-        # True if some of the requests are traced.
-        self.has_traces = False
-        # The first one drives. While the list is empty, anybody may claim the execution.
-        self._drivers: list[object] = [driver]
-
-    def take(self, result: object) -> Sequence[Answer] | None:
-        """Take in what the backend's `execute` returned. Returns the answers, or None if they are pending."""
-        self.sent_ns = time.monotonic_ns()
-        if isinstance(result, list):
-            return result
-        if not hasattr(result, "finish"):
-            return [_no_answer(result)] * len(self.requests)
-        self.pending = result  # type: ignore[assignment]
-        self.is_sent = True
-        for request in self.requests:
-            # Its caller left or cancelled before the instance had it.
-            if (request.left or request.is_cancelled) and not request.fills_place:
-                self.instance.backend.cancel(self.instance, request)
-        return None
-
-    def began_before(self, time_ns: int) -> bool:
-        """Return True if the instance began to execute this batch before that time.
-
-        A batch that was sent by then may still wait in the stub behind a batch of another process.
-        """
-        began_ns = self.instance.backend.began_ns(self.instance, self.started_ns)
-        return began_ns is not None and began_ns < time_ns
-
-    # Who drives
-
-    def claim(self, by: object) -> bool:
-        """Make `by` the driver. Returns True once after each `offer`.
-
-        Two threads must not claim for the same `by` at the same time.
-        """
-        drivers = self._drivers
-        if drivers:
-            return False
-        drivers.append(by)
-        return drivers[0] is by
-
-    @property
-    def is_offered(self) -> bool:
-        """True while the execution can be claimed."""
-        return not self._drivers
-
-    def offer(self) -> None:
-        """Give the execution up, for another one to claim. For its driver."""
-        self._drivers = []
-
-    def appoint(self) -> None:
-        """Offer the execution to the callers of its requests. If none takes it, the reactor drives. For its driver."""
-        self.offer()
-        for request in self.requests:
-            if request.waiter.appoint(self):
-                return
-        if self.claim(self.scheduler):
-            self.drive_in_reactor()
-
-    def reserve(self, by: object) -> None:
-        """Make `by` the driver of an execution that was never offered."""
-        self._drivers = [by]
-
-    def abandon(self, by: object) -> None:
-        """Go on without `by`, which may have been interrupted at any point of sending, waiting or reading."""
-        drivers = self._drivers
-        if not (drivers and drivers[0] is by) and not self.claim(by):
-            return
-        answers = self.answers
-        if not self.is_sent:
-            error = BackendError("the thread that was about to send the request was interrupted")
-            answers = [error] * len(self.requests)
-        if answers is None:
-            self.drive_in_reactor()
-        else:
-            self.scheduler.reactor.call_soon(lambda: self.scheduler.settle(self, answers))
-
-    def drive(self, deadline: float | None, *, interruptible: bool) -> None:
-        """Wait for the answer on this thread, which has claimed the execution, and finish it.
-
-        `interruptible` says that signal handlers run on this thread. At `deadline`, or when a signal handler raises,
-        the reactor takes over, and the exception goes on.
-        """
-        try:
-            if deadline is not None:
-                self._wait_until(deadline)
-            self.pending.wait()
-        except PeerGone:
-            pass  # `finish` meets it again
-        except BaseException:
-            self.drive_in_reactor()
-            raise
-        self.scheduler.finish(self, interruptible=interruptible)
-
-    def _wait_until(self, deadline: float) -> None:
-        poll = select.poll()
-        poll.register(self.pending.fileno(), select.POLLIN)
-        left_s = deadline - time.monotonic()
-        # poll counts whole milliseconds; a request is never cut off early.
-        if not poll.poll(max(0.0, left_s) * 1000 + 0.999):
-            raise RequestTimedOut("Request timeout expired")
-
-    def drive_in_reactor(self) -> None:
-        """Let the reactor wait for the answer. For the driver; calling it twice does no harm."""
-        reactor = self.scheduler.reactor
-        self._drivers = [reactor]
-        if reactor.is_here and not self.pending.is_received():
-            self._wait_in_reactor()
-        else:
-            reactor.call_soon(self._wait_in_reactor)
-
-    def _wait_in_reactor(self) -> None:
-        if self.scheduler.executes(self):
-            if self.pending.is_received():
-                self.finish()
-            else:
-                self.scheduler.reactor.watch_once(self.pending.fileno(), self.finish)
-
-    def finish(self) -> None:
-        """Read the answer, which has arrived, and give every request its outcome. For the driver."""
-        self.scheduler.finish(self)
-
-    # Its end
-
-    def was_slow(self, now_ns: int) -> bool:
-        """Return True if the instance gets its next batch before anything else is done.
-
-        A quick instance is woken last. Where there are few processors, it would take this one, while callers wait for
-        outcomes that they could have already; and they may be back in time for the next batch.
-        """
-        return now_ns - self.sent_ns > _SLOW_NS
-
-    def record(self, answers: Sequence[Answer], answered_ns: int, now_ns: int) -> Sequence[Answer]:
-        """Count the batch in the statistics. Returns the answers, with an error in place of each invalid one.
-
-        As in Triton, requests that the batch leaves open succeeded in execute. Needs the scheduler's lock.
-        """
-        requests, statistics = self.requests, self.scheduler.statistics
-        if len(requests) == 1 == len(answers) and type(answers[0]) is Response:
-            request = requests[0]
-            if request.trace is None and not request.fills_place:
-                self.instance.served += 1
-                rows, queued_ns = request.batch_size, request.queued_ns
-                statistics.record_alone(
-                    rows, queued_ns, self.started_ns, self.sent_ns, answered_ns, now_ns
-                )
-                return answers
-        if len(answers) != len(requests):
-            error = BackendError(f"{len(answers)} responses to {len(requests)} requests")
-            answers = [error] * len(requests)
-        by_duration, summaries = statistics.by_duration, statistics.summaries
-        now_ms = time.time_ns() // 1_000_000
-        good = rows = total_rows = success_ns = queue_ns = filled = 0
-        bad = False
-        for request, answer in zip(requests, answers, strict=True):
-            total_rows += request.batch_size
-            if request.trace is not None:
-                self.has_traces = True
-                request.trace.executed(
-                    answer, request.queued_ns, self.started_ns, self.sent_ns, answered_ns, now_ns
-                )
-            if request.fills_place:
-                filled += 1
-                self.has_deferred = self.has_deferred or isinstance(answer, Deferral)
-            elif isinstance(answer, _GOOD):
-                good += 1
-                rows += request.batch_size
-                taken_ns = now_ns - request.queued_ns
-                success_ns += taken_ns
-                queue_ns += self.started_ns - request.queued_ns
-                by_duration[bisect_left(DURATION_BOUNDS_NS, taken_ns)] += 1
-                if summaries is not None:
-                    summaries.request.add(taken_ns)
-                    summaries.queue.add(self.started_ns - request.queued_ns)
-                if not isinstance(answer, Response):
-                    self.has_deferred = True
-            else:
-                bad = True
-        self.instance.served += len(requests) - filled
-        input_ns, output_ns = self.sent_ns - self.started_ns, now_ns - answered_ns
-        infer_ns = answered_ns - self.sent_ns
-        statistics.record_batch(
-            now_ms, total_rows, good, rows, success_ns, queue_ns, input_ns, infer_ns, output_ns
-        )
-        if bad:
-            given: Sequence[object] = answers
-            answers = [each if isinstance(each, _ANSWERS) else _no_answer(each) for each in given]
-            self._record_failures(answers, now_ms, now_ns)
-        return answers
-
-    def end_traces(self) -> None:
-        """End the model's part of the requests' traces. This may write a file, so no lock may be held."""
-        if self.has_traces:
-            for request in self.requests:
-                if request.trace is not None:
-                    request.trace.settled()
-
-    def _record_failures(self, answers: Sequence[Answer], now_ms: int, now_ns: int) -> None:
-        scheduler = self.scheduler
-        for request, answer in zip(self.requests, answers, strict=True):
-            if isinstance(answer, BaseException) and not request.fills_place:
-                fail_ns = now_ns - request.queued_ns
-                scheduler.statistics.record_failures(now_ms, 1, fail_ns, reason_of(answer))
-                if not request.left:
-                    scheduler.note(answer, self.instance.name, request.request_id, 1)
-
-
-_GOOD = (Response, Deferral)
-_ANSWERS = (*_GOOD, BaseException)
-
-
-def _no_answer(answer: object) -> MoonpoolError:
-    return BackendError(
-        f"the backend answered with {type(answer).__name__}; it must return a Pending, or a list "
-        "with a Response or an exception for each request"
-    )
 
 
 def _broken(instance: ModelInstance, error: Exception) -> MoonpoolError:
@@ -407,6 +130,9 @@ class Scheduler:
     All methods may be called from any thread.
     """
 
+    # Where quick forms find them. There may be others.
+    __slots__ = ("__dict__", "__weakref__", "_busy", "_changed", "_decoupled", "_departures", "_idle", "_lock", "_queue", "_refusal", "reactor", "statistics")  # fmt: skip
+
     def __init__(
         self,
         model: Model,
@@ -414,7 +140,10 @@ class Scheduler:
         executor: Executor,
         on_lost: Callable[[ModelInstance, list[InferenceRequest], BaseException], None],
     ) -> None:
-        """`on_lost` gets instances that broke, and the requests in them. It must not block, and must not call the scheduler."""
+        """`on_lost` gets instances that broke, and the requests in them. It must not block, and must not call the scheduler.
+
+        Raises `LoadFailed` and `InvalidRequest` for initial states of sequences that are none.
+        """
         config = model.config
         batching = config.dynamic_batching or config.sequence_batching
         self._name, self._decoupled = config.name, config.decoupled
@@ -422,7 +151,7 @@ class Scheduler:
         self._executor, self._on_lost = executor, on_lost
         self._lock = threading.Lock()
         self._changed = CountingCondition(self._lock)
-        self._queue = queue_for(config)
+        self._queue = queue_for(model)
         self.statistics = Statistics(model.name, str(model.version))
         # Gets every request that ends with an error while its caller waits for it.
         self.note: Note = _nobody_listens
@@ -437,6 +166,10 @@ class Scheduler:
             f"Request for model '{model.name}' which is loading"
         )
         self._wake_at_ns: int | None = None
+        # Called for each request while the model sleeps, with the lock held.
+        self.wanted: Callable[[], object] = _nobody_listens
+        # About the least time that an instance needs for a batch, as the drivers see it.
+        self.pace_ns = 0
 
     # Requests
 
@@ -446,16 +179,17 @@ class Scheduler:
         Raises `QueueFull`, `ModelUnavailable`, and `InvalidRequest` if the model is decoupled and the caller takes one
         response only.
         """
-        if self._decoupled and not request.waiter.takes_many:
-            raise InvalidRequest(
-                f"model '{self._name}' is decoupled: it may give any number of responses, so they "
-                "have to be taken from a stream"
-            )
+        if forms is not None:
+            usual: Execution | Literal[False] | None = forms.submit(self, request)
+            if usual is not False:
+                return usual
+        if self._decoupled:
+            check_many(self._name, request)
         waiter, idle, queue = request.waiter, self._idle, self._queue
         execution = None
         with self._lock:
             if self._refusal is not None:
-                raise own(self._refusal)
+                self._refuse()
             request.queued_ns = now_ns = time.monotonic_ns()
             # If another thread has to send the batch, an interrupted caller could not take it back. The queue can.
             if idle and queue.lets_past(request) and (waiter.may_block or not idle[-1].blocks):
@@ -474,6 +208,57 @@ class Scheduler:
         if execution is None:
             return self._launch(started, rejected, request)
         return execution if self._send(execution, request) else None
+
+    @property
+    def has_idle(self) -> bool:
+        """If an instance is idle at the moment."""
+        return bool(self._idle)
+
+    def submit_all(self, requests: Sequence[InferenceRequest]) -> None:
+        """Take in requests that came together, so that they share batches. What `submit` raises becomes their outcome.
+
+        A slow model's idle instances share them: together they are done before one of them would be.
+        """
+        waiting = [each for each in requests if not each.left]
+        started: list[Execution] = []
+        rejected: Rejected = []
+        refused: Rejected = []
+        with self._lock:
+            now_ns = time.monotonic_ns()
+            parts = len(self._idle) if self.pace_ns > SLOW_NS else 1
+            share = -(-len(waiting) // max(1, parts)) or 1
+            for start in range(0, len(waiting), share):
+                for request in waiting[start : start + share]:
+                    try:
+                        self._add(request, now_ns)
+                    except MoonpoolError as error:
+                        refused.append((request, error))
+                formed, expired = self._form(now_ns)
+                started += formed
+                rejected += expired
+        self._launch(started, rejected)
+        self._hand_out(refused)
+
+    def keep_pace(self, execution: Execution) -> None:
+        """Learn from an execution whose answer has arrived how quick the model is. For the driver."""
+        took_ns = time.monotonic_ns() - execution.sent_ns
+        # A busy driver comes late to an answer, so the least times say most. A model that gets slow is noticed after some.
+        self.pace_ns += min(0, took_ns - self.pace_ns) or (took_ns - self.pace_ns) // 8
+
+    def _add(self, request: InferenceRequest, now_ns: int) -> None:
+        if self._decoupled:
+            check_many(self._name, request)
+        if self._refusal is not None:
+            self._refuse()
+        request.queued_ns = now_ns
+        self._queue.add(request, now_ns)
+
+    def _refuse(self) -> None:
+        """Raise the refusal, or, if the model sleeps, have it woken for the request. Needs the lock."""
+        if self._refusal is ASLEEP:
+            self.wanted()
+        elif self._refusal is not None:
+            raise own(self._refusal)
 
     def leave(self, request: InferenceRequest) -> None:
         """Cancel a request for the thread that waited, wherever a signal handler raised in it."""
@@ -517,9 +302,15 @@ class Scheduler:
 
     def _form(self, now_ns: int) -> tuple[list[Execution], Rejected]:
         """Start what the queue wants to start now; the caller launches it. Needs the lock."""
-        if not self._queue.may_form(self._idle):
+        return self._form_in(self._idle, now_ns)
+
+    def _form_in(
+        self, idle: Sequence[ModelInstance], now_ns: int
+    ) -> tuple[list[Execution], Rejected]:
+        """Start what the queue wants to start in some of the idle instances. Needs the lock."""
+        if not self._queue.may_form(idle):
             return [], []
-        batches, rejected, wake_at_ns = self._queue.form(now_ns, self._idle)
+        batches, rejected, wake_at_ns = self._queue.form(now_ns, idle)
         # If the reactor looks earlier anyway, it finds out then when to look again.
         if wake_at_ns is not None and wake_at_ns < (self._wake_at_ns or wake_at_ns + 1):
             self._wake_at_ns = wake_at_ns
@@ -621,6 +412,8 @@ class Scheduler:
 
     def finish(self, execution: Execution, *, interruptible: bool = False) -> None:
         """Read the answer of an execution that the caller has claimed, and hand out the outcomes."""
+        if forms is not None and forms.finish(self, execution, interruptible):
+            return
         if self._busy.get(execution.instance) is not execution:
             return  # it was taken from an interrupted thread, and is finished
         answered_ns = time.monotonic_ns()
@@ -646,6 +439,10 @@ class Scheduler:
         An interruptible thread does so only if that concerns nobody else. Otherwise the reactor does.
         """
         requests, instance, queue = execution.requests, execution.instance, self._queue
+        if queue.states is not None and len(answers) == len(requests):
+            # Without the lock, as states may be large. They are put in the place of the last ones below.
+            pairs = zip(requests, answers, strict=True)
+            answers = [queue.states.accept(request, answer) for request, answer in pairs]
         now_ns = time.monotonic_ns()
         with self._lock:
             if self._busy.get(instance) is not execution:
@@ -678,6 +475,9 @@ class Scheduler:
         if has_next and execution.was_slow(now_ns):
             self._launch(started, rejected)
             has_next = False
+        if execution.has_traces:
+            # Before the callers have the answers: they may write into them.
+            execution.trace_answers()
         try:
             self._hand_out(resolved)
         finally:
@@ -724,12 +524,13 @@ class Scheduler:
         refused: Rejected = []
         with self._lock:
             now_ns = time.monotonic_ns()
-            refusal = self._refusal or _LEFT
             for request in requests:
                 request.attempts += 1
                 try:
-                    if self._refusal is not None or request.left:
-                        raise refusal
+                    if request.left:
+                        raise _LEFT
+                    if self._refusal is not None:
+                        self._refuse()
                     self._queue.add(request, now_ns)
                 except MoonpoolError as error:
                     refused.append((request, error))
@@ -781,6 +582,9 @@ class Scheduler:
 
         On the reactor's thread. Raises `RemoteProtocolError` for a response that the model may not give.
         """
+        states = self._queue.states
+        if states is not None and isinstance(outcome, Response):
+            outcome = states.accept(request, outcome)
         if self._decoupled:
             self._count_response(request, outcome)
         if outcome is not None:
@@ -866,6 +670,37 @@ class Scheduler:
         with self._lock:
             self._refusal = None
 
+    def doze(self) -> bool:
+        """Take all instances out, if nothing is inside: no request, no sequence. Requests that come from now on wait, and wake the model.
+
+        Returns False, and changes nothing, if something is inside.
+        """
+        with self._lock:
+            is_used = len(self._queue) or self._busy or self._taken or len(self.open_requests)
+            if is_used or self._queue.has_sequences or self._refusal is not None:
+                return False
+            for instance in self._idle:
+                self._queue.retire(instance)
+            self._idle.clear()
+            self._refusal = ASLEEP
+            return True
+
+    def sleep(self) -> None:
+        """Let requests wait, and wake the model, from now on. It has no instances."""
+        with self._lock:
+            self._refusal = ASLEEP
+
+    def rest(self, error: MoonpoolError) -> None:
+        """Fail the requests that wait in a model without instances with this error, and refuse others with it."""
+        with self._lock:
+            self._refusal = error
+        self.drop(error)
+
+    @property
+    def is_asleep(self) -> bool:
+        """True while requests have to wake the model."""
+        return self._refusal is ASLEEP
+
     def refuse(self, error: MoonpoolError) -> None:
         """Accept no more requests; queued ones stay."""
         with self._lock:
@@ -919,6 +754,8 @@ class Scheduler:
                 self._idle.remove(instance)
                 self._queue.leave(instance, time.monotonic_ns())
                 self._on_lost(instance, [], error)
+                if self._queue.keeps_sequences:
+                    self.reactor.call_soon(self._look)
 
     def take(self, instance: ModelInstance) -> bool:
         """Take an instance out if it is idle. The caller must soon `add` or `lose` it."""
@@ -942,6 +779,19 @@ class Scheduler:
         self._changed.wait_for(lambda: instance not in self._taken, None)
         return self.take(instance)
 
+    def forget(self, instance: ModelInstance) -> None:
+        """Take out an instance that has ended. Sequences that had begun in it are lost."""
+        with self._lock:
+            self._queue.leave(instance, time.monotonic_ns())
+            self._changed.notify_all()
+        self._look()
+
+    def reconfigure(self, config: ModelConfig) -> None:
+        """Let requests wait as another configuration says, which differs in delays and queue policies alone."""
+        with self._lock:
+            self._queue.reconfigure(config)
+        self._look()
+
     def wait_idle(self, instance: ModelInstance, deadline: float | None) -> bool:
         """Wait until an instance executes nothing. Returns False at the deadline."""
         return self._changed.wait_for(lambda: instance not in self._busy, deadline)
@@ -952,6 +802,12 @@ class Scheduler:
         return self._changed.wait_for(
             lambda: instance.broken is not None or not has_open(instance), deadline
         )
+
+    @property
+    def is_used(self) -> bool:
+        """True if a request is inside, or a sequence. Needs no lock, so it may be wrong the next moment."""
+        inside = len(self._queue) or self._busy or len(self.open_requests)
+        return bool(inside) or self._queue.has_sequences
 
     def executing_since(self, started_ns: int) -> list[Execution]:
         """Return the executions that were started before that time and are not settled."""
@@ -969,6 +825,16 @@ class Scheduler:
         return self._queue.unplaced
 
     @property
+    def in_flight(self) -> int:
+        """The number of requests that have no outcome yet: queued, executing or open."""
+        inside = sum(len(each.requests) for each in self.executing_since(time.monotonic_ns() + 1))
+        return self.queued + inside + len(self.open_requests)
+
+    @property
     def executing(self) -> int:
         """The number of instances that execute."""
         return len(self._busy)
+
+
+learn(CountingCondition)
+learn(Scheduler)

@@ -1,8 +1,8 @@
-"""The control inputs of sequences, and the requests that fill empty places of a batch."""
+"""The control inputs and the states of sequences, and the requests that fill empty places of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -14,20 +14,31 @@ from moonpool.ipc.tensors import BYTES, CODES, DTYPES, encode_bytes
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.config.model import ModelConfig, SequenceControl
 from moonpool.runtime.model.request import Details, InferenceRequest, RequestTensor, Shapes, Waiter
+from moonpool.runtime.schedule.sequence_states import SequenceStates, State
 from moonpool.runtime.schedule.sequences import END, START, CorrelationId
 
 _FILLING = Details(outputs=[])
 _NOBODY = Waiter()
 
 
-class SequenceControls:
-    """Adds the control inputs of one model to its requests. Not thread-safe: the scheduler's lock guards it."""
+def _stateless(_: InferenceRequest) -> None:
+    """Return no state, for sequences that have just begun."""
 
-    def __init__(self, config: ModelConfig, controls: Sequence[SequenceControl]) -> None:
+
+class SequenceControls:
+    """Adds the control inputs of one model, and its states, to its requests. Not thread-safe: the scheduler's lock guards it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        controls: Sequence[SequenceControl],
+        states: SequenceStates | None = None,
+    ) -> None:
+        self._states = states
         self._model = config.name
         self._controls = controls
         self._shape = [1, 1] if config.max_batch_size else [1]
-        # Control inputs follow the inputs that callers give.
+        # Control inputs follow the inputs that callers give, and states follow these.
         self._first = len(config.inputs)
         # The values of START, END and READY for false and for true.
         self._arrays = {
@@ -36,8 +47,9 @@ class SequenceControls:
             if control.kind != "CORRID"
         }
         self._id = next((each for each in controls if each.kind == "CORRID"), None)
-        self._extended: Memo[Shapes, Shapes] = Memo()
+        self._extended: Memo[object, Shapes] = Memo()
         self._zeros: Memo[Shapes, tuple[list[NDArray[Any]], Shapes]] = Memo()
+        self._blank: Memo[object, State] = Memo()
 
     def check(self, correlation_id: CorrelationId) -> None:
         """Raise `InvalidRequest` for an id that the model's input for ids cannot hold."""
@@ -55,26 +67,55 @@ class SequenceControls:
                 f"input '{control.name}' of data-type {control.datatype}"
             )
 
-    def complete(self, batch: Sequence[InferenceRequest | None]) -> list[InferenceRequest]:
-        """Return the batch as the model gets it, with a request of zeros in every empty place."""
+    def complete(
+        self,
+        batch: Sequence[InferenceRequest | None],
+        state_of: Callable[[InferenceRequest], Any] = _stateless,
+    ) -> list[InferenceRequest]:
+        """Return the batch as the model gets it, with a request of zeros in every empty place.
+
+        `state_of` returns the last state of a request's sequence, None at its start.
+        """
         some = next(request for request in batch if request is not None)
         complete = []
+        state = None
         for each in batch:
             request = self._filler(some) if each is None else each
-            if self._controls:
-                self._tell(request)
+            if self._states is not None:
+                state = self._before(each, some, state_of, self._states.initial)
+                if each is not None:
+                    self._states.begin(each, state)
+            if self._controls or state is not None:
+                self._tell(request, state)
             complete.append(request)
         return complete
 
-    def _tell(self, request: InferenceRequest) -> None:
-        """Set the control inputs of a request; it may have them already."""
-        shapes = self._extended.get(request.shapes)
+    def _before(
+        self,
+        request: InferenceRequest | None,
+        some: InferenceRequest,
+        state_of: Callable[[InferenceRequest], Any],
+        initial: State,
+    ) -> State:
+        """Return the state that a request has as inputs. In an empty place it is zeros, in the shapes of another one's."""
+        state = state_of(request or some) or initial
+        if request is not None:
+            return state
+        blank = self._blank.get(state.key)
+        return self._blank.keep(state.key, state.blank()) if blank is None else blank
+
+    def _tell(self, request: InferenceRequest, state: State | None) -> None:
+        """Set the control inputs and states of a request; it may have some already."""
+        key = (request.shapes, None if state is None else state.key)
+        shapes = self._extended.get(key)
         arrays = [self._value(control, request) for control in self._controls]
         if shapes is None:
-            shapes = self._extend(request.shapes, arrays)
+            shapes = self._extend(request.shapes, arrays, state)
             if shapes.is_shared:
-                self._extended.keep(request.shapes, shapes)
-                self._extended.keep(shapes, shapes)
+                self._extended.keep(key, shapes)
+                self._extended.keep((shapes, key[1]), shapes)
+        if state is not None:
+            arrays += [value.raw for value in state.values]
         request.arrays = [*request.arrays[: len(shapes.tensors) - len(arrays)], *arrays]
         request.shapes = shapes
 
@@ -96,12 +137,18 @@ class SequenceControls:
             return np.frombuffer(encode_bytes(text, control.name), np.uint8)
         return np.full(self._shape, value, DTYPES[code])
 
-    def _extend(self, base: Shapes, arrays: Sequence[NDArray[Any]]) -> Shapes:
+    def _extend(self, base: Shapes, arrays: Sequence[NDArray[Any]], state: State | None) -> Shapes:
         tensors = [tensor for tensor in base.tensors if tensor.number < self._first]
         for place, (control, array) in enumerate(zip(self._controls, arrays, strict=True)):
             code = CODES[control.datatype]
             tensors.append(RequestTensor(self._first + place, code, self._shape, array.nbytes))
         is_shared = base.is_shared and (self._id is None or self._id.datatype != "BYTES")
+        first = self._first + len(self._controls)
+        for place, value in enumerate(() if state is None else state.values):
+            is_shared = is_shared and value.datatype != BYTES
+            tensors.append(
+                RequestTensor(first + place, value.datatype, list(value.shape), value.raw.nbytes)
+            )
         return Shapes(tensors, base.batch_size, base.signature, is_shared=is_shared)
 
     def _filler(self, like: InferenceRequest) -> InferenceRequest:

@@ -23,12 +23,17 @@ id of a sequence that ended start another one, which goes behind the backlog.
 
 A sequence is idle from its last answer on. All may be idle equally long, so they stand in the order in which they
 became idle. A sequence whose instance broke is remembered as long, to tell its caller why it is gone.
+
+If the runtime keeps the states of sequences (`StateOfSequence`), the last one is here, from the first answer on. It goes with the
+sequence. If the model says that states survive, a sequence with one outlives its instance: it goes to the front of the
+backlog. A request that the instance was executing fails, and the sequence stands where it stood before it. If that request is
+tried once more, it takes its old place, unless a later one has gone first.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from heapq import heappop, heappush
 from itertools import chain
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -58,6 +63,17 @@ class SequenceRequest(QueuedRequest, Protocol):
     def identify(self, correlation_id: CorrelationId, flags: int) -> None:
         """Set its id and its flags."""
 
+    def tell_apart(self, states: Hashable) -> None:
+        """Let it share a batch only with requests whose states have the same key."""
+
+
+class StateOfSequence(Protocol):
+    """Is what a sequence keeps between its requests, as the sequencer reads it."""
+
+    @property
+    def key(self) -> Hashable:
+        """Requests whose states have equal keys can be joined in a batch."""
+
 
 R = TypeVar("R", bound=SequenceRequest)
 # An instance, by its identity.
@@ -75,7 +91,7 @@ def lost(correlation_id: CorrelationId, model: str) -> SequenceLost:
 class Sequence(Generic[R]):
     """One sequence, from the request that starts it to the answer to the one that ends it."""
 
-    __slots__ = ("executing", "id", "is_closed", "lost", "table", "waiting")
+    __slots__ = ("broken_off", "executing", "id", "is_closed", "lost", "state", "table", "waiting")
 
     def __init__(self, correlation_id: CorrelationId) -> None:
         self.id = correlation_id
@@ -86,6 +102,10 @@ class Sequence(Generic[R]):
         self.is_closed = False
         self.table: SlotTable[R] | None = None
         self.lost: MoonpoolError | None = None
+        # The state after the last answer; None before the first one, and if no states are kept.
+        self.state: StateOfSequence | None = None
+        # The request that its instance had when it broke, until another one executes.
+        self.broken_off: R | None = None
 
     @property
     def head(self) -> R | None:
@@ -159,7 +179,18 @@ class SequenceFormation(NamedTuple, Generic[R, S]):
 class Sequencer(Generic[R, S]):
     """The sequences of one model version. Not thread-safe: the owner's lock is held around every call."""
 
-    def __init__(self, batching: SequenceBatching, max_batch_size: int, model: str) -> None:
+    def __init__(
+        self,
+        batching: SequenceBatching,
+        max_batch_size: int,
+        model: str,
+        initial: StateOfSequence | None = None,
+        *,
+        survives: bool = False,
+    ) -> None:
+        """`initial` is the state of every sequence at its start, if states are kept. `survives`: they outlive instances."""
+        self._initial = initial
+        self._survives = survives
         self._batching = batching
         self._max_batch_size = max_batch_size
         self._model = model
@@ -267,6 +298,32 @@ class Sequencer(Generic[R, S]):
             self._go_on(sequence, now_ns)
         return True
 
+    def state_of(self, request: R) -> StateOfSequence | None:
+        """Return the last state of the sequence of a request that executes; None at its start."""
+        return self._executing[id(request)].state
+
+    def keep(self, request: R, state: StateOfSequence) -> None:
+        """Set the state of a sequence after the answer to a request, unless its instance left meanwhile."""
+        sequence = self._executing.get(id(request))
+        if sequence is not None:
+            sequence.state = state
+
+    def rejoin(self, request: R, now_ns: int) -> bool:
+        """Put a request back to the front of its sequence, after its instance broke. Returns False if the sequence went on."""
+        sequence = self._open.get(request.correlation_id)
+        if sequence is None or sequence.broken_off is not request:
+            return False
+        if sequence.head is not None and sequence.table and sequence.table.queue is not None:
+            sequence.table.queue.remove(sequence.head)
+        sequence.broken_off = None
+        if not sequence.waiting:
+            sequence.is_closed = bool(request.flags & END)
+        sequence.waiting.appendleft((request, now_ns))
+        self._idle.pop(sequence, None)
+        self._waiting.add(id(request))
+        self._ready(sequence, now_ns)
+        return True
+
     def done(self, request: R, now_ns: int) -> None:
         """Note that a request of a batch was answered."""
         sequence = self._executing.pop(id(request), None)
@@ -318,6 +375,11 @@ class Sequencer(Generic[R, S]):
 
     # Instances
 
+    @property
+    def has_sequences(self) -> bool:
+        """True if a sequence is bound to an instance, or waits for one."""
+        return bool(self.backlog) or any(any(each.slots) for each in [*self._tables.values()])
+
     def join(self, instance: S, now_ns: int) -> None:
         """Take in an instance, unless it is here already."""
         if instance in self._tables:
@@ -346,7 +408,10 @@ class Sequencer(Generic[R, S]):
         return True
 
     def leave(self, instance: S, now_ns: int) -> None:
-        """Take out an instance that broke. Sequences that had begun in it are lost, others go to the front of the backlog."""
+        """Take out an instance that broke. Sequences that had begun in it are lost, others go to the front of the backlog.
+
+        If states survive, sequences that have one count as others.
+        """
         table = self._tables.pop(instance, None)
         if table is None:
             return
@@ -354,10 +419,24 @@ class Sequencer(Generic[R, S]):
         self._free.sort()
         for sequence in filter(None, reversed(table.slots)):
             sequence.table = None
-            if sequence.executing is not None:
-                self._executing.pop(id(sequence.executing))
-            self._lose(sequence, now_ns)
+            request = sequence.executing
+            if request is not None:
+                self._executing.pop(id(request))
+            if self._survives and sequence.state is not None and not self._batching.is_iterative:
+                self._carry_over(sequence, now_ns)
+            else:
+                self._lose(sequence, now_ns)
         self._fill(now_ns)
+
+    def _carry_over(self, sequence: Sequence[R], now_ns: int) -> None:
+        request, sequence.executing = sequence.executing, None
+        self._backlog[sequence] = None
+        self._backlog.move_to_end(sequence, last=False)
+        if request is not None:
+            sequence.broken_off = request
+            # Its caller may send it once more.
+            sequence.is_closed = sequence.is_closed and bool(sequence.waiting)
+            self._go_on(sequence, now_ns)
 
     def _lose(self, sequence: Sequence[R], now_ns: int) -> None:
         error = lost(sequence.id, self._model)
@@ -443,12 +522,18 @@ class Sequencer(Generic[R, S]):
 
     def _ready(self, sequence: Sequence[R], now_ns: int) -> None:
         """Queue the first request of a sequence that executes nothing."""
+        head = sequence.head
+        if head is not None and self._initial is not None:
+            last = None if head.flags & START else sequence.state
+            head.tell_apart((last or self._initial).key)
         if sequence.table is not None and sequence.table.queue is not None and sequence.head:
             sequence.table.queue.add(sequence.head, now_ns)
 
     def _start(self, sequence: Sequence[R]) -> None:
         request, _ = sequence.waiting.popleft()
-        sequence.executing = request
+        sequence.executing, sequence.broken_off = request, None
+        if request.flags & START:
+            sequence.state = None
         self._executing[id(request)] = sequence
         self._waiting.discard(id(request))
 
@@ -458,7 +543,12 @@ class Sequencer(Generic[R, S]):
             return
         if sequence.waiting:
             self._ready(sequence, now_ns)
-        elif sequence.is_closed or self._is_closing or sequence.table is None:
+        elif (
+            sequence.is_closed
+            or self._is_closing
+            # It has not begun.
+            or (sequence.table is None and sequence.state is None)
+        ):
             self._end(sequence, now_ns)
         else:
             self._idle[sequence] = now_ns + self._idle_ns

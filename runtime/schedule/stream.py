@@ -2,7 +2,9 @@
 
 Theory of operation. `StreamWaiter` collects responses, on the reactor's thread or on the one that settles the batch,
 and a thread or a task takes them out. A deque lies between them, whose append and popleft are atomic. A thread waits on
-a bell, a bare lock that is released to wake it. A task puts a function into `wake`, which schedules an event in its loop,
+a bell, a bare lock that is released to wake it. The first response and the last one wake their consumer at once. A model may
+send others faster than they can be handed over one by one, since two threads would take the interpreter's lock from each other
+for each of them. So the reactor wakes the consumer when it has taken in all that the stub had sent, or `_MANY` responses. A task puts a function into `wake`, which schedules an event in its loop,
 at most one at a time however many responses come. The waiter does not refer to the stream, so a stream that nobody has any
 more is collected, and that cancels the request. A collector may run in the middle of anything, under any lock, so
 `__del__` leaves the cancelling to the reactor.
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.runtime.errors import RequestTimedOut
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
+from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.schedule.callers import is_interruptible, response_of
 from moonpool.runtime.schedule.scheduler import Scheduler
 
@@ -30,15 +33,21 @@ class _End:
 
 
 _END = _End()
+# Responses for which a consumer is woken before the reactor has taken in all that the stub had sent.
+_MANY = 16
 
 
 class StreamWaiter(Waiter):
     """Collects responses until somebody takes them."""
 
-    __slots__ = ("bell", "interruptible", "waiting", "wake")
+    __slots__ = ("_count", "_reactor", "bell", "interruptible", "waiting", "wake")
     takes_many = True
 
-    def __init__(self) -> None:
+    def __init__(self, reactor: Reactor) -> None:
+        """Use `reactor` for waking the consumer after a turn of it."""
+        self._reactor = reactor
+        # The responses since the consumer was woken last; -1 before the first one.
+        self._count = -1
         self.interruptible = is_interruptible()
         self.waiting: deque[Outcome | _End] = deque()
         # Wakes a thread that waits for the next response; `wake` wakes a task.
@@ -48,7 +57,11 @@ class StreamWaiter(Waiter):
 
     def respond(self, outcome: Outcome) -> None:
         self.waiting.append(outcome)
-        self._ring()
+        self._count += 1
+        if self._count == 1:
+            self._reactor.call_soon(self._ring)
+        elif not self._count or self._count == _MANY:
+            self._ring()
 
     def resolve(self, outcome: Outcome | None) -> None:
         if outcome is not None:
@@ -57,6 +70,7 @@ class StreamWaiter(Waiter):
         self._ring()
 
     def _ring(self) -> None:
+        self._count = 0
         wake = self.wake
         if wake is not None:
             wake()
@@ -82,7 +96,7 @@ class ResponseStream:
         self._scheduler = scheduler
         self._request = request
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._waiter = request.waiter = StreamWaiter()
+        self._waiter = request.waiter = StreamWaiter(scheduler.reactor)
         self._has_ended = False
         execution = scheduler.submit(request)
         if execution is not None:
@@ -101,13 +115,16 @@ class ResponseStream:
         """Return the next response. Raises the error that the model answered instead, `RequestTimedOut`, `StubDied`."""
         if self._has_ended:
             raise StopIteration
-        self._check_time()
+        if self._deadline is not None:
+            self._check_time()
         waiting = self._waiter.waiting
         while not waiting:
             left_s = -1.0 if self._deadline is None else self._deadline - time.monotonic()
             if (self._deadline and left_s <= 0) or not self._waiter.bell.acquire(timeout=left_s):
                 self._time_out()
         outcome = waiting.popleft()
+        if type(outcome) is Response:
+            return outcome
         if isinstance(outcome, _End):
             self._has_ended = True
             raise StopIteration

@@ -38,7 +38,9 @@ from moonpool.runtime.model.request import (
     allocate,
 )
 from moonpool.runtime.model.reshaping import Reshaping, of_outputs
+from moonpool.runtime.quick import learn, learn_object
 from moonpool.runtime.stubs.layout import AnswerLayout, OutputLayout, read_answer
+from moonpool.runtime.stubs.start_message import output_names
 
 # Only small layouts are remembered, so that they cannot take much memory.
 _MEMORABLE_BYTES = 4096
@@ -48,6 +50,9 @@ _BYTE = np.dtype("u1")
 
 class AnswerReader:
     """Reads the answers of one stub. Any thread may call any method."""
+
+    # Where quick forms find them. Others may be added as to any object.
+    __slots__ = ("__dict__", "__weakref__", "_layouts", "has_devices")
 
     def __init__(self, *, is_confined: bool = False) -> None:
         """`is_confined`: the texts of the model's errors are not for clients."""
@@ -61,7 +66,7 @@ class AnswerReader:
 
     def serve(self, config: ModelConfig) -> None:
         """Set the configuration of the model before the first answer."""
-        self.output_names = [tensor.name for tensor in config.outputs]
+        self.output_names = output_names(config)
         self._reshaped = of_outputs(config)
 
     def layout(self, packed: bytes, count: int) -> AnswerLayout:
@@ -79,6 +84,13 @@ class AnswerReader:
             if len(packed) <= _MEMORABLE_BYTES:
                 self._layouts.keep(packed, layout)
         return layout
+
+    def known(self, packed: bytes | None) -> AnswerLayout | None:
+        """Return the layout of one response whose outputs lie in one block, if it was read before; else None."""
+        layout = self._layouts.get(packed)  # type: ignore[arg-type]
+        if layout is None or len(layout.responses) != 1 or len(layout.least_bytes) != 1:
+            return None
+        return layout if 0 in layout.least_bytes else None
 
     def _reshape(self, output: OutputLayout) -> OutputLayout:
         reshaping = self._reshaped.get(output.name)
@@ -216,10 +228,14 @@ def _allocated(
     """Copy the outputs into memory of the request's allocator. Raises what the allocator raises."""
     if request.allocator is not None:
         request.allocator.start(request.userp)
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for name, datatype, shape, _, block, offset, size_bytes in outputs:
         raw = leases[block][offset : offset + size_bytes]
-        arrays[name] = allocate(request, name, datatype, shape, raw)
+        if request.states is not None and name in request.states.hidden:
+            # The runtime takes it; the caller has no memory for it.
+            arrays[name] = WireTensor(datatype, shape, raw)
+        else:
+            arrays[name] = allocate(request, name, datatype, shape, raw)
     return arrays
 
 
@@ -229,6 +245,9 @@ _NO_BATCH: tuple[int, Sequence[InferenceRequest]] = (0, ())
 
 class Replies:
     """Finds the request that a response is for. Any thread may call any method."""
+
+    # Where quick forms find them. Others may be added as to any object.
+    __slots__ = ("__dict__", "__weakref__", "_ended", "_executing", "_lock")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -321,3 +340,8 @@ class Replies:
             self._executing = _NO_BATCH
             self._open.clear()
             self._keys.clear()
+
+
+learn(AnswerReader)
+learn(Replies)
+learn_object("no batch", _NO_BATCH)

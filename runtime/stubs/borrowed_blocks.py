@@ -40,12 +40,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moonpool.ipc.arena import Arena, Block
-from moonpool.ipc.errors import CudaUnavailable, RemoteProtocolError
+from moonpool.ipc.arena import Arena, Block, Extents, Idle, Keep
+from moonpool.ipc.errors import CudaUnavailable, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.memory import ALIGNMENT, Lease, Region, lease_of, offset_in
 from moonpool.ipc.messages import Side
 from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.model import budgets
 from moonpool.runtime.model.request import InferenceRequest
+from moonpool.runtime.quick import learn
 from moonpool.runtime.stubs.allotment import RegionSource
 from moonpool.runtime.stubs.regions import CallerMemory, ClientRegion
 
@@ -72,6 +74,20 @@ def _keep(_: object) -> None:
 
 class BorrowedBlocks:
     """The blocks that one stub has at this moment. Any thread may call any method."""
+
+    # Where quick forms find them. Others may be added as to any object.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_arena",
+        "_kept",
+        "_lent",
+        "_lock",
+        "_rest",
+        "_returned",
+        "_targets",
+        "first",
+    )
 
     def __init__(
         self,
@@ -118,8 +134,7 @@ class BorrowedBlocks:
         # Blocks of ours that were handed on, and whose last view was dropped.
         self._returned: deque[object] = deque()
         self._give_back: Callable[[object], object] = self._returned.append
-        # Uses of each idle region at the last `tidy`.
-        self._idle: dict[int, int] = {}
+        self._idle = Idle(Keep(budgets.KEEP_FIRST_MS / 1000, budgets.KEEP_MS / 1000))
 
     def serve(self, caller_memory: CallerMemory) -> None:
         """Lend arrays in this memory from now on, whatever their size."""
@@ -162,9 +177,19 @@ class BorrowedBlocks:
                     self._lent += rest
                     return block
                 self._arena.release(block)
-            block = self._arena.allocate(size_bytes)
+            block = self._allocate(self._arena, size_bytes)
             self._note((block.region.id, block.offset), block, keep)
             return block
+
+    def _allocate(self, arena: Arena, size_bytes: int) -> Block:
+        """Allocate. What is kept for later is given up if there is no memory otherwise."""
+        try:
+            return arena.allocate(size_bytes)
+        except OutOfMemory:
+            given_up = [self._give_up(arena, region_id) for region_id in arena.idle()]
+            if not any(given_up):
+                raise
+            return arena.allocate(size_bytes)
 
     def allocate_on(self, gpu: int, size_bytes: int, *, keep: bool = False) -> Block:
         """Allocate as `allocate` does, on a device that the stub sees. The caller writes in the order of its lane.
@@ -178,7 +203,7 @@ class BorrowedBlocks:
             arena = self._arenas.get(gpu)
             if arena is None:
                 arena = self._arenas[gpu] = Arena(partial(self._grow_on, gpu))
-            block = arena.allocate(size_bytes)
+            block = self._allocate(arena, size_bytes)
             self._note((block.region.id, block.offset), block, keep)
             return block
 
@@ -388,25 +413,20 @@ class BorrowedBlocks:
 
     # Memory that is not needed for now
 
-    def tidy(self) -> None:
-        """Give up regions that were not used since the last call."""
+    def tidy(self, now_s: float) -> None:
+        """Give up regions that were not used for their time. `now_s` is of a monotonic clock."""
         with self._lock:
             self._collect()
             self._release_rest()
-            self._idle = {
-                region_id: uses
-                for arena in (self._arena, *self._arenas.values())
-                for region_id, uses in arena.idle().items()
-                if not self._gave_up(arena, region_id, uses)
-            }
+            for arena, region_id in self._idle.over((self._arena, *self._arenas.values()), now_s):
+                self._give_up(arena, region_id)
             self._forget_closed()
 
-    def _gave_up(self, arena: Arena, region_id: int, uses: int) -> bool:
-        """Give up an idle region if it was not used since the last call. Returns True if it did."""
+    def _give_up(self, arena: Arena, region_id: int) -> bool:
+        """Give up an idle region. Returns False if that is not possible."""
         region = self._regions[region_id]
         # Device memory that was shared by a handle stays until the process that opened it has ended.
-        is_older = not isinstance(region, SharedRegion) and bool(region.handle)
-        if self._idle.get(region_id) != uses or is_older:
+        if not isinstance(region, SharedRegion) and region.handle:
             return False
         arena.retire(region_id)
         self._retire(region_id)
@@ -567,3 +587,8 @@ def _copy(
         array.leave(lane.stream)
         lane.keep(array)
     return [block.region.id, block.offset, size_bytes]
+
+
+learn(BorrowedBlocks)
+learn(Arena)
+learn(Extents)

@@ -148,9 +148,9 @@ class StubConnection:
             return False
         return True
 
-    def tidy(self) -> None:
+    def tidy(self, now_s: float) -> None:
         """Give back memory that was not needed lately. For the thread that holds the idle instance."""
-        self.link.tidy()
+        self.link.tidy(now_s)
         self._growth.tidy()
 
     # On the reactor's thread
@@ -160,8 +160,13 @@ class StubConnection:
         if self._is_closed:
             return
         try:
+            response = self.link.response
             for fields in self.control.receive(most, self.link, self.rate_limiter):
-                self._handle(fields)
+                if fields[0] == _RESPONSES:
+                    for row in fields[1]:
+                        self._on_response(*response(row))
+                else:
+                    self._handle(fields)
         except PeerGone:
             # The growth's thread wakes the channel, which reads like its end, if the stub broke the protocol.
             self._growth.check()
@@ -171,10 +176,7 @@ class StubConnection:
 
     def _handle(self, fields: list[Any]) -> None:
         kind = fields[0]
-        if kind == _RESPONSES:
-            for row in fields[1]:
-                self._on_response(*self.link.response(row))
-        elif kind == Kind.BEGUN:
+        if kind == Kind.BEGUN:
             self.link.begun(fields[1])
         elif kind == Kind.GROW:
             self._growth.grow(*fields[1:])

@@ -88,11 +88,15 @@ class ControlChannel:
 
         `rate_limiter` counts all of them but responses. `overflow` loads messages that lie in memory.
         """
+        receive_ready, decode = self.channel.receive_ready, self._codec.decode
         for _ in range(most):
-            packet = self.channel.receive_ready()
+            packet = receive_ready()
             if packet is None:
                 return
-            fields = self._codec.decode(packet)
+            fields = decode(packet)
+            if fields[0] == _RESPONSES:
+                yield fields
+                continue
             if fields[0] == Kind.INDIRECT:
                 packet = overflow.load(*fields[1:])
                 fields = self._codec.decode_stored(packet)

@@ -58,6 +58,7 @@ from moonpool.runtime.process.blank_templates import BlankTemplates
 from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.diagnose import exec_failure, start_failure
 from moonpool.runtime.process.reactor import Reactor
+from moonpool.runtime.quick import learn
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.allotment import Allotment
 from moonpool.runtime.stubs.calls.dispatcher import BROKE, CallDispatcher
@@ -90,6 +91,9 @@ _UNREAD = "could not be read from and was ended"
 
 class StubHandle(StubConnection):
     """Starts a stub and owns it until `end`. The reactor's thread must not call methods that wait."""
+
+    # Where quick forms find them. Others may be added as to any object.
+    __slots__ = ("link",)
 
     def __init__(
         self, stubs: Stubs, model: Model, name: str, plan: IsolationPlan, fork: Fork | None = None
@@ -169,14 +173,15 @@ class StubHandle(StubConnection):
     # Life
 
     def start(self, start: Mapping[str, Any], deadline: float | None) -> list[Any]:
-        """Send START and wait for the model. Returns the fields of LOADED or COMPLETED.
+        """Send START and wait for the model. Returns the fields of LOADED or COMPLETED. After COMPLETED, it may be called again.
 
         `deadline` is of `time.monotonic`. Raises `LoadFailed` with the model's own text, or with the reason for which the
         stub has none.
         """
         try:
-            self.bounds.hold(self.process, self.abort)
-            self._confirm(self._expect(Kind.CONFINED, deadline))
+            if self.confinement is None:
+                self.bounds.hold(self.process, self.abort)
+                self._confirm(self._expect(Kind.CONFINED, deadline))
             layers = self.confinement.layers if self.confinement is not None else ()
             start = {**start, "layers": layers}
             self.link.conversation.send(Kind.START, json.dumps(start))
@@ -629,3 +634,6 @@ class StubSharing:
 
     def catch_up(self, schedulers: Callable[[Model], Scheduler | None]) -> None:
         """Add what front ends have counted to the statistics of models. Waits for them."""
+
+
+learn(StubHandle)

@@ -18,7 +18,7 @@ them back before the next batch, when it has read that ANSWER.
 Answers that came before. Callers mostly ask for the same shapes again, and then answers differ in nothing but the number of the batch.
 So `_known_answers` has the rest of an answer by its bytes, once it was read and has passed all checks (`_read`). An answer with
 equal bytes passes those again that depend on the bytes alone, and `finish` skips them. It makes all others each time: the number of the
-batch, of which `_head` is the packed form, the turn, the number of requests, and for each block if the stub may answer from it
+batch, of which `_head` is the packed form, the core behind it, which may be any, the turn, the number of requests, and for each block if the stub may answer from it
 at this moment. Only an answer with nothing but outputs is remembered. Blocks that the model keeps or releases, remarks and
 states change something here, or differ from answer to answer.
 
@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from moonpool.ipc.arena import Block
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import encode
 from moonpool.ipc.conversation import Conversation, Overflow
@@ -53,6 +54,7 @@ from moonpool.ipc.messages import (
     DEVICE_MEMORY,
     MAX_PLACES,
     MAX_STORED_BYTES,
+    NO_CORE,
     OPEN,
     ORDINARY_MEMORY,
     RESCHEDULED,
@@ -62,6 +64,7 @@ from moonpool.ipc.messages import (
 )
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.model.config.options import look_us, spares_contained
 from moonpool.runtime.model.request import (
     AGAIN,
     LATER,
@@ -71,6 +74,7 @@ from moonpool.runtime.model.request import (
     Outcome,
     Shapes,
 )
+from moonpool.runtime.quick import forms, learn
 from moonpool.runtime.stubs.allotment import RegionSource
 from moonpool.runtime.stubs.answers import AnswerReader, Replies
 from moonpool.runtime.stubs.borrowed_blocks import BorrowedBlocks, hand_back, place
@@ -113,6 +117,28 @@ class KnownAnswer(NamedTuple):
 class Link(Overflow):
     """The runtime's end of the work channel of one stub. The head of this file says which thread may do what."""
 
+    # Where quick forms find them. Others may be added as to any object.
+    __slots__ = (
+        "_batch",
+        "_begun",
+        "_given_back",
+        "_head",
+        "_layouts",
+        "_reader",
+        "_release",
+        "borrowed_blocks",
+        "conversation",
+        "core",
+        "is_on_gpu",
+        "is_quick",
+        "lanes",
+        "look_ns",
+        "released",
+        "replies",
+        "response_regions",
+        "rests",
+    )
+
     def __init__(
         self,
         channel: Channel,
@@ -144,8 +170,8 @@ class Link(Overflow):
         self._is_shared = is_shared
         after = Kind.LOADED if is_loaded else None
         self.conversation = Conversation(channel, Side.RUNTIME, self, after)
-        # Blocks until the answer or the end of the stub is there. A signal handler may end it without loss of the answer.
-        self.wait = channel.wait
+        # True if the usual batches go the way of `moonpool.runtime.quick`.
+        self.is_quick = forms is not None and not (is_private and spares_contained())
         self._reader = AnswerReader(is_confined=is_private)
         self.replies = Replies()
         self._layouts: Memo[tuple[object, ...], RequestLayout] = Memo()
@@ -188,6 +214,8 @@ class Link(Overflow):
         """Set the configuration of the model before the first batch."""
         self._reader.serve(config)
         self.borrowed_blocks.serve(caller_memory)
+        # For how long a lone caller looks for an answer, the core of the stub, and the requests until the next look.
+        self.look_ns, self.core, self.rests = look_us() * 1000, NO_CORE, 0
 
     @property
     def may_have_lanes(self) -> bool:
@@ -240,6 +268,8 @@ class Link(Overflow):
 
         Raises `OutOfMemory` (nothing was sent), `PeerGone`, `RemoteProtocolError`.
         """
+        if self.is_quick and forms.execute(self, requests):
+            return
         if self._given_back:
             self._take_back()
         # The first block is for copies.
@@ -261,7 +291,7 @@ class Link(Overflow):
             if self.lanes is not None:
                 self.lanes.publish()
             self.conversation.send(
-                _EXECUTE, batch, released, blocks, layout.packed, details, targets
+                _EXECUTE, batch, NO_CORE, released, blocks, layout.packed, details, targets
             )
         except BaseException:
             self.released.extend(released)
@@ -372,16 +402,32 @@ class Link(Overflow):
 
     # Up
 
+    def wait(self) -> None:
+        """Block until the answer or the end of the stub is there. A signal handler may end it without loss of the answer.
+
+        Raises `PeerGone`.
+        """
+        channel = self.conversation.channel
+        if not (self.is_quick and forms.wait(channel)):
+            channel.wait()
+
     def finish(self, requests: Sequence[InferenceRequest]) -> list[Answer]:
         """Read and check the answer to the batch. Returns one answer for each request, in order.
 
         Raises `PeerGone`, and `RemoteProtocolError` for an answer that breaks the protocol.
         """
+        if self.is_quick:
+            answers: list[Answer] | None = forms.answers(self, requests)
+            if answers is not None:
+                return answers
+        return self._finish(requests)
+
+    def _finish(self, requests: Sequence[InferenceRequest]) -> list[Answer]:
         conversation, head = self.conversation, self._head
         packet = conversation.channel.receive()
         known = None
         if packet.startswith(head) and self.lanes is None:
-            known = self._known_answers.get(packet[len(head) :])
+            known = self._known_answers.get(_rest(packet, len(head)))
         if known is None or known.responses != len(requests):
             return self._read(packet, requests)
         conversation.accept_known(_ANSWER)
@@ -394,7 +440,7 @@ class Link(Overflow):
     def _read(self, packet: bytes, requests: Sequence[InferenceRequest]) -> list[Answer]:
         """Read an answer whose bytes are new. If there is nothing but outputs in it, they are known the next time."""
         message = self.conversation.accept(packet)
-        _, batch, held, released, blocks, packed, remarks, states = message
+        _, batch, _, held, released, blocks, packed, remarks, states = message
         if self.lanes is not None:
             self.lanes.receive()
             hand_back(requests, self.borrowed_blocks)
@@ -427,8 +473,8 @@ class Link(Overflow):
         if released:
             self.borrowed_blocks.take_back(released)
         if not (held or released or remarks or states) and packet.startswith(self._head):
-            rest = packet[len(self._head) :]
-            if len(rest) <= _KNOWN_BYTES:
+            rest = _rest(packet, len(self._head))
+            if 0 < len(rest) <= _KNOWN_BYTES:
                 self._known_answers.keep(rest, KnownAnswer(count, layout, blocks))
         return answers
 
@@ -437,8 +483,20 @@ class Link(Overflow):
 
         The outcome is None if the response is only a flag. For the reactor. Raises `RemoteProtocolError`.
         """
+        if self.is_quick:
+            made = forms.response(self, row)
+            if made is not NotImplemented:
+                return made  # type: ignore[no-any-return]
         batch, index, flags, blocks, packed, remark = row
-        request = self.replies.find(batch, index, is_last=bool(flags))
+        request = self.replies.find(batch, index, is_last=flags != 0)
+        layout = self._reader.known(packed) if remark is None and len(blocks) == 1 else None
+        if layout is not None and self.lanes is None:
+            # As below, in a straight line: a response like an earlier one, with nothing but outputs in one block.
+            lease = self._answer_lease(*blocks[0])
+            if lease.size < layout.least_bytes[0]:
+                raise RemoteProtocolError(layout.fault([lease.size]))
+            answers: Sequence[Any] = self._reader.answers((request,), layout, (lease,))
+            return request, answers[0], flags
         if self.lanes is not None:
             self.lanes.receive()
             hand_back([request], self.borrowed_blocks)
@@ -456,7 +514,10 @@ class Link(Overflow):
         return request, self._reader.outcome(request, outputs, remark, leases), flags
 
     def _answer_lease(self, region_id: int, offset: int, size_bytes: int) -> Any:
-        region: Any = self.response_regions.get(region_id) or self.device_answers.get(region_id)
+        region: Any = self.response_regions.get(region_id)
+        if region is not None and offset + size_bytes <= region.size_bytes:
+            return region.lease(offset, size_bytes, self._release, (region_id, offset))
+        region = region or self.device_answers.get(region_id)
         if region is None:
             raise RemoteProtocolError(
                 f"a block of {size_bytes} bytes at {offset} in region {region_id}, "
@@ -468,7 +529,7 @@ class Link(Overflow):
                 f"which has {region.size_bytes}"
             )
         place = (region_id, offset)
-        if self.lanes is not None and region_id in self.device_answers:
+        if self.lanes is not None:
             lane = self.lanes.met(region.device.ordinal)
             return region.lease(offset, size_bytes, self._release, place, lane)
         return region.lease(offset, size_bytes, self._release, place)
@@ -504,10 +565,10 @@ class Link(Overflow):
 
     # Memory that is not needed for now
 
-    def tidy(self) -> None:
-        """Give up request regions that were not used since the last call. Raises `RemoteProtocolError`."""
+    def tidy(self, now_s: float) -> None:
+        """Give up request regions that were not used for their time. `now_s` is of a monotonic clock. Raises `RemoteProtocolError`."""
         self._take_back()
-        self.borrowed_blocks.tidy()
+        self.borrowed_blocks.tidy(now_s)
         if self.lanes is not None:
             self.lanes.tidy()
 
@@ -526,6 +587,12 @@ class Link(Overflow):
         self._make_lanes = None
         if self.lanes is not None:
             self.lanes.close()
+
+
+def _rest(packet: bytes, at: int) -> bytes:
+    """Return the packet behind the core of its sender, which stands at that place; nothing if the core is not packed as it should be."""
+    # Only one byte with a small number may differ between answers that are known by the same bytes.
+    return packet[at + 1 :] if packet[at : at + 1] <= b"\x7f" else b""
 
 
 def _deferred(answers: list[Answer], states: Sequence[int]) -> list[Answer]:
@@ -551,3 +618,11 @@ def _details_on_gpu(request: InferenceRequest, lanes: Callable[[], Lanes]) -> De
     if number is None:
         return details._replace(memory=ANY_MEMORY, device=0)
     return details._replace(device=number)
+
+
+learn(Link)
+learn(Conversation)
+learn(Channel)
+learn(Lease, (1,))
+learn(SharedRegion)
+learn(Block)

@@ -14,25 +14,23 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.ipc.arena import Arena, Block
+from moonpool.ipc.arena import Arena, Block, Idle, Keep
 from moonpool.ipc.errors import Closed, OutOfMemory
 from moonpool.ipc.memory import Lease, lease_of
 from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.model import budgets
 from moonpool.runtime.stubs.allotment import Allotment, RegionSource, next_number
 
 if TYPE_CHECKING:
     from moonpool.ipc.cuda.array import DeviceArray
     from moonpool.ipc.cuda.region import DeviceLease
     from moonpool.runtime.stubs.devices import DeviceCallerMemory
-
-
-_KEEP_S = 5.0
 
 
 class CallerMemory:
@@ -61,8 +59,7 @@ class CallerMemory:
         self._returned: deque[object] = deque()
         self.give_back: Callable[[object], object] = self._returned.append
         self._closed = False
-        # Empty regions: the number of their uses, and the time since which that has not changed.
-        self._idle: dict[int, tuple[int, float]] = {}
+        self._idle = Idle(Keep(budgets.KEEP_FIRST_MS / 1000, budgets.KEEP_MS / 1000))
 
     def _create(self, needed_bytes: int) -> SharedRegion:
         region = self.source.region(self._arena.size_bytes, needed_bytes)
@@ -77,7 +74,13 @@ class CallerMemory:
             if self._closed:
                 raise Closed("the model was unloaded")
             self._collect()
-            block = self._arena.allocate(size_bytes)
+            try:
+                block = self._arena.allocate(size_bytes)
+            except OutOfMemory:
+                # What is kept for later may make room.
+                if not self._give_up(list(self._arena.idle())):
+                    raise
+                block = self._arena.allocate(size_bytes)
         lease = block.region.lease(block.offset, block.size_bytes, self.give_back, block)
         return np.ndarray(shape, dtype, lease)
 
@@ -116,20 +119,17 @@ class CallerMemory:
         return any(memory.gave(lease) for memory in self._on_devices.copy().values())
 
     def tidy(self, now_s: float) -> None:
-        """Give up regions that were empty for five seconds, except the first. `now_s` is of a monotonic clock."""
+        """Give up regions that were empty for their time, except the first. `now_s` is of a monotonic clock."""
         with self._lock:
             self._collect()
-            idle = self._arena.idle()
-            for region_id, uses in idle.items():
-                before, since_s = self._idle.get(region_id, (uses, now_s))
-                if before != uses:
-                    since_s = now_s
-                elif now_s - since_s >= _KEEP_S:
-                    self._arena.retire(region_id)
-                    self.source.retire(self._regions.pop(region_id))
-                    continue
-                self._idle[region_id] = (uses, since_s)
-            self._idle = {key: value for key, value in self._idle.items() if key in idle}
+            self._give_up([region_id for _, region_id in self._idle.over([self._arena], now_s)])
+
+    def _give_up(self, regions: Sequence[int]) -> bool:
+        """Give up these idle regions. Returns False if there are none."""
+        for region_id in regions:
+            self._arena.retire(region_id)
+            self.source.retire(self._regions.pop(region_id))
+        return bool(regions)
 
     def __contains__(self, region_id: object) -> bool:
         return region_id in self._regions

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from moonpool.ipc.messages import NO_DEVICE
+from moonpool.runtime.model import budgets
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.model import ConfigError, ModelConfig
+from moonpool.runtime.model.config.options import is_compiled, look_us
 from moonpool.runtime.observe.log_settings import LogSettings
 
 # The fields that a model may complete. The number of its processes, for example, is not among them.
@@ -61,8 +63,12 @@ def start_of(
         "decoupled": config.decoupled,
         "reschedules": sequences is not None and sequences.is_iterative,
         "concurrent_batches": most,
+        "objects": model.options.instances_per_process,
         "shared": is_shared,
+        "compiled": is_compiled(model.options),
+        "look_us": look_us(),
         "tells_begin": is_shared and model.options.execute_timeout_s is not None,
+        "keep_ms": [budgets.KEEP_FIRST_MS, budgets.KEEP_MS],
         "config": config.raw,
         "log": log.levels,
         "args": {
@@ -82,13 +88,14 @@ def input_names(config: ModelConfig) -> list[str]:
     names = [tensor.name for tensor in config.inputs]
     if config.sequence_batching is not None:
         names += [each.name for each in config.sequence_batching.controls]
-        names += config.sequence_batching.states
+        names += [each.input_name for each in config.sequence_batching.states]
     return names
 
 
 def output_names(config: ModelConfig) -> list[str]:
-    """Return the names of the outputs in the order of their numbers."""
-    return [tensor.name for tensor in config.outputs]
+    """Return the names of the outputs in the order of their numbers. Then come states that are no outputs for clients."""
+    names = [tensor.name for tensor in config.outputs]
+    return names + [each.output_name for each in config.states if each.output_name not in names]
 
 
 def completed(
@@ -101,11 +108,10 @@ def completed(
     changes = {field: answer[field] for field in fields if field in answer}
     try:
         (limits or ConfigLimits()).check(changes, config.source)
-        sequences = config.sequence_batching
         return ModelConfig.from_dict(
             {**config.raw, **changes},
             source=config.source,
-            has_states=sequences is not None and bool(sequences.states),
+            has_states=config.has_states_elsewhere,
             # Agents were checked when the model was loaded, or a tritonserver runs them.
             has_agents=True,
         )

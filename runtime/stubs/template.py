@@ -148,6 +148,12 @@ class Template:
 
     # Forks
 
+    @property
+    def pid(self) -> int | None:
+        """The process of the template; None while there is none."""
+        stub = self._stub
+        return None if stub is None or not stub.process.is_running else stub.process.pid
+
     def fork(
         self, name: str, deadline: float | None, hold: Callable[[TemplateStub], StubHandle]
     ) -> StubHandle | None:

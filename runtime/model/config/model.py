@@ -15,13 +15,18 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from moonpool.ipc.messages import MAX_DIMS
+from moonpool.runtime.model.checksums import Checksum, checksums
+from moonpool.runtime.model.config.ensembles import ENSEMBLE, ensemble_scheduling
+from moonpool.runtime.model.config.ensembles import EnsembleScheduling as EnsembleScheduling
 from moonpool.runtime.model.config.schema import MESSAGES, ONE_OF, shaped
 from moonpool.runtime.model.config.schema import Raw as Raw
 from moonpool.runtime.model.config.sequences import SequenceBatching as SequenceBatching
 from moonpool.runtime.model.config.sequences import SequenceControl as SequenceControl
+from moonpool.runtime.model.config.sequences import SequenceState as SequenceState
 from moonpool.runtime.model.config.sequences import sequence_batching
 from moonpool.runtime.model.config.source import ConfigError as ConfigError
 from moonpool.runtime.model.config.source import Source as Source
+from moonpool.runtime.model.config.warmup import WarmupSample, warmup_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,25 @@ class TensorConfig:
     dims: tuple[int, ...]
     optional: bool = False
     reshape: tuple[int, ...] | None = None
+    # True if requests whose shapes of this input differ may share a batch.
+    ragged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimitResource:
+    """So many of a resource, which an instance needs while it executes: of its own device, or of one that all devices share."""
+
+    name: str
+    is_global: bool
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimits:
+    """The resources of an instance, and its priority: with 2, it executes half as often as with 1 while resources are short."""
+
+    resources: tuple[RateLimitResource, ...] = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +71,9 @@ class InstanceGroup:
     kind: str
     count: int = 1
     gpus: tuple[int, ...] = ()
+    rate_limits: RateLimits = RateLimits()
+    # The name of the policy that says on which processors they run; "" for that of their kind.
+    host_policy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,27 +195,43 @@ _ACTED_ON: dict[str, frozenset[str]] = {
             "output",
             "dynamic_batching",
             "sequence_batching",
+            "ensemble_scheduling",
             "instance_group",
             "default_model_filename",
             "metric_tags",
             "model_metrics",
             "model_transaction_policy",
             "parameters",
+            "model_warmup",
+            "model_repository_agents",
+            "response_cache",
         ]
     ),
+    "ModelRepositoryAgents": frozenset(["agents"]),
+    "ModelResponseCache": frozenset(["enable"]),
+    "ModelRepositoryAgents.Agent": frozenset(["name", "parameters"]),
+    "ModelWarmup": frozenset(MESSAGES["ModelWarmup"]),
+    "ModelWarmup.Input": frozenset(MESSAGES["ModelWarmup.Input"]),
     "ModelTransactionPolicy": frozenset(["decoupled"]),
     "ModelVersionPolicy": frozenset(MESSAGES["ModelVersionPolicy"]),
     "ModelVersionPolicy.Latest": frozenset(["num_versions"]),
     "ModelVersionPolicy.All": frozenset(),
     "ModelVersionPolicy.Specific": frozenset(["versions"]),
-    "ModelInput": frozenset(["name", "data_type", "dims", "reshape", "optional"]),
+    "ModelInput": frozenset(
+        ["name", "data_type", "dims", "reshape", "optional", "allow_ragged_batch"]
+    ),
     "ModelTensorReshape": frozenset(["shape"]),
     "ModelOutput": frozenset(["name", "data_type", "dims", "reshape", "label_filename"]),
     "ModelDynamicBatching": frozenset(MESSAGES["ModelDynamicBatching"]),
     "ModelQueuePolicy": frozenset(MESSAGES["ModelQueuePolicy"]),
     **{name: frozenset(MESSAGES[name]) for name in MESSAGES if name.startswith("ModelSequence")},
     **{name: frozenset(MESSAGES[name]) for name in MESSAGES if name.startswith("ModelMetrics")},
-    "ModelInstanceGroup": frozenset(["name", "kind", "count", "gpus"]),
+    **{name: frozenset(MESSAGES[name]) for name in MESSAGES if name.startswith("ModelEnsembling")},
+    "ModelInstanceGroup": frozenset(
+        ["name", "kind", "count", "gpus", "rate_limiter", "host_policy"]
+    ),
+    "ModelRateLimiter": frozenset(MESSAGES["ModelRateLimiter"]),
+    "ModelRateLimiter.Resource": frozenset(MESSAGES["ModelRateLimiter.Resource"]),
     "ModelParameter": frozenset(["string_value"]),
 }
 
@@ -297,13 +340,8 @@ def _check_names(raw: Raw, source: Source) -> None:
     if problem := name_problem(raw["name"]):
         raise source.error("name", problem)
     name, backend, platform = raw["name"], raw["backend"], raw["platform"]
-    if platform == "ensemble" or "ensemble_scheduling" in raw:
-        what = (
-            f"'{name}' is an ensemble, and moonpool has no ensemble scheduler yet, only those for dynamic batching and for "
-            "sequences; the steps can be served as models by themselves, and a tritonserver with moonpool's library in it "
-            "serves ensembles of them (moonpool triton)"
-        )
-        raise source.error("platform", what)
+    if platform == ENSEMBLE:
+        return
     if not backend:
         what = f"unexpected platform type '{platform}' for {name}; specify backend: \"python\""
         raise source.error("backend", what)
@@ -313,19 +351,28 @@ def _check_names(raw: Raw, source: Source) -> None:
     _check_filename(raw["runtime"], "runtime", "", source)
 
 
-def _check_no_agents(raw: Raw, source: Source) -> None:
-    """Refuse a model that a repository agent has to check first, by a checksum for example.
+# Fields that change what a model computes, or which file is served, with what moonpool would do instead.
+_REFUSED = {
+    "batch_input": "would not give the model these inputs",
+    "batch_output": "would not split these outputs",
+    "cc_model_filenames": "would serve default_model_filename on every GPU",
+    "model_operations": "would not load these libraries",
+}
 
-    No agent has checked it, and it would be served as if one had.
+
+def _check_refused(raw: Raw, source: Source) -> None:
+    """Refuse fields without which a model would give other results.
+
+    Those of `_REFUSED` are for the backends of ONNX and PyTorch. Triton's Python backend ignores them, too.
     """
-    agents = raw.get("model_repository_agents", {}).get("agents", ())
-    if agents:
-        names = ", ".join(repr(agent["name"][:80]) for agent in agents[:10])
-        what = (
-            f"moonpool runs no repository agents, and '{raw['name']}' names {names}; to serve the model without what "
-            "they check, take model_repository_agents out of its configuration"
-        )
-        raise source.error("model_repository_agents", what)
+    for name, instead in _REFUSED.items():
+        if raw["backend"] in FILENAMES.keys() - {PYTHON_BACKEND} and _is_set(name, raw.get(name)):
+            what = f"has no effect in moonpool, which {instead} of '{raw['name']}'"
+            raise source.error(name, what)
+    for index, group in enumerate(raw["instance_group"]):
+        if group["passive"]:
+            what = "moonpool has no passive instances: this one would get requests; take it out"
+            raise source.error(f"instance_group[{index}].passive", what)
 
 
 def _check_filename(filename: str, field: str, backend: str, source: Source) -> None:
@@ -394,6 +441,7 @@ def _tensor(
         dims=dims,
         optional=io.get("optional", False),
         reshape=_reshape(io, raw, prefix, path, source),
+        ragged=io.get("allow_ragged_batch", False),
     )
 
 
@@ -454,7 +502,9 @@ def _version_policy(raw: Raw, source: Source) -> VersionPolicy:
 
 
 def _instance_groups(raw: Raw, source: Source) -> tuple[InstanceGroup, ...]:
-    """Return the instance groups with their names. If there are none, return one of kind AUTO."""
+    """Return the instance groups with their names. If there are none, return one of kind AUTO; an ensemble has none."""
+    if raw["platform"] == ENSEMBLE:
+        return ()
     if not raw["instance_group"]:
         return (InstanceGroup(raw["name"], "AUTO"),)
     groups = [
@@ -484,7 +534,17 @@ def _group(index: int, group: Raw, raw: Raw, source: Source) -> InstanceGroup:
     if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
         what = f"{title} must name each GPU once, by an id >= 0, not {list(gpus)}"
         raise source.error(f"{path}.gpus", what)
-    return InstanceGroup(name, kind, group["count"] or 1, gpus)
+    limits = _rate_limits(group)
+    return InstanceGroup(name, kind, group["count"] or 1, gpus, limits, group["host_policy"])
+
+
+def _rate_limits(group: Raw) -> RateLimits:
+    limits = group.get("rate_limiter") or {}
+    resources = tuple(
+        RateLimitResource(each["name"], each["global"], each["count"])
+        for each in limits.get("resources", ())
+    )
+    return RateLimits(resources, limits.get("priority", 0))
 
 
 def _placed(
@@ -596,6 +656,27 @@ def _check_ordering(batching: DynamicBatching, path: str, source: Source, suffix
             raise source.error(f"{where}.timeout_action", what + suffix)
 
 
+DECOUPLED = "'decoupled' transaction policy"
+
+
+def _response_cache(raw: Raw, source: Source) -> bool:
+    if not raw.get("response_cache", {}).get("enable", False):
+        return False
+    why = ""
+    if raw.get("model_transaction_policy", {}).get("decoupled", False):
+        why = DECOUPLED
+    elif "sequence_batching" in raw:
+        why = "sequence batching scheduler"
+    if why:
+        raise source.error("response_cache.enable", uncached(raw["name"], why))
+    return True
+
+
+def uncached(name: str, why: str) -> str:
+    """Return Triton's text for a model that can have no response cache."""
+    return f"Response Cache does not currently support model {name} with {why}. Please disable the response cache."
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A model's configuration after all checks. Immutable.
@@ -612,11 +693,18 @@ class ModelConfig:
     dynamic_batching: DynamicBatching | None
     sequence_batching: SequenceBatching | None
     version_policy: VersionPolicy
+    warmup: tuple[WarmupSample, ...]
+    # True if responses may be kept for equal requests.
+    response_cache: bool
+    checksums: tuple[Checksum, ...]
     default_model_filename: str
     parameters: Mapping[str, str]
     decoupled: bool
     raw: Raw
     source: Source = field(default_factory=Source, compare=False, repr=False)
+    ensemble: EnsembleScheduling | None = None
+    # True if a tritonserver keeps the states of sequences.
+    has_states_elsewhere: bool = False
 
     @classmethod
     def from_dict(
@@ -631,19 +719,22 @@ class ModelConfig:
         """Check a raw configuration. ConfigError names file, line and field of the first mistake.
 
         `partial`: the model has yet to complete the configuration, so tensors, their datatypes and their dims may be missing.
-        `has_states`: the server keeps states of sequences and gives them to the model as inputs. `has_agents`: the server has
-        repository agents, and they have done their work.
+        `has_states`: a tritonserver keeps states of sequences and gives them to the model as inputs. `has_agents`: a
+        tritonserver has read the configuration, and has checked the files and placed the instances as it says.
         """
         source = source or Source()
         full = normalise(raw, source)
         _check_names(full, source)
         if not has_agents:
-            _check_no_agents(full, source)
+            _check_refused(full, source)
+        ensemble = ensemble_scheduling(full, source)
+        # No code of an ensemble could complete its configuration.
+        partial = partial and ensemble is None
         groups = _instance_groups(full, source)
         policy = full.get("model_transaction_policy", {})
         return cls(
             name=full["name"],
-            backend=full["backend"],
+            backend=full["backend"] if ensemble is None else ENSEMBLE,
             max_batch_size=_max_batch_size(full, source),
             inputs=_tensors(full, "input", source, partial=partial),
             outputs=_tensors(full, "output", source, partial=partial),
@@ -653,6 +744,9 @@ class ModelConfig:
                 full, source, partial=partial, has_states=has_states
             ),
             version_policy=_version_policy(full, source),
+            warmup=warmup_samples(full, source),
+            response_cache=_response_cache(full, source),
+            checksums=() if has_agents else checksums(full, source),
             default_model_filename=full["default_model_filename"],
             parameters=MappingProxyType(
                 {key: value["string_value"] for key, value in full["parameters"].items()}
@@ -660,7 +754,15 @@ class ModelConfig:
             decoupled=policy.get("decoupled", False),
             raw=_with_groups(full, groups),
             source=source,
+            ensemble=ensemble,
+            has_states_elsewhere=has_states,
         )
+
+    @property
+    def states(self) -> tuple[SequenceState, ...]:
+        """The states of sequences that moonpool keeps for the model."""
+        batching = self.sequence_batching
+        return () if batching is None or self.has_states_elsewhere else batching.states
 
     @property
     def uses_gpu(self) -> bool:
@@ -671,6 +773,11 @@ class ModelConfig:
     def json(self) -> str:
         """The JSON that models get as `model_config`."""
         return json.dumps(self.raw, separators=(",", ":"), ensure_ascii=False)
+
+    def with_decoupled(self, decoupled: bool) -> ModelConfig:
+        """Return the configuration of a model that is decoupled, or is not."""
+        raw = {**self.raw, "model_transaction_policy": {"decoupled": decoupled}}
+        return replace(self, decoupled=decoupled, raw=raw)
 
     def placed(self, available_gpus: Iterable[int], why_none: str = "") -> ModelConfig:
         """Return the configuration with its instance groups placed as Triton does it.

@@ -13,8 +13,10 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from moonpool.ipc.extension import PURE, pure
 from moonpool.ipc.policy import LEVELS, is_contained
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.config.schema import suggestion
@@ -143,11 +145,69 @@ def _cpus(text: str) -> tuple[int, ...]:
     return tuple(sorted(cpus))
 
 
+# Processors by the name of a policy.
+HostPolicies = Mapping[str, tuple[int, ...]]
+_NODE = "/sys/devices/system/node/node{}/cpulist"
+
+
+def read_host_policies(texts: Iterable[str]) -> HostPolicies:
+    """Read `<policy>,<setting>=<value>`: the processors `cpu-cores`, or those of the `numa-node`. Raises ValueError.
+
+    If a policy has both, those of its cores that the node has.
+    """
+    policies: dict[str, set[int]] = {}
+    allowed = os.sched_getaffinity(0)
+    for text in texts:
+        name, _, rest = text.partition(",")
+        setting, equals, value = rest.partition("=")
+        if not (name and equals and value):
+            raise ValueError(
+                f"must be <policy>,<setting>=<value>, such as cpu,cpu-cores=0-3, not {text!r:.80}"
+            )
+        if setting not in ("cpu-cores", "numa-node"):
+            raise ValueError(f"has the settings cpu-cores and numa-node, not {setting!r:.60}")
+        cpus = set(_cpus(value) if setting == "cpu-cores" else _of_node(value))
+        policies[name] = policies.get(name, cpus) & cpus
+        if not policies[name] or not policies[name] <= allowed:
+            raise ValueError(
+                f"{text!r:.80} leaves processors {sorted(policies[name])}, and the server may run on {sorted(allowed)}"
+            )
+    return {name: tuple(sorted(cpus)) for name, cpus in policies.items()}
+
+
+def _of_node(text: str) -> tuple[int, ...]:
+    if not re.fullmatch("[0-9]{1,4}", text):
+        raise ValueError(f"must have a number as numa-node, not {text!r:.60}")
+    try:
+        return _cpus(Path(_NODE.format(int(text))).read_text(encoding="ascii").strip())
+    except OSError as error:
+        raise ValueError(f"names NUMA node {text}, which this machine does not have") from error
+
+
+def policy_of(host_policy: str, kind: str, device_id: int) -> str:
+    """Return the name of the policy of an instance. As in Triton, a group without one has that of its kind."""
+    return host_policy or (f"gpu_{device_id}" if kind == "GPU" else kind.lower())
+
+
 def _weight(text: str) -> int:
     weight = _number(1)(text)
     if weight > 10_000:
         raise ValueError("must be a weight from 1 to 10000")
     return weight
+
+
+def _range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]{1,6})\s*\.\.\s*([0-9]{1,6})", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError("must be two numbers of instances from 1 up, such as 1..8")
+    return int(match[1]), int(match[2])
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        return 1e3 * _seconds(str(float(text) / 1e3))
+    except ValueError:
+        raise ValueError("must be a number of milliseconds above 0") from None
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -174,6 +234,8 @@ CPUS = OptionKind("numbers and ranges", _cpus)
 USUAL_WEIGHT = 100
 WEIGHT = OptionKind("1 to 10000", _weight)
 AS_NUMPY = OptionKind("error, copy", _choice({"error": False, "copy": True}))
+RANGE = OptionKind("range, none", _or_none(_range))
+MILLISECONDS = OptionKind("milliseconds", _milliseconds)
 PREFORK = OptionKind(
     "no, blank, imports, initialize",
     _choice({word: word for word in ("no", "blank", "imports", "initialize")}),
@@ -215,14 +277,22 @@ class ModelOptions:
     scratch_bytes: int = 64 << 20
     recycle_requests: int | None = None
     recycle_rss_bytes: int | None = None
-    prefork: str = "no"
+    prefork: str = "blank"
+    compile_cache: bool = False
     region_bytes: int = 1 << 20
     region_limit_bytes: int | None = None
     log_lines_per_s: int = 1000
     threads: int | None = None
     concurrent_batches: int = 64
+    state_survives: bool = False
+    state_limit_bytes: int = 1 << 30
+    instances_per_process: int = 1
     environment: tuple[str, ...] = ()
     copies_gpu_to_numpy: bool = False
+    pin: bool = False
+    idle_s: float | None = None
+    instances: tuple[int, int] | None = None
+    wait_target_ms: float = 10.0
 
     @classmethod
     def from_parameters(cls, config: ModelConfig) -> ModelOptions:
@@ -250,14 +320,24 @@ class ModelOptions:
         return options
 
     @property
+    def template(self) -> str:
+        """Return what the model's own template does: "imports", "initialize", or "no" if there is none. A blank one gives a model nothing."""
+        return "no" if self.prefork == "blank" else self.prefork
+
+    @property
     def has_template(self) -> bool:
         """True if the instances are forked from a template of the model's own."""
-        return self.prefork in ("imports", "initialize")
+        return self.template != "no"
 
     def _check(self, config: ModelConfig) -> None:
         if self.region_limit_bytes is not None and self.region_bytes > self.region_limit_bytes:
             what = f"is smaller than MOONPOOL_REGION_BYTES ({self.region_bytes}) for {config.name}"
             raise config.source.error("parameters[MOONPOOL_REGION_LIMIT_BYTES]", what)
+        if self.instances_per_process > 1 and config.sequence_batching is not None:
+            what = (
+                f"cannot be above 1 for {config.name}, whose sequences belong to one instance each"
+            )
+            raise config.source.error("parameters[MOONPOOL_INSTANCES_PER_PROCESS]", what)
         if self.restart_backoff_s > self.restart_backoff_max_s:
             what = f"is less than MOONPOOL_RESTART_BACKOFF_S ({self.restart_backoff_s:g} s)"
             raise config.source.error(
@@ -291,8 +371,9 @@ OPTIONS = (
         "execution_env_path",
         PATH,
         "The environment whose interpreter runs the model: a virtual environment, a conda"
-        " environment, or one packed as .tar, .tar.gz or .zip. `$$TRITON_MODEL_DIRECTORY` at its"
-        " start is the model's directory. Without it, moonpool's own interpreter.",
+        " environment, one packed as .tar, .tar.gz or .zip, or a list of packages to build one of (.txt, .py,"
+        " pyproject.toml, uv.lock). `$$TRITON_MODEL_DIRECTORY` at its start is the model's directory."
+        " Without it, moonpool's own interpreter.",
     ),
     Option(
         "FORCE_CPU_ONLY_INPUT_TENSORS",
@@ -440,6 +521,13 @@ OPTIONS = (
         " of the model, made after its imports or after its `initialize`, instead of starting each anew. See PREFORK.md.",
     ),
     Option(
+        "MOONPOOL_COMPILE_CACHE",
+        "compile_cache",
+        YES_NO,
+        "Keep what PyTorch, Triton, Numba and CUDA compile for the next process of the same version of the model. See"
+        " ENVIRONMENTS.md.",
+    ),
+    Option(
         "MOONPOOL_REGION_BYTES",
         "region_bytes",
         SIZE,
@@ -471,6 +559,26 @@ OPTIONS = (
         " next one waits.",
     ),
     Option(
+        "MOONPOOL_STATE_SURVIVES",
+        "state_survives",
+        YES_NO,
+        "Sequences whose states the runtime keeps (`sequence_batching.state`) go on in another process when their"
+        " instance dies, with the states after the last answer. The request that it was executing fails.",
+    ),
+    Option(
+        "MOONPOOL_STATE_LIMIT_BYTES",
+        "state_limit_bytes",
+        SIZE,
+        "The most memory for the states of all sequences of a model. A response with states beyond it becomes an error.",
+    ),
+    Option(
+        "MOONPOOL_INSTANCES_PER_PROCESS",
+        "instances_per_process",
+        POSITIVE,
+        "The number of instances that share a process, each on a thread of its own; `count` of `instance_group` counts the"
+        " processes then. See TRITON_MODELS.md.",
+    ),
+    Option(
         "MOONPOOL_ENVIRONMENT",
         "environment",
         NAMES,
@@ -483,6 +591,31 @@ OPTIONS = (
         "copies_gpu_to_numpy",
         AS_NUMPY,
         "The result of `as_numpy` for a tensor on a GPU: an error, as in Triton, or a copy in ordinary memory.",
+    ),
+    Option(
+        "MOONPOOL_PIN",
+        "pin",
+        YES_NO,
+        "Keep the model in memory: it never sleeps, and with load on demand it is loaded at the start. See RESIDENCY.md.",
+    ),
+    Option(
+        "MOONPOOL_IDLE_S",
+        "idle_s",
+        TIMEOUT,
+        "After so long without requests, the instances of the model end; the next request starts them again. See RESIDENCY.md.",
+    ),
+    Option(
+        "MOONPOOL_INSTANCES",
+        "instances",
+        RANGE,
+        "The least and the greatest number of instances, such as `1..8`: it follows the time that requests wait. It takes the place of the `count` of the"
+        " model's instance group, of which there must be one. See RESIDENCY.md.",
+    ),
+    Option(
+        "MOONPOOL_WAIT_TARGET_MS",
+        "wait_target_ms",
+        MILLISECONDS,
+        "The time for which requests may wait before there are more instances, with `MOONPOOL_INSTANCES`.",
     ),
 )
 
@@ -504,6 +637,49 @@ def hardened(options: ModelOptions) -> ModelOptions:
         task_limit=options.task_limit or _CONTAINED_TASKS,
         open_files=options.open_files or _CONTAINED_OPEN_FILES,
     )
+
+
+# Variables of the runtime's environment, for all models. How many microseconds a side looks for the next packet before it blocks.
+LOOK_US = "MOONPOOL_LOOK_US"
+# If many threads that wait for quick models may do so on one core.
+TIE_CALLERS = "MOONPOOL_TIE_CALLERS"
+_MOST_LOOK_US = 1000
+
+
+def is_compiled(options: ModelOptions) -> bool:
+    """Return True if compiled code may serve the model, where there is any. Raises `ConfigError` for a wrong value of MOONPOOL_PURE."""
+    value = _pure()
+    return value == "0" or (value == "contained" and not is_contained(options.sandbox))
+
+
+def spares_contained() -> bool:
+    """Return True if what contained models say is read by Python alone. Raises `ConfigError` for a wrong value of MOONPOOL_PURE."""
+    return _pure() == "contained"
+
+
+def _pure() -> str:
+    try:
+        return pure()
+    except ValueError as error:
+        raise ConfigError(str(error), field=PURE) from None
+
+
+def look_us() -> int:
+    """Return for how long a side looks for the next packet. Raises `ConfigError` for a wrong value of MOONPOOL_LOOK_US."""
+    text = os.environ.get(LOOK_US) or "30"
+    if not re.fullmatch(r"[0-9]{1,4}", text) or int(text) > _MOST_LOOK_US:
+        raise ConfigError(
+            f"must be a number from 0 to {_MOST_LOOK_US}, not {text!r}", field=LOOK_US
+        )
+    return int(text)
+
+
+def ties_callers() -> bool:
+    """Return True if many threads that wait may do so on one core. Raises `ConfigError` for a wrong value of MOONPOOL_TIE_CALLERS."""
+    text = os.environ.get(TIE_CALLERS) or "0"
+    if text not in ("0", "1"):
+        raise ConfigError(f"must be 0 or 1, not {text!r}", field=TIE_CALLERS)
+    return text == "1"
 
 
 def options_table() -> str:
@@ -531,6 +707,22 @@ def options_table() -> str:
     for option in OPTIONS:
         shown = f"`{option.key}` | {option.kind.title} | {_shown(option)} | {option.meaning}"
         lines.append(f"| {shown} |")
+    lines += [
+        "",
+        "## Variables of the runtime",
+        "",
+        "These are read from the environment of the process that hosts the models.",
+        "",
+        "| Name | Value | Default | Meaning |",
+        "| --- | --- | --- | --- |",
+        f"| `{PURE}` | 0, 1, contained | 0 | Serve requests without compiled code of moonpool: no model, all models (1), or those at"
+        " best-effort and strict. An installation without a compiler does so anyway. |",
+        f"| `{LOOK_US}` | microseconds, 0 to {_MOST_LOOK_US} | 30 | The time for which a process looks for the next message before it sleeps, if"
+        " the last one came within that time and from another processor. 0 switches it off. |",
+        f"| `{TIE_CALLERS}` | 0, 1 | 0 | While more than six threads wait in `Runtime.infer` for models that take less than a millisecond,"
+        " those that begin to wait do so on one processor (1). They have all of theirs again when the call returns. Threads and processes that a callback"
+        " or finalizer starts meanwhile inherit the one processor. |",
+    ]
     lines += ["", "<!-- Made by `python -m moonpool.runtime.model.config.options`. -->", ""]
     return "\n".join(lines)
 

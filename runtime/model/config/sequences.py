@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moonpool.ipc.messages import MAX_DIMS
 from moonpool.runtime.model.config.schema import Raw
 from moonpool.runtime.model.config.source import Source
 
@@ -27,6 +28,21 @@ class SequenceControl:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceState:
+    """A state of a sequence: an input that the model gets with each request, and an output whose value is the next input.
+
+    `dims` leaves out the batch dimension. At the start of a sequence, the value has `initial_dims`. It is in `file`, or zeros.
+    """
+
+    input_name: str
+    output_name: str
+    datatype: str
+    dims: tuple[int, ...]
+    initial_dims: tuple[int, ...]
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceBatching:
     """Keeps the requests of a sequence together on one instance.
 
@@ -43,8 +59,7 @@ class SequenceBatching:
     preserve_ordering: bool = False
     is_iterative: bool = False
     controls: tuple[SequenceControl, ...] = ()
-    # The inputs for states that a server keeps, if it keeps them.
-    states: tuple[str, ...] = ()
+    states: tuple[SequenceState, ...] = ()
 
 
 def sequence_batching(
@@ -58,12 +73,6 @@ def sequence_batching(
     if batching is None:
         return None
     _check_numbers(batching, raw, source, partial=partial)
-    if batching["state"] and not has_states:
-        what = (
-            "states that the server keeps are not offered to Python models; keep the state in the "
-            f"model, by correlation id, for {raw['name']}"
-        )
-        raise source.error(f"{_PATH}.state[0]", what)
     direct, oldest = batching.get("direct", {}), batching.get("oldest")
     rows = max(1, raw["max_batch_size"])
     chosen = direct if oldest is None else oldest
@@ -77,7 +86,7 @@ def sequence_batching(
         preserve_ordering=chosen.get("preserve_ordering", False),
         is_iterative=batching["iterative_sequence"],
         controls=_controls(batching, raw, source),
-        states=tuple(state["input_name"] for state in batching["state"]),
+        states=_states(batching, raw, source, has_states=has_states),
     )
 
 
@@ -163,3 +172,111 @@ def _id_control(name: str, control: Raw, suffix: str, path: str, source: Source)
             what = "sequence batching must not specify either " + _ONE_OF_CHOICES.format("or")
             raise source.error(f"{path}.{choice}", f"{what} for CONTROL_SEQUENCE_CORRID{suffix}")
     return SequenceControl(name, "CORRID", "BYTES" if datatype == "STRING" else datatype)
+
+
+def _states(
+    batching: Raw, raw: Raw, source: Source, *, has_states: bool
+) -> tuple[SequenceState, ...]:
+    """Read the states. A tritonserver that keeps them has checked them, and takes some that nobody else could serve."""
+    if has_states:
+        return tuple(_state(given) for given in batching["state"])
+    suffix = f" for {raw['name']}"
+    controls = {given["name"] for given in batching["control_input"]}
+    inputs = {io["name"] for io in raw["input"]} | controls
+    outputs = {io["name"]: io for io in raw["output"]}
+    seen: set[tuple[str, str]] = set()
+    for index, given in enumerate(batching["state"]):
+        path, name = f"{_PATH}.state[{index}]", given["input_name"]
+        for side in ("input_name", "output_name"):
+            if not given[side]:
+                what = f"sequence batching state must have an '{side}'{suffix}"
+                raise source.error(f"{path}.{side}", what)
+            if (side, given[side]) in seen:
+                kind = "input" if side == "input_name" else "output"
+                what = f"State {kind} name '{given[side]}' specified more than once."
+                raise source.error(f"{path}.{side}", what)
+            seen.add((side, given[side]))
+        if name in inputs:
+            what = f"sequence batching state '{name}' is an input of the model already{suffix}"
+            raise source.error(f"{path}.input_name", what)
+        _check_state(given, outputs.get(given["output_name"]), path, suffix, source)
+    return tuple(_state(given) for given in batching["state"])
+
+
+def _check_state(given: Raw, output: Raw | None, path: str, suffix: str, source: Source) -> None:
+    title = f"sequence batching state '{given['input_name']}'"
+    if given["data_type"] == "TYPE_INVALID":
+        raise source.error(f"{path}.data_type", f"{title} must have a 'data_type'{suffix}")
+    if not given["dims"]:
+        raise source.error(f"{path}.dims", f"{title} must have 'dims'{suffix}")
+    if len(given["dims"]) >= MAX_DIMS:
+        what = f"{title} has {len(given['dims'])} dimensions, at most {MAX_DIMS - 1}{suffix}"
+        raise source.error(f"{path}.dims", what)
+    if any(dim < 1 and dim != -1 for dim in given["dims"]):
+        what = f"{title} must have dimensions >= 1, or -1 for a variable-size one{suffix}"
+        raise source.error(f"{path}.dims", what)
+    if given["use_growable_memory"] and not given["use_same_buffer_for_input_output"]:
+        what = (
+            "In order to 'use_growable_memory', you must also enable "
+            f"'use_same_buffer_for_input_output' for state input name '{given['input_name']}'{suffix}"
+        )
+        raise source.error(f"{path}.use_growable_memory", what)
+    if output is not None:
+        if output["data_type"] not in ("TYPE_INVALID", given["data_type"]):
+            what = f"{title} is {given['data_type']}, and output '{output['name']}' is {output['data_type']}{suffix}"
+            raise source.error(f"{path}.data_type", what)
+        if "reshape" in output:
+            what = f"{title} is output '{output['name']}', which has a reshape{suffix}"
+            raise source.error(f"{path}.output_name", what)
+    if given["initial_state"]:
+        _check_initial(given, f"{path}.initial_state", source)
+
+
+def _check_initial(given: Raw, path: str, source: Source) -> None:
+    name, several = given["input_name"], given["initial_state"]
+    if len(several) > 1:
+        what = (
+            f"initial_state field for state input '{name}' must contain exactly one or zero "
+            f"element. Found '{len(several)}' elements."
+        )
+        raise source.error(path, what)
+    initial, path = several[0], f"{path}[0]"
+    ours, wanted = initial["dims"], given["dims"]
+    if initial["data_type"] != given["data_type"]:
+        what = f"The data type used for 'initial_state' field of state '{name}' does not match the state data type."
+        raise source.error(f"{path}.data_type", what)
+    if not initial["name"]:
+        what = f"Field 'name' must be set when using initial_state for state input '{name}'."
+        raise source.error(f"{path}.name", what)
+    if len(ours) != len(wanted):
+        what = (
+            "Number of dimensions in 'initial_state' doesn't match the size of 'state' dimensions "
+            f"for state input '{name}'. {len(ours)} != {len(wanted)}"
+        )
+        raise source.error(f"{path}.dims", what)
+    for dim, expected in zip(ours, wanted, strict=True):
+        if dim == -1:
+            what = (
+                f"'initial_state' field for state input name '{name}' contains variable dimensions."
+            )
+            raise source.error(f"{path}.dims", what)
+        # Triton takes a value of any size where the state's is variable, but tells the model that it has one element.
+        if dim < 1 or expected not in (-1, dim):
+            what = f"'initial_state' dim for input name '{name}' doesn't match 'state' dim description. {dim} != {expected}"
+            raise source.error(f"{path}.dims", what)
+    if "zero_data" not in initial and "data_file" not in initial:
+        what = f"initial_state setting expects state'{name}' to have state_data set"
+        raise source.error(path, what)
+
+
+def _state(given: Raw) -> SequenceState:
+    datatype = given["data_type"].removeprefix("TYPE_")
+    initial: Raw = given["initial_state"][0] if given["initial_state"] else {}
+    return SequenceState(
+        given["input_name"],
+        given["output_name"],
+        "BYTES" if datatype == "STRING" else datatype,
+        tuple(given["dims"]),
+        tuple(initial.get("dims") or (max(1, dim) for dim in given["dims"])),
+        initial.get("data_file", ""),
+    )

@@ -37,7 +37,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
 from moonpool.ipc.codec import calls_codec, encode
@@ -53,10 +53,12 @@ from moonpool.runtime.model.budgets import (
     SHORT_MESSAGE,
     UNREAD_ANSWER_BYTES,
     UNREAD_BYTES,
+    USUAL_CALL_COST,
 )
 from moonpool.runtime.model.request import Outcome, Response
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.threads import start_thread
+from moonpool.runtime.quick import forms, learn, learn_object
 from moonpool.runtime.stubs.borrowed_blocks import BorrowedBlocks
 from moonpool.runtime.stubs.calls.requests import (
     Callee,
@@ -68,11 +70,13 @@ from moonpool.runtime.stubs.calls.requests import (
     wire_error,
     write_outputs,
 )
+from moonpool.runtime.stubs.calls.usual import UsualAsk, UsualCalls
 from moonpool.runtime.stubs.control import MessageRateLimiter
 from moonpool.runtime.stubs.link import Link
 from moonpool.runtime.stubs.metrics import StubMetrics
 
 BROKE = "broke the protocol and was ended"
+_REPLY = int(Kind.REPLY)
 # A level of LOG.
 _ERROR = 2
 # Messages that get no answer.
@@ -83,6 +87,22 @@ _TURN = 16
 
 class CallDispatcher:
     """Serves the calls of one stub. `close` is for the reactor's thread, the other methods for any."""
+
+    # Where quick forms find them. Others may be added as to any object.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_calls",
+        "_channel",
+        "_link",
+        "_models",
+        "_questions",
+        "_rate_limiter",
+        "_requests_budget",
+        "_send_queue",
+        "_tasks",
+        "_usual",
+    )
 
     def __init__(
         self,
@@ -108,6 +128,13 @@ class CallDispatcher:
         self._requests_budget = CopyBudget()
         self._loads_budget = CopyBudget()
         self._stored_bytes = 0
+        # The packet of the message that is handled now, if it came whole.
+        self._packet = b""
+        self._usual = UsualCalls(link, models)
+        # The quick form that receives a packet and serves a usual call, if the link may take it.
+        self._serve: Callable[[CallDispatcher], bytes | Literal[True] | None] = (
+            forms.serve_call if link.is_quick and forms is not None else _receive
+        )
         self._fetching = Fetching()
         # The numbers of loads, which run on threads, and of questions if a model is ready.
         self._tasks: set[int] = set()
@@ -140,15 +167,15 @@ class CallDispatcher:
         self._reactor.watch(self._channel.fileno(), self._ready)
 
     def _ready(self) -> None:
+        serve = self._serve
         try:
             self._send_queue.flush()
             for _ in range(_TURN):
-                packet = self._channel.receive_ready()
+                packet = serve(self)
                 if packet is None:
                     return
-                fields = self._codec.decode(packet)
-                self._rate_limiter.took(len(packet), COSTS.get(fields[0], 1))
-                self._handle(fields)
+                if packet is not True:  # a quick form has served the call
+                    self._take(packet)
                 if len(self._calls) < 2:
                     return  # a model with one thread waits for this answer, and has sent nothing more
         except PeerGone:
@@ -160,6 +187,55 @@ class CallDispatcher:
         finally:
             self._rate_limiter.settle()
 
+    def _take(self, packet: bytes) -> None:
+        """Do what a packet asks for. Raises `RemoteProtocolError`."""
+        usual = self._usual.ask(packet)
+        if usual is not None:
+            self._rate_limiter.took(len(packet), USUAL_CALL_COST)
+            self._ask(usual)
+            return
+        fields = self._codec.decode(packet)
+        self._rate_limiter.took(len(packet), COSTS.get(fields[0], 1))
+        self._packet = packet
+        self._handle(fields)
+
+    def _ask(self, usual: UsualAsk) -> None:
+        """Do for a usual INFER what `_infer` and `_submit` do for any."""
+        number, released, block, hosted, plan = usual
+        self._check_new(number)
+        if released:
+            self._link.borrowed_blocks.take_back(released)
+        executing = self._link.replies.executing
+        request = self._usual.request(block, plan)
+        call = ModelCall(number, plan.model, self._answer, takes_many=False, batch=executing)
+        self._calls[number] = call
+        request.waiter = call
+        if len(self._calls) > MAX_CALLS:
+            self._refuse(call, self._too_many())
+            return
+        call.request, call.scheduler = request, hosted.scheduler
+        self._start(call)
+
+    def _start(self, call: ModelCall) -> None:
+        """Submit the request of a call."""
+        scheduler, request = call.scheduler, call.request
+        if scheduler is None or request is None:
+            raise ValueError("a call that has no request yet")
+        try:
+            execution = scheduler.submit(request)
+        except Exception as error:
+            self._not_submitted(call, error)
+        else:
+            if execution is not None:
+                execution.drive_in_reactor()
+
+    def _not_submitted(self, call: ModelCall, error: Exception) -> None:
+        """Answer a call that the scheduler did not take."""
+        if isinstance(error, MoonpoolError):
+            self._refuse(call, error)
+        else:  # the stub waits for an answer in any case
+            self._end(call, self._failed(Kind.INFER, error))
+
     def _handle(self, fields: list[Any]) -> None:
         try:
             self._handlers[fields[0]](fields)
@@ -168,9 +244,14 @@ class CallDispatcher:
         except MoonpoolError as error:  # the model asked for something that it cannot have
             self._fail(fields, error)
         except Exception as error:  # the stub waits for an answer in any case
-            name = Kind(fields[0]).name
-            self._log(_ERROR, f"{name} failed in the runtime:\n{traceback.format_exc()}", "", 0)
-            self._fail(fields, BackendError(f"the request failed: {error!r}"))
+            self._fail(fields, self._failed(fields[0], error))
+
+    def _failed(self, kind: int, error: Exception) -> BackendError:
+        """Log an error of the runtime's own that a message has caused, and return the error for the model."""
+        name = Kind(kind).name
+        lines = "".join(traceback.format_exception(error))
+        self._log(_ERROR, f"{name} failed in the runtime:\n{lines}", "", 0)
+        return BackendError(f"the request failed: {error!r}")
 
     def _fail(self, fields: list[Any], error: MoonpoolError) -> None:
         """Answer a message with an error. For a message that gets no answer, raise `RemoteProtocolError`."""
@@ -204,6 +285,7 @@ class CallDispatcher:
         del lease
         # A load costs no more for its size: COPIED_LOADS_BYTES bounds the loads in progress.
         self._rate_limiter.took(0 if kind == Kind.LOAD_MODEL else len(packet), 0)
+        self._packet = b""
         inner = self._codec.decode_stored(packet)
         if inner[:2] != [kind, number]:
             raise RemoteProtocolError("a message in memory that changed while it was read")
@@ -260,7 +342,7 @@ class CallDispatcher:
         self._calls[number] = call
         try:
             if len(self._calls) > MAX_CALLS:
-                raise ModelUnavailable(f"{MAX_CALLS} requests of this model are open already")
+                raise self._too_many()
             if self._stored_bytes:
                 self._requests_budget.acquire(number, self._stored_bytes, COPIED_BYTES)
             inputs = read_inputs(rows, leases)
@@ -278,7 +360,11 @@ class CallDispatcher:
 
             self._fetching.start(hosted.signature, inputs, go_on)
         else:
-            self._submit(call, fields, hosted, inputs)
+            self._submit(call, fields, hosted, inputs, self._packet)
+
+    @staticmethod
+    def _too_many() -> ModelUnavailable:
+        return ModelUnavailable(f"{MAX_CALLS} requests of this model are open already")
 
     def _submit(
         self,
@@ -286,13 +372,17 @@ class CallDispatcher:
         fields: list[Any],
         hosted: Callee,
         inputs: dict[str, Any] | MoonpoolError,
+        packet: bytes = b"",
     ) -> None:
+        """Submit a call. `packet` is the whole of its message, if the call may be known again by that."""
         if not self._is_open(call):
             return
         try:
             if isinstance(inputs, MoonpoolError):
                 raise inputs
             request = make_call_request(hosted, fields, inputs, self._link)
+            if packet:
+                self._usual.learn(packet, fields, hosted, inputs, request)
             request.waiter = call
             if request.details is not None and request.details.trace is not None:
                 self._link.replies.watch(request, hosted.model, request.details)
@@ -322,13 +412,22 @@ class CallDispatcher:
             self._requests_budget.release(call.number)
         elif self._calls.get(call.number) is not call:
             return
+        self._reply(call, outcome, is_last)
+
+    def _reply(self, call: ModelCall, outcome: Outcome | None, is_last: bool) -> None:
+        """Send a response, whether or not the call is over."""
         blocks: list[list[int]] = []
         rows: list[list[Any]] = []
         parameters, error = None, None
         if isinstance(outcome, Response):
             try:
-                write_outputs(outcome.outputs, self._link.borrowed_blocks, blocks, rows)
                 parameters = dict(outcome.parameters) or None
+                usual = self._usual.reply(outcome)
+                if usual is not None:
+                    blocks, rows = usual
+                else:
+                    write_outputs(outcome.outputs, self._link.borrowed_blocks, blocks, rows)
+                    self._usual.learn_reply(outcome, blocks, rows)
             except Exception as failure:  # a backend may answer with any object
                 self._unlend(blocks)
                 blocks, rows = [], []
@@ -336,11 +435,12 @@ class CallDispatcher:
         elif outcome is not None:
             error = wire_error(outcome)
         del outcome
-        released = self._link.take_released()
+        released: list[object] = self._link.take_released() if self._link.released else []
         try:
             if self._link.lanes is not None:
                 self._link.lanes.publish()
-            self._send(Kind.REPLY, call.number, is_last, released, blocks, rows, parameters, error)
+            message = (_REPLY, call.number, is_last, released, blocks, rows, parameters, error)
+            self._send_queue.send(message, self._link.borrowed_blocks)
         except MoonpoolError as failure:  # the memory is too small, or a value cannot be encoded
             self._unlend(blocks)
             self._link.released.extend(released)
@@ -411,9 +511,9 @@ class CallDispatcher:
         self._perform(number, lambda: self._models.load(model, config, files))
 
     def _unload_model(self, fields: list[Any]) -> None:
-        _, number, model, _ = fields
+        _, number, model, with_members = fields
         self._check_new(number)
-        self._models.begin_unload(model)
+        self._models.begin_unload(model, with_members=with_members)
         self._done(number, None)
 
     def _is_model_ready(self, fields: list[Any]) -> None:
@@ -485,6 +585,10 @@ class CallDispatcher:
         self._send(Kind.DONE, number, error, values)
 
 
+def _receive(dispatcher: CallDispatcher) -> bytes | None:
+    return dispatcher._channel.receive_ready()
+
+
 def _clear_frames(error: BaseException | None) -> None:
     """Free the variables of the functions that an error came through. The error may be in a cycle, which is collected late."""
     while error is not None:
@@ -494,6 +598,8 @@ def _clear_frames(error: BaseException | None) -> None:
 
 class CopyBudget:
     """The bytes of messages that were copied for one stub, by the numbers of its calls. Any thread may call any method."""
+
+    __slots__ = ("_lock", "_taken")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -522,12 +628,17 @@ class CopyBudget:
 
     def release(self, number: int) -> None:
         """Forget the copies of a call that was answered."""
+        if not self._taken:
+            return  # a copy is counted before the call can be answered
         with self._lock:
             self._taken.pop(number, None)
 
 
 class StubSendQueue:
-    """Sends messages in order to a stub that may not read. Any thread may call `send`; `flush` is for the reactor's."""
+    """Sends messages in order to a stub that may not read. Any thread may call `send` and `put`; `flush` is for the reactor's."""
+
+    # Where quick forms find them.
+    __slots__ = ("_channel", "_lock", "_reactor", "_waiting", "_waiting_bytes")
 
     def __init__(self, channel: Channel, reactor: Reactor) -> None:
         self._channel = channel
@@ -544,14 +655,18 @@ class StubSendQueue:
             start = block.offset
             block.region.memory()[start : start + len(packet)] = packet
             packet = encode(Kind.INDIRECT, block.region.id, start, len(packet))
+        self.put(packet)
+
+    def put(self, packet: bytes) -> None:
+        """Send a packet, or queue it. Never blocks."""
         with self._lock:
             if self._waiting:
-                self._put(packet)
+                self._append(packet)
                 return
             try:
                 self._channel.send(packet)
             except BlockingIOError:
-                self._put(packet)
+                self._append(packet)
                 self._reactor.call_soon(self._watch)
             except (PeerGone, Closed):
                 return  # the reactor sees the end of the stub
@@ -561,7 +676,7 @@ class StubSendQueue:
         """True if nothing should be sent that is not needed."""
         return self._waiting_bytes >= UNREAD_BYTES
 
-    def _put(self, packet: bytes) -> None:
+    def _append(self, packet: bytes) -> None:
         self._waiting.append(packet)
         self._waiting_bytes += UNREAD_ANSWER_BYTES + len(packet)
 
@@ -582,3 +697,9 @@ class StubSendQueue:
                     return
                 self._waiting_bytes -= UNREAD_ANSWER_BYTES + len(self._waiting.popleft())
         self._reactor.watch_room(self._channel.fileno(), wanted=False)
+
+
+learn(CallDispatcher)
+learn(StubSendQueue)
+learn(CopyBudget)
+learn_object("usual cost", USUAL_CALL_COST)

@@ -33,6 +33,7 @@ from moonpool.runtime.model.details import check_finite
 from moonpool.runtime.model.request import Details, InferenceRequest, Outcome, Waiter, WireTensor
 from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.process.threads import start_thread
+from moonpool.runtime.quick import learn
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.borrowed_blocks import BorrowedBlocks, lend_or_copy
 from moonpool.runtime.stubs.link import Link
@@ -62,8 +63,8 @@ class Callees(Protocol):
     def load(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:
         """Load or reload a model, and return when it is ready. Raises `MoonpoolError` in Triton's words."""
 
-    def begin_unload(self, name: str) -> None:
-        """Unload a model in the background. A model that is not loaded is no error."""
+    def begin_unload(self, name: str, *, with_members: bool = False) -> None:
+        """Unload a model in the background, if it is an ensemble `with_members`. A model that is not loaded is no error."""
 
     def ask_ready(self, name: str, version: str, answer: Callable[[bool], object]) -> None:
         """Call `answer` once, on any thread, with True if a request to this model could run now."""
@@ -314,3 +315,6 @@ def write_outputs(
         row[3] = len(blocks)
         region.write(start + row[4], array)
     blocks.append([region.id, start, total_bytes])
+
+
+learn(ModelCall)

@@ -1,0 +1,1 @@
+"""Ensembles: models that consist of steps, each of which is a request to another model."""

@@ -1,0 +1,269 @@
+"""The scheduler of an ensemble: a model whose requests become requests to other models.
+
+Theory of operation. An ensemble has no instance, no queue and no thread. A request of a caller is a `Run`. Each of its steps is a
+request to the scheduler of another model, as that of any caller. What happens next happens on the thread that has the step's
+outcome. Nothing here blocks. Most ensembles are chains, whose requests are `ChainRun`s. All others, and requests that are traced, are `GraphRun`s.
+
+*Who drives the steps.* A caller that waits on a thread or in an event loop drives the execution of a step itself, as it
+drives that of a model which it asks directly: `submit` returns the execution of the first step, and each further one is offered to
+the caller's own waiter. So a request crosses no more threads than the calls of its steps would.
+
+*Locks.* `Scheduler._lock` guards the requests that are open, the gates and the statistics. It is not held while a scheduler, a waiter
+or a run is called upon.
+
+*Who ends a request.* The last step, an error, a caller that leaves and the end of the model may meet. The thread that takes the run
+out of `_runs` ends it, and only that one calls the waiter. All others find `is_over`, and what comes of a step then is dropped.
+
+*Gates.* With `max_inflight_requests`, a step waits at the gate of its number until fewer steps have passed it, in order. The reactor
+submits the next one: a thread that may be interrupted does nothing for others. Every step that passed leaves its gate when it ends
+or its run is over, and each is there once.
+
+*Signals.* A handler may raise anywhere on the main thread, which then leaves its request. Whatever the run was doing, `leave` takes all
+noted steps out of their gates and their schedulers, and gives what the thread was about to drive to the reactor. Only the thread that
+leaves may do the last: any other one would take an execution away from a thread that reads its answer.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.ensemble.chain import ChainRun
+from moonpool.runtime.ensemble.graph import EnsembleGraph, Flow
+from moonpool.runtime.ensemble.members import EnsembleCaller, StepModel
+from moonpool.runtime.ensemble.run import GateStep, GraphRun, Run
+from moonpool.runtime.errors import ModelUnavailable, own
+from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.model.request import InferenceRequest, Outcome, Waiter
+from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS
+from moonpool.runtime.process.reactor import Reactor
+from moonpool.runtime.schedule.execution import Execution
+from moonpool.runtime.schedule.request_queue import check_many
+from moonpool.runtime.schedule.scheduler import Scheduler
+from moonpool.runtime.stubs.calls.requests import Callee, Fetching
+
+_LEFT = ModelUnavailable("the caller left")
+FindMember = Callable[[str, "int | None"], Callee]
+
+
+class EnsembleScheduler(Scheduler):
+    """The scheduler of an ensemble. All methods may be called from any thread."""
+
+    def __init__(
+        self,
+        model: Model,
+        graph: EnsembleGraph,
+        find: FindMember,
+        reactor: Reactor,
+        executor: Executor,
+    ) -> None:
+        """`find` returns the model of a step, as a client would get it at that moment. Raises `MoonpoolError` if there is none."""
+        super().__init__(model, reactor, executor, _no_instance)
+        self.graph = graph
+        self._whole = graph.flow()
+        self.is_decoupled = model.config.decoupled
+        self.fetching = Fetching()
+        self._find_member = find
+        self._members: dict[int, StepModel] = {}
+        self._runs: dict[InferenceRequest, Run] = {}
+        self.caller = EnsembleCaller(
+            model.config, self._mixed([o.name for o in model.config.outputs], None), graph.writer
+        )
+        self._gates = [_Gate(graph.most_in_flight) for _ in graph.steps]
+        self.has_gates = graph.most_in_flight > 0
+
+    # Requests
+
+    def submit(self, request: InferenceRequest) -> Execution | None:
+        if self.is_decoupled:
+            check_many(self._name, request)
+        request.queued_ns = time.monotonic_ns()
+        flow = self._flow_of(request)
+        is_usual = flow.chain and request.trace is None and not self.has_gates
+        run: Run = ChainRun(self, request, flow) if is_usual else GraphRun(self, request, flow)
+        with self._lock:
+            if self._refusal is not None:
+                raise own(self._refusal)
+            self._runs[request] = run
+        return run.begin()
+
+    def _flow_of(self, request: InferenceRequest) -> Flow:
+        outputs = None if request.details is None else request.details.outputs
+        if outputs is None:
+            return self._whole
+        described = self.graph.config.outputs
+        return self.graph.flow(described[number].name for number in outputs)
+
+    def leave(self, request: InferenceRequest) -> None:
+        self._give_up(request, request.waiter)
+
+    def cancel(self, request: InferenceRequest) -> list[Execution]:
+        self._give_up(request)
+        return []
+
+    def _give_up(self, request: InferenceRequest, driver: Waiter | None = None) -> None:
+        """End a request that nobody waits for any more. `driver` is its caller if this is the caller's thread."""
+        with self._lock:
+            request.left = True
+            run = self._runs.pop(request, None)
+            if run is not None:
+                fail_ns = time.monotonic_ns() - request.queued_ns
+                self.statistics.record_failures(_now_ms(), 1, fail_ns, "CANCELED")
+                self._changed.notify_all()
+        if run is not None:
+            run.stop(driver)
+            self._resolve(request, _LEFT)
+
+    def _resolve(self, request: InferenceRequest, outcome: Outcome | None) -> None:
+        """Give a caller the outcome of its request, unless it has left. Each request comes here once."""
+        if not request.left:
+            request.waiter.resolve(outcome)
+
+    def tell_cancelled(self, request: InferenceRequest) -> None:
+        request.is_cancelled = True
+        run = self._runs.get(request)
+        if run is not None:
+            run.tell_cancelled()
+
+    def drop(self, error: MoonpoolError) -> None:
+        for run in list(self._runs.values()):
+            run.fail(own(error))
+
+    def wait_empty(self, deadline: float) -> bool:
+        return self._changed.wait_for(lambda: not self._runs, deadline)
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self._runs)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._runs)
+
+    # For runs
+
+    def member(self, step: int) -> StepModel:
+        """Return the model of a step as it is now. Raises `MoonpoolError` if there is none."""
+        wanted, member = self.graph.steps[step], self._members.get(step)
+        try:
+            hosted = self._find_member(wanted.model, wanted.version)
+        except MoonpoolError:
+            if member is None:
+                raise
+            # It is unloaded with the ensemble, whose requests it still finishes. If it is gone, it refuses them.
+            return member
+        if member is None or member.hosted is not hosted:
+            if member is not None:
+                # Those that read its tensors may have to read them in another way now.
+                self._members = {}
+            # Two threads may do the same here.
+            names = [tensor for _, tensor in wanted.inputs]
+            mixed = self._mixed(names, hosted.model.config)
+            ports = {port for port, tensor in wanted.inputs if tensor in mixed}
+            member = self._members[step] = StepModel(hosted, step, ports)
+        return member
+
+    def _mixed(self, tensors: Iterable[str], reader: ModelConfig | None) -> set[str]:
+        """Return those tensors whose writer batches while the reader does not, or the other way round. None is the caller."""
+        own = self.graph.config
+        return {
+            tensor
+            for tensor in tensors
+            if self._batches(tensor) is not ((reader or own).max_batch_size > 0)
+        }
+
+    def _batches(self, tensor: str) -> bool:
+        """Return True if the writer of a tensor batches."""
+        writer, config = self.graph.writer.get(tensor), self.graph.config
+        if writer is not None:
+            step = self.graph.steps[writer]
+            config = self._find_member(step.model, step.version).model.config
+        return config.max_batch_size > 0
+
+    def passes(self, step: GateStep) -> bool:
+        """Return True if a step may be submitted now. If not, it is submitted when its gate lets it pass."""
+        if not self.has_gates:
+            return True
+        with self._lock:
+            return self._gates[step.number].take(step)
+
+    def leave_gates(self, steps: Iterable[GateStep]) -> None:
+        """Note that these steps have ended, or never will be submitted."""
+        if not self.has_gates:
+            return
+        with self._lock:
+            following = [self._gates[step.number].leave(step) for step in steps]
+        for step in following:
+            if step is not None:
+                self.reactor.call_soon(step.submit)
+
+    def ended(self, run: Run, outcome: Outcome | None) -> None:
+        """End a run, once: count it, and give its caller the outcome; None if a stream ends."""
+        request = run.request
+        now_ns = time.monotonic_ns()
+        with self._lock:
+            if self._runs.pop(request, None) is None:
+                return
+            self._count(run, outcome, now_ns)
+            self._changed.notify_all()
+        if request.durations_ns is not None:  # a step of another ensemble
+            for number, duration_ns in enumerate(run.durations_ns):
+                request.durations_ns[number] += duration_ns
+        self._resolve(request, outcome)
+
+    def _count(self, run: Run, outcome: Outcome | None, now_ns: int) -> None:
+        """Count a run. As in Triton, the durations are the sums over all steps. Needs the lock."""
+        statistics, request = self.statistics, run.request
+        taken_ns = now_ns - request.queued_ns
+        if isinstance(outcome, BaseException):
+            is_cancelled = getattr(outcome, "code", "") == "CANCELLED"
+            reason = "CANCELED" if is_cancelled else "OTHER"
+            statistics.record_failures(_now_ms(), 1, taken_ns, reason)
+            return
+        rows = request.batch_size
+        statistics.record_batch(_now_ms(), rows, 1, rows, taken_ns, 0, *run.durations_ns)
+        statistics.by_duration[bisect_left(DURATION_BOUNDS_NS, taken_ns)] += 1
+        if statistics.summaries is not None:
+            statistics.summaries.request.add(taken_ns)
+            statistics.summaries.queue.add(0)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _no_instance(*_: object) -> None:
+    """Stand in for the supervisor, which would recover instances: an ensemble has none."""
+
+
+class _Gate:
+    """Lets a number of steps pass at a time. The scheduler's lock guards it."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._passed: set[GateStep] = set()
+        self._waiting: dict[GateStep, None] = {}
+
+    def take(self, step: GateStep) -> bool:
+        """Return True if a step passes now. If not, it waits."""
+        if len(self._passed) >= self._most:
+            self._waiting[step] = None
+            return False
+        self._passed.add(step)
+        return True
+
+    def leave(self, step: GateStep) -> GateStep | None:
+        """Note that a step has ended or is given up. Returns the next one that passes, if there is one."""
+        self._waiting.pop(step, None)
+        if step not in self._passed:
+            return None
+        self._passed.remove(step)
+        following = next(iter(self._waiting), None)
+        if following is not None:
+            del self._waiting[following]
+            self._passed.add(following)
+        return following

@@ -1,0 +1,257 @@
+#include "_quick_kinds.h"
+
+#include <cstring>
+
+// The module: its functions, and what Python teaches it.
+namespace moonpool::quick {
+
+Known known;
+Constants constants;
+Counts counts{};
+
+bool Known::learn(const char* name, PyObject* sample) {
+  struct Row {
+    const char* name;
+    Kind* kind;
+    std::initializer_list<Field*> fields;
+  };
+  const Row rows[] = {
+      {"InferenceRequest", &request.kind,
+       {&request.allocator, &request.arrays, &request.attempts, &request.batch_size, &request.details, &request.durations_ns, &request.fills_place,
+        &request.has_views, &request.is_cancelled, &request.left, &request.priority, &request.queued_ns, &request.responded_ns,
+        &request.response, &request.responses, &request.shapes, &request.signature, &request.takes_devices, &request.targets,
+        &request.states, &request.timeout_us, &request.trace, &request.userp, &request.waiter, &request.wants_wire}},
+      {"Shapes", &shapes.kind, {&shapes.batch_size, &shapes.is_shared, &shapes.signature}},
+      {"Response", &response.kind, {&response.outputs, &response.parameters, &response.request_id}},
+      {"Link", &link.kind,
+       {&link.conversation, &link.lanes, &link.is_on_gpu, &link.given_back, &link.released, &link.layouts, &link.batch,
+        &link.head, &link.begun, &link.replies, &link.borrowed_blocks, &link.response_regions, &link.reader, &link.release,
+        &link.is_quick, &link.look_ns, &link.core, &link.rests}},
+      {"BorrowedBlocks", &borrowed_blocks.kind,
+       {&borrowed_blocks.arena, &borrowed_blocks.kept, &borrowed_blocks.lock, &borrowed_blocks.first, &borrowed_blocks.lent, &borrowed_blocks.rest, &borrowed_blocks.targets,
+        &borrowed_blocks.returned}},
+      {"Replies", &replies.kind, {&replies.lock, &replies.executing, &replies.ended}},
+      {"AnswerReader", &reader.kind, {&reader.has_devices, &reader.layouts}},
+      {"Block", &block.kind, {&block.region, &block.offset, &block.size_bytes, &block.holds}},
+      {"SharedRegion", &region.kind, {&region.id, &region.size_bytes, &region.buffer}},
+      {"Lease", &lease.kind, {&lease.give_back, &lease.token, &lease.region, &lease.offset}},
+      {"Arena", &arena.kind, {&arena.extents}},
+      {"Extents", &extents.kind, {&extents.live, &extents.spares, &extents.uses}},
+      {"Reactor", &reactor.kind, {&reactor.ident, &reactor.once, &reactor.epoll}},
+      {"Poller", &poller.kind, {&poller.epoll, &poller.beyond}},
+      {"CallDispatcher", &dispatcher.kind,
+       {&dispatcher.channel, &dispatcher.link, &dispatcher.models, &dispatcher.calls, &dispatcher.tasks, &dispatcher.questions,
+        &dispatcher.rate_limiter, &dispatcher.usual, &dispatcher.send_queue, &dispatcher.requests_budget}},
+      {"StubSendQueue", &send_queue.kind, {&send_queue.channel, &send_queue.lock, &send_queue.waiting}},
+      {"CopyBudget", &copy_budget.kind, {&copy_budget.taken}},
+      {"UsualCalls", &usual_calls.kind, {&usual_calls.asks, &usual_calls.replies}},
+      {"KnownCalls", &known_calls.kind, {&known_calls.begin, &known_calls.known}},
+      {"ModelCall", &model_call.kind,
+       {&model_call.answer, &model_call.batch, &model_call.is_cancelled, &model_call.model, &model_call.number, &model_call.request,
+        &model_call.scheduler, &model_call.takes_many}},
+      {"Conversation", &conversation.kind, {&conversation.channel, &conversation.turn, &conversation.after}},
+      {"Channel", &channel.kind, {&channel.inbox, &channel.socket}},
+      {"Execution", &execution.kind,
+       {&execution.drivers, &execution.answers, &execution.has_deferred, &execution.has_traces, &execution.instance,
+        &execution.is_lost, &execution.is_sent, &execution.pending, &execution.requests, &execution.scheduler,
+        &execution.sent_ns, &execution.started_ns}},
+      {"Scheduler", &scheduler.kind,
+       {&scheduler.decoupled, &scheduler.lock, &scheduler.refusal, &scheduler.idle, &scheduler.queue, &scheduler.departures,
+        &scheduler.busy, &scheduler.changed, &scheduler.reactor, &scheduler.statistics}},
+      {"LimitedScheduler", &limited.kind, {&limited.limiter, &limited.waiting, &limited.used}},
+      {"RateLimiter", &limiter.kind, {&limiter.lock, &limiter.pool}},
+      {"ResourcePool", &resource_pool.kind, {&resource_pool.members, &resource_pool.waiting}},
+      {"ResourceMember", &resource_member.kind,
+       {&resource_member.counts, &resource_member.weight, &resource_member.rank, &resource_member.turn, &resource_member.is_holding}},
+      {"ResourceCount", &resource_count.kind, {&resource_count.in_use, &resource_count.limit}},
+      {"RequestQueue", &request_queue.kind, {&request_queue.is_open, &request_queue.rejects_late, &request_queue.queue}},
+      {"Queue", &queue.kind,
+       {&queue.count, &queue.rows, &queue.max_rows, &queue.only, &queue.deadlines, &queue.is_alone, &queue.is_greedy}},
+      {"Level", &level.kind, {&level.limit, &level.timeout_us, &level.late, &level.waiting}},
+      {"Departures", &departures.kind, {&departures.in_order}},
+      {"CountingCondition", &condition.kind, {&condition.waiting}},
+      {"ModelInstance", &instance.kind,
+       {&instance.backend, &instance.state, &instance.accepts, &instance.blocks, &instance.broken, &instance.served,
+        &instance.serves_until}},
+      {"PythonBackend", &backend.kind, {}},
+      {"StubHandle", &stub.kind, {&stub.link}},
+      {"ThreadWaiter", &thread_waiter.kind,
+       {&thread_waiter.bell, &thread_waiter.execution, &thread_waiter.gone, &thread_waiter.interruptible, &thread_waiter.outcome}},
+      {"PunctualWaiter", &punctual_waiter.kind, {}},
+      {"Statistics", &statistics.kind,
+       {&statistics.last_inference_ms, &statistics.execution_count, &statistics.inference_count, &statistics.success_count,
+        &statistics.success_ns, &statistics.queue_ns, &statistics.input_ns, &statistics.infer_ns, &statistics.output_ns,
+        &statistics.by_duration, &statistics.summaries, &statistics.batches}},
+  };
+  for (const Row& row : rows) {
+    if (std::strcmp(row.name, name) == 0) return row.kind->learn(sample, row.fields);
+  }
+  PyErr_Format(PyExc_ValueError, "no quick form uses %s", name);
+  return false;
+}
+
+bool Constants::make(PyObject* ndarray_type, PyObject* byte_dtype) {
+  ndarray = Ref::to(ndarray_type).release();
+  byte = Ref::to(byte_dtype).release();
+  zero = PyLong_FromLong(0);
+  empty_text = PyUnicode_InternFromString("");
+  delivered = Py_BuildValue("{s:O}", "delivered", Py_True);
+  keeping = Py_BuildValue("{s:O}", "keep", Py_True);
+  last = Py_BuildValue("{s:O}", "is_last", Py_True);
+  not_last = Py_BuildValue("{s:O}", "is_last", Py_False);
+  const std::pair<PyObject**, const char*> names[] = {
+      {&acquire, "acquire"},         {&release, "release"},   {&locked, "locked"},       {&fileno, "fileno"},
+      {&popleft, "popleft"},         {&append, "append"},     {&appendleft, "appendleft"}, {&popitem, "popitem"},
+      {&move_to_end, "move_to_end"}, {&notify_all, "notify_all"}, {&allocate, "allocate"}, {&end_batch, "end_batch"},
+      {&answered, "answered"},       {&cancel, "cancel"},     {&resolve, "resolve"},     {&appoint, "appoint"},
+      {&send, "_send"},              {&launch, "_launch"},    {&settle, "settle"},       {&lose, "_lose"},
+      {&base, "base"},               {&dtype, "dtype"},       {&nbytes, "nbytes"},     {&shape, "shape"},
+      {&drive_in_reactor, "drive_in_reactor"}, {&wait, "wait"}, {&finish, "finish"}, {&submit, "submit"},
+      {&receive_ready, "receive_ready"}, {&find, "find"}, {&signature, "signature"}, {&took, "took"}, {&start, "_start"},
+      {&not_submitted, "_not_submitted"}, {&answer, "_answer"}, {&self, "__self__"}, {&reply, "_reply"}, {&put, "put"},
+      {&take_back, "take_back"}, {&answers, "answers"}, {&scheduler, "scheduler"},
+  };
+  for (const auto& [place, name] : names) *place = PyUnicode_InternFromString(name);
+  return !PyErr_Occurred();
+}
+
+namespace {
+
+// True if a form did all, False if it did nothing.
+PyObject* answer_of(Done done) { return done == Done::kError ? nullptr : PyBool_FromLong(done == Done::kYes); }
+
+bool has(const char* function, Py_ssize_t given, Py_ssize_t wanted) {
+  if (given == wanted) return true;
+  PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", function, wanted, given);
+  return false;
+}
+
+PyObject* py_start(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (!has("start", count, 2) || !constants.make(arguments[0], arguments[1])) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* py_learn(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (!has("learn", count, 2)) return nullptr;
+  const Ref name(PyUnicode_AsUTF8String(arguments[0]));
+  char* bytes = nullptr;
+  if (!name || PyBytes_AsStringAndSize(name.get(), &bytes, nullptr) != 0) return nullptr;
+  const std::pair<const char*, PyObject**> objects[] = {
+      {"nowhere", &constants.nowhere}, {"no batch", &constants.no_batch}, {"bounds", &constants.bounds_ns},
+      {"new lock", &constants.new_lock}, {"main thread", &constants.main_thread},
+      {"peer gone", &constants.peer_gone}, {"ties callers", &constants.ties_callers},
+      {"usual cost", &constants.usual_cost}};
+  for (const auto& [what, place] : objects) {
+    if (std::strcmp(what, bytes) != 0) continue;
+    *place = Ref::to(arguments[1]).release();
+    Py_RETURN_NONE;
+  }
+  if (!known.learn(bytes, arguments[1])) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* py_request(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return has("request", count, 3) ? make_request(arguments[0], arguments[1], arguments[2]) : nullptr;
+}
+
+PyObject* py_execute(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return has("execute", count, 2) ? answer_of(execute(arguments[0], arguments[1])) : nullptr;
+}
+
+PyObject* py_answers(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (!has("answers", count, 2)) return nullptr;
+  Ref answers;
+  if (finish(arguments[0], arguments[1], &answers) == Done::kError) return nullptr;
+  return answers ? answers.release() : Ref::to(Py_None).release();
+}
+
+PyObject* py_wait(PyObject*, PyObject* channel) { return answer_of(wait(channel)); }
+
+PyObject* py_look(PyObject*, PyObject* link) { return answer_of(look(link)); }
+
+PyObject* py_submit(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (!has("submit", count, 2)) return nullptr;
+  Ref execution;
+  const Done done = submit(arguments[0], arguments[1], &execution);
+  if (done == Done::kError) return nullptr;
+  if (done == Done::kNo) return Ref::to(Py_False).release();
+  return execution ? execution.release() : Ref::to(Py_None).release();
+}
+
+PyObject* py_finish(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (!has("finish", count, 3)) return nullptr;
+  return answer_of(finish_execution(arguments[0], arguments[1], arguments[2] == Py_True));
+}
+
+PyObject* py_outcome(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return has("outcome", count, 2) ? outcome_of(arguments[0], arguments[1]).release() : nullptr;
+}
+
+PyObject* py_known_call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return has("known_call", count, 3) ? known_call(arguments[0], arguments[1], arguments[2]) : nullptr;
+}
+
+PyObject* py_serve_call(PyObject*, PyObject* dispatcher) { return serve_call(dispatcher); }
+
+PyObject* py_answer_call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return has("answer_call", count, 2) ? answer_of(answer_call(arguments[0], arguments[1])) : nullptr;
+}
+
+PyObject* py_response(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return has("response", count, 2) ? response(arguments[0], arguments[1]) : nullptr;
+}
+
+PyObject* py_counts(PyObject*, PyObject*) {
+  return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "request", counts.request, "execute", counts.execute, "answers",
+                       counts.answers, "wait", counts.wait, "submit", counts.submit, "finish", counts.finish, "serve_call",
+                       counts.serve_call, "answer_call", counts.answer_call, "response", counts.response, "tie", counts.tie);
+}
+
+// No form may let an exception of C++ out. Each looks after what it has begun; this is for what it makes before that.
+template <auto function>
+PyObject* with_many(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  return guarded([&] { return function(self, arguments, count); });
+}
+template <auto function>
+PyObject* with_one(PyObject* self, PyObject* argument) {
+  return guarded([&] { return function(self, argument); });
+}
+
+template <auto function>
+PyCFunction many() {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(with_many<function>));
+}
+
+PyMethodDef functions[] = {
+    {"start", many<py_start>(), METH_FASTCALL, nullptr},
+    {"learn", many<py_learn>(), METH_FASTCALL, nullptr},
+    {"request", many<py_request>(), METH_FASTCALL, nullptr},
+    {"execute", many<py_execute>(), METH_FASTCALL, nullptr},
+    {"answers", many<py_answers>(), METH_FASTCALL, nullptr},
+    {"wait", with_one<py_wait>, METH_O, nullptr},
+    {"look", with_one<py_look>, METH_O, nullptr},
+    {"submit", many<py_submit>(), METH_FASTCALL, nullptr},
+    {"finish", many<py_finish>(), METH_FASTCALL, nullptr},
+    {"outcome", many<py_outcome>(), METH_FASTCALL, nullptr},
+    {"known_call", many<py_known_call>(), METH_FASTCALL, nullptr},
+    {"serve_call", with_one<py_serve_call>, METH_O, nullptr},
+    {"answer_call", many<py_answer_call>(), METH_FASTCALL, nullptr},
+    {"response", many<py_response>(), METH_FASTCALL, nullptr},
+    {"counts", py_counts, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_quick", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+}  // namespace moonpool::quick
+
+PyMODINIT_FUNC PyInit__quick() {
+  PyObject* const module = PyModule_Create(&moonpool::quick::module);
+  if (module == nullptr) return nullptr;
+  if (moonpool::python::add_sources(module) != 0) {
+    Py_DECREF(module);
+    return nullptr;
+  }
+  return module;
+}

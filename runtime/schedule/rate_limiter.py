@@ -1,0 +1,495 @@
+"""Lets instances of all models execute only while the resources that their configurations name are free.
+
+Theory of operation. `ResourcePool` decides, and is pure. `RateLimiter` is the pool of one runtime, behind a lock. `LimitedScheduler`
+asks it before a batch is formed, so requests go on waiting in their queue, where they may time out, be cancelled, and join
+a larger batch. Nothing blocks, and there is no thread.
+
+*Permits.* An instance has a permit while it executes and for no longer. `_form` asks for an instance that is idle while requests wait.
+With a permit at once, the queue forms its batch; if the queue keeps the requests back, the permit returns in the same step.
+Without one, the instance waits in the pool (`_waiting`), and `RateLimiter` calls `wake` once it has the permit. The reactor
+then forms the batch (`_use_granted`), and asks for no instance but those that have executed: two models whose queues keep requests
+back would otherwise hand a permit to each other for ever. Everything that lets requests go (a request, an instance, a timer) asks.
+
+*Return.* `_return_used` runs before anything is asked or formed, and returns the permits of instances that have left `_busy`:
+answered, lost, or dead. Each way out of `_busy` is followed by `_form`. An instance may be restarted, idle, and have a next
+batch before the loss of its last one is settled; it is in `_busy` all the time then, and keeps its one permit.
+
+*Order.* Of those that wait, the one that has executed least, times its priority, goes first. If its resources are not free,
+nobody behind it gets any of them, so an instance that needs much is not starved by those that need little. Others, whose
+resources are free, go at once.
+
+*Locks.* The lock of `RateLimiter` is taken inside a scheduler's lock, and nothing is called with it held. `wake` is called after
+that, but perhaps with the lock of another scheduler held, so it only gives the reactor something to do.
+
+*Signals.* Permits concern other callers, so an interruptible thread neither takes nor returns one. The reactor does. No signal handler runs
+inside the quick forms (`runtime.quick`), so they do both on any thread: they start a request at once, and return its permit with its answer,
+while nobody waits for a resource and no other request waits in the queue.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from moonpool.runtime.model.backend import ModelInstance
+from moonpool.runtime.model.config.model import RateLimits
+from moonpool.runtime.model.request import Answer, InferenceRequest
+from moonpool.runtime.quick import forms, learn
+from moonpool.runtime.schedule.execution import Execution
+from moonpool.runtime.schedule.request_queue import Rejected, check_many
+from moonpool.runtime.schedule.scheduler import Scheduler
+
+MemberT = TypeVar("MemberT", bound=Hashable)
+# The name of a resource and its device, None for a resource that all devices share.
+Resource = tuple[str, "int | None"]
+
+_TOO_FEW = (
+    'Resource count for "{}" is limited to {} which will prevent scheduling of one or more model instances, the minimum '
+    "required count is {}"
+)
+_BOTH = 'Resource "{}" is present as both global and device-specific resource in the model configuration.'
+_FORMAT = (
+    "--rate-limit-resource option format is '<resource_name>:<count>:<device>' or '<resource_name>:<count>'. "
+    "Got {:.80}"
+)
+_GIVEN = re.compile(r"([^:]+):([0-9]{1,9})(?::([0-9]{1,9}))?", re.ASCII)
+
+
+def read_resources(texts: Iterable[str]) -> dict[Resource, int]:
+    """Read counts as `NAME:COUNT`, for each device, or `NAME:COUNT:DEVICE`. Raises ValueError, with Triton's text.
+
+    Of two counts of one resource, the lower one holds.
+    """
+    counts: dict[Resource, int] = {}
+    for text in texts:
+        found = _GIVEN.fullmatch(text)
+        if found is None:
+            raise ValueError(_FORMAT.format(text))
+        name, count, device = found.groups()
+        resource = name, None if device is None else int(device)
+        counts[resource] = min(int(count), counts.get(resource, int(count)))
+    return counts
+
+
+class ResourceCount:
+    """The number of a resource that is in use, and its limit."""
+
+    __slots__ = ("in_use", "limit")
+
+    def __init__(self) -> None:
+        self.in_use = self.limit = 0
+
+
+@dataclass(slots=True)
+class ResourceMember:
+    """A member of a pool: what it needs, and whether it waits or holds that."""
+
+    needs: dict[Resource, int]
+    # The same, with the counts of the pool.
+    counts: list[tuple[ResourceCount, int]]
+    weight: int
+    # The executions so far, times the weight.
+    rank: int
+    # The place among those that wait, if it does.
+    turn: int | None = None
+    is_holding: bool = False
+
+
+class ResourcePool(Generic[MemberT]):
+    """Decides which members may have their resources. Pure, and not thread-safe."""
+
+    def __init__(self, given: Mapping[Resource, int]) -> None:
+        """`given` has the count of each resource; if it is empty, a resource has as many as the member that needs most of it."""
+        self._given = given
+        self._members: dict[MemberT, ResourceMember] = {}
+        # The number of members that wait.
+        self._waiting = 0
+        self._turns = 0
+        self._counts: defaultdict[Resource, ResourceCount] = defaultdict(ResourceCount)
+
+        self.limits: Mapping[Resource, int] = {}
+
+    @property
+    def in_use(self) -> Counter[Resource]:
+        """The resources that members hold, with their counts."""
+        return Counter({name: each.in_use for name, each in self._counts.items() if each.in_use})
+
+    def join(self, joining: Mapping[MemberT, tuple[RateLimits, int]]) -> list[MemberT]:
+        """Take in members by what they need and their devices. Raises ValueError, with Triton's texts; then none has joined.
+
+        Returns those that get their resources now, as a member that needs more than others may raise a limit. A member that shares a resource with others begins as if it had executed as often as the least of them.
+        """
+        joined = {}
+        for member, (needed, device) in joining.items():
+            needs = _needs(needed, device)
+            joined[member] = ResourceMember(needs, [], max(1, needed.priority), 0)
+        limits = self._limits_for([*self._members.values(), *joined.values()])
+        for new in joined.values():
+            ranks = [
+                each.rank for each in self._members.values() if each.needs.keys() & new.needs.keys()
+            ]
+            new.rank = min(ranks, default=0)
+        for new in joined.values():
+            new.counts = [(self._counts[resource], count) for resource, count in new.needs.items()]
+        self._members.update(joined)
+        self._set_limits(limits)
+        return self._grant()
+
+    def _set_limits(self, limits: Mapping[Resource, int]) -> None:
+        self.limits = limits
+        for resource in list(self._counts):
+            if resource in limits:
+                self._counts[resource].limit = limits[resource]
+            else:  # nobody needs it any more
+                del self._counts[resource]
+
+    def leave(self, members: Iterable[MemberT]) -> list[MemberT]:
+        """Forget members, with what they hold. Returns those that get their resources now. The limits follow those that stay."""
+        for member in members:
+            self._give_back(member)
+            self._members.pop(member, None)
+        self._set_limits(self._limits_for(self._members.values()))
+        return self._grant()
+
+    def acquire(self, member: MemberT) -> bool:
+        """Return True if a member holds its resources now. Otherwise it waits for them; one that has left never gets any."""
+        state = self._members.get(member)
+        if state is None:
+            return False
+        if not state.is_holding:
+            if state.turn is None:
+                self._wait(state)
+            # It grants nothing to others: whatever frees resources or raises a limit has done that already.
+            self._grant()
+        return state.is_holding
+
+    def release(
+        self, member: MemberT, *, has_executed: bool, asks_again: bool = False
+    ) -> list[MemberT]:
+        """Return what a member holds, or end its wait. Returns those that get their resources now.
+
+        A member that asks again waits behind those of its rank, and may get them at once.
+        """
+        state = self._members.get(member)
+        if state is None:
+            return []
+        if has_executed:
+            state.rank += state.weight
+        self._give_back(member)
+        if asks_again:
+            self._wait(state)
+        return self._grant()
+
+    def holds(self, member: MemberT) -> bool:
+        """Return True if a member holds its resources."""
+        state = self._members.get(member)
+        return state is not None and state.is_holding
+
+    def rank(self, member: MemberT) -> int:
+        """Return the executions of a member so far, times its priority. The least one goes first."""
+        state = self._members.get(member)
+        return 0 if state is None else state.rank
+
+    def _wait(self, state: ResourceMember) -> None:
+        self._turns += 1
+        state.turn = self._turns
+        self._waiting += 1
+
+    def _end_wait(self, state: ResourceMember) -> None:
+        if state.turn is not None:
+            state.turn = None
+            self._waiting -= 1
+
+    def _give_back(self, member: MemberT) -> None:
+        state = self._members.get(member)
+        if state is not None:
+            if state.is_holding:
+                for each, count in state.counts:
+                    each.in_use -= count
+            self._end_wait(state)
+            state.is_holding = False
+
+    def _grant(self) -> list[MemberT]:
+        """Give resources to those that wait, in order. What one waits for is kept from those behind it."""
+        if not self._waiting:
+            return []
+        waiting = [
+            (each.rank, each.turn, member, each)
+            for member, each in self._members.items()
+            if each.turn is not None
+        ]
+        waiting.sort(key=lambda entry: entry[:2])
+        reserved: set[Resource] = set()
+        granted = []
+        for _, _, member, state in waiting:
+            needs = state.needs
+            if reserved.isdisjoint(needs) and _has(state):
+                for count_of, count in state.counts:
+                    count_of.in_use += count
+                self._end_wait(state)
+                state.is_holding = True
+                granted.append(member)
+            else:
+                reserved.update(needs)
+        return granted
+
+    def _limits_for(self, members: Iterable[ResourceMember]) -> dict[Resource, int]:
+        """Return the count of each resource that members need. Raises ValueError."""
+        most: dict[Resource, int] = {}
+        for member in members:
+            for resource, count in member.needs.items():
+                most[resource] = max(count, most.get(resource, 0))
+        limits = {
+            resource: self._count_of(resource, need) if self._given else need
+            for resource, need in most.items()
+        }
+        for name, device in limits:
+            if device is not None and (name, None) in limits:
+                raise ValueError(_BOTH.format(name))
+        return limits
+
+    def _count_of(self, resource: Resource, least: int) -> int:
+        name, device = resource
+        # A device is of no account for a resource that all of them share.
+        count = max(
+            (
+                count
+                for (given, place), count in self._given.items()
+                if given == name and (device is None or place in (None, device))
+            ),
+            default=0,
+        )
+        if count < least:
+            raise ValueError(_TOO_FEW.format(name, count, least))
+        return count
+
+
+def _has(state: ResourceMember) -> bool:
+    """Return True if there is what a member needs."""
+    return all(each.in_use + count <= each.limit for each, count in state.counts)
+
+
+def _needs(limits: RateLimits, device: int) -> dict[Resource, int]:
+    return {
+        (each.name, None if each.is_global else device): each.count for each in limits.resources
+    }
+
+
+class RateLimiter:
+    """The resources of one runtime, for the instances of all its models. Any thread may call any method."""
+
+    def __init__(self, given: Mapping[Resource, int]) -> None:
+        """`given` is as in `ResourcePool`."""
+        self._pool: ResourcePool[ModelInstance] = ResourcePool(given)
+        self._wakes: dict[ModelInstance, Callable[[], None]] = {}
+        self._lock = threading.Lock()
+
+    def join(self, instances: Sequence[ModelInstance], wake: Callable[[], None]) -> None:
+        """Take in instances. Raises `ConfigError` if they need more than there is; then none has joined.
+
+        `wake` is called once an instance that has waited has its resources. It must not block or take a lock.
+        """
+        with self._lock:
+            try:
+                needs = {each: (each.rate_limits, each.device_id) for each in instances}
+                wakes = self._wakes_of(self._pool.join(needs))
+            except ValueError as error:
+                source = instances[0].model.config.source
+                raise source.error("instance_group", str(error)) from error
+            self._wakes.update(dict.fromkeys(instances, wake))
+        _call(wakes)
+
+    def leave(self, instances: Iterable[ModelInstance]) -> None:
+        """Forget instances, with what they hold."""
+        gone = list(instances)
+        with self._lock:
+            wakes = self._wakes_of(self._pool.leave(gone))
+            for instance in gone:
+                self._wakes.pop(instance, None)
+        _call(wakes)
+
+    def acquire(self, instance: ModelInstance) -> bool:
+        """Return True if an instance may execute now; otherwise `wake` tells when."""
+        with self._lock:
+            return self._pool.acquire(instance)
+
+    def release(
+        self, instance: ModelInstance, *, has_executed: bool, asks_again: bool = False
+    ) -> None:
+        """Return what an instance holds, or end its wait. If it asks again, `holds` tells whether it has it back at once."""
+        with self._lock:
+            granted = self._pool.release(instance, has_executed=has_executed, asks_again=asks_again)
+            wakes = self._wakes_of(each for each in granted if each is not instance)
+        _call(wakes)
+
+    def holds(self, instance: ModelInstance) -> bool:
+        """Return True if an instance may execute."""
+        with self._lock:
+            return self._pool.holds(instance)
+
+    def in_order(self, instances: Sequence[ModelInstance]) -> list[ModelInstance]:
+        """Return instances, those first that have executed least; of equal ones the last first."""
+        ordered = list(instances)
+        ordered.reverse()
+        with self._lock:
+            ordered.sort(key=self._pool.rank)
+        return ordered
+
+    @property
+    def in_use(self) -> dict[Resource, int]:
+        """The resources that instances hold at the moment, with their counts."""
+        with self._lock:
+            return self._pool.in_use
+
+    def _wakes_of(self, instances: Iterable[ModelInstance]) -> set[Callable[[], None]]:
+        return {self._wakes[instance] for instance in instances if instance in self._wakes}
+
+
+def limiter_of(texts: Iterable[str] | None) -> RateLimiter | None:
+    """Make a limiter with these counts of resources, None for none. Raises ValueError."""
+    if texts is None:
+        return None
+    if isinstance(texts, str):
+        raise ValueError(
+            f"the resources of a rate limit must be a list of texts, not {texts!r:.60}"
+        )
+    return RateLimiter(read_resources(texts))
+
+
+def _call(wakes: Iterable[Callable[[], None]]) -> None:
+    for wake in wakes:
+        wake()
+
+
+class LimitedScheduler(Scheduler):
+    """A scheduler whose instances execute only with a permit. Any thread may call any method."""
+
+    def __init__(self, limiter: RateLimiter, *arguments: Any) -> None:
+        """Take permits of `limiter` for instances that `join`. The other arguments are those of `Scheduler`."""
+        super().__init__(*arguments)
+        self._limiter = limiter
+        self._members: set[ModelInstance] = set()
+        # Those that wait for a permit, or have one that `_use_granted` has yet to use.
+        self._waiting: set[ModelInstance] = set()
+        # Those that execute with a permit, or did a moment ago.
+        self._used: set[ModelInstance] = set()
+
+    def join(self, instances: Sequence[ModelInstance]) -> None:
+        """Let the limiter know new instances. Raises `ConfigError`; then it knows none of them."""
+        if instances:
+            self._limiter.join(instances, self._wake_granted)
+            with self._lock:
+                self._members.update(instances)
+
+    def leave_limiter(self, instances: Iterable[ModelInstance] | None = None) -> None:
+        """Return what instances hold for good: they have ended, or never started. None means all of them."""
+        with self._lock:
+            gone = self._members.intersection(self._members if instances is None else instances)
+            for mine in (self._members, self._waiting, self._used):
+                mine -= gone
+        self._limiter.leave(gone)
+
+    def forget(self, instance: ModelInstance) -> None:
+        self.leave_limiter([instance])
+        super().forget(instance)
+
+    def submit(self, request: InferenceRequest) -> Execution | None:
+        """Take a request in as `Scheduler.submit`. It waits in the queue until an instance has a permit."""
+        if forms is not None:
+            usual: Execution | Literal[False] | None = forms.submit(self, request)
+            if usual is not False:
+                return usual
+        if self._decoupled:
+            check_many(self._name, request)
+        with self._lock:
+            self._add(request, time.monotonic_ns())
+            if request.waiter.interruptible:
+                self.reactor.call_soon(self._look)
+                return None
+            started, rejected = self._form(time.monotonic_ns())
+        return self._launch(started, rejected, request)
+
+    def settle(
+        self,
+        execution: Execution,
+        answers: Sequence[Answer],
+        answered_ns: int | None = None,
+        *,
+        interruptible: bool = False,
+    ) -> None:
+        if interruptible:
+            at_ns = answered_ns or time.monotonic_ns()
+            self.reactor.call_soon(lambda: self.settle(execution, answers, at_ns))
+            return
+        super().settle(execution, answers, answered_ns)
+
+    def _form(self, now_ns: int) -> tuple[list[Execution], Rejected]:
+        """Ask for permits while requests wait, and start what has one. Needs the lock."""
+        self._return_used()
+        # Requests whose time is over, and ends of sequences, wait for no permit.
+        started, rejected = self._form_in((), now_ns)
+        for instance in self._limiter.in_order(self._idle):
+            if not len(self._queue):
+                break
+            if self._limiter.acquire(instance):
+                self._waiting.discard(instance)
+                formed, expired = self._use(instance, now_ns)
+                started += formed
+                rejected += expired
+            else:
+                self._waiting.add(instance)
+        if not len(self._queue):
+            for instance in self._waiting:
+                self._limiter.release(instance, has_executed=False)
+            self._waiting.clear()
+        return started, rejected
+
+    def _use(self, instance: ModelInstance, now_ns: int) -> tuple[list[Execution], Rejected]:
+        """Form the batch of an instance that has a permit, which returns if there is none. Needs the lock."""
+        started, rejected = self._form_in((instance,), now_ns)
+        if started:
+            self._used.add(instance)
+        else:
+            self._limiter.release(instance, has_executed=False)
+        return started, rejected
+
+    def _return_used(self) -> None:
+        for instance in self._used - self._busy.keys():
+            self._used.discard(instance)
+            # In one step with the return, or others that wait would go first whatever their rank.
+            asks_again = instance in self._idle and len(self._queue) > 0
+            if asks_again:
+                self._waiting.add(instance)
+            self._limiter.release(instance, has_executed=True, asks_again=asks_again)
+
+    def _wake_granted(self) -> None:
+        self.reactor.call_soon(self._use_granted)
+
+    def _use_granted(self) -> None:
+        """Start the batches of instances that have waited and have a permit now."""
+        started: list[Execution] = []
+        rejected: Rejected = []
+        with self._lock:
+            now_ns = time.monotonic_ns()
+            self._return_used()
+            for instance in [each for each in self._waiting if self._limiter.holds(each)]:
+                self._waiting.discard(instance)
+                if instance in self._idle:
+                    formed, expired = self._use(instance, now_ns)
+                    started += formed
+                    rejected += expired
+                else:  # it broke or was taken while it waited; it asks again when it comes back
+                    self._limiter.release(instance, has_executed=False)
+        self._launch(started, rejected)
+
+
+learn(ResourceCount)
+learn(ResourceMember)
+learn(ResourcePool)
+learn(RateLimiter)
+learn(LimitedScheduler)
