@@ -39,7 +39,10 @@ from moonpool.runtime.process.parallel import in_parallel
 from moonpool.runtime.repository.grants import Grants, as_argument
 from moonpool.runtime.repository.loading import HostingRules, Wanted
 from moonpool.runtime.repository.repository import ModelRepositories
+from moonpool.runtime.residency.policy import Resident
 from moonpool.runtime.schedule.callers import FutureWaiter, response_of, wait_for_response
+from moonpool.runtime.schedule.rate_limiter import limiter_of
+from moonpool.runtime.schedule.response_cache import cache_of
 from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.stubs.handle import StubSharing
 from moonpool.runtime.stubs.output import PRINTER
@@ -82,50 +85,61 @@ class Runtime:
         sandbox: str | None = None,
         sandbox_grants: Iterable[str] = (),
         model_options: Mapping[str, Mapping[str, str | float]] | None = None,
+        response_cache_bytes: int | None = None,
+        rate_limit: Iterable[str] | None = None,
+        resident: Resident | None = None,
     ) -> None:
         """Load all models of `repository`, which may be several, or those named in `models`.
 
-        `backends` are found by their names, beside the built-in `python`. `backend_directory` has
-        Python-based backends, each as `<name>/model.py`. `listener` gets the name, state and reason of every
-        model version and instance that changes its state, on the thread that changes it. `metrics` asks for
-        metrics that cost something; `sharing` is for servers of several processes.
-        `config_limits`, such as `["instances=2000"]`, raise the most that a configuration may ask for.
+        `backends` are found by their names, beside the built-in `python`. `backend_directory` has Python-based backends,
+        each as `<name>/model.py`. `listener` gets the name, state and reason of every model version and instance that
+        changes its state, on the thread that changes it. `metrics` asks for metrics that cost something; `sharing` is for
+        servers of several processes. `config_limits`, such as `["instances=2000"]`, raise the most that a configuration may
+        ask for. Responses of models with `response_cache { enable: true }` are kept for equal requests, in
+        `response_cache_bytes` together. With `rate_limit`, such as `["NAME:COUNT"]` or `[]`, instances execute only while
+        the resources of their `rate_limiter` are free.
+        With `resident`, such as `Resident(models=20)`, a model has processes only from its first request on, and sleeps when others need the
+        room (docs/RESIDENCY.md).
 
-        `sandbox` is the least level of all models: `off`, `standard`, `best-effort` or `strict`. A model may ask for
-        more, never for less. From `best-effort` on, a model's configuration gives it nothing beyond its level except
-        what `sandbox_grants` has: `"MODEL:MOONPOOL_SANDBOX_PATHS=/data,EXECUTION_ENV_PATH=/envs/one"` grants these
-        values and no others, `"MODEL"` grants everything that its configuration asks for. `moonpool check REPO --sandbox
-        strict` prints what models ask for in this form. `model_options` are options of models by name (`*` stands for
-        any characters, and a name takes precedence over a pattern), such as
-        `{"*": {"MOONPOOL_MEMORY_LIMIT_BYTES": "1G"}}`. They take precedence over the models' configurations, and count
-        as granted. docs/OPTIONS.md has all options.
+        `sandbox` is the least level of all models: `off`, `standard`, `best-effort` or `strict`. A model may ask for more,
+        never for less. From `best-effort` on, a model's configuration gives it nothing beyond its level except what
+        `sandbox_grants` has: `"MODEL:MOONPOOL_SANDBOX_PATHS=/data,EXECUTION_ENV_PATH=/envs/one"` grants these values and no
+        others, `"MODEL"` grants everything that its configuration asks for. `moonpool check REPO --sandbox strict` prints
+        what models ask for in this form. `model_options` are options of models by name (`*` stands for any characters, and
+        a name takes precedence over a pattern), such as `{"*": {"MOONPOOL_MEMORY_LIMIT_BYTES": "1G"}}`. They take
+        precedence over the models' configurations, and count as granted. docs/OPTIONS.md has all options.
 
         Raises `RepositoryError`, `ConfigError`, `LoadFailed`, and ValueError for a limit, a level or a grant that does
         not exist. Models that were loaded by then are unloaded.
         """
-        found = None if repository is None else ModelRepositories(_paths(repository))
+        found = ModelRepositories(() if repository is None else _paths(repository))
         directory = BackendDirectory(backend_directory)
+        cache, limiter = cache_of(response_cache_bytes), limiter_of(rate_limit)
         rules = _rules(sandbox, sandbox_grants, model_options or {}, config_limits)
-        self._models = ModelRegistry(
-            found, backends, directory, drain_timeout_s, verbose, listener, metrics, sharing
-        )
+        others = drain_timeout_s, verbose, listener, metrics, sharing, resident
+        self._models = ModelRegistry(found, backends, directory, *others)
         self._models.rules = rules
+        self._models.cache, self._models.limiter = cache, limiter
         _open_registries.add(self._models)
         PRINTER.follow_cells(_read_output)
         self._forgotten = weakref.finalize(self, self._models.close_soon)
         self._forgotten.atexit = False
-        if found is not None:
+        if repository is not None:
             for text in rules.about_none_of(found.listing().names):
                 _log.warning("%s", text)
-            names: list[str] = []
-            try:
-                names.extend(found.models() if models is None else models)
-                in_parallel(self.load, names, "moonpool-load", self._models.give_up_loading)
-            except BaseException as error:
-                if isinstance(error, MoonpoolError) and len(names) > 1:
-                    error.add_note(_ONE_OF_MANY.format(len(names)))
-                self.close()
-                raise
+            self._load_all(found, models)
+
+    def _load_all(self, found: ModelRepositories, models: Iterable[str] | None) -> None:
+        """Load these models, or all of the repositories. If one fails, close the runtime and raise its error."""
+        names: list[str] = []
+        try:
+            names.extend(found.models() if models is None else models)
+            in_parallel(self.load, names, "moonpool-load", self._models.give_up_loading)
+        except BaseException as error:
+            if isinstance(error, MoonpoolError) and len(names) > 1:
+                error.add_note(_ONE_OF_MANY.format(len(names)))
+            self.close()
+            raise
 
     # Models
 
@@ -149,7 +163,7 @@ class Runtime:
         """Load a model, and return when all its instances are ready.
 
         Without `source`, this loads the repository's model of that name, in the versions of its policy. `source` is
-        a model's directory, one Python file, or a class. A class may come from a cell of a notebook: its source is
+        a model's directory, its address in the cloud (`s3://bucket/models/m`), one Python file, or a class. A class may come from a cell of a notebook: its source is
         copied, with everything that it uses. `files` are the contents of a directory by path, such as `1/model.py`, and
         are written into a private one. `instances` and `config` (in the JSON form of `config.pbtxt`) take precedence
         over the directory's configuration, field by field, and over its `parameters` key by key.
@@ -162,12 +176,25 @@ class Runtime:
         again, with whatever configuration. They are for you to choose: do not take them from the model's author.
 
         A loaded model is replaced: it serves until the new one is ready, and finishes the requests that it
-        has. If the load fails, it stays. Nothing happens if nothing has changed since it was loaded.
+        has. If the load fails, it stays. Nothing happens if nothing has changed since it was loaded. If only
+        instance groups, the version policy, delays, queue policies or deadlines have changed, its processes go on.
 
         Raises `LoadFailed`, `ConfigError`, `RepositoryError`, `BadEnvironment`, `RuntimeClosed`.
         """
         said = said_in_a_load(sandbox, options, parameters)
         self._models.load(Wanted(name, source, instances, config, files, said=said))
+
+    def scale(self, name: str, instances: int) -> None:
+        """Change the number of instances of a loaded model while it serves.
+
+        Returns when new instances are ready and those that are too many have finished what they had, sequences
+        too, and ended. `instances` is the `count` of the model's instance group: for GPUs, that on each of them.
+        It holds until the model is loaded again. If an instance does not start, nothing has changed.
+
+        Raises `ModelNotFound`, `InvalidRequest` for a model with several instance groups, `ConfigError` and
+        `LoadFailed`.
+        """
+        self._models.scale(name, instances)
 
     def unload(self, name: str) -> None:
         """Finish the present requests, finalize all versions and end their processes.

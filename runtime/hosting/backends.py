@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from moonpool.runtime.errors import LoadFailed
+from moonpool.runtime.hosting.ensembles import EnsembleBackend
 from moonpool.runtime.model.backend import Backend
+from moonpool.runtime.model.config.ensembles import ENSEMBLE
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.states import BACKEND, BackendState, Machine
 
@@ -99,6 +101,7 @@ class Backends:
         self._backends.setdefault("python", self._python_based("python"))
         # Backends without a file: the models bring their own.
         self._own = frozenset(self._backends)
+        self._backends[ENSEMBLE] = EnsembleBackend()
         now = time.monotonic()
         self._machines = {name: Machine(name, BACKEND, now) for name in self._backends}
 
@@ -118,7 +121,7 @@ class Backends:
 
         Raises `LoadFailed` if there is no such backend.
         """
-        if config.backend in self._own:
+        if config.ensemble is not None or config.backend in self._own:
             return None
         return self._directory.find(config.backend, config.raw["runtime"], self._own)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 from moonpool.ipc.policy import is_contained
@@ -13,6 +12,9 @@ from moonpool.runtime.model.states import InstanceState
 from moonpool.runtime.observe.distributions import bucket_samples
 from moonpool.runtime.observe.exposition import ExposedFamily, Labels, Sample
 from moonpool.runtime.observe.metric_families import (
+    CACHE,
+    CACHE_FAMILIES,
+    CACHE_SUMMARIES,
     COUNTS,
     DURATIONS,
     FIRST_RESPONSE,
@@ -24,7 +26,8 @@ from moonpool.runtime.observe.metric_families import (
 from moonpool.runtime.observe.metrics_options import MetricsOptions
 from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS, Statistics
 from moonpool.runtime.process.usage import usage_of
-from moonpool.runtime.schedule.scheduler import Scheduler
+from moonpool.runtime.residency.residents import SLEEP_REASONS, ResidentModel
+from moonpool.runtime.schedule.response_cache import ResponseCache
 
 _NS_PER_S = 1_000_000_000
 _NS_PER_MS = 1_000_000
@@ -57,6 +60,11 @@ def model_families(served: Iterable[HostedModel], options: MetricsOptions) -> li
     ]
     if options.counter_latencies:
         families += _counters(DURATIONS, all_of)
+    if cached := [(each, each.cache) for each in all_of if each.cache is not None]:
+        families += [
+            ExposedFamily(name, text, "counter", [_sample(each, of(c)) for each, c in cached])
+            for name, text, of in CACHE
+        ]
     pending = [_sample(each.statistics, each.queued) for each in schedulers]
     families += [
         ExposedFamily(
@@ -76,7 +84,19 @@ def model_families(served: Iterable[HostedModel], options: MetricsOptions) -> li
         families.append(_first_responses(served))
     if options.summary_latencies:
         families += _summaries(all_of, options)
+        families += _cache_summaries(all_of, options)
     return families
+
+
+def cache_families(cache: ResponseCache | None) -> list[ExposedFamily]:
+    """Return the families of the response cache, none without one."""
+    if cache is None:
+        return []
+    values = cache.size_bytes, cache.used_bytes, len(cache), cache.evictions
+    return [
+        ExposedFamily(name, text, kind, [Sample("", (), value)])
+        for (name, (kind, text)), value in zip(CACHE_FAMILIES.items(), values, strict=True)
+    ]
 
 
 def _counters(counters: Counters, all_of: Iterable[Statistics]) -> list[ExposedFamily]:
@@ -107,6 +127,27 @@ def _summaries(all_of: Iterable[Statistics], options: MetricsOptions) -> list[Ex
                 samples += of(each.summaries).samples(labels, options.summary_quantiles)
         families.append(ExposedFamily(name, text, "summary", samples))
     return families
+
+
+def _cache_summaries(all_of: Iterable[Statistics], options: MetricsOptions) -> list[ExposedFamily]:
+    kept = [
+        (labels_of(each), each.cache.summaries)
+        for each in all_of
+        if each.cache is not None and each.cache.summaries is not None
+    ]
+    return [
+        ExposedFamily(
+            name,
+            text,
+            "summary",
+            [
+                sample
+                for labels, summaries in kept
+                for sample in of(summaries).samples(labels, options.summary_quantiles)
+            ],
+        )
+        for name, text, of in (CACHE_SUMMARIES if kept else ())
+    ]
 
 
 def _sample(statistics: Statistics, value: int, reason: str = "") -> Sample:
@@ -149,7 +190,9 @@ def _add_model(samples: _Samples, hosted: HostedModel) -> None:
     for state in InstanceState:
         by_state = labels_of(statistics, ("state", str(state)))
         samples.add("moonpool_instances", by_state, states.count(state))
-    samples.add("moonpool_requests_in_flight", labels, _in_flight(scheduler))
+    if hosted.residence is not None:
+        _add_residence(samples, hosted, hosted.residence)
+    samples.add("moonpool_requests_in_flight", labels, scheduler.in_flight)
     samples.add("moonpool_instances_executing", labels, scheduler.executing)
     if is_contained(hosted.model.options.sandbox):
         _add_denials(samples, hosted)
@@ -158,6 +201,27 @@ def _add_model(samples: _Samples, hosted: HostedModel) -> None:
     )
     samples.of["moonpool_batch_size"] += _batch_sizes(statistics.batch_sizes(), labels)
     samples.of["moonpool_recovery_seconds"] += supervisor.recoveries.samples(labels, _NS_PER_S)
+
+
+def _add_residence(samples: _Samples, hosted: HostedModel, residence: ResidentModel) -> None:
+    statistics = hosted.scheduler.statistics
+    labels = labels_of(statistics)
+    samples.add("moonpool_model_awake", labels, int(residence.is_present))
+    samples.add("moonpool_model_wakes_total", labels, residence.wakes)
+    for reason in SLEEP_REASONS:
+        by_reason = labels_of(statistics, ("reason", reason))
+        samples.add("moonpool_model_sleeps_total", by_reason, residence.sleeps[reason])
+    if residence.autoscaler is not None:
+        for direction in ("up", "down"):
+            by_direction = labels_of(statistics, ("direction", direction))
+            samples.add(
+                "moonpool_model_scale_steps_total", by_direction, residence.steps[direction]
+            )
+    if residence.is_measured:
+        for kind, size in zip(("cpu", "gpu"), residence.need, strict=True):
+            by_kind = labels_of(statistics, ("kind", kind))
+            is_here = size if residence.is_present else 0
+            samples.add("moonpool_model_measured_memory_bytes", by_kind, is_here)
 
 
 def _add_denials(samples: _Samples, hosted: HostedModel) -> None:
@@ -170,12 +234,6 @@ def _add_denials(samples: _Samples, hosted: HostedModel) -> None:
                 hosted.scheduler.statistics, ("model_instance", name), ("kind", kind)
             )
             samples.add("moonpool_instance_sandbox_denials_total", labels, count)
-
-
-def _in_flight(scheduler: Scheduler) -> int:
-    executing = scheduler.executing_since(time.monotonic_ns() + 1)
-    inside = sum(len(each.requests) for each in executing)
-    return scheduler.queued + inside + len(scheduler.open_requests)
 
 
 def _batch_sizes(executions: dict[int, int], labels: Labels) -> list[Sample]:

@@ -7,6 +7,11 @@ and front-end processes accept requests, so an unload that begins meanwhile come
 holds it until front-end processes refuse requests; the scheduler does so before (`Supervisor.check_given_up`). `_lock` is taken
 outside of the scheduler's lock and never inside it.
 
+A model that may sleep (`residency`) has an entry there. `wake` and `fall_asleep` start and end its instances in between, and hold the model
+lock. The model stays READY: it takes requests, which wake it.
+
+An update (`grow`, then `shrink`) also holds the model lock. In between, the registry's table changes.
+
 Order of an unload: refuse requests here and in front-end processes, wait until those that are in are answered or the time is
 over, fail the rest, end the instances, fail requests that were queued again while they ended, and finalize the model.
 """
@@ -16,30 +21,42 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
+from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import LoadFailed, ModelUnavailable
 from moonpool.runtime.hosting.instance_record import InstanceRecord
+from moonpool.runtime.hosting.scaling import InstanceSpec, Matching, matched, specs_of
 from moonpool.runtime.hosting.supervisor import Supervisor
+from moonpool.runtime.hosting.warmup import Warmup
 from moonpool.runtime.model.backend import Backend, Model, ModelInstance
-from moonpool.runtime.model.config.model import unused_fields
+from moonpool.runtime.model.config.live import with_count, with_live_options, with_live_parts
+from moonpool.runtime.model.config.model import ModelConfig, unused_fields
+from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.model.states import MODEL, InstanceState, Machine, ModelState
-from moonpool.runtime.observe.distributions import LatencySummaries
+from moonpool.runtime.observe.distributions import CacheSummaries, LatencySummaries
 from moonpool.runtime.observe.metrics_options import (
     MetricsOptions,
     first_response_bounds_ns,
     tags_of,
 )
 from moonpool.runtime.observe.statistics import ResponseStatistics, Statistics
+from moonpool.runtime.residency.autoscaling import QueueCounts
+from moonpool.runtime.residency.residents import Residency, ResidentModel
 from moonpool.runtime.schedule.failures import as_load_failure, no_instance_left
+from moonpool.runtime.schedule.rate_limiter import LimitedScheduler, RateLimiter
+from moonpool.runtime.schedule.response_cache import CachingScheduler, ResponseCache
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.handle import Stubs
 from moonpool.runtime.stubs.readiness import Answer, ask_all
 
 _log = logging.getLogger("moonpool")
+_NO_CACHE = "model '%s' has a response_cache, and there is none: start the server with --cache-config=local,size=BYTES"
+# The time that instances of an update that failed elsewhere have for requests that they took meanwhile.
+_UNDO_S = 30.0
 # The states of an instance after something went wrong.
 _BROKEN = (InstanceState.BACKING_OFF, InstanceState.FAILED)
 
@@ -57,8 +74,14 @@ class HostedModel:
         metrics: MetricsOptions,
         *,
         goes_on: Callable[[], bool],
+        cache: ResponseCache | None = None,
+        limiter: RateLimiter | None = None,
+        residency: Residency | None = None,
     ) -> None:
-        """`goes_on` is as in `Supervisor`."""
+        """`goes_on` is as in `Supervisor`. `cache` is that of all models, for those whose configuration asks for it.
+
+        `limiter` has the resources of all models; None if there are no limits. `residency` wakes the model, if it may sleep.
+        """
         self.model = model
         self.scheduler: Scheduler
         self.signature: Signature
@@ -72,6 +95,21 @@ class HostedModel:
         self._goes_on = goes_on
         self._errors = stubs.errors
         self._metrics = metrics
+        self._cache = cache if model.config.response_cache else None
+        self._limiter = limiter
+        self._residency: Residency | None = None
+        may_sleep = False
+        if residency is not None and model.config.ensemble is None:
+            model.is_asleep = residency.begins_asleep(model.options)
+            if residency.takes_in(model.options):
+                self._residency = residency
+                may_sleep = residency.may_sleep(model.options)
+        # None if the model never sleeps.
+        self.residence: ResidentModel | None = None
+        # The reason why requests are refused after a model that was asleep could not be started.
+        self._why_resting = ""
+        # A front end does not know which models sleep.
+        model.has_one_scheduler = self._cache is not None or limiter is not None or may_sleep
         # The duration of the load.
         self.load_s = 0.0
         self._lock = threading.Lock()
@@ -89,6 +127,10 @@ class HostedModel:
         began_s = time.monotonic()
         self._move(ModelState.LOADING, "load")
         try:
+            self.model.check_files()
+            if self.model.is_asleep and self.model.config.inputs and self.model.config.outputs:
+                # A process that only completes what is complete would cost a start, and nobody has asked for the model yet.
+                self.model.completes = False
             self._backend.model_initialize(self.model)
             try:
                 self._start()
@@ -102,8 +144,14 @@ class HostedModel:
                 raise
             raise failure from error
         self.load_s = time.monotonic() - began_s
+        if self.model.is_asleep:
+            self._backend.model_sleep(self.model)
+            self._move(ModelState.READY, "asleep: the next request loads it")
+            self._take_residence(is_awake=False)
+            return
         self._move(ModelState.READY, "every instance is ready")
         self.scheduler.open()
+        self._take_residence(is_awake=True)
         # An instance may have given up since it was ready. `_give_up` ignored that in the state LOADING, and `open`
         # undid the refusal.
         self.supervisor.check_given_up()
@@ -112,8 +160,12 @@ class HostedModel:
         model = self.model
         for field in unused_fields(model.config.raw):
             _log.warning("model '%s': %s has no effect in moonpool yet", model.name, field)
-        instances = self._instances()
-        self.signature = Signature(model.config, self._backend.device_intake(model))
+        if model.config.response_cache and self._cache is None:
+            _log.warning(_NO_CACHE, model.name)
+        instances = [] if model.is_asleep else self._made(specs_of(model.config.instance_groups))
+        self.signature = Signature(
+            model.config, self._backend.device_intake(model), takes_ragged=model.takes_ragged
+        )
         self.supervisor = Supervisor(
             self._backend,
             model,
@@ -123,13 +175,34 @@ class HostedModel:
             self._give_up,
             self._come_back,
             self._goes_on,
+            Warmup(model, self.signature),
         )
-        self.scheduler = Scheduler(model, self._reactor, self._executor, self.supervisor.lost)
+        self.scheduler = self._new_scheduler()
         self.scheduler.note = partial(self._errors.add, model.name, model.version)
         self._prepare_statistics(self.scheduler.statistics)
         self.supervisor.serve(self.scheduler)
         self._is_starting = True
-        self.supervisor.start_all()
+        if isinstance(self.scheduler, LimitedScheduler):
+            self.scheduler.join(instances)
+        try:
+            self.supervisor.start_all()
+        except BaseException:
+            self._leave_limiter()
+            raise
+
+    def _new_scheduler(self) -> Scheduler:
+        arguments = self.model, self._reactor, self._executor, self.supervisor.lost
+        if self._limiter is not None and self._cache is not None:
+            return _CachingLimitedScheduler(self._cache, self._limiter, *arguments)
+        if self._limiter is not None:
+            return LimitedScheduler(self._limiter, *arguments)
+        if self._cache is not None:
+            return CachingScheduler(self._cache, *arguments)
+        return Scheduler(*arguments)
+
+    def _leave_limiter(self, instances: Sequence[ModelInstance] | None = None) -> None:
+        if isinstance(self.scheduler, LimitedScheduler):
+            self.scheduler.leave_limiter(instances)
 
     def _prepare_statistics(self, statistics: Statistics) -> None:
         raw = self.model.config.raw
@@ -137,6 +210,8 @@ class HostedModel:
         statistics.responses = ResponseStatistics(first_response_bounds_ns(raw))
         if self._metrics.summary_latencies:
             statistics.summaries = LatencySummaries()
+            if statistics.cache is not None:
+                statistics.cache.summaries = CacheSummaries()
 
     def give_up_loading(self) -> None:
         """Let `load` fail soon. For a thread that waits for it and was interrupted."""
@@ -146,19 +221,193 @@ class HostedModel:
             reason = LoadFailed(f"the load of {self} was interrupted")
             self._backend.model_abort(self.model, reason)
 
-    def _instances(self) -> list[ModelInstance]:
-        model = self.model
-        instances = []
-        for group in model.config.instance_groups:
-            number = 0
-            for device_id in group.gpus or (0,):
-                for _ in range(group.count):
-                    name = f"{group.name}_{number}"
-                    number += 1
-                    instances.append(
-                        ModelInstance(self._backend, model, name, group.kind, device_id)
-                    )
-        return instances
+    def _made(self, specs: Sequence[InstanceSpec]) -> list[ModelInstance]:
+        return [ModelInstance(self._backend, self.model, *spec) for spec in specs]
+
+    # Sleep
+
+    def _take_residence(self, *, is_awake: bool) -> None:
+        """Let the model be put to sleep, and woken by requests, from now on."""
+        if self._residency is None:
+            return
+        self.scheduler.wanted = partial(self._residency.want, self)
+        if not is_awake:
+            self.scheduler.sleep()
+        self.residence = self._residency.add(self, is_awake=is_awake)
+
+    @property
+    def name(self) -> str:
+        """The name of the model."""
+        return self.model.name
+
+    @property
+    def options(self) -> ModelOptions:
+        """The options of the model."""
+        return self.model.options
+
+    @property
+    def uses(self) -> int:
+        """The number of executions and failures, which grows with the requests that have ended."""
+        statistics = self.scheduler.statistics
+        return statistics.execution_count + statistics.fail_count
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests in the queue."""
+        return self.scheduler.queued
+
+    @property
+    def is_used(self) -> bool:
+        """True if a request is inside, or a sequence."""
+        return self.scheduler.is_used
+
+    @property
+    def has_given_up(self) -> bool:
+        """True while all instances have been given up, and the model is not unloaded."""
+        return self._has_given_up
+
+    @property
+    def sleeps_because(self) -> str:
+        """The reason why the model is without instances; empty if it has some."""
+        residence = self.residence
+        if residence is None or residence.is_present:
+            return ""
+        return residence.machine.because
+
+    @property
+    def instances(self) -> int:
+        """The count in the only group of instances."""
+        return self.model.config.instance_groups[0].count
+
+    @property
+    def executing(self) -> float:
+        """The number of instances that execute, as a part of `instances`: a group may have its count on each of several GPUs."""
+        return self.scheduler.executing * self.instances / max(1, len(self.supervisor.records))
+
+    @property
+    def runs_on_gpus(self) -> bool:
+        """True if the instances compute on GPUs."""
+        return self.model.config.instance_groups[0].kind == "GPU"
+
+    def queue_counts(self, now_s: float) -> QueueCounts:
+        """Return the counts of the queue as they are now, those of front ends as of their last report."""
+        statistics, scheduler = self.scheduler.statistics, self.scheduler
+        ended = statistics.success_count + statistics.fail_count
+        return QueueCounts(now_s, ended, statistics.queue_ns, scheduler.queued)
+
+    def scale_to(self, instances: int) -> None:
+        """Change the count of the only group of instances while the model serves. Blocks. Raises as `grow`."""
+        self.grow(with_count(self.model.config, instances))
+        self.shrink(self.model.options, _UNDO_S)
+
+    def pids(self) -> list[int]:
+        """Return the processes of the instances, and what the model has beside them, such as a template."""
+        processes = [
+            getattr(each.instance.state, "process", None) for each in self.supervisor.records
+        ]
+        pids = [each.pid for each in processes if each is not None and each.is_running]
+        return [*pids, *self._backend.model_processes(self.model)]
+
+    def wake(self) -> None:
+        """Start the instances of a model that sleeps. Requests that wait run as soon as the first one is ready. Raises as `load`."""
+        began_s = time.monotonic()
+        self.model.check_files()
+        self.model.is_asleep = False
+        self._is_starting = True
+        instances = self._made(specs_of(self.model.config.instance_groups))
+        try:
+            self._backend.model_wake(self.model)
+            if isinstance(self.scheduler, LimitedScheduler):
+                self.scheduler.join(instances)
+            self.supervisor.grow(instances)
+        except BaseException:
+            self._leave_limiter(instances)
+            self._end_beside_instances()
+            raise
+        self.load_s = time.monotonic() - began_s
+        self.scheduler.open()
+        self.supervisor.check_given_up()
+        self._tell(str(self), "AWAKE", "a request came")
+
+    def fall_asleep(self) -> bool:
+        """End the instances, if nothing is inside. Returns False if something is, or the model has given up. Blocks."""
+        if self.machine.state is not ModelState.READY or not self.scheduler.doze():
+            return False
+        self.supervisor.end_all()
+        if self.model.options.instances is not None:
+            self.model.config = with_count(self.model.config, self.model.options.instances[0])
+        self._leave_limiter()
+        self._end_beside_instances()
+        self._tell(str(self), "ASLEEP", "its instances have ended")
+        return True
+
+    def _end_beside_instances(self) -> None:
+        self.model.is_asleep = True
+        try:
+            self._backend.model_sleep(self.model)
+        except Exception as error:
+            _log.exception("%s: what it has beside its instances does not end: %s", self, error)
+
+    def rest(self, error: MoonpoolError) -> None:
+        """Fail all requests that wait, and refuse others."""
+        self._why_resting = str(error)
+        self.scheduler.rest(error)
+
+    def sleep_again(self) -> None:
+        """Let requests wait again, and wake the model, after `rest`."""
+        self._why_resting = ""
+        self.scheduler.sleep()
+
+    # Update
+
+    def grow(self, config: ModelConfig) -> Callable[[], None]:
+        """Start the instances that another configuration has in addition, whose fixed part is the same.
+
+        Returns a function that undoes it. If an instance does not start, nothing has changed. Raises as `load`.
+        """
+        before = self.model.config
+        # The new instances get the new configuration. The others have had theirs.
+        self.model.config = with_live_parts(before, config)
+        if self.model.is_asleep:
+            return lambda: setattr(self.model, "config", before)
+        instances = self._made(self._matched(config).come)
+        try:
+            if isinstance(self.scheduler, LimitedScheduler):
+                self.scheduler.join(instances)
+            self.supervisor.grow(instances)
+        except BaseException:
+            self._leave_limiter(instances)
+            self.model.config = before
+            raise
+
+        def undo() -> None:
+            self.model.config = before
+            self.supervisor.shrink(instances, time.monotonic() + _UNDO_S)
+
+        return undo
+
+    def shrink(self, options: ModelOptions, drain_timeout_s: float) -> None:
+        """Follow `grow`: apply the deadlines of `options` and the queue policies, and end the instances that are too many.
+
+        Each of these finishes what it has first, if that takes no longer than `drain_timeout_s`.
+        """
+        self.model.options = with_live_options(self.model.options, options)
+        self.supervisor.watch_deadlines()
+        if self.model.config.sequence_batching is None:
+            self.scheduler.reconfigure(self.model.config)
+        if self.model.is_asleep:
+            return
+        go = {spec.name for spec in self._matched(self.model.config).go}
+        instances = [each.instance for each in self.supervisor.records if each.instance.name in go]
+        self.supervisor.shrink(instances, time.monotonic() + drain_timeout_s)
+
+    def _matched(self, config: ModelConfig) -> Matching:
+        instances = [record.instance for record in self.supervisor.records]
+        present = [
+            InstanceSpec(each.name, each.kind, each.device_id, each.rate_limits, each.host_policy)
+            for each in instances
+        ]
+        return matched(present, specs_of(config.instance_groups))
 
     def _hear(self, instance: str, state: str, because: str) -> None:
         if state in _BROKEN:
@@ -191,9 +440,12 @@ class HostedModel:
 
     def unload(self, drain_timeout_s: float) -> None:
         """Refuse new requests, finish the present ones, finalize. Requests that are not done in time get an error."""
+        is_awake = self._residency is None or self._residency.remove(self)
         self._move(ModelState.UNLOADING, "unload")
         error = ModelUnavailable(f"Request for model '{self.model.name}' which is being unloaded")
         self.scheduler.refuse(error)
+        if not is_awake:
+            self.scheduler.drop(error)
         wait_elsewhere = self._sharing.drain(self.model, error, drain_timeout_s)
         if not self.scheduler.wait_empty(time.monotonic() + drain_timeout_s):
             _log.warning(
@@ -207,8 +459,16 @@ class HostedModel:
         wait_elsewhere()
         self.supervisor.stop_all()
         self.scheduler.drop(error)
+        if isinstance(self.scheduler, CachingScheduler):
+            self.scheduler.leave_cache()
+        self._leave_limiter()
         self._finalize_model()
         self._move(ModelState.UNAVAILABLE, "unloaded")
+
+    def forget_responses(self) -> None:
+        """Drop what the response cache has of this version. It goes on keeping what comes."""
+        if isinstance(self.scheduler, CachingScheduler):
+            self.scheduler.forget_responses()
 
     def _finalize_model(self) -> None:
         try:
@@ -238,6 +498,8 @@ class HostedModel:
         """Return None if a request could run now, whatever the model itself says, else the reason."""
         if self.machine.state is not ModelState.READY:
             return f"{self.machine.state}: {self.machine.because}"
+        if self._why_resting or self.model.is_asleep:
+            return self._why_resting or None
         records = self.supervisor.records
         if any(_serves(record) for record in records):
             return None
@@ -248,6 +510,10 @@ class HostedModel:
 
     def __repr__(self) -> str:
         return repr(self.machine)
+
+
+class _CachingLimitedScheduler(CachingScheduler, LimitedScheduler):
+    """Looks for a response first: an answer from the cache needs no resources."""
 
 
 def _serves(record: InstanceRecord) -> bool:

@@ -25,6 +25,8 @@ class InstanceRecord:
         self.broken_ns = 0
         # The thread that has the instance, to recover or to recycle it.
         self.recovery: threading.Thread | None = None
+        # Set once the instance is to end for good: it is not started again.
+        self.stopping = threading.Event()
         # A recovery for which no thread could be started yet.
         self.unrecovered: Callable[[], None] | None = None
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.ensemble.graph import Unfit
 from moonpool.runtime.errors import (
     InvalidRequest,
     LoadFailed,
@@ -20,11 +21,12 @@ from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.model_statuses import with_code
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.limits import ConfigLimits
-from moonpool.runtime.model.config.model import ConfigError
+from moonpool.runtime.model.config.model import ConfigError, ModelConfig
 from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.repository.grants import check_may_ask
 from moonpool.runtime.repository.loading import HostingRules, Wanted
 from moonpool.runtime.repository.repository import NoVersion, RepositoryError
+from moonpool.runtime.residency.residents import Residency
 
 _FILE = "file:"
 
@@ -33,6 +35,7 @@ class Registry(Protocol):
     """The registry of models, which makes a `ModelControl` for each model."""
 
     rules: HostingRules
+    residency: Residency
 
     def find(self, name: str, version: int | None = None) -> HostedModel:
         """Return a model version."""
@@ -43,7 +46,7 @@ class Registry(Protocol):
     def load(self, wanted: Wanted, asker: str | None = None) -> None:
         """Load or reload a model."""
 
-    def begin_unload(self, name: str) -> None:
+    def begin_unload(self, name: str, *, with_members: bool = False) -> None:
         """Unload a model in the background."""
 
 
@@ -57,7 +60,10 @@ class ModelControl:
     def find(self, name: str, version: int | None = None) -> HostedModel:
         """Return a model version, the latest by default. Raises `ModelNotFound`, `ModelUnavailable`, `NotGranted`."""
         check_may_ask(self.asker, name)
-        return self._registry.find(name, version)
+        found = self._registry.find(name, version)
+        # Only of models that there are, as a model may ask for names without end.
+        self._registry.residency.asks(self.asker.name, name)
+        return found
 
     def check_may_load(self, name: str) -> None:
         """Raise the `MoonpoolError` of `load` if the model may not load `name` at all, whatever it brings."""
@@ -74,14 +80,20 @@ class ModelControl:
         with loading(name):
             limits = self._registry.rules.limits
             wanted = wanted_of(name, config, files, self.asker.options, limits)
+            # An ensemble asks the models of its steps, and must not ask more for this model than it may ask itself.
+            for member in _members_of(wanted):
+                check_may_ask(self.asker, member)
             self._registry.load(wanted, self.asker.name)
 
-    def begin_unload(self, name: str) -> None:
-        """Unload a model in the background, which may be the asking one. A model that is not loaded is no error."""
+    def begin_unload(self, name: str, *, with_members: bool = False) -> None:
+        """Unload a model in the background, which may be the asking one. A model that is not loaded is no error.
+
+        `with_members` is as in `ModelRegistry`.
+        """
         self._registry.check_controllable()
         if name != self.asker.name:
             check_may_ask(self.asker, name)
-        self._registry.begin_unload(name)
+        self._registry.begin_unload(name, with_members=with_members)
 
     def ask_ready(self, name: str, version: str, answer: Callable[[bool], object]) -> None:
         """Ask whether a request to a model could run now, and the model itself says that it is ready.
@@ -99,6 +111,14 @@ class ModelControl:
             hosted.ask_ready(lambda reason: answer(reason is None))
 
 
+def _members_of(wanted: Wanted) -> list[str]:
+    """Return the models in the steps of an ensemble whose configuration comes with the load."""
+    if not wanted.config or "ensemble_scheduling" not in wanted.config:
+        return []
+    ensemble = ModelConfig.from_dict({**wanted.config, "name": wanted.name}).ensemble
+    return [] if ensemble is None else ensemble.models
+
+
 @contextlib.contextmanager
 def loading(name: str) -> Iterator[None]:
     """Turn errors of a load inside into `LoadFailed`, with Triton's texts and codes."""
@@ -108,7 +128,7 @@ def loading(name: str) -> Iterator[None]:
         raise
     except MoonpoolError as error:
         code = "INVALID_ARG"
-        if isinstance(error, NoVersion):
+        if isinstance(error, NoVersion | Unfit):
             what = f"load failed for model '{name}': {error}\n"
         elif isinstance(error, RepositoryError | ConfigError | ModelNotFound):
             what = f"failed to load '{name}', failed to poll from model repository: {error}"

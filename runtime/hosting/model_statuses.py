@@ -15,6 +15,7 @@ from moonpool.runtime.model.states import ModelState
 # The number of names that are remembered.
 _MOST = 10_000
 _UNLOADED = "unloaded"
+_ASLEEP = "asleep: the next request loads it"
 _WORDS = {
     "UNKNOWN": "Unknown",
     "INTERNAL": "Internal",
@@ -39,7 +40,7 @@ class VersionStatus:
         self.version = hosted.model.version
         self.sandbox = hosted.model.options.sandbox
         self.failure: MoonpoolError | None = None
-        self._machine = hosted.machine
+        self._machine, self._model = hosted.machine, hosted.model
         self._is_given_up = False
 
     def give_up(self) -> None:
@@ -52,7 +53,9 @@ class VersionStatus:
 
     @property
     def reason(self) -> str:
-        """The reason why it is UNAVAILABLE; empty in all other states."""
+        """The reason why it is UNAVAILABLE, or that it is asleep; empty in all other states."""
+        if self.state is ModelState.READY and self._model.is_asleep:
+            return _ASLEEP
         if self.state is not ModelState.UNAVAILABLE:
             return ""
         if self.is_unloaded:

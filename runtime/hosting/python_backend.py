@@ -17,10 +17,11 @@ from moonpool.runtime.errors import LoadFailed, ModelUnavailable
 from moonpool.runtime.isolation.environment_variables import OF_THE_INTERPRETER, unseen
 from moonpool.runtime.isolation.plan import IsolationPlan, check_processors, plan_for
 from moonpool.runtime.model.backend import Backend, Model, ModelInstance
-from moonpool.runtime.model.config.options import hardened
+from moonpool.runtime.model.config.options import hardened, policy_of, ties_callers
 from moonpool.runtime.model.device_intake import DeviceIntake
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.process.child import ChildProcess
+from moonpool.runtime.quick import learn, learn_object
 from moonpool.runtime.repository.environment import Environment, resolve
 from moonpool.runtime.stubs.handle import StubHandle, Stubs
 from moonpool.runtime.stubs.link import Link
@@ -44,12 +45,38 @@ class _ModelState:
 
     environment: Environment
     caller_memory: CallerMemory
-    # The process in which the model completes its configuration, while it runs.
+    # The process in which the model completes its configuration. It stays until an instance takes it, if one may.
     completing: StubHandle | None = None
     # The template from which instances are forked, if the model asks for that.
     template: Template | None = None
     # True once the log lists the variables that the model does not see.
     is_environment_told: bool = False
+
+    def take_completing(self, instance: str) -> StubHandle | None:
+        """Return the process of that name that has completed the configuration, once; the caller owns it."""
+        stub = self.completing
+        if stub is None or stub.name != instance:
+            return None
+        self.completing = None
+        return stub
+
+    def end_completing(self) -> None:
+        """End the process that completes or has completed the configuration, if no instance has taken it."""
+        stub, self.completing = self.completing, None
+        if stub is not None:
+            stub.end()
+
+
+def _processors(model: Model, host_policy: str, kind: str, device_id: int) -> tuple[int, ...]:
+    """Return the processors of an instance, () for all: those of its model's option, or else of the policy of its group."""
+    name = policy_of(host_policy, kind, device_id)
+    return model.options.cpus or model.host_policies.get(name, ())
+
+
+def _processors_of_first(model: Model) -> tuple[int, ...]:
+    """Return the processors of the model's first instance."""
+    first = model.config.instance_groups[0]
+    return _processors(model, first.host_policy, first.kind, (first.gpus or (0,))[0])
 
 
 class PythonBackend(Backend):
@@ -59,6 +86,8 @@ class PythonBackend(Backend):
 
     # Variables that lead to the files of the runtime's interpreter. A model with another one does not get them.
     _leading: tuple[str, ...] = OF_THE_INTERPRETER
+    # True if an instance may be the process that has completed the configuration.
+    _keeps_completing = True
 
     def __init__(self, stubs: Stubs, name: str = "python", folder: str = "") -> None:
         """`folder` is a folder from which all models of the backend may import; "" for none."""
@@ -72,20 +101,24 @@ class PythonBackend(Backend):
         if is_contained(model.options.sandbox):
             model.source = model.source.without_links()
         check_processors(model.options.cpus)
-        environment = resolve(model.options.execution_env_path, model.source.model_directory)
+        environment = resolve(
+            model.options.execution_env_path,
+            model.source.model_directory,
+            only_wheels=is_contained(model.options.sandbox),
+        )
         options = model.options
         memory = CallerMemory(
             options.region_limit_bytes, is_contained=is_contained(options.sandbox)
         )
         model.state = _ModelState(environment, memory)
         try:
-            if model.options.prefork == "imports":
+            if model.options.prefork == "imports" and not model.is_asleep:
                 self._start_template(model)
             if model.completes:
                 self._complete(model)
             else:
                 model.config = completed(model.config, {}, model.limits)
-            if model.options.prefork == "initialize":
+            if model.options.prefork == "initialize" and not model.is_asleep:
                 self._start_template(model)
         except BaseException:
             self.model_finalize(model)
@@ -93,16 +126,23 @@ class PythonBackend(Backend):
         self._stubs.sharing.model_ready(model)
 
     def _complete(self, model: Model) -> None:
+        """Let the model complete its configuration. The process stays for the first instance unless code of the model ran there."""
         name = f"{model.name}_auto_complete"
+        gpus: tuple[int, ...] = ()
+        may_stay = self._keeps_completing and not model.options.has_template
+        if may_stay:
+            first = model.config.instance_groups[0]
+            name, gpus = f"{first.name}_0", first.gpus[:1]
         deadline = _deadline(model.options.load_timeout_s)
-        stub = self._new_stub(model, name, (), deadline)
-        model.state.completing = stub
-        try:
-            message = stub.start(self._start(model, name, "CPU", 0, "complete"), deadline)
+        state: _ModelState = model.state
+        cpus = _processors_of_first(model)
+        state.completing = stub = self._new_stub(model, name, gpus, cpus, deadline)
+        start = self._start(model, name, "CPU", 0, "complete")
+        _, config, is_fresh = stub.start(start, deadline)
+        if not (may_stay and is_fresh):
             stub.finalize(model.options.finalize_timeout_s)
-        finally:
-            stub.end()
-        model.config = completed(model.config, _object(message[1], model.name), model.limits)
+            state.end_completing()
+        model.config = completed(model.config, _object(config, model.name), model.limits)
 
     def _start_template(self, model: Model) -> None:
         # The model's `initialize` gets the same values as in the first instance.
@@ -114,24 +154,40 @@ class PythonBackend(Backend):
         )
         start["initializes"] = model.options.prefork == "initialize"
         name = f"{model.name}_template"
-        template = Template(
-            model.name,
-            model.options,
-            lambda: TemplateStub(
-                self._stubs, model, name, self._plan(model, name, gpus, forks=True)
-            ),
-            start,
-        )
+
+        def start_stub() -> TemplateStub:
+            model.check_files()
+            plan = self._plan(model, name, gpus, _processors_of_first(model), forks=True)
+            return TemplateStub(self._stubs, model, name, plan)
+
+        template = Template(model.name, model.options, start_stub, start)
         model.state.template = template
         template.start()
 
     def model_finalize(self, model: Model) -> None:
         self._stubs.sharing.model_gone(model)
         state: _ModelState = model.state
+        state.end_completing()
         if state.template is not None:
             state.template.close(model.options.finalize_timeout_s)
         state.caller_memory.close()
         state.environment.release()
+
+    def model_sleep(self, model: Model) -> None:
+        state: _ModelState = model.state
+        state.end_completing()
+        template, state.template = state.template, None
+        if template is not None:
+            template.close(model.options.finalize_timeout_s)
+
+    def model_processes(self, model: Model) -> list[int]:
+        state: _ModelState = model.state
+        pid = None if state.template is None else state.template.pid
+        return [] if pid is None else [pid]
+
+    def model_wake(self, model: Model) -> None:
+        if model.options.has_template:
+            self._start_template(model)
 
     def model_instance_initialize(self, instance: ModelInstance) -> None:
         """Start the stub and wait until its model is initialized."""
@@ -143,12 +199,6 @@ class PythonBackend(Backend):
         stub.bounds.serves(instance.report_grown)
         stub.count_served = instance.report_served
         stub.notify_exit(lambda: instance.report_broken(EndedIdle("the stub has ended")))
-        try:
-            self._stubs.sharing.stub_ready(model, stub)
-        except LoadFailed as error:
-            self._stubs.sharing.stub_gone(stub, error)
-            stub.end()
-            raise
 
     def start_stub(self, instance: ModelInstance, make: MakeStub) -> StubHandle:
         """Start the process of an instance and initialize its model. Sets `instance.state`. Raises `LoadFailed`."""
@@ -156,7 +206,12 @@ class PythonBackend(Backend):
         deadline = _deadline(model.options.load_timeout_s)
         kind, device_id = instance.kind, instance.device_id
         gpus = (device_id,) if kind == "GPU" else ()
-        stub = instance.state = self._new_stub(model, instance.name, gpus, deadline, make)
+        state: _ModelState = model.state
+        stub = state.take_completing(instance.name)
+        if stub is None:
+            cpus = _processors(model, instance.host_policy, kind, device_id)
+            stub = self._new_stub(model, instance.name, gpus, cpus, deadline, make)
+        instance.state = stub
         try:
             if kind == "GPU":
                 device_id = stub.plan.number_of(device_id)
@@ -191,6 +246,9 @@ class PythonBackend(Backend):
         can_see = model.config.uses_gpu or not is_contained(options.sandbox)
         takes_devices = can_see and not options.force_cpu_only_input_tensors
         return DeviceIntake(self.memory_of(model), takes_devices=takes_devices)
+
+    def offer(self, instance: ModelInstance) -> None:
+        self._stubs.sharing.stub_ready(instance.model, instance.state)
 
     def withdraw(self, instance: ModelInstance, timeout_s: float) -> bool:
         return self._stubs.sharing.withdraw(instance.state, timeout_s)
@@ -228,15 +286,17 @@ class PythonBackend(Backend):
 
     def model_abort(self, model: Model, reason: BaseException) -> None:
         state: _ModelState | None = model.state
-        if state is not None and state.completing is not None:
-            state.completing.abort(reason)
+        stub = None if state is None else state.completing
+        if stub is not None:
+            stub.abort(reason)
         if state is not None and state.template is not None:
             state.template.abort_start(reason)
 
     def tidy(self, instance: ModelInstance) -> None:
-        self.memory_of(instance.model).tidy(time.monotonic())
+        now_s = time.monotonic()
+        self.memory_of(instance.model).tidy(now_s)
         stub: StubHandle = instance.state
-        stub.tidy()
+        stub.tidy(now_s)
         if stub.is_worn:
             instance.report_worn(stub.given_bytes)
 
@@ -251,6 +311,7 @@ class PythonBackend(Backend):
         model: Model,
         name: str,
         gpus: tuple[int, ...],
+        cpus: tuple[int, ...],
         deadline: float | None,
         make: MakeStub = StubHandle,
     ) -> StubHandle:
@@ -263,7 +324,7 @@ class PythonBackend(Backend):
             )
             if forked is not None:
                 return forked
-        plan = self._plan(model, name, gpus)
+        plan = self._plan(model, name, gpus, cpus)
         return make(
             self._stubs, model, name, plan, partial(self._start_process, model, plan, deadline)
         )
@@ -280,12 +341,24 @@ class PythonBackend(Backend):
         return process or plan.spawn(name, *fds)
 
     def _plan(
-        self, model: Model, name: str, gpus: tuple[int, ...], *, forks: bool = False
+        self,
+        model: Model,
+        name: str,
+        gpus: tuple[int, ...],
+        cpus: tuple[int, ...],
+        *,
+        forks: bool = False,
     ) -> IsolationPlan:
         environment: Environment = model.state.environment
         try:
             plan = plan_for(
-                model, environment, self._folder, gpus=gpus, forks=forks, leading=self._leading
+                model,
+                environment,
+                self._folder,
+                gpus=gpus,
+                cpus=cpus,
+                forks=forks,
+                leading=self._leading,
             )
         except OSError as error:
             raise LoadFailed(
@@ -302,6 +375,8 @@ class PythonBackend(Backend):
         self, model: Model, instance: str, kind: str, device_id: int, mode: str
     ) -> dict[str, Any]:
         log = self._stubs.log
+        # Before there is a process that a wrong value would leave behind.
+        learn_object("ties callers", ties_callers())
         return start_of(
             model,
             instance,
@@ -328,3 +403,6 @@ def _object(text: str, model: str) -> dict[str, Any]:
 
 def _deadline(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+learn(PythonBackend)

@@ -15,7 +15,8 @@ it. Callers that found it just before may still submit: a model that was replace
 that is being unloaded refuses them in its scheduler.
 
 *Replacing.* The new versions load while the old ones serve. When all are ready, the table changes, and a thread unloads the
-old ones (`_retire`). Without a thread, when the program is on its way out, the thread that loads does so itself.
+old ones (`_retire`). If the new ones differ from the old ones in nothing that their processes depend on, the old ones stay and
+are updated (`_update`): what comes is ready before anything goes. Without a thread, when the program is on its way out, the thread that loads does so itself.
 
 *Unloads that nobody waits for.* `begin_unload` takes the model out of the table and acquires its model lock in one hold of
 `_lock`, and leaves the rest to a thread. If another thread holds the model lock, the new one waits for it, and `_leaving` keeps
@@ -40,6 +41,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.ensemble.graph import Unfit
 from moonpool.runtime.errors import (
     LoadFailed,
     ModelNotFound,
@@ -48,12 +50,21 @@ from moonpool.runtime.errors import (
     RuntimeClosed,
 )
 from moonpool.runtime.hosting.backends import BackendDirectory, Backends
-from moonpool.runtime.hosting.collect import instance_families, model_families
+from moonpool.runtime.hosting.collect import cache_families, instance_families, model_families
+from moonpool.runtime.hosting.ensembles import (
+    HostedEnsemble,
+    check_no_circle,
+    checked,
+    dependents_of,
+    scheduling_of,
+)
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.model_control import ModelControl
-from moonpool.runtime.hosting.model_statuses import ModelStatus, ModelStatuses
+from moonpool.runtime.hosting.model_statuses import ModelStatus, ModelStatuses, with_code
 from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.model.backend import Backend, Model
+from moonpool.runtime.model.config.live import fixed_part, waits_alike, with_count
+from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.observe.exposition import ExposedFamily
 from moonpool.runtime.observe.log_settings import LogSettings
 from moonpool.runtime.observe.metrics_options import MetricsOptions
@@ -61,7 +72,11 @@ from moonpool.runtime.process.parallel import in_parallel
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.threads import TaskPool, start_thread
 from moonpool.runtime.repository.loading import HostingRules, PreparedModel, Wanted, prepare
-from moonpool.runtime.repository.repository import ModelRepositories
+from moonpool.runtime.repository.repository import ModelRepositories, RepositoryError
+from moonpool.runtime.residency.policy import Resident
+from moonpool.runtime.residency.residents import Residency
+from moonpool.runtime.schedule.rate_limiter import RateLimiter
+from moonpool.runtime.schedule.response_cache import ResponseCache
 from moonpool.runtime.stubs.handle import Stubs, StubSharing
 
 _log = logging.getLogger("moonpool")
@@ -82,6 +97,20 @@ class ModelLocks:
         self.names: set[str] = set()
         # (model that waits in its stub, model that it waits for)
         self._asks: list[tuple[str, str]] = []
+
+    @contextlib.contextmanager
+    def try_hold(self, name: str) -> Iterator[bool]:
+        """Hold the lock of a model if it is free. The context is False, and nothing is held, if it is not."""
+        with self._changed:
+            is_free = name not in self.names
+            if is_free:
+                self.acquire(name)
+        try:
+            yield is_free
+        finally:
+            if is_free:
+                with self._changed:
+                    self.release(name)
 
     @contextlib.contextmanager
     def hold(self, name: str, asker: str | None = None) -> Iterator[None]:
@@ -126,28 +155,70 @@ class ModelLocks:
 
 
 class LoadedVersions:
-    """The versions of a loaded model, by number, and the status of their load. Never changes."""
+    """The versions of a loaded model, by number, and the status of their load. Nothing but `stamp` ever changes."""
 
     def __init__(
-        self, versions: Sequence[HostedModel], prepared: PreparedModel, status: ModelStatus
+        self,
+        versions: Sequence[HostedModel],
+        wanted: Wanted,
+        prepared: PreparedModel,
+        status: ModelStatus,
+        before: LoadedVersions | None = None,
     ) -> None:
+        """`before` are the versions that were updated to these. Their files are in use still."""
         self.versions = {hosted.model.version: hosted for hosted in versions}
         self.latest = versions[-1]
+        self.wanted = wanted
         self.status = status
-        self._prepared = prepared
+        self.stamp = prepared.stamp
+        self._fixed = dict(prepared.fixed)
+        self._discard = prepared.discard
+        if before is not None:
+            self._fixed |= {k: v for k, v in before._fixed.items() if k in self._fixed}
+            self._discard = before._discard
+
+    @property
+    def config(self) -> ModelConfig:
+        """The configuration of the latest version."""
+        return self.latest.model.config
 
     def is_what(self, prepared: PreparedModel, *, at_least_once: bool) -> bool:
         """Return True if these versions are what was prepared, and serve now, or did `at_least_once`."""
-        return self._prepared.stamp == prepared.stamp and (
-            at_least_once
-            or all(hosted.why_not_serving() is None for hosted in self.versions.values())
+        return self.stamp == prepared.stamp and (at_least_once or self._serve())
+
+    def _serve(self) -> bool:
+        return all(hosted.why_not_serving() is None for hosted in self.versions.values())
+
+    def may_become(self, prepared: PreparedModel, *, is_shared: bool) -> bool:
+        """Return True if an update makes these versions what was prepared, with the processes that there are.
+
+        With `is_shared`, front ends have read the configuration, too, and would go on with what they have read.
+        """
+        staying = [each for each in prepared.models if each.version in self.versions]
+        # Files that a client brought again lie elsewhere. Versions that stay have the first ones.
+        is_complete = len(staying) == len(prepared.models) or not prepared.is_made
+        return (
+            is_complete
+            and bool(staying)
+            # An ensemble has no instances, and is checked against its members when it is loaded.
+            and self.config.ensemble is None
+            and self._serve()
+            and all(self._goes_on(each, prepared, is_shared=is_shared) for each in staying)
         )
+
+    def _goes_on(self, wanted: Model, prepared: PreparedModel, *, is_shared: bool) -> bool:
+        model, fixed = self.versions[wanted.version].model, self._fixed[wanted.version]
+        if is_shared and not waits_alike(model, wanted):
+            return False
+        # A client may bring back the configuration that it has from the server: the one that the model completed.
+        completed = fixed._replace(config=fixed_part(model.config.raw))
+        return prepared.fixed[wanted.version] in (fixed, completed)
 
     def unload(self, drain_timeout_s: float) -> None:
         """Drain and finalize all versions, and delete what was prepared for them."""
         for hosted in self.versions.values():
             hosted.unload(drain_timeout_s)
-        self._prepared.discard()
+        self._discard()
 
 
 class ModelRegistry:
@@ -155,7 +226,7 @@ class ModelRegistry:
 
     def __init__(
         self,
-        repositories: ModelRepositories | None,
+        repositories: ModelRepositories,
         backends: Iterable[Backend],
         python_based: BackendDirectory,
         drain_timeout_s: float,
@@ -163,7 +234,9 @@ class ModelRegistry:
         listener: Callable[[str, str, str], object] | None,
         metrics: MetricsOptions | None = None,
         sharing: StubSharing | None = None,
+        resident: Resident | None = None,
     ) -> None:
+        """With `resident`, models are loaded when requests come."""
         self.repositories = repositories
         # The time that a model which is to be unloaded has to finish its requests.
         self.drain_timeout_s = drain_timeout_s
@@ -185,12 +258,23 @@ class ModelRegistry:
         self.rules = HostingRules()
         # The options that the program gave in loads, by model. They hold for all later loads of that name, also by clients.
         self._said: dict[str, Mapping[str, str]] = {}
+        # Ensembles that were unloaded with a member, to be loaded again with it: each as it was wanted, and its members.
+        self._awaiting: dict[str, tuple[Wanted, list[str]]] = {}
+        # Models that were loaded for an ensemble alone.
+        self._implied: set[str] = set()
+        # None if no responses are kept.
+        self.cache: ResponseCache | None = None
+        # None if instances execute without limits.
+        self.limiter: RateLimiter | None = None
         self._closed = False
         self._closing, self._ended = threading.Event(), threading.Event()
         self._disowned = False
         self.metrics_options = metrics or MetricsOptions()
         self._reactor = Reactor()
         self._executor = TaskPool(32, "moonpool-execute")
+        self.residency = Residency(
+            self._reactor, self._locks, self._is_used, resident, self.take_in_counts
+        )
         log = LogSettings(log_verbose_level=int(verbose))
         stubs = self.stubs = Stubs(self._reactor, log, partial(ModelControl, self), sharing)
         self.errors = stubs.errors
@@ -200,12 +284,19 @@ class ModelRegistry:
 
     # Load
 
-    def load(self, wanted: Wanted, asker: str | None = None, *, again: bool = True) -> None:
+    def load(
+        self,
+        wanted: Wanted,
+        asker: str | None = None,
+        *,
+        again: bool = True,
+        is_implied: bool = False,
+    ) -> None:
         """Load a model, or replace a loaded one. Does nothing if what is wanted is loaded already.
 
         A model that is replaced serves until the new one is ready; then it finishes its requests in the background.
         `asker` is the model whose stub waits for this. Without `again`, a model that failed before is not tried a
-        second time until it changes. Raises what `prepare` raises, `LoadFailed` and other errors of the load,
+        second time until it changes. `is_implied`: it is loaded for an ensemble alone. Raises what `prepare` raises, `LoadFailed` and other errors of the load,
         `ModelUnavailable` if this load would wait for itself, `RuntimeClosed`.
         """
         name = wanted.name
@@ -213,18 +304,22 @@ class ModelRegistry:
             self._check_open()
             status = ModelStatus()
             try:
-                replaced = self._replace(wanted, asker, status, again=again)
+                unload = self._replace(wanted, asker, status, again=again)
             except MoonpoolError as error:
                 status.failure = error
                 self._statuses.note(name, status)
                 raise
-        if replaced is not None:
-            self._retire(name, replaced)
+            with self._lock:
+                self._awaiting.pop(name, None)
+                (self._implied.add if is_implied else self._implied.discard)(name)
+        if unload is not None:
+            self._retire(name, unload)
+        self._follow(name, asker)
 
     def _replace(
         self, wanted: Wanted, asker: str | None, status: ModelStatus, *, again: bool
-    ) -> LoadedVersions | None:
-        """Load what is wanted, unless it is loaded. Returns what it replaced, if anything."""
+    ) -> Callable[[float], None] | None:
+        """Load what is wanted, unless it is loaded. Returns the unload of what it replaced, if anything."""
         name = wanted.name
         if wanted.said is not None:
             self._said[name] = wanted.said
@@ -237,25 +332,116 @@ class ModelRegistry:
         ):
             prepared.discard()
             return None
-        self._statuses.note(name, status)
+        is_shared = self.stubs.sharing.is_there
+        if before is not None and before.may_become(prepared, is_shared=is_shared):
+            self._statuses.note(name, status)
+            try:
+                return self._update(before, wanted, prepared, asker, status)
+            finally:
+                prepared.discard()
         try:
+            if prepared.models[0].config.ensemble is not None:
+                self._prepare_ensemble(prepared.models)
+            self._statuses.note(name, status)
             versions = self._load_versions(prepared.models, asker, status)
         except BaseException:
             prepared.discard()
             raise
-        loaded = LoadedVersions(versions, prepared, status)
+        loaded = LoadedVersions(versions, wanted, prepared, status)
         with self._lock:
             self._put(name, loaded)
-        return before
+        return None if before is None else before.unload
 
-    def _retire(self, name: str, replaced: LoadedVersions) -> None:
+    def _update(
+        self,
+        before: LoadedVersions,
+        wanted: Wanted,
+        prepared: PreparedModel,
+        asker: str | None,
+        status: ModelStatus,
+    ) -> Callable[[float], None] | None:
+        """Make loaded versions what was prepared, while they serve. Returns the unload of versions that are to go.
+
+        Versions and instances that come are ready before anything goes. If one of them fails, nothing has changed.
+        """
+        models = {model.version: model for model in prepared.models}
+        staying = [hosted for version, hosted in before.versions.items() if version in models]
+        coming = [model for model in prepared.models if model.version not in before.versions]
+        versions = self._load_versions(coming, asker, status)
+        undo: list[Callable[[], None]] = []
+        try:
+            for hosted in staying:
+                undo.append(self._grow(hosted, models[hosted.model.version].config, asker))
+                status.add(hosted)
+        except BaseException:
+            for step in undo:
+                step()
+            for hosted in versions:
+                hosted.unload(0.0)
+            raise
+        status.versions.sort(key=lambda each: each.version)
+        versions = sorted([*versions, *staying], key=lambda each: each.model.version)
+        with self._lock:
+            self._put(wanted.name, LoadedVersions(versions, wanted, prepared, status, before))
+        for hosted in staying:
+            hosted.shrink(models[hosted.model.version].options, self.drain_timeout_s)
+        going = [hosted for version, hosted in before.versions.items() if version not in models]
+
+        def unload(drain_timeout_s: float) -> None:
+            for hosted in going:
+                hosted.unload(drain_timeout_s)
+
+        return unload if going else None
+
+    def _grow(
+        self, hosted: HostedModel, config: ModelConfig, asker: str | None = None
+    ) -> Callable[[], None]:
+        loading = (hosted, asker)
+        self._loading.append(loading)
+        try:
+            return hosted.grow(config)
+        except LoadFailed as error:
+            error.version = hosted.model.version
+            raise
+        finally:
+            self._loading.remove(loading)
+
+    def scale(self, name: str, instances: int) -> None:
+        """Change the number of instances of a loaded model, in each version. Returns when all are ready, and those too many gone.
+
+        Raises `ModelNotFound`, `InvalidRequest` for a model with several groups of instances, `ConfigError` for more than the
+        limits allow, and errors of a load; then nothing has changed.
+        """
+        with self._locks.hold(name), self.errors.noting(name):
+            self._check_open()
+            loaded = self._models.get(name)
+            if loaded is None:
+                raise ModelNotFound(f"model '{name}' is not loaded")
+            limits, versions = self.rules.limits, list(loaded.versions.values())
+            configs = [with_count(hosted.model.config, instances) for hosted in versions]
+            for config in configs:
+                limits.check_instances(config.instance_groups, len(versions), config.source)
+            undo: list[Callable[[], None]] = []
+            try:
+                for hosted, config in zip(versions, configs, strict=True):
+                    undo.append(self._grow(hosted, config))
+            except BaseException:
+                for step in undo:
+                    step()
+                raise
+            # It is not what any repository has now, so the next load has something to do.
+            loaded.stamp = None
+            for hosted in versions:
+                hosted.shrink(hosted.model.options, self.drain_timeout_s)
+
+    def _retire(self, name: str, unload: Callable[[float], None]) -> None:
         """Unload versions that were replaced, in the background."""
 
         def act() -> None:
             # Callers that found the model a moment ago may have yet to send their requests.
             self._closing.wait(_GRACE_S)
             try:
-                replaced.unload(self.drain_timeout_s)
+                unload(self.drain_timeout_s)
             finally:
                 with self._lock:
                     self._retiring -= 1
@@ -273,7 +459,8 @@ class ModelRegistry:
             for model in models:
                 backend = self.backends.of(model.config)
                 self.backends.initialize(backend)
-                hosted = HostedModel(
+                kind = HostedModel if model.config.ensemble is None else HostedEnsemble
+                hosted = kind(
                     backend,
                     model,
                     self.stubs,
@@ -281,7 +468,12 @@ class ModelRegistry:
                     self._tell,
                     self.metrics_options,
                     goes_on=self._is_beyond_control,
+                    cache=self.cache,
+                    limiter=self.limiter,
+                    residency=self.residency,
                 )
+                if isinstance(hosted, HostedEnsemble):
+                    hosted.find = self.find
                 loading = (hosted, asker)
                 self._loading.append(loading)
                 version = status.add(hosted)
@@ -303,6 +495,7 @@ class ModelRegistry:
 
     def give_up_loading(self) -> None:
         """Let the loads that are on their way fail soon. For a thread that waits for them and was interrupted."""
+        self.repositories.give_up()
         for hosted, _ in list(self._loading):
             hosted.give_up_loading()
 
@@ -313,6 +506,7 @@ class ModelRegistry:
             for hosted, asker in list(self._loading):
                 if asker is not None:
                     hosted.give_up_loading()
+            self.residency.give_up_starts()
             with self._lock:
                 is_still = self._changed.wait_for(lambda: not self._locks.names, _STILL_S)
 
@@ -324,22 +518,102 @@ class ModelRegistry:
             except Exception:
                 _log.exception("the listener failed")
 
+    # Ensembles
+
+    def _prepare_ensemble(self, models: Sequence[Model]) -> None:
+        """Load the members that are not loaded, and check the versions of an ensemble against them. Raises `Unfit`."""
+        name, config = models[0].name, models[0].config
+        check_no_circle(name, lambda each: self._members_of(each, name, config))
+        missing = []
+        for member in scheduling_of(config).models:
+            if member in self._models:
+                continue
+            try:
+                self.load(Wanted(member), name, is_implied=True)
+            except ModelNotFound:
+                missing.append(member)
+            except MoonpoolError as error:
+                if isinstance(error, RepositoryError) and error.code == "NOT_FOUND":
+                    missing.append(member)
+                    continue
+                version = getattr(error, "version", None)
+                where = "" if version is None else f"version {version} is at UNAVAILABLE state: "
+                raise Unfit(
+                    f"ensemble '{name}' depends on '{member}' which has no loaded version. Model '{member}' loading "
+                    f"failed with error: {where}{with_code(error)};"
+                ) from error
+        if missing:
+            shown = ", ".join(missing)
+            raise Unfit(
+                f"ensemble {name} contains models that are not available or ambiguous: {shown}"
+            )
+        for model in models:
+            model.config = checked(model.config, self.find)
+        for member in scheduling_of(config).models:
+            self.residency.asks(name, member)
+
+    def _members_of(self, name: str, loading: str, config: ModelConfig) -> list[str]:
+        """Return the members of an ensemble, loaded or not; none of other models. `loading` has `config`."""
+        if name != loading:
+            loaded = self._models.get(name)
+            if loaded is not None:
+                config = loaded.config
+            else:
+                try:
+                    config = self.repositories.find(name).config(partial=True)
+                except MoonpoolError:  # its own load says what is wrong
+                    return []
+        return [] if config.ensemble is None else config.ensemble.models
+
+    def _follow(self, name: str, asker: str | None) -> None:
+        """Let ensembles follow a model that was loaded: those that it does not fit any more go, and those that waited for it come."""
+        self._forget_responses(name)
+        for each in self._dependents(name):
+            loaded = self._models.get(each)
+            if loaded is None or _is_fit(loaded):
+                continue
+            _log.warning("ensemble '%s' is loaded again: model '%s' has changed", each, name)
+            with contextlib.suppress(ModelNotFound):
+                self.unload(each, asker)
+            with self._lock:
+                self._awaiting[each] = loaded.wanted, scheduling_of(loaded.config).models
+        for each, (wanted, members) in list(self._awaiting.items()):
+            if name in members and all(member in self._models for member in members):
+                try:
+                    self.load(wanted, asker)
+                except MoonpoolError as error:
+                    _log.error("ensemble '%s' cannot be loaded again: %s", each, error)
+
+    def _forget_responses(self, name: str) -> None:
+        """Drop the kept responses of ensembles that send requests to this model: it may answer otherwise now."""
+        for each in self._dependents(name):
+            for hosted in self.versions(each).values():
+                hosted.forget_responses()
+            self._forget_responses(each)
+
     # Unload
 
-    def unload(self, name: str) -> None:
-        """Drain and finalize all versions. Raises `ModelNotFound`."""
-        with self._locks.hold(name):
+    def unload(self, name: str, asker: str | None = None, *, with_members: bool = False) -> None:
+        """Drain and finalize all versions, and the ensembles that have the model in a step.
+
+        `asker` is that of `load`. `with_members`: if it is an ensemble, models go with it that were loaded for it alone.
+        Raises `ModelNotFound`.
+        """
+        with self._locks.hold(name, asker):
             with self._lock:
-                loaded = self._take(name)
-            if loaded is None:
+                members = self._alone(name) if with_members else []
+                taken = self._take_all(name)
+            if not taken:
                 raise ModelNotFound(f"model '{name}' is not loaded")
-            loaded.unload(self.drain_timeout_s)
+            self._finish(taken, name)
+        for member in members:
+            with contextlib.suppress(ModelNotFound):  # another thread unloads it
+                self.unload(member, with_members=True)
 
-    def begin_unload(self, name: str) -> None:
-        """Unload a model in the background. From now on nobody finds it.
+    def begin_unload(self, name: str, *, with_members: bool = False) -> None:
+        """Unload a model in the background, and with it the ensembles that have it in a step. From now on nobody finds them.
 
-        A model that is just being loaded is unloaded after that. Nothing happens if there is no such model.
-        Raises `OutOfThreads`; then the model goes on.
+        `with_members` is that of `unload`. A model that is just being loaded is unloaded after that. Nothing happens if there is no such model. Raises `OutOfThreads`; then the model goes on.
         """
         with self._lock:
             if name in self._leaving:
@@ -348,17 +622,20 @@ class ModelRegistry:
                 self._start(name, lambda: self._unload_if_there(name))
                 self._leaving.add(name)
                 return
-            loaded = self._take(name)
-            if loaded is None:
+            members = self._alone(name) if with_members else []
+            taken = self._take_all(name)
+            if not taken:
                 return
-            taken = loaded
             self._locks.acquire(name)
             try:
-                self._start(name, lambda: self._finish(name, taken))
+                self._start(name, lambda: self._finish(taken))
             except OutOfThreads:
-                self._put(name, taken)
-                self._locks.release(name)
+                for each, loaded in taken:
+                    self._put(each, loaded)
+                    self._locks.release(each)
                 raise
+        for member in members:
+            self.begin_unload(member, with_members=True)
 
     def _put(self, name: str, loaded: LoadedVersions) -> None:
         """Put a model into the table, so that requests find it. Needs the lock."""
@@ -378,12 +655,51 @@ class ModelRegistry:
             self._statuses.note(name, loaded.status)
         return loaded
 
-    def _finish(self, name: str, loaded: LoadedVersions) -> None:
-        try:
-            loaded.unload(self.drain_timeout_s)
-        finally:
-            with self._lock:
-                self._locks.release(name)
+    def _take_all(self, name: str) -> list[tuple[str, LoadedVersions]]:
+        """Take a model out of the table, and before it the ensembles that depend on it, with their model locks.
+
+        Those that another thread loads or unloads just now stay. Needs the lock.
+        """
+        taken: list[tuple[str, LoadedVersions]] = []
+        self._awaiting.pop(name, None)
+        for dependent in self._dependents(name):
+            if dependent in self._locks.names:
+                continue
+            ensemble = self._models[dependent]
+            taken += self._take_all(dependent)
+            self._locks.acquire(dependent)
+            self._awaiting[dependent] = ensemble.wanted, scheduling_of(ensemble.config).models
+        loaded = self._take(name)
+        self._implied.discard(name)
+        return taken if loaded is None else [*taken, (name, loaded)]
+
+    def _dependents(self, name: str) -> list[str]:
+        """Return the loaded ensembles that have this model in a step."""
+        # Other threads change the table meanwhile. To copy it is atomic.
+        return dependents_of(name, [(each, it.config) for each, it in list(self._models.items())])
+
+    def _alone(self, name: str) -> list[str]:
+        """Return the models that were loaded for this ensemble and that no other one has in a step. Needs the lock."""
+        loaded = self._models.get(name)
+        ensemble = None if loaded is None else loaded.config.ensemble
+        members = [] if ensemble is None else ensemble.models
+        return [
+            member
+            for member in members
+            if member in self._implied and self._dependents(member) == [name]
+        ]
+
+    def _finish(self, taken: Sequence[tuple[str, LoadedVersions]], held: str = "") -> None:
+        """Unload what was taken, in its order, and release the model locks, without the one that the caller holds."""
+        with contextlib.ExitStack() as stack:
+            for name, loaded in reversed(taken):
+                if name != held:
+                    stack.callback(self._release, name)
+                stack.callback(loaded.unload, self.drain_timeout_s)
+
+    def _release(self, name: str) -> None:
+        with self._lock:
+            self._locks.release(name)
 
     @staticmethod
     def _start(name: str, act: Callable[[], None]) -> None:
@@ -410,8 +726,16 @@ class ModelRegistry:
             )
 
     def _is_beyond_control(self) -> bool:
-        """Return True if neither clients nor models may load a model."""
-        return not self.is_controllable
+        """Return True if nobody would load a model again that was given up: neither clients nor models may, or requests do."""
+        return not self.is_controllable or self.residency.is_on_demand
+
+    def _is_used(self, name: str) -> bool:
+        """Return True if a request is inside a model, or an ensemble. Requests that wait for a model that sleeps are in nothing yet."""
+        loaded = self._models.get(name)
+        return loaded is not None and any(
+            hosted.is_used and (hosted.residence is None or hosted.residence.is_present)
+            for hosted in loaded.versions.values()
+        )
 
     def statuses(self) -> dict[str, ModelStatus]:
         """Return the status of every model that was to be loaded, by name."""
@@ -456,7 +780,12 @@ class ModelRegistry:
         if not self._reactor.is_here:
             self.take_in_counts()
         served, own = self.served(), self.stubs.metrics.families()
-        return [*model_families(served, self.metrics_options), *instance_families(served), *own]
+        return [
+            *model_families(served, self.metrics_options),
+            *instance_families(served),
+            *cache_families(self.cache),
+            *own,
+        ]
 
     # End
 
@@ -474,6 +803,7 @@ class ModelRegistry:
             self._ended.wait()
             return
         self._closing.set()
+        self.residency.stop()
         try:
             self._wait_until_still()
             names = list(self._models)
@@ -497,7 +827,9 @@ class ModelRegistry:
     def _finalize_all(self) -> None:
         with self._lock:
             self._changed.wait_for(lambda: not self._locks.names and not self._retiring)
+        self.residency.join()
         self.backends.finalize_all()
+        self.repositories.close()
         self.stubs.blank_templates.close()
         self._executor.shutdown()
         self._reactor.close()
@@ -526,6 +858,15 @@ class ModelRegistry:
                     "the runtime belongs to the process that made it, not its forks"
                 )
             raise RuntimeClosed("the runtime was closed; make another")
+
+
+def _is_fit(loaded: LoadedVersions) -> bool:
+    """Return True if an ensemble fits its members as they are now."""
+    versions = loaded.versions.values()
+    try:
+        return all(each.is_fit() for each in versions if isinstance(each, HostedEnsemble))
+    except MoonpoolError:
+        return False
 
 
 def _apart(act: Callable[[], None], name: str) -> None:

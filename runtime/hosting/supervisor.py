@@ -18,8 +18,11 @@ the model again (`goes_on`), an instance that was given up rests and is started 
 Giving up and coming back may cross, as two threads do them. Each changes first and looks at the records then, so the second
 one undoes what is wrong (`check_given_up`, `HostedModel._come_back`).
 
-*Unload.* `stop_all` sets `_stopping`, which ends all pauses, and then stops all instances in parallel. `_stop` first ends a
-recovery: it breaks off a start that is on its way, again and again, since a start that has just begun has nothing yet to
+*Scaling.* `grow` and `shrink` change `records`, one call of them at a time: the model lock of the registry is held. `scaling.py`
+explains how an instance leaves. A record that has left stays in `_record_of`, since its last callbacks may come later.
+
+*Unload.* `stop_all` sets `_stopping` and then stops all instances in parallel. `stop` sets the event of the record, which ends
+its pauses, and first ends a recovery: it breaks off a start that is on its way, again and again, since a start that has just begun has nothing yet to
 break off. Then it moves the instance from READY to DRAINING, which `_move_from` does only while no recovery is alive. An
 instance that breaks while it drains is recovered once more, and that recovery ends at STOPPED and not with a restart.
 
@@ -39,6 +42,8 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import ClientCutMemory, LoadFailed, ModelUnavailable, OutOfThreads
 from moonpool.runtime.hosting.instance_record import InstanceRecord
 from moonpool.runtime.hosting.recycling import Recycler, Recycling
+from moonpool.runtime.hosting.scaling import Leave
+from moonpool.runtime.hosting.warmup import Warmup
 from moonpool.runtime.model.backend import Backend, Model, ModelInstance
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.model.states import InstanceState
@@ -84,11 +89,13 @@ class Supervisor:
         give_up: Callable[[str], None],
         come_back: Callable[[], object] = bool,
         goes_on: Callable[[], bool] = bool,
+        warmup: Warmup | None = None,
     ) -> None:
         """`tell` gets the name, state and reason of an instance whenever they change.
 
         `give_up` gets the reason when no instance is left. While `goes_on` returns True (by default it does not),
         instances that were given up are started again after a rest. `come_back` is called when an instance is ready.
+        `warmup` runs in each new process before that.
         """
         options = model.options
         self._policy = RestartPolicy(
@@ -104,12 +111,18 @@ class Supervisor:
         self._give_up_model = give_up
         self._come_back = come_back
         self._goes_on = goes_on
+        self._warmup = warmup
         # The rest of an instance that was given up, before it is started again.
         self.rest_s = max(options.restart_window_s, options.restart_backoff_max_s)
         self._lock = threading.RLock()
         self._stopping = threading.Event()
-        self.records = [InstanceRecord(i, options.max_restarts + 1) for i in instances]
-        self._record_of = {record.instance: record for record in self.records}
+        # True while `_check_overdue` runs again and again.
+        self._is_checking = False
+        # Replaced, and never changed, when instances come and go. So any thread may go through it.
+        self.records: Sequence[InstanceRecord] = ()
+        self._record_of: dict[ModelInstance, InstanceRecord] = {}
+        self._recycler: Recycler | None = None
+        self._enlist(instances)
         self._scheduler: Scheduler | None = None
         self.recycling = Recycling(options)
         # The times from the end of a process to the next one that is ready.
@@ -118,11 +131,24 @@ class Supervisor:
     def serve(self, scheduler: Scheduler) -> None:
         """Give ready instances to this scheduler from now on."""
         self._scheduler = scheduler
-        recycler = Recycler(self, scheduler)
+        self._recycler = Recycler(self, scheduler)
         for record in self.records:
-            recycler.watch(record)
-            record.instance.report_broken = self._reporter(record.instance)
-            record.instance.respond = partial(scheduler.respond, record.instance)
+            self._serve(record)
+
+    def _enlist(self, instances: Sequence[ModelInstance]) -> list[InstanceRecord]:
+        records = [InstanceRecord(each, self._model.options.max_restarts + 1) for each in instances]
+        with self._lock:
+            self._record_of |= {record.instance: record for record in records}
+            self.records = (*self.records, *records)
+        return records
+
+    def _serve(self, record: InstanceRecord) -> None:
+        if self._scheduler is None or self._recycler is None:
+            return
+        self._recycler.watch(record)
+        record.instance.report_broken = self._reporter(record.instance)
+        respond = partial(self._scheduler.respond, record.instance)
+        record.instance.respond = respond if self._warmup is None else self._warmup.route(respond)
 
     def _reporter(self, instance: ModelInstance) -> Callable[[BaseException], None]:
         def report(error: BaseException) -> None:
@@ -165,8 +191,7 @@ class Supervisor:
         if errors:
             self.stop_all()
             raise errors[0]
-        if self._model.options.execute_timeout_s is not None:
-            self._check_overdue()
+        self.watch_deadlines()
         self._tidy()
 
     def give_up_starting(self) -> None:
@@ -179,7 +204,7 @@ class Supervisor:
     def _first_start(self, record: InstanceRecord) -> BaseException | None:
         self._move(record, _S.STARTING, "load")
         try:
-            self._backend.model_instance_initialize(record.instance)
+            self._initialize(record)
         except (
             BaseException
         ) as error:  # a backend may raise SystemExit; the other instances must be finalized
@@ -189,10 +214,25 @@ class Supervisor:
         self._ready(record, "initialized")
         return None
 
+    def _initialize(self, record: InstanceRecord) -> None:
+        """Start the process of an instance, warm it up, and let front ends use it. If that fails, nothing is left of it."""
+        instance, limit_s = record.instance, self._model.options.load_timeout_s
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        self._model.check_files()
+        self._backend.model_instance_initialize(instance)
+        instance.is_healthy = True
+        try:
+            if self._warmup is not None:
+                self._warmup.run(instance, deadline)
+            self._backend.offer(instance)
+        except BaseException:
+            self._finalize(record)
+            raise
+
     def _ready(self, record: InstanceRecord, because: str) -> None:
         instance = record.instance
         self.recycling.begin(instance)
-        instance.is_healthy = instance.accepts = True
+        instance.accepts = True
         self._move(record, _S.READY, because)
         if self._scheduler is not None:
             self._scheduler.add(instance)
@@ -285,11 +325,11 @@ class Supervisor:
         decision = self.next_start(record)
         if isinstance(decision, GiveUp):
             self._give_up(record, decision.reason)
-            if not self._goes_on() or self._stopping.wait(self.rest_s):
+            if not self._goes_on() or record.stopping.wait(self.rest_s):
                 return True
             because = f"it was given up, and {self.rest_s:g} s have passed"
             return self._start_again(record, because, "restarted", restarts=1)
-        if self._stopping.wait(max(0.0, decision.at_s - time.monotonic())):
+        if record.stopping.wait(max(0.0, decision.at_s - time.monotonic())):
             self._move(record, _S.STOPPED, "unload")
             return True
         because = f"restart after: {record.machine.because}"
@@ -301,7 +341,7 @@ class Supervisor:
         self._move(record, _S.STARTING, because)
         record.instance.broken = None
         try:
-            self._backend.model_instance_initialize(record.instance)
+            self._initialize(record)
         except BaseException as error:
             _log.error("[%s] restart failed: %s", record.instance.name, error)
             self._count_failure(record, error)
@@ -321,7 +361,9 @@ class Supervisor:
 
     def check_given_up(self) -> None:
         """Refuse requests from now on if all instances were given up."""
-        if self._scheduler is None or any(s.machine.state is not _S.FAILED for s in self.records):
+        if self._scheduler is None or not self.records:
+            return
+        if any(record.machine.state is not _S.FAILED for record in self.records):
             return
         record = self.records[-1]
         why = f"{record.instance.name} {record.machine.because}"
@@ -332,6 +374,39 @@ class Supervisor:
         # An instance may have come back meanwhile, and called `_come_back` before there was anything to undo.
         if any(each.machine.state is _S.READY for each in self.records):
             self._come_back()
+
+    # Scaling
+
+    def grow(self, instances: Sequence[ModelInstance]) -> None:
+        """Start further instances in parallel. If one fails, end them all, and raise the first failure."""
+        records = self._enlist(instances)
+        for record in records:
+            self._serve(record)
+        try:
+            outcomes = in_parallel(
+                self._first_start, records, "moonpool-start", self.give_up_starting
+            )
+        except BaseException:  # a signal handler raised; in_parallel has waited for all of them
+            self.shrink(instances, time.monotonic())
+            raise
+        errors = [outcome for outcome in outcomes if outcome is not None]
+        if errors:
+            self.shrink(instances, time.monotonic())
+            raise errors[0]
+
+    def shrink(self, instances: Sequence[ModelInstance], deadline: float) -> None:
+        """End some of the instances, each when nothing is in it any more, in parallel. What is in them at `deadline` fails."""
+        scheduler = self._scheduler
+        if scheduler is None or not instances:
+            return
+        records = [self._record_of[instance] for instance in instances]
+        in_parallel(
+            lambda record: Leave(self, scheduler, record).act(deadline), records, "moonpool-stop"
+        )
+        with self._lock:
+            self.records = tuple(each for each in self.records if each not in records)
+        if self.records:
+            self.check_given_up()
 
     # Recycling
 
@@ -353,7 +428,7 @@ class Supervisor:
         self.recycling.recycled(record.instance)
         self._finalize(record)
         record.broken_ns = time.monotonic_ns()
-        if self._stopping.is_set():
+        if record.stopping.is_set():
             self._move(record, _S.STOPPED, "unload")
         elif not self._start_again(record, because, f"recycled: {because}", restarts=0):
             while not self._restart(record):
@@ -361,8 +436,18 @@ class Supervisor:
 
     # Watching
 
+    def watch_deadlines(self) -> None:
+        """End executions that take too long, if the model's options have a limit by now."""
+        with self._lock:
+            if self._is_checking or self._model.options.execute_timeout_s is None:
+                return
+            self._is_checking = True
+        self._check_overdue()
+
     def _check_overdue(self) -> None:
-        limit_s = self._model.options.execute_timeout_s
+        with self._lock:
+            limit_s = self._model.options.execute_timeout_s
+            self._is_checking = limit_s is not None
         if limit_s is None or self._scheduler is None or self._stopping.is_set():
             return
         since_ns = time.monotonic_ns() - int(limit_s * 1e9)
@@ -401,9 +486,20 @@ class Supervisor:
     def stop_all(self) -> None:
         """Finalize all instances in parallel. Instances that still execute are ended."""
         self._stopping.set()
-        in_parallel(self._stop, self.records, "moonpool-stop")
+        in_parallel(self.stop, self.records, "moonpool-stop")
 
-    def _stop(self, record: InstanceRecord) -> None:
+    def end_all(self) -> None:
+        """Finalize all instances, which the scheduler has given up, in parallel. Others may be started after that with `grow`."""
+        ended = self.records
+        in_parallel(self.stop, ended, "moonpool-stop")
+        with self._lock:
+            self.records = ()
+            # The last callbacks of these may come later; those of earlier ones have come.
+            self._record_of = {record.instance: record for record in ended}
+
+    def stop(self, record: InstanceRecord) -> None:
+        """End an instance, or its recovery, for good. One that still executes is ended. Blocks."""
+        record.stopping.set()
         self._end_recovery(record)
         while record.machine.state is _S.READY:
             if self._move_from(record, _S.READY, _S.DRAINING, "unload"):

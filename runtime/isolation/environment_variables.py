@@ -51,17 +51,24 @@ def inherited(
     own: Mapping[str, str] | None = None,
     leading: Iterable[str] = OF_THE_INTERPRETER,
     threads: int | None = None,
+    withheld: Iterable[str] = (),
 ) -> dict[str, str]:
     """Return the variables of a stub: those of `given` that the sandbox lets through, and its environment's.
 
     A model that is not contained sees all of them, as in Triton, because it could read them in the runtime's process anyway.
     `allowed` are patterns (`AWS_*`) of variables that a contained one may see beside the harmless ones. `own` are those of a
-    model's own environment. Such a model gets none of `leading`, which lead to the files of another interpreter.
+    model's own environment. Such a model gets none of `leading`, which lead to the files of another interpreter. No model sees
+    those of the patterns `withheld` that are not `allowed`.
     """
-    variables = dict(given)
+    allowed = tuple(allowed)
+    variables = {
+        name: value
+        for name, value in given.items()
+        if _matches(name, allowed) or not _matches(name, withheld)
+    }
     if is_contained(sandbox):
         patterns = (*_HARMLESS, *allowed)
-        variables = {name: value for name, value in given.items() if _matches(name, patterns)}
+        variables = {name: value for name, value in variables.items() if _matches(name, patterns)}
     if own:
         for name in leading:
             variables.pop(name, None)

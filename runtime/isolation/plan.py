@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import math
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from moonpool.ipc.policy import FIRST_SHARED_USER, MEMORY, Policy, is_contained
 from moonpool.runtime.errors import LoadFailed
@@ -14,12 +17,20 @@ from moonpool.runtime.isolation import environment_variables, scratch, users
 from moonpool.runtime.isolation.gpu_access import access_to
 from moonpool.runtime.isolation.paths import check_granted, keep_bytecode, needed_paths
 from moonpool.runtime.model.backend import Model
-from moonpool.runtime.model.config.options import USUAL_WEIGHT, ModelOptions
+from moonpool.runtime.model.config.options import USUAL_WEIGHT
 from moonpool.runtime.model.confinement import Confinement
 from moonpool.runtime.process.child import StubProcess
 from moonpool.runtime.repository.environment import Environment
+from moonpool.runtime.repository.folder_cache import cache_root
 from moonpool.runtime.repository.grants import check_stays_inside, granted
 
+# The variables by which libraries find the folder of what they compile, and its name within ours.
+_COMPILED = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "NUMBA_CACHE_DIR": "numba",
+    "CUDA_CACHE_PATH": "cuda",
+}
 # The ratio by which the kernel weighs a step of `nice`.
 _NICE_RATIO = 1.25
 
@@ -98,31 +109,33 @@ def plan_for(
     folder: str,
     *,
     gpus: tuple[int, ...] = (),
+    cpus: tuple[int, ...] = (),
     forks: bool = False,
     leading: Sequence[str] = environment_variables.OF_THE_INTERPRETER,
 ) -> IsolationPlan:
     """Return the plan for another process of a model. `folder` is its backend's, "" for none.
 
-    `gpus` are those that it will use. With `forks`, it is a template, from which all instances are forked. `leading` has the meaning that it
+    `gpus` are those that it will use, and `cpus` the processors that it may use, () for all. With `forks`, it is a template, from which all instances are forked. `leading` has the meaning that it
     has in `environment_variables.inherited`. Raises OSError, `LoadFailed`.
     """
     options = model.options
     processes = 1 + _forked(model) if forks else 1
-    variables = _variables(options, environment, leading)
+    compiled = _compile_cache(model)
+    variables = _variables(model, environment, leading, compiled)
     common = Policy(
         level=options.sandbox,
         limits=_limits(model, processes),
-        cpus=options.cpus,
+        cpus=cpus,
         nice=_nice(options.cpu_weight),
         forks=forks,
     )
     if not common.is_contained:
         return IsolationPlan(common, str(environment.python), variables, os.getcwd(), ())
-    keep_bytecode()  # before the check, as it may make a folder that was granted
     _check_paths(model)
     access = access_to(gpus)
     read = needed_paths(model.source, environment, variables, folder)
-    shared = users.of_folders(path for path, writes in options.sandbox_paths if writes)
+    paths = (*options.sandbox_paths, *([] if compiled is None else [(str(compiled), True)]))
+    shared = users.of_folders(path for path, writes in paths if writes)
     user, own_folder, held = _take(shared)
     policy = common.changed(
         user=user,
@@ -130,17 +143,13 @@ def plan_for(
         limits=_limits(model, processes if shared is None else processes + _forked(model)),
         devices=access.devices,
         read=read,
-        granted=options.sandbox_paths,
+        granted=paths,
         scratch=own_folder,
         scratch_bytes=options.scratch_bytes,
         ports=options.sandbox_ports,
         syscalls=options.sandbox_syscalls,
     )
-    variables |= {"HOME": own_folder, "TMPDIR": own_folder}
-    if gpus:
-        # CUDA keeps the code that it compiles where other instances do not find it.
-        cache = f"{own_folder}/cuda"
-        variables |= {"CUDA_VISIBLE_DEVICES": access.visible, "CUDA_CACHE_PATH": cache}
+    variables |= _of_its_folder(own_folder, access.visible if gpus else None, compiled)
     return IsolationPlan(
         policy,
         str(environment.python),
@@ -156,21 +165,39 @@ def plan_for(
 
 def _check_paths(model: Model) -> None:
     """Check the paths at each start, since the files may have changed after the load. Raises `LoadFailed`."""
+    keep_bytecode()  # before the check, as it may make a folder that was granted
     check_stays_inside(model)
     check_granted(model.options.sandbox_paths)
 
 
 def _variables(
-    options: ModelOptions, environment: Environment, leading: Sequence[str]
+    model: Model, environment: Environment, leading: Sequence[str], compiled: Path | None
 ) -> dict[str, str]:
-    return environment_variables.inherited(
+    """Return the variables of a process, which keeps what it compiles in the folder `compiled`."""
+    options = model.options
+    variables = environment_variables.inherited(
         os.environ,
         sandbox=options.sandbox,
         allowed=options.environment,
         own=environment.variables,
         leading=leading,
         threads=options.threads,
+        withheld=model.withheld,
     )
+    if compiled is not None:
+        variables |= {name: str(compiled / below) for name, below in _COMPILED.items()}
+    return variables
+
+
+def _of_its_folder(folder: str, visible_gpus: str | None, compiled: Path | None) -> dict[str, str]:
+    """Return the variables of a contained process which has this folder, and sees these GPUs."""
+    variables = {"HOME": folder, "TMPDIR": folder}
+    if visible_gpus is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = visible_gpus
+        if compiled is None:
+            # CUDA keeps what it compiles where other instances do not find it.
+            variables["CUDA_CACHE_PATH"] = f"{folder}/cuda"
+    return variables
 
 
 def _take(shared: int | None) -> tuple[int | None, str, ExitStack]:
@@ -232,3 +259,47 @@ def _listed(cpus: Sequence[int]) -> str:
         else:
             ranges.append([cpu])
     return ", ".join("-".join(map(str, each)) for each in ranges)
+
+
+def _compile_cache(model: Model) -> Path | None:
+    """Return the folder in which a version of a model keeps what it compiles, and make it; None if it has none.
+
+    Where the runtime is root, the folder of a contained model belongs to a shared user, so that all instances of the version may
+    write into it, and to none that another model has: one model must not put code where another one looks for it. Raises OSError,
+    `LoadFailed`.
+    """
+    if not model.options.compile_cache:
+        return None
+    is_confined = is_contained(model.options.sandbox)
+    source = model.source
+    named = "\0".join(map(str, (source.file.resolve(), model.name, model.version, is_confined)))
+    root = cache_root() / "compiled"
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(root)
+    folder = root.resolve() / hashlib.sha256(named.encode()).hexdigest()[:32]
+    with _alone_in(root):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        # Also one whose maker was killed before it had given it away.
+        if is_confined and folder.stat().st_uid == os.geteuid():
+            owner = users.unshared(root)
+            if owner is not None:
+                os.chown(folder, owner, owner)
+    return folder
+
+
+@contextmanager
+def _alone_in(root: Path) -> Iterator[None]:
+    """Keep other instances, and other runtimes, from making a folder meanwhile: two models must not get the same user."""
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _check_private(root: Path) -> None:
+    status = root.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        what = f"the cache {root} must belong to this user and be writable by nobody else"
+        raise LoadFailed(f"{what}, as models run code from there", stage="start")

@@ -8,10 +8,12 @@ file is open exactly once, and it is closed only when the last number was given 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 
 from moonpool.ipc.policy import FIRST_SHARED_USER, LAST_SHARED_USER
 
@@ -59,6 +61,21 @@ def of_folders(paths: Iterable[str]) -> int | None:
         return None
     owners = {os.stat(path, follow_symlinks=False).st_uid for path in paths}
     return min(owners & set(range(FIRST_SHARED_USER, LAST_SHARED_USER + 1)), default=None)
+
+
+def unshared(root: Path) -> int | None:
+    """Return a shared user that owns no folder in `root`; None if this process cannot give its children other users.
+
+    Raises OSError if all are taken.
+    """
+    if not _can_give():
+        return None
+    owners = {path.lstat().st_uid for path in root.iterdir()}
+    # From the last on, as operators take the first ones for folders of their own.
+    for user in range(LAST_SHARED_USER, FIRST_SHARED_USER - 1, -1):
+        if user not in owners:
+            return user
+    raise OSError(errno.EUSERS, f"no user is left for another folder; remove some of {root}")
 
 
 def _can_give() -> bool:

@@ -143,3 +143,13 @@ class LatencySummaries:
         self.input.add(input_ns, requests)
         self.infer.add(infer_ns, requests)
         self.output.add(output_ns, requests)
+
+
+class CacheSummaries:
+    """Durations of one model version's response cache. For one writer at a time."""
+
+    __slots__ = ("hit", "miss")
+
+    def __init__(self) -> None:
+        self.hit = LatencySummary()
+        self.miss = LatencySummary()

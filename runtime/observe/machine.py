@@ -98,6 +98,21 @@ class _Memory(ctypes.Structure):
     )
 
 
+class _Process(ctypes.Structure):
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("bytes", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+# What the driver gives as the bytes of a process if it cannot say, and as the code if there are more processes than places.
+_UNKNOWN_BYTES = 2**64 - 1
+_TOO_SMALL = 7
+_PROCESSES = 64
+
+
 # Name, type, description; the library's function, the structure that it fills in, and the value in that.
 _FAMILIES: list[tuple[str, str, str, str, type[Any], Callable[[Any], float]]] = [
     (
@@ -204,6 +219,31 @@ class GpuMetrics:
                     samples.append(Sample("", (("gpu_uuid", uuid),), value - before))
                 families.append(ExposedFamily(name, text, kind, samples))
             return families
+
+    def bytes_by_process(self) -> dict[int, int]:
+        """Return the bytes that processes have on all GPUs together, as far as the driver says so.
+
+        In a container, drivers before 525 may know processes by other numbers than this process does.
+        """
+        used: dict[int, int] = {}
+        with self._lock:
+            for handle in self._gpus.values():
+                for process in self._processes(handle):
+                    if process.bytes != _UNKNOWN_BYTES:
+                        used[process.pid] = used.get(process.pid, 0) + process.bytes
+        return used
+
+    def _processes(self, handle: ctypes.c_void_p) -> list[_Process]:
+        with contextlib.suppress(AttributeError):  # a library that is older than the function
+            ask = self._library.nvmlDeviceGetComputeRunningProcesses_v3
+            room = _PROCESSES
+            while True:
+                count, found = ctypes.c_uint(room), (_Process * room)()
+                code = ask(handle, ctypes.byref(count), found)
+                if code != _TOO_SMALL:
+                    return [] if code else list(found[: min(count.value, room)])
+                room *= 2
+        return []
 
     def close(self) -> None:
         """Release the library. There are no GPUs any more."""

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from moonpool.ipc.messages import COUNTER, GAUGE, HISTOGRAM
 from moonpool.runtime.errors import ModelUnavailable, QueueTimeout
-from moonpool.runtime.observe.distributions import LatencySummaries, LatencySummary
+from moonpool.runtime.observe.distributions import CacheSummaries, LatencySummaries, LatencySummary
 from moonpool.runtime.observe.exposition import Labels
 from moonpool.runtime.observe.machine import GPU_NAMES, MACHINE_NAMES
 from moonpool.runtime.observe.metrics import BadMetric
-from moonpool.runtime.observe.statistics import Statistics
+from moonpool.runtime.observe.statistics import CacheCounts, Statistics
 
 Counters = list[tuple[str, str, Callable[[Statistics], int]]]
 
@@ -59,6 +59,21 @@ DURATIONS: Counters = [
         lambda s: s.output_ns // 1000,
     ),
 ]
+# The same of models with a response cache.
+CACHE: list[tuple[str, str, Callable[[CacheCounts], int]]] = [
+    ("nv_cache_num_hits_per_model", "Number of cache hits per model", lambda c: c.hits),
+    (
+        "nv_cache_hit_duration_per_model",
+        "Total cache hit duration per model, in microseconds",
+        lambda c: c.hit_ns // 1000,
+    ),
+    ("nv_cache_num_misses_per_model", "Number of cache misses per model", lambda c: c.misses),
+    (
+        "nv_cache_miss_duration_per_model",
+        "Total cache miss (insert+lookup) duration per model, in microseconds",
+        lambda c: c.miss_ns // 1000,
+    ),
+]
 SUMMARIES: list[tuple[str, str, Callable[[LatencySummaries], LatencySummary]]] = [
     (
         "nv_inference_request_summary_us",
@@ -87,15 +102,27 @@ SUMMARIES: list[tuple[str, str, Callable[[LatencySummaries], LatencySummary]]] =
         lambda s: s.output,
     ),
 ]
+CACHE_SUMMARIES: list[tuple[str, str, Callable[[CacheSummaries], LatencySummary]]] = [
+    (
+        "nv_cache_hit_summary_per_model",
+        "Summary of cache hit counts/durations per model, in microseconds",
+        lambda s: s.hit,
+    ),
+    (
+        "nv_cache_miss_summary_per_model",
+        "Summary of cache miss counts/durations per model, in microseconds.",
+        lambda s: s.miss,
+    ),
+]
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 
 # The kinds of Triton's families. A custom metric of the same name must have the same kind.
 _OF_TRITON = {
     "nv_inference_request_success": COUNTER,
     "nv_inference_request_failure": COUNTER,
-    **{name: COUNTER for name, _, _ in (*COUNTS, *DURATIONS)},
+    **{name: COUNTER for name, _, _ in (*COUNTS, *DURATIONS, *CACHE)},
     # Custom metrics are no summaries, so they cannot have these names.
-    **{name: -1 for name, _, _ in SUMMARIES},
+    **{name: -1 for name, _, _ in (*SUMMARIES, *CACHE_SUMMARIES)},
     "nv_inference_pending_request_count": GAUGE,
     "nv_model_load_duration_secs": GAUGE,
     FIRST_RESPONSE: HISTOGRAM,
@@ -105,6 +132,20 @@ _OF_TRITON = {
 INSTANCE_FAMILIES = {
     "moonpool_model_ready": ("gauge", "1 if a request to the model could run now, else 0"),
     "moonpool_instances": ("gauge", "Model instances by state"),
+    "moonpool_model_awake": ("gauge", "1 if a model that may sleep has instances, else 0"),
+    "moonpool_model_wakes_total": ("counter", "Starts of a model that may sleep"),
+    "moonpool_model_sleeps_total": (
+        "counter",
+        "Times that the model was put to sleep, by the reason",
+    ),
+    "moonpool_model_measured_memory_bytes": (
+        "gauge",
+        "Memory of the model's processes at the last look, by the kind, where it is limited",
+    ),
+    "moonpool_model_scale_steps_total": (
+        "counter",
+        "Changes of the number of instances by the load, by their direction",
+    ),
     "moonpool_requests_in_flight": (
         "gauge",
         "Accepted requests without their last response",
@@ -153,6 +194,16 @@ INSTANCE_FAMILIES = {
         "Shared memory with inputs that the model, or a model that it asked, still uses",
     ),
 }
+# Those of the response cache of all models.
+CACHE_FAMILIES = {
+    "moonpool_response_cache_size_bytes": ("gauge", "The most bytes that kept responses may take"),
+    "moonpool_response_cache_used_bytes": ("gauge", "The bytes that kept responses take"),
+    "moonpool_response_cache_entries": ("gauge", "Kept responses"),
+    "moonpool_response_cache_evictions_total": (
+        "counter",
+        "Responses that went because others needed their room",
+    ),
+}
 # The kind of families that models cannot share.
 _NO_KIND = -1
 # Metrics of the server and of its process. The modules that show them may not be imported here.
@@ -170,7 +221,9 @@ _SERVERS = (
 )
 # All families here, with the kind that a custom family needs to share the name, as in Triton.
 KINDS = {
-    **dict.fromkeys((*INSTANCE_FAMILIES, *MACHINE_NAMES, *GPU_NAMES, *_SERVERS), _NO_KIND),
+    **dict.fromkeys(
+        (*INSTANCE_FAMILIES, *CACHE_FAMILIES, *MACHINE_NAMES, *GPU_NAMES, *_SERVERS), _NO_KIND
+    ),
     **_OF_TRITON,
 }
 # Names of a contained model's metrics cannot begin so, as a later version of the server may have metrics of such names.

@@ -13,8 +13,9 @@ from bisect import bisect_left
 from time import time_ns
 from typing import Any, TypeAlias
 
-from moonpool.runtime.observe.distributions import BucketCounts, LatencySummaries
+from moonpool.runtime.observe.distributions import BucketCounts, CacheSummaries, LatencySummaries
 from moonpool.runtime.observe.exposition import Labels
+from moonpool.runtime.quick import learn, learn_object
 
 Duration: TypeAlias = "dict[str, int]"
 ModelStat: TypeAlias = "dict[str, Any]"
@@ -31,6 +32,8 @@ _MOST_PLACES = 1000
 # As in Triton. The configuration of a model may set others.
 FIRST_RESPONSE_BOUNDS_NS = tuple(n * _MS for n in (100, 500, 2000, 5000))
 _KINDS = ("success", "fail", "empty_response", "cancel")
+# Where the count of each kind stands, before its duration.
+_AT = {kind: 2 * i for i, kind in enumerate(_KINDS)}
 # The time of the last inference, the figures below in their order, failed requests by reason and durations by bucket;
 # then executions by rows.
 Counts = tuple[list[int], list[list[int]]]
@@ -69,11 +72,12 @@ class ResponseStatistics:
         `kind` is success, fail, empty_response (the flag that no more come) or cancel (a response
         that nobody waited for any more).
         """
-        place = min(place, _MOST_PLACES - 1)
+        if place >= _MOST_PLACES:
+            place = _MOST_PLACES - 1
         counts = self._places.get(place)
         if counts is None:
             counts = self._places[place] = [0] * (2 * len(_KINDS))
-        at = 2 * _KINDS.index(kind)
+        at = _AT[kind]
         counts[at] += 1
         counts[at + 1] += duration_ns
 
@@ -96,6 +100,33 @@ class ResponseStatistics:
         return shown
 
 
+class CacheCounts:
+    """Counts of a model version whose responses are cached. Recorded as `Statistics`."""
+
+    __slots__ = ("hit_ns", "hits", "miss_ns", "misses", "summaries")
+
+    def __init__(self) -> None:
+        self.hits = self.hit_ns = 0
+        # Responses that were made and perhaps kept; the duration is that of the look for them and of keeping them.
+        self.misses = self.miss_ns = 0
+        # None unless the metrics have summaries.
+        self.summaries: CacheSummaries | None = None
+
+    def add_hit(self, taken_ns: int) -> None:
+        """Count a request that was answered from the cache."""
+        self.hits += 1
+        self.hit_ns += taken_ns
+        if self.summaries is not None:
+            self.summaries.hit.add(taken_ns)
+
+    def add_miss(self, taken_ns: int) -> None:
+        """Count a response that was looked for in vain, and made."""
+        self.misses += 1
+        self.miss_ns += taken_ns
+        if self.summaries is not None:
+            self.summaries.miss.add(taken_ns)
+
+
 class Statistics:
     """All counts and durations since the version was loaded.
 
@@ -107,6 +138,7 @@ class Statistics:
     __slots__ = (
         "_batches",
         "by_duration",
+        "cache",
         "execution_count",
         "fail_count",
         "fail_counts",
@@ -144,6 +176,8 @@ class Statistics:
         self.responses = ResponseStatistics()
         # None unless the metrics' options ask for them.
         self.summaries: LatencySummaries | None = None
+        # None for a model without a cache.
+        self.cache: CacheCounts | None = None
         # By rows: [executions, input_ns, infer_ns, output_ns].
         self._batches: dict[int, list[int]] = {}
 
@@ -227,6 +261,18 @@ class Statistics:
             self.summaries.queue.add(started_ns - queued_ns)
             self.summaries.add_batch(1, input_ns, infer_ns, output_ns)
 
+    def record_hit(self, now_ms: int, taken_ns: int) -> None:
+        """Count a request that was answered from the cache, and the time that this took. It executed nothing."""
+        self.last_inference_ms = now_ms
+        self.success_count += 1
+        self.success_ns += taken_ns
+        self.by_duration[bisect_left(DURATION_BOUNDS_NS, taken_ns)] += 1
+        if self.cache is not None:
+            self.cache.add_hit(taken_ns)
+        if self.summaries is not None:
+            self.summaries.request.add(taken_ns)
+            self.summaries.queue.add(0)
+
     def record_failures(
         self, now_ms: int, requests: int, fail_ns: int, reason: str = "BACKEND"
     ) -> None:
@@ -242,7 +288,8 @@ class Statistics:
 
     def snapshot(self) -> ModelStat:
         """Return one entry of `model_stats`, ready for JSON."""
-        served = self.success_count
+        served, cache = self.success_count, self.cache or CacheCounts()
+        computed = served - cache.hits
         return {
             "name": self.name,
             "version": self.version,
@@ -253,12 +300,11 @@ class Statistics:
                 "success": _duration(served, self.success_ns),
                 "fail": _duration(self.fail_count, self.fail_ns),
                 "queue": _duration(served, self.queue_ns),
-                "compute_input": _duration(served, self.input_ns),
-                "compute_infer": _duration(served, self.infer_ns),
-                "compute_output": _duration(served, self.output_ns),
-                # There is no response cache.
-                "cache_hit": _duration(0, 0),
-                "cache_miss": _duration(0, 0),
+                "compute_input": _duration(computed, self.input_ns),
+                "compute_infer": _duration(computed, self.infer_ns),
+                "compute_output": _duration(computed, self.output_ns),
+                "cache_hit": _duration(cache.hits, cache.hit_ns),
+                "cache_miss": _duration(cache.misses, cache.miss_ns),
             },
             "response_stats": self.responses.snapshot(),
             "batch_stats": [
@@ -311,3 +357,7 @@ def add_counts(statistics: Statistics, counts: Counts) -> None:
     for rows, *counted in batches:
         before = statistics._batches.get(rows, [0, 0, 0, 0])
         statistics._batches[rows] = [a + b for a, b in zip(before, counted, strict=True)]
+
+
+learn(Statistics)
+learn_object("bounds", DURATION_BOUNDS_NS)

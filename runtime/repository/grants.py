@@ -42,6 +42,7 @@ def granted(options: ModelOptions, gpus: Sequence[int] = ()) -> tuple[str, ...]:
         *(f"ask model {pattern}" for pattern in options.sandbox_models),
         *(f"see {pattern} of the environment" for pattern in options.environment),
         *(["share a template with its other instances"] if options.has_template else []),
+        *(["keep what it compiles"] if options.compile_cache else []),
     )
 
 
@@ -321,7 +322,8 @@ _GRANTS = {
     "MOONPOOL_SANDBOX_SYSCALLS": "sandbox_syscalls",
     "MOONPOOL_SANDBOX_MODELS": "sandbox_models",
     "MOONPOOL_ENVIRONMENT": "environment",
-    "MOONPOOL_PREFORK": "prefork",
+    "MOONPOOL_PREFORK": "template",
+    "MOONPOOL_COMPILE_CACHE": "compile_cache",
 }
 # Loads and unloads wait so long, and the start and the end of a server with them.
 _DEADLINES = {

@@ -18,15 +18,17 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moonpool.ipc.policy import LEVELS, is_contained
-from moonpool.runtime.errors import ModelNotFound
+from moonpool.runtime.errors import InvalidRequest, ModelNotFound
 from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.config.ensembles import ENSEMBLE
 from moonpool.runtime.model.config.limits import ConfigLimits
+from moonpool.runtime.model.config.live import fixed_options, fixed_part, with_count
 from moonpool.runtime.model.config.model import (
     PYTHON_BACKEND,
     ModelConfig,
@@ -35,16 +37,24 @@ from moonpool.runtime.model.config.model import (
     minimal,
     name_problem,
 )
-from moonpool.runtime.model.config.options import SANDBOX_KEY, ModelOptions, OperatorOptions
+from moonpool.runtime.model.config.options import (
+    SANDBOX_KEY,
+    HostPolicies,
+    ModelOptions,
+    OperatorOptions,
+)
 from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.model.gpus import placed
 from moonpool.runtime.model.source import ModelSource, file_of_class, of_class, of_file
 from moonpool.runtime.process.files import DEEPEST, stamp_of
+from moonpool.runtime.repository.cloud_address import is_address
+from moonpool.runtime.repository.folder_cache import FolderLease
 from moonpool.runtime.repository.grants import Grants, as_flag, check_not_looser, check_ungranted
 from moonpool.runtime.repository.repository import (
     ModelDirectory,
     ModelRepositories,
     RepositoryError,
+    configurations,
     is_version,
 )
 from moonpool.runtime.repository.session_source import source_of
@@ -98,6 +108,8 @@ class HostingRules:
     grant_form: Callable[[str], str] = as_flag
     options: OperatorOptions = field(default_factory=OperatorOptions)
     limits: ConfigLimits = field(default_factory=ConfigLimits)
+    # On which processors instances run, by the policy of their groups.
+    host_policies: HostPolicies = field(default_factory=dict)
 
     def said_of(self, wanted: Wanted) -> dict[str, str]:
         """Return the options that the operator set for a model, by its name or in the load itself. The load goes first."""
@@ -134,6 +146,7 @@ class HostingRules:
             model.stays_inside = bool(wanted.brings) or model.name not in self.grants.whole
         model.completes = self.completes
         model.limits = self.limits
+        model.host_policies = self.host_policies
 
     def floor_of(self, said: Mapping[str, str], brings: str = "") -> str | None:
         """Return the least level of a model with these options of the operator; None if the operator set none.
@@ -161,36 +174,73 @@ class HostingRules:
         return max(floor, own, key=LEVELS.index)
 
 
+class FixedPart(NamedTuple):
+    """The part of a prepared version that its processes depend on. `files` identifies their content."""
+
+    files: object
+    options: ModelOptions
+    config: Raw
+
+
 class PreparedModel:
     """The versions of a model that a load starts, ascending; at least one.
 
-    Two with equal stamps would start the same processes. Call `discard` when nobody needs the files any more.
+    Two with equal stamps would start the same processes. Where only the fixed parts are equal (`fixed`), the processes of the
+    one can go on as those of the other. Call `discard` when nobody needs the files any more.
     """
 
-    def __init__(self, models: list[Model], digest: object, made: Path | None = None) -> None:
+    def __init__(
+        self,
+        models: list[Model],
+        digest: object,
+        made: Path | None = None,
+        lease: FolderLease | None = None,
+    ) -> None:
         self.models = models
-        self._made = made
-        paths = {m.source.file for m in models}
-        if digest is None:
-            paths |= {m.source.model_directory for m in models if m.source.is_directory}
-        self.stamp: object = (
-            digest,
-            [(m.version, m.source.class_name, m.config.raw) for m in models],
-            [stamp_of(path, is_version) for path in sorted(paths) if not self._is_made(path)],
-        )
+        self._made, self._lease = made, lease
+        self._digest = digest
+        self.stamp: object = None
+        # By version.
+        self.fixed: dict[int, FixedPart] = {}
+
+    def seal(self) -> None:
+        """Compute the stamps, now that the models have their final options and places. They change later, as they load."""
+        folders = {m.source.model_directory for m in self.models if m.source.is_directory}
+        common = self._digest, self._stamps(folders if self._digest is None else ())
+        for model in self.models:
+            source, options = model.source, fixed_options(model.options)
+            files = common, source.class_name, self._stamps([source.file])
+            self.fixed[model.version] = FixedPart(files, options, fixed_part(model.config.raw))
+        models = [(model.version, model.config.raw, model.options) for model in self.models]
+        self.stamp = list(self.fixed.items()), models
+
+    def _stamps(self, paths: Iterable[Path]) -> list[bytes]:
+        return [
+            # The configuration counts by its content, which is in the stamp anyway.
+            stamp_of(path, is_version, without=configurations(path))
+            for path in sorted(paths)
+            if not self._is_made(path)
+        ]
+
+    @property
+    def is_made(self) -> bool:
+        """True if a directory was made for this model alone."""
+        return self._made is not None
 
     def _is_made(self, path: Path) -> bool:
         return self._made is not None and path.is_relative_to(self._made)
 
     def discard(self) -> None:
-        """Remove the directory that was made for this model alone, if one was."""
+        """Remove the directory that was made for this model alone, if one was, or allow the cache to remove its copy."""
         if self._made is not None:
             _remove(self._made)
+        if self._lease is not None:
+            self._lease.release()
 
 
 def prepare(
     wanted: Wanted,
-    repository: ModelRepositories | None,
+    repository: ModelRepositories,
     locate: Locate,
     rules: HostingRules | None = None,
 ) -> PreparedModel:
@@ -204,9 +254,9 @@ def prepare(
     try:
         for model in prepared.models:
             rules.apply_to(model, wanted)
-            model.config = placed(model)
-        # The operator may have changed nothing but the level.
-        prepared.stamp = (prepared.stamp, [model.options for model in prepared.models])
+            model.withheld = repository.secrets
+            model.config = _scaled(placed(model), model.options, rules.limits, len(prepared.models))
+        prepared.seal()
         config = prepared.models[0].config
         rules.limits.check_instances(config.instance_groups, len(prepared.models), config.source)
     except BaseException:
@@ -215,8 +265,22 @@ def prepare(
     return prepared
 
 
+def _scaled(
+    config: ModelConfig, options: ModelOptions, limits: ConfigLimits, versions: int
+) -> ModelConfig:
+    """Return the configuration with the least number of instances, if that follows the load. Raises `ConfigError`."""
+    if options.instances is None:
+        return config
+    least, most = options.instances
+    try:
+        limits.check_instances(with_count(config, most).instance_groups, versions, config.source)
+        return with_count(config, least)
+    except InvalidRequest as error:
+        raise config.source.error("parameters[MOONPOOL_INSTANCES]", str(error)) from None
+
+
 def _prepare(
-    wanted: Wanted, repository: ModelRepositories | None, locate: Locate, limits: ConfigLimits
+    wanted: Wanted, repository: ModelRepositories, locate: Locate, limits: ConfigLimits
 ) -> PreparedModel:
     name, source = wanted.name, wanted.source
     if source is not None and wanted.files is not None:
@@ -226,7 +290,9 @@ def _prepare(
         changes["instance_group"] = [{"kind": "KIND_AUTO", "count": wanted.instances}]
     if wanted.files is not None:
         return _of_files(wanted, changes, locate, limits)
-    if isinstance(source, type) or (source is not None and not Path(source).is_dir()):
+    if isinstance(source, str) and is_address(source):
+        directory = repository.find_at(source)
+    elif isinstance(source, type) or (source is not None and not Path(source).is_dir()):
         limits.check(changes, Source())
         if not isinstance(source, type):
             where = of_file(source)
@@ -235,15 +301,16 @@ def _prepare(
         else:
             return _of_session(name, source, changes)
         return PreparedModel([model_of(name, where, minimal(name), None, 1, changes)], None)
-    if source is not None:
+    elif source is not None:
         directory = ModelDirectory(source)
-    elif repository is None:
+    elif not repository:
         raise ModelNotFound(
-            f"model '{name}': the runtime has no repository; give a directory, file or class"
+            f"model '{name}': the runtime has no repository; give a directory, address, file or class"
         )
     else:
         directory = repository.find(name)
-    return PreparedModel(_versions(wanted, directory, changes, locate, limits), None)
+    models = _versions(wanted, directory, changes, locate, limits)
+    return PreparedModel(models, None, lease=directory.lease)
 
 
 def _changes(wanted: Wanted) -> dict[str, Any]:
@@ -334,7 +401,16 @@ def _read(
     """Return the configuration before the changes, and its source."""
     if wanted.is_whole:
         backend = changes.get("backend") or directory.implied_backend() or PYTHON_BACKEND
-        return minimal(wanted.name, str(backend)), None
+        if changes.get("platform") == ENSEMBLE:
+            backend = ""
+        raw = minimal(wanted.name, str(backend))
+        if not backend:
+            del raw["optimization"]  # a default of all other models, which an ensemble may not have
+        if wanted.files is None and directory.has_config:
+            # A client that brings a configuration must not get the files of the repository served unchecked.
+            own, _ = directory.read_config(limits)
+            raw |= {k: v for k, v in own.items() if k == "model_repository_agents"}
+        return raw, None
     return directory.read_config(limits)
 
 
@@ -356,6 +432,10 @@ def _merged(name: str, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> di
     own, changed = raw.get("parameters"), changes.get("parameters")
     if isinstance(own, Mapping) and isinstance(changed, Mapping):
         merged["parameters"] = {**own, **changed}
+    own, changed = (each.get("model_repository_agents") for each in (raw, changes))
+    if isinstance(own, Mapping) and isinstance(changed, Mapping):
+        agents = [*(own.get("agents") or ()), *(changed.get("agents") or ())]
+        merged["model_repository_agents"] = {"agents": agents}
     batching = merged.get("dynamic_batching")
     if batching and batching.get("preferred_batch_size") == [raw["max_batch_size"]]:
         # The size was only implied by the directory's own maximum. Another maximum implies another size.

@@ -1,7 +1,10 @@
-"""Model repositories on disk, read as Triton reads them. Nothing is started, written or kept here.
+"""Model repositories, read as Triton reads them. Nothing is started here. Those in the cloud are read from copies on disk.
 
 Names, links and files in a repository are not trusted to be what they seem: a model's name must be a plain name, a path
 with a loop of links is refused before anything in it is read, and configurations are read with limits.
+
+Theory of operation. A repository in the cloud is listed at most once in `_KEPT_S`, as clients and the page may ask for the index at
+any rate. `_listing` is held meanwhile, so threads that come together ask the store once. Loads do not use that listing.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 import os
 import re
 import stat
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -27,10 +32,17 @@ from moonpool.runtime.model.config.model import (
     normalise,
 )
 from moonpool.runtime.process.files import RepositoryError, check_no_loop, directories
+from moonpool.runtime.repository.cloud_address import is_address
+from moonpool.runtime.repository.cloud_copies import CloudCopies
+from moonpool.runtime.repository.folder_cache import FolderLease
 
 __all__ = ["ModelDirectory", "ModelRepository", "NoVersion", "RepositoryError", "is_version"]
 
 CONFIG_FILENAME = "config.pbtxt"
+# The folder of a model with configurations of other names.
+_CONFIGS = "configs"
+# The time for which the names of the models at an address are kept.
+_KEPT_S = 2.0
 
 
 class NoVersion(RepositoryError):
@@ -64,14 +76,91 @@ class ModelRepository:
         return ModelDirectory(path)
 
 
-class ModelDirectory:
-    """One model of a repository: `config.pbtxt` and the version directories."""
+class CloudRepository:
+    """A repository at an address, such as `s3://bucket/models`. Any thread may call any method, and waits for the network."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, url: str) -> None:
+        """Raise `RepositoryError` for an address that cannot be read, or without the package for it."""
+        self._copies = CloudCopies(url, os.environ)
+        self.path = self._copies.url
+        # Patterns of the variables with credentials.
+        self.secrets = self._copies.secrets
+        self._listing = threading.Lock()
+        # The names, and the error instead of them if there is one, and the time from which they are too old.
+        self._names: list[str] = []
+        self._error: RepositoryError | None = None
+        self._old_from = 0.0
+        self.models()
+
+    def models(self) -> list[str]:
+        """List the names of the folders, sorted, without hidden ones; as they were `_KEPT_S` ago at most."""
+        with self._listing:
+            if time.monotonic() >= self._old_from:
+                self._error = None
+                try:
+                    names = self._copies.models()
+                    self._names = [name for name in names if not name.startswith((".", "__"))]
+                except RepositoryError as error:
+                    self._error = error
+                self._old_from = time.monotonic() + _KEPT_S
+            if self._error is not None:
+                raise RepositoryError(str(self._error), self._error.code)
+            return self._names.copy()
+
+    def find(self, name: str) -> ModelDirectory:
+        """Return a copy of a model as it is now. Raises `RepositoryError`, with NOT_FOUND if there is none."""
+        return _copied(self._copies, name)
+
+    def give_up(self) -> None:
+        """Have the copies that are being made now fail soon."""
+        self._copies.give_up()
+
+    def close(self) -> None:
+        """Close the connections. Copies in use stay."""
+        self._copies.close()
+
+
+def _copied(copies: CloudCopies, name: str) -> ModelDirectory:
+    if problem := name_problem(name):
+        raise RepositoryError(problem)
+    lease = copies.acquire(name)
+    return ModelDirectory(lease.path / name, lease)
+
+
+def repository_at(place: str | os.PathLike[str]) -> ModelRepository | CloudRepository:
+    """Return the repository in a folder or at an address. Raises `RepositoryError`."""
+    if isinstance(place, str) and is_address(place):
+        return CloudRepository(place)
+    return ModelRepository(place)
+
+
+class ModelDirectory:
+    """One model of a repository: `config.pbtxt` and the version directories.
+
+    `lease` keeps a copy of a model in the cloud on disk for as long as this object, or until it is released.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], lease: FolderLease | None = None) -> None:
         self.path = Path(os.path.abspath(path))
+        self.lease = lease
+        # The name of the configuration that goes before `config.pbtxt`; "" for none.
+        self.config_name = ""
         self.name = self.path.name
         _check_directory(self.path, f"model '{self.name}'")
         check_no_loop(self.path, f"model '{self.name}'")
+
+    @property
+    def config_file(self) -> Path:
+        """The file of the configuration, which need not exist: as in Triton, `configs/<name>.pbtxt` if the model has it."""
+        named = self.path / _CONFIGS / f"{self.config_name}.pbtxt"
+        if self.config_name and os.path.lexists(named):
+            return named
+        return self.path / CONFIG_FILENAME
+
+    @property
+    def has_config(self) -> bool:
+        """True if there is a file of the configuration, whatever it is."""
+        return os.path.lexists(self.config_file)
 
     def read_config(self, limits: ConfigLimits | None = None) -> tuple[Raw, Source]:
         """Return the raw configuration of the file, or without a file the minimal one, and its source.
@@ -79,8 +168,8 @@ class ModelDirectory:
         As in Triton, a missing name is the directory's, and a missing backend follows from the file of the model:
         `model.py`, `model.onnx`, `model.pt`. `limits` are the usual ones by default. Raises `ConfigError`.
         """
-        file = self.path / CONFIG_FILENAME
-        if not os.path.lexists(file):
+        file = self.config_file
+        if not self.has_config:
             return minimal(self.name, self.implied_backend() or self._nothing_there(file)), Source()
         raw, source = pbtxt.read_with_source(file, self.path, limits)
         raw["name"] = raw["name"] or self.name
@@ -156,6 +245,15 @@ class ModelDirectory:
         )
 
 
+def configurations(folder: Path) -> list[str]:
+    """List the files in a model's folder that have its configurations, as paths in the folder."""
+    try:
+        names = os.listdir(folder / _CONFIGS)
+    except OSError:
+        names = []
+    return [CONFIG_FILENAME, *(f"{_CONFIGS}/{name}" for name in names if name.endswith(".pbtxt"))]
+
+
 def is_version(name: str) -> bool:
     """Tell if a folder of this name is a version of its model."""
     # Eighteen digits fit the 64-bit number that a version is.
@@ -185,11 +283,61 @@ class Listing(NamedTuple):
 
 
 class ModelRepositories:
-    """Several repositories as one. As in Triton, a name that is in two of them is found in neither."""
+    """Several repositories as one. As in Triton, a name that is in two of them is found in neither.
+
+    It also finds models at addresses of their own, which are in none of them. Thread-safe.
+    """
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
-        """Raise `RepositoryError` for a path that is no directory."""
-        self._repositories = [ModelRepository(path) for path in paths]
+        """Raise `RepositoryError` for a path that is no directory, and for an address that cannot be listed."""
+        self._repositories = [repository_at(path) for path in paths]
+        clouds = [each for each in self._repositories if isinstance(each, CloudRepository)]
+        self._clouds = clouds
+        # Folders of models at addresses of their own, by address, and the lock for them.
+        self._apart: dict[str, CloudCopies] = {}
+        self._lock = threading.Lock()
+        # The name of the configuration that goes before `config.pbtxt` of each model; "" for none.
+        self.config_name = ""
+
+    def __len__(self) -> int:
+        return len(self._repositories)
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Patterns of the variables with credentials that were used until now, which no model may see."""
+        return tuple({pattern for each in self._places() for pattern in each.secrets})
+
+    def _places(self) -> list[CloudRepository | CloudCopies]:
+        with self._lock:
+            return [*self._clouds, *self._apart.values()]
+
+    def give_up(self) -> None:
+        """Have the copies of models that are being made now fail soon."""
+        for each in self._places():
+            each.give_up()
+
+    def close(self) -> None:
+        """Close the connections to the cloud. Copies in use stay."""
+        for each in self._places():
+            each.close()
+
+    def find_at(self, address: str) -> ModelDirectory:
+        """Return a copy of the model at an address, such as `s3://bucket/models/m`, as it is now. Waits for the network.
+
+        Raises `RepositoryError`, with NOT_FOUND if there is nothing.
+        """
+        folder, _, name = address.rstrip("/").rpartition("/")
+        if folder.endswith((":/", "://")):
+            # Not the address itself, which may hold a password.
+            raise RepositoryError("a model's address ends in its folder, as s3://bucket/models/m")
+        with self._lock:
+            copies = self._apart.get(folder)
+        if copies is None:
+            made = CloudCopies(folder, os.environ)
+            with self._lock:
+                # Two threads may have come here. The copies of the second one were not used, and have no connection yet.
+                copies = self._apart.setdefault(folder, made)
+        return _copied(copies, name)
 
     def models(self) -> list[str]:
         """List the names of the directories of all repositories, each once, sorted. Raises `RepositoryError`."""
@@ -234,4 +382,5 @@ class ModelRepositories:
         if len(found) > 1:
             shown = " and ".join(str(directory.path) for directory in found)
             raise RepositoryError(f"model '{name}' is not unique across all repositories: {shown}")
+        found[0].config_name = self.config_name
         return found[0]

@@ -1,0 +1,281 @@
+"""Runs the warm-up samples of a model in an instance, before that instance is ready.
+
+Theory of operation. A warm-up runs on the thread that starts the instance, which has the instance at that moment: the
+scheduler does not know it yet, and front-end processes get it later. So the batches go to the backend directly, no other
+request can share them, and nothing is counted. Responses apart from a batch come on the reactor's thread through
+`ModelInstance.respond`; `route` sends those of warm-up requests here. A request of this file has a `_Caller` as its
+waiter, and no other request has one.
+
+An instance may die in its warm-up, or the load may be given up, which ends its process. The answer to a batch then
+becomes readable and raises. A response that would come later never does, so `_Caller.wait` looks every moment whether
+the instance broke.
+
+The data is made once, when the model is loaded, and is the same for all instances and after each restart. A file that
+changes later does not make a restart fail.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.ipc.errors import PeerGone, RemoteProtocolError
+from moonpool.ipc.tensors import BYTES, CODES, DTYPES, ITEMSIZE
+from moonpool.runtime.errors import BackendError, InvalidRequest, LoadFailed
+from moonpool.runtime.model.backend import Model, ModelInstance, Pending
+from moonpool.runtime.model.config.warmup import WarmupInput, WarmupSample
+from moonpool.runtime.model.request import (
+    LATER,
+    Answer,
+    InferenceRequest,
+    Outcome,
+    RequestTensor,
+    Shapes,
+    Waiter,
+    WireTensor,
+)
+from moonpool.runtime.model.signature import Signature
+from moonpool.runtime.process.files import read_file
+from moonpool.runtime.schedule.sequence_states import SequenceStates
+
+_log = logging.getLogger("moonpool")
+# The folder of a model in which the files of its samples lie.
+FOLDER = "warmup"
+_MOST_BYTES = 1 << 31
+# The interval in which a wait for a response looks if the instance has ended.
+_NOTICE_S = 0.1
+_LENGTH_BYTES = 4
+
+Respond = Callable[[InferenceRequest, Outcome | None, int], None]
+
+
+class Warmup:
+    """The samples of one model version. Any thread may call any method."""
+
+    def __init__(self, model: Model, signature: Signature) -> None:
+        """Make the data of all samples. Raises `InvalidRequest` for data that does not fit, `LoadFailed` for a missing file."""
+        self._model = model
+        self._signature = signature
+        sequences = model.config.sequence_batching
+        controls = [] if sequences is None else [each.name for each in sequences.controls]
+        self._states = SequenceStates.of(model)
+        controls += [state.input_name for state in model.config.states]
+        # The control inputs of sequences and their states, with their places behind the inputs that callers give.
+        self._controls = {name: len(model.config.inputs) + i for i, name in enumerate(controls)}
+        self._samples = [(sample, self._data(sample)) for sample in model.config.warmup]
+        for _, data in self._samples:
+            self._request(data)
+
+    def route(self, respond: Respond) -> Respond:
+        """Return the function that gets all responses of an instance, and passes those of callers to `respond`."""
+        if not self._samples:
+            return respond
+
+        def routed(request: InferenceRequest, outcome: Outcome | None, flags: int) -> None:
+            if type(request.waiter) is _Caller:
+                request.waiter.take(outcome, flags)
+            else:
+                respond(request, outcome, flags)
+
+        return routed
+
+    def run(self, instance: ModelInstance, deadline: float | None) -> None:
+        """Execute all samples in an instance that is initialized. Blocks.
+
+        Raises `LoadFailed` for errors that the model answers with. If the instance broke, or the deadline has passed, it is
+        not healthy any more.
+        """
+        for sample, data in self._samples:
+            # Batches that come one after the other reach all objects of a process in turn.
+            for iteration in range(1, sample.count * self._model.options.instances_per_process + 1):
+                _log.debug(
+                    "model '%s' instance %s is running warmup sample '%s' for iteration %d",
+                    self._model.name,
+                    instance.name,
+                    sample.name,
+                    iteration,
+                )
+                requests = [self._request(data) for _ in range(sample.batch_size)]
+                try:
+                    errors = _too_many(instance, requests) or _execute(instance, requests, deadline)
+                except Exception as error:
+                    raise _failure(sample, [_broken(instance, error)]) from error
+                if errors:
+                    raise _failure(sample, errors) from errors[0]
+
+    # Data
+
+    def _data(self, sample: WarmupSample) -> dict[str, WireTensor]:
+        # The same data each time: a model that fails with it fails again.
+        random = np.random.default_rng(0)
+        return {given.name: self._tensor(given, random) for given in sample.inputs}
+
+    def _tensor(self, given: WarmupInput, random: np.random.Generator) -> WireTensor:
+        is_batched = self._model.config.max_batch_size > 0
+        shape = (1, *given.dims) if is_batched else given.dims
+        code, elements = CODES.get(given.datatype, 0), int(np.prod(given.dims, dtype=np.int64))
+        size_bytes = elements * (ITEMSIZE.get(code, 0) or _LENGTH_BYTES)
+        if given.source == "input_data_file":
+            return WireTensor(code, shape, self._file(given, code, size_bytes))
+        if given.source == "zero_data" or code == BYTES:
+            return WireTensor(code, shape, np.zeros(size_bytes, np.uint8))
+        return WireTensor(code, shape, _random(code, elements, size_bytes, random))
+
+    def _file(self, given: WarmupInput, code: int, size_bytes: int) -> NDArray[np.uint8]:
+        folder = self._model.source.model_directory
+        path = folder / FOLDER / given.file
+        try:
+            # The runtime reads it, which may read more than the model may. So no link may lead out of the model's folder.
+            data = read_file(path, _MOST_BYTES, [folder])
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise LoadFailed(f"failed to open text file for read {path}: {why}") from error
+        if code != BYTES and len(data) < size_bytes:
+            raise InvalidRequest(
+                f"warmup setting expects {size_bytes} bytes, but the data provided from {given.file} only has "
+                f"{len(data)} bytes"
+            )
+        return np.frombuffer(data if code == BYTES else data[:size_bytes], np.uint8)
+
+    def _request(self, data: dict[str, WireTensor]) -> InferenceRequest:
+        """Make one request of a sample. Raises `InvalidRequest`."""
+        usual = {name: tensor for name, tensor in data.items() if name not in self._controls}
+        request = self._signature.request(usual)
+        if self._states is not None:
+            # The model gets the values that a sequence has at its start, unless the sample gives others.
+            names = [state.input_name for state in self._model.config.states]
+            data = {**dict(zip(names, self._states.initial.values, strict=True)), **data}
+        if len(usual) < len(data):
+            self._add_controls(request, data)
+        request.waiter = _Caller()
+        return request
+
+    def _add_controls(self, request: InferenceRequest, data: dict[str, WireTensor]) -> None:
+        """Add control inputs and states. In other requests, the queue for sequences adds them."""
+        shapes = request.shapes
+        tensors, arrays = list(shapes.tensors), list(request.arrays)
+        for name, place in self._controls.items():
+            if name in data:
+                tensor = data[name]
+                size_bytes = tensor.raw.nbytes
+                tensors.append(
+                    RequestTensor(place, tensor.datatype, list(tensor.shape), size_bytes)
+                )
+                arrays.append(tensor.raw)
+        request.arrays = arrays
+        request.shapes = Shapes(tensors, shapes.batch_size, shapes.signature, is_shared=False)
+
+
+def _random(
+    code: int, elements: int, size_bytes: int, random: np.random.Generator
+) -> NDArray[np.uint8]:
+    dtype = DTYPES[code]
+    if dtype.kind == "b":
+        return random.integers(0, 2, elements, np.uint8)
+    if dtype.kind in "fV":  # numbers, where random bytes would also be NaN and infinities
+        return random.random(elements).astype(dtype).view(np.uint8)
+    return np.frombuffer(random.bytes(size_bytes), np.uint8)
+
+
+class _Caller(Waiter):
+    """Waits for the responses of one warm-up request that come apart from its batch."""
+
+    __slots__ = ("_error", "_is_over")
+    takes_many = True
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._is_over = threading.Event()
+
+    def take(self, outcome: Outcome | None, flags: int) -> None:
+        """Take a response, the flag that no more come, or both. On the reactor's thread."""
+        if isinstance(outcome, BaseException) and self._error is None:
+            self._error = outcome
+        if flags:
+            self._is_over.set()
+
+    def wait(self, instance: ModelInstance, deadline: float | None) -> BaseException | None:
+        """Wait for the last response. Returns an error among the responses. Raises what broke the instance."""
+        while not self._is_over.wait(_NOTICE_S):
+            if instance.broken is not None:
+                raise instance.broken
+            if deadline is not None and time.monotonic() > deadline:
+                raise _TooLong
+        return self._error
+
+
+def _too_many(instance: ModelInstance, requests: Sequence[InferenceRequest]) -> list[BaseException]:
+    """Return an error for each request of a batch that is larger than any that the model takes."""
+    most = instance.model.config.max_batch_size
+    if not most or len(requests) <= most:
+        return []
+    what = f"batch size {len(requests)} for '{instance.name}', max allowed is {most}"
+    return [InvalidRequest(what) for _ in requests]
+
+
+def _execute(
+    instance: ModelInstance, requests: Sequence[InferenceRequest], deadline: float | None
+) -> list[BaseException]:
+    """Execute one batch, wait for all responses, and return the errors among them. Raises what broke the instance."""
+    try:
+        result = instance.backend.model_instance_execute(instance, requests)
+    except (PeerGone, RemoteProtocolError):
+        raise
+    except Exception as error:
+        return [error]
+    answers = result if isinstance(result, list) else _answers(result, requests, deadline)
+    if len(answers) != len(requests):
+        return [BackendError(f"{len(answers)} responses to {len(requests)} requests")]
+    errors: list[BaseException] = []
+    for request, answer in zip(requests, answers, strict=True):
+        outcome: Answer | None = answer
+        if answer is LATER and isinstance(request.waiter, _Caller):
+            outcome = request.waiter.wait(instance, deadline)
+        # A request that is to be scheduled again has warmed up its step.
+        if isinstance(outcome, BaseException):
+            errors.append(outcome)
+    return errors
+
+
+def _answers(
+    pending: Pending, requests: Sequence[InferenceRequest], deadline: float | None
+) -> list[Answer]:
+    if deadline is not None:
+        poll = select.poll()
+        poll.register(pending.fileno(), select.POLLIN)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000 + 0.999):
+            raise _TooLong
+    pending.wait()
+    return pending.finish(requests)
+
+
+class _TooLong(Exception):
+    """The instance was not warmed up in time."""
+
+
+def _broken(instance: ModelInstance, error: Exception) -> BaseException:
+    """Return the reason for which an instance broke. Ends one that took too long."""
+    instance.is_healthy = False
+    if isinstance(error, _TooLong):
+        limit_s = instance.model.options.load_timeout_s
+        what = f"'{instance.name}' took longer than {limit_s:g} s to start and to warm up (MOONPOOL_LOAD_TIMEOUT_S)"
+        error = LoadFailed(what, stage="warmup")
+        instance.backend.abort(instance, error)
+    return instance.backend.explain(instance, error)
+
+
+def _failure(sample: WarmupSample, errors: Sequence[BaseException]) -> LoadFailed:
+    begin = f"failed to run warmup sample '{sample.name}': "
+    failure = LoadFailed(begin + "".join(f"{error}; " for error in errors), stage="warmup")
+    failure.code = "INVALID_ARG"
+    public = [getattr(error, "public_message", None) for error in errors]
+    if any(public):
+        texts = [known or str(error) for known, error in zip(public, errors, strict=True)]
+        failure.public_message = begin + "".join(f"{text}; " for text in texts)
+    return failure

@@ -1,0 +1,324 @@
+"""Copies of models from a repository in the cloud, in a cache on disk that all runtimes of a user share.
+
+    <root>/files/<sha256>       the content of a file, as a file that only its owner may read
+    <root>/known/<digest>       a link to the content that a store's tag (an ETag) stands for
+    <root>/models/<digest>/NAME the folder of a model, of hard links to contents; `folder_cache` says who makes and removes it
+
+Theory of operation. A model is listed, copied and listed again. Only if both listings are equal, the folder gets its name, so
+nobody finds one that is half a copy, or half of one upload and half of the next. Otherwise all begins anew. A tag is
+remembered for a file that both listings have, as only then the tag stands for what was read.
+
+The digest of a folder is that of the listing it was made from: an unchanged model is found by one question to the store. A
+content is linked into a folder before it lies in `files`, and one that no folder links to is removed. `os.link` finds a
+content or does not, so a process may remove one while another one looks for it.
+
+A model below the sandbox `strict` runs as the user who owns the cache, and may write into its folder by mistake. The contents
+belong to other folders, too. So each content has a time that was computed from its hash. One with another time was written to:
+it is fetched again, and so is a folder that has it (`_is_intact`). Each process looks at each folder once.
+
+Several threads copy the files of one model. They take them from one queue, and `failed` ends all of them with the first error.
+`_stop` is another event for each generation of loads: those that began before `give_up` end, and later ones do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import queue
+import shutil
+import stat
+import tempfile
+import threading
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from moonpool.runtime.process.files import RepositoryError
+from moonpool.runtime.process.parallel import in_parallel
+from moonpool.runtime.repository.cloud_address import read_address
+from moonpool.runtime.repository.cloud_store import CloudFile, CloudListing, CloudStore
+from moonpool.runtime.repository.folder_cache import FolderCache, FolderLease, cache_root
+
+_log = logging.getLogger("moonpool")
+
+_THREADS = 4
+# The times that a model is copied anew because its files changed meanwhile, or that its copy on disk was changed.
+_TRIES = 3
+# What a copy leaves of the disk.
+_SPARE_BYTES = 64 << 20
+
+
+class _Changed(Exception):
+    """The files of a model were changed while they were copied."""
+
+
+class _ModelFolders(FolderCache):
+    """The folders of models, and their contents beside them."""
+
+    refusal = RepositoryError
+    contents = "models"
+    mode = 0o700
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root / "models")
+        self.files, self.known = root / "files", root / "known"
+
+    def _make_root(self) -> None:
+        for folder in (self.root.parent, self.files, self.known):
+            self.make_private(folder)
+        super()._make_root()
+
+    def remove_unused(self, older_than_s: float = 0.0) -> list[Path]:
+        removed = super().remove_unused(older_than_s)
+        for entry in _entries(self.files):
+            with contextlib.suppress(FileNotFoundError):  # another process does the same
+                if entry.stat(follow_symlinks=False).st_nlink == 1:
+                    os.unlink(entry.path)
+        for entry in _entries(self.known):
+            if not os.path.exists(entry.path):
+                Path(entry.path).unlink(missing_ok=True)
+        return removed
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+
+
+class CloudCopies:
+    """The models at one address, as folders on this disk. Any thread may call any method. All but `give_up` wait for the network."""
+
+    def __init__(self, url: str, environment: Mapping[str, str], root: Path | None = None) -> None:
+        """`environment` has the credentials. `root` is the cache's, by default that of the user.
+
+        Raises `RepositoryError` for a wrong address, or without the package for its scheme.
+        """
+        address = read_address(url, environment)
+        self.url, self.secrets = address.url, address.secrets
+        self._identity = repr((address.url, address.options.get("endpoint_url")))
+        self._store = CloudStore(address)
+        if root is None:
+            named = environment.get(address.service.folder, "")
+            root = (Path(named) / "moonpool" if named else cache_root()) / "repositories"
+        self._cache = _ModelFolders(root)
+        self._intact: set[str] = set()
+        self._stop = threading.Event()
+
+    def models(self) -> list[str]:
+        """List the names of the models, sorted. Raises `RepositoryError`."""
+        return self._store.models(self._stop)
+
+    def give_up(self) -> None:
+        """Have the copies that are being made now fail soon."""
+        stop, self._stop = self._stop, threading.Event()
+        stop.set()
+
+    def close(self) -> None:
+        """Close the connections. Leases stay."""
+        self.give_up()
+        self._store.close()
+
+    def acquire(self, name: str) -> FolderLease:
+        """Return a lease of a folder in which the folder `name` is a copy of the model. Raises `RepositoryError`.
+
+        Nothing is copied if the copy that is there is still the model.
+        """
+        stop = self._stop
+        for _ in range(_TRIES):
+            listing = self._store.listing(name, stop)
+            try:
+                return self._lease(name, listing, stop)
+            except _Changed:
+                _log.info(
+                    "%s/%s was changed while it was copied, and is copied anew", self.url, name
+                )
+            except OSError as error:
+                raise RepositoryError(
+                    f"{self.url}/{name} cannot be copied to {self._cache.root}: {error}; XDG_CACHE_HOME names another place"
+                ) from error
+        raise RepositoryError(
+            f"{self.url}/{name} was changed each of {_TRIES} times while it was copied; load it when the upload is complete",
+            "UNAVAILABLE",
+        )
+
+    def _lease(self, name: str, listing: CloudListing, stop: threading.Event) -> FolderLease:
+        make = partial(self._copy, name, listing, stop)
+        number = 0
+        for _ in range(_TRIES):
+            digest = _digest(self._identity, name, listing.contents, listing.folders, number)
+            lease = self._cache.lease(digest, make)
+            if digest in self._intact or self._is_intact(lease.path, name, listing):
+                self._intact.add(digest)
+                return lease
+            _log.warning(
+                "the copy %s of %s/%s was written to: it is made again", lease.path, self.url, name
+            )
+            lease.release()
+            if not self._cache.remove(digest):
+                # It is in use, so another one takes its place.
+                number += 1
+        raise RepositoryError(
+            f"the copies of {self.url}/{name} in {self._cache.root} are written to all the time"
+        )
+
+    def _is_intact(self, folder: Path, name: str, listing: CloudListing) -> bool:
+        try:
+            return all(
+                _is_content(
+                    folder / name / file.path, _hash_in(self._known(name, file)), file.size_bytes
+                )
+                for file in listing.files
+            )
+        except OSError:
+            return False
+
+    def _known(self, name: str, file: CloudFile) -> Path:
+        """Return the path of the link to the content that a file's tag stands for."""
+        return self._cache.known / _digest(
+            self._identity, name, file.path, file.tag, file.size_bytes
+        )
+
+    # Copy
+
+    def _copy(
+        self, name: str, listing: CloudListing, stop: threading.Event, partial_: Path
+    ) -> None:
+        """Copy a model into a new folder. Raises `_Changed` if it is not the one that was listed any more."""
+        folder = partial_ / name
+        for path in ("", *listing.folders):
+            (folder / path).mkdir()
+            (folder / path).chmod(0o755)
+        self._check_room(name, listing)
+        waiting: queue.SimpleQueue[CloudFile] = queue.SimpleQueue()
+        for file in listing.files:
+            waiting.put(file)
+        failed, hashes = threading.Event(), dict[CloudFile, str]()
+
+        def work(_: int) -> None:
+            while not failed.is_set():
+                try:
+                    file = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    hashes[file] = self._place(name, file, folder / file.path, stop)
+                except BaseException:
+                    failed.set()
+                    raise
+
+        in_parallel(work, range(min(_THREADS, len(listing.files))), "moonpool-copy", self.give_up)
+        after = self._store.listing(name, stop)
+        for file in set(after.files).intersection(hashes):
+            self._remember(self._known(name, file), hashes[file])
+        if after != listing:
+            raise _Changed
+        for path in ("", *listing.folders):
+            _sync(folder / path)
+        _sync(partial_)
+
+    def _check_room(self, name: str, listing: CloudListing) -> None:
+        """Raise `RepositoryError` unless the disk has room for all files. Removes copies that nobody uses if it has not."""
+        for remove in (self._cache.remove_unused, None):
+            missing = [file for file in listing.files if not self._known(name, file).exists()]
+            wanted = sum(file.size_bytes for file in missing)
+            free = shutil.disk_usage(self._cache.root).free
+            if not wanted or wanted + _SPARE_BYTES <= free:
+                return
+            if remove is not None:
+                remove()
+        raise RepositoryError(
+            f"{self.url}/{name} needs {wanted:,} bytes in {self._cache.root}, which has {free:,} left; XDG_CACHE_HOME names "
+            "another place"
+        )
+
+    def _place(self, name: str, file: CloudFile, path: Path, stop: threading.Event) -> str:
+        """Put a file into its place, from the contents that are there or from the store. Returns its hash."""
+        with contextlib.suppress(OSError):
+            known = self._known(name, file)
+            digest = _hash_in(known)
+            if _is_content(known, digest, file.size_bytes, follows=True):
+                os.link(self._cache.files / digest, path)
+                return digest
+        digest = self._fetch(name, file, path, stop)
+        content = self._cache.files / digest
+        if not _is_content(content, digest, file.size_bytes):
+            content.unlink(missing_ok=True)
+        try:
+            os.link(path, content)
+        except FileExistsError:
+            # Another model has it, too. Now it is there once.
+            self._link(content, path)
+        return digest
+
+    def _link(self, content: Path, path: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=path.parent) as beside, contextlib.suppress(OSError):
+            os.link(content, f"{beside}/link")
+            os.replace(f"{beside}/link", path)
+
+    def _fetch(self, name: str, file: CloudFile, path: Path, stop: threading.Event) -> str:
+        digest = hashlib.sha256()
+
+        def write(piece: bytes) -> None:
+            digest.update(piece)
+            target.write(piece)
+
+        # The folder is new and private, so nothing is in the place of the file.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+        with open(descriptor, "wb") as target:
+            if not self._store.read(name, file, write, stop):
+                raise _Changed
+            target.flush()
+            # The user of a contained instance reads it, too. Other users do not reach the folder.
+            os.fchmod(descriptor, 0o444)
+            time_s = _time_of(digest.hexdigest())
+            os.utime(descriptor, (time_s, time_s))
+            os.fsync(descriptor)
+        return digest.hexdigest()
+
+    def _remember(self, known: Path, digest: str) -> None:
+        with contextlib.suppress(OSError):
+            if _hash_in(known) == digest:
+                return
+        known.unlink(missing_ok=True)
+        with contextlib.suppress(FileExistsError):  # another process remembers the same
+            os.symlink(f"../files/{digest}", known)
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode(errors="surrogatepass")).hexdigest()
+
+
+def _hash_in(known: Path) -> str:
+    return os.path.basename(os.readlink(known))
+
+
+def _time_of(digest: str) -> int:
+    """Return the time that a content has: it depends on its hash, and on nothing else."""
+    # From 2001 on: archives cannot have files from before 1980.
+    return 1_000_000_000 + int(digest[:7], 16)
+
+
+def _is_content(path: Path, digest: str, size_bytes: int, *, follows: bool = False) -> bool:
+    """Return True if this file has the size of the content, and nobody has written to it since it was put there."""
+    try:
+        facts = os.stat(path, follow_symlinks=follows)
+    except FileNotFoundError:
+        return False
+    return (
+        stat.S_ISREG(facts.st_mode)
+        and facts.st_size == size_bytes
+        and facts.st_mtime_ns == _time_of(digest) * 10**9
+    )
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
