@@ -53,17 +53,20 @@ _FILES = resource.RLIMIT_NOFILE
 # Enough for the connections of the default options. Not more, as models inherit the limit, and some programs close
 # every number up to it.
 _ENOUGH = 1 << 16
-# The descriptors for each connection of the limit for HTTP: also connections that get a refusal, and those for metrics.
-_PER_HTTP = 1.25
+# For so many connections of HTTP, one may be open to be told that there are too many, and one may be open on the port for metrics.
+_PER_TOLD = _PER_SCRAPER = 8
 # A front end passes HTTP requests on over a second connection.
 _PER_RELAY = 1.125
 
 
 class Connections(NamedTuple):
-    """The most connections of each protocol in one process."""
+    """The most connections in one process."""
 
     http: int
     grpc: int
+    metrics: int
+    together: int
+    """Of HTTP and gRPC."""
 
 
 def raise_limit() -> None:
@@ -78,15 +81,29 @@ def raise_limit() -> None:
             resource.setrlimit(_FILES, (wanted, most))
 
 
+def wanted(options: ServerOptions) -> Connections:
+    """Return the limits of the options."""
+    http = options.http_max_connections
+    grpc = options.grpc_max_connections if options.allow_grpc else 0
+    metrics = max(1, http // _PER_SCRAPER)
+    most = options.max_connections
+    if most is None:
+        return Connections(http, grpc, metrics, http + grpc)
+    # Whoever monitors has places that clients cannot take.
+    metrics = min(metrics, max(1, most // _PER_SCRAPER))
+    together = max(1, most - metrics)
+    return Connections(min(http, together), min(grpc, together), metrics, together)
+
+
 def connections(options: ServerOptions) -> Connections:
     """Return the limits of the options, reduced in proportion if they would leave less than half of the descriptors.
 
-    Stubs need that half to be started again. Each protocol has its own part, so clients of one cannot take the
-    connections of the other.
+    Stubs need that half to be started again.
     """
-    http = options.http_max_connections
-    grpc = options.grpc_max_connections if options.allow_grpc else 0
-    wanted = http * (_PER_HTTP + (_PER_RELAY if options.frontends > 1 else 0)) + grpc
+    asked = wanted(options)
+    descriptors = asked.together + asked.metrics + asked.http / _PER_TOLD
+    if options.frontends > 1:
+        descriptors += asked.http * _PER_RELAY
     limit, _ = resource.getrlimit(_FILES)
-    part = 1.0 if limit == resource.RLIM_INFINITY else min(1.0, limit / 2 / max(1, wanted))
-    return Connections(max(1, int(http * part)), max(1, int(grpc * part)))
+    part = 1.0 if limit == resource.RLIM_INFINITY else min(1.0, limit / 2 / max(1, descriptors))
+    return Connections(*(max(1, int(each * part)) for each in asked))

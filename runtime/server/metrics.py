@@ -1,7 +1,7 @@
 """All metrics of a server: models, instances, protocols, the process and the machine.
 
-Theory of operation. HTTP counts on the thread of its event loop alone, so its `Meter` has no lock: only that thread writes,
-and readers copy. gRPC answers on many threads, so `SharedMeter` has one. With front ends, the clients are theirs: they
+Theory of operation. The protocols count on the thread of their event loop alone, so a `Meter` has no lock: only that thread writes,
+and readers copy. With front ends, the clients are theirs: they
 report what they have counted, and the lock of `FrontendMetrics` guards the sums, as the reactor adds to them while a scrape
 reads them. Connections of a front end that has died end with it, so open connections are kept for each front end and
 forgotten with it. Totals stay.
@@ -9,6 +9,8 @@ forgotten with it. Totals stay.
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -21,8 +23,8 @@ from moonpool.runtime.observe.exposition import ExposedFamily, Sample, expose
 from moonpool.runtime.observe.machine import GpuMetrics, MachineMetrics
 from moonpool.runtime.version import VERSION
 
-# gRPC's library does not count connections. No figure is better than a wrong 0.
-_WITH_CONNECTIONS = frozenset({"http"})
+# What a model with a KV cache counts, as the backend of TensorRT-LLM does, and the label with the kind of count.
+_KV_BLOCKS, _KV_BLOCK_TYPE = "nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type"
 
 
 class Meter:
@@ -31,6 +33,8 @@ class Meter:
     def __init__(self) -> None:
         self._answers: defaultdict[str | int, int] = defaultdict(int)
         self._opened = self._closed = 0
+        self.has_connections = False
+        """If connections are counted. gRPC's own library does not tell them, and no figure is better than a wrong 0."""
 
     def connected(self) -> None:
         """Count a connection that was opened."""
@@ -50,18 +54,6 @@ class Meter:
         return self._opened, self._opened - self._closed, answers
 
 
-class SharedMeter(Meter):
-    """A meter that many threads count on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.Lock()
-
-    def answered(self, status: str | int) -> None:
-        with self._lock:
-            super().answered(status)
-
-
 class Traffic(NamedTuple):
     """The counts of a protocol since the last report."""
 
@@ -76,7 +68,8 @@ class FrontendMetrics:
 
     def __init__(self) -> None:
         self.http = Meter()
-        self.grpc = SharedMeter()
+        self.grpc = Meter()
+        self.http.has_connections = True
         self._told: dict[str, tuple[int, int, dict[str, int]]] = {}
         # With front ends: their totals by protocol, and the open connections of each one that lives.
         self._lock = threading.Lock()
@@ -138,7 +131,8 @@ class FrontendMetrics:
         ever, present, answers = [], [], []
         for protocol, opened, is_open, by_status in self._counts():
             labels = (("protocol", protocol),)
-            if protocol in _WITH_CONNECTIONS:
+            # The front ends have the same libraries as this process.
+            if getattr(self, protocol).has_connections:
                 ever.append(Sample("", labels, opened))
                 present.append(Sample("", labels, is_open))
             for status, count in sorted(by_status.items()):
@@ -200,6 +194,30 @@ class ServerMetrics:
                 *_converted(self._process.collect()),
             ]
         )
+
+    def endpoint_load(self, form: str) -> str | None:
+        """Return the load of the models' KV caches in ORCA's form `json` or `text`, as Triton's servers give it to load balancers.
+
+        None for any other form, and unless the models have made the three metrics that it is computed of.
+        """
+        blocks: dict[str, float] = {}
+        for family in self._models.stubs.metrics.families():
+            if family.name == _KV_BLOCKS:
+                for sample in family.samples:
+                    blocks[dict(sample.labels).get(_KV_BLOCK_TYPE, "")] = sample.value
+        used, most, tokens = (blocks.get(name, -1.0) for name in ("used", "max", "tokens_per"))
+        if not all(0 <= each < math.inf for each in (used, most, tokens)):
+            return None
+        utilization, capacity = used / most if most else 0.0, int(most * tokens)
+        if form == "json":
+            named = {"kv_cache_utilization": utilization, "max_token_capacity": capacity}
+            return f"JSON {json.dumps({'named_metrics': named}, separators=(',', ':'))}"
+        if form == "text":
+            return (
+                f"TEXT named_metrics.kv_cache_utilization={utilization:.6f}, "
+                f"named_metrics.max_token_capacity={capacity}"
+            )
+        return None
 
     def close(self) -> None:
         """Release the GPUs. No method may be called after this."""

@@ -1,7 +1,7 @@
 """The life of one server, from its options to its exit code.
 
-Theory of operation. The event loop of the main thread starts and ends everything, and serves HTTP. Signals become two
-events in it, `_ending` and `_woken`. Everything that blocks (loads, polls, drains of gRPC, closing) runs in threads, while
+Theory of operation. The event loop of the main thread starts and ends everything, and serves HTTP and gRPC. Signals become two
+events in it, `_ending` and `_woken`. Everything that blocks (loads, polls, closing) runs in threads, while
 the loop waits for them and for a signal at the same time.
 
 Order of the start: `_bind` takes the ports, so that a port that is taken is an error before minutes of loading. `_load`
@@ -10,7 +10,7 @@ process listens before they do, as they pass requests on to it.
 
 Order of the end: the first signal makes the server not ready (`is_open`). `_drain` drains the front ends first, because
 this process must still answer what they pass on, and then HTTP and gRPC together, all within the exit timeout. `_close`
-ends the front ends, gRPC and the samples of the page, all of which use the runtime, then the runtime with its models, and
+ends the front ends and the samples of the page, all of which use the runtime, then the runtime with its models, and
 last the traces and metrics, to which ending models may still add.
 
 A load may take minutes, and a server that ends must not wait for it. `give_up` has loads in flight fail soon, but a thread
@@ -35,15 +35,23 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import InvalidRequest, OutOfThreads
 from moonpool.runtime.hosting.progress import Progress
 from moonpool.runtime.model.config.limits import ConfigLimits
-from moonpool.runtime.model.config.options import by_pattern
-from moonpool.runtime.observe.metrics_options import metrics_options
+from moonpool.runtime.model.config.options import HostPolicies, by_pattern, read_host_policies
+from moonpool.runtime.observe.metrics_options import MetricsOptions, metrics_options
 from moonpool.runtime.process.threads import TaskPool
 from moonpool.runtime.repository.grants import as_flag
+from moonpool.runtime.residency.policy import Resident
 from moonpool.runtime.runtime import Runtime
+from moonpool.runtime.server.clients import AllClients
 from moonpool.runtime.server.http.server import HttpServer
+from moonpool.runtime.server.listening import connections
 from moonpool.runtime.server.log import LogControl, ServerLog
 from moonpool.runtime.server.metadata import Metadata
-from moonpool.runtime.server.options.protocols import grpc_options, http_options, trace_flags
+from moonpool.runtime.server.options.protocols import (
+    cache_bytes,
+    grpc_options,
+    http_options,
+    trace_flags,
+)
 from moonpool.runtime.server.options.sources import BadOption
 from moonpool.runtime.server.options.table import ServerOptions
 from moonpool.runtime.server.pool.directory import Directory
@@ -104,11 +112,12 @@ class Server:
         directory = Directory() if options.frontends > 1 else None
         self._service = make_service(options, log, progress, directory)
         self._runtime = self._service.runtime
+        self._together = AllClients(connections(options).together)
         self._grpc: GrpcServer | None = None
         self._front_ends: FrontEnds | None = None
         if directory is not None:
             self._share(directory, log)
-        self._http = HttpServer(self._service, self._http_options)
+        self._http = HttpServer(self._service, self._http_options, self._together)
         self._service.metadata.is_open = False
         # Set by the first signal to end the server.
         self._ending = asyncio.Event()
@@ -127,7 +136,7 @@ class Server:
         directory.traffic.count_elsewhere()
         http, grpc = self._http_options, self._grpc_options
         self._front_ends = front_ends = FrontEnds(
-            self._options.frontends, directory, http, grpc, log.options
+            self._options.frontends, directory, http, grpc, self._together.most, log.options
         )
         self._http_options = front_ends.own_http(http)
         self._grpc_options = None if grpc is None else front_ends.own_grpc(grpc)
@@ -145,6 +154,8 @@ class Server:
                 if self._becoming_ready is not None:
                     self._becoming_ready.cancel()
                 self._http.close()
+                if self._grpc is not None:
+                    self._grpc.close()
                 await self._insist(self._closed())
                 self._threads.shutdown()
 
@@ -170,8 +181,6 @@ class Server:
     def _close(self) -> None:
         if self._front_ends is not None:
             self._front_ends.close()
-        if self._grpc is not None:
-            self._grpc.close()
         self._service.overview.close()
         self._runtime.registry.drain_timeout_s = _LAST_DRAIN_S
         self._runtime.close()
@@ -188,7 +197,8 @@ class Server:
         if self._grpc_options is not None:
             from moonpool.runtime.server.grpc.server import GrpcServer
 
-            self._grpc = GrpcServer(self._service, self._grpc_options)
+            self._grpc = GrpcServer(self._service, self._grpc_options, self._together)
+            await self._grpc.bind()
 
     async def _load(self) -> bool:
         """Load the models for the start; False if a signal came meanwhile."""
@@ -219,7 +229,7 @@ class Server:
         options, addresses = self._options, self._service.overview.addresses
         self._service.overview.start()
         if self._grpc is not None:
-            self._grpc.start()
+            await self._grpc.start()
         await self._http.start()
         ports = await self._public_ports()
         if "grpc" in ports:
@@ -299,7 +309,7 @@ class Server:
             is_drained = await self._apart(self._front_ends.drain, timeout_s)
         drains: list[Awaitable[bool]] = [self._http.drain(timeout_s)]
         if self._grpc is not None:
-            drains.append(self._apart(self._grpc.drain, timeout_s))
+            drains.append(self._grpc.drain(timeout_s))
         if all([is_drained, *await asyncio.gather(*drains)]):
             _log.info("All requests are completed; unloading models.")
             return 0
@@ -357,6 +367,14 @@ def _check(options: ServerOptions) -> None:
         raise BadOption("--load-model=* must be the only --load-model")
     if options.model_load_thread_count < 1:
         raise BadOption("--model-load-thread-count must be at least 1")
+    limits = {
+        "--resident-models": options.resident_models,
+        "--resident-memory": options.resident_memory,
+        "--resident-gpu-memory": options.resident_gpu_memory,
+    }
+    for flag, value in limits.items():
+        if value is not None and options.model_control_mode != "demand":
+            raise BadOption(f"{flag} needs --model-control-mode=demand")
     if options.frontends < 1:
         raise BadOption("--frontends must be at least 1")
 
@@ -369,8 +387,59 @@ def config_limits(texts: Iterable[str]) -> ConfigLimits:
         raise BadOption(f"--model-config-limit {error}") from error
 
 
+def _host_policies(texts: Iterable[str]) -> HostPolicies:
+    """Read the processors of `--host-policy`. Raises `BadOption`."""
+    try:
+        return read_host_policies(texts)
+    except ValueError as error:
+        raise BadOption(f"--host-policy {error}") from error
+
+
 # The time that requests have when a model is unloaded while the server goes on.
 _DRAIN_S = 30.0
+
+
+def _resident(options: ServerOptions) -> Resident | None:
+    """Return the limits of models that are loaded on demand; None if they are loaded at the start."""
+    if options.model_control_mode != "demand":
+        return None
+    return Resident(options.resident_models, options.resident_memory, options.resident_gpu_memory)
+
+
+def _make_runtime(
+    options: ServerOptions,
+    progress: Progress | None,
+    sharing: StubSharing | None,
+    metrics: MetricsOptions,
+    limits: ConfigLimits,
+) -> Runtime:
+    """Make the runtime of a server, without models. Raises `BadOption`, `RepositoryError`."""
+    runtime = Runtime(
+        options.model_repository,
+        models=(),
+        backend_directory=options.backend_directory or None,
+        drain_timeout_s=max(_DRAIN_S, options.exit_timeout_secs),
+        verbose=options.log_verbose > 0,
+        listener=progress,
+        metrics=metrics,
+        sharing=sharing,
+        sandbox=options.sandbox or None,
+        sandbox_grants=options.sandbox_grants,
+        model_options=by_pattern(options.model_option),
+        response_cache_bytes=cache_bytes(options),
+        rate_limit=options.rate_limit_resource if options.rate_limit else None,
+        resident=_resident(options),
+    )
+    registry = runtime.registry
+    registry.repositories.config_name = options.model_config_name
+    registry.rules = replace(
+        registry.rules,
+        completes=not options.disable_auto_complete_config,
+        grant_form=as_flag,
+        limits=limits,
+        host_policies=_host_policies(options.host_policy),
+    )
+    return runtime
 
 
 def make_service(
@@ -394,26 +463,8 @@ def make_service(
         limits = config_limits(options.model_config_limit)
     except (BadSetting, InvalidRequest) as error:
         raise BadOption(str(error)) from error
-    runtime = Runtime(
-        options.model_repository,
-        models=(),
-        backend_directory=options.backend_directory or None,
-        drain_timeout_s=max(_DRAIN_S, options.exit_timeout_secs),
-        verbose=options.log_verbose > 0,
-        listener=progress,
-        metrics=metrics,
-        sharing=sharing,
-        sandbox=options.sandbox or None,
-        sandbox_grants=options.sandbox_grants,
-        model_options=by_pattern(options.model_option),
-    )
+    runtime = _make_runtime(options, progress, sharing, metrics, limits)
     registry = runtime.registry
-    registry.rules = replace(
-        registry.rules,
-        completes=not options.disable_auto_complete_config,
-        grant_form=as_flag,
-        limits=limits,
-    )
     try:
         return Service(
             runtime,

@@ -10,7 +10,7 @@ from moonpool.ipc.policy import STANDARD
 from moonpool.runtime.hosting.model_statuses import ModelStatus
 from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.process.terminal import harmless, one_line
-from moonpool.runtime.server.listening import connections
+from moonpool.runtime.server.listening import connections, wanted
 from moonpool.runtime.server.metadata import EXTENSIONS
 from moonpool.runtime.server.options.table import ServerOptions
 from moonpool.runtime.version import VERSION
@@ -62,11 +62,7 @@ def remarks(options: ServerOptions) -> Iterator[tuple[int, str]]:
     """List remarks for the person who starts the server, each with its level."""
     if options.load_model and options.model_control_mode != "explicit":
         yield logging.WARNING, "--load-model has no effect without --model-control-mode=explicit"
-    allowed = connections(options)
-    if options.allow_http and allowed.http < options.http_max_connections:
-        yield logging.INFO, _too_few_files("http", options.http_max_connections, allowed.http)
-    if options.allow_grpc and allowed.grpc < options.grpc_max_connections:
-        yield logging.INFO, _too_few_files("grpc", options.grpc_max_connections, allowed.grpc)
+    yield from _too_few_files(options)
     if options.frontends > 1 and any("summary_latencies=true" in e for e in options.metrics_config):
         what = (
             "with --frontends, latency summaries have only requests that the main process answers"
@@ -80,7 +76,7 @@ def remarks(options: ServerOptions) -> Iterator[tuple[int, str]]:
     if all(address in _LOOPBACK for address in places.values()):
         flags = " ".join(f"{flag}=0.0.0.0" for flag in places)
         yield logging.INFO, f"Only this machine is served; {flags} would open the server to others."
-    elif options.model_control_mode == "explicit" and not options.control_token_file:
+    elif options.model_control_mode in ("explicit", "demand") and not options.control_token_file:
         yield (
             logging.WARNING,
             "A client that reaches the server can make it load models, and so run code on this machine; "
@@ -117,8 +113,21 @@ def not_all_loaded(options: ServerOptions, statuses: Mapping[str, ModelStatus]) 
     return f"{one_line(text)}."
 
 
-def _too_few_files(protocol: str, wanted: int, allowed: int) -> str:
-    return f"--{protocol}-max-connections is {wanted}, and the limit of open files (ulimit -n) allows {allowed}"
+def _too_few_files(options: ServerOptions) -> Iterator[tuple[int, str]]:
+    asked, allowed = wanted(options), connections(options)
+    flags = {"http": options.allow_http, "grpc": options.allow_grpc}
+    reduced = [
+        (f"--{protocol}-max-connections", getattr(asked, protocol), getattr(allowed, protocol))
+        for protocol, is_served in flags.items()
+        if is_served
+    ]
+    if options.max_connections is not None:
+        most = allowed.together + allowed.metrics
+        reduced = [("--max-connections", options.max_connections, most)]
+    for flag, most_asked, most_allowed in reduced:
+        if most_allowed < most_asked:
+            text = f"{flag} is {most_asked}, and the limit of open files (ulimit -n) allows {most_allowed}"
+            yield logging.INFO, text
 
 
 def ascii_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

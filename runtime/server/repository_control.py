@@ -27,7 +27,7 @@ from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.process.parallel import in_parallel
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.repository.loading import Wanted
-from moonpool.runtime.repository.repository import Listing, ModelRepositories
+from moonpool.runtime.repository.repository import Listing
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.schedule.failures import missing_file_line
 
@@ -51,13 +51,13 @@ class RepositoryControl:
         load_threads: int = 4,
         patience_s: float = _PATIENCE_S,
     ) -> None:
-        """`mode` is `none`, `poll` or `explicit`. Only with the last one may clients and models load and unload.
+        """`mode` is `none`, `poll`, `explicit` or `demand`. Only with the last two may clients and models load and unload.
 
         A poll waits for `patience_s` for the models that it loads. Then it ends, and they go on loading.
         """
         self._registry = runtime.registry
-        self._registry.is_controllable = mode == "explicit"
-        self._repositories = self._registry.repositories or ModelRepositories(())
+        self._registry.is_controllable = mode in ("explicit", "demand")
+        self._repositories = self._registry.repositories
         self._load_threads = load_threads
         self._patience_s = patience_s
         self._polling = threading.Lock()
@@ -109,13 +109,14 @@ class RepositoryControl:
             raise
         _log.info("successfully loaded '%s'", name)
 
-    def unload(self, name: str, *, unload_dependents: bool = False) -> None:  # noqa: ARG002
+    def unload(self, name: str, *, unload_dependents: bool = False) -> None:
         """Begin to unload a model, and return at once. New requests do not find it, and those in flight are finished.
 
-        A model that is not loaded is no error. No model has dependents here. Raises `ModelUnavailable`.
+        A model that is not loaded is no error. `unload_dependents`: if it is an ensemble, models go with it that were loaded for
+        it alone. Raises `ModelUnavailable`.
         """
         self._registry.check_controllable()
-        self._registry.begin_unload(name)
+        self._registry.begin_unload(name, with_members=unload_dependents)
 
     # For the server itself
 

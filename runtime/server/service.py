@@ -26,7 +26,7 @@ from moonpool.runtime.server.page.overview import Overview
 from moonpool.runtime.server.repository_control import RepositoryControl
 from moonpool.runtime.server.shared_memory import LEAST_LENT_BYTES, SystemSharedMemory
 from moonpool.runtime.server.tracing.traces import Traces
-from moonpool.runtime.stubs.regions import is_clients, overlap
+from moonpool.runtime.stubs.regions import CallerMemory, is_clients, overlap
 
 Place = tuple[str, int, int]
 _UINT8 = np.dtype(np.uint8)
@@ -130,11 +130,16 @@ class Service:
             return WireTensor(code, tuple(shape), raw)
         return raw.view(DTYPES[code]).reshape(shape)
 
-    def _room_for(self, model: Model, size_bytes: int) -> NDArray[Any]:
+    def caller_memory(self, model: Model) -> CallerMemory | None:
+        """Return the memory in which callers of a model write in place, if its backend has such."""
         backend = self.models.backends.of(model.config)
-        if size_bytes >= LEAST_LENT_BYTES and isinstance(backend, PythonBackend):
+        return backend.memory_of(model) if isinstance(backend, PythonBackend) else None
+
+    def _room_for(self, model: Model, size_bytes: int) -> NDArray[Any]:
+        memory = self.caller_memory(model)
+        if size_bytes >= LEAST_LENT_BYTES and memory is not None:
             with suppress(OutOfMemory):  # then it is copied a second time, into the request region
-                return backend.memory_of(model).empty((size_bytes,), _UINT8, size_bytes)
+                return memory.empty((size_bytes,), _UINT8, size_bytes)
         return np.empty(size_bytes, _UINT8)
 
     def lend_targets(

@@ -1,105 +1,105 @@
-"""One RPC as its handler sees it, and the operations on it that gRPC's core gets.
+"""One RPC as its handler sees it, and the RPCs of a server that have not ended.
 
-Theory of operation. The core takes operations from any thread, and reports on the polling thread (`grpc.core`) when they are done.
-`_lock` guards the flags of a call and is held for a few instructions only, never while the core or a callback is called: the core
-releases the interpreter, and another thread may then get the end of the call.
+Theory of operation. A call belongs to the thread of the server's event loop, where its transport reports what the client does. Handlers
+may use it on any thread: a method that is called elsewhere has the loop call it again, so the flags need no lock, and calls of one
+thread keep their order. Once the loop is closed, all calls have ended with their connections, and what a thread still sends is dropped.
 
-The core must not get an operation once the end of a call was reported, because its queue may be closed by then, and that would end
-the process. So `_start` counts itself in `_starting` before it gives the core an operation. If the end is reported meanwhile, `ended`
-is kept in `_ended`, and the last thread that leaves `_start` calls it. `_is_over` is set together with the decision to send a
-status, so that exactly one thread sends it; later messages and statuses do nothing.
-
-Order at the end. When the client goes before there was a status, `on_gone` runs first, then `ended`, which takes the call out of the
-server's set. With the last call the queue may be shut down.
+A call ends once. `_is_over` is set together with the decision to send a status (`_put`), or when the client has gone, or its deadline
+has passed (`end_early`). Later messages and statuses do nothing. `end_early` calls what `when_gone` asked for, where handlers cancel
+the request in the scheduler. The transport calls `OpenCalls.ended` once it has nothing more to do with the call, also after a status was sent:
+so a drain waits until the last byte is on its way.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
+import asyncio
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from grpc._cython import cygrpc
-
-from moonpool.runtime.server.grpc.status import OK, Status
+from moonpool.runtime.server.grpc.options import GrpcOptions
+from moonpool.runtime.server.grpc.status import OK, Status, status_of
 from moonpool.runtime.server.metrics import Meter
+from moonpool.runtime.server.restriction import GRPC_PREFIX, Restriction
 
-_log = logging.getLogger("moonpool")
+_running_loop = asyncio._get_running_loop
 Metadata = tuple[tuple[str, str | bytes], ...]
+Received = Callable[[Any], object]
+Message: TypeAlias = bytes | tuple[bytes | memoryview, ...]
+"""A message for a client, which may come in pieces. They keep their memory until they are sent."""
+_TOO_MANY = Status("RESOURCE_EXHAUSTED", "Concurrent RPC limit exceeded!")
+_UNKNOWN = Status("UNIMPLEMENTED", "")
+_LATE = Status("DEADLINE_EXCEEDED", "Deadline Exceeded")
+
+
+class PlacedMessage(Protocol):
+    """A large message that is received into memory of its handler's choice."""
+
+    @property
+    def memory(self) -> memoryview:
+        """Memory of the message's size."""
 
 
 class GrpcCall:
-    """One RPC. All methods are for any thread.
+    """One RPC. All methods without another note are for any thread.
 
     Once the client is gone, or the call has a status, sending does nothing.
     """
 
     __slots__ = (
-        "_call",
-        "_ended",
-        "_has_begun",
+        "_calls",
         "_is_gone",
         "_is_over",
-        "_lock",
-        "_meter",
         "_on_drain",
         "_on_gone",
-        "_starting",
+        "_timer",
         "begun_ns",
         "metadata",
         "method",
     )
 
-    def __init__(self, event: Any, meter: Meter) -> None:
-        """`meter` counts how it ends."""
-        self._meter = meter
-        self._call = event.call
-        self._lock = threading.Lock()
-        # If the initial metadata was sent, if no message may be sent any more, if the client went before there was a status.
-        self._has_begun = self._is_over = self._is_gone = False
+    def __init__(
+        self, calls: OpenCalls, method: bytes, metadata: Metadata, timeout_s: float | None
+    ) -> None:
+        """Begin a call, which ends early after `timeout_s` seconds. On the loop's thread."""
+        self._calls = calls
+        self.method = method
+        self.metadata = metadata
         # The time of `time.monotonic_ns`.
         self.begun_ns = time.monotonic_ns()
-        self.method: bytes = event.call_details.method
-        self.metadata: Metadata = event.invocation_metadata
+        # If no message may be sent any more, and if the client went before there was a status.
+        self._is_over = self._is_gone = False
         self._on_gone: Callable[[], object] | None = None
         self._on_drain: Callable[[], object] | None = None
-        # The number of threads that are giving the core an operation, and what the last of them has to call.
-        self._starting = 0
-        self._ended: Callable[[], object] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            self._timer = calls.loop.call_later(timeout_s, self.end_early, _LATE)
 
-    def watch_end(self, ended: Callable[[], object]) -> None:
-        """Have `ended` called once, on any thread, when the call has ended, after what `when_gone` asked for."""
+    # The transport's
 
-        def closed(_: object) -> None:
-            with self._lock:
-                self._is_gone, self._is_over = not self._is_over, True
-                on_gone, self._on_gone = self._on_gone, None
-                self._on_drain = None
-                self._ended = ended if self._starting else None
-                is_free = not self._starting
-            try:
-                if self._is_gone:
-                    self._meter.answered("CANCELLED")
-                    if on_gone is not None:
-                        on_gone()
-            finally:
-                if is_free:
-                    ended()
+    def _receive(self, received: Received) -> None:
+        """Do as `receive` says. On the loop's thread."""
+        raise NotImplementedError
 
-        self._call.start_server_batch((cygrpc.ReceiveCloseOnServerOperation(0),), closed)
+    def _transmit(
+        self, message: Message | None, status: Status | None, sent: Callable[[], object] | None
+    ) -> None:
+        """Send a message, a status or both, and call `sent` when the message has left. On the loop's thread."""
+        raise NotImplementedError
+
+    # The handler's
 
     def when_gone(self, callback: Callable[[], object]) -> None:
         """Call back when the client cancels, its deadline passes or its connection ends before it has a status.
 
-        It happens on the polling thread, or at once if the client has gone already.
+        It happens on the loop's thread, or at once if the client has gone already.
         """
-        with self._lock:
-            if not self._is_over:
-                self._on_gone = callback
-                return
-        if self._is_gone:
+        if _running_loop() is not self._calls.loop:
+            if not self._hand_over(self.when_gone, callback):
+                callback()
+        elif not self._is_over:
+            self._on_gone = callback
+        elif self._is_gone:
             callback()
 
     def when_draining(self, callback: Callable[[], object]) -> None:
@@ -107,84 +107,76 @@ class GrpcCall:
         self._on_drain = callback
 
     def drain(self) -> None:
-        """Tell the handler that the server is about to end."""
+        """Tell the handler that the server is about to end. On the loop's thread."""
         if self._on_drain is not None:
             self._on_drain()
 
-    def receive(self, received: Callable[[bytes | None], object]) -> None:
-        """Receive the next message, or None if no more come."""
-        operations = (cygrpc.ReceiveMessageOperation(0),)
-        if not self._start(operations, lambda event: received(event.batch_operations[0].message())):
+    def receive(self, received: Received) -> None:
+        """Receive the next message, or None if no more come. `received` is called on the loop's thread.
+
+        It gets bytes, or what `Method.place` returned for a large message.
+        """
+        if _running_loop() is self._calls.loop:
+            self._receive(received)
+        elif not self._hand_over(self._receive, received):
             received(None)
 
-    def reply(self, message: bytes, sent: Callable[[], object] | None = None) -> None:
-        """Send the only message and the status OK. `sent` is called on the polling thread."""
-        self._finish(OK, message, sent)
+    def reply(self, message: Message, sent: Callable[[], object] | None = None) -> None:
+        """Send the only message and the status OK. `sent` is called on the loop's thread when the message has left."""
+        self._put(message, OK, sent)
 
     def fail(self, status: Status) -> None:
         """Send a status that is an error, and no more messages."""
-        self._finish(status)
+        self._put(None, status, None)
 
     def finish(self) -> None:
         """Send the status OK after all messages."""
-        self._finish(OK)
-
-    def _finish(
-        self,
-        status: Status,
-        message: bytes | None = None,
-        sent: Callable[[], object] | None = None,
-    ) -> None:
-        operations = []
-        if not self._has_begun:
-            operations.append(cygrpc.SendInitialMetadataOperation(None, 0))
-        if message is not None:
-            operations.append(cygrpc.SendMessageOperation(message, 0))
-        operations.append(
-            cygrpc.SendStatusFromServerOperation(None, status.number, status.details, 0)
-        )
-        done = _done if sent is None else lambda _: sent()
-        if self._start(operations, done, is_last=True):
-            self._meter.answered(status.code)
+        self._put(None, OK, None)
 
     def send(self, message: bytes, sent: Callable[[], object]) -> bool:
         """Send one message of several. The next may follow once `sent` was called. Returns False if the call is over."""
-        operations = [cygrpc.SendMessageOperation(message, 0)]
-        if not self._has_begun:
-            operations.insert(0, cygrpc.SendInitialMetadataOperation(None, 0))
-        return self._start(operations, lambda _: sent())
+        if self._is_over:
+            return False
+        self._put(message, None, sent)
+        return True
 
-    def _start(
-        self, operations: Any, done: Callable[[Any], object], *, is_last: bool = False
-    ) -> bool:
-        with self._lock:
-            if self._is_over:
-                return False
-            self._is_over = is_last
-            self._has_begun = self._has_begun or not _receives(operations)
-            self._starting += 1
-        # Without the lock: another thread may run meanwhile, and get the end of the call.
-        error = self._call.start_server_batch(operations, done)
-        with self._lock:
-            self._starting -= 1
-            ended = None
-            if not self._starting:
-                # It refers to this call, and the cycle would keep the call in memory until the collector runs.
-                ended, self._ended = self._ended, None
-        if ended is not None:
-            ended()
-        if error:
-            _log.error("gRPC refused an operation on %s with error %d", self.method, error)
+    def _hand_over(self, function: Callable[..., object], *arguments: object) -> bool:
+        """Have the loop call a function; False if the loop is closed."""
+        try:
+            self._calls.loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
             return False
         return True
 
+    def _put(
+        self, message: Message | None, status: Status | None, sent: Callable[[], object] | None
+    ) -> None:
+        if _running_loop() is not self._calls.loop:
+            self._hand_over(self._put, message, status, sent)
+        elif not self._is_over:
+            if status is not None:
+                self._end(status.code)
+            self._transmit(message, status, sent)
 
-def _receives(operations: Any) -> bool:
-    return isinstance(operations[0], cygrpc.ReceiveMessageOperation)
+    def _end(self, code: str) -> None:
+        self._is_over = True
+        self._on_gone = self._on_drain = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._calls.meter.answered(code)
 
-
-def _done(event: Any) -> None:
-    """Ignore the event: nothing waits for this operation."""
+    def end_early(self, status: Status | None = None) -> None:
+        """End the call for a client that has gone, or with the status for one that must go. On the loop's thread."""
+        if self._is_over:
+            return
+        on_gone = self._on_gone
+        self._is_gone = True
+        self._end("CANCELLED" if status is None else status.code)
+        if status is not None:
+            self._transmit(None, status, None)
+        if on_gone is not None:
+            on_gone()
 
 
 Handler = Callable[[GrpcCall], None]
@@ -196,3 +188,91 @@ class Method(NamedTuple):
     handle: Handler
     api: str
     is_change: bool = False
+    place: Callable[[bytes, int], PlacedMessage | None] | None = None
+    """Chooses the memory for a large message by its first bytes and its size; None for any. Must not block."""
+
+
+class OpenCalls:
+    """OpenCalls the handlers of RPCs, and knows those that have not ended. For the loop's thread."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        methods: Mapping[bytes, Method],
+        options: GrpcOptions,
+        meter: Meter,
+    ) -> None:
+        """`methods` are found by their paths. `meter` counts how calls end."""
+        self.loop = loop
+        self.meter = meter
+        self.open: set[GrpcCall] = set()
+        """The calls that their transports have not reported as ended."""
+        self._methods = methods
+        self._most = options.max_calls
+        self._restriction = None
+        if options.restricted or options.control_token is not None:
+            self._restriction = Restriction(options.restricted, options.control_token)
+        self._emptied: asyncio.Future[None] | None = None
+
+    def begin(self, call: GrpcCall) -> None:
+        """Give a call to its handler, or refuse it."""
+        self.open.add(call)
+        method = self._methods.get(call.method)
+        if method is None:
+            call.fail(_UNKNOWN)
+        elif len(self.open) > self._most:
+            call.fail(_TOO_MANY)
+        else:
+            refusal = self._refusal(call, method)
+            if refusal is not None:
+                call.fail(refusal)
+                return
+            try:
+                method.handle(call)
+            except Exception as error:
+                call.fail(status_of(error))
+
+    def place(self, call: GrpcCall, first: bytes, size_bytes: int) -> PlacedMessage | None:
+        """Let the handler choose the memory for a large message of a call, by its first bytes; None for any memory."""
+        method = self._methods.get(call.method)
+        if method is None or method.place is None:
+            return None
+        return method.place(first, size_bytes)
+
+    def ended(self, call: GrpcCall) -> None:
+        """Forget a call with which its transport has nothing more to do."""
+        self.open.discard(call)
+        if not self.open and self._emptied is not None and not self._emptied.done():
+            self._emptied.set_result(None)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Tell all calls that the server ends, and wait for their ends. Returns False if the time is over before."""
+        for call in list(self.open):
+            call.drain()
+        if not self.open:
+            return True
+        self._emptied = self.loop.create_future()
+        try:
+            await asyncio.wait_for(self._emptied, timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _refusal(self, call: GrpcCall, method: Method) -> Status | None:
+        if self._restriction is None:
+            return None
+        refusal = self._restriction.refuse(
+            method.api,
+            lambda name: _header(call, name),
+            is_change=method.is_change,
+            prefix=GRPC_PREFIX,
+            what="protocol",
+        )
+        if refusal is None:
+            return None
+        return Status("UNAUTHENTICATED" if refusal.is_unknown else "UNAVAILABLE", refusal.text)
+
+
+def _header(call: GrpcCall, name: str) -> str | None:
+    # The values of one name are a list, as over HTTP: a proxy may have added one of them.
+    return ", ".join(str(value) for key, value in call.metadata if key == name) or None

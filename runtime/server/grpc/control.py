@@ -7,49 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.json_format import ParseDict
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from moonpool.runtime.errors import InvalidRequest, ModelError
+from moonpool.runtime.server.grpc.reflection import HealthCheckResponse
 from moonpool.runtime.server.log import check_parameters
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.tracing.settings import changes_of_lists
 
-HEALTH_SERVICE = "grpc.health.v1.Health"
 _NOT_SERVING, _SERVING = 2, 1
-_HEALTH = "grpc.health.v1"
-_STATUSES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
-
-
-def _health_messages() -> tuple[Any, Any]:
-    # Described here: the package that has these two messages is no dependency. Pools of descriptors do not take the same
-    # file twice, so this one has a pool of its own.
-    field = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(
-        name="grpc/health/v1/health.proto", package=_HEALTH, syntax="proto3"
-    )
-    request = file.message_type.add(name="HealthCheckRequest")
-    request.field.add(name="service", number=1, type=field.TYPE_STRING, label=field.LABEL_OPTIONAL)
-    response = file.message_type.add(name="HealthCheckResponse")
-    status = response.enum_type.add(name="ServingStatus")
-    for number, name in enumerate(_STATUSES):
-        status.value.add(name=name, number=number)
-    response.field.add(
-        name="status",
-        number=1,
-        type=field.TYPE_ENUM,
-        label=field.LABEL_OPTIONAL,
-        type_name=f".{_HEALTH}.HealthCheckResponse.ServingStatus",
-    )
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    names = (f"{_HEALTH}.HealthCheckRequest", f"{_HEALTH}.HealthCheckResponse")
-    found = [message_factory.GetMessageClass(pool.FindMessageTypeByName(name)) for name in names]
-    return found[0], found[1]
-
-
-HealthCheckRequest, HealthCheckResponse = _health_messages()
 
 
 class GrpcControl:

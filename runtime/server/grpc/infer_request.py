@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2 as kserve
 
 from moonpool.ipc.memo import Memo
@@ -16,7 +17,7 @@ from moonpool.ipc.tensors import BYTES, CODES, DTYPES, MAX_DIMS
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.details import details_of
 from moonpool.runtime.model.request import Details, InferenceRequest, Parameter
-from moonpool.runtime.server.grpc.wire import BadProtobuf, Parts, parse, split
+from moonpool.runtime.server.grpc.wire import BadProtobuf, Parts, parse, split, tensors_from
 from moonpool.runtime.server.inference.request import (
     END,
     MAX_SEQUENCE_ID_BYTES,
@@ -126,16 +127,32 @@ class GrpcRequestPlan(RequestPlan):
 
 
 class InferMessage:
-    """One ModelInferRequest: the model and the id that it names, and, once the model is found, the request."""
+    """One ModelInferRequest: the model and the id that it names, and, once the model is found, the request.
 
-    __slots__ = ("_message", "_parts", "data", "model", "plan", "read_ns", "request_id", "version")
+    A large one may be received into memory that stubs see: `begun` reads what lies before its tensors, and with `place` and
+    `complete` it becomes whole. A stub may write to that memory at any time, and must not make another request of this one, which
+    may ask another model or name memory of clients. So nothing is read there but the sizes of tensors.
+    """
 
-    def __init__(self, data: bytes) -> None:
-        """Take the message apart. Raises `BadProtobuf`, and `InvalidRequest` if it has too many fields."""
+    __slots__ = (
+        "_message",
+        "_parts",
+        "data",
+        "is_placed",
+        "model",
+        "plan",
+        "read_ns",
+        "request_id",
+        "version",
+    )
+
+    def __init__(self, data: bytes, parts: Parts | None = None) -> None:
+        """Take the message apart, unless `parts` has it. Raises `BadProtobuf`, and `InvalidRequest` if it has too many fields."""
         # The time of `time.monotonic_ns`.
         self.read_ns = time.monotonic_ns()
-        self.data = data
-        self._parts: Parts = split(data)
+        self.data: Any = data
+        self.is_placed = False
+        self._parts: Parts = parts or split(data)
         head = self._parts.head
         self.plan: GrpcRequestPlan | None = _plans.get(head)
         try:
@@ -148,6 +165,38 @@ class InferMessage:
         known: Any = self.plan or self._message
         self.model: str = known.model if self.plan else known.model_name
         self.version: str = known.version if self.plan else known.model_version
+
+    @classmethod
+    def begun(cls, first: bytes) -> InferMessage | None:
+        """Return the message with these first bytes, without its tensors; None if the first tensor begins behind them.
+
+        Raises as `__init__`.
+        """
+        parts = split(first, until_tensor=True)
+        return cls(first, parts) if parts.tensors else None
+
+    @property
+    def tensors_at(self) -> int:
+        """The place of the first tensor."""
+        return self._parts.tensors[0][0]
+
+    def place(self, array: NDArray[np.uint8]) -> None:
+        """Have the message received into this array, which stubs see."""
+        self.data = array
+        self.is_placed = True
+
+    @property
+    def memory(self) -> memoryview:
+        """The memory that a placed message is received into."""
+        memory: memoryview = self.data.data
+        return memory
+
+    def complete(self) -> InferMessage:
+        """Return the message with all its tensors, once it has come. Raises `BadProtobuf`, `InvalidRequest`."""
+        tensors = tensors_from(self.memory, self._parts.tensors[0])
+        self.read_ns = time.monotonic_ns()
+        self._parts = self._parts._replace(tensors=tensors)
+        return self
 
     def read(self) -> GrpcRequestPlan:
         """Return the plan of the request. Raises `InvalidRequest`."""
@@ -195,7 +244,9 @@ class InferMessage:
         details = prepared.details
         if request_id != ("" if details is None else details.request_id):
             details = (details or _NO_DETAILS)._replace(request_id=request_id)
-        return prepared.request(service, hosted.model, self.data, 0, tensors, details, False)
+        return prepared.request(
+            service, hosted.model, self.data, 0, tensors, details, self.is_placed
+        )
 
     def _inputs(self, plan: GrpcRequestPlan, service: Service, hosted: Hosted) -> dict[str, Input]:
         tensors, data = self._parts.tensors, self.data

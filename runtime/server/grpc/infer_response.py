@@ -8,6 +8,7 @@ from moonpool.ipc.memo import Memo
 from moonpool.ipc.tensors import NAMES
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.request import Response, WireTensor
+from moonpool.runtime.server.grpc.call import Message
 from moonpool.runtime.server.grpc.infer_request import GrpcRequestPlan
 from moonpool.runtime.server.grpc.wire import join, text_field
 from moonpool.runtime.server.inference.response import classified
@@ -17,29 +18,54 @@ from moonpool.runtime.server.service import Service
 _ID = 3
 _IN_STREAM = bytes([2 << 3 | 2])
 _NOTHING = memoryview(b"")
+# Joining small messages costs less than sending their pieces.
+_JOIN_BYTES = 16 << 10
 _INT64 = 2**63 - 1
 Head = tuple[str, int, tuple[tuple[str, int, tuple[int, ...]], ...], bool | None]
 _heads: Memo[Head, bytes] = Memo(1024)
 
 
 def answer(
+    service: Service, model: Model, plan: GrpcRequestPlan, request_id: str, response: Response
+) -> Message:
+    """Return a ModelInferResponse. The pieces of a large one are views of the outputs.
+
+    Writes outputs into the memory that the client shares for them. Raises `ModelError` and `SharedMemoryError`.
+    """
+    pieces = _pieces(service, model, plan, request_id, response, None)
+    return b"".join(pieces) if sum(map(len, pieces)) <= _JOIN_BYTES else tuple(pieces)
+
+
+def answer_in_stream(
     service: Service,
     model: Model,
     plan: GrpcRequestPlan,
     request_id: str,
     response: Response,
-    final: bool | None = None,
+    final: bool,
 ) -> bytes:
-    """Return a ModelInferResponse, or with `final` a ModelStreamInferResponse that holds it. `final` says if it is the last.
+    """Return a ModelStreamInferResponse. `final` says if it is the last one of its request.
 
-    Writes outputs into the memory that the client shares for them. Raises `ModelError` and `SharedMemoryError`.
+    The outputs are copied, as many responses may wait for the client, and the model's memory is not for that. Does and raises
+    what `answer` does.
     """
+    return b"".join(_pieces(service, model, plan, request_id, response, final))
+
+
+def _pieces(
+    service: Service,
+    model: Model,
+    plan: GrpcRequestPlan,
+    request_id: str,
+    response: Response,
+    final: bool | None,
+) -> list[bytes | memoryview]:
     tensors: list[memoryview] = []
     described = []
     for name, array in response.outputs.items():
         output = WireTensor.of(array)
         if name in plan.classes:
-            output = classified(model, name, output, plan.classes[name])
+            output = classified(service.models.find, model, name, output, plan.classes[name])
         if name in plan.places:
             service.write_shared(name, output, plan.places[name])
             tensors.append(_NOTHING)

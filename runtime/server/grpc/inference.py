@@ -1,22 +1,21 @@
 """ModelInfer: one request, one response, no thread of its own.
 
-Theory of operation. A request is read, checked and submitted on the polling thread, which received it. The response is written on
-the thread that got the answer of the stub: the polling thread itself, the thread of `answers`, or a thread of the runtime. No
-thread waits for a single request. A request or a response with more than `LARGE_BYTES` to copy takes the same steps on a thread of a
-pool, as the polling thread has other clients.
+Theory of operation. A request is read, checked and submitted on the thread of the server's event loop, which received it. The loop also
+waits for the stub (`LoopDriver`), and writes the response, unless another thread of the runtime got the answer. No thread waits for a
+single request. A request or a response with more than `LARGE_BYTES` to copy takes the same steps on a thread of a pool, as the loop has
+other clients.
 
-A call may end at any time, on the polling thread, while another thread still makes its request. So `when_gone` comes last, after the
+A call may end at any time, on the loop's thread, while another thread still makes its request. So `when_gone` comes last, after the
 request was submitted: if the client has gone by then, it calls `leave` at once. `GrpcCall` drops everything that is sent after the
 end.
 
-`close` comes after the last call has ended. It first ends `answers`, which leaves executions to the reactors of their models, and
-then the pool.
+Once the loop is closed, nobody waits in it: `drive` returns False, and executions are left to the reactors of their models.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-import threading
 from collections.abc import Callable, Mapping
 
 from moonpool.ipc.errors import Closed, MoonpoolError
@@ -31,18 +30,24 @@ from moonpool.runtime.model.request import (
     WireTensor,
 )
 from moonpool.runtime.process.threads import TaskPool
-from moonpool.runtime.schedule.scheduler import Execution
-from moonpool.runtime.server.grpc.answers import Answers
+from moonpool.runtime.schedule.event_loop import driver_of, running_loop
+from moonpool.runtime.schedule.execution import Execution
+from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.server.grpc.call import GrpcCall, Metadata
 from moonpool.runtime.server.grpc.infer_request import InferMessage
 from moonpool.runtime.server.grpc.infer_response import answer
 from moonpool.runtime.server.grpc.options import GrpcOptions
 from moonpool.runtime.server.grpc.status import UNREADABLE, Status, status_of
 from moonpool.runtime.server.grpc.wire import BadProtobuf
-from moonpool.runtime.server.inference.request import Hosted, check_has_one_response
+from moonpool.runtime.server.inference.request import (
+    Hosted,
+    check_has_one_response,
+    room_for_body,
+)
 from moonpool.runtime.server.inference.response import copied_bytes
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.tracing.trace import Trace
+from moonpool.runtime.stubs.regions import CallerMemory
 
 # Larger tensors are copied on a thread of their own.
 LARGE_BYTES = 1 << 18
@@ -52,10 +57,14 @@ _COPYING_THREADS = 4
 class GrpcInference:
     """Answers requests for inference, and has what all of them need: models, waiting for stubs, threads for large copies."""
 
-    def __init__(self, service: Service, turn: threading.Lock, options: GrpcOptions) -> None:
+    def __init__(
+        self, service: Service, loop: asyncio.AbstractEventLoop, options: GrpcOptions
+    ) -> None:
         self.service = service
-        self.answers = Answers(turn)
-        self._copying = TaskPool(_COPYING_THREADS, "moonpool-grpc-copying")
+        self.copying = TaskPool(_COPYING_THREADS, "moonpool-grpc-copying")
+        """Threads for work that takes long."""
+        self._loop = loop
+        self._driver = driver_of(loop)
         pattern = options.header_forward_pattern
         self._forwards = re.compile(pattern) if pattern else None
 
@@ -102,20 +111,47 @@ class GrpcInference:
             trace.follow(request)
         return trace
 
+    def place(self, first: bytes, size_bytes: int) -> InferMessage | None:
+        """Return a request that begins so, and will be received into memory that the model's stubs see; None for any memory."""
+        try:
+            message = InferMessage.begun(first)
+            if message is None:
+                return None
+            memory = self.caller_memory(self.find(message))
+        except (BadProtobuf, MoonpoolError):  # answered once the message has come
+            return None
+        array = room_for_body(memory, size_bytes, message.tensors_at)
+        if array is None:
+            return None
+        message.place(array)
+        return message
+
+    def caller_memory(self, hosted: Hosted) -> CallerMemory | None:
+        """Return the memory in which callers of this model write in place, if its backend has such."""
+        return self.service.caller_memory(hosted.model)
+
     def read(
-        self, data: bytes, take: Callable[[InferMessage], object], fail: Callable[[Status], object]
+        self,
+        data: bytes | InferMessage,
+        take: Callable[[InferMessage], object],
+        fail: Callable[[Status], object],
     ) -> None:
         """Give a request to `take`: here, or, if reading its tensors takes long, on another thread.
 
         `fail` is called for bytes that are not a message, and for a message with too many fields.
         """
-        self.run(len(data), lambda: self._read(data, take, fail))
+        # A placed message lies already where its stub reads it.
+        size_bytes = 0 if isinstance(data, InferMessage) else len(data)
+        self.run(size_bytes, lambda: self._read(data, take, fail))
 
     def _read(
-        self, data: bytes, take: Callable[[InferMessage], object], fail: Callable[[Status], object]
+        self,
+        data: bytes | InferMessage,
+        take: Callable[[InferMessage], object],
+        fail: Callable[[Status], object],
     ) -> None:
         try:
-            message = InferMessage(data)
+            message = data.complete() if isinstance(data, InferMessage) else InferMessage(data)
         except BadProtobuf:
             fail(UNREADABLE)
             return
@@ -135,17 +171,41 @@ class GrpcInference:
             return 0
 
     def submit(self, hosted: Hosted, request: InferenceRequest, waiter: Waiter) -> None:
-        """Send a request. Raises what `Scheduler.submit` raises."""
+        """Send a request. Raises what `Scheduler.submit` raises, or makes it the outcome."""
         request.waiter = waiter
+        if running_loop() is self._loop:
+            self._driver.submit(hosted.scheduler, request)
+            return
+        if waiter.takes_many:
+            # Behind those of its stream that the loop has gathered.
+            try:
+                self._loop.call_soon_threadsafe(self._submit_here, hosted.scheduler, request)
+            except RuntimeError:
+                pass
+            else:
+                return
         execution = hosted.scheduler.submit(request)
         if execution is not None:
             execution.offer()
-            self.drive(execution)
+            if not self.drive(execution) and execution.claim(self):
+                execution.drive_in_reactor()
 
-    def drive(self, execution: Execution) -> None:
-        """Wait for the answer of an execution that is offered: on a thread of gRPC, or, after `close`, in the reactor."""
-        if not self.answers.drive(execution) and execution.claim(self):
-            execution.drive_in_reactor()
+    def _submit_here(self, scheduler: Scheduler, request: InferenceRequest) -> None:
+        try:
+            self._driver.submit(scheduler, request)
+        except Exception as error:
+            request.waiter.resolve(error)
+
+    def drive(self, execution: Execution) -> bool:
+        """Wait in the loop for the answer of an execution that is offered. Returns False if the loop is closed."""
+        if running_loop() is self._loop:
+            self._driver.drive(execution)
+            return True
+        try:
+            self._loop.call_soon_threadsafe(self._driver.drive, execution)
+        except RuntimeError:
+            return False
+        return True
 
     def run(self, size_bytes: int, work: Callable[[], object]) -> None:
         """Do work that copies so many bytes: here, or, if that takes long, on another thread."""
@@ -153,15 +213,14 @@ class GrpcInference:
             work()
             return
         try:
-            self._copying.submit(work)
+            self.copying.submit(work)
         except (Closed, OutOfThreads):
             # The last calls end while the server closes. Without a thread, other clients wait, which is better than to refuse this one.
             work()
 
     def close(self) -> None:
         """End the threads, after the last call has ended."""
-        self.answers.close()
-        self._copying.shutdown()
+        self.copying.shutdown(wait=False)
 
     # ModelInfer
 
@@ -169,7 +228,7 @@ class GrpcInference:
         """Receive and answer a ModelInfer."""
         call.receive(lambda data: self._received(call, data))
 
-    def is_ours(self, call: GrpcCall, data: bytes) -> bool:  # noqa: ARG002
+    def is_ours(self, call: GrpcCall, data: bytes | InferMessage) -> bool:  # noqa: ARG002
         """Return whether the request is answered here. If not, it was given to somebody else."""
         return True
 
@@ -177,7 +236,7 @@ class GrpcInference:
         """Answer a request whose model was not found."""
         call.fail(status_of(error))
 
-    def _received(self, call: GrpcCall, data: bytes | None) -> None:
+    def _received(self, call: GrpcCall, data: bytes | InferMessage | None) -> None:
         if data is None:
             call.fail(UNREADABLE)
             return
@@ -227,7 +286,7 @@ class _OneResponse(Waiter):
             self.trace.end()
 
     def appoint(self, execution: Execution) -> bool:
-        return self._inference.answers.drive(execution)
+        return self._inference.drive(execution)
 
     def resolve(self, outcome: Outcome | None) -> None:
         if self.trace is not None:
@@ -235,7 +294,10 @@ class _OneResponse(Waiter):
         if isinstance(outcome, Response):
             response = outcome
             outputs: Mapping[str, WireTensor] = response.outputs  # type: ignore[assignment]
-            self._inference.run(copied_bytes(outputs.values()), lambda: self._reply(response))
+            # Other outputs leave as views.
+            has_places = bool(self._message.read().places)
+            size_bytes = copied_bytes(outputs.values()) if has_places else 0
+            self._inference.run(size_bytes, lambda: self._reply(response))
         elif outcome is not None:
             self.fail(outcome)
 

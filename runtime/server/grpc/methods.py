@@ -12,8 +12,9 @@ from tritonclient.grpc import service_pb2
 from moonpool.ipc.errors import Closed
 from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.server.grpc.call import GrpcCall, Handler, Method
-from moonpool.runtime.server.grpc.control import HEALTH_SERVICE, GrpcControl, HealthCheckRequest
+from moonpool.runtime.server.grpc.control import GrpcControl
 from moonpool.runtime.server.grpc.inference import GrpcInference
+from moonpool.runtime.server.grpc.reflection import HEALTH_SERVICE, HealthCheckRequest
 from moonpool.runtime.server.grpc.status import UNREADABLE, Status, status_of
 from moonpool.runtime.server.grpc.stream import Streams
 from moonpool.runtime.server.grpc.wire import SMALL_BYTES, BadProtobuf, parse
@@ -57,14 +58,15 @@ def methods(
             kind = getattr(service_pb2, f"{name}Request")
             handle = _unary(kind, getattr(control, _snake(name)), slow if is_slow else quick)
             found[_path(name)] = Method(handle, api, is_change)
-    # On the polling thread: no busy thread must keep a probe waiting.
+    # On the loop's thread: no busy thread must keep a probe waiting.
     for name in ("ServerLive", "ServerReady"):
         kind = getattr(service_pb2, f"{name}Request")
         found[_path(name)] = Method(_unary(kind, getattr(control, _snake(name))), "health")
     check = _unary(HealthCheckRequest, control.check)
     found[f"/{HEALTH_SERVICE}/Check".encode()] = Method(check, "health")
-    found[_path("ModelInfer")] = Method(inference.handle, "inference")
-    found[_path("ModelStreamInfer")] = Method(streams.handle, "inference")
+    place = inference.place
+    found[_path("ModelInfer")] = Method(inference.handle, "inference", place=place)
+    found[_path("ModelStreamInfer")] = Method(streams.handle, "inference", place=place)
     return found
 
 
@@ -79,7 +81,7 @@ def _snake(name: str) -> str:
 def _unary(kind: Any, answer: Callable[[Any], Any], executor: Executor | None = None) -> Handler:
     """Return a handler that gives a message of `kind` to `answer`, and sends the result to the client.
 
-    `answer` runs on a thread of `executor`. Without one it runs on the polling thread and must not block. An error that it raises
+    `answer` runs on a thread of `executor`. Without one it runs on the loop's thread and must not block. An error that it raises
     becomes the status.
     """
 

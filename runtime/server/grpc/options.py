@@ -37,6 +37,8 @@ class GrpcOptions:
     max_connection_age_ms: int = 0
     """0 lets connections grow as old as they like."""
     max_connection_age_grace_ms: int = 0
+    reflection: bool = False
+    """Tell clients which services and messages there are. Triton does not."""
     restricted: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Names of APIs, each with the header, without Triton's prefix, and the value that RPCs of it must have."""
     control_token: str | None = None
@@ -45,6 +47,8 @@ class GrpcOptions:
     """The largest request. A response has the bound of gRPC itself, `MAX_MESSAGE_BYTES`."""
     max_connections: int = 8192
     """More connections at once are closed, before TLS or HTTP/2 begin."""
+    write_timeout_ms: int = 600_000
+    """A connection ends when its client takes nothing for so long of what waits for it. 0 lets it wait."""
     max_calls: int = 10_000
     """More RPCs at once are refused."""
     max_backlog_bytes: int = 256 << 20
@@ -53,7 +57,7 @@ class GrpcOptions:
     """When more bytes wait for the clients of all streams, the stream ends for which the most wait."""
 
     def channel_arguments(self) -> tuple[tuple[str, int], ...]:
-        """Return the arguments for gRPC's core."""
+        """Return the arguments for grpcio's server."""
         levels = {"none": 0, "low": 1, "medium": 2, "high": 3}
         arguments = {
             "grpc.so_reuseport": int(self.reuse_port),

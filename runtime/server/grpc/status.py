@@ -23,7 +23,7 @@ _CODES = {
     "ALREADY_EXISTS": "ALREADY_EXISTS",
     "CANCELLED": "CANCELLED",
 }
-# gRPC's core wants numbers.
+# They travel as numbers.
 _NUMBERS: dict[str, int] = {code.name: code.value[0] for code in grpc.StatusCode}
 
 
@@ -53,6 +53,7 @@ class Status(NamedTuple):
 
 OK = Status("OK", "")
 UNREADABLE = Status("INTERNAL", "Unable to parse request")
+ENDING = Status("UNAVAILABLE", "the server is ending")
 
 
 def status_of(error: BaseException, request_id: str = "") -> Status:

@@ -4,7 +4,7 @@ Responses of models that give one come in the order of the requests, and those o
 that a client does not read are kept for it up to a limit. Then the stream ends, as nothing can slow down a model that sends by
 itself.
 
-Theory of operation. The polling thread reads the requests of a stream one by one, and reads the next one when this one is in its
+Theory of operation. The thread of the event loop reads the requests of a stream one by one, and reads the next one when this one is in its
 model's queue: so they stay in order, even if a large one is copied on another thread. It stops reading at `_MAX_IN_FLIGHT` open
 requests, or when half the allowed backlog waits for the client, and goes on in `_sent` and `ended`.
 
@@ -26,18 +26,21 @@ import threading
 from collections import deque
 
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
-from moonpool.runtime.schedule.scheduler import Execution
+from moonpool.runtime.schedule.execution import Execution
 from moonpool.runtime.server.grpc.call import GrpcCall
 from moonpool.runtime.server.grpc.infer_request import InferMessage
-from moonpool.runtime.server.grpc.infer_response import answer, error_in_stream, last_in_stream
+from moonpool.runtime.server.grpc.infer_response import (
+    answer_in_stream,
+    error_in_stream,
+    last_in_stream,
+)
 from moonpool.runtime.server.grpc.inference import GrpcInference
 from moonpool.runtime.server.grpc.options import GrpcOptions
-from moonpool.runtime.server.grpc.status import Status, status_of
+from moonpool.runtime.server.grpc.status import ENDING, Status, status_of
 from moonpool.runtime.server.inference.request import Hosted
 from moonpool.runtime.server.tracing.trace import Trace
 
 _MAX_IN_FLIGHT = 1024
-ENDING = Status("UNAVAILABLE", "the server is ending")
 _ERROR_MODE = ("triton_grpc_error", "true")
 
 
@@ -80,7 +83,7 @@ class Backlog:
 
 
 class Stream:
-    """One call of ModelStreamInfer. Its methods are called on the polling thread and on those of answers."""
+    """One call of ModelStreamInfer. Its methods are called on the loop's thread and on those that bring answers."""
 
     def __init__(
         self, inference: GrpcInference, call: GrpcCall, backlog: Backlog, max_backlog_bytes: int
@@ -120,7 +123,7 @@ class Stream:
             self._is_reading = True
         self._call.receive(self._received)
 
-    def _received(self, data: bytes | None) -> None:
+    def _received(self, data: bytes | InferMessage | None) -> None:
         with self._lock:
             # While the server ends, further requests are dropped.
             is_last = data is None or self._has_all
@@ -321,7 +324,7 @@ class StreamRequest(Waiter):
             self.trace.end()
 
     def appoint(self, execution: Execution) -> bool:
-        return self._stream.inference.answers.drive(execution)
+        return self._stream.inference.drive(execution)
 
     def respond(self, outcome: Outcome) -> None:
         message = self._message(outcome, final=False)
@@ -346,7 +349,7 @@ class StreamRequest(Waiter):
         if isinstance(outcome, Response):
             try:
                 service, plan = self._stream.inference.service, asked.read()
-                return answer(service, model, plan, asked.request_id, outcome, final)
+                return answer_in_stream(service, model, plan, asked.request_id, outcome, final)
             except Exception as unwritable:
                 error = unwritable
         status = status_of(error, asked.request_id)  # type: ignore[arg-type]

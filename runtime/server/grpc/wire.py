@@ -57,8 +57,11 @@ class Parts(NamedTuple):
     tensors: list[tuple[int, int]]
 
 
-def split(message: bytes) -> Parts:
-    """Take a ModelInferRequest apart. Raises `BadProtobuf`."""
+def split(message: bytes, *, until_tensor: bool = False) -> Parts:
+    """Take a ModelInferRequest apart. Raises `BadProtobuf`.
+
+    With `until_tensor`, bytes behind the place of the first tensor are not read, and may be missing.
+    """
     end = len(message)
     at = begin = 0
     pieces: list[bytes] = []
@@ -88,6 +91,9 @@ def split(message: bytes) -> Parts:
                         request_id = message[at : at + size]
                     else:
                         tensors.append((at, size))
+                        if until_tensor:
+                            begin = at = end
+                            break
                     begin = at + size
                 at += size
             elif kind == _VARINT:
@@ -105,7 +111,41 @@ def split(message: bytes) -> Parts:
     return Parts(pieces[0] if len(pieces) == 1 else b"".join(pieces), request_id, tensors)
 
 
-def varint(message: bytes, at: int) -> tuple[int, int]:
+def tensors_from(message: memoryview, first: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return the places of the first tensor and of those behind it. Raises `BadProtobuf`, and `InvalidRequest` for other fields.
+
+    Somebody else may write to the message meanwhile. So each byte is read once, and nothing is believed but sizes of tensors.
+    """
+    found = [first]
+    at, end = sum(first), len(message)
+    try:
+        while at < end:
+            tag, at = varint(message, at)
+            if tag != _RAW_INPUT_TAG and tag >> 3 <= _RAW_INPUT_TAG >> 3:
+                raise InvalidRequest(
+                    "a field of the request stands behind its tensors: send the fields in the order of their numbers"
+                )
+            if tag & 7 == _LENGTH:
+                size, at = varint(message, at)
+                if tag == _RAW_INPUT_TAG:
+                    found.append((at, size))
+                at += size
+            elif tag & 7 == _VARINT:
+                _, at = varint(message, at)
+            elif tag & 7 in (_FIXED64, _FIXED32):
+                at += 8 if tag & 7 == _FIXED64 else 4
+            else:
+                raise BadProtobuf(f"a field of wire type {tag & 7}")
+            if len(found) > _MOST_PARTS:
+                raise BadProtobuf(f"more than {_MOST_PARTS} fields")
+    except IndexError:
+        raise BadProtobuf("it ends inside a field") from None
+    if at != end:
+        raise BadProtobuf("it ends inside a field")
+    return found
+
+
+def varint(message: bytes | memoryview, at: int) -> tuple[int, int]:
     """Return a number and the offset behind it. Raises `BadProtobuf`, `IndexError`."""
     number = shift = 0
     while True:
@@ -134,8 +174,8 @@ def text_field(number: int, text: bytes) -> bytes:
     return bytes([number << 3 | _LENGTH]) + length(len(text)) + text if text else b""
 
 
-def join(head: bytes, tensors: list[memoryview], tag: bytes = b"") -> bytes:
-    """Return a ModelInferResponse of its other fields and its tensors, which are copied here once.
+def join(head: bytes, tensors: list[memoryview], tag: bytes = b"") -> list[bytes | memoryview]:
+    """Return a ModelInferResponse of its other fields and its tensors, in pieces.
 
     With a tag it becomes a field of another message. Raises `ModelError` if no message of gRPC can hold it. That is checked before
     anything is copied, as all tensors may be the same memory.
@@ -152,7 +192,7 @@ def join(head: bytes, tensors: list[memoryview], tag: bytes = b"") -> bytes:
             f"Response has byte size {size_bytes} which exceeds gRPC's byte size limit {MAX_MESSAGE_BYTES}.",
             "INVALID_ARG",
         )
-    return b"".join(pieces)
+    return pieces
 
 
 def parse(kind: Any, data: bytes) -> Any:

@@ -55,35 +55,45 @@ def memory_of(size_bytes: int) -> memoryview:
 
 
 class Fixed:
-    """A body whose length was announced, received into memory of its own."""
+    """A body whose length was announced, received into memory of its own.
 
-    __slots__ = ("body", "received_bytes", "size_bytes")
+    What comes before the part that fits into this memory is received apart, as `text`.
+    """
 
-    def __init__(self, body: memoryview) -> None:
+    __slots__ = ("_parts", "body", "received_bytes", "size_bytes", "text")
+
+    def __init__(self, body: memoryview, size_bytes: int) -> None:
         self.body = body
-        self.size_bytes = len(body)
+        self.size_bytes = size_bytes
         self.received_bytes = 0
+        apart = size_bytes - len(body)
+        self.text = memory_of(apart) if apart else None
+        # Where the next bytes go.
+        self._parts = [part for part in (self.text, body) if part is not None]
 
     def take(self, data: bytes) -> bytes | None:
         """Take received bytes. Returns those behind the body once it is complete, else None."""
-        begin = self.received_bytes
-        end = begin + len(data)
-        if end <= self.size_bytes:
-            self.body[begin:end] = data
-            self.received_bytes = end
-            return b"" if end == self.size_bytes else None
-        missing = self.size_bytes - begin
-        self.body[begin:] = data[:missing]
-        self.received_bytes = self.size_bytes
-        return data[missing:]
+        taken = 0
+        # Slices of bytes would be copies.
+        with memoryview(data) as view:
+            while taken < len(data) and self.received_bytes < self.size_bytes:
+                room = self.room()
+                part = view[taken : taken + len(room)]
+                room[: len(part)] = part
+                taken += len(part)
+                self.received(len(part))
+        return data[taken:] if self.received_bytes == self.size_bytes else None
 
-    def room(self) -> memoryview | None:
-        """Return memory that the rest of the body can be received into without a copy."""
-        return self.body[self.received_bytes :]
+    def room(self) -> memoryview:
+        """Return memory that the next bytes can be received into without a copy."""
+        return self._parts[0]
 
     def received(self, size_bytes: int) -> bool:
         """Count bytes that were received into `room`. Returns whether the body is complete."""
         self.received_bytes += size_bytes
+        self._parts[0] = self._parts[0][size_bytes:]
+        if not len(self._parts[0]) and len(self._parts) > 1:
+            del self._parts[0]
         return self.received_bytes == self.size_bytes
 
 

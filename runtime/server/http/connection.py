@@ -41,6 +41,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -51,6 +52,7 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.memo import Memo
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.process.event_loop import watches_of
+from moonpool.runtime.server.clients import Admission, AllClients, Clients, relieve
 from moonpool.runtime.server.http.body import (
     Chunked,
     Fixed,
@@ -83,11 +85,9 @@ _TURNS = 32
 _END_OF_HEAD = b"\r\n\r\n"
 _BUFFER_BYTES = 256 << 10
 _LOOK_S = 1.0
-# For all clients together: responses that they do not read.
-_UNSENT_BYTES = 4 << 30
 # For all clients together: memory that stubs see, for bodies that have been announced and have not come.
 _AWAITED_BYTES = 256 << 20
-# Beyond the limit of connections, an eighth as many are answered with 503, and further ones are closed without an answer.
+# The part beyond the limit of connections that is answered with 503. Further ones are closed without an answer.
 _TOLD_PART = 8
 _NO_HEAD = Head("GET", b"", "1.1", ())
 # Triton's HTTP frontend answers 400 unless it says otherwise: https://github.com/triton-inference-server/server
@@ -108,6 +108,14 @@ def http_status(error: BaseException) -> int:
     return _STATUSES[error.code] if isinstance(error, MoonpoolError) else 500
 
 
+def error_headers(error: BaseException, headers: Headers) -> Headers:
+    """Return the headers of the response for an error: with the seconds after which a client may try again, where they are known."""
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if retry_after_s is None:
+        return headers
+    return (*headers, (b"Retry-After", b"%d" % max(1, math.ceil(retry_after_s))))
+
+
 def error_body(text: str) -> bytes:
     """Return `{"error": text}` as JSON."""
     return b'{"error":%b}' % json.dumps(text, ensure_ascii=False).encode("utf-8", "replace")
@@ -126,7 +134,10 @@ class Handler(Protocol):
         """Return the largest body of such a request."""
 
     def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:
-        """Return memory to receive the body into, or None for any."""
+        """Return memory to receive the body into, or None for any.
+
+        If it is smaller than the body, what comes before is received apart.
+        """
 
 
 class HttpExchange:
@@ -145,6 +156,7 @@ class HttpExchange:
         "head",
         "is_gone",
         "status",
+        "text",
     )
 
     def __init__(
@@ -154,6 +166,8 @@ class HttpExchange:
         self._begun_ns = begun_ns
         self.head = head
         self.body: Body = body
+        # The beginning of the body, if `body` is memory that others may write to and has only the rest.
+        self.text: memoryview | None = None
         # Called if the client goes before the response has ended. It must not block.
         self.cancel: Callable[[], None] | None = None
         # Called when the response has ended in any way.
@@ -314,17 +328,19 @@ class HttpConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Count the connection, or refuse it."""
         self._transport = transport  # type: ignore[assignment]
-        is_welcome = self._port.opened(self)
-        if self._hold_place() and not is_welcome:
+        place = self._port.clients.opened(self)
+        self._port.begin_to_look(self)
+        if self._hold_place() and place is not Admission.WELCOME:
             self.closes = True
-            if self._port.is_crowded:
+            if place is Admission.NONE:
                 self.abort()
             else:
                 self._refuse(BadHttpMessage(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's
         """Cancel what the client waited for."""
-        self._port.closed(self)
+        self._port.clients.closed(self)
+        self._port.end_to_look()
         self._end_intake()
         self._parser = None
         self._waiting = b""
@@ -502,7 +518,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._intake = Chunked(most_bytes, self._refusal(head, most_bytes))
         else:
             memory, self._awaited_bytes = port.room_for(head, length)
-            self._intake = Fixed(memory)
+            self._intake = Fixed(memory, length)
         if head.expects_continue and head.version == "1.1":
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -526,11 +542,15 @@ class HttpConnection(asyncio.BufferedProtocol):
             return None
         self._end_intake()
         self._head = None
-        self._hand_over(head, intake.body, self._begun_ns)
+        text = intake.text if isinstance(intake, Fixed) else None
+        self._hand_over(head, intake.body, self._begun_ns, text)
         return rest
 
-    def _hand_over(self, head: Head, body: Body, begun_ns: int | None = None) -> None:
+    def _hand_over(
+        self, head: Head, body: Body, begun_ns: int | None = None, text: memoryview | None = None
+    ) -> None:
         exchange = self._exchange = HttpExchange(self, head, body, begun_ns)
+        exchange.text = text
         try:
             self._port.handler.handle(exchange)
         except Exception as error:
@@ -541,7 +561,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def disposition(self, head: Head) -> bytes:
         """Return the header `Connection` of the response to this request; empty if it needs none."""
-        if not head.keeps_alive or self._port.is_draining:
+        if not head.keeps_alive or self._port.clients.is_closed:
             self.closes = True
         if self.closes:
             return b"close"
@@ -664,6 +684,14 @@ def _too_slow(what: str) -> BadHttpMessage:
     return BadHttpMessage(HTTPStatus.REQUEST_TIMEOUT, f"the {what} of the request took too long")
 
 
+def clients_of(
+    name: str, most: int, together: AllClients, meter: Meter, *, is_apart: bool = False
+) -> Clients[HttpConnection]:
+    """Return what counts the clients of a port."""
+    most_told = max(1, most // _TOLD_PART)
+    return Clients(name, most, together, meter, most_told=most_told, is_apart=is_apart)
+
+
 class HttpPort:
     """Makes the connections of one port, and looks after them. For the loop's thread."""
 
@@ -672,95 +700,57 @@ class HttpPort:
         loop: asyncio.AbstractEventLoop,
         handler: Handler,
         limits: HttpLimits,
-        meter: Meter | None = None,
+        clients: Clients[HttpConnection] | None = None,
     ) -> None:
-        """Make no connection yet. `meter` counts connections and answers."""
+        """Make no connection yet."""
         self.loop = loop
         self.watches = watches_of(loop)
         self.handler = handler
         self.limits = limits
-        self.meter = meter or Meter()
+        self.handshake_timeout_s = limits.head_timeout_s
+        self.clients = clients or clients_of("HTTP", limits.connections, AllClients(), Meter())
+        self.meter = self.clients.meter
         self.heads = Heads()
         # One for all connections: bytes are taken out of it before more are received.
         self.buffer = memoryview(bytearray(_BUFFER_BYTES))
         # Memory that stubs see, for bodies that have been announced and are not complete.
         self.awaited_bytes = 0
-        self.is_draining = False
         # Seconds of the loop's clock at the last look. So no time limit is off by more than one look.
         self.now = loop.time()
         times_s = (limits.head_timeout_s, limits.body_timeout_s, limits.idle_timeout_s)
         self._look_s = min(_LOOK_S, *(time_s / 4 for time_s in (*times_s, limits.write_timeout_s)))
         self._looking: asyncio.TimerHandle | None = None
-        self._connections: set[HttpConnection] = set()
-        # Clients that have connected and do not speak TLS yet.
-        self._beginning: set[HttpConnection] = set()
-        self._emptied: asyncio.Future[None] | None = None
 
     def __call__(self) -> HttpConnection:
         """Make a protocol for a new connection."""
         return HttpConnection(self)
 
-    @property
-    def connections(self) -> int:
-        """The number of connections, with those that do not speak TLS yet."""
-        return len(self._connections) + len(self._beginning)
-
-    def begins(self, connection: HttpConnection) -> bool:
+    def begins(self, client: HttpConnection) -> bool:
         """Count a client that has connected and has yet to speak TLS; False if there is no room even to refuse it."""
-        self._beginning.add(connection)
-        is_welcome = not (self.is_crowded or self.is_draining)
-        if not is_welcome:
-            self._beginning.discard(connection)
-        return is_welcome
+        return self.clients.begins(client)
 
-    def gave_up(self, connection: HttpConnection) -> None:
-        """Count it no longer, unless it has been `opened`."""
-        self._beginning.discard(connection)
+    def gave_up(self, client: HttpConnection) -> None:
+        """Count it no longer, unless its connection was made."""
+        self.clients.gave_up(client)
 
-    def opened(self, connection: HttpConnection) -> bool:
-        """Count it. Returns False if there are too many already."""
-        self._beginning.discard(connection)
-        is_welcome = self.connections < self.limits.connections and not self.is_draining
-        self._connections.add(connection)
-        self.meter.connected()
+    def begin_to_look(self, connection: HttpConnection) -> None:
+        """Look after connections from the first one on."""
         if self._looking is None:
             self.now = connection.since = self.loop.time()
             self._looking = self.loop.call_later(self._look_s, self._look)
-        return is_welcome
 
-    @property
-    def is_crowded(self) -> bool:
-        """If so many clients are being refused that further ones get no answer."""
-        most = self.limits.connections
-        return self.connections > most + max(1, most // _TOLD_PART)
-
-    def closed(self, connection: HttpConnection) -> None:
-        """Count it no longer."""
-        self._connections.discard(connection)
-        self.meter.disconnected()
-        if not self._connections:
-            if self._looking is not None:
-                self._looking.cancel()
-                self._looking = None
-            if self._emptied is not None and not self._emptied.done():
-                self._emptied.set_result(None)
+    def end_to_look(self) -> None:
+        """Rest after the last connection."""
+        if not self.clients.open and self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
 
     def _look(self) -> None:
         self.now = self.loop.time()
-        for connection in list(self._connections):
+        for connection in list(self.clients.open):
             connection.look(self.now)
-        self._relieve()
+        relieve(each for each in self.clients.open if each.is_stalled)
         self._looking = self.loop.call_later(self._look_s, self._look)
-
-    def _relieve(self) -> None:
-        """While too much waits for all clients, cut off those for whom the most waits."""
-        waiting = [(each.unsent_bytes, each) for each in self._connections if each.is_stalled]
-        total_bytes = sum(unsent_bytes for unsent_bytes, _ in waiting)
-        for unsent_bytes, connection in sorted(waiting, key=lambda each: each[0], reverse=True):
-            if total_bytes <= _UNSENT_BYTES:
-                break
-            total_bytes -= unsent_bytes
-            connection.abort()
 
     def room_for(self, head: Head, size_bytes: int) -> tuple[memoryview, int]:
         """Return memory for a body that is to come, and how much of it counts in `awaited_bytes` until it has come.
@@ -770,7 +760,7 @@ class HttpPort:
         # The memory is taken before a byte has come, so a client that only announces must not get very much of it.
         if self.awaited_bytes + size_bytes <= _AWAITED_BYTES:
             memory = self.handler.memory_for(head, size_bytes)
-            if memory is not None:
+            if memory is not None and len(memory) <= size_bytes:
                 self.awaited_bytes += size_bytes
                 return memory, size_bytes
         return memory_of(size_bytes), 0
@@ -782,20 +772,16 @@ class HttpPort:
 
     async def drain(self, timeout_s: float) -> bool:
         """Finish what has begun and end all connections. Returns False if some were cut off when the time was over."""
-        self.is_draining = True
-        for connection in list(self._connections):
+        self.clients.is_closed = True
+        for connection in list(self.clients.open):
             connection.close_if_idle()
-        if self._connections:
-            self._emptied = self.loop.create_future()
-            try:
-                await asyncio.wait_for(self._emptied, timeout_s)
-            except TimeoutError:
-                self.close()
-                return False
-        return True
+        if await self.clients.emptied(timeout_s):
+            return True
+        self.close()
+        return False
 
     def close(self) -> None:
         """End all connections at once."""
-        self.is_draining = True
-        for connection in list(self._connections):
+        self.clients.is_closed = True
+        for connection in list(self.clients.open):
             connection.abort()

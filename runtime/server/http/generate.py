@@ -18,7 +18,7 @@ from moonpool.runtime.model.request import InferenceRequest, Parameter, Response
 from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.server.http.connection import error_body
 from moonpool.runtime.server.http.head import JSON, Headers
-from moonpool.runtime.server.http.inference import begin_trace
+from moonpool.runtime.server.http.inference import LOAD_FORM, begin_trace, with_load
 from moonpool.runtime.server.http.json_text import (
     NotJson,
     check_values,
@@ -60,7 +60,10 @@ async def generate(service: Service, request: RouteRequest) -> RouteReply:
     if trace is not None:
         trace.mark("INFER_RESPONSE_COMPLETE")
         trace.mark("HTTP_SEND_START")
-    return RouteReply(status, JSON, text if count == 1 else _NOT_ONE)
+    headers, form = JSON, exchange.head.headers.get(LOAD_FORM, b"").decode("latin-1")
+    if form and status == 200:
+        headers = with_load(service, headers, form)
+    return RouteReply(status, headers, text if count == 1 else _NOT_ONE)
 
 
 async def generate_stream(service: Service, request: RouteRequest) -> None:

@@ -51,7 +51,7 @@ def render(
     for name, output in outputs.items():
         how = plan.wanted.get(name, plan.rest)
         if how.classes:
-            output = classified(model, name, output, how.classes)
+            output = classified(service.models.find, model, name, output, how.classes)
         if how.place is None and not how.is_binary:
             values_bytes += output.raw.nbytes
             check_values(values_bytes, most_json_bytes)

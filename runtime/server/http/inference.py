@@ -4,7 +4,8 @@ Theory of operation. A request is read, checked and submitted in the callback of
 is written in the callback that got the answer of the stub: the loop waits on the stub's socket itself (`schedule.event_loop`). Work
 that would hold the loop for longer than a hand-over takes runs in `executor`: compression, and copies of more than a megabyte from
 or to memory of clients. It goes on in the loop afterwards, unless the client has gone meanwhile. JSON of more than a megabyte is
-parsed in the loop, as orjson holds the interpreter anyway, but by turns (`turns`).
+read there as well, one body at a time (`turns`): orjson holds the interpreter while it parses, but what becomes of the values takes
+ten times as long, and lets the loop run in between.
 
 An `InferCall` belongs to the loop. On a thread of the executor it only reads or writes memory that nothing else uses at that time:
 the body, the arrays of its inputs, the response. A client that goes cancels the submission, after which the scheduler calls
@@ -21,13 +22,9 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.memo import Memo
-from moonpool.ipc.memory import ALIGNMENT
 from moonpool.runtime.errors import InvalidRequest, own
-from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.model.details import with_parameters
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, WireTensor
@@ -41,7 +38,7 @@ from moonpool.runtime.server.http.body import (
     inflate,
     over_input_size,
 )
-from moonpool.runtime.server.http.connection import HttpExchange, http_status
+from moonpool.runtime.server.http.connection import HttpExchange, error_headers, http_status
 from moonpool.runtime.server.http.head import (
     HEADER_LENGTH,
     JSON,
@@ -56,22 +53,25 @@ from moonpool.runtime.server.http.infer_response import render
 from moonpool.runtime.server.http.json_text import too_much_json
 from moonpool.runtime.server.http.options import HttpLimits
 from moonpool.runtime.server.http.turns import LONG_BYTES, Turns
-from moonpool.runtime.server.inference.request import Hosted, check_has_one_response, refused
+from moonpool.runtime.server.inference.request import (
+    Hosted,
+    check_has_one_response,
+    refused,
+    room_for_body,
+)
 from moonpool.runtime.server.inference.response import copied_bytes
 from moonpool.runtime.server.inference.tensors import WrongSize
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.tracing.trace import Trace
 from moonpool.runtime.stubs.regions import CallerMemory
 
+# The headers by which load balancers ask for the load, and get it (ORCA).
+LOAD_FORM, LOAD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
 _ENCODINGS = ((b"Accept-Encoding", b"gzip, deflate"), *TEXT)
 _log = logging.getLogger("moonpool")
 # Larger work takes longer than a hand-over to a thread, and is not done in the loop.
 _LONG_DEFLATE_BYTES = 64 << 10
 _LONG_COPY_BYTES = 1 << 20
-# Bodies between these sizes are received into memory that the model's stubs see.
-_LONG_BODY_BYTES = 64 << 10
-_HUGE_BODY_BYTES = 64 << 20
-_UINT8 = np.dtype(np.uint8)
 # Clients that send binary tensors send the same short JSON every time, but for the id.
 _MEMORABLE_BYTES = 2048
 
@@ -79,13 +79,15 @@ _MEMORABLE_BYTES = 2048
 class InferTarget:
     """The model that a path names, and the form of the body by its headers. One serves all requests of the same head."""
 
-    __slots__ = ("accepts", "encoding", "header_length", "model", "version")
+    __slots__ = ("accepts", "encoding", "header_length", "load_form", "model", "version")
 
     def __init__(self, model: str, version: int | None, headers: dict[bytes, bytes]) -> None:
         self.model = model
         self.version = version
         self.encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         self.accepts = accepted(headers.get(b"accept-encoding", b""))
+        # The form in which a load balancer wants to know the load; "" if it does not.
+        self.load_form = headers.get(LOAD_FORM, b"").decode("latin-1")
         # None if the whole body is JSON.
         self.header_length: int | None = None
         given = headers.get(HEADER_LENGTH)
@@ -125,7 +127,7 @@ class HttpInference:
         try:
             hosted = self.find(target.model, target.version)
         except MoonpoolError as error:
-            exchange.fail(http_status(error), public_text(error), TEXT)
+            exchange.fail(http_status(error), public_text(error), error_headers(error, TEXT))
         else:
             InferCall(self, exchange, target, hosted).begin()
 
@@ -143,31 +145,23 @@ class HttpInference:
     def memory_for(self, target: InferTarget, size_bytes: int) -> memoryview | None:
         """Return memory that the model's stubs see, so that nobody copies the tensors in a large body, or None for any memory."""
         length = target.header_length or 0
-        is_long = _LONG_BODY_BYTES < size_bytes < _HUGE_BODY_BYTES
-        if target.encoding != "identity" or not is_long or not 0 < length < size_bytes:
+        if target.encoding != "identity" or not 0 < length < size_bytes:
             return None
         try:
-            memory_of_callers = self.caller_memory(target)
-            if memory_of_callers is None:
-                return None
-            # So that the first tensor, behind the JSON, is aligned.
-            gap = -length % ALIGNMENT
-            memory = memory_of_callers.empty((gap + size_bytes,), _UINT8, gap + size_bytes)
-        except MoonpoolError:
-            # An error of the request is answered once the body has come. If there is no such memory, the body is copied.
+            memory = self.caller_memory(target)
+        except MoonpoolError:  # answered once the body has come
             return None
-        return memory[gap:].data
+        # The JSON is received apart: a stub that could change it might have the request name memory of other clients.
+        array = room_for_body(memory, size_bytes - length, 0)
+        return None if array is None else array.data
 
     def caller_memory(self, target: InferTarget) -> CallerMemory | None:
         """Return the memory in which callers of this model write in place, if its backend has such. Raises `MoonpoolError`."""
-        model = self.find(target.model, target.version).model
-        backend = self.service.models.backends.of(model.config)
-        return backend.memory_of(model) if isinstance(backend, PythonBackend) else None
+        return self.service.caller_memory(self.find(target.model, target.version).model)
 
-    def plan(self, body: Body, length: int) -> HttpRequestPlan:
-        """Return the plan of a body whose first `length` bytes are JSON. Raises `MoonpoolError`."""
-        text = body if length == len(body) else memoryview(body)[:length]
-        if length > _MEMORABLE_BYTES:
+    def plan(self, text: Body) -> HttpRequestPlan:
+        """Return the plan of a request with this JSON. Raises `MoonpoolError`. For the loop's thread if the text is short."""
+        if len(text) > _MEMORABLE_BYTES:
             return read_plan(text)
         raw = bytes(text)
         plan = self._plans.get(raw)
@@ -181,10 +175,10 @@ class HttpInference:
         function: Callable[[], Any],
         go_on: Callable[[Any], None],
         headers: Headers,
-    ) -> None:
+    ) -> asyncio.Future[Any] | None:
         """Call a function that takes long in a thread, and `go_on` in the loop with its result.
 
-        `headers` are those of the response if the function fails.
+        `headers` are those of the response if the function fails. Returns what is done when the function is; None if it is not called.
         """
 
         def done(future: asyncio.Future[Any]) -> None:
@@ -199,12 +193,15 @@ class HttpInference:
             else:
                 if not isinstance(error, MoonpoolError):
                     _log.error("answering a request for inference failed", exc_info=error)
-                exchange.fail(http_status(error), public_text(error), headers)
+                exchange.fail(http_status(error), public_text(error), error_headers(error, headers))
 
         try:
-            self._loop.run_in_executor(self._executor, function).add_done_callback(done)
+            begun = self._loop.run_in_executor(self._executor, function)
         except MoonpoolError as error:  # there is no thread, or the server ends
-            exchange.fail(http_status(error), public_text(error), headers)
+            exchange.fail(http_status(error), public_text(error), error_headers(error, headers))
+            return None
+        begun.add_done_callback(done)
+        return begun
 
 
 class InferCall:
@@ -254,18 +251,28 @@ class InferCall:
     def _fail(self, error: BaseException, headers: Headers) -> None:
         plan: HttpRequestPlan | None = getattr(self, "_plan", None)
         text = public_text(error, "" if plan is None else plan.request_id)
-        self._exchange.fail(http_status(error), text, headers)
+        self._exchange.fail(http_status(error), text, error_headers(error, headers))
 
     def _read(self, body: Body) -> None:
+        text = self._exchange.text
+        if text is not None:
+            # The rest is an array that stubs see, so inputs have to be views of it.
+            self._read_parts(text, body.obj, 0, True)  # type: ignore[union-attr]
+            return
         length = self._target.header_length
         if length is None:
             length = len(body)
         elif not 0 <= length <= len(body):
-            text = f"inference header size should be in range (0, {len(body)}), got: {length}"
-            self._exchange.fail(400, text, TEXT)
+            wrong = f"inference header size should be in range (0, {len(body)}), got: {length}"
+            self._exchange.fail(400, wrong, TEXT)
             return
+        json = body if length == len(body) else memoryview(body)[:length]
+        self._read_parts(json, body, length, False)
+
+    def _read_parts(self, text: Body, data: Any, offset: int, is_shared: bool) -> None:
+        """Read the JSON, and then the tensors, which lie in `data` from `offset` on. Stubs see `data` if it `is_shared`."""
         limits = self._route.limits
-        most_bytes = limits.json_bytes
+        length, most_bytes = len(text), limits.json_bytes
         if length > most_bytes:
             if most_bytes == limits.input_bytes:
                 over = over_input_size(str(length), most_bytes, is_json=True)
@@ -274,29 +281,31 @@ class InferCall:
                 self._exchange.fail(413, too_much_json(length, most_bytes), TEXT)
             return
         if length > LONG_BYTES:
-            self._route.turns.take(self._exchange, partial(self._parse, body, length))
-        else:
-            self._parse(body, length)
-
-    def _parse(self, body: Body, length: int) -> None:
-        """Parse the body, whose first `length` bytes are JSON, and send the request."""
-        data: Any = body
-        # Stubs may see the array that the body was received into, so inputs have to be views of that array.
-        is_shared = False
-        if type(body) is memoryview and isinstance(body.obj, np.ndarray):
-            data, is_shared = body.obj, True
-        hosted = self._hosted
+            parse = partial(self._route.plan, text)
+            take = partial(self._take, data, offset, is_shared)
+            self._route.turns.take(
+                self._exchange, partial(self._route.elsewhere, self._exchange, parse, take, JSON)
+            )
+            return
         try:
             if length:
-                plan = self._plan = self._route.plan(body, length)
-                request = self._repeated(plan, data, length, is_shared)
-                if request is not None:
-                    self._submit(request)
-                    return
+                plan = self._route.plan(text)
             else:
-                plan, data = raw_plan(hosted.model.config, body)
-                self._plan = plan
-            self._arrays = plan.arrays(hosted.model.name, data, length)
+                plan, data = raw_plan(self._hosted.model.config, data)
+        except MoonpoolError as error:
+            self._fail(self._told(error), JSON)
+        else:
+            self._take(data, offset, is_shared, plan)
+
+    def _take(self, data: Any, offset: int, is_shared: bool, plan: HttpRequestPlan) -> None:
+        """Send a request of this plan."""
+        self._plan, hosted = plan, self._hosted
+        try:
+            request = self._repeated(plan, data, offset, is_shared)
+            if request is not None:
+                self._submit(request)
+                return
+            self._arrays = plan.arrays(hosted.model.name, data, offset)
         except MoonpoolError as error:
             self._fail(self._told(error), JSON)
             return
@@ -408,6 +417,8 @@ class InferCall:
     def _respond(self, rendered: tuple[Headers, list[Part]]) -> None:
         headers, parts = rendered
         exchange, encoding = self._exchange, self._target.accepts
+        if self._target.load_form:
+            headers = with_load(self._route.service, headers, self._target.load_form)
         if encoding is None:
             exchange.respond(200, headers, parts)
             return
@@ -419,6 +430,12 @@ class InferCall:
             lambda: deflate(encoding, parts),
             lambda compressed: exchange.respond(200, headers, compressed),
         )
+
+
+def with_load(service: Service, headers: Headers, form: str) -> Headers:
+    """Return the headers of a response, with the load of this server if there is one to tell."""
+    load = service.metrics.endpoint_load(form)
+    return headers if load is None else (*headers, (LOAD, load.encode("ascii")))
 
 
 class LoopSubmission(LoopWaiter):

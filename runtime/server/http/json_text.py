@@ -30,6 +30,9 @@ _MOST_CONTAINERS = 1 << 20
 # Reading one takes as long as reading a dozen numbers. Strings may hold any number of colons.
 _MOST_MEMBERS = 1 << 20
 _MEMBER = re.compile(rb'"[ \t\r\n]*:')
+# Each takes some 60 bytes, however short it is.
+_MOST_STRINGS = 1 << 22
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 class NotJson(MoonpoolError):
@@ -75,6 +78,12 @@ def loads(text: bytes | bytearray | memoryview) -> Any:
             islice(_MEMBER.finditer(text), _MOST_MEMBERS, None)
         ):
             raise NotJson(f"the request JSON has more than {_MOST_MEMBERS} members of objects")
+        if text.count(b'"') > 2 * _MOST_STRINGS and any(
+            islice(_STRING.finditer(text), _MOST_STRINGS, None)
+        ):
+            raise NotJson(
+                f"the request JSON has more than {_MOST_STRINGS} strings: send binary data"
+            )
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:

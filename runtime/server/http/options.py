@@ -27,6 +27,8 @@ class HttpLimits:
     """Triton's one limit. A body over one of the three limits above that equals it is refused with 400 and Triton's text."""
     connections: int = 16384
     """At the same time. The next one gets 503."""
+    metrics_connections: int = 2048
+    """The same for the port for metrics."""
     head_timeout_s: float = 20.0
     """Seconds from the first byte of a request to the end of its headers."""
     body_timeout_s: float = 60.0

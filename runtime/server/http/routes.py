@@ -11,7 +11,12 @@ from urllib.parse import parse_qsl
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.isolation.public_text import public_text
-from moonpool.runtime.server.http.connection import HttpExchange, error_body, http_status
+from moonpool.runtime.server.http.connection import (
+    HttpExchange,
+    error_body,
+    error_headers,
+    http_status,
+)
 from moonpool.runtime.server.http.head import JSON, TEXT, Headers, path_of
 from moonpool.runtime.server.http.json_text import dumps, loads
 
@@ -117,7 +122,7 @@ class RouteTable:
             if exchange.status:
                 exchange.abort()
             else:
-                exchange.fail(http_status(error), public_text(error))
+                exchange.fail(http_status(error), public_text(error), error_headers(error, JSON))
         else:
             if made is not None:
                 exchange.respond(made.status, made.headers, (made.body,) if made.body else ())

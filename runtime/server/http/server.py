@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from dataclasses import replace
 from ipaddress import ip_address
 
 from moonpool.runtime.process.threads import TaskPool
-from moonpool.runtime.server.http.connection import Handler, HttpPort
+from moonpool.runtime.server.clients import AllClients, Clients
+from moonpool.runtime.server.http.connection import Handler, HttpConnection, HttpPort, clients_of
 from moonpool.runtime.server.http.control import (
     control_routes,
     metrics_routes,
@@ -19,15 +19,14 @@ from moonpool.runtime.server.http.handler import HttpHandler, MetricsHandler
 from moonpool.runtime.server.http.inference import HttpInference
 from moonpool.runtime.server.http.options import HttpOptions
 from moonpool.runtime.server.http.routes import RouteTable
-from moonpool.runtime.server.http.tls import TlsServer
 from moonpool.runtime.server.listening import CannotListen, bound_sockets
+from moonpool.runtime.server.metrics import Meter
 from moonpool.runtime.server.restriction import Origins, Restriction
 from moonpool.runtime.server.service import Service
+from moonpool.runtime.server.tls import TlsServer
 
 # Connections that wait in the kernel until somebody accepts them.
 _BACKLOG = 4096
-# The port for metrics takes one connection for so many of the port for clients.
-_PER_SCRAPER = 8
 # For work that is too long for the loop but ends by itself, and for work that may wait for models.
 _THREADS, _PATIENT_THREADS = 4, 16
 
@@ -35,11 +34,15 @@ _THREADS, _PATIENT_THREADS = 4, 16
 class HttpServer:
     """Serves until it is drained or closed. For the thread of the loop that it was made in."""
 
-    def __init__(self, service: Service, options: HttpOptions) -> None:
+    def __init__(
+        self, service: Service, options: HttpOptions, together: AllClients | None = None
+    ) -> None:
+        """`together` counts the clients of all ports of the process."""
         self.ports: dict[str, int] = {}
         """The ports that are served, by "http" and "metrics"."""
         self._service = service
         self._options = options
+        self._together = together or AllClients()
         self._parts: list[tuple[asyncio.AbstractServer | TlsServer, HttpPort]] = []
         self._executor = TaskPool(_THREADS, "moonpool-http")
         self._patient = TaskPool(_PATIENT_THREADS, "moonpool-control")
@@ -62,8 +65,7 @@ class HttpServer:
                 handler, context = self.make_handler(), _tls(options)
                 await self._listen("http", options.address, options.port, handler, context)
             if options.path is not None:
-                meter = service.metrics.frontends.http
-                port = HttpPort(loop, self.make_handler(), options.limits, meter)
+                port = HttpPort(loop, self.make_handler(), options.limits, self._clients("http"))
                 server = await loop.create_unix_server(
                     port, options.path, backlog=_BACKLOG, start_serving=False
                 )
@@ -114,12 +116,7 @@ class HttpServer:
     ) -> None:
         loop = asyncio.get_running_loop()
         limits = self._options.limits
-        if name == "http":
-            port = HttpPort(loop, handler, limits, self._service.metrics.frontends.http)
-        else:
-            # Not counted: requests for metrics are no traffic.
-            few = max(1, limits.connections // _PER_SCRAPER)
-            port = HttpPort(loop, handler, replace(limits, connections=few))
+        port = HttpPort(loop, handler, limits, self._clients(name))
         reuse_port = self._options.reuse_port
         server: asyncio.AbstractServer | TlsServer
         try:
@@ -139,6 +136,15 @@ class HttpServer:
             raise CannotListen(name, address, number, error) from error
         self._parts.append((server, port))
         self.ports[name] = server.sockets[0].getsockname()[1]
+
+    def _clients(self, name: str) -> Clients[HttpConnection]:
+        limits, together = self._options.limits, self._together
+        if name == "http":
+            meter = self._service.metrics.frontends.http
+            return clients_of("HTTP", limits.connections, together, meter)
+        # A meter that nobody reads: requests for metrics are no traffic.
+        few = limits.metrics_connections
+        return clients_of("the port for metrics", few, together, Meter(), is_apart=True)
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more connections, finish the requests in flight, and close the server.

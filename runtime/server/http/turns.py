@@ -1,8 +1,9 @@
 """Lets requests that hold the loop for long wait for each other, so that other clients do not wait for all of them.
 
-Theory of operation. The loop needs seconds to parse a body of JSON as large as the limit, and does nothing else meanwhile. If
-many such bodies come together, all of them are ready at once, and the loop would parse one after the other before it looks at
-another client, or answers the main process, which would take it for hung. So it parses one of them in each turn.
+Theory of operation. Reading a body of JSON as large as the limit takes seconds, and the interpreter is held for a part of them. If
+many such bodies come together, all of them are ready at once, and one after the other would be parsed before the loop looks at
+another client, or answers the main process, which would take it for hung. So one of them is read at a time: in the loop, with a turn for
+others behind it, or on a thread that the loop waits for. The latter also bounds the memory for their values.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.server.http.connection import HttpExchange
@@ -25,25 +27,33 @@ class Turns:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: deque[tuple[HttpExchange, Callable[[], object]]] = deque()
+        self._waiting: deque[tuple[HttpExchange, Callable[[], asyncio.Future[Any] | object]]] = (
+            deque()
+        )
 
-    def take(self, exchange: HttpExchange, act: Callable[[], object]) -> None:
-        """Call `act` in a later turn of the loop, unless the client has gone by then."""
+    def take(self, exchange: HttpExchange, act: Callable[[], asyncio.Future[Any] | object]) -> None:
+        """Call `act` in a later turn of the loop, unless the client has gone by then. If it returns a future, the next one waits for that."""
         self._waiting.append((exchange, act))
         if len(self._waiting) == 1:
             self._loop.call_soon(self._next)
 
     def _next(self) -> None:
         exchange, act = self._waiting[0]
+        under_way: object = None
         try:
             if not exchange.is_gone:
-                act()
+                under_way = act()
         except Exception as error:
             _log.exception(
                 "answering %s %r failed", exchange.head.method, exchange.head.target[:200]
             )
             exchange.fail(500, public_text(error))
-        finally:
-            self._waiting.popleft()
-            if self._waiting:
-                self._loop.call_soon(self._next)
+        if isinstance(under_way, asyncio.Future):
+            under_way.add_done_callback(self._ended)
+        else:
+            self._ended(None)
+
+    def _ended(self, _: object) -> None:
+        self._waiting.popleft()
+        if self._waiting:
+            self._loop.call_soon(self._next)

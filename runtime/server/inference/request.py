@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.memory import ALIGNMENT
 from moonpool.ipc.tensors import DTYPES
 from moonpool.runtime.errors import InvalidRequest, ModelError
 from moonpool.runtime.model.backend import Model
@@ -28,7 +29,11 @@ from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.server.inference.tensors import Input, WrongSize
 from moonpool.runtime.server.service import Service
+from moonpool.runtime.stubs.regions import CallerMemory
 
+_UINT8 = np.dtype(np.uint8)
+# Bodies between these sizes are received into memory that the model's stubs see.
+_LONG_BODY_BYTES, _HUGE_BODY_BYTES = 64 << 10, 64 << 20
 START, END = 1, 2
 """The flags of a request that begins or ends a sequence."""
 MAX_SEQUENCE_ID_BYTES = 128
@@ -194,6 +199,24 @@ class PreparedRequest:
         if self._places:
             service.lend_targets(model, request, self._places)
         return request
+
+
+def room_for_body(
+    memory: CallerMemory | None, size_bytes: int, tensors_at: int
+) -> NDArray[np.uint8] | None:
+    """Return room for a body in the memory of the model's callers, so that nobody copies its tensors; None for any memory.
+
+    The first tensor, which begins at `tensors_at`, is aligned.
+    """
+    if memory is None or not _LONG_BODY_BYTES < size_bytes < _HUGE_BODY_BYTES:
+        return None
+    gap = -tensors_at % ALIGNMENT
+    try:
+        room = memory.empty((gap + size_bytes,), _UINT8, gap + size_bytes)
+    except MoonpoolError:
+        # There is no such memory left. The body is copied, then.
+        return None
+    return room[gap:]  # type: ignore[return-value]
 
 
 def make_request(

@@ -5,11 +5,13 @@ https://github.com/triton-inference-server/server, docs/protocol/extension_class
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
+from typing import Protocol
 
 import numpy as np
 
+from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.tensors import BF16, BYTES, CODES, DTYPES, NAMES, encode_bytes
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.model.backend import Model
@@ -28,9 +30,23 @@ def copied_bytes(outputs: Iterable[WireTensor]) -> int:
     return sum(output.raw.nbytes for output in outputs if not is_clients(output.raw))
 
 
-def classified(model: Model, name: str, output: WireTensor, count: int) -> WireTensor:
-    """Return the `count` best classes of an output of this model, as `classify` does. Raises `ModelError`."""
-    labels, batches = read_labels(model, name), model.config.max_batch_size > 0
+class Found(Protocol):
+    """A model version that was found by its name."""
+
+    model: Model
+
+
+FindModel = Callable[[str, "int | None"], Found]
+
+
+def classified(
+    find: FindModel, model: Model, name: str, output: WireTensor, count: int
+) -> WireTensor:
+    """Return the `count` best classes of an output of this model, as `classify` does. Raises `ModelError`.
+
+    `find` returns the models of an ensemble's steps, or raises `MoonpoolError`.
+    """
+    labels, batches = read_labels(find, model, name), model.config.max_batch_size > 0
     return classify(name, output, count, batches=batches, labels=labels)
 
 
@@ -68,15 +84,15 @@ def _text(value: np.generic, index: int, labels: Sequence[str]) -> str:
     return f"{shown}:{index}:{labels[index]}" if index < len(labels) else f"{shown}:{index}"
 
 
-def read_labels(model: Model, output: str) -> list[str]:
+def read_labels(find: FindModel, model: Model, output: str) -> list[str]:
     """Return the lines of the file that the configuration names for this output, or an empty list if it names no file.
 
-    Raises `ModelError` if the file cannot be read.
+    As in Triton, an output of an ensemble without a file has the labels of the model that writes it. Raises `ModelError` if the file cannot be read.
     """
     described = [each for each in model.config.raw["output"] if each["name"] == output]
     filename = described[0].get("label_filename", "") if described else ""
     if not filename:
-        return []
+        return _labels_of_step(find, model, output)
     source = model.source
     try:
         # Clients get its lines, so it must be a file of the model's own.
@@ -89,3 +105,16 @@ def read_labels(model: Model, output: str) -> list[str]:
         why = getattr(error, "strerror", None) or error
         raise ModelError(f"cannot read the labels of output '{output}': {why}") from error
     return data.decode(errors="replace").splitlines()
+
+
+def _labels_of_step(find: FindModel, model: Model, tensor: str) -> list[str]:
+    ensemble = model.config.ensemble
+    for step in () if ensemble is None else ensemble.steps:
+        for port, written in step.outputs:
+            if written == tensor:
+                try:
+                    member = find(step.model, step.version).model
+                except MoonpoolError:  # it was unloaded after it had answered
+                    return []
+                return read_labels(find, member, port)
+    return []

@@ -34,6 +34,8 @@ Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
 
 FP16 = CODES["FP16"]
 _NO_BYTES = np.empty(0, np.uint8)
+# Values that are handled in one go. Between two slices, another thread may have the interpreter.
+_SLICE = 1 << 16
 
 
 def code_of(datatype: object, name: str) -> int:
@@ -119,10 +121,12 @@ def of_values(name: str, code: int, shape: Sequence[int], values: object) -> Inp
         raise BadJson("data", "Shape does not match true shape of 'data' field")
     if code == BYTES:
         return _strings(name, shape, flat)
+    array: NDArray[Any] = np.empty(count, DTYPES[code])
     try:
         # Whole numbers that do not fit are refused, not wrapped; others become infinite.
         with np.errstate(over="ignore"):
-            array: NDArray[Any] = np.array(flat, DTYPES[code])
+            for begin in range(0, count, _SLICE):
+                array[begin : begin + _SLICE] = np.array(flat[begin : begin + _SLICE], DTYPES[code])
     except (OverflowError, ValueError):
         raise InvalidRequest(
             f"input '{name}' has values that do not fit its datatype {NAMES[code]}"
@@ -159,17 +163,26 @@ _WRONG_TYPE = {
 
 def _flattened(values: list[Any]) -> tuple[list[Any], set[type]]:
     """Return the innermost values in order, and their types."""
-    types = set(map(type, values))
+    types = _types_in(values)
     for _ in range(MAX_DIMS):
         if types != {list}:
             break
         values = list(chain.from_iterable(values))
-        types = set(map(type, values))
+        types = _types_in(values)
     if list in types and len(types) > 1:
         # Like Triton, which takes numbers beside arrays of numbers.
         values = list(_leaves(values))
-        types = set(map(type, values))
+        types = _types_in(values)
     return values, types
+
+
+def _types_in(values: list[Any]) -> set[type]:
+    if len(values) <= _SLICE:
+        return set(map(type, values))
+    types: set[type] = set()
+    for begin in range(0, len(values), _SLICE):
+        types.update(map(type, values[begin : begin + _SLICE]))
+    return types
 
 
 def _leaves(values: list[Any]) -> Iterator[Any]:
@@ -185,12 +198,23 @@ def _leaves(values: list[Any]) -> Iterator[Any]:
 
 
 def _strings(name: str, shape: Sequence[int], texts: list[str]) -> WireTensor:
+    try:
+        parts = [
+            _encoded(texts[begin : begin + _SLICE], name) for begin in range(0, len(texts), _SLICE)
+        ]
+    except BadTensor:  # half of a surrogate pair
+        try:
+            # The error names the place among all of them.
+            parts = [_encoded(texts, name)]
+        except BadTensor as error:
+            raise InvalidRequest(str(error)) from None
+    return WireTensor(BYTES, tuple(shape), np.frombuffer(b"".join(parts), np.uint8))
+
+
+def _encoded(texts: list[str], name: str) -> bytes:
     array = np.empty(len(texts), object)
     array[:] = texts
-    try:
-        return WireTensor(BYTES, tuple(shape), np.frombuffer(encode_bytes(array, name), np.uint8))
-    except BadTensor as error:  # half of a surrogate pair
-        raise InvalidRequest(str(error)) from None
+    return encode_bytes(array, name)
 
 
 def to_bytes(output: WireTensor) -> memoryview:

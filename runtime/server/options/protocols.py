@@ -1,4 +1,4 @@
-"""Makes the options of HTTP, gRPC and traces from the options of a server, and checks the files that they name."""
+"""Makes the options of HTTP, gRPC, traces and the response cache from the options of a server, and checks the files that they name."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ def _limits(options: ServerOptions) -> HttpLimits:
         json_bytes=json_bytes,
         input_bytes=input_bytes,
         connections=connections(options).http,
+        metrics_connections=connections(options).metrics,
     )
 
 
@@ -94,9 +95,11 @@ def grpc_options(options: ServerOptions) -> GrpcOptions:
         http2_max_ping_strikes=options.grpc_http2_max_ping_strikes,
         max_connection_age_ms=options.grpc_max_connection_age,
         max_connection_age_grace_ms=options.grpc_max_connection_age_grace,
+        reflection=options.grpc_reflection,
         restricted=restricted("--grpc-restricted-protocol", options.grpc_restricted_protocol),
         control_token=control_token(options.control_token_file),
         max_connections=connections(options).grpc,
+        write_timeout_ms=options.grpc_write_timeout,
     )
 
 
@@ -180,3 +183,33 @@ def trace_flags(options: ServerOptions) -> list[str]:
     if options.trace_log_frequency is not None:
         flags.append(f"triton,log-frequency={options.trace_log_frequency}")
     return [*flags, *options.trace_config]
+
+
+def cache_bytes(options: ServerOptions) -> int | None:
+    """Return the size of the response cache, None if there is none. Raises `BadOption`, with Triton's texts where it has some."""
+    size = options.response_cache_byte_size
+    if not options.cache_config:
+        return size
+    if size is not None:
+        raise BadOption(
+            "Incompatible flags --response-cache-byte-size and --cache-config both provided. Please provide one or the other."
+        )
+    settings: dict[str, str] = {}
+    for text in options.cache_config:
+        name, comma, pair = text.partition(",")
+        key, equals, value = pair.partition("=")
+        if not comma or not equals:
+            raise BadOption(
+                f"No cache specified. --cache-config option format is <cache name>,<setting>=<value>. Got {text:.80}"
+            )
+        if name != "local":
+            raise BadOption(f"--cache-config: there is no cache {name!r:.40}, only 'local'")
+        settings[key] = value
+    if settings.keys() != {"size"}:
+        raise BadOption("--cache-config: the cache 'local' has the setting 'size', and no other")
+    value = settings["size"]
+    if not (value.isascii() and value.isdigit() and len(value) < 19 and int(value)):
+        raise BadOption(
+            f"--cache-config: size must be a number of bytes above 0, not {value!r:.40}"
+        )
+    return int(value)

@@ -13,8 +13,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 
 from moonpool.ipc.policy import LEVELS
-from moonpool.runtime.model.config.options import ModelOption, OptionKind, read_model_option
+from moonpool.runtime.model.config.options import (
+    ModelOption,
+    OptionKind,
+    parse_size,
+    read_host_policies,
+    read_model_option,
+)
 from moonpool.runtime.repository.grants import read_grant
+from moonpool.runtime.schedule.rate_limiter import read_resources
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,7 @@ class ServerOptions:
 
     id: str = "moonpool"
     exit_timeout_secs: int = 30
+    max_connections: int | None = None
     allow_client_shm: bool = False
     frontends: int = 1
     log_verbose: int = 0
@@ -36,12 +44,21 @@ class ServerOptions:
     strict_readiness: bool = True
     model_control_mode: str = "none"
     repository_poll_secs: int = 15
+    resident_models: int | None = None
+    resident_memory: int | None = None
+    resident_gpu_memory: int | None = None
     load_model: tuple[str, ...] = ()
     model_load_thread_count: int = 4
     model_load_retry_count: int = 0
     disable_auto_complete_config: bool = False
     backend_directory: str = ""
     model_config_limit: tuple[str, ...] = ()
+    model_config_name: str = ""
+    cache_config: tuple[str, ...] = ()
+    response_cache_byte_size: int | None = None
+    host_policy: tuple[str, ...] = ()
+    rate_limit: str = ""
+    rate_limit_resource: tuple[str, ...] = ()
     sandbox: str = ""
     sandbox_grants: tuple[str, ...] = ()
     model_option: tuple[ModelOption, ...] = ()
@@ -72,6 +89,7 @@ class ServerOptions:
     grpc_root_cert: str = ""
     grpc_infer_response_compression_level: str = "none"
     grpc_max_connections: int = 8192
+    grpc_write_timeout: int = 600_000
     grpc_keepalive_time: int = 7_200_000
     grpc_keepalive_timeout: int = 20_000
     grpc_keepalive_permit_without_calls: bool = False
@@ -80,6 +98,7 @@ class ServerOptions:
     grpc_http2_max_ping_strikes: int = 2
     grpc_max_connection_age: int = 0
     grpc_max_connection_age_grace: int = 0
+    grpc_reflection: bool = False
     grpc_restricted_protocol: tuple[str, ...] = ()
     allow_metrics: bool = True
     allow_gpu_metrics: bool = True
@@ -141,6 +160,12 @@ def _text(text: str) -> str:
     return text
 
 
+def _file_name(text: str) -> str:
+    if text and (not re.fullmatch(r"[\w.-]+", text, re.ASCII) or text.startswith(".")):
+        raise ValueError("must be a name of letters, digits, '_', '.' and '-', without spaces")
+    return text
+
+
 def _regex(text: str) -> str:
     try:
         re.compile(text)
@@ -158,11 +183,28 @@ def _choice(*words: str) -> OptionKind:
     return OptionKind("\\|".join(words), read)
 
 
+def _rate_limit(text: str) -> str:
+    if text not in ("off", "execution_count"):
+        raise ValueError("must be off or execution_count")
+    return "" if text == "off" else text
+
+
+def _host_policy(text: str) -> str:
+    read_host_policies([text])
+    return text
+
+
+def _resource(text: str) -> str:
+    read_resources([text])
+    return text
+
+
 # The kinds of options by name. A switch is a boolean that needs no value on the command line.
 KINDS = {
     "text": OptionKind("text", _text),
     "regex": OptionKind("pattern", _regex),
     "path": OptionKind("path", _text),
+    "name": OptionKind("name", _file_name),
     "boolean": OptionKind("true\\|false", _boolean),
     "switch": OptionKind("", _boolean),
     "whole": OptionKind("number", _whole()),
@@ -172,7 +214,12 @@ KINDS = {
         "port", _whole(65535, "a port: a number from 0 (any that is free) to 65535")
     ),
     "number": OptionKind("number", _number),
-    "mode": _choice("none", "poll", "explicit"),
+    # Off is as no rate limiter, which is the default.
+    "rate_limit": OptionKind("off\\|execution_count", _rate_limit),
+    "host_policy": OptionKind("POLICY,SETTING=VALUE", _host_policy),
+    "resource": OptionKind("NAME:COUNT[:DEVICE]", _resource),
+    "mode": _choice("none", "poll", "explicit", "demand"),
+    "size": OptionKind("size", parse_size),
     "log_format": _choice("default", "ISO8601", "json"),
     "level": _choice("none", "low", "medium", "high"),
     "sandbox": _choice(*LEVELS),
@@ -187,6 +234,7 @@ _TABLE = """
 # Server
 id text: The name of this server in its metadata.
 exit-timeout-secs whole: Seconds to wait at shutdown for requests in flight.
+max-connections positive: The most connections at the same time of all ports, in each process of `--frontends`; an eighth of them, but not more than an eighth of `--http-max-connections`, are kept for metrics. Without this option, each port has its own limit.
 allow-client-shm boolean: Let clients on the same machine register shared memory, from which tensors are read and to which they are written.
 frontends whole: The number of processes that share the ports and the models.
 
@@ -199,17 +247,26 @@ log-format log_format: Triton's lines (`I1121 14:45:39.210248 4680 file:line] te
 log-file path: Append the log to this file instead of writing it to stderr.
 
 # Models
-model-repository path*: A directory of models. A model that is in two such directories is served from neither.
+model-repository path*: A directory of models, or an [address](CLOUD.md) of one, such as `s3://bucket/models`. A model that is in two of them is served from neither.
 exit-on-error boolean: End with exit code 1 if a model cannot be loaded at the start.
 strict-readiness boolean: `/v2/health/ready` says ready only while every version that should be loaded serves.
-model-control-mode mode: `none`: load all models at the start. `poll`: also follow changes of the repositories. `explicit`: load the models of `--load-model`, and those that clients and models ask for.
+model-control-mode mode: `none`: load all models at the start. `poll`: also follow changes of the repositories. `explicit`: load the models of `--load-model`, and those that clients and models ask for. `demand`: know all models, and [load each when a request comes](RESIDENCY.md).
 repository-poll-secs whole: Seconds between two polls; with 0, only SIGHUP polls.
+resident-models positive: With `demand`, the most models in memory. Those that nobody uses are put to sleep for others.
+resident-memory size: With `demand`, the most memory that the processes of models take together, as the kernel measures it, such as `8G`.
+resident-gpu-memory size: With `demand`, the most memory of GPUs that they take together, as the driver measures it.
 load-model text*: With `explicit`, a model to load at the start; `*` alone loads all of them. Ignored in other modes.
 model-load-thread-count whole: The number of models that are loaded at the same time.
 model-load-retry-count whole: The number of further tries for a load that fails at the start.
 disable-auto-complete-config switch: Do not ask models to complete their configuration. It must be complete.
 backend-directory path: The directory of Python-based backends, each as `<name>/model.py`.
 model-config-limit text*: `<limit>=<number>`: a limit for the configurations of models. The limits are config_bytes (1048576), instances (1024, of all versions), versions (256), inputs (4096), outputs (4096), priority_levels (1024), items (4096, of any other list).
+model-config-name name: A model whose folder has the file `configs/<name>.pbtxt` is configured by that file in place of `config.pbtxt`. All other models have `config.pbtxt`.
+cache-config text*: `local,size=<bytes>`: keep responses of models with `response_cache { enable: true }`, in so many bytes together, and answer equal requests with them.
+response-cache-byte-size positive: The same as `--cache-config=local,size=…`.
+host-policy host_policy*: `<policy>,cpu-cores=<numbers and ranges>`: instances whose group has this [`host_policy`](TRITON_MODELS.md#host-policies) run on these processors. `<policy>,numa-node=<number>`: on those of this node, whose memory the kernel gives them first. A group without one has the policy `cpu`, `model`, or `gpu_<number>`.
+rate-limit rate_limit: `execution_count`: an instance executes only while the [resources](TRITON_MODELS.md#the-rate-limiter) that its `rate_limiter` names are free; of those that wait, the one that has executed least goes first. `off`: without limits.
+rate-limit-resource resource*: `<name>:<count>` or `<name>:<count>:<device>`: the count of a resource, on each device or on one. Without this option, there are as many as the instance has that needs most. Has no effect without `--rate-limit=execution_count`.
 sandbox sandbox: The least sandbox of all models; `MOONPOOL_SANDBOX` of a model may name a stricter one. Without this option, a model may name any, and has `standard` if it names none.
 sandbox-grants grant*: With `best-effort` or `strict`, allows a model's configuration to give the model more than that: paths, ports, system calls, other models, variables, an interpreter, a GPU, larger limits, a template process. `MODEL:KEY=VALUE` grants this value and no other; `MODEL` grants all that the configuration asks for, now and later. `moonpool check REPO --sandbox strict` prints what models ask for in this form.
 model-option model_option*: Sets an option of a model, by the model's name. `*` in the name stands for any characters; a name goes before a pattern, and a longer pattern before a shorter one. The option goes before the model's configuration and before what clients load, and counts as granted. `MOONPOOL_SANDBOX` is the model's least level, in place of `--sandbox`; a lower one does not hold for files and configurations that clients bring. In the file: a table `[models.NAME]`. [OPTIONS](OPTIONS.md) has all keys.
@@ -244,6 +301,7 @@ grpc-server-key path: The private key of the certificate.
 grpc-root-cert path: The root certificate for the certificates of clients.
 grpc-infer-response-compression-level level: The compression of responses.
 grpc-max-connections whole: The most connections at the same time, as with `--http-max-connections`. Further ones are closed.
+grpc-write-timeout whole: Milliseconds without the client taking anything of what waits for it, after which a connection is ended; 0 sets no limit.
 grpc-keepalive-time whole: Milliseconds without traffic after which a connection is probed.
 grpc-keepalive-timeout whole: Milliseconds to wait for the answer to a probe.
 grpc-keepalive-permit-without-calls boolean: Probe connections without calls, too.
@@ -252,6 +310,7 @@ grpc-http2-min-recv-ping-interval-without-data whole: The least milliseconds bet
 grpc-http2-max-ping-strikes whole: The number of early probes after which a connection is ended; 0 sets no limit.
 grpc-max-connection-age whole: Milliseconds after which a connection is ended; 0 sets no limit.
 grpc-max-connection-age-grace whole: Milliseconds that calls may take beyond that age; 0 sets no limit.
+grpc-reflection boolean: Tell clients which services, methods and messages there are, as grpcurl and others ask. Triton does not.
 grpc-restricted-protocol text*: `<protocol,…>:<header>=<value>`, as `--http-restricted-api`.
 
 # Metrics
@@ -275,22 +334,17 @@ trace-log-frequency whole: The same as `--trace-config=triton,log-frequency=…`
 _WITHOUT_EFFECT = """
 backend-config text*: the settings of a model's processes are in its config.pbtxt: docs/OPTIONS.md
 http-thread-count whole: one event loop serves all of HTTP; --frontends has several
-grpc-infer-thread-count whole: the gRPC library manages its threads itself
+grpc-infer-thread-count whole: one event loop serves all calls
 grpc-infer-allocation-pool-size whole: there are no objects to keep
 grpc-max-response-pool-size whole: what waits for a client that does not read has limits in bytes: docs/SERVING.md
 enable-peer-access boolean: the server itself uses no GPU
-repoagent-directory path: there are no repository agents
-cache-config text*: there is no response cache
-cache-directory path: there is no response cache
-response-cache-byte-size whole: there is no response cache
-rate-limit text: instances are not limited in their rate
-rate-limit-resource text*: instances are not limited in their rate
+repoagent-directory path: the agent checksum is part of moonpool, and models with another one are refused
+cache-directory path: the cache local is part of moonpool
 pinned-memory-pool-byte-size whole: the server itself uses no GPU
 cuda-memory-pool-byte-size text*: the server itself uses no GPU
 cuda-virtual-address-size text*: the server itself uses no GPU
 min-supported-compute-capability number: the server itself uses no GPU
 buffer-manager-thread-count whole: copies are made where the request is
-host-policy text*: processes are not pinned to processors
 model-load-gpu-limit text*: the server itself uses no GPU
 sagemaker-port port: there is no SageMaker endpoint
 sagemaker-safe-port-range text: there is no SageMaker endpoint
@@ -299,10 +353,9 @@ vertex-ai-port port: there is no Vertex AI endpoint
 vertex-ai-thread-count whole: there is no Vertex AI endpoint
 vertex-ai-default-model text: there is no Vertex AI endpoint
 """
-# Options that would change what is served. They are refused unless they are false or empty.
+# Options that would change what is served, or when. They are refused unless they are false, off or empty.
 _REFUSED = """
 model-namespacing boolean: models of the same name cannot be served side by side: rename one
-model-config-name text: a model has one configuration, config.pbtxt
 allow-sagemaker boolean: there is no SageMaker endpoint
 allow-vertex-ai boolean: there is no Vertex AI endpoint
 """
@@ -390,7 +443,7 @@ def page() -> str:
     lines += [f"| `--{option.flag}` | {option.meaning} |" for option in WITHOUT_EFFECT.values()]
     lines += ["", "## Refused", ""]
     lines += [
-        "These are refused unless they are false or empty. Without them, the server would serve something else.",
+        "These are refused unless they are false, off or empty. Without them, the server would serve something else.",
         "",
     ]
     lines += ["| Flag | Why |", "| --- | --- |"]

@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from moonpool.runtime.ensemble.drawing import drawn
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.instance_record import InstanceRecord
 from moonpool.runtime.hosting.registry import ModelRegistry
+from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.process.usage import usage_of
 from moonpool.runtime.server.page.history import History
 from moonpool.runtime.version import VERSION
@@ -101,13 +103,15 @@ class Overview:
         return {
             "name": model.name,
             "version": str(model.version),
-            "state": str(hosted.machine.state),
-            "reason": hosted.why_not_serving() or "",
+            "state": _state(hosted),
+            "reason": hosted.why_not_serving() or hosted.sleeps_because,
+            "scaling": "" if hosted.residence is None else hosted.residence.scaling,
             "backend": model.config.backend,
             "max_batch_size": model.config.max_batch_size,
             "is_decoupled": model.config.decoupled,
             "sandbox": model.options.sandbox,
             "instances": [_instance(record) for record in hosted.supervisor.records],
+            "steps": [] if model.config.ensemble is None else drawn(model.config.ensemble),
             "queued": scheduler.queued,
             "executing": scheduler.executing,
             "success": statistics.success_count,
@@ -122,6 +126,15 @@ class Overview:
     def close(self) -> None:
         """End the sampling. The samples until now can still be read."""
         self._history.close()
+
+
+def _state(hosted: HostedModel) -> str:
+    """Return the state of a version. One that is ready to be asked and has no instances shows that it is asleep, or why it is not."""
+    residence = hosted.residence
+    is_here = residence is None or residence.is_present
+    if residence is None or is_here or hosted.machine.state is not ModelState.READY:
+        return str(hosted.machine.state)
+    return str(residence.state)
 
 
 def _instance(record: InstanceRecord) -> dict[str, Any]:

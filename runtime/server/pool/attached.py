@@ -5,7 +5,7 @@ front end has two channels of its own to each stub, forms batches in a scheduler
 stub takes batches from the main process and from every front end, one after another.
 
 All attaching, detaching and reporting happens on the reactor's thread, so the tables need no lock. Requests come from the
-event loop and from gRPC's thread. They meet the reactor only in the scheduler, which has its own lock. What may block runs
+event loop and from threads that copy. They meet the reactor only in the scheduler, which has its own lock. What may block runs
 on a thread of its own: `leave` waits for batches in flight, `drain` for all requests of a model.
 
 A stub that dies leaves two facts, which come in any order: the requests that it had, from the thread that found its channel broken
@@ -119,7 +119,7 @@ class AttachedModel:
         requests that it has executed since the last report, if the model is recycled by number.
         """
         self.model = model
-        self.signature = Signature(model.config)
+        self.signature = Signature(model.config, takes_ragged=model.takes_ragged)
         self._reactor = reactor
         self._report_lost = report_lost
         self._report_served = report_served
@@ -287,11 +287,12 @@ class AttachedModel:
 
     def tidy(self) -> None:
         """Give back memory that was not needed lately. A stub with a batch is left alone."""
-        self.memory.tidy(time.monotonic())
+        now_s = time.monotonic()
+        self.memory.tidy(now_s)
         for attached in list(self._attached.values()):
             if self.scheduler.take(attached.instance):
                 try:
-                    attached.connection.tidy()
+                    attached.connection.tidy(now_s)
                 except (MoonpoolError, OSError) as error:
                     self.scheduler.lose(attached.instance, error)
                 else:
@@ -380,7 +381,7 @@ class AttachedModels:
         """Act on a message of the main process. Owns the descriptors."""
         word = fields[0]
         if word == Word.MODEL:
-            self._add(fields[1], fields[2], fields[3], fds[0])
+            self._add(*fields[1:5], fd=fds[0])
         elif word == Word.SERVE:
             self._serve(fields[1], fields[2])
         elif word == Word.STUB:
@@ -416,10 +417,10 @@ class AttachedModels:
             model.close()
             del self._models[number]
 
-    def _add(self, number: int, version: int, sandbox: str, fd: int) -> None:
+    def _add(self, number: int, version: int, sandbox: str, kind: str, *, fd: int) -> None:
         with open(fd, "rb") as file:
             config = ModelConfig.from_dict(json.loads(file.read()))
-        source = ModelSource("triton", self._nowhere, None, self._nowhere, self._nowhere)
+        source = ModelSource(kind, self._nowhere, None, self._nowhere, self._nowhere)
         options = replace(ModelOptions.from_parameters(config), sandbox=sandbox)
         model = Model(config, options, version, source)
 

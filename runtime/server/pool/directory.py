@@ -251,7 +251,7 @@ class Directory(StubSharing):
 
     @staticmethod
     def _send_model(front_end: FrontEndProcess, model: Model, number: int) -> None:
-        words = number, model.version, model.options.sandbox
+        words = number, model.version, model.options.sandbox, model.source.kind
         front_end.send_with_file(Word.MODEL, *words, contents=model.config.raw)
 
     def _connect(
@@ -297,6 +297,8 @@ class Directory(StubSharing):
 
     def model_ready(self, model: Model) -> None:
         config = model.config
+        if model.has_one_scheduler:
+            return  # a response that one process keeps would not be found by the others, nor would the resources that it takes
         if config.sequence_batching is not None:
             return  # the state of a sequence lies in one instance, and only one scheduler knows in which
         if config.dynamic_batching is not None and config.dynamic_batching.rejects_late:

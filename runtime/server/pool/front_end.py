@@ -4,7 +4,7 @@ It listens at the server's public ports and answers inference of plain models it
 main process, which started it, and which holds the other end of the directory, the socket FD. It ends with that process,
 PARENT.
 
-Theory of operation. Three threads serve, beside those of gRPC. The main thread is HTTP's event loop. The reactor's thread owns the models: it
+Theory of operation. Three threads serve. The main thread is the event loop of HTTP and gRPC. The reactor's thread owns the models: it
 does what the directory says, reads the stubs' control channels, and reports counts. The thread of the directory only
 receives. It hands each message to the reactor, in order, with two exceptions: SET_ASIDE, because the reactor may be the one
 that waits for it, and STOP and PING, which go through the event loop.
@@ -42,6 +42,7 @@ from moonpool.runtime.process.event_loop import run
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.spawner import die_with
 from moonpool.runtime.process.threads import TaskPool, start_thread
+from moonpool.runtime.server.clients import AllClients
 from moonpool.runtime.server.log import LogOptions, ServerLog, logged
 from moonpool.runtime.server.metrics import FrontendMetrics
 from moonpool.runtime.server.pool.attached import AttachedModels
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from moonpool.runtime.server.pool.front_grpc import FrontGrpcServer
 
 _log = logging.getLogger("moonpool")
+# Seconds that the reactor may take to leave the models. Its callbacks do not block, but the machine may be busy.
+_LEAVE_S = 60.0
 
 
 class _Metrics:
@@ -63,6 +66,9 @@ class _Metrics:
 
     def __init__(self, frontends: FrontendMetrics) -> None:
         self.frontends = frontends
+
+    def endpoint_load(self, _form: str) -> None:
+        """Return nothing: the metrics of models are the main process's."""
 
 
 class FrontService(Service):
@@ -100,32 +106,34 @@ class FrontEnd:
         await self._start()
         self._send(Word.LISTENING)
         is_drained = await self._drain(await self._stopping)
-        left = threading.Event()
-        self._reactor.call_soon(self._models.leave)
-        self._reactor.call_soon(left.set)
-        left.wait()
+        if not self._reactor.run(self._models.leave, _LEAVE_S):
+            _log.error("the front end left no models within %g s and ends without that", _LEAVE_S)
+            return 1
         return 0 if is_drained else 1
 
     async def _start(self) -> None:
         settings, service = self._settings, FrontService(self._models)
+        together = AllClients(settings["connections"])
         if settings["http"] is not None:
             options, upstream = http_options(settings["http"]), f"{settings['folder']}/http"
-            self._http = FrontHttpServer(service, options, upstream)
+            self._http = FrontHttpServer(service, options, upstream, together)
             await self._http.start()
         if settings["grpc"] is not None:
             # A server of HTTP alone need not have gRPC's library installed.
             from moonpool.runtime.server.pool.front_grpc import FrontGrpcServer
 
             upstream = f"unix:{settings['folder']}/grpc"
-            self._grpc = FrontGrpcServer(service, grpc_options(settings["grpc"]), upstream)
-            self._grpc.start()
+            calls = grpc_options(settings["grpc"])
+            self._grpc = FrontGrpcServer(service, calls, upstream, together)
+            await self._grpc.bind()
+            await self._grpc.start()
 
     async def _drain(self, timeout_s: float) -> bool:
         drains: list[Awaitable[bool]] = []
         if self._http is not None:
             drains.append(self._http.drain(timeout_s))
         if self._grpc is not None:
-            drains.append(asyncio.to_thread(self._grpc.drain, timeout_s))
+            drains.append(self._grpc.drain(timeout_s))
         return all(await asyncio.gather(*drains))
 
     # The directory

@@ -49,16 +49,19 @@ class FrontEnds:
         directory: Directory,
         http: HttpOptions,
         grpc: GrpcOptions | None,
+        connections: int | None,
         log: LogOptions,
     ) -> None:
         """`directory` shares the stubs of the runtime whose models are served.
 
-        `http` and `grpc` are the server's options with the public ports. `bind` takes the ports.
+        `http` and `grpc` are the server's options with the public ports, and `connections` bounds all ports of one
+        front end together. `bind` takes the ports.
         """
         self._directory = directory
         self.ports: dict[str, int] = {}
         """The public ports, by "http" and "grpc"."""
         self._count = count
+        self._connections = connections
         self._log = log
         self._folder = Path(tempfile.mkdtemp(prefix="moonpool-"))
         self._http = http if http.port is not None else None
@@ -116,7 +119,7 @@ class FrontEnds:
             http = replace(http, port=self.ports["http"], metrics_port=None, reuse_port=True)
         if grpc is not None:
             grpc = replace(grpc, port=self.ports["grpc"], reuse_port=True)
-        settings = settings_of(http, grpc, str(self._folder), self._log)
+        settings = settings_of(http, grpc, self._connections, str(self._folder), self._log)
         self._pool = FrontEndPool(self._directory, reactor, settings, self._count)
         self._pool.start()
 

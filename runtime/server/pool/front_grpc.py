@@ -1,6 +1,6 @@
 """gRPC in a front end: ModelInfer of plain models is answered here, all other calls are passed on to the main process.
 
-Theory of operation. Calls come from the thread that polls gRPC's queue, which must not block. A call with one message is
+Theory of operation. Calls come from the thread of the event loop, which must not block. A call with one message is
 passed on as a future, and its callback, on a thread of the library, answers the client. A stream has a thread of its own,
 which waits for the main process's messages. Each direction holds one message: the next one is read when the other side has
 taken the one before, so nothing piles up for a side that does not read. `_room` is the semaphore for the way back.
@@ -12,6 +12,7 @@ drain only ends the questions, and the answers to those that were asked still co
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -24,15 +25,17 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.hosting.model_control import version_of
 from moonpool.runtime.process.threads import start_thread
+from moonpool.runtime.server.clients import AllClients
 from moonpool.runtime.server.grpc.call import GrpcCall, Method
 from moonpool.runtime.server.grpc.infer_request import InferMessage
 from moonpool.runtime.server.grpc.inference import GrpcInference
 from moonpool.runtime.server.grpc.options import GrpcOptions
 from moonpool.runtime.server.grpc.server import GrpcServer
-from moonpool.runtime.server.grpc.status import Status
-from moonpool.runtime.server.grpc.stream import ENDING
+from moonpool.runtime.server.grpc.status import ENDING, Status
 from moonpool.runtime.server.inference.request import Hosted
+from moonpool.runtime.server.pool.attached import AttachedModel
 from moonpool.runtime.server.service import Service
+from moonpool.runtime.stubs.regions import CallerMemory
 
 _INFER, _STREAM = b"ModelInfer", b"ModelStreamInfer"
 _SHARED = b"shared_memory_region"
@@ -42,45 +45,66 @@ class FrontGrpcInference(GrpcInference):
     """Answers ModelInfer with the stubs of the main process."""
 
     def __init__(
-        self, relay: GrpcRelay, service: Service, turn: threading.Lock, options: GrpcOptions
+        self,
+        relay: GrpcRelay,
+        service: Service,
+        loop: asyncio.AbstractEventLoop,
+        options: GrpcOptions,
     ) -> None:
-        super().__init__(service, turn, options)
+        super().__init__(service, loop, options)
         self._relay = relay
 
     def find(self, message: InferMessage) -> Hosted:
         hosted: Hosted = self.service.models.find(message.model, version_of(message.version))
         return hosted
 
-    def is_ours(self, call: GrpcCall, data: bytes) -> bool:
-        if _SHARED not in data:
+    def caller_memory(self, hosted: Hosted) -> CallerMemory | None:
+        model: AttachedModel = hosted  # type: ignore[assignment]
+        return model.memory
+
+    def place(self, first: bytes, size_bytes: int) -> InferMessage | None:
+        # What may be passed on must not lie where a stub could change it.
+        return None if _SHARED in first else super().place(first, size_bytes)
+
+    def is_ours(self, call: GrpcCall, data: bytes | InferMessage) -> bool:
+        if isinstance(data, InferMessage) or _SHARED not in data:
             return True
         # The main process has the memory that clients have registered.
         self._relay.pass_on(call, data)
         return False
 
-    def refuse(self, call: GrpcCall, message: InferMessage, error: MoonpoolError) -> None:  # noqa: ARG002
-        # The main process knows all models, and the error for a name that it does not know.
-        self._relay.pass_on(call, message.data)
+    def refuse(self, call: GrpcCall, message: InferMessage, error: MoonpoolError) -> None:
+        if message.is_placed:  # the model has gone meanwhile
+            super().refuse(call, message, error)
+        else:
+            # The main process knows all models, and the error for a name that it does not know.
+            self._relay.pass_on(call, message.data)
 
 
 class FrontGrpcServer(GrpcServer):
     """Listens at the public port, beside the other front ends."""
 
-    def __init__(self, service: Service, options: GrpcOptions, upstream: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        options: GrpcOptions,
+        upstream: str,
+        together: AllClients | None = None,
+    ) -> None:
         """`upstream` is the address at which the main process listens."""
         self._relay = GrpcRelay(upstream)
-        super().__init__(service, options)
+        super().__init__(service, options, together)
 
     def make_inference(
-        self, service: Service, turn: threading.Lock, options: GrpcOptions
+        self, service: Service, loop: asyncio.AbstractEventLoop, options: GrpcOptions
     ) -> GrpcInference:
-        return FrontGrpcInference(self._relay, service, turn, options)
+        return FrontGrpcInference(self._relay, service, loop, options)
 
     def methods(self) -> dict[bytes, Method]:
         found = super().methods()
         for path, method in found.items():
             if path.endswith(_STREAM):
-                found[path] = method._replace(handle=self._relay.handle_stream)
+                found[path] = method._replace(handle=self._relay.handle_stream, place=None)
             elif not path.endswith(_INFER):
                 found[path] = method._replace(handle=self._relay.handle)
         return found

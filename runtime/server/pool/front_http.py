@@ -17,6 +17,7 @@ from typing import Any
 from httptools import HttpParserError, HttpResponseParser
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.server.clients import AllClients
 from moonpool.runtime.server.http.connection import HttpExchange
 from moonpool.runtime.server.http.handler import HttpHandler
 from moonpool.runtime.server.http.head import TEXT, Head
@@ -58,7 +59,7 @@ class FrontInference(HttpInference):
         """Return whether the main process must answer, as clients register their memory there. A compressed body may name it, too."""
         if target.encoding != "identity":
             return True
-        body = exchange.body
+        body = exchange.body if exchange.text is None else exchange.text
         length = len(body) if target.header_length is None else target.header_length
         return _SHARED.search(body, 0, length) is not None
 
@@ -70,9 +71,15 @@ class FrontInference(HttpInference):
 class FrontHttpServer(HttpServer):
     """Listens at the public port, beside the other front ends."""
 
-    def __init__(self, service: Service, options: HttpOptions, upstream: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        options: HttpOptions,
+        upstream: str,
+        together: AllClients | None = None,
+    ) -> None:
         """`upstream` is the path of the socket at which the main process listens."""
-        super().__init__(service, options)
+        super().__init__(service, options, together)
         self._upstream = upstream
         self._relay: Relay | None = None
 
@@ -130,12 +137,14 @@ class Relay:
                 exchange.fail(503, "the server is stopping", TEXT)
 
     async def _pass_on(self, exchange: HttpExchange) -> None:
-        request = _request(exchange.head, len(exchange.body))
+        parts = [part for part in (exchange.text, exchange.body) if part is not None]
+        request = _request(exchange.head, sum(map(len, parts)))
         reader, writer = await self._connect()
         answer = _Answer(exchange)
         try:
             writer.write(request)
-            writer.write(exchange.body)
+            for part in parts:
+                writer.write(part)
             await writer.drain()
             while not answer.is_complete:
                 data = await reader.read(_READ_BYTES)

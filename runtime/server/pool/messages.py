@@ -64,8 +64,10 @@ _MAIN, _FRONT = End.MAIN, End.FRONT
 DIRECTORY: dict[IntEnum, Message] = {
     # Comes with a file of JSON: the front end's options, and the sockets at which the main process listens.
     Word.SETTINGS: Message(_MAIN, {}),
-    # Comes with a file of JSON: the configuration. `sandbox` is the level of the model in this server.
-    Word.MODEL: Message(_MAIN, {"model": _ID, "version": _ID, "sandbox": Text(64)}),
+    # Comes with a file of JSON: the configuration. `sandbox` is the level of the model in this server, `kind` that of its source.
+    Word.MODEL: Message(
+        _MAIN, {"model": _ID, "version": _ID, "sandbox": Text(64), "kind": Text(16)}
+    ),
     # Requests for a name go to these models, the latest version last. Without models they go to the main process.
     Word.SERVE: Message(_MAIN, {"name": Text(1024), "models": ListOf(_ID, MAX_VERSIONS)}),
     # Comes with the descriptors of a work channel and a control channel.

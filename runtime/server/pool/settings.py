@@ -13,12 +13,17 @@ if TYPE_CHECKING:
 
 
 def settings_of(
-    http: HttpOptions | None, grpc: GrpcOptions | None, folder: str, log: LogOptions
+    http: HttpOptions | None,
+    grpc: GrpcOptions | None,
+    connections: int | None,
+    folder: str,
+    log: LogOptions,
 ) -> dict[str, Any]:
-    """Return the contents of SETTINGS. The main process listens for requests that are passed on in `folder`, at `http` and `grpc`."""
+    """Return the contents of SETTINGS. `connections` is the bound of all ports together. The main process listens for requests that are passed on in `folder`, at `http` and `grpc`."""
     return {
         "http": None if http is None else _plain(asdict(http)),
         "grpc": None if grpc is None else _plain(asdict(grpc)),
+        "connections": connections,
         "folder": folder,
         "log": asdict(log),
     }

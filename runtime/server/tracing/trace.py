@@ -64,6 +64,7 @@ class Trace:
     """
 
     __slots__ = (
+        "_answer",
         "_ends",
         "_keeper",
         "_request",
@@ -109,6 +110,8 @@ class Trace:
         self._ends = [None]
         self._keeper = keeper
         self._request: InferenceRequest | None = None
+        # The answer whose outputs are not added yet.
+        self._answer: Answer | None = None
         self._wants_tensors = wants_tensors
 
     def mark(self, activity: str, ns: int | None = None) -> None:
@@ -149,7 +152,7 @@ class Trace:
         answered_ns: int,
         ended_ns: int,
     ) -> None:
-        """Add the times of the batch that the request was in, and its answer. `settled` follows."""
+        """Add the times of the batch that the request was in. `answered` follows, and then `settled`."""
         self.marks += (
             ("QUEUE_START", queued_ns),
             ("COMPUTE_START", started_ns),
@@ -157,6 +160,11 @@ class Trace:
             ("COMPUTE_OUTPUT_START", answered_ns),
             ("COMPUTE_END", ended_ns),
         )
+        self._answer = answer
+
+    def answered(self) -> None:
+        """Add the outputs of the answer. Their text may take long, so the caller must not hold a lock."""
+        answer, self._answer = self._answer, None
         self.responded(answer)
 
     def settled(self) -> None:

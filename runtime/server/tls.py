@@ -5,8 +5,8 @@ count the client, so half handshakes could take any number of descriptors. Here 
 each of them before anything is read. Then a task of the loop does the handshake, and ends with it.
 
 All of it runs on the loop's thread. A connection is in `_shaking` from `accept` until its task ends. From `begins` on the port
-counts it as beginning, until `opened` (the client speaks HTTP) or `gave_up` (it never will). `close` first stops accepting, then
-cancels the handshakes; connections that speak HTTP belong to the port, which drains or closes them.
+counts it as beginning, until `opened` (the client speaks TLS) or `gave_up` (it never will). `close` first stops accepting, then
+cancels the handshakes; connections that were made belong to the port, which drains or closes them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import asyncio
 import logging
 import socket
 import ssl
+from typing import Any, Protocol
 
-from moonpool.runtime.process.event_loop import watch
-from moonpool.runtime.server.http.connection import HttpConnection, HttpPort
+from moonpool.runtime.process.event_loop import Watches, watch
 
 _log = logging.getLogger("moonpool")
 # Connections that are accepted before others have their turn.
@@ -28,11 +28,32 @@ _REST_S = 0.2
 _QUIET_S = 30.0
 
 
+class CountingPort(Protocol):
+    """A port that counts its clients, and makes a connection for each. For the loop's thread."""
+
+    loop: asyncio.AbstractEventLoop
+    watches: Watches
+    handshake_timeout_s: float
+
+    def __call__(self) -> Any:
+        """Make a protocol for a new connection."""
+
+    def begins(self, connection: Any) -> bool:
+        """Count a client that has connected and has yet to speak TLS; False if there is no room for it."""
+
+    def gave_up(self, connection: Any) -> None:
+        """Count it no longer, unless its connection was made."""
+
+
 class TlsServer:
     """Accepts clients of a port. For the loop's thread."""
 
     def __init__(
-        self, port: HttpPort, listening: list[socket.socket], context: ssl.SSLContext, backlog: int
+        self,
+        port: CountingPort,
+        listening: list[socket.socket],
+        context: ssl.SSLContext,
+        backlog: int,
     ) -> None:
         """Own the sockets, which are bound."""
         self.sockets = listening
@@ -101,13 +122,13 @@ class TlsServer:
             self._shaking.add(task)
             task.add_done_callback(self._shaking.discard)
 
-    async def _shake(self, client: socket.socket, connection: HttpConnection) -> None:
+    async def _shake(self, client: socket.socket, connection: asyncio.BaseProtocol) -> None:
         try:
             await self._loop.connect_accepted_socket(
                 lambda: connection,
                 client,
                 ssl=self._context,
-                ssl_handshake_timeout=self._port.limits.head_timeout_s,
+                ssl_handshake_timeout=self._port.handshake_timeout_s,
             )
         except OSError as error:
             # Errors of TLS and timeouts are OSErrors, too.

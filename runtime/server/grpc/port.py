@@ -1,0 +1,263 @@
+"""The port of a gRPC server, over nghttp2 or, where that is missing, over grpcio's own server.
+
+Theory of operation. A port belongs to the thread of the server's event loop. `Http2Port` makes a `GrpcConnection` for each client, looks after
+all of them once a second, and has what they share: the buffer to receive into, the limits, the threads that pack and unpack messages.
+With TLS its clients count from the moment that they connect (`server.tls`).
+
+Drain and end. `drain` closes the sockets that listen, and has every connection say GOAWAY: what the client has sent until then is answered,
+and what it sends later it may send elsewhere. OpenCalls are told, so that streams end. Connections close with their last calls, and those that remain
+when the time is over are aborted, which ends their calls early.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.extension import PURE, is_wanted, load
+from moonpool.runtime.process.event_loop import watches_of
+from moonpool.runtime.server.clients import Clients, relieve
+from moonpool.runtime.server.grpc.call import OpenCalls
+from moonpool.runtime.server.grpc.connection import GrpcConnection
+from moonpool.runtime.server.grpc.grpcio import GrpcioPort
+from moonpool.runtime.server.grpc.options import GrpcOptions
+from moonpool.runtime.server.listening import bound_sockets
+from moonpool.runtime.server.tls import TlsServer
+
+if TYPE_CHECKING:
+    from moonpool.runtime.server.grpc import _http2
+
+_log = logging.getLogger("moonpool")
+_LIBRARY = "libnghttp2.so.14"
+# A wheel has a copy if it was built where there is one.
+_BUNDLED = Path(__file__).with_name(_LIBRARY)
+_BACKLOG = 4096
+_BUFFER_BYTES = 256 << 10
+_LOOK_S = 1.0
+_HANDSHAKE_S = 20.0
+_UNIX = "unix:"
+
+
+class GrpcPort(Protocol):
+    """The place where clients connect. All methods are for the loop's thread."""
+
+    port: int
+    """The number of the port, 0 for a socket in the file system."""
+
+    async def bind(self) -> None:
+        """Take the port; nobody is served before `start`. Raises `MoonpoolError`."""
+
+    async def start(self) -> None:
+        """Serve."""
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Accept no more calls, and end those that have not ended when the time is over. Returns False if there were any."""
+
+    def close(self) -> None:
+        """End everything at once. May be called many times, and in any state."""
+
+
+def make_port(
+    calls: OpenCalls, options: GrpcOptions, clients: Clients[GrpcConnection], pool: Executor
+) -> GrpcPort:
+    """Return a port that is not bound yet. `pool` has threads for work that takes long."""
+    try:
+        make_session = nghttp2()
+    except (ImportError, OSError) as error:
+        _log.warning("%s", without_nghttp2(error))
+        return GrpcioPort(calls, options)
+    return Http2Port(calls, options, clients, pool, make_session)
+
+
+def nghttp2() -> Callable[[int, bool], _http2.Session]:
+    """Return the maker of sessions. Raises ImportError without the extension, and OSError without nghttp2.
+
+    The system's library goes before the one in the wheel, as it gets the system's updates.
+    """
+    if not is_wanted():
+        raise ImportError(f"{PURE} leaves out what is compiled")
+    extension = load("moonpool.runtime.server.grpc._http2")
+    where = _LIBRARY
+    try:
+        extension.open_library(where)
+    except OSError:
+        if not _BUNDLED.is_file():
+            raise
+        where = str(_BUNDLED)
+        extension.open_library(where)
+    _log.info("gRPC is served over %s", where)
+    make_session: Callable[[int, bool], _http2.Session] = extension.Session
+    return make_session
+
+
+def without_nghttp2(error: ImportError | OSError) -> str:
+    """Return the line of the log that says why gRPC is slower than it could be."""
+    if isinstance(error, OSError):
+        what = f"{error}; install it (Debian and Ubuntu: libnghttp2-14, Fedora: libnghttp2)"
+    else:
+        what = f"{error}; install a C++ compiler, and moonpool again"
+    return (
+        f"gRPC is served by grpcio, which takes several times the processor time of nghttp2: {what}"
+    )
+
+
+def _cannot_listen(options: GrpcOptions) -> MoonpoolError:
+    host = f"[{options.address}]" if ":" in options.address else options.address
+    where = options.address if options.address.startswith(_UNIX) else f"{host}:{options.port}"
+    return MoonpoolError(
+        f"gRPC cannot listen on {where}: the port is taken by another process, or this "
+        "machine does not have the address"
+    )
+
+
+class Http2Port:
+    """A port whose connections are ours."""
+
+    def __init__(
+        self,
+        calls: OpenCalls,
+        options: GrpcOptions,
+        clients: Clients[GrpcConnection],
+        pool: Executor,
+        make_session: Callable[[int, bool], _http2.Session],
+    ) -> None:
+        self.loop = calls.loop
+        self.watches = watches_of(calls.loop)
+        self.handshake_timeout_s = _HANDSHAKE_S
+        self.calls = calls
+        self.options = options
+        self.pool = pool
+        self.port = 0
+        # One for all connections: bytes are taken out of it before more are received.
+        self.buffer = memoryview(bytearray(_BUFFER_BYTES))
+        # Seconds of the loop's clock at the last look.
+        self.now = self.loop.time()
+        # Large messages that have taken memory and have not come whole.
+        self.awaited_bytes = 0
+        self.clients = clients
+        clients.meter.has_connections = True
+        self._make_session = make_session
+        self._servers: list[asyncio.AbstractServer | TlsServer] = []
+        self._looking: asyncio.TimerHandle | None = None
+        times_ms = (
+            options.keepalive_time_ms,
+            options.keepalive_timeout_ms,
+            options.max_connection_age_ms,
+            options.max_connection_age_grace_ms,
+            options.write_timeout_ms,
+        )
+        self._look_s = min(_LOOK_S, *(time_ms / 4000 for time_ms in times_ms if time_ms))
+
+    async def bind(self) -> None:
+        options = self.options
+        context = _context(options)
+        try:
+            if options.address.startswith(_UNIX):
+                path = options.address.removeprefix(_UNIX)
+                unix = await self.loop.create_unix_server(
+                    self, path, backlog=_BACKLOG, ssl=context, start_serving=False
+                )
+                self._servers.append(unix)
+                return
+            sockets = await bound_sockets(
+                options.address, options.port, reuse_port=options.reuse_port
+            )
+        except OSError as error:
+            raise _cannot_listen(options) from error
+        self.port = sockets[0].getsockname()[1]
+        if context is not None:
+            self._servers.append(TlsServer(self, sockets, context, _BACKLOG))
+            return
+        for each in sockets:
+            self._servers.append(
+                await self.loop.create_server(
+                    self, sock=each, backlog=_BACKLOG, start_serving=False
+                )
+            )
+
+    async def start(self) -> None:
+        try:
+            for server in self._servers:
+                await server.start_serving()
+        except OSError as error:
+            raise _cannot_listen(self.options) from error
+        self._look()
+
+    def __call__(self) -> GrpcConnection:
+        """Make a protocol for a new connection."""
+        return GrpcConnection(self)
+
+    def make_session(self) -> _http2.Session:
+        """Return HTTP/2 for a new connection."""
+        packs = self.options.infer_response_compression_level != "none"
+        return self._make_session(self.options.max_message_bytes, packs)
+
+    # Clients
+
+    def begins(self, client: GrpcConnection) -> bool:
+        """Count a client that has connected and has yet to speak TLS; False if there is no room for it."""
+        return self.clients.begins(client)
+
+    def gave_up(self, client: GrpcConnection) -> None:
+        """Count it no longer, unless its connection was made."""
+        self.clients.gave_up(client)
+
+    def _look(self) -> None:
+        self.now = self.loop.time()
+        for connection in list(self.clients.open):
+            connection.look(self.now)
+        relieve(self.clients.open)
+        self._looking = self.loop.call_later(self._look_s, self._look)
+
+    # The end
+
+    async def drain(self, timeout_s: float) -> bool:
+        self.clients.is_closed = True
+        for server in self._servers:
+            server.close()
+        for connection in list(self.clients.open):
+            connection.drain()
+        deadline = self.loop.time() + timeout_s
+        is_drained = await self.calls.drain(timeout_s)
+        if is_drained:
+            # The last bytes may still be on their way.
+            await self.clients.emptied(max(0.0, deadline - self.loop.time()))
+        self.close()
+        return is_drained
+
+    def close(self) -> None:
+        self.clients.is_closed = True
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+        for server in self._servers:
+            server.close()
+        for connection in list(self.clients.open):
+            connection.abort()
+
+
+def _context(options: GrpcOptions) -> ssl.SSLContext | None:
+    if not (options.use_ssl or options.use_ssl_mutual):
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["h2"])
+    files = [options.server_cert, options.server_key]
+    try:
+        context.load_cert_chain(*files)
+        if options.use_ssl_mutual:
+            context.verify_mode = ssl.CERT_REQUIRED
+            files = [options.root_cert]
+            context.load_verify_locations(options.root_cert)
+    except OSError as error:
+        # Errors of TLS are OSErrors, too.
+        raise MoonpoolError(
+            f"gRPC with TLS cannot use {' and '.join(files)}: {error.strerror or error}"
+        ) from error
+    return context
