@@ -1,4 +1,4 @@
-"""Cost of gRPC itself: its library's servers and our own polling thread, all with the same echo."""
+"""Cost of gRPC itself: its library's servers and our two transports, all with the same echo."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -21,13 +22,12 @@ from benchmarks.rounds import Series, in_turns
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 CALLERS = 16
-# Each has its server, and true if the library's threads read the sockets.
 KINDS = {
-    "polling thread": ("core", False),
-    "polling thread, sockets read by others": ("core", True),
-    "grpcio's pool of 16 threads": ("threads", True),
-    "grpcio's asyncio on uvloop": ("asyncio", True),
-    "inference": ("inference", False),
+    "nghttp2": "nghttp2",
+    "without nghttp2": "grpcio",
+    "grpcio's pool of 16 threads": "threads",
+    "grpcio's asyncio on uvloop": "asyncio",
+    "inference": "inference",
 }
 
 
@@ -61,25 +61,41 @@ def echo(data: bytes) -> bytes:
 # Servers: each has a process of its own, prints its port, and ends with its input
 
 
-def serve_core() -> None:
-    from moonpool.runtime.server.grpc.answers import Answers
-    from moonpool.runtime.server.grpc.call import GrpcCall, Method
-    from moonpool.runtime.server.grpc.core import GrpcCore
+async def _serve_here(port: Any) -> None:
+    await port.bind()
+    await port.start()
+    _say(port.port)
+    await asyncio.to_thread(sys.stdin.read)
+    await port.drain(1.0)
+    port.close()
+
+
+def serve_echo(is_compiled: bool) -> None:
+    from moonpool.runtime.process.event_loop import run
+    from moonpool.runtime.process.threads import TaskPool
+    from moonpool.runtime.server.clients import AllClients, Clients
+    from moonpool.runtime.server.grpc.call import GrpcCall, Method, OpenCalls
+    from moonpool.runtime.server.grpc.connection import GrpcConnection
+    from moonpool.runtime.server.grpc.grpcio import GrpcioPort
     from moonpool.runtime.server.grpc.options import GrpcOptions
+    from moonpool.runtime.server.grpc.port import Http2Port, nghttp2
     from moonpool.runtime.server.metrics import Meter
 
     def handle(call: GrpcCall) -> None:
         call.receive(lambda data: call.reply(echo(data or b"")))
 
-    methods = {METHOD.encode(): Method(handle, "inference")}
-    turn = threading.Lock()
-    answers = Answers(turn)
-    core = GrpcCore(methods, GrpcOptions(port=0), turn, answers, Meter())
-    core.start()
-    _say(core.port)
-    sys.stdin.read()
-    core.stop(1.0)
-    answers.close()
+    async def serve() -> None:
+        methods = {METHOD.encode(): Method(handle, "inference")}
+        options, meter = GrpcOptions(port=0), Meter()
+        calls = OpenCalls(asyncio.get_running_loop(), methods, options, meter)
+        if is_compiled:
+            clients: Clients[GrpcConnection] = Clients("gRPC", 100, AllClients(), meter)
+            pool = TaskPool(1, "echo")
+            await _serve_here(Http2Port(calls, options, clients, pool, nghttp2()))
+        else:
+            await _serve_here(GrpcioPort(calls, options))
+
+    run(serve())
 
 
 def serve_threads() -> None:
@@ -122,18 +138,17 @@ def serve_asyncio() -> None:
 
 
 def serve_inference() -> None:
+    from moonpool.runtime.process.event_loop import run
     from moonpool.runtime.server.grpc.options import GrpcOptions
     from moonpool.runtime.server.grpc.server import GrpcServer
     from moonpool.runtime.server.service import Service
 
+    async def serve(service: Service) -> None:
+        await _serve_here(GrpcServer(service, GrpcOptions(port=0)))
+
     with moonpool.Runtime() as runtime:
         runtime.load("add_sub", MODELS / "add_sub")
-        server = GrpcServer(Service(runtime), GrpcOptions(port=0))
-        server.start()
-        _say(server.port)
-        sys.stdin.read()
-        server.drain(1.0)
-        server.close()
+        run(serve(Service(runtime)))
 
 
 def _say(number: int) -> None:
@@ -146,16 +161,12 @@ class Client:
     def __init__(self, kind: str) -> None:
         import grpc
 
-        what, are_others = KINDS[kind]
-        environment = {key: value for key, value in os.environ.items() if key != "GRPC_EXPERIMENTS"}
-        if are_others:
-            environment["GRPC_EXPERIMENTS"] = ""
+        what = KINDS[kind]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.grpc_echo", "--serve", what],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parent.parent,
-            env=environment,
         )
         number = int(self._process.stdout.readline())  # type: ignore[union-attr]
         self._channel = grpc.insecure_channel(f"127.0.0.1:{number}")
@@ -224,13 +235,14 @@ def measure(report: Report, quick: bool) -> None:
             name, "µs", [each[1] for each in found.rounds], column="processor time of the server"
         )
     for kind in list(KINDS)[1:-1]:
-        ratio = rates["polling thread"].over(rates[kind])
-        report.ratio(f"polling thread over {kind}", ratio, column="rate")
+        ratio = rates["nghttp2"].over(rates[kind])
+        report.ratio(f"nghttp2 over {kind}", ratio, column="rate")
     report.note("The client is gRPC's own for Python, and takes its part of the same processors.")
 
 
-SERVERS = {
-    "core": serve_core,
+SERVERS: dict[str, Callable[[], None]] = {
+    "nghttp2": partial(serve_echo, True),
+    "grpcio": partial(serve_echo, False),
     "threads": serve_threads,
     "asyncio": serve_asyncio,
     "inference": serve_inference,

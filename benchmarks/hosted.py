@@ -14,6 +14,12 @@ def pids(runtime: moonpool.Runtime, model: str) -> list[int]:
     return [instance["pid"] for instance in runtime.instances(model)]
 
 
+def folder_of(model: str) -> tuple[str, Path]:
+    """The name and the folder of a model: `FOLDER`, or `NAME=FOLDER` for one that is served under another name."""
+    name, _, folder = model.partition("=")
+    return name, MODELS / (folder or name)
+
+
 def option(value: object) -> dict[str, str]:
     """A parameter of a configuration."""
     return {"string_value": str(value)}

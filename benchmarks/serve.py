@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.hosted import MODELS
 from benchmarks.peer.peer import Unavailable
-from benchmarks.peer.presser import Case, Failed, Presser, presser
+from benchmarks.peer.presser import (
+    RESPONSES,
+    STREAM_CONFIG,
+    Case,
+    Failed,
+    Own,
+    Presser,
+    Streams,
+    presser,
+)
 from benchmarks.peer.served import MoonpoolServed, Served, TritonServed
 from benchmarks.report import Report, main
 
 _MODELS = ("add_sub", "identity")
+# The same with so many instances, and a decoupled model.
+_INSTANCES = 8
+_SEVERAL, _STREAM = f"add_sub_{_INSTANCES}", "stream"
+_MANY = 256
 _SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24}
 _ROUNDS = 5
 _SECONDS = 1.5
 # Goals of the ratio of throughputs, by protocol, and with tensors in shared memory.
 _GOALS = {"http": "at least 1.5", "grpc": "at least 1"}
 _GOAL_SHARED = "at least 2"
+_GOAL_STREAM = "at least 3"
 
 
 class Row(NamedTuple):
@@ -45,7 +63,34 @@ def cases() -> dict[str, Case]:
                 name = f"identity, {size}{where}, {protocol.upper()}, 1 caller"
                 shapes = {"INPUT0": elements}
                 found[name] = Case(protocol, "identity", "UINT8", shapes, False, 1, shared)
+    for protocol in ("http", "grpc"):
+        name = f"add_sub, {protocol.upper()}, 16 callers, {_INSTANCES} instances"
+        found[name] = Case(protocol, _SEVERAL, "FP32", pair, True, 16)
+        name = f"add_sub, {protocol.upper()}, {_MANY} connections"
+        found[name] = Case(protocol, "add_sub", "FP32", pair, True, _MANY)
+    for callers in (1, 4):
+        name = f"stream of {RESPONSES} responses, GRPC, {_callers(callers)}"
+        found[name] = Case("grpc", _STREAM, "INT32", {"X": 1}, False, callers)
     return found
+
+
+def _write_models(folder: Path) -> tuple[str, ...]:
+    """Write the models that are not as they lie in the tree, and return all by their names and folders."""
+    several, stream = folder / _SEVERAL, folder / _STREAM
+    shutil.copytree(MODELS / "add_sub", several, ignore=shutil.ignore_patterns("__pycache__"))
+    config = several / "config.pbtxt"
+    config.write_text(config.read_text().replace("count: 1", f"count: {_INSTANCES}"))
+    (stream / "1").mkdir(parents=True)
+    shutil.copy(MODELS / "streaming.py", stream / "1" / "model.py")
+    (stream / "config.pbtxt").write_text(STREAM_CONFIG)
+    return (*_MODELS, f"{_SEVERAL}={several}", f"{_STREAM}={stream}")
+
+
+def _by(pressed: Presser, case: Case) -> Presser:
+    """Return the generator for a case. perf_analyzer has its callers share connections, and counts no streams."""
+    if case.model == _STREAM:
+        return Streams()
+    return Own() if case.callers == _MANY else pressed
 
 
 def _callers(count: int) -> str:
@@ -56,10 +101,11 @@ def measure(report: Report, quick: bool) -> None:
     """Each case with both servers in turns; the first round does not count."""
     pressed = presser()
     with contextlib.ExitStack() as stack:
+        models = _write_models(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         servers: list[Served] = []
         for make in (MoonpoolServed, TritonServed):
             try:
-                servers.append(make(_MODELS))
+                servers.append(make(models))
                 stack.callback(servers[-1].close)
             except Unavailable as error:
                 report.skipped(make.name, str(error))
@@ -68,23 +114,28 @@ def measure(report: Report, quick: bool) -> None:
             chosen = {name: case for name, case in chosen.items() if case.callers == 4}
         for name, case in chosen.items():
             try:
-                found = _in_turns(pressed, case, servers, 1 if quick else _ROUNDS, quick)
+                found = rows_in_turns(
+                    _by(pressed, case), case, servers, 1 if quick else _ROUNDS, quick
+                )
             except Failed as error:
                 report.skipped(name, str(error))
                 continue
             _report(report, name, case, found)
     report.note(f"Servers, models and generator are on one machine; {pressed.words}.")
+    report.note(
+        f"Streams, and {_MANY} connections, are pressed by moonpool bench's generator; a request is a whole stream."
+    )
     report.note("The same `model.py` and `config.pbtxt` in both; add_sub has dynamic batching.")
     report.note("Processor: time of all processes of a server for one answered request.")
     report.note("Ratios are moonpool's figure over Triton's of the same round.")
 
 
-def _in_turns(
+def rows_in_turns(
     pressed: Presser, case: Case, servers: Sequence[Served], rounds: int, quick: bool
 ) -> Mapping[str, Sequence[Row]]:
     """The samples of each server, a round at a time; the first one changes."""
     seconds = 0.3 if quick else _SECONDS
-    for server in servers:
+    for server in servers if case.model != _STREAM else ():
         case.check(server.port(case.protocol))
     found: dict[str, list[Row]] = {server.name: [] for server in servers}
     for turn in range(0 if quick else -1, rounds):
@@ -122,6 +173,8 @@ def _report(report: Report, name: str, case: Case, found: Mapping[str, Sequence[
 
 def _goal(case: Case, field: str) -> str:
     if field == "requests_per_s":
+        if case.model == _STREAM:
+            return _GOAL_STREAM
         if case.model == "add_sub":
             return _GOALS[case.protocol]
         return _GOAL_SHARED if case.shared_memory else ""

@@ -9,15 +9,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from benchmarks.hosted import MODELS
 from benchmarks.peer.peer import Unavailable
-from benchmarks.peer.presser import Case, Failed, Own, Presser, Sample, presser
+from benchmarks.peer.presser import (
+    RESPONSES,
+    STREAM_CONFIG,
+    Case,
+    Failed,
+    Presser,
+    Sample,
+    Streams,
+    presser,
+)
 from benchmarks.peer.served import Served
 from benchmarks.peer.triton_files import TritonFiles, triton_python
 from benchmarks.report import Report, main
-from moonpool.runtime.bench.request import QuestionTensor
 from moonpool.runtime.triton import install
 
 # The columns, and the backends of the models' configurations.
@@ -26,14 +32,6 @@ _INSTANCES = (1, 4)
 _SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24}
 _ROUNDS = 5
 _SECONDS = 1.5
-# Each request for a stream gets so many.
-_RESPONSES = 16
-_STREAM_CONFIG = """backend: "python"
-input [ { name: "X" data_type: TYPE_INT32 dims: [ 1 ] } ]
-output [ { name: "Y" data_type: TYPE_INT32 dims: [ 1 ] } ]
-model_transaction_policy { decoupled: true }
-instance_group [ { kind: KIND_CPU count: 1 } ]
-"""
 
 
 class Asked(NamedTuple):
@@ -68,7 +66,7 @@ def cases() -> dict[str, Asked]:
                 case = Case(protocol, "identity", "UINT8", {"INPUT0": elements}, False, callers)
                 found[name] = Asked(case, 1, goal)
     for callers in (1, 4):
-        name = f"stream of {_RESPONSES} responses, gRPC, {_counted(callers, 'caller')}"
+        name = f"stream of {RESPONSES} responses, gRPC, {_counted(callers, 'caller')}"
         case = Case("grpc", "stream", "INT32", {"X": 1}, False, callers)
         found[name] = Asked(case, 1, "", is_stream=True)
     return found
@@ -124,7 +122,7 @@ class BothBackends(Served):
         folder = self._files.repository / _named("stream", 1, side)
         (folder / "1").mkdir(parents=True)
         shutil.copy(MODELS / "streaming.py", folder / "1" / "model.py")
-        (folder / "config.pbtxt").write_text(_for(side, _STREAM_CONFIG))
+        (folder / "config.pbtxt").write_text(_for(side, STREAM_CONFIG))
 
     def close(self) -> None:
         super().close()
@@ -159,7 +157,7 @@ def measure(report: Report, quick: bool) -> None:
                 if asked.case.callers == 4 and asked.instances == 1
             }
         for name, asked in chosen.items():
-            by = _Streams() if asked.is_stream else pressed
+            by = Streams() if asked.is_stream else pressed
             try:
                 found = _in_turns(by, asked, server, 1 if quick else _ROUNDS, quick)
             except Failed as error:
@@ -170,16 +168,6 @@ def measure(report: Report, quick: bool) -> None:
     report.note("Streams are pressed by moonpool bench's generator; a request is a whole stream.")
     report.note("The same `model.py` on both sides; add_sub has dynamic batching.")
     report.note("Ratios are moonpool's figure over the stock backend's of the same round.")
-
-
-class _Streams(Own):
-    """Each caller asks for a stream, and for the next one when it has ended."""
-
-    is_stream = True
-
-    def tensors(self, case: Case) -> list[QuestionTensor]:
-        del case
-        return [QuestionTensor.of("X", "INT32", np.array([_RESPONSES], np.int32))]
 
 
 def _in_turns(

@@ -15,9 +15,10 @@ import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.bench.control_client import control_client
+from moonpool.runtime.bench.data import DataMix, RequestData
+from moonpool.runtime.bench.loads import Concurrency
 from moonpool.runtime.bench.request import Endpoint, Question, QuestionTensor
 from moonpool.runtime.bench.server import MeasuredServer
-from moonpool.runtime.bench.windows import Concurrency
 
 VARIABLE = "MOONPOOL_PERF_ANALYZER"
 _USUAL = Path(__file__).parents[2] / ".venv-clients" / "bin" / "perf_analyzer"
@@ -144,7 +145,7 @@ class Own:
         server = MeasuredServer(endpoint, case.model, "", timeout_s=_TIMEOUT_S)
         try:
             server.prepare(
-                self.tensors(case),
+                DataMix([RequestData(self.tensors(case))]),
                 processes=1,
                 most_connections=case.callers,
                 shared_memory=case.shared_memory,
@@ -160,6 +161,26 @@ class Own:
         if window.failed or not len(window.latencies_ns):
             raise Failed(f"requests failed: {window.errors.most_common(1)}")
         return Sample(window.requests_per_s, window.latency_us(50), window.latency_us(99))
+
+
+# Each request for a stream gets so many.
+RESPONSES = 16
+STREAM_CONFIG = """backend: "python"
+input [ { name: "X" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "Y" data_type: TYPE_INT32 dims: [ 1 ] } ]
+model_transaction_policy { decoupled: true }
+instance_group [ { kind: KIND_CPU count: 1 } ]
+"""
+
+
+class Streams(Own):
+    """Each caller asks for a stream, and for the next one when it has ended."""
+
+    is_stream = True
+
+    def tensors(self, case: Case) -> list[QuestionTensor]:
+        del case
+        return [QuestionTensor.of("X", "INT32", np.array([RESPONSES], np.int32))]
 
 
 def presser() -> Presser:

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.hosted import MODELS
+from benchmarks.hosted import folder_of
 from benchmarks.peer.peer import Unavailable
 from benchmarks.peer.triton_files import TritonFiles, triton_python
 from moonpool.runtime.bench.control_client import HttpControlClient
@@ -98,11 +98,13 @@ class MoonpoolServed(Served):
     name = "moonpool"
 
     def __init__(self, models: Sequence[str], options: Sequence[str] = ()) -> None:
+        """Serve these models, each named as `folder_of` says."""
         self._scratch = tempfile.TemporaryDirectory(prefix="moonpool-")
         repository = Path(self._scratch.name) / "models"
         repository.mkdir()
         for model in models:
-            (repository / model).symlink_to(MODELS / model)
+            name, folder = folder_of(model)
+            (repository / name).symlink_to(folder)
         command: list[str | Path] = [sys.executable, "-m", "moonpool", "serve"]
         command += [f"--model-repository={repository}", "--allow-client-shm=true", *options]
         try:
@@ -121,7 +123,8 @@ class TritonServed(Served):
 
     name = "Triton"
 
-    def __init__(self, models: Sequence[str]) -> None:
+    def __init__(self, models: Sequence[str], options: Sequence[str] = ()) -> None:
+        """Serve these models, each named as `folder_of` says."""
         self._files = TritonFiles(triton_python(), models)
         command: list[str | Path] = [
             self._files.server,
@@ -129,6 +132,7 @@ class TritonServed(Served):
             f"--backend-directory={self._files.backends}",
             "--log-info=false",
             "--log-warning=false",
+            *options,
         ]
         try:
             super().__init__(command, self._files.environment(), self._files.folder / "log")

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.hosted import MODELS
+from benchmarks.hosted import folder_of
 from benchmarks.peer.peer import Unavailable
 
 VARIABLE = "MOONPOOL_TRITON_PYTHON"
@@ -36,7 +36,7 @@ class TritonFiles:
     """A folder with a model repository and the Python backend for an interpreter."""
 
     def __init__(self, python: Path | None = None, models: Sequence[str] = ("add_sub",)) -> None:
-        """The interpreter is this one by default. Raises Unavailable."""
+        """The interpreter is this one by default. `folder_of` says how models are named. Raises Unavailable."""
         self._python = python or Path(sys.executable)
         asked = subprocess.run(
             [self._python, "-c", _FACTS], capture_output=True, text=True, check=False
@@ -63,7 +63,8 @@ class TritonFiles:
             (backend / file.name).symlink_to(file)
         unwanted = shutil.ignore_patterns("__pycache__")
         for model in models:
-            shutil.copytree(MODELS / model, self.repository / model, ignore=unwanted)
+            name, folder = folder_of(model)
+            shutil.copytree(folder, self.repository / name, ignore=unwanted)
 
     @property
     def library(self) -> Path:

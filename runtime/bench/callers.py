@@ -8,6 +8,8 @@ interrupts. If a thread cannot be started, the barrier is aborted, because the o
 
 from __future__ import annotations
 
+import itertools
+import os
 import socket
 import subprocess
 import sys
@@ -17,12 +19,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.bench.data import DataMix
+from moonpool.runtime.bench.generator.engine import COLUMNS, DUE, END, OUTCOME, SENT, SUCCEEDED
+from moonpool.runtime.bench.loads import Concurrency, Load
+from moonpool.runtime.bench.resources import ResourceMeter
 from moonpool.runtime.bench.result import digests_of_configuration
-from moonpool.runtime.bench.windows import PARTS, Concurrency, Load, ModelLoad, Window, between
+from moonpool.runtime.bench.windows import PARTS, Log, ModelLoad, Window, between
 from moonpool.runtime.errors import OutOfThreads
+from moonpool.runtime.model.states import InstanceState
 from moonpool.runtime.observe.another_instance import InstanceLoad as ModelsLoad
 from moonpool.runtime.observe.another_instance import advice, decide, largest_batch
 from moonpool.runtime.process.threads import start_thread
@@ -30,16 +36,36 @@ from moonpool.runtime.process.usage import Reading, reading, spare_cores, usage_
 from moonpool.runtime.runtime import Runtime
 
 
+class _Calls:
+    """The times of calls: of those that were answered their beginnings and ends in turns, of others the error, too."""
+
+    def __init__(self) -> None:
+        self.answered: list[int] = []
+        self.failed: list[tuple[int, int, str]] = []
+
+    def window(self, seconds: float) -> Window:
+        """Make the window of all calls."""
+        errors = Counter(text for _, _, text in self.failed)
+        numbers = {text: number for number, text in enumerate(errors)}
+        times = np.array(self.answered, np.int64).reshape(-1, 2)
+        rows = np.zeros((len(times) + len(self.failed), len(COLUMNS)), np.int64)
+        rows[: len(times), DUE], rows[: len(times), END] = times[:, 0], times[:, 1]
+        rows[: len(times), OUTCOME] = SUCCEEDED
+        for row, (begin_ns, end_ns, text) in zip(rows[len(times) :], self.failed, strict=True):
+            row[DUE], row[END], row[OUTCOME] = begin_ns, end_ns, numbers[text]
+        rows[:, SENT] = rows[:, DUE]
+        return Window(seconds, times[:, 1] - times[:, 0], errors, log=Log(rows, list(errors)))
+
+
 def measure(call: Callable[[], object], concurrency: int, seconds: float) -> Window:
     """Call from `concurrency` threads for `seconds`. Count the errors of moonpool, and raise any other error."""
-    latencies_ns: list[int] = []
-    errors: Counter[str] = Counter()
+    calls = _Calls()
     barrier = threading.Barrier(concurrency + 1)
     stop = threading.Event()
     failures: list[BaseException] = []
 
     def work() -> None:
-        mine: list[int] = []
+        mine = _Calls()
         try:
             barrier.wait()
             while not stop.is_set():
@@ -47,13 +73,14 @@ def measure(call: Callable[[], object], concurrency: int, seconds: float) -> Win
                 try:
                     call()
                 except MoonpoolError as error:
-                    errors[str(error)] += 1
+                    mine.failed.append((begin_ns, time.perf_counter_ns(), str(error)))
                 else:
-                    mine.append(time.perf_counter_ns() - begin_ns)
+                    mine.answered.extend((begin_ns, time.perf_counter_ns()))
         except BaseException as error:
             failures.append(error)
             stop.set()
-        latencies_ns.extend(mine)
+        calls.answered.extend(mine.answered)
+        calls.failed.extend(mine.failed)
 
     threads = [threading.Thread(target=work) for _ in range(concurrency)]
     started: list[threading.Thread] = []
@@ -79,7 +106,7 @@ def measure(call: Callable[[], object], concurrency: int, seconds: float) -> Win
     taken_s = time.perf_counter() - begin_s
     if failures:
         raise failures[0]
-    return Window(taken_s, np.array(latencies_ns, np.int64), errors)
+    return calls.window(taken_s)
 
 
 async def measure_async(
@@ -89,8 +116,7 @@ async def measure_async(
     # Commands without an event loop import this file, too.
     import asyncio
 
-    latencies_ns: list[int] = []
-    errors: Counter[str] = Counter()
+    calls = _Calls()
     begin_s = time.perf_counter()
 
     async def work() -> None:
@@ -99,12 +125,12 @@ async def measure_async(
             try:
                 await call()
             except MoonpoolError as error:
-                errors[str(error)] += 1
+                calls.failed.append((begin_ns, time.perf_counter_ns(), str(error)))
             else:
-                latencies_ns.append(time.perf_counter_ns() - begin_ns)
+                calls.answered.extend((begin_ns, time.perf_counter_ns()))
 
     await asyncio.gather(*(work() for _ in range(concurrency)))
-    return Window(time.perf_counter() - begin_s, np.array(latencies_ns, np.int64), errors)
+    return calls.window(time.perf_counter() - begin_s)
 
 
 _ECHO = (
@@ -154,21 +180,51 @@ class InProcess:
         self,
         runtime: Runtime,
         model: str,
-        inputs: Mapping[str, NDArray[np.generic]],
+        mix: DataMix,
         *,
         is_async: bool,
         timeout_s: float,
+        sandbox: str | None = None,
     ) -> None:
+        """`sandbox` is a level to name it by, if several are measured."""
         self.where = f"in process, {'asyncio' if is_async else 'threads'}"
+        if sandbox is not None:
+            self.where += f", sandbox {sandbox}"
         self._runtime = runtime
         self._model = model
-        self._inputs = inputs
+        requests = [data.arrays() for data in mix.requests]
+        # Callers take the next one each; one step of the cycle is atomic.
+        self._inputs = itertools.cycle([requests[number] for number in mix.order])
+        self._mix = mix
+        self._meter: ResourceMeter | None = None
         self._is_async = is_async
         self._timeout_s = timeout_s
+
+    def measure_resources(self, server_pid: int | None, metrics_url: str | None) -> None:
+        """Measure what this process, with its callers, and its instances use in each window. Raises `NoMetrics`."""
+        del server_pid
+        self._meter = ResourceMeter(lambda: [os.getpid()], metrics_url)
+
+    def instance_pids(self) -> list[int]:
+        """Return the processes of the instances that are ready. From any thread."""
+        return [
+            each["pid"]
+            for each in self._runtime.instances(self._model)
+            if each["pid"] is not None and each["state"] == InstanceState.READY
+        ]
+
+    def check(self) -> None:
+        """Send the first request and those with an expected answer once. Raises `WrongAnswer` and what `infer` raises."""
+        for number, data in enumerate(self._mix.requests):
+            if data.expected or number == 0:
+                outputs = self._runtime.infer(self._model, data.arrays(), timeout_s=self._timeout_s)
+                data.check(outputs, f"request {number}")
 
     def window(self, load: Load, seconds: float) -> Window:
         if not isinstance(load, Concurrency):
             raise ValueError("callers in this process cannot send requests at a rate")
+        if self._meter is not None:
+            self._meter.begin()
         before = self._runtime.statistics(self._model)
         used, machine = self._used_s(), _machine()
         if self._is_async:
@@ -179,6 +235,7 @@ class InProcess:
             found = measure(self.call, load.callers, seconds)
         found.split = between(before, self._runtime.statistics(self._model))
         found.model = self._model_load(used, machine)
+        found.resources = None if self._meter is None else self._meter.end()
         return found
 
     def _used_s(self) -> dict[int, float]:
@@ -223,10 +280,12 @@ class InProcess:
 
     def call(self) -> object:
         """Send one request and wait for its answer."""
-        return self._runtime.infer(self._model, self._inputs, timeout_s=self._timeout_s)
+        return self._runtime.infer(self._model, next(self._inputs), timeout_s=self._timeout_s)
 
     async def _acall(self) -> object:
-        return await self._runtime.ainfer(self._model, self._inputs, timeout_s=self._timeout_s)
+        return await self._runtime.ainfer(
+            self._model, next(self._inputs), timeout_s=self._timeout_s
+        )
 
 
 def _machine() -> Reading | None:

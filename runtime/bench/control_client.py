@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.tensors import CODES
-from moonpool.runtime.bench.engine import Unreachable
+from moonpool.runtime.bench.generator.engine import Unreachable
 from moonpool.runtime.bench.request import Endpoint, Question, QuestionTensor
 from moonpool.runtime.model.config.model import TensorConfig
 
@@ -57,6 +57,12 @@ class ControlClient(Protocol):
     def infer(self, question: Question) -> list[QuestionTensor]:
         """Send a request; return the outputs in the server's order."""
 
+    def overview(self) -> Mapping[str, Any]:
+        """Return what a moonpool server shows of itself."""
+
+    def instance_pids(self, model: str, version: str) -> Sequence[int]:
+        """Return the processes of the instances that are ready, of a moonpool server. From any thread."""
+
     def close(self) -> None:
         """Close the connection."""
 
@@ -98,15 +104,19 @@ class HttpControlClient:
 
     def advice(self, model: str, version: str) -> object:
         try:
-            models = self._get("/v2/moonpool/overview")["models"]
-            mine = [
-                each
-                for each in models
-                if each["name"] == model and version in ("", each["version"])
-            ]
-            return mine[-1].get("advice")
+            return _model_in(self.overview(), model, version).get("advice")
         except (Refused, Unreachable, LookupError, TypeError, AttributeError):
             return None
+
+    def overview(self) -> Mapping[str, Any]:
+        return self._get("/v2/moonpool/overview")
+
+    def instance_pids(self, model: str, version: str) -> list[int]:
+        try:
+            instances = _model_in(self.overview(), model, version)["instances"]
+            return [each["pid"] for each in instances if each["state"] == "READY" and each["pid"]]
+        except (LookupError, TypeError, AttributeError) as error:
+            raise Refused(f"{self._endpoint.url} does not tell its instances: {error}") from error
 
     def register(self, name: str, key: str, size_bytes: int) -> None:
         body = json.dumps({"key": key, "offset": 0, "byte_size": size_bytes}).encode()
@@ -195,6 +205,16 @@ class HttpControlClient:
         return {name.lower(): value for name, value in response.getheaders()}, answer
 
 
+def _model_in(overview: Mapping[str, Any], model: str, version: str) -> Mapping[str, Any]:
+    """Return the latest version of a model, or the one that is asked for. Raises LookupError."""
+    found: Mapping[str, Any] = [
+        each
+        for each in overview["models"]
+        if each["name"] == model and version in ("", each["version"])
+    ][-1]
+    return found
+
+
 def _model(model: str, version: str) -> str:
     return f"/v2/models/{model}" + (f"/versions/{version}" if version else "")
 
@@ -246,6 +266,13 @@ class GrpcControlClient:
 
     def advice(self, model: str, version: str) -> None:
         """Return None, since only the HTTP port has the overview."""
+
+    def overview(self) -> Mapping[str, Any]:
+        raise Refused(f"{self._endpoint.url} has no overview: give an http:// address")
+
+    def instance_pids(self, model: str, version: str) -> list[int]:
+        del model, version
+        raise Refused(f"{self._endpoint.url} does not tell its instances: give an http:// address")
 
     def register(self, name: str, key: str, size_bytes: int) -> None:
         request = self._messages.SystemSharedMemoryRegisterRequest(

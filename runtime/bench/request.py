@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -131,6 +131,16 @@ class Question:
     output_places: Mapping[str, Place] = field(default_factory=dict)
     # Over HTTP: send tensors as JSON, for servers without the binary extension.
     is_json: bool = False
+    # The id of a sequence, and whether the request is its first and its last one.
+    sequence: tuple[int, bool, bool] | None = None
+
+    @property
+    def _sequence(self) -> dict[str, int | bool]:
+        if self.sequence is None:
+            return {}
+        return dict(
+            zip(("sequence_id", "sequence_start", "sequence_end"), self.sequence, strict=True)
+        )
 
     def as_http(self, endpoint: Endpoint, headers: Sequence[tuple[str, str]] = ()) -> bytes:
         """Serialize the request as HTTP/1.1, head and body."""
@@ -164,6 +174,7 @@ class Question:
                 described["parameters"] = {"binary_data_size": len(tensor.data)}
                 binary.append(tensor.data)
             inputs.append(described)
+        parameters: dict[str, int | bool] = self._sequence
         request: dict[str, object] = {"inputs": inputs}
         if self.output_places:
             request["outputs"] = [
@@ -171,7 +182,9 @@ class Question:
                 for name, place in self.output_places.items()
             ]
         elif not self.is_json:
-            request["parameters"] = {"binary_data_output": True}
+            parameters["binary_data_output"] = True
+        if parameters:
+            request["parameters"] = parameters
         return json.dumps(request, separators=(",", ":")).encode(), b"".join(binary)
 
     def as_grpc(self, *, is_stream: bool = False) -> bytes:
@@ -191,10 +204,27 @@ class Question:
             wanted = message.outputs.add()
             wanted.name = name
             _set(wanted.parameters, place)
+        for name, value in self._sequence.items():
+            if name == "sequence_id":
+                message.parameters[name].int64_param = value
+            else:
+                message.parameters[name].bool_param = bool(value)
         if is_stream:
             message.parameters["triton_enable_empty_final_response"].bool_param = True
         serialized: bytes = message.SerializeToString()
         return serialized
+
+
+# Two ids of sequences as long as all that are used: eleven digits, or five bytes as a varint. They differ in the first digit
+# and the first byte.
+_IDS = (11_111_111_111, 22_222_222_222)
+
+
+def around_id(serialize: Callable[[int], bytes], width: int) -> tuple[bytes, bytes]:
+    """Return the parts of a serialized request before and behind the id of its sequence, which takes `width` bytes."""
+    one, other = map(serialize, _IDS)
+    at = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    return one[:at], one[at + width :]
 
 
 def _set(parameters: Any, place: Place) -> None:

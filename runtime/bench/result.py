@@ -20,7 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.bench.comparison import confidence
+from moonpool.runtime.bench.loads import LOAD_FIELDS
 from moonpool.runtime.bench.request import QuestionTensor
+from moonpool.runtime.bench.slo import Slo
 from moonpool.runtime.bench.windows import PARTS, PERCENTILES, Point, Window, percentile_us
 from moonpool.runtime.version import VERSION
 
@@ -124,9 +127,8 @@ def _values(windows: Sequence[Mapping[str, Any]], path: Sequence[str]) -> list[f
 
 def matching(point: Mapping[str, Any], series: Sequence[Mapping[str, Any]]) -> Any:
     """Return the point of the series with the same load, if there is one."""
-    keys = ("concurrency", "request_rate", "distribution")
     for other in series:
-        if all(point.get(key) == other.get(key) for key in keys):
+        if all(point.get(key) == other.get(key) for key in LOAD_FIELDS):
             return other
     return None
 
@@ -138,6 +140,8 @@ _CIRCUMSTANCES = {
     "shared_memory": "shared memory",
     "streaming": "streaming",
     "json_tensors": "tensors as JSON",
+    "sequences": "sequences",
+    "cancel": "cancelled requests",
     "processes": "processes of the generator",
     "instances": "instances",
     "window_s": "seconds of a window",
@@ -230,8 +234,12 @@ class BadResult(MoonpoolError):
     code = "INVALID_ARG"
 
 
-def result(about: Mapping[str, object], points: Sequence[Point]) -> dict[str, Any]:
-    """Make a result. `about` has the model, its address, inputs and so on."""
+def result(
+    about: Mapping[str, object], points: Sequence[Point], slo: Slo | None = None
+) -> dict[str, Any]:
+    """Make a result. `about` has the model, its address, inputs and so on; `slo` has limits to judge the points by."""
+    if slo is not None:
+        about = {**about, "slo": slo.as_dict(list(points))}
     return {
         "format": FORMAT,
         "moonpool": VERSION,
@@ -245,12 +253,27 @@ def result(about: Mapping[str, object], points: Sequence[Point]) -> dict[str, An
                 **point.load.as_dict(),
                 "stable": point.stable,
                 **_figures(point.whole),
+                **_judged(point, slo),
+                **_of_runs(point),
                 "advice": None if point.advice is None else dict(point.advice),
                 "windows": [_figures(window) for window in point.windows],
             }
             for point in points
         ],
     }
+
+
+def _of_runs(point: Point) -> dict[str, object]:
+    if not point.runs:
+        return {}
+    runs = [_figures(run.whole) for run in point.runs]
+    return {"runs": runs, "confidence": confidence(runs)}
+
+
+def _judged(point: Point, slo: Slo | None) -> dict[str, object]:
+    if slo is None:
+        return {}
+    return {"goodput_per_s": slo.goodput_per_s(point.whole), "broken": slo.broken(point)}
 
 
 def _figures(window: Window) -> dict[str, object]:
@@ -265,6 +288,10 @@ def _figures(window: Window) -> dict[str, object]:
         "generator_share": window.generator_share,
         "server": split.as_dict() if split else None,
     }
+    if window.resources is not None:
+        figures["resources"] = window.resources.as_dict(len(window.latencies_ns), window.seconds)
+    if window.cancelled:
+        figures["cancelled"] = window.cancelled
     if len(window.late_ns) or window.unsent:
         figures["delayed"] = window.delayed
         figures["unsent"] = window.unsent
@@ -342,9 +369,17 @@ def compare(found: dict[str, Any], *, in_turns: bool) -> None:
             point["ratios"] = {name: ratio.as_dict() for name, ratio in compared.items()}
 
 
-def check_free(folder: Path, name: str) -> None:
-    """Raise `BadResult` if the folder has a result of that name already."""
-    for suffix in SUFFIXES:
+def over(found: dict[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a result with `ratios` over another one that was measured in turns with it."""
+    compared = {**found, "against": first}
+    compare(compared, in_turns=True)
+    del compared["against"]
+    return compared
+
+
+def check_free(folder: Path, name: str, more: Sequence[str] = ()) -> None:
+    """Raise `BadResult` if the folder has a result of that name already; `more` are endings beside the usual ones."""
+    for suffix in (*SUFFIXES, *more):
         path = folder / f"{name}{suffix}"
         if path.exists():
             raise BadResult(
@@ -371,14 +406,15 @@ def write(
 
 
 _COLUMNS = (
-    "concurrency",
-    "request_rate",
-    "distribution",
+    *LOAD_FIELDS,
     "stable",
     "seconds",
     "requests",
     "failed",
+    "cancelled",
     "requests_per_s",
+    "goodput_per_s",
+    "broken",
     "responses_per_s",
     "rows_per_batch",
     "delayed",

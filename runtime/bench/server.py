@@ -7,6 +7,7 @@ import itertools
 import mmap
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import posix_ipc
@@ -19,11 +20,15 @@ from moonpool.runtime.bench.control_client import (
     interface,
     understood,
 )
-from moonpool.runtime.bench.engine import Unreachable
-from moonpool.runtime.bench.request import Endpoint, Place, Question, QuestionTensor
+from moonpool.runtime.bench.data import DataMix
+from moonpool.runtime.bench.generator.engine import Unreachable
+from moonpool.runtime.bench.generator.workers import LoadWorkers, Prepared, Sending
+from moonpool.runtime.bench.loads import Load
+from moonpool.runtime.bench.request import Endpoint, Place, Question, around_id
+from moonpool.runtime.bench.resources import ResourceMeter, local_pid
 from moonpool.runtime.bench.result import digests_of_configuration
-from moonpool.runtime.bench.windows import Load, Window, between
-from moonpool.runtime.bench.workers import LoadWorkers
+from moonpool.runtime.bench.windows import Window, between
+from moonpool.runtime.process.usage import with_descendants
 
 _numbers = itertools.count()
 
@@ -59,6 +64,8 @@ class LoadRegion:
         posix_ipc.unlink_shared_memory(self.key)
 
 
+# Whether a request is the first and the last of its sequence, in the order of the engine's places.
+_PLACES = ((True, False), (False, False), (False, True), (True, True))
 # With more callers than this, several share a region for their outputs.
 _OUTPUT_REGIONS = 16
 
@@ -87,6 +94,7 @@ class MeasuredServer:
         self._most_connections = 1
         self._client = control_client(endpoint, headers, timeout_s)
         self._workers: LoadWorkers | None = None
+        self._meter: ResourceMeter | None = None
         self._cleanup = contextlib.ExitStack()
         self._cleanup.callback(self._client.close)
 
@@ -110,41 +118,84 @@ class MeasuredServer:
 
     def prepare(
         self,
-        inputs: Sequence[QuestionTensor],
+        mix: DataMix,
         *,
         processes: int,
         most_connections: int,
         shared_memory: bool = False,
         is_stream: bool = False,
         is_json: bool = False,
+        cancelled: tuple[float, float] | None = None,
+        sequences: tuple[int, int] | None = None,
     ) -> None:
-        """Make the requests, send the first one, and start the load workers.
+        """Make the requests, send the first one and those with an expected answer, and start the load workers.
 
-        `most_connections` is the most that any load will need.
+        `most_connections` is the most that any load will need. Raises `WrongAnswer`, too.
         """
-        question = Question(self._model, self._version, inputs, is_json=is_json)
-        questions = [question]
+        questions = [
+            Question(self._model, self._version, data.inputs, is_json=is_json)
+            for data in mix.requests
+        ]
         self._most_connections = most_connections
-        if not is_stream:
+        requests: list[list[Prepared]] = []
+        if not is_stream and sequences is None:
             with understood(f"the answer of {self.where} to a request"):
-                sizes = self._client.output_sizes(question)
+                sizes = self._client.output_sizes(questions[0])
+            self._check_answers(mix, questions)
             if shared_memory:
-                questions = self._in_shared_memory(
-                    question, sizes, min(most_connections, _OUTPUT_REGIONS)
-                )
-        if self._endpoint.scheme == "http":
-            requests = [each.as_http(self._endpoint, self._headers) for each in questions]
-        else:
-            requests = [each.as_grpc(is_stream=is_stream) for each in questions]
+                count = min(most_connections, _OUTPUT_REGIONS)
+                placed = self._in_shared_memory(questions[0], sizes, count)
+                requests = [[self._serialized(each, is_stream=False)] for each in placed]
+        if sequences is not None:
+            requests = [
+                [
+                    self._in_sequence(each, place, is_stream)
+                    for place in _PLACES
+                    for each in questions
+                ]
+            ]
+        elif not requests:
+            requests = [[self._serialized(each, is_stream=is_stream) for each in questions]]
         self._workers = LoadWorkers(
             self._endpoint,
-            requests,
+            Sending(
+                requests,
+                order=mix.order,
+                cancelled=cancelled,
+                sequences=sequences,
+                is_stream=is_stream,
+            ),
             processes=processes,
             timeout_s=self._timeout_s,
-            is_stream=is_stream,
             headers=self._headers,
         )
         self._cleanup.callback(self._workers.close)
+
+    def _check_answers(self, mix: DataMix, questions: Sequence[Question]) -> None:
+        """Compare the answers that are expected with the server's."""
+        for number, (data, question) in enumerate(zip(mix.requests, questions, strict=True)):
+            if data.expected:
+                with understood(f"the answer of {self.where} to request {number}"):
+                    answer = self._client.infer(question)
+                    outputs = {tensor.name: tensor.array() for tensor in answer}
+                data.check(outputs, f"request {number} at {self.where}")
+
+    def _serialized(self, question: Question, *, is_stream: bool) -> bytes:
+        if self._endpoint.scheme == "http":
+            return question.as_http(self._endpoint, self._headers)
+        return question.as_grpc(is_stream=is_stream)
+
+    def _in_sequence(
+        self, question: Question, place: tuple[bool, bool], is_stream: bool
+    ) -> tuple[bytes, bytes]:
+        """Serialize the form of a request for a place in a sequence, without the id."""
+
+        def serialize(sequence_id: int) -> bytes:
+            return self._serialized(
+                replace(question, sequence=(sequence_id, *place)), is_stream=is_stream
+            )
+
+        return around_id(serialize, 11 if self._endpoint.scheme == "http" else 5)
 
     def _in_shared_memory(
         self, question: Question, sizes: Mapping[str, int], count: int
@@ -183,12 +234,42 @@ class MeasuredServer:
     def window(self, load: Load, seconds: float) -> Window:
         if self._workers is None:
             raise ValueError("the requests are not prepared")
+        if self._meter is not None:
+            self._meter.begin()
         before = self._statistics()
         found = self._workers.window(load, seconds, self._most_connections)
         after = self._statistics()
         with understood(f"the statistics of {self.where}"):
             found.split = between(before, after)
+        if self._meter is not None:
+            found.resources = self._meter.end()
         return found
+
+    def measure_resources(self, server_pid: int | None, metrics_url: str | None) -> None:
+        """Measure what the server and its processes use in each window.
+
+        A moonpool server on this machine tells its process; of others give it. Raises `NoMetrics`, too.
+        """
+        pid = server_pid
+        if pid is None:
+            pid = local_pid(self._client.overview(), self._endpoint.port)
+        if pid is None:
+            raise Refused(f"{self.where} is no moonpool server on this machine: give --server-pid")
+        root = pid
+        self._meter = ResourceMeter(lambda: [root], metrics_url)
+
+    def instance_pids(self) -> list[int]:
+        """Return the processes of the model's instances, of a moonpool server on this machine. From any thread.
+
+        These may be killed, so only processes that the server itself has started are believed.
+        """
+        root = local_pid(self._client.overview(), self._endpoint.port)
+        if root is None:
+            raise Refused(f"{self.where} is no moonpool server that this process may see")
+        its = set(with_descendants([root]))
+        its.discard(root)
+        told = self._client.instance_pids(self._model, self._version)
+        return [pid for pid in told if pid in its]
 
     def _statistics(self) -> Mapping[str, Any] | None:
         with understood(f"the statistics of {self.where}"):

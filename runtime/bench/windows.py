@@ -1,64 +1,26 @@
-"""Windows of a measurement: the load, the figures of one window, and the sweep over all loads."""
+"""Windows of a measurement: the figures of one window, and the sweep over all loads."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-DISTRIBUTIONS = ("poisson", "constant")
-_NS = 1_000_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Concurrency:
-    """Closed loop: a number of callers, each of which sends its next request when it has its answer."""
-
-    callers: int
-
-    @property
-    def words(self) -> str:
-        return f"{self.callers} caller{'s' if self.callers > 1 else ''}"
-
-    def as_dict(self) -> dict[str, object]:
-        return {"concurrency": self.callers}
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """Open loop: requests are sent at planned times, whether or not earlier ones were answered."""
-
-    per_s: float
-    distribution: str = "poisson"
-
-    @property
-    def words(self) -> str:
-        return f"{self.per_s:g} requests/s asked for"
-
-    def as_dict(self) -> dict[str, object]:
-        return {"request_rate": self.per_s, "distribution": self.distribution}
-
-    def due_ns(self, seconds: float, seed: int) -> NDArray[np.int64]:
-        """Return the planned times of requests, at least one, in nanoseconds from the beginning of the window."""
-        step_s = 1 / self.per_s
-        if self.distribution == "constant":
-            times = np.arange(max(1, round(seconds * self.per_s))) * step_s
-        else:
-            generator = np.random.default_rng(seed)
-            # Five standard deviations more than the mean are enough for all but one window in many thousands, which is
-            # a little shorter then.
-            count = round(seconds * self.per_s + 5 * (seconds * self.per_s) ** 0.5) + 5
-            times = np.cumsum(generator.exponential(step_s, count))
-            times = times[: max(1, int(np.searchsorted(times, seconds)))]
-        return (times * _NS).astype(np.int64)
-
-
-Load = Concurrency | Rate
-
+from moonpool.runtime.bench.generator.engine import (
+    CANCELLED,
+    COLUMNS,
+    DUE,
+    END,
+    FIRST,
+    OUTCOME,
+    SUCCEEDED,
+)
+from moonpool.runtime.bench.loads import Concurrency, Load, Schedule
+from moonpool.runtime.bench.resources import Resources, resources_together
 
 PARTS = ("queue", "compute_input", "compute_infer", "compute_output")
 
@@ -142,6 +104,52 @@ class ModelLoad:
     spare_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Each request of a window."""
+
+    # A row for each request that has ended, with the engine's columns.
+    rows: NDArray[np.int64]
+    # The texts of errors, by their numbers.
+    texts: Sequence[str] = ()
+
+    @property
+    def is_answered(self) -> NDArray[np.bool_]:
+        answered: NDArray[np.bool_] = self.rows[:, OUTCOME] == SUCCEEDED
+        return answered
+
+    @property
+    def latencies_ns(self) -> NDArray[np.int64]:
+        """The latencies of the requests that were answered."""
+        found: NDArray[np.int64] = (self.rows[:, END] - self.rows[:, DUE])[self.is_answered]
+        return found
+
+    @property
+    def first_ns(self) -> NDArray[np.int64]:
+        """The times to the first response, of requests in streams that had one."""
+        rows = self.rows[self.rows[:, FIRST] > 0]
+        found: NDArray[np.int64] = rows[:, FIRST] - rows[:, DUE]
+        return found
+
+    @property
+    def cancelled(self) -> int:
+        return int((self.rows[:, OUTCOME] == CANCELLED).sum())
+
+
+def joined(logs: Sequence[Log]) -> Log:
+    """Join logs; errors of one text get one number."""
+    texts: dict[str, int] = {}
+    parts = []
+    for log in logs:
+        rows = log.rows.copy()
+        for number, text in enumerate(log.texts):
+            rows[log.rows[:, OUTCOME] == number, OUTCOME] = texts.setdefault(text, len(texts))
+        parts.append(rows)
+    return Log(
+        np.concatenate(parts) if parts else np.zeros((0, len(COLUMNS)), np.int64), list(texts)
+    )
+
+
 def _none() -> NDArray[np.int64]:
     return np.zeros(0, np.int64)
 
@@ -167,6 +175,10 @@ class Window:
     split: Split | None = None
     # Load of the instances and of the machine; None for a model behind a server.
     model: ModelLoad | None = None
+    # Resources of the server, or of this process and its instances; None if they are not measured.
+    resources: Resources | None = None
+    # Each request by itself.
+    log: Log = field(default_factory=lambda: Log(np.zeros((0, len(COLUMNS)), np.int64)))
 
     @property
     def requests_per_s(self) -> float:
@@ -181,6 +193,11 @@ class Window:
     @property
     def failed(self) -> int:
         return self.errors.total()
+
+    @property
+    def cancelled(self) -> int:
+        """The number of requests that the load itself cancelled."""
+        return self.log.cancelled
 
     def latency_us(self, percentile: float) -> float:
         """Return a percentile of the latency in microseconds; NaN without answers."""
@@ -216,6 +233,8 @@ def merged(windows: Sequence[Window]) -> Window:
         generator_share=max(shares, default=None),
         split=together([w.split for w in windows if w.split is not None]),
         model=_together([w.model for w in windows]),
+        resources=resources_together([w.resources for w in windows]),
+        log=joined([w.log for w in windows]),
     )
 
 
@@ -260,6 +279,12 @@ class Subject(Protocol):
     def advice(self, whole: Window) -> Mapping[str, Any] | None:
         """Return advice that would make the model quicker under the load of these windows, if any is known."""
 
+    def measure_resources(self, server_pid: int | None, metrics_url: str | None) -> None:
+        """Measure the resources of each window from now on."""
+
+    def instance_pids(self) -> Sequence[int]:
+        """Return the processes of the model's instances that are ready. From any thread."""
+
     def configuration_fields(self) -> dict[str, str] | None:
         """Return the digests of `digests_of_configuration` for the model; None if its configuration is unknown."""
 
@@ -273,16 +298,31 @@ class Point:
     stable: bool
     # Advice for this load, in the form of `another_instance.advice`, if there is any.
     advice: Mapping[str, Any] | None = None
+    # The points of several runs, of which this one is made.
+    runs: Sequence[Point] = ()
 
     @property
     def whole(self) -> Window:
-        """The last three windows as one. Tables show this."""
+        """The last three windows, of each run, as one. Tables show this."""
+        if self.runs:
+            return merged([window for run in self.runs for window in run.windows[-COUNT:]])
         return merged(self.windows[-COUNT:])
+
+
+def of_runs(runs: Sequence[Point]) -> Point:
+    """Make one point of several with the same load; it is stable if all of them are."""
+    return Point(
+        runs[0].load,
+        [window for run in runs for window in run.windows],
+        all(run.stable for run in runs),
+        runs[-1].advice,
+        runs,
+    )
 
 
 def sweep(
     subjects: Sequence[Subject],
-    loads: Sequence[Load],
+    loads: Iterable[Load],
     *,
     seconds: float,
     warm_up_s: float,
@@ -290,7 +330,7 @@ def sweep(
     stable_percent: float,
     tell: Callable[[Load, int, Sequence[Window]], None],
 ) -> Iterator[list[Point]]:
-    """Measure all loads; yield for each load a point of each subject.
+    """Measure all loads; yield for each load a point of each subject. The next load is asked for after that.
 
     After a warm-up that does not count, the subjects have one window each in every round, until all of them are stable or
     have had `most_windows`. Another subject begins in each round, so that a drift of the machine hits all of them alike. `tell`
@@ -300,7 +340,8 @@ def sweep(
         if warm_up_s:
             tell(load, 0, ())
             for subject in subjects:
-                subject.window(load, warm_up_s)
+                # A schedule has a length of its own.
+                subject.window(Concurrency(1) if isinstance(load, Schedule) else load, warm_up_s)
         windows: list[list[Window]] = [[] for _ in subjects]
         for turn in range(most_windows):
             tell(load, turn + 1, [each[-1] for each in windows if each])

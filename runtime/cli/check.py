@@ -15,6 +15,7 @@ from typing import NamedTuple
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.policy import is_contained
 from moonpool.runtime.cli.shared import UsageError, add_repository, hosting_of, session
+from moonpool.runtime.ensemble.drawing import drawn
 from moonpool.runtime.errors import BadEnvironment, LoadFailed
 from moonpool.runtime.isolation.hints import closed_files
 from moonpool.runtime.model.backend import Model
@@ -22,9 +23,10 @@ from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.model import ModelConfig, unused_fields
 from moonpool.runtime.model.config.source import ConfigError
 from moonpool.runtime.process.terminal import Terminal, harmless
+from moonpool.runtime.repository.cloud_address import is_address
 from moonpool.runtime.repository.grants import Grants, as_argument, as_flag, asks, paste
 from moonpool.runtime.repository.loading import HostingRules, Wanted, prepare
-from moonpool.runtime.repository.repository import ModelDirectory, ModelRepository
+from moonpool.runtime.repository.repository import ModelDirectory
 from moonpool.runtime.runtime import Runtime
 
 NAME = "check"
@@ -33,7 +35,7 @@ DESCRIPTION = """\
 Check each model of a repository: read its configuration, import it in its own environment, start its
 instances and end them again. Each finding is one line:
 
-  LEVEL: MODEL: FILE:LINE: text      (LEVEL is ok, warning or error)
+  LEVEL: MODEL: FILE:LINE: text      (LEVEL is ok, warning or error; step is a step of an ensemble)
 
 Exits with 1 if there is an error, or with --strict a warning.
 """
@@ -47,7 +49,7 @@ examples:
 
 # The most closed files of a model that are named.
 _MOST_CLOSED = 5
-_STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
+_STYLES = {"ok": "green", "warning": "yellow", "error": "red", "step": "dim"}
 # A place in a model's own file, as the texts of failed loads name it.
 _PLACE = re.compile(r"^  (/[^\n]+\.py)(?:\((\d+)\))?(?::|$)", re.MULTILINE)
 _SYNTAX_ERROR_LINE = re.compile(r"\(\S+\.py, line (\d+)\)")
@@ -92,8 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     terminal = Terminal(sys.stdout)
-    repository = ModelRepository(options.repository)
-    names = options.models or repository.models()
+    repository = options.repository
     counts = dict.fromkeys(_STYLES, 0)
     try:
         limits = ConfigLimits().raised(options.model_config_limit)
@@ -103,9 +104,11 @@ def run(options: argparse.Namespace) -> int:
         options.repository, hosting_of(options), verbose=options.verbose, quiet=True
     ) as runtime:
         runtime.registry.rules = replace(runtime.registry.rules, limits=limits)
-        for text in runtime.registry.rules.about_none_of(repository.models()):
+        found = runtime.registry.repositories.models()
+        names = options.models or found
+        for text in runtime.registry.rules.about_none_of(found):
             counts["warning"] += 1
-            terminal.line(str(Finding("warning", "", _shown(repository.path), text)))
+            terminal.line(str(Finding("warning", "", _shown(repository), text)))
         for name in names:
             for finding in findings(runtime, repository, name, options.allow_missing):
                 counts[finding.level] += 1
@@ -113,16 +116,18 @@ def run(options: argparse.Namespace) -> int:
                 terminal.line(f"{terminal.paint(level, _STYLES[level])}:{rest}")
     if not names:
         counts["warning"] += 1
-        terminal.line(str(Finding("warning", "", _shown(repository.path), "there are no models")))
+        terminal.line(str(Finding("warning", "", _shown(repository), "there are no models")))
     return 1 if counts["error"] or (options.strict and counts["warning"]) else 0
 
 
 def findings(
-    runtime: Runtime, repository: ModelRepository, name: str, allow_missing: bool
+    runtime: Runtime, repository: str, name: str, allow_missing: bool
 ) -> Iterator[Finding]:
     """Yield the findings about a model: its warnings, then `ok` or the first error."""
+    folder = Path(os.path.abspath(repository)) / name
     try:
-        directory = repository.find(name)
+        directory = runtime.registry.repositories.find(name)
+        folder = directory.path
         yield from _configuration(directory, runtime.registry.rules)
         models = _with_all_granted(runtime, name)
         yield from _closed(directory, models[0].options.sandbox)
@@ -132,22 +137,35 @@ def findings(
         begin_s = time.monotonic()
         runtime.load(name)
         took_s = time.monotonic() - begin_s
-        instances = len(runtime.instances(name))
+        parts = _parts(runtime, name)
         versions = ", ".join(map(str, runtime.models()[name]))
-        runtime.unload(name)
+        runtime.registry.unload(name, with_members=True)
     except (MoonpoolError, OSError) as error:
         level = "warning" if allow_missing and _is_missing(error) else "error"
         limits = runtime.registry.rules.limits
-        yield _as_finding(level, name, repository.path / name, error, limits)
+        yield _as_finding(level, name, folder, error, limits)
     else:
-        plural = "" if instances == 1 else "s"
-        what = f"version {versions}, {instances} instance{plural}, loaded in {took_s:.1f} s"
+        what = f"version {versions}, {parts}, loaded in {took_s:.1f} s"
         yield Finding("ok", name, "", what)
+
+
+def _parts(runtime: Runtime, name: str) -> str:
+    """Count the instances of a model, or the steps of an ensemble."""
+    ensemble = runtime.config(name).ensemble
+    count, what = (
+        (len(runtime.instances(name)), "instance")
+        if ensemble is None
+        else (len(ensemble.steps), "step")
+    )
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _configuration(directory: ModelDirectory, rules: HostingRules) -> Iterator[Finding]:
     raw, source = directory.read_config(rules.limits)
     config = ModelConfig.from_dict(raw, source=source, partial=True)
+    if config.ensemble is not None:
+        for line in drawn(config.ensemble):
+            yield Finding("step", directory.name, "", line)
     for field in unused_fields(config.raw):
         place = _shown(source.file, source.line(field)) if source.file else ""
         yield Finding("warning", directory.name, place, f"{field}: has no effect in moonpool yet")
@@ -249,7 +267,9 @@ def _environment_line(folder: Path, limits: ConfigLimits) -> str:
 
 
 def _shown(path: str | os.PathLike[str], line: int | None = None) -> str:
-    """Return the shorter of relative and absolute path, with the line."""
+    """Return the shorter of relative and absolute path, with the line. An address stays as it is."""
+    if is_address(path):
+        return str(path)
     absolute = os.path.abspath(path)
     relative = os.path.relpath(absolute)
     shown = absolute if relative.startswith("..") else relative

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.cli.bench_options import parse_endpoint, parse_header
+from moonpool.runtime.cli.bench.options import parse_endpoint, parse_header
 from moonpool.runtime.cli.inputs import as_arrays, parse_inputs
 from moonpool.runtime.cli.shared import (
     UsageError,

@@ -17,10 +17,10 @@ from typing import Any
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.cli import (
-    bench,
     check,
     completion,
     demo,
+    environments,
     infer,
     run_model,
     sandbox,
@@ -28,6 +28,7 @@ from moonpool.runtime.cli import (
     top,
     triton,
 )
+from moonpool.runtime.cli.bench import command as bench
 from moonpool.runtime.cli.completion import offer_completions
 from moonpool.runtime.cli.shared import UsageError
 from moonpool.runtime.model.config.schema import suggestion
@@ -62,7 +63,19 @@ class CommandParser(argparse.ArgumentParser):
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
 
-_COMMANDS = (demo, serve, top, infer, check, sandbox, triton, run_model, bench, completion)
+_COMMANDS = (
+    demo,
+    serve,
+    top,
+    infer,
+    check,
+    sandbox,
+    environments,
+    triton,
+    run_model,
+    bench,
+    completion,
+)
 _EPILOG = """\
 exit codes: 0 success, 1 failure, 2 wrong command line, 130 interrupted
 

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     # Imported here, because no other command has a model in its own process.
-    from moonpool import testing
+    from moonpool.testing.load import load_any
 
     values = parse_inputs(options.input)
     models = _models(options.models)
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         with logged_to(_Handler(), level), contextlib.ExitStack() as stack:
             with _debugged(enabled=options.debug):
-                model = testing.load(
+                model = load_any(
                     options.model, version=options.version, models=models, timeout_s=timeout_s
                 )
                 stack.enter_context(model)

@@ -10,8 +10,8 @@ import struct
 from collections.abc import Sequence
 from urllib.parse import unquote
 
-from moonpool.runtime.bench import hpack
-from moonpool.runtime.bench.engine import ANSWERED, WireError
+from moonpool.runtime.bench.generator import hpack
+from moonpool.runtime.bench.generator.engine import ANSWERED, WireError
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW, _CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
@@ -47,17 +47,16 @@ def _frame_head(length: int, kind: int, flags: int, stream: int) -> bytes:
 
 
 class GrpcWire:
-    """Sends the same message again and again, each on a stream of its own, or all on one.
+    """Sends messages that were prepared, each on a stream of its own, or all on one.
 
-    On one stream (ModelStreamInfer) a request ends with the response that carries the final flag.
+    A message that is part of a sequence has two parts, and the id of the sequence goes between them. On one stream (ModelStreamInfer) a request ends with the response that carries the final flag.
     """
 
     def __init__(
         self,
         authority: str,
         method: str,
-        message: bytes,
-        *,
+        *messages: bytes | Sequence[bytes],
         is_stream: bool = False,
         metadata: Sequence[tuple[str, str]] = (),
     ) -> None:
@@ -65,7 +64,10 @@ class GrpcWire:
         self.closes = False
         self.responses = 0
         self._is_stream = is_stream
-        self._message = memoryview(_MESSAGE.pack(0, len(message)) + message)
+        self._messages = [
+            tuple(each) if not isinstance(each, bytes) else (_whole(each),) for each in messages
+        ]
+        self._message = memoryview(b"")
         # :method POST and :scheme http are whole entries of the static table.
         self._headers = b"\x83\x86" + b"".join(
             (
@@ -106,7 +108,10 @@ class GrpcWire:
         out, self._out = self._out, []
         return out
 
-    def begin(self) -> Sequence[bytes | memoryview]:
+    def begin(self, kind: int, sequence: int) -> Sequence[bytes | memoryview]:
+        parts = self._messages[kind]
+        whole = parts[0] if len(parts) == 1 else _whole(varint(sequence).join(parts))
+        self._message = memoryview(whole)
         if not self._is_open:
             self._stream += 2
             self._stream_window = self._peer_window
@@ -118,6 +123,14 @@ class GrpcWire:
         out, self._out = self._out, []
         # Small messages go as one piece, because a system call with several buffers is slower.
         return [b"".join(out)] if len(self._message) < _DEFAULT_FRAME else out
+
+    def cancel(self) -> Sequence[bytes | memoryview] | None:
+        if not self._is_open:
+            return ()
+        self._left = memoryview(b"")
+        self._is_open = False
+        # Frames of this stream that come later are those of no request.
+        return [_frame(_RESET, 0, self._stream, _WORD.pack(_CANCEL))]
 
     def _pump(self) -> None:
         """Make frames of the message, as far as the peer's windows allow."""
@@ -269,6 +282,21 @@ class GrpcWire:
         self._left = memoryview(b"")
         size, at = _varint(message, 1)
         return self._ended(message[at : at + size].decode(errors="replace"))
+
+
+def _whole(message: bytes) -> bytes:
+    """Put the head of gRPC before a message."""
+    return _MESSAGE.pack(0, len(message)) + message
+
+
+def varint(value: int) -> bytes:
+    """Write a varint of protobuf."""
+    parts = bytearray()
+    while value > 127:
+        parts.append(value & 127 | 128)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)
 
 
 def _unpadded(flags: int, payload: bytes) -> bytes:

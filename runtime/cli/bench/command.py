@@ -10,19 +10,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from moonpool.runtime.bench import result as results
 from moonpool.runtime.bench.callers import InProcess
 from moonpool.runtime.bench.control_client import Interface
+from moonpool.runtime.bench.data import DataMix, RequestData, read_capture, read_mix
+from moonpool.runtime.bench.export import WRITERS
+from moonpool.runtime.bench.faults import FaultInjector
+from moonpool.runtime.bench.loads import Concurrency, Load, Schedule
 from moonpool.runtime.bench.request import Endpoint, QuestionTensor
 from moonpool.runtime.bench.result import check_requests, differences
 from moonpool.runtime.bench.server import MeasuredServer
-from moonpool.runtime.bench.windows import Load, Point, Subject, Window, sweep
-from moonpool.runtime.cli import bench_options
-from moonpool.runtime.cli.bench_options import Options
-from moonpool.runtime.cli.bench_report import can_plot, save_plot, show, show_requests, warnings
+from moonpool.runtime.bench.slo import RateSearch
+from moonpool.runtime.bench.windows import Point, Subject, Window, of_runs, sweep
+from moonpool.runtime.cli.bench import compare
+from moonpool.runtime.cli.bench import options as command_line
+from moonpool.runtime.cli.bench.options import Options
+from moonpool.runtime.cli.bench.page import page_of
+from moonpool.runtime.cli.bench.report import (
+    can_plot,
+    has_matplotlib,
+    save_plot,
+    show,
+    show_requests,
+    warnings,
+)
 from moonpool.runtime.cli.inputs import TakesInputs, as_arrays, made_up
 from moonpool.runtime.cli.shared import UsageError, session
 from moonpool.runtime.process.extras import how_to_install
@@ -47,15 +58,20 @@ examples:
   moonpool bench add_sub --url http://localhost:8000 --request-rate 100,1000 --against results/add_sub.json
   moonpool bench normalise --url http://localhost:8000 --shared-memory system --shape X=65536
   moonpool bench add_sub --url grpc://localhost:8001 --streaming
+  moonpool bench add_sub --url http://localhost:8000 --slo p99=20ms
+  moonpool bench add_sub --url http://localhost:8000 --runs 5 --save results --export html,jsonl
+  moonpool bench compare old/add_sub.json new/add_sub.json --fail-if 'requests_per_s<0.9x'
 """
 
-add_arguments = bench_options.add_arguments
+add_arguments = command_line.add_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
-    options = bench_options.checked(arguments)
+    if arguments.second is not None and arguments.repository == compare.WORD:
+        return compare.run(arguments)
+    options = command_line.checked(arguments)
     if options.save is not None and not options.overwrite:
-        results.check_free(options.save, options.file_name)
+        results.check_free(options.save, options.file_name, _endings(options))
     earlier = results.read(options.against_file) if options.against_file else None
     with contextlib.ExitStack() as stack:
         asked = _asked(stack, options)
@@ -63,13 +79,32 @@ def run(arguments: argparse.Namespace) -> int:
         if earlier is not None:
             check_requests(abouts[0], earlier, str(options.against_file))
         show_requests(
-            Terminal(sys.stdout), abouts[0], asked.size_bytes, is_made_up=not options.values
+            Terminal(sys.stdout),
+            abouts[0],
+            asked.size_bytes,
+            is_made_up=not (options.values or options.input_data or options.replay),
         )
-        for other in [*abouts[1:], *([earlier] if earlier is not None else [])]:
+        differing = [] if options.isolation else abouts[1:]
+        for other in [*differing, *([earlier] if earlier is not None else [])]:
             _warn_of_differences(abouts[0], other)
-        points = _measured(options, asked.subjects)
-    found, *others = [results.result(*each) for each in zip(abouts, points, strict=True)]
-    if others:
+        if options.resources:
+            for subject in asked.subjects:
+                subject.measure_resources(options.server_pid, options.metrics_url)
+        faults = None
+        if options.fault is not None:
+            number, every_s = options.fault
+            faults = FaultInjector(asked.subjects[0].instance_pids, every_s, number)
+        with faults or contextlib.nullcontext():
+            points = _measured_in_runs(options, asked)
+        if faults is not None:
+            faults.check()
+            abouts[0]["faults"] = faults.as_dict()
+    found, *others = [
+        results.result(about, each, options.slo) for about, each in zip(abouts, points, strict=True)
+    ]
+    if options.isolation:
+        found["isolation"] = [results.over(other, found) for other in others]
+    elif others:
         found["against"] = others[0]
     elif earlier is not None:
         found["against"] = {key: earlier[key] for key in earlier if key != "against"}
@@ -78,8 +113,10 @@ def run(arguments: argparse.Namespace) -> int:
     for warning in warnings(found):
         print(f"moonpool: {warning}", file=sys.stderr)
     if options.save is not None:
-        _save(options, found)
-    return _told_of_failures([point for each in points for point in each])
+        _save(options, found, points[0])
+    code = _told_of_failures([point for each in points for point in each])
+    # With faults, some requests fail.
+    return 0 if options.fault is not None else code
 
 
 def _warn_of_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
@@ -88,14 +125,32 @@ def _warn_of_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
         print(f"moonpool: {harmless(words)}", file=sys.stderr)
 
 
-def _measured(options: Options, subjects: Sequence[Subject]) -> list[list[Point]]:
+def _measured_in_runs(options: Options, asked: _Asked) -> list[list[Point]]:
+    """Measure all loads in each run; return the points of each subject."""
+    runs = [_measured(options, asked) for _ in range(options.runs)]
+    if len(runs) == 1:
+        return runs[0]
+    # From runs of subjects of loads to subjects of loads of runs.
+    return [
+        [of_runs(points) for points in zip(*of_subject, strict=True)]
+        for of_subject in zip(*runs, strict=True)
+    ]
+
+
+def _measured(options: Options, asked: _Asked) -> list[list[Point]]:
     """Measure all loads; return the points of each subject."""
+    subjects = asked.subjects
     points: list[list[Point]] = [[] for _ in subjects]
+    loads: Sequence[Load] | RateSearch = asked.loads
+    if options.slo is not None and not loads:
+        # One caller's rate is a guess that no model is far from.
+        guess = subjects[0].window(Concurrency(1), options.warm_up_s or options.seconds)
+        loads = RateSearch(options.slo, guess.requests_per_s, options.distribution, options.seconds)
     progress = _Progress(options)
     try:
         for measured in sweep(
             subjects,
-            options.loads,
+            loads,
             seconds=options.seconds,
             warm_up_s=options.warm_up_s,
             most_windows=options.most_windows,
@@ -105,6 +160,8 @@ def _measured(options: Options, subjects: Sequence[Subject]) -> list[list[Point]
             progress.done(measured)
             for mine, point in zip(points, measured, strict=True):
                 mine.append(point)
+            if isinstance(loads, RateSearch):
+                loads.saw(measured[0])
     finally:
         progress.clear()
     return points
@@ -118,7 +175,10 @@ class _Asked:
     # Datatype and shape of each input.
     inputs: Mapping[str, list[str | int]]
     requests_digest: str
+    # Bytes of the first request, and the number of different ones.
     size_bytes: int
+    count: int
+    loads: Sequence[Load]
 
 
 def _asked(stack: contextlib.ExitStack, options: Options) -> _Asked:
@@ -128,36 +188,55 @@ def _asked(stack: contextlib.ExitStack, options: Options) -> _Asked:
         if endpoint is not None
     ]
     if options.repository is None:
-        interface: TakesInputs = servers[0].interface()
-        arrays = _inputs(options, interface)
+        mix, schedule = _data(options, servers[0].interface())
         subjects: list[Subject] = []
     else:
-        runtime = stack.enter_context(
-            session(options.repository, options.hosting, verbose=options.verbose)
-        )
-        runtime.load(options.model, instances=options.instances)
-        interface = runtime.config(options.model)
-        arrays = _inputs(options, interface)
-        subject = InProcess(
-            runtime,
-            options.model,
-            arrays,
-            is_async=options.is_async,
-            timeout_s=options.timeout_s,
-        )
-        # What is wrong with the inputs is said once, and at once.
-        subject.call()
-        subjects = [subject]
-    datatypes = {tensor.name: tensor.datatype for tensor in interface.inputs}
-    tensors = [QuestionTensor.of(name, datatypes[name], array) for name, array in arrays.items()]
+        levels: list[str | None] = [*options.isolation] or [None]
+        found = [_in_process(stack, options, level) for level in levels]
+        (mix, schedule), subjects = found[0][0], [subject for _, subject in found]
     for server in servers:
-        _prepare(server, options, tensors)
+        _prepare(server, options, mix)
     return _Asked(
         [*subjects, *servers],
-        {name: [datatypes[name], *array.shape] for name, array in arrays.items()},
-        results.digest_of_requests(tensors),
-        sum(len(tensor.data) for tensor in tensors),
+        {tensor.name: [tensor.datatype, *tensor.shape] for tensor in mix.requests[0].inputs},
+        results.digest_of_requests(
+            tensor for number in mix.order for tensor in mix.requests[number].inputs
+        ),
+        sum(len(tensor.data) for tensor in mix.requests[0].inputs),
+        len(mix.requests),
+        [schedule] if schedule is not None else options.loads,
     )
+
+
+def _in_process(
+    stack: contextlib.ExitStack, options: Options, level: str | None
+) -> tuple[tuple[DataMix, Schedule | None], InProcess]:
+    """Load the model, at that level of the sandbox if one is given; return its requests and what is measured."""
+    hosting = options.hosting if level is None else {**options.hosting, "sandbox": level}
+    # With several runtimes, the first one's session shows the log and the progress of all.
+    is_first = level is None or level == options.isolation[0]
+    runtime = stack.enter_context(
+        session(
+            options.repository,
+            hosting,
+            verbose=options.verbose and is_first,
+            quiet=not is_first,
+            progress=is_first,
+        )
+    )
+    runtime.load(options.model, instances=options.instances)
+    mix, schedule = _data(options, runtime.config(options.model))
+    subject = InProcess(
+        runtime,
+        options.model,
+        mix,
+        is_async=options.is_async,
+        timeout_s=options.timeout_s,
+        sandbox=level,
+    )
+    # What is wrong with the inputs is said once, and at once.
+    subject.check()
+    return (mix, schedule), subject
 
 
 def _server(stack: contextlib.ExitStack, options: Options, endpoint: Endpoint) -> MeasuredServer:
@@ -172,13 +251,24 @@ def _server(stack: contextlib.ExitStack, options: Options, endpoint: Endpoint) -
     return server
 
 
-def _inputs(options: Options, interface: TakesInputs) -> dict[str, NDArray[np.generic]]:
+def _data(options: Options, interface: TakesInputs) -> tuple[DataMix, Schedule | None]:
+    """Read or make up the requests; return their times, too, if they were captured with them."""
+    if options.replay is not None:
+        return read_capture(options.replay, options.model, options.speed)
+    if options.input_data:
+        is_batched = bool(interface.max_batch_size)
+        specs, inputs = options.input_data, interface.inputs
+        return read_mix(specs, inputs, options.shapes, is_batched=is_batched), None
     if options.values:
-        return as_arrays(options.values, interface)
-    return made_up(interface, options.batch, options.shapes)
+        arrays = as_arrays(options.values, interface)
+    else:
+        arrays = made_up(interface, options.batch, options.shapes)
+    datatypes = {tensor.name: tensor.datatype for tensor in interface.inputs}
+    tensors = [QuestionTensor.of(name, datatypes[name], array) for name, array in arrays.items()]
+    return DataMix([RequestData(tensors)]), None
 
 
-def _prepare(server: MeasuredServer, options: Options, tensors: Sequence[QuestionTensor]) -> None:
+def _prepare(server: MeasuredServer, options: Options, mix: DataMix) -> None:
     found: Interface = server.interface()
     if found.decoupled and not options.is_stream:
         raise UsageError(
@@ -186,12 +276,14 @@ def _prepare(server: MeasuredServer, options: Options, tensors: Sequence[Questio
             "over grpc://"
         )
     server.prepare(
-        tensors,
+        mix,
         processes=options.processes,
         most_connections=options.most_connections,
         shared_memory=options.shared_memory,
         is_stream=options.is_stream,
         is_json=options.is_json and server.scheme == "http",
+        cancelled=options.cancelled,
+        sequences=options.sequences,
     )
 
 
@@ -210,6 +302,9 @@ def _about(options: Options, asked: _Asked, subject: Subject) -> dict[str, Any]:
         "instances": options.instances,
         "window_s": options.seconds,
         "inputs": asked.inputs,
+        "different_requests": asked.count,
+        "sequences": options.sequences,
+        "cancel": options.cancelled,
         "requests_digest": asked.requests_digest,
         "configuration_digest": None if fields is None else results.digest_of_fields(fields),
         "configuration_fields": fields,
@@ -227,8 +322,9 @@ class _Progress:
     def tell(self, load: Load, turn: int, last: Sequence[Window]) -> None:
         if not self._terminal.is_terminal:
             return
-        loads = self._options.loads
-        words = [f"load {loads.index(load) + 1} of {len(loads)}, {load.words}"]
+        loads = self._options.loads if load in self._options.loads else []
+        number = f"load {loads.index(load) + 1} of {len(loads)}, " if loads else ""
+        words = [f"{number}{load.words}"]
         words.append(
             f"window {turn} of at most {self._options.most_windows}" if turn else "warm-up"
         )
@@ -253,13 +349,26 @@ class _Progress:
             self._terminal.replace_line("")
 
 
-def _save(options: Options, found: Mapping[str, Any]) -> None:
+def _endings(options: Options) -> list[str]:
+    return [WRITERS[each][0] if each in WRITERS else f".{each}" for each in options.export]
+
+
+def _save(options: Options, found: Mapping[str, Any], points: Sequence[Point]) -> None:
     if options.save is None:
         return
     name = options.file_name
     for path in results.write(options.save, name, found, overwrite=options.overwrite):
         print(path)
-    if can_plot():
+    for each, ending in zip(options.export, _endings(options), strict=True):
+        path = options.save / f"{name}{ending}"
+        if each in WRITERS:
+            WRITERS[each][1](path, points)
+        else:
+            path.write_text(page_of(found), encoding="utf-8")
+        print(path)
+    if not can_plot(found):
+        return
+    if has_matplotlib():
         path = options.save / f"{name}.png"
         save_plot(found, path)
         print(path)

@@ -14,29 +14,61 @@ ended the parent. Workers have a process group of their own: Ctrl-C reaches only
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgpack
 import numpy as np
+from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.bench.engine import Generator, Stopped, Tally, Unreachable, Wire
-from moonpool.runtime.bench.grpc import GrpcWire
-from moonpool.runtime.bench.http import HttpWire
+from moonpool.runtime.bench.generator.engine import (
+    COLUMNS,
+    Cancellation,
+    Generator,
+    SequenceLengths,
+    Stopped,
+    Tally,
+    Unreachable,
+    Wire,
+)
+from moonpool.runtime.bench.generator.grpc import GrpcWire
+from moonpool.runtime.bench.generator.http import HttpWire
+from moonpool.runtime.bench.loads import Concurrency, Load, Schedule
 from moonpool.runtime.bench.request import METHOD, STREAM_METHOD, Endpoint
-from moonpool.runtime.bench.windows import Concurrency, Load, Window
+from moonpool.runtime.bench.windows import Log, Window, joined
 
 # The folder that holds the package `moonpool`, for the path of the workers.
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[4]
 # Time from the command to the beginning of a window, in which all workers get the command.
 _LEAD_NS = 20_000_000
+
+
+# What a connection sends: a message, or its parts, between which the id of a sequence goes.
+Prepared = bytes | Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """Prepared requests and the way to send them, apart from their times."""
+
+    # For each connection in turns, the requests that it may send, by their numbers.
+    requests: Sequence[Sequence[Prepared]]
+    # The numbers of the requests in the order in which they are sent, again and again.
+    order: NDArray[np.int32] = field(default_factory=lambda: np.zeros(1, np.int32))
+    # A share of the requests that is cancelled, and the seconds after which each is.
+    cancelled: tuple[float, float] | None = None
+    # The least and the greatest length of sequences. Then there are four forms of each request, by their place there.
+    sequences: tuple[int, int] | None = None
+    is_stream: bool = False
 
 
 class LoadWorkers:
@@ -45,15 +77,19 @@ class LoadWorkers:
     def __init__(
         self,
         endpoint: Endpoint,
-        requests: Sequence[bytes],
+        sending: Sending,
         *,
         processes: int,
         timeout_s: float,
-        is_stream: bool = False,
         headers: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Start the workers. `requests` are serialized; the callers of each worker take turns with them."""
+        """Start the workers."""
         self._windows = 0
+        self._order = sending.order
+        requests, is_stream = sending.requests, sending.is_stream
+        # Ids of sequences have eleven digits, and as varints five bytes, so all messages of a kind are equally long. No two
+        # workers, and hardly two commands, use the same ones.
+        first_id = 10**10 + random.randrange(10**9)
         self._workers: list[_Worker] = []
         try:
             for index in range(processes):
@@ -70,6 +106,9 @@ class LoadWorkers:
                         "is_stream": is_stream,
                         "metadata": headers,
                         "timeout_s": timeout_s,
+                        "cancelled": sending.cancelled,
+                        "sequences": sending.sequences,
+                        "first_id": first_id + index * 10**9 // 8,
                     }
                 )
         except BaseException:
@@ -101,20 +140,32 @@ class LoadWorkers:
         if isinstance(load, Concurrency):
             for index in range(count):
                 share = len(range(index, load.callers, count))
-                yield {"in_flight": share, "seconds": seconds} if share else None
+                kinds = self._order[index::count] if len(self._order) >= count else self._order
+                yield (
+                    {"in_flight": share, "seconds": seconds, "kinds": kinds.tobytes()}
+                    if share
+                    else None
+                )
             return
         due_ns = load.due_ns(seconds, self._windows)
+        kinds = np.resize(self._order, len(due_ns))
+        if isinstance(load, Schedule) and load.kinds is not None:
+            kinds = load.kinds
         for index in range(count):
             mine = due_ns[index::count]
             most = max(1, most_connections // count)
-            yield {"due_ns": mine.tobytes(), "most": most} if len(mine) else None
+            yield (
+                {"due_ns": mine.tobytes(), "most": most, "kinds": kinds[index::count].tobytes()}
+                if len(mine)
+                else None
+            )
 
 
 class _Worker:
     def __init__(self) -> None:
         path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "moonpool.runtime.bench.workers"],
+            [sys.executable, "-m", "moonpool.runtime.bench.generator.workers"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
@@ -174,16 +225,24 @@ def _together(seen: Sequence[Mapping[str, Any]]) -> Window:
     def times(name: str) -> Any:
         return np.concatenate([np.frombuffer(part[name], np.int64) for part in seen])
 
+    log = joined([_log_of(part) for part in seen])
     return Window(
         seconds=max(part["seconds"] for part in seen),
-        latencies_ns=times("latencies_ns"),
+        latencies_ns=log.latencies_ns,
         errors=sum((Counter(part["errors"]) for part in seen), Counter()),
         late_ns=times("late_ns"),
         unsent=sum(part["unsent"] for part in seen),
-        first_ns=times("first_ns"),
+        first_ns=log.first_ns,
         between_ns=times("between_ns"),
         generator_share=max(part["busy_s"] / part["seconds"] for part in seen),
+        log=log,
     )
+
+
+def _log_of(part: Mapping[str, Any]) -> Log:
+    # The errors' texts are in the order of their numbers, because a dictionary keeps the order of its first entries.
+    rows = np.frombuffer(part["log"], np.int64).reshape(-1, len(COLUMNS))
+    return Log(rows, list(part["errors"]))
 
 
 # A message holds a request, and requests are up to 2 GiB.
@@ -200,10 +259,12 @@ def main() -> int:
         return 0
     generator = Generator(
         (plan["host"], plan["port"]),
-        [_maker(plan, request) for request in plan["requests"]],
+        [_maker(plan, requests) for requests in plan["requests"]],
         timeout_s=plan["timeout_s"],
         is_stream=plan["is_stream"],
         stop_descriptor=sys.stdin.fileno(),
+        cancellation=_cancellation(plan["cancelled"]),
+        sequences=_sequences(plan),
     )
     try:
         for command in messages:
@@ -222,27 +283,39 @@ def _messages(stream: BinaryIO) -> Iterator[Mapping[str, Any]]:
         yield from unpacker
 
 
-def _maker(plan: Mapping[str, Any], request: bytes) -> Callable[[], Wire]:
+def _cancellation(cancelled: Sequence[float] | None) -> Cancellation | None:
+    return Cancellation(cancelled[0], round(cancelled[1] * 1e9)) if cancelled else None
+
+
+def _sequences(plan: Mapping[str, Any]) -> SequenceLengths | None:
+    if not plan["sequences"]:
+        return None
+    least, most = plan["sequences"]
+    return SequenceLengths(least, most, plan["first_id"], len(plan["requests"][0]) // 4)
+
+
+def _maker(plan: Mapping[str, Any], requests: Sequence[Prepared]) -> Callable[[], Wire]:
     if plan["scheme"] == "http":
-        return lambda: HttpWire(request)
+        return lambda: HttpWire(*requests)
     return lambda: GrpcWire(
         plan["authority"],
         plan["method"],
-        request,
+        *requests,
         is_stream=plan["is_stream"],
         metadata=plan["metadata"],
     )
 
 
 def _window(generator: Generator, command: Mapping[str, Any]) -> Mapping[str, Any]:
+    kinds = array("i", command["kinds"])
     try:
         if "in_flight" in command:
             tally = generator.closed_loop(
-                command["in_flight"], command["seconds"], command["begin_ns"]
+                command["in_flight"], command["seconds"], command["begin_ns"], kinds
             )
         else:
             due_ns = array("q", command["due_ns"])
-            tally = generator.open_loop(due_ns, command["most"], command["begin_ns"])
+            tally = generator.open_loop(due_ns, command["most"], command["begin_ns"], kinds)
     except Stopped:
         raise
     except MoonpoolError as error:
@@ -252,9 +325,8 @@ def _window(generator: Generator, command: Mapping[str, Any]) -> Mapping[str, An
 
 def _packed(tally: Tally) -> Mapping[str, Any]:
     return {
-        "latencies_ns": tally.latencies_ns.tobytes(),
+        "log": tally.log.tobytes(),
         "late_ns": tally.late_ns.tobytes(),
-        "first_ns": tally.first_ns.tobytes(),
         "between_ns": tally.between_ns.tobytes(),
         "errors": dict(tally.errors),
         "unsent": tally.unsent,

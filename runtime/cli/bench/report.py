@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moonpool.runtime.bench.loads import load_in_short
 from moonpool.runtime.bench.result import described, names, verdict
+from moonpool.runtime.bench.slo import time_words
 from moonpool.runtime.bench.windows import FALLS_BEHIND, PARTS, SATURATED
 from moonpool.runtime.cli.shared import figure, table
 from moonpool.runtime.process.terminal import Terminal, harmless
@@ -31,13 +33,27 @@ def show_requests(
         *(["in shared memory"] if about["shared_memory"] != "none" else []),
         *(["as JSON"] if about["json_tensors"] else []),
         *(["in streams"] if about["streaming"] else []),
+        *(
+            [f"the first of {about['different_requests']}"]
+            if about["different_requests"] > 1
+            else []
+        ),
+        *([f"in sequences of {_between(about['sequences'])}"] if about["sequences"] else []),
     ]
     sent = f"{described(about['inputs'])}, {size_bytes:,} bytes, {', '.join(how)}"
     terminal.line(harmless(f"{about['model']}, {about['where']}, each request: {sent}"))
 
 
+def _between(lengths: Sequence[int]) -> str:
+    least, most = lengths
+    return str(least) if least == most else f"{least} to {most}"
+
+
 def show(terminal: Terminal, found: Mapping[str, Any], *, in_turns: bool) -> None:
     """Write the tables: of the callers, of the server's own account, and of the comparison."""
+    if "isolation" in found:
+        _isolation(terminal, found)
+        return
     if "against" not in found:
         _tables(terminal, found)
         return
@@ -51,6 +67,21 @@ def show(terminal: Terminal, found: Mapping[str, Any], *, in_turns: bool) -> Non
     _rows(terminal, _ratios(found))
     terminal.line(
         f"medians of ratios, least to most; {how}; alike where they lie on both sides of 1"
+    )
+
+
+def _isolation(terminal: Terminal, found: Mapping[str, Any]) -> None:
+    """Write the tables of each level of the sandbox, and the ratios over the first one."""
+    for each in (found, *found["isolation"]):
+        terminal.line(terminal.paint(f"{harmless(each['where'])}:", "bold"))
+        _tables(terminal, each)
+        terminal.line()
+    for each in found["isolation"]:
+        words = f"{harmless(each['where'])} over {harmless(found['where'])}:"
+        terminal.line(terminal.paint(words, "bold"))
+        _rows(terminal, _ratios(each))
+    terminal.line(
+        "medians of ratios, least to most; in turns; alike where they lie on both sides of 1"
     )
 
 
@@ -74,6 +105,10 @@ def _tables(terminal: Terminal, found: Mapping[str, Any]) -> None:
     if any(point["server"] for point in found["series"]):
         terminal.line()
         _rows(terminal, _server(found))
+    _resources(terminal, found)
+    _confidence(terminal, found)
+    _faults(terminal, found)
+    _slo(terminal, found)
     _advice(terminal, found)
 
 
@@ -84,12 +119,13 @@ def _rows(terminal: Terminal, rows: Sequence[Sequence[str]]) -> None:
         terminal.line(line)
 
 
-def _load(point: Mapping[str, Any]) -> str:
-    return str(point["concurrency"]) if "concurrency" in point else f"{point['request_rate']:g}/s"
+_HEADS = {
+    "concurrency": "callers", "request_rate": "asked", "load_shape": "load", "schedule": "schedule",
+}  # fmt: skip
 
 
 def _load_head(found: Mapping[str, Any]) -> str:
-    return "callers" if "concurrency" in found["series"][0] else "asked"
+    return next(head for field, head in _HEADS.items() if field in found["series"][0])
 
 
 def _us(value: float | None) -> str:
@@ -99,19 +135,118 @@ def _us(value: float | None) -> str:
 def _callers(found: Mapping[str, Any]) -> list[list[str]]:
     head = [_load_head(found), "requests/s", *(f"{name} µs" for name in _PERCENTILES), "failed"]
     has_generator = any(point["generator_share"] is not None for point in found["series"])
-    rows = [[*head, *(["generator"] if has_generator else [])]]
+    of_slo = ["good/s", "holds"] if "slo" in found else []
+    has_cancelled = any("cancelled" in point for point in found["series"])
+    rows = [
+        [
+            *head,
+            *(["cancelled"] if has_cancelled else []),
+            *of_slo,
+            *(["generator"] if has_generator else []),
+        ]
+    ]
     for point in found["series"]:
         latency = point["latency_us"]
         rows.append(
             [
-                _load(point),
+                load_in_short(point),
                 f"{point['requests_per_s']:,.0f}",
                 *(_us(latency[name]) for name in _PERCENTILES),
                 str(point["failed"]),
+                *([str(point.get("cancelled", 0))] if has_cancelled else []),
+                *([f"{point['goodput_per_s']:,.0f}", _holds(point)] if of_slo else []),
                 *([f"{point['generator_share']:.0%}"] if has_generator else []),
             ]
         )
     return rows
+
+
+def _resources(terminal: Terminal, found: Mapping[str, Any]) -> None:
+    """Write what the model and its server used."""
+    points = [point for point in found["series"] if point.get("resources")]
+    if not points:
+        return
+    has_gpu = any(point["resources"]["gpu_memory_bytes"] is not None for point in points)
+    rows = [
+        [_load_head(found), "cpu µs/request", "cores", "memory MB"]
+        + (["GPU", "GPU memory MB"] if has_gpu else [])
+    ]
+    for point in points:
+        used = point["resources"]
+        per_request, utilization = used["cpu_s_per_request"], used["gpu_utilization"]
+        rows.append(
+            [
+                load_in_short(point),
+                "-" if per_request is None else figure(per_request * 1e6),
+                figure(used["cores"]),
+                f"{used['memory_bytes'] / 1e6:,.0f}",
+            ]
+        )
+        if has_gpu:
+            share = "-" if utilization is None else f"{utilization:.0%}"
+            rows[-1] += [share, f"{(used['gpu_memory_bytes'] or 0) / 1e6:,.0f}"]
+    terminal.line()
+    _rows(terminal, rows)
+
+
+def _faults(terminal: Terminal, found: Mapping[str, Any]) -> None:
+    """Write how many instances were harmed, and what became of the requests."""
+    faults = found.get("faults")
+    if not faults:
+        return
+    failed = sum(window["failed"] for point in found["series"] for window in point["windows"])
+    answered = sum(window["requests"] for point in found["series"] for window in point["windows"])
+    words = f"{faults['count']} times an instance was {faults['kind']}"
+    if faults["recovered_s"]:
+        back = faults["recovered_s"]
+        words += f"; as many as before were ready after {back['median']:.2f} s, at most {back['max']:.2f} s"
+    if faults["not_recovered"]:
+        words += f"; {faults['not_recovered']} did not come back"
+    share = failed / (failed + answered) if failed + answered else 0.0
+    terminal.line()
+    terminal.line(
+        f"{words}; {share:.2%} of all requests failed, and the latencies are those of the others"
+    )
+
+
+def _confidence(terminal: Terminal, found: Mapping[str, Any]) -> None:
+    """Write the intervals of figures over several runs."""
+    points = [point for point in found["series"] if point.get("confidence")]
+    if not points:
+        return
+    heads = {"requests_per_s": "requests/s", "p50": "p50 µs", "p99": "p99 µs"}
+    rows = [[_load_head(found), *heads.values()]]
+    for point in points:
+        known = point["confidence"]
+        cells = [
+            f"{figure(known[name]['low'])} to {figure(known[name]['high'])}"
+            if name in known
+            else "-"
+            for name in heads
+        ]
+        rows.append([load_in_short(point), *cells])
+    terminal.line()
+    _rows(terminal, rows)
+    terminal.line(f"95 % intervals of the means of {len(points[0]['runs'])} runs")
+
+
+def _holds(point: Mapping[str, Any]) -> str:
+    return "yes" if point["broken"] is None else f"no: {point['broken']}"
+
+
+def _slo(terminal: Terminal, found: Mapping[str, Any]) -> None:
+    """Write the highest rate that holds."""
+    if "slo" not in found or not any("request_rate" in point for point in found["series"]):
+        return
+    slo = found["slo"]
+    limits = ", ".join(f"{name} {time_words(us)}" for name, us in slo["limits_us"].items())
+    highest, lowest = slo["highest_rate"], slo["lowest_broken_rate"]
+    words = f"no rate holds {limits}"
+    if highest is not None:
+        words = f"{highest:g} requests/s hold {limits}"
+        words += f", and {lowest:g} do not" if lowest is not None else "; no higher one was tried"
+    terminal.line()
+    terminal.line(terminal.paint(words, "bold"))
 
 
 def _responses(found: Mapping[str, Any]) -> list[list[str]]:
@@ -126,7 +261,7 @@ def _responses(found: Mapping[str, Any]) -> list[list[str]]:
         between = point.get("between_responses_us") or {}
         rows.append(
             [
-                _load(point),
+                load_in_short(point),
                 f"{point.get('responses_per_s', 0):,.0f}",
                 *(_us(times.get(name)) for times in (first, between) for name in ("p50", "p99")),
             ]
@@ -140,7 +275,7 @@ def _server(found: Mapping[str, Any]) -> list[list[str]]:
         server = point["server"]
         if server:
             parts = [figure(server[f"{part}_us"]) for part in PARTS]
-            rows.append([_load(point), *parts, figure(server["rows_per_execution"])])
+            rows.append([load_in_short(point), *parts, figure(server["rows_per_execution"])])
     return rows
 
 
@@ -150,9 +285,9 @@ def _ratios(found: Mapping[str, Any]) -> list[list[str]]:
     for point in found["series"]:
         ratios = point.get("ratios")
         if not ratios:
-            rows.append([_load(point), *(["not measured there"] + [""] * (len(heads) - 1))])
+            rows.append([load_in_short(point), *(["not measured there"] + [""] * (len(heads) - 1))])
             continue
-        rows.append([_load(point), *(_ratio(name, ratios.get(name)) for name in heads)])
+        rows.append([load_in_short(point), *(_ratio(name, ratios.get(name)) for name in heads)])
     return rows
 
 
@@ -165,7 +300,11 @@ def _ratio(name: str, ratio: Mapping[str, float] | None) -> str:
 
 def warnings(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield warnings about figures that should not be trusted."""
-    measured = [found, *([found["against"]] if "against" in found else [])]
+    measured = [
+        found,
+        *([found["against"]] if "against" in found else []),
+        *found.get("isolation", []),
+    ]
     yield from _unsettled(measured)
     for each in measured:
         for point in each["series"]:
@@ -174,17 +313,21 @@ def warnings(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _load_in_words(point: Mapping[str, Any]) -> str:
     callers = point.get("concurrency")
-    return _load(point) if callers is None else f"{callers} caller{'s' if callers > 1 else ''}"
+    return (
+        load_in_short(point) if callers is None else f"{callers} caller{'s' if callers > 1 else ''}"
+    )
 
 
 def _unsettled(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield one line for all loads that did not settle."""
     places = []
     for each in measured:
-        loads = [_load(point) for point in each["series"] if not point["stable"]]
+        loads = [load_in_short(point) for point in each["series"] if not point["stable"]]
         if loads:
-            callers = " callers" if "concurrency" in each["series"][0] else ""
-            places.append(f"{each['where']} with {', '.join(loads)}{callers}")
+            kind = ""
+            if "concurrency" in each["series"][0]:
+                kind = " caller" if loads == ["1"] else " callers"
+            places.append(f"{each['where']} with {', '.join(loads)}{kind}")
     if places:
         yield (
             f"the windows still differed at the end: {'; '.join(places)}; give them more time (--seconds) or a quieter "
@@ -209,10 +352,16 @@ def _warnings_of(point: Mapping[str, Any], where: str, found: Mapping[str, Any])
         )
 
 
+_AXES = {"concurrency": "concurrent callers", "request_rate": "requests/s asked for"}
 _COLOURS = {"p50": "C0", "p90": "C1", "p99": "C2"}
 
 
-def can_plot() -> bool:
+def can_plot(found: Mapping[str, Any]) -> bool:
+    """Return True if matplotlib is installed and the loads are points on an axis."""
+    return bool(found["series"]) and any(kind in found["series"][0] for kind in _AXES)
+
+
+def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -233,7 +382,7 @@ def save_plot(found: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     throughput, latency = figure.subplots(1, 2)
     figure.suptitle(title(found))
-    kind = "concurrency" if "concurrency" in found["series"][0] else "request_rate"
+    kind = next(kind for kind in _AXES if kind in found["series"][0])
     _draw(throughput, latency, found, kind, "-")
     if "against" in found:
         _draw(throughput, latency, found["against"], kind, "--")
@@ -242,7 +391,7 @@ def save_plot(found: Mapping[str, Any], path: Path) -> None:
     latency.legend()
     loads = [point[kind] for point in found["series"]]
     for axes in (throughput, latency):
-        axes.set_xlabel("concurrent callers" if kind == "concurrency" else "requests/s asked for")
+        axes.set_xlabel(_AXES[kind])
         axes.set_xscale("log", base=2)
         axes.set_xticks(loads, [f"{load:g}" for load in loads])
         axes.minorticks_off()

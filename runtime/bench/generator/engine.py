@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import select
 import socket
 import time
@@ -53,8 +54,11 @@ class Wire(Protocol):
     def opening(self) -> Sequence[bytes | memoryview]:
         """Return the bytes to send when the connection is open."""
 
-    def begin(self) -> Sequence[bytes | memoryview]:
-        """Return the bytes of the next request."""
+    def begin(self, kind: int, sequence: int) -> Sequence[bytes | memoryview]:
+        """Return the bytes of the next request: the one with the number `kind`, with the id of its sequence, if it has one."""
+
+    def cancel(self) -> Sequence[bytes | memoryview] | None:
+        """Return the bytes that cancel the request in flight; None if only closing the connection does."""
 
     def feed(self, data: bytes) -> str | None:
         """Read received bytes; return the outcome of the request if it has ended.
@@ -94,8 +98,14 @@ class LoadConnection:
         self.wire: Wire = make_wire()
         # The time from which the latency of the request in flight counts: when it was sent, or planned.
         self.begin_ns = 0
-        # The time of its latest response; 0 before the first.
-        self.heard_ns = 0
+        # The times at which it was sent, and of its first and latest response; 0 before.
+        self.sent_ns = self.first_ns = self.heard_ns = 0
+        # The number of the request in flight: which of the prepared ones it is.
+        self.kind = 0
+        # Counts requests, so that a planned cancellation finds out whether its request is still in flight.
+        self.turn = 0
+        # The sequence that the connection carries, its length, and how much of it was sent.
+        self.sequence = self.length = self.position = 0
 
     def open(self) -> int:
         """Connect, and return the descriptor to poll. Raises `Unreachable`."""
@@ -126,10 +136,20 @@ class LoadConnection:
             self._socket = None
         self._waiting.clear()
 
-    def begin(self) -> None:
-        """Send the next request. Raises OSError."""
-        self.heard_ns = 0
-        self._send(self.wire.begin())
+    def begin(self, kind: int) -> None:
+        """Send the request of that number. Raises OSError."""
+        self.first_ns = self.heard_ns = 0
+        self.kind = kind
+        self.turn += 1
+        self._send(self.wire.begin(kind, self.sequence))
+
+    def cancel(self) -> None:
+        """Cancel the request in flight. Raises OSError."""
+        out = self.wire.cancel()
+        if out is None:
+            self.close()
+        else:
+            self._send(out)
 
     def _send(self, buffers: Sequence[bytes | memoryview]) -> None:
         sock = self._socket
@@ -201,23 +221,52 @@ def _numbers() -> array[int]:
     return array("q")
 
 
+# The numbers of a request in a log. Times are on the clock that all processes of the machine share: when it was due (or
+# sent, in a closed loop), sent, had its first response (0 for none, or outside of a stream), and ended. The outcome is one
+# of those below, or the number of an error in `Tally.errors`, from 0.
+COLUMNS = ("due_ns", "sent_ns", "first_ns", "end_ns", "kind", "outcome")
+DUE, SENT, FIRST, END, KIND, OUTCOME = range(6)
+SUCCEEDED, CANCELLED = -1, -2
+
+
 @dataclass(slots=True)
 class Tally:
     """Counts and times of one process in one window. Times are in nanoseconds."""
 
-    latencies_ns: array[int] = field(default_factory=_numbers)
+    # The `COLUMNS` of each request that has ended, one after the other.
+    log: array[int] = field(default_factory=_numbers)
     # Open loop: for each request, how much later than planned it was sent.
     late_ns: array[int] = field(default_factory=_numbers)
-    # Streams: the time to the first response of a request, and between two responses.
-    first_ns: array[int] = field(default_factory=_numbers)
+    # Streams: the times between two responses.
     between_ns: array[int] = field(default_factory=_numbers)
     # Requests that failed, by the text of the error.
     errors: Counter[str] = field(default_factory=Counter)
+    # The number of each text in `errors`.
+    numbers: dict[str, int] = field(default_factory=dict)
     # Planned requests that were never sent.
     unsent: int = 0
     seconds: float = 0.0
     # Processor time that this process took.
     busy_s: float = 0.0
+
+    @property
+    def latencies_ns(self) -> list[int]:
+        """The latencies of the requests that were answered."""
+        rows = zip(
+            *(self.log[column :: len(COLUMNS)] for column in (DUE, END, OUTCOME)), strict=True
+        )
+        return [end - due for due, end, outcome in rows if outcome == SUCCEEDED]
+
+    @property
+    def first_ns(self) -> list[int]:
+        """The times to the first response, of requests in streams that had one."""
+        rows = zip(*(self.log[column :: len(COLUMNS)] for column in (DUE, FIRST)), strict=True)
+        return [first - due for due, first in rows if first]
+
+    def number_of(self, error: str) -> int:
+        """Count an error, and return its number."""
+        self.errors[error] += 1
+        return self.numbers.setdefault(error, len(self.numbers))
 
 
 _clock = time.perf_counter_ns
@@ -228,6 +277,33 @@ class Stopped(MoonpoolError):
     """The parent process has ended."""
 
     code = "CANCELLED"
+
+
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    """A share of the requests, spread evenly, is cancelled some time after it was sent."""
+
+    share: float
+    after_ns: int
+
+    def hits(self, number: int) -> bool:
+        """Return True if the request of this number, from 0, is to be cancelled."""
+        return int((number + 1) * self.share) > int(number * self.share)
+
+
+# The places of a request in its sequence. Request `kind` at place `p` is number `p * kinds + kind` of those prepared.
+_START, _MIDDLE, _END, _ALONE = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLengths:
+    """Each connection carries one sequence after the other, of lengths between these two; ids count from `first_id`."""
+
+    least: int
+    most: int
+    first_id: int
+    # The number of different requests.
+    kinds: int
 
 
 class Generator:
@@ -241,8 +317,18 @@ class Generator:
         timeout_s: float,
         is_stream: bool = False,
         stop_descriptor: int | None = None,
+        cancellation: Cancellation | None = None,
+        sequences: SequenceLengths | None = None,
     ) -> None:
         """Give connection i the protocol `wires[i % len(wires)]`. A window ends when `stop_descriptor` can be read."""
+        self._cancellation = cancellation
+        self._sequences = sequences
+        self._next_id = sequences.first_id if sequences else 0
+        self._lengths = random.Random(self._next_id)
+        # Planned cancellations in order of time: the time, the connection, and the turn of its request.
+        self._cancellations: deque[tuple[int, LoadConnection, int]] = deque()
+        self._kinds: Sequence[int] = (0,)
+        self._sent = 0
         self._address = address
         self._wires = wires
         self._timeout_s = timeout_s
@@ -262,8 +348,14 @@ class Generator:
             connection.close()
         self._poller.close()
 
-    def closed_loop(self, in_flight: int, seconds: float, begin_ns: int) -> Tally:
-        """Keep `in_flight` requests in flight for `seconds`, then wait for the last answers. Raises `Unreachable`."""
+    def closed_loop(
+        self, in_flight: int, seconds: float, begin_ns: int, kinds: Sequence[int] = (0,)
+    ) -> Tally:
+        """Keep `in_flight` requests in flight for `seconds`, then wait for the last answers. Raises `Unreachable`.
+
+        `kinds` are the numbers of the prepared requests to send, in turns.
+        """
+        self._kinds = kinds
         self._connect(in_flight)
         with self._window(begin_ns) as tally:
             end_ns = begin_ns + round(seconds * _NS)
@@ -280,12 +372,15 @@ class Generator:
                         flying.discard(connection)
         return tally
 
-    def open_loop(self, due_ns: Sequence[int], most: int, begin_ns: int) -> Tally:
+    def open_loop(
+        self, due_ns: Sequence[int], most: int, begin_ns: int, kinds: Sequence[int] = (0,)
+    ) -> Tally:
         """Send a request at each planned time, in nanoseconds after the beginning, on at most `most` connections.
 
         If no connection is free, a request waits for one, and its latency counts from the planned time. Half a second
         after the last planned time the requests that are left are given up as unsent. Raises `Unreachable`.
         """
+        self._kinds = kinds
         with self._window(begin_ns) as tally:
             flying: set[LoadConnection] = set()
             idle = list(self._connections[:most])
@@ -325,6 +420,8 @@ class Generator:
     def _window(self, begin_ns: int) -> Iterator[Tally]:
         tally = self._tally = Tally()
         self._lost.clear()
+        self._cancellations.clear()
+        self._sent = 0
         time.sleep(max(0.0, (begin_ns - _clock()) / _NS))
         busy_s = time.process_time()
         yield tally
@@ -343,16 +440,63 @@ class Generator:
         if not connection.is_open:
             self._open[connection.open()] = connection
         connection.begin_ns = begin_ns
+        connection.sent_ns = _clock()
+        number, self._sent = self._sent, self._sent + 1
+        kind = self._kinds[number % len(self._kinds)]
         try:
-            connection.begin()
+            connection.begin(
+                kind if self._sequences is None else self._in_sequence(connection, kind)
+            )
         except OSError as error:
             self._lose(connection, error)
             self._lost.append(connection)
+            return
+        if self._cancellation is not None and self._cancellation.hits(number):
+            at_ns = connection.sent_ns + self._cancellation.after_ns
+            self._cancellations.append((at_ns, connection, connection.turn))
+
+    def _in_sequence(self, connection: LoadConnection, kind: int) -> int:
+        """Go on with the connection's sequence, or begin its next one; return the number of the prepared request."""
+        plan = self._sequences
+        if plan is None:
+            return kind
+        if connection.position == connection.length:
+            connection.sequence, self._next_id = self._next_id, self._next_id + 1
+            connection.length = self._lengths.randint(plan.least, plan.most)
+            connection.position = 0
+        is_first, is_last = (
+            connection.position == 0,
+            connection.position == connection.length - 1,
+        )
+        connection.position += 1
+        place = (_ALONE if is_last else _START) if is_first else (_END if is_last else _MIDDLE)
+        return place * plan.kinds + kind
 
     def _lose(self, connection: LoadConnection, reason: object) -> None:
         """Count the request as failed, and close the connection; the next request opens it again."""
-        self._tally.errors[str(reason)] += 1
+        self._failed(connection, str(reason))
         connection.close()
+
+    def _failed(self, connection: LoadConnection, error: str) -> None:
+        # The server has given up the sequence, and would refuse the rest of it.
+        connection.position = connection.length
+        self._note(connection, self._tally.number_of(error))
+
+    def _note(self, connection: LoadConnection, outcome: int) -> None:
+        """Write the request that has ended into the log."""
+        kind = connection.kind
+        if self._sequences is not None:
+            kind %= self._sequences.kinds
+        self._tally.log.extend(
+            (
+                connection.begin_ns,
+                connection.sent_ns,
+                connection.first_ns,
+                _clock(),
+                kind,
+                outcome,
+            )
+        )
 
     def _step(
         self, wait_s: float, flying: set[LoadConnection], *, is_precise: bool = False
@@ -365,6 +509,12 @@ class Generator:
         if self._lost:
             lost, self._lost = self._lost, []
             return lost
+        if self._cancellations:
+            left_s = (self._cancellations[0][0] - _clock()) / _NS
+            if left_s <= 0:
+                return self._cancel(flying)
+            if left_s < wait_s:
+                wait_s, is_precise = left_s, True
         if is_precise:
             # epoll's timeout is in milliseconds, and a planned time must not wait for the next one.
             select.select([self._poller], [], [], wait_s)
@@ -386,6 +536,21 @@ class Generator:
                 ended.append(connection)
         return ended
 
+    def _cancel(self, flying: set[LoadConnection]) -> list[LoadConnection]:
+        """Cancel the request whose time has come, if it is still in flight."""
+        _, connection, turn = self._cancellations.popleft()
+        if connection.turn != turn or connection not in flying:
+            return []
+        try:
+            connection.cancel()
+        except OSError as error:
+            self._lose(connection, error)
+            return [connection]
+        # What was sent of a sequence is over with its request.
+        connection.position = connection.length
+        self._note(connection, CANCELLED)
+        return [connection]
+
     def _has_ended(self, connection: LoadConnection, event: int) -> bool:
         wire = connection.wire
         before = wire.responses
@@ -401,9 +566,9 @@ class Generator:
         if outcome is None:
             return False
         if outcome == ANSWERED:
-            self._tally.latencies_ns.append(_clock() - connection.begin_ns)
+            self._note(connection, SUCCEEDED)
         else:
-            self._tally.errors[outcome] += 1
+            self._failed(connection, outcome)
         if wire.closes:
             connection.close()
         return True
@@ -412,7 +577,7 @@ class Generator:
         """Note the times of responses. Those that come in one read share the time since the one before."""
         now_ns = _clock()
         if not connection.heard_ns:
-            self._tally.first_ns.append(now_ns - connection.begin_ns)
+            connection.first_ns = now_ns
             responses -= 1
         if responses:
             since_ns = connection.heard_ns or now_ns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.runtime.bench.engine import WireError
+from moonpool.runtime.bench.generator.engine import WireError
 
 # The static table's names that matter here.
 PATH, AUTHORITY, CONTENT_TYPE, USER_AGENT = 4, 1, 31, 58

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from moonpool.runtime.bench.engine import ANSWERED, WireError
+from moonpool.runtime.bench.generator.engine import ANSWERED, WireError
 
 _HEAD_LIMIT_BYTES = 1 << 16
 _ERROR_LIMIT_BYTES = 1 << 20
@@ -17,13 +17,16 @@ _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 
 
 class HttpWire:
-    """Sends the same request again and again. It reads the heads of answers, and only the bodies of errors."""
+    """Sends requests that were prepared. It reads the heads of answers, and only the bodies of errors.
 
-    def __init__(self, request: bytes) -> None:
+    A request that is part of a sequence has two parts, and the id of the sequence goes between them.
+    """
+
+    def __init__(self, *requests: bytes | Sequence[bytes]) -> None:
         self.skip = 0
         self.closes = False
         self.responses = 0
-        self._request = (request,)
+        self._requests = [(each,) if isinstance(each, bytes) else tuple(each) for each in requests]
         self._begin()
 
     def _begin(self) -> None:
@@ -39,9 +42,14 @@ class HttpWire:
     def outgoing(self) -> Sequence[bytes | memoryview]:
         return ()
 
-    def begin(self) -> Sequence[bytes | memoryview]:
+    def begin(self, kind: int, sequence: int) -> Sequence[bytes | memoryview]:
         self._begin()
-        return self._request
+        request = self._requests[kind]
+        return (str(sequence).encode().join(request),) if len(request) == 2 else request
+
+    def cancel(self) -> Sequence[bytes | memoryview] | None:
+        # HTTP/1.1 has no other way.
+        return None
 
     def feed(self, data: bytes) -> str | None:
         if self.skip or (self._has_head and not data):

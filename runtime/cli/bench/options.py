@@ -1,0 +1,724 @@
+"""The command line of `moonpool bench`, checked."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moonpool.ipc.policy import LEVELS
+from moonpool.runtime.bench.export import WRITERS
+from moonpool.runtime.bench.loads import (
+    DISTRIBUTIONS,
+    BadLoad,
+    Concurrency,
+    Load,
+    Rate,
+    Schedule,
+    Shape,
+    seconds_of,
+    share_of,
+)
+from moonpool.runtime.bench.request import BadAddress, Endpoint
+from moonpool.runtime.bench.slo import Slo
+from moonpool.runtime.cli.bench import compare
+from moonpool.runtime.cli.inputs import parse_inputs
+from moonpool.runtime.cli.shared import UsageError, add_hosting, check_no_hosting, hosting_of
+
+_CONCURRENCY = "1,2,4,16"
+# A label becomes a part of a file's name.
+_LABEL = re.compile(r"[\w.+=@, -]{1,60}")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options that fit together: there is either a repository or an endpoint, and rates only for endpoints."""
+
+    repository: str | None
+    # How the models of the repository are hosted.
+    hosting: dict[str, Any]
+    model: str
+    version: str
+    endpoint: Endpoint | None
+    against: Endpoint | None
+    against_file: Path | None
+    # Empty if the highest rate that keeps `slo` is to be found.
+    loads: list[Load]
+    distribution: str
+    slo: Slo | None
+    seconds: float
+    warm_up_s: float
+    most_windows: int
+    stable_percent: float
+    timeout_s: float
+    processes: int
+    most_connections: int
+    headers: list[tuple[str, str]]
+    shared_memory: bool
+    is_stream: bool
+    is_json: bool
+    instances: int | None
+    is_async: bool
+    # Levels of the sandbox to measure in turns.
+    isolation: list[str]
+    values: dict[str, object]
+    # Files and folders with the data of requests, or a capture of a server.
+    input_data: list[str]
+    replay: Path | None
+    speed: float
+    # A share of the requests that is cancelled, and after how many seconds.
+    cancelled: tuple[float, float] | None
+    # The least and the greatest length of sequences.
+    sequences: tuple[int, int] | None
+    shapes: dict[str, tuple[int, ...]]
+    batch: int
+    save: Path | None
+    label: str | None
+    overwrite: bool
+    resources: bool
+    server_pid: int | None
+    metrics_url: str | None
+    # The signal that an instance gets every so many seconds.
+    fault: tuple[int, float] | None
+    # How often everything is measured, and the formats of further files.
+    runs: int
+    export: list[str]
+    verbose: bool
+
+    @property
+    def file_name(self) -> str:
+        """The name of the result's files, without their endings."""
+        return f"{self.model}-{self.label}" if self.label else self.model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    # The list of all options would hide the error about the command line.
+    parser.usage = (
+        "moonpool bench REPO MODEL [--FLAG VALUE ...]\n       moonpool bench MODEL --url URL [--FLAG VALUE ...]"
+        "\n       moonpool bench compare A.json B.json [--fail-if CONDITION ...]"
+    )
+    add = parser.add_argument
+    add("repository", metavar="REPO", nargs="?", help="the directory of the models; not with --url")
+    add("model", metavar="MODEL", help="the model's name")
+    # The second file of `compare`.
+    add("second", nargs="?", help=argparse.SUPPRESS)
+    _add_subject(parser.add_argument_group("what is measured"))
+    _add_load(parser.add_argument_group("the load"))
+    _add_measurement(parser.add_argument_group("the measurement"))
+    _add_request(parser.add_argument_group("the request"))
+    _add_observation(parser.add_argument_group("resources and faults"))
+    _add_results(parser.add_argument_group("the results"))
+    compare.add_arguments(parser.add_argument_group("comparing two results"))
+
+
+def _add_observation(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--resources",
+        action="store_true",
+        help="measure processor time and memory of the model's and the server's processes, on this machine",
+    )
+    add(
+        "--server-pid",
+        metavar="PID",
+        type=int,
+        help="with --resources and --url: the server's process, if it is no moonpool server",
+    )
+    add(
+        "--metrics-url",
+        metavar="URL",
+        help="with --resources: where the server has its metrics, for GPUs: http://HOST:8002/metrics",
+    )
+    add(
+        "--kill-every",
+        metavar="TIME",
+        help="kill an instance of the model every so often, as 10s: in this process, or of a moonpool server on this machine",
+    )
+    add(
+        "--stop-every",
+        metavar="TIME",
+        help="likewise, stop one (SIGSTOP), so that it hangs; the model should have a deadline for execute",
+    )
+
+
+def _add_results(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--save",
+        metavar="DIR",
+        type=Path,
+        help="write the result to DIR/MODEL.json and DIR/MODEL.csv, and to DIR/MODEL.png if matplotlib is installed",
+    )
+    add(
+        "--label",
+        metavar="TEXT",
+        help="name this result, in its tables and its files: DIR/MODEL-TEXT.json and so on",
+    )
+    add("--overwrite", action="store_true", help="with --save: replace a result of that name")
+    add(
+        "--export",
+        metavar="FORMAT,…",
+        default="",
+        help="with --save: write more files: jsonl or parquet with each request, hgrm with HdrHistogram's percentiles, trace for Perfetto, "
+        "html with a page",
+    )
+
+
+def _add_subject(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--url", metavar="URL", help="measure at this server: http://HOST:PORT or grpc://HOST:PORT")
+    add(
+        "--against",
+        metavar="URL|FILE",
+        help="compare with another server, measured in turns, or with a result that --save wrote",
+    )
+    add(
+        "--model-version",
+        metavar="N",
+        default="",
+        help="with --url: the version of the model; by default the server chooses it",
+    )
+    add(
+        "--header",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="with --url: send this header with each request; may be given many times",
+    )
+    add(
+        "--timeout",
+        metavar="S",
+        type=float,
+        default=60.0,
+        help="wait at most so many seconds for an answer; default %(default)s",
+    )
+    add_hosting(group)
+    add(
+        "--instances",
+        metavar="N",
+        type=int,
+        help="in process: load so many instances, whatever the configuration says",
+    )
+    add(
+        "--isolation",
+        metavar="LEVEL,LEVEL",
+        help=f"in process: measure with these sandbox levels in turns, with ratios over the first one; {', '.join(LEVELS)}",
+    )
+    add(
+        "--async",
+        dest="is_async",
+        action="store_true",
+        help="in process: call from tasks of an event loop, not from threads",
+    )
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--concurrency",
+        metavar="N,N,…",
+        help=f"numbers of callers, each of which sends a request after each answer; default {_CONCURRENCY}",
+    )
+    add(
+        "--request-rate",
+        metavar="N,N,…",
+        help="requests a second, sent at planned times, in place of --concurrency; latency counts from the planned time",
+    )
+    add(
+        "--distribution",
+        choices=DISTRIBUTIONS,
+        default="poisson",
+        help="with --request-rate: the distribution of the times; default %(default)s",
+    )
+    add(
+        "--load-shape",
+        metavar="SHAPE",
+        help="requests at a rate that changes: ramp:LOW-HIGH over a window, periodic:LOW-HIGH/PERIOD, or "
+        "burst:LOW-HIGH/PERIOD/SHARE, as in burst:100-1000/5s/20%%",
+    )
+    add(
+        "--schedule",
+        metavar="FILE",
+        type=Path,
+        help="send requests at the times in FILE, one in seconds on each line",
+    )
+    add(
+        "--speed",
+        metavar="N",
+        type=float,
+        default=1.0,
+        help="with --schedule and --replay: go through the times so many times as fast; default 1",
+    )
+    _add_manner(group)
+    add(
+        "--processes",
+        metavar="N",
+        type=int,
+        default=1,
+        help="with --url: the processes of the load generator; default 1",
+    )
+    add(
+        "--max-connections",
+        metavar="N",
+        type=int,
+        default=256,
+        help="with --request-rate: the most requests in flight; default %(default)s",
+    )
+
+
+def _add_manner(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--sequences",
+        metavar="N|N-N",
+        help="send sequences of that length, or between two lengths; each connection carries one at a time",
+    )
+    add(
+        "--cancel",
+        metavar="SHARE[@TIME]",
+        help="cancel a share of the requests, as 5%% or 5%%@20ms, that time after they were sent; by default at once",
+    )
+    add(
+        "--slo",
+        metavar="FIGURE=TIME,…",
+        help="limits such as p99=20ms,first=5ms: find the highest request rate that holds, or tell for each load that is given "
+        "if it holds; FIGURE is p50, p90, p95, p99, max, mean, or in streams first or between",
+    )
+
+
+def _add_measurement(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--seconds",
+        metavar="S",
+        type=float,
+        default=1.0,
+        help="the length of a window; default %(default)s",
+    )
+    add(
+        "--warm-up",
+        metavar="S",
+        type=float,
+        default=0.3,
+        help="the seconds before the first window, which do not count; default %(default)s",
+    )
+    add(
+        "--windows",
+        metavar="N",
+        type=int,
+        default=10,
+        help="the most windows of a load; default %(default)s",
+    )
+    add(
+        "--runs",
+        metavar="N",
+        type=int,
+        default=1,
+        help="measure all loads so many times, one run after the other, for figures with 95 %% confidence intervals; default 1",
+    )
+    add(
+        "--stable",
+        metavar="PERCENT",
+        type=float,
+        default=10.0,
+        help="how far the last three windows may differ from their mean; default %(default)s",
+    )
+
+
+def _add_request(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--input",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="the value of an input, as NAME=JSON or NAME=@FILE.npy; by default moonpool makes inputs up from the model's metadata",
+    )
+    add(
+        "--input-data",
+        metavar="PATH[=WEIGHT]",
+        action="append",
+        default=[],
+        help="the data of requests: perf_analyzer's JSON, with validation_data if it has any, a .npz file with an array for each input, or "
+        "a folder of those; given many times, they are mixed by their weights",
+    )
+    add(
+        "--replay",
+        metavar="FILE",
+        type=Path,
+        help="send captured requests at their times: a JSON object on each line, in the form that docs/BENCH.md has",
+    )
+    add(
+        "--shape",
+        metavar="NAME=N,N",
+        action="append",
+        default=[],
+        help="the size of a made-up input, without the batch dimension",
+    )
+    add(
+        "--batch",
+        metavar="N",
+        type=int,
+        default=1,
+        help="the number of rows in a made-up request; default 1",
+    )
+    add(
+        "--shared-memory",
+        choices=("none", "system"),
+        default="none",
+        help="how tensors travel. system: in shared memory on this machine, which the server must allow "
+        "(--allow-client-shm=true of moonpool serve and tritonserver)",
+    )
+    add(
+        "--json-tensors",
+        action="store_true",
+        help="over HTTP: send tensors as JSON, for servers without the binary tensor extension",
+    )
+    add(
+        "--streaming",
+        action="store_true",
+        help="over gRPC: open a stream for each caller, and count and time its responses",
+    )
+
+
+def checked(arguments: argparse.Namespace) -> Options:
+    """Raises `UsageError`."""
+    if arguments.second is not None:
+        raise UsageError("two names at most; three are for `compare A.json B.json`")
+    if arguments.fail_if:
+        raise UsageError("--fail-if is for `compare A.json B.json`")
+    _check_numbers(arguments)
+    _check_files(arguments)
+    endpoint = parse_endpoint("--url", arguments.url) if arguments.url is not None else None
+    _check_subject(arguments, endpoint)
+    against, against_file = _against(arguments.against)
+    if arguments.streaming and against is not None and against.scheme != "grpc":
+        raise UsageError("--streaming needs grpc://, for --against, too")
+    slo = _read("--slo", Slo.parse, arguments.slo)
+    loads = _loads(arguments, is_search=slo is not None and endpoint is not None)
+    if not loads and arguments.replay is None and (against or against_file):
+        raise UsageError(
+            "--slo looks for a rate at one server: with --against, give --request-rate"
+        )
+    if arguments.repository is not None and isinstance(loads[0], Rate):
+        raise UsageError(
+            "--request-rate needs --url: callers in this process send a request after each answer"
+        )
+    return Options(
+        repository=arguments.repository,
+        hosting=hosting_of(arguments),
+        model=arguments.model,
+        version=arguments.model_version,
+        endpoint=endpoint,
+        against=against,
+        against_file=against_file,
+        loads=loads,
+        distribution=arguments.distribution,
+        slo=slo,
+        seconds=arguments.seconds,
+        warm_up_s=arguments.warm_up,
+        most_windows=arguments.windows,
+        stable_percent=arguments.stable,
+        timeout_s=arguments.timeout,
+        processes=arguments.processes,
+        most_connections=_most_connections(loads, arguments.max_connections),
+        headers=[parse_header(text) for text in arguments.header],
+        shared_memory=arguments.shared_memory == "system",
+        is_stream=arguments.streaming,
+        is_json=arguments.json_tensors,
+        instances=arguments.instances,
+        is_async=arguments.is_async,
+        isolation=_isolation(arguments),
+        **_requests(arguments),
+        save=arguments.save,
+        label=arguments.label,
+        overwrite=arguments.overwrite,
+        resources=arguments.resources,
+        server_pid=arguments.server_pid,
+        metrics_url=arguments.metrics_url,
+        fault=_fault(arguments),
+        runs=arguments.runs,
+        export=_export(arguments),
+        verbose=arguments.verbose,
+    )
+
+
+def _requests(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Check and return the options that say what is sent, by their names in `Options`."""
+    shapes = dict(_shape(text) for text in arguments.shape)
+    values = parse_inputs(arguments.input)
+    if values and shapes:
+        raise UsageError("--shape is for made-up inputs; leave it out with --input")
+    _check_data(arguments)
+    return {
+        "values": values,
+        "input_data": arguments.input_data,
+        "replay": arguments.replay,
+        "speed": arguments.speed,
+        "cancelled": _read("--cancel", _cancelled, arguments.cancel),
+        "sequences": None if arguments.sequences is None else _lengths(arguments.sequences),
+        "shapes": shapes,
+        "batch": arguments.batch,
+    }
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    for name in (
+        "seconds",
+        "batch",
+        "windows",
+        "stable",
+        "processes",
+        "max_connections",
+        "timeout",
+        "speed",
+        "runs",
+    ):
+        value = getattr(arguments, name)
+        if not (value > 0 and math.isfinite(value)):
+            raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {value}")
+    if not 0 <= arguments.warm_up < math.inf:
+        raise UsageError(f"--warm-up must be 0 or more, not {arguments.warm_up}")
+    if arguments.instances is not None and arguments.instances < 1:
+        raise UsageError("--instances must be more than 0")
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    if arguments.label is not None and not _LABEL.fullmatch(arguments.label):
+        raise UsageError(
+            f"--label must be letters, digits, spaces and any of . _ + = @ , -, at most 60 of them, not {arguments.label!r}"
+        )
+    if arguments.overwrite and arguments.save is None:
+        raise UsageError("--overwrite needs --save")
+
+
+def _isolation(arguments: argparse.Namespace) -> list[str]:
+    """Check and return the levels that are measured in turns; none without --isolation."""
+    if arguments.isolation is None:
+        return []
+    levels: list[str] = arguments.isolation.split(",")
+    if len(levels) < 2 or len(set(levels)) < len(levels) or not set(levels) <= set(LEVELS):
+        raise UsageError(
+            f"--isolation must be two or more of {', '.join(LEVELS)}, not {arguments.isolation!r}"
+        )
+    others = {
+        "--sandbox": arguments.sandbox,
+        "--against": arguments.against,
+        "--kill-every": arguments.kill_every,
+        "--stop-every": arguments.stop_every,
+    }
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UsageError(f"--isolation and {given[0]} cannot be measured together")
+    return levels
+
+
+def _fault(arguments: argparse.Namespace) -> tuple[int, float] | None:
+    """Check the options for resources and faults; return the fault, if there is one."""
+    for name in ("server_pid", "metrics_url"):
+        if getattr(arguments, name) is not None and not arguments.resources:
+            raise UsageError(f"--{name.replace('_', '-')} needs --resources")
+    kill, stop = arguments.kill_every, arguments.stop_every
+    if kill is None and stop is None:
+        return None
+    if kill is not None and stop is not None:
+        raise UsageError("--kill-every and --stop-every are two kinds of fault; give one")
+    if arguments.against is not None:
+        raise UsageError("faults are for one side: leave out --against")
+    every_s = _read("--kill-every" if stop is None else "--stop-every", seconds_of, kill or stop)
+    if not every_s:
+        raise UsageError("the time between two faults must be more than 0")
+    return (signal.SIGKILL if stop is None else signal.SIGSTOP), every_s
+
+
+def _export(arguments: argparse.Namespace) -> list[str]:
+    formats = [part for part in arguments.export.split(",") if part]
+    known = [*WRITERS, "html"]
+    if unknown := [each for each in formats if each not in known]:
+        raise UsageError(f"--export {unknown[0]}: the formats are {', '.join(known)}")
+    if formats and arguments.save is None:
+        raise UsageError("--export needs --save")
+    return formats
+
+
+def _check_subject(arguments: argparse.Namespace, endpoint: Endpoint | None) -> None:
+    """Refuse options for servers without --url, and options for this process with it, rather than ignore them."""
+    if endpoint is None and arguments.repository is None:
+        raise UsageError("say where the model is: REPO MODEL, or MODEL --url URL")
+    if endpoint is not None and arguments.repository is not None:
+        raise UsageError("with --url the server has the model: leave out the repository")
+    if endpoint is None:
+        remote = {
+            "--streaming": arguments.streaming,
+            "--json-tensors": arguments.json_tensors,
+            "--shared-memory": arguments.shared_memory != "none",
+            "--model-version": arguments.model_version,
+            "--header": arguments.header,
+            "--processes": arguments.processes > 1,
+            "--load-shape": arguments.load_shape,
+            "--schedule": arguments.schedule,
+            "--replay": arguments.replay,
+            "--sequences": arguments.sequences,
+            "--cancel": arguments.cancel,
+        }
+        if given := [name for name, is_given in remote.items() if is_given]:
+            raise UsageError(f"{given[0]} needs --url")
+        return
+    local = {
+        "--async": arguments.is_async,
+        "--instances": arguments.instances is not None,
+        "--isolation": arguments.isolation is not None,
+    }
+    if given := [name for name, is_given in local.items() if is_given]:
+        raise UsageError(f"{given[0]} is for models in this process, not for --url")
+    check_no_hosting(arguments)
+    if arguments.streaming and endpoint.scheme != "grpc":
+        raise UsageError("--streaming needs grpc://: the protocol has no such streams over HTTP")
+    if arguments.json_tensors and (endpoint.scheme != "http" or arguments.shared_memory != "none"):
+        raise UsageError("--json-tensors is for http://, and not for --shared-memory")
+    if arguments.streaming and arguments.shared_memory != "none":
+        raise UsageError("--streaming and --shared-memory cannot be measured together")
+
+
+def _check_data(arguments: argparse.Namespace) -> None:
+    given = {
+        "--input": arguments.input,
+        "--input-data": arguments.input_data,
+        "--replay": arguments.replay,
+    }
+    sources = [name for name, value in given.items() if value]
+    if len(sources) > 1:
+        raise UsageError(f"{' and '.join(sources)} are two sources of requests; give one")
+    if arguments.shared_memory != "none":
+        several = {**given, "--sequences": arguments.sequences}
+        del several["--input"]
+        if names := [name for name, value in several.items() if value]:
+            raise UsageError(f"{names[0]} and --shared-memory cannot be measured together")
+    if arguments.speed != 1 and arguments.schedule is None and arguments.replay is None:
+        raise UsageError("--speed needs --schedule or --replay")
+
+
+def _cancelled(text: str) -> tuple[float, float]:
+    share, _, time = text.partition("@")
+    return share_of(share), seconds_of(time) if time else 0.0
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    least, dash, most = text.partition("-")
+    if not least.isdecimal() or not (most.isdecimal() or not dash):
+        raise UsageError(f"--sequences must be N or N-N, not {text!r}")
+    lengths = int(least), int(most or least)
+    if not 1 <= lengths[0] <= lengths[1]:
+        raise UsageError(f"--sequences must be lengths of at least 1 that grow, not {text!r}")
+    return lengths
+
+
+def _against(text: str | None) -> tuple[Endpoint | None, Path | None]:
+    if text is None:
+        return None, None
+    return (parse_endpoint("--against", text), None) if "://" in text else (None, Path(text))
+
+
+def parse_endpoint(option: str, text: str) -> Endpoint:
+    """Read the address in an option. Raises `UsageError`."""
+    try:
+        return Endpoint.parse(text)
+    except BadAddress as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
+_Value = TypeVar("_Value")
+
+
+def _read(option: str, read: Callable[[str], _Value], text: str | None) -> _Value | None:
+    """Read the value of an option, if it is given. Raises `UsageError`."""
+    if text is None:
+        return None
+    try:
+        return read(text)
+    except BadLoad as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
+def _loads(arguments: argparse.Namespace, *, is_search: bool) -> list[Load]:
+    kinds = ("concurrency", "request_rate", "load_shape", "schedule", "replay")
+    given = [
+        f"--{kind.replace('_', '-')}" for kind in kinds if getattr(arguments, kind) is not None
+    ]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} are two kinds of load; give one")
+    if (given and given[0] == "--replay") or (not given and is_search):
+        # The load comes from the captured file, or from a search.
+        return []
+    if arguments.schedule is not None:
+        return [_schedule(arguments.schedule, arguments.speed)]
+    if arguments.load_shape is not None:
+        return [_load_shape(arguments)]
+    if arguments.request_rate is None:
+        texts = _CONCURRENCY if arguments.concurrency is None else arguments.concurrency
+        return [Concurrency(callers) for callers in _numbers("--concurrency", texts, least=1)]
+    try:
+        rates = [float(part) for part in arguments.request_rate.split(",")]
+    except ValueError:
+        rates = [0.0]
+    if not all(0 < rate < math.inf for rate in rates):
+        raise UsageError(
+            "--request-rate must be numbers of more than 0, separated by commas, not "
+            f"{arguments.request_rate!r}"
+        )
+    return [Rate(rate, arguments.distribution) for rate in rates]
+
+
+def _schedule(path: Path, speed: float) -> Schedule:
+    try:
+        return Schedule.read(path, speed)
+    except BadLoad as error:
+        raise UsageError(f"--schedule: {error}") from error
+
+
+def _load_shape(arguments: argparse.Namespace) -> Shape:
+    try:
+        shape = Shape.parse(arguments.load_shape, arguments.distribution)
+    except BadLoad as error:
+        raise UsageError(f"--load-shape: {error}") from error
+    if arguments.seconds < shape.least_s:
+        raise UsageError(
+            f"a window must have a whole period of {shape.text}: --seconds of at least {shape.least_s:g}"
+        )
+    return shape
+
+
+def _most_connections(loads: Sequence[Load], most: int) -> int:
+    callers = [load.callers for load in loads if isinstance(load, Concurrency)]
+    return max(callers) if callers else most
+
+
+def _numbers(option: str, text: str, *, least: int) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < least:
+        raise UsageError(
+            f"{option} must be whole numbers of at least {least}, separated by commas, not {text!r}"
+        )
+    return numbers
+
+
+def _shape(text: str) -> tuple[str, tuple[int, ...]]:
+    name, equals, sizes = text.partition("=")
+    if not (name and equals):
+        raise UsageError(f"--shape must be NAME=N,N, not {text!r}")
+    return name, tuple(_numbers(f"--shape {name}", sizes, least=0))
+
+
+def parse_header(text: str) -> tuple[str, str]:
+    """Read `NAME=VALUE` of an option --header. Raises `UsageError`."""
+    name, equals, value = text.partition("=")
+    if not (name and equals) or not (text.isascii() and text.isprintable()) or " " in name:
+        raise UsageError(f"--header must be NAME=VALUE, not {text!r}")
+    return name, value
