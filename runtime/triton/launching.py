@@ -33,6 +33,7 @@ from moonpool.runtime.isolation.public_text import scrubbed
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.process.parallel import in_parallel
 from moonpool.runtime.process.threads import start_thread
+from moonpool.runtime.repository.repository import ModelRepositories
 from moonpool.runtime.schedule.failures import as_load_failure, missing_file_line
 from moonpool.runtime.triton.launcher_channel import LauncherChannel
 from moonpool.runtime.triton.lent import LentBackend, LentInstance
@@ -53,7 +54,9 @@ class Launcher:
     def __init__(self, peer: LauncherChannel) -> None:
         self._peer = peer
         # The registry brings what stubs share: reactor, metrics, log levels. It holds no models.
-        self._registry = ModelRegistry(None, [], BackendDirectory(), 0.0, False, None)
+        self._registry = ModelRegistry(
+            ModelRepositories(()), [], BackendDirectory(), 0.0, False, None
+        )
         self._registry.is_controllable = False
         self._stubs = self._registry.stubs
         self._backend = LentBackend(self._stubs)

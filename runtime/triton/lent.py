@@ -298,6 +298,8 @@ class LentBackend(PythonBackend):
 
     # PYTHONPATH has packages for the server's Python. A model with another Python must not get them.
     _leading = (*OF_THE_INTERPRETER, "PYTHONPATH")
+    # The shim has the channels of an instance from its birth on.
+    _keeps_completing = False
 
     def model_instance_initialize(self, instance: ModelInstance) -> None:
         lent = _lent(instance)

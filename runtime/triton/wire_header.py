@@ -1,4 +1,4 @@
-"""Writes `native/wire.h`, the tables of messages for the library inside tritonserver.
+"""Writes `ipc/native/wire.h`, the tables of messages for all that is compiled: the library for tritonserver and the extensions.
 
 Run it with `python -m moonpool.runtime.triton.wire_header` after a change to a table. A message that the library receives
 becomes a struct, which is read from a packet. A message that it sends is encoded by its kind, which knows the number of
@@ -28,12 +28,12 @@ from moonpool.ipc.messages import (
     Table,
     Text,
 )
-from moonpool.ipc.tensors import ITEMSIZE, LENGTH_BYTES, MAX_ELEMENTS
+from moonpool.ipc.tensors import BYTES, ITEMSIZE, LENGTH_BYTES, MAX_ELEMENTS
 from moonpool.runtime.model import budgets
 from moonpool.runtime.process import terminal
 from moonpool.runtime.triton import messages as launcher
 
-HEADER = Path(__file__).parent / "native" / "wire.h"
+HEADER = Path(messages.__file__).parent / "native" / "wire.h"
 
 _TABLES: dict[str, tuple[type[IntEnum], dict[IntEnum, Message]]] = {
     "Work": (messages.Kind, dict(messages.WORK.items())),
@@ -44,6 +44,8 @@ _TABLES: dict[str, tuple[type[IntEnum], dict[IntEnum, Message]]] = {
 _KINDS = {"Kind": messages.Kind, "Word": launcher.Word}
 _SIDES = {"Side": messages.Side, "End": launcher.End}
 _OURS = (messages.Side.RUNTIME, launcher.End.SHIM)
+# What the stub's extension reads, too.
+_READ_BY_STUBS = (messages.Kind.EXECUTE,)
 _PLAIN = {Real: "double", Text: "std::string_view", Raw: "Raw", Packed: "Raw", Flag: "bool"}
 _SCALARS = (Int, Real, Text, Raw, Flag)
 _TYPES = {
@@ -136,12 +138,12 @@ def header() -> str:
 
 
 def received() -> dict[IntEnum, Message]:
-    """Return the messages that the library receives, each kind once."""
+    """Return the messages that something compiled receives, each kind once."""
     return {
         kind: message
         for _, table in _TABLES.values()
         for kind, message in table.items()
-        if message.sender not in _OURS
+        if message.sender not in _OURS or kind in _READ_BY_STUBS
     }
 
 
@@ -191,6 +193,7 @@ def _constants() -> str:
         "ALIGNMENT": memory.ALIGNMENT,
         "MAX_ELEMENTS": MAX_ELEMENTS,
         "LENGTH_BYTES": LENGTH_BYTES,
+        "BYTES": BYTES,
     }
     lines = [
         f"constexpr {'uint64_t' if value >= 0 else 'int64_t'} k{camel(name)} = {value};"

@@ -80,9 +80,10 @@ if TYPE_CHECKING:
     )
     from moonpool.runtime.model.request import Response, ResponseAllocator as ResponseAllocator
     from moonpool.runtime.process.sigterm import exit_on_sigterm
+    from moonpool.runtime.residency.policy import Resident as Resident
     from moonpool.runtime.runtime import Runtime
     from moonpool.runtime.schedule.stream import ResponseStream
-    from moonpool.stub.native.hints import Outputs, TensorType
+    from moonpool.stub.native.hints import Outputs, Ragged, TensorType
 
     Batch: TypeAlias = NDArray[Any]
 else:
@@ -114,6 +115,7 @@ else:
         "runtime.model.backend": ("Backend", "Model", "ModelInstance"),
         "runtime.model.request": ("Response", "ResponseAllocator"),
         "runtime.process.sigterm": ("exit_on_sigterm",),
+        "runtime.residency.policy": ("Resident",),
         "runtime.runtime": ("Runtime",),
         "runtime.schedule.stream": ("ResponseStream",),
         "stub.native.hints": (
@@ -128,6 +130,7 @@ else:
             "Int32",
             "Int64",
             "Outputs",
+            "Ragged",
             "TensorType",
             "UInt8",
             "UInt16",
@@ -157,6 +160,7 @@ else:
 __all__ = [  # noqa: RUF022
     "Runtime",
     "Batch",
+    "Ragged",
     "Float32",
     "Float64",
     "Float16",

@@ -127,7 +127,7 @@ class Batch {
   void write(Stub& stub, const wire::Block& block) {
     stub.answers().take_released(&released_, wire::kMaxPlaces);
     wire::encode<wire::Kind::EXECUTE>(
-        message_, number_, released_,
+        message_, number_, current_core(), released_,
         [&](Writer& writer) {
           writer.array(1);
           block.write(writer);

@@ -48,8 +48,27 @@ bool BorrowedBlocks::place(Part& part, const BorrowedBlock& borrowed, uint64_t* 
   }
   if (next == part.borrowed_blocks.end() && part.region->size() - *offset < borrowed.size) return false;
   part.borrowed_blocks.emplace_hint(next, *offset, borrowed);
-  part.is_idle = false;
+  part.idle_since.reset();
   return true;
+}
+
+std::shared_ptr<Region> BorrowedBlocks::create(uint64_t present, uint64_t size) {
+  try {
+    return source_.create(wire::Side::RUNTIME, present, size);
+  } catch (const Failure&) {
+    // What is kept for later may make room.
+    const size_t before = parts_.size();
+    for (auto each = parts_.begin(); each != parts_.end();) {
+      if (each->first != first_region_ && each->second.borrowed_blocks.empty()) {
+        present -= each->second.region->size();
+        each = give_up(each);
+      } else {
+        ++each;
+      }
+    }
+    if (parts_.size() == before) throw;
+    return source_.create(wire::Side::RUNTIME, present, size);
+  }
 }
 
 Spot BorrowedBlocks::lend(uint64_t size, char** memory, bool keep) {
@@ -62,7 +81,7 @@ Spot BorrowedBlocks::lend(uint64_t size, char** memory, bool keep) {
     present += part->second.region->size();
   }
   if (part == parts_.end()) {
-    auto region = source_.create(wire::Side::RUNTIME, present, borrowed.size);
+    auto region = create(present, borrowed.size);
     source_.announce(*region, wire::Side::RUNTIME);
     part = parts_.emplace(region->id(), Part{region, {}}).first;
     place(part->second, borrowed, &offset);
@@ -140,18 +159,31 @@ void BorrowedBlocks::take_back(const Spot& spot) {
 
 void BorrowedBlocks::tidy() {
   std::lock_guard lock(mutex_);
+  const auto now = std::chrono::steady_clock::now();
+  // Numbers of regions grow, so the lowest is that of the first one that was added.
+  bool is_first = true;
   for (auto each = parts_.begin(); each != parts_.end();) {
     Part& part = each->second;
-    const bool is_unused = each->first != first_region_ && part.borrowed_blocks.empty();
-    if (is_unused && std::exchange(part.is_idle, true)) {
-      const uint64_t region = each->first;
-      source_.retire(region);
-      each = parts_.erase(each);
-      source_.give_back(wire::Side::RUNTIME, region);
-    } else {
+    if (each->first == first_region_) {
       ++each;
+      continue;
     }
+    const std::chrono::milliseconds least(std::exchange(is_first, false) ? wire::kKeepFirstMs : 0);
+    if (part.borrowed_blocks.empty() && part.idle_since && now - *part.idle_since >= least) {
+      each = give_up(each);
+      continue;
+    }
+    if (part.borrowed_blocks.empty() && !part.idle_since) part.idle_since = now;
+    ++each;
   }
+}
+
+std::map<uint64_t, BorrowedBlocks::Part>::iterator BorrowedBlocks::give_up(std::map<uint64_t, Part>::iterator each) {
+  const uint64_t region = each->first;
+  source_.retire(region);
+  const auto next = parts_.erase(each);
+  source_.give_back(wire::Side::RUNTIME, region);
+  return next;
 }
 
 bool BorrowedBlocks::has_grown() {

@@ -10,6 +10,7 @@
 // a View refers to it, even after it was given up.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -91,7 +92,7 @@ class BorrowedBlocks {
   void end_batch();
   // Take back a block that the model kept. Throws Violation.
   void take_back(const Spot& place);
-  // Give up regions that were not used since the last time.
+  // Give up regions that were not used since the last time. The first one that was added is kept for kKeepFirstMs.
   void tidy();
   bool has_grown();
   // Returns the number of borrowed blocks.
@@ -108,9 +109,13 @@ class BorrowedBlocks {
   struct Part {
     std::shared_ptr<Region> region;
     std::map<uint64_t, BorrowedBlock> borrowed_blocks;
-    bool is_idle = false;
+    // When `tidy` first found it without a block since then.
+    std::optional<std::chrono::steady_clock::time_point> idle_since = std::nullopt;
   };
+  // Gives up an idle region. Returns the next one.
+  std::map<uint64_t, Part>::iterator give_up(std::map<uint64_t, Part>::iterator each);
   View look(const wire::Block& block, unsigned more_holds);
+  std::shared_ptr<Region> create(uint64_t present, uint64_t size);
   static bool place(Part& part, const BorrowedBlock& borrowed, uint64_t* offset);
   BorrowedBlock* find(const Spot& spot);
   BorrowedBlock& kept(const Spot& spot);

@@ -14,9 +14,7 @@ namespace {
 using wire::Kind;
 using wire::Word;
 
-// The time for which a stub keeps memory that it grew by and does not need, and the time between two checks if clients
-// have left.
-constexpr int kKeepMilliseconds = 5'000;
+// The time between two checks if clients have left.
 constexpr int kLookMilliseconds = 50;
 // Triton allows a model this time to tell if it is ready.
 constexpr auto kReadiness = std::chrono::seconds(5);
@@ -232,7 +230,7 @@ void Stub::listen_until_end() {
 
 int Stub::wait_milliseconds() {
   if (open_requests_.are_open()) return kLookMilliseconds;
-  return borrowed_blocks_.has_grown() || answers_.has_grown() ? kKeepMilliseconds : -1;
+  return borrowed_blocks_.has_grown() || answers_.has_grown() ? static_cast<int>(wire::kKeepMs) : -1;
 }
 
 // Returns false at the end of the channel.

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from moonpool.ipc.errors import CODES, MoonpoolError
 from moonpool.ipc.messages import AGAIN, FINAL, Details
 from moonpool.ipc.tensors import BYTES
 from moonpool.runtime.errors import InvalidRequest, LoadFailed, QueueTimeout, RequestTimedOut
@@ -39,11 +40,13 @@ from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.config.sequences import SequenceBatching
 from moonpool.runtime.model.details import details_of
 from moonpool.runtime.model.request import InferenceRequest as CheckedRequest
+from moonpool.runtime.model.request import Response as Outputs
 from moonpool.runtime.model.reshaping import of_outputs
 from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.observe.log_settings import LogSettings
 from moonpool.runtime.schedule.request_queue import RequestQueue
 from moonpool.runtime.schedule.sequence_controls import SequenceControls
+from moonpool.runtime.schedule.sequence_states import SequenceStates
 from moonpool.runtime.schedule.sequences import Sequencer
 from moonpool.runtime.stubs.start_message import completed, start_of
 from moonpool.stub.coroutines import Coroutines
@@ -201,7 +204,9 @@ class Sequences:
     One thread at a time may use it.
     """
 
-    def __init__(self, config: ModelConfig, batching: SequenceBatching) -> None:
+    def __init__(
+        self, config: ModelConfig, batching: SequenceBatching, states: SequenceStates | None
+    ) -> None:
         at_once = replace(
             batching,
             max_idle_us=_DAY_US,
@@ -211,9 +216,10 @@ class Sequences:
         )
         self._slots = batching.slots
         self._model = config.name
-        self._controls = SequenceControls(config, batching.controls)
+        self._controls = SequenceControls(config, batching.controls, states)
+        initial = None if states is None else states.initial
         self._sequencer: Sequencer[CheckedRequest, str] = Sequencer(
-            at_once, config.max_batch_size, config.name
+            at_once, config.max_batch_size, config.name, initial
         )
         self._sequencer.join(_INSTANCE, time.monotonic_ns())
 
@@ -247,12 +253,15 @@ class Sequences:
                 "are open: a runtime would wait until one of them has ended"
             )
         ((_, places),) = formation.batches
-        batch = self._controls.complete(places)
+        batch = self._controls.complete(places, self._sequencer.state_of)
         again = [False] * len(batch)
         try:
             again = execute(batch)
         finally:
             for request, comes_again in zip(batch, again, strict=True):
+                if request.states is not None:
+                    last = request.states.new or request.states.before
+                    self._sequencer.keep(request, last)
                 if comes_again and not request.fills_place:
                     self._sequencer.again(request, time.monotonic_ns())
                 else:
@@ -314,9 +323,16 @@ class InProcessModel(LoadedModel):
             raise
         self._args: dict[str, str] = start["args"]
         self._input_names: list[str] = start["inputs"]
-        self._signature, self._queue = Signature(self.config), RequestQueue(self.config)
+        self._signature, self._queue = (
+            Signature(self.config, takes_ragged=description.takes_ragged),
+            RequestQueue(self.config),
+        )
         batching = self.config.sequence_batching
-        self._sequences = None if batching is None else Sequences(self.config, batching)
+        self._output_names: list[str] = start["outputs"]
+        self._states = SequenceStates.of(description)
+        self._sequences = (
+            None if batching is None else Sequences(self.config, batching, self._states)
+        )
         self._collector = Collector(start, self.config)
         self._coroutines = Coroutines(start["concurrent_batches"])
         host.is_serving = True
@@ -419,7 +435,19 @@ class InProcessModel(LoadedModel):
         for exchange in exchanges:
             while not exchange.is_over:
                 self._wait(exchange, len(exchange.responses), deadline)
+        for exchange, request in zip(exchanges, batch, strict=True):
+            self._take_states(exchange, request)
         return [exchange.is_again for exchange in exchanges]
+
+    def _take_states(self, exchange: Exchange, request: CheckedRequest) -> None:
+        """Take the next states of a sequence out of the responses to a request, as the runtime would."""
+        if self._states is None:
+            return
+        for response in exchange.responses:
+            accepted = self._states.accept(request, Outputs(response.outputs))
+            if isinstance(accepted, MoonpoolError):
+                response.error = TritonError(str(accepted), ErrorCode(CODES.index(accepted.code)))
+                response.outputs = {}
 
     def _wait(self, exchange: Exchange, seen: int, deadline: float | None) -> None:
         if not self._collector.wait(exchange, seen, deadline):
@@ -492,7 +520,7 @@ class InProcessModel(LoadedModel):
             else:
                 array = array.reshape(shape)
             tensors.append(Tensor.from_wire(names[tensor.number], tensor.datatype, shape, array))
-        outputs = [tensor.name for tensor in self.config.outputs]
+        outputs = self._output_names
         details = request.details or Details()
         if details.outputs is not None:
             outputs = [outputs[number] for number in details.outputs]
@@ -560,7 +588,9 @@ class InProcessModel(LoadedModel):
         self._coroutines.close(_PATIENCE_S)
         try:
             with self._calling():
-                self._model.finalize()
+                failure = self._model.finalize()
+                if failure is not None:
+                    raise failure
         finally:
             self._surroundings.close()
             self._also_close()
