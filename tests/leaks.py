@@ -125,12 +125,17 @@ def left_since(before: Holdings) -> list[str]:
     lasting = before.lasting
     if not Holdings(lasting).beyond(before):
         return []
-    gc.collect()
     # This does not wait for entries of programs that run beside this one.
     others = {name for name in shm_names() - before.names if _is_used_elsewhere(name)}
     deadline = Deadline(GRACE_S)
+
+    def are_gone() -> bool:
+        # A thread may drop the last reference to something that refers to itself at any moment before the deadline.
+        gc.collect()
+        return not _without(Holdings(lasting), others).beyond(before)
+
     with suppress(AssertionError):
-        wait_until(lambda: not _without(Holdings(lasting), others).beyond(before), deadline)
+        wait_until(are_gone, deadline)
         # The test has passed now. Another look might find a descriptor that is open for a moment.
         return []
     now = Holdings(lasting)

@@ -109,7 +109,13 @@ def test_a_source_distribution_is_the_repository(tmp_path: Path) -> None:
     shutil.copytree(ROOT, tree, symlinks=True, ignore=_left_behind)
     expected = _files(tree)
     # Builds, tests and fuzzing leave such files in a tree.
-    for litter in ("ipc/__pycache__/x.pyc", "runtime/triton/native/build/x.o", "tests/crash-x"):
+    for litter in (
+        "ipc/__pycache__/x.pyc",
+        "runtime/triton/native/build/x.o",
+        "build/temp/x.o",
+        "stub/peers/_x.abi3.so",
+        "tests/crash-x",
+    ):
         (tree / litter).parent.mkdir(parents=True, exist_ok=True)
         (tree / litter).write_text("")
 
@@ -139,6 +145,7 @@ def _left_behind(folder: str, names: list[str]) -> set[str]:
         ".coverage*",
         "*.egg-info",
         "__pycache__",
+        "*.so",
         "crash-*",
     )(folder, names)
     return left | ({"build", "dist"} & set(names))

@@ -20,6 +20,7 @@ from tests.e2e.soaking import is_quiet as is_done
 from tests.waiting import wait_until
 
 import moonpool
+from moonpool.runtime.model import budgets
 
 pytestmark = pytest.mark.promise(
     "Chaos",
@@ -131,8 +132,12 @@ def test_every_request_has_one_outcome_under_chaos_and_nothing_is_left(
     pytestconfig: pytest.Config,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     faulthandler.cancel_dump_traceback_later()
+    # Memory that grew is given up soon, so that the end of the test need not wait for it.
+    monkeypatch.setattr(budgets, "KEEP_FIRST_MS", 1000)
+    monkeypatch.setattr(budgets, "KEEP_MS", 1000)
     caplog.set_level(logging.CRITICAL, "moonpool")
     caplog.set_level(logging.CRITICAL, "moonpool.stub")
     seed, seconds = pytestconfig.option.chaos_seed, pytestconfig.option.chaos_seconds

@@ -17,11 +17,21 @@ from tests.e2e.hosting import Config, hosted, is_running, options, tensor
 from tests.waiting import wait_until
 
 import moonpool
+from moonpool.ipc import syscalls
+from moonpool.runtime.process.spawner import where_processes_start
 
 MODEL = """
-import json, os, signal, sys
+import ctypes, gc, json, os, signal, sys, threading
 import numpy as np
 import triton_python_backend_utils as pb_utils
+
+
+def robust_list():
+    # Where the C library lists the locks that others get when this process dies: an offset from a lock, and the size.
+    head, size = ctypes.c_void_p(), ctypes.c_size_t()
+    number = NUMBER
+    assert ctypes.CDLL(None).syscall(number, 0, ctypes.byref(head), ctypes.byref(size)) == 0
+    return [head.value is not None, size.value]
 
 
 class TritonPythonModel:
@@ -41,6 +51,11 @@ class TritonPythonModel:
             "program": open("/proc/self/cmdline").read().split("\\0")[:4],
             "blas": float((np.ones((300, 300)) @ np.ones((300, 300))).sum()),
             "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+            "thread": threading.main_thread().native_id - os.getpid(),
+            "processors": sorted(os.sched_getaffinity(0)),
+            "nice": os.nice(0),
+            "collects": gc.isenabled(),
+            "robust": robust_list(),
             "files": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in (0, 1, 2)),
         }
         answer = np.array([json.dumps(said)], object)
@@ -65,12 +80,13 @@ def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "model.py"
-    path.write_text(MODEL)
+    number = syscalls.numbers(syscalls.this_machine())["get_robust_list"]
+    path.write_text(MODEL.replace("NUMBER", str(number)))
     return path
 
 
 def config(**more: object) -> Config:
-    return SIGNATURE | options(**{"SANDBOX": "standard", "PREFORK": "blank", **more})
+    return SIGNATURE | options(**{"SANDBOX": "standard", **more})
 
 
 def ask(runtime: moonpool.Runtime, name: str = "m", do: str = "") -> dict[str, Any]:
@@ -89,14 +105,23 @@ def children() -> dict[int, bytes]:
     return found
 
 
+# Templates of runtimes that other tests keep.
+_OTHERS: set[int] = set()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _note_others() -> None:
+    _OTHERS.update(templates())
+
+
 def templates() -> list[int]:
-    return [pid for pid, line in children().items() if TEMPLATE in line]
+    return [pid for pid, line in children().items() if TEMPLATE in line and pid not in _OTHERS]
 
 
 @pytest.mark.promise(
     "Forked instances",
-    "With `MOONPOOL_PREFORK: blank`, at `off` and `standard`, a stub is forked from a process that has "
-    "imported numpy and nothing of a model. The fork is a child of the runtime, as a stub that was started.",
+    "At `off` and `standard`, a stub is forked from a process that has imported numpy and nothing of a model, unless "
+    "`MOONPOOL_PREFORK` is `no`. The fork is a child of the runtime, as a stub that was started.",
 )
 @pytest.mark.parametrize("level", ["off", "standard"])
 def test_a_fork_is_what_a_started_stub_is(
@@ -115,14 +140,25 @@ def test_a_fork_is_what_a_started_stub_is(
     assert forked["program"][1].endswith("boot.py")
     assert forked["program"][2] == "triton_python_backend_stub"
     assert forked["program"][3] in ("m_0_0", "m_0_1")
-    same = ("parent", "folder", "blas", "blocked")
+    same = (
+        "parent",
+        "folder",
+        "blas",
+        "blocked",
+        "thread",
+        "processors",
+        "nice",
+        "collects",
+        "robust",
+    )
     assert {key: forked[key] for key in same} == {key: started[key] for key in same}
     assert forked["parent"] == os.getpid()
+    assert forked["robust"][0]
     # One pipe for the output.
     assert len(set(forked["files"])) == len(set(started["files"])) == 2
 
 
-@pytest.mark.promise("Forked instances", "With `MOONPOOL_PREFORK: blank`, at `off` …")
+@pytest.mark.promise("Forked instances", "At `off` and `standard`, a stub is forked …")
 @pytest.mark.parametrize(
     "more",
     [
@@ -172,7 +208,7 @@ def test_a_template_that_stands_still_is_replaced(
             assert template not in templates()
 
 
-@pytest.mark.promise("Forked instances", "With `MOONPOOL_PREFORK: blank`, at `off` …")
+@pytest.mark.promise("Forked instances", "At `off` and `standard`, a stub is forked …")
 def test_a_fork_that_dies_is_forked_again_and_its_end_is_known(
     runtime: moonpool.Runtime,
     file: Path,
@@ -213,6 +249,18 @@ def test_a_fork_has_the_variables_and_the_folder_of_its_start(
             assert ask(runtime)["variable"] is None
             said = ask(runtime, "n")
             assert (said["variable"], said["folder"]) == ("one", str(tmp_path))
+
+
+def test_a_fork_has_the_processors_of_its_start(runtime: moonpool.Runtime, file: Path) -> None:
+    with hosted(runtime, "m", file, config()):
+        before = where_processes_start(lambda: os.sched_getaffinity(0))
+        where_processes_start(lambda: os.sched_setaffinity(0, {min(before)}))
+        try:
+            with hosted(runtime, "n", file, config()):
+                assert ask(runtime, "n")["processors"] == [min(before)]
+        finally:
+            where_processes_start(lambda: os.sched_setaffinity(0, before))
+        assert ask(runtime)["processors"] == sorted(before)
 
 
 def test_a_fork_outlives_the_thread_that_loaded_its_model(

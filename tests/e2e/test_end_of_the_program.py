@@ -47,29 +47,37 @@ X = np.ones(2, np.float32)
 def load():
     runtime = moonpool.Runtime()
     runtime.load("model", sys.argv[1], config=config, instances=2)
-    print(*[instance["pid"] for instance in runtime.instances("model")], flush=True)
     return runtime
+
+def loaded():
+    runtime = load()
+    tell(runtime)
+    return runtime
+
+def tell(runtime):
+    print(*[instance["pid"] for instance in runtime.instances("model")], flush=True)
 """
 
-WAITS = "    threading.Event().wait()\n"
+# The signal comes once the stubs are told, and must not come before `with` has begun.
+WAITS = "    tell(runtime)\n    threading.Event().wait()\n"
 BODIES = {
     "inside exit_on_sigterm": "with moonpool.exit_on_sigterm(), load() as runtime:\n" + WAITS,
     "inside with": "with load() as runtime:\n" + WAITS,
-    "without close": "runtime = load()\n",
-    "forgotten": "def forget():\n    load()\nforget()\n",
-    "left in a function": "def leave():\n    runtime = load()\n    sys.exit(3)\nleave()\n",
-    "by an exception": "runtime = load()\nraise ValueError('on purpose')\n",
+    "without close": "runtime = loaded()\n",
+    "forgotten": "def forget():\n    loaded()\nforget()\n",
+    "left in a function": "def leave():\n    runtime = loaded()\n    sys.exit(3)\nleave()\n",
+    "by an exception": "runtime = loaded()\nraise ValueError('on purpose')\n",
     "by sys.exit in a thread's time": (
-        "runtime = load()\nthreading.Thread(target=time.sleep, args=(0.05,)).start()\nsys.exit(4)\n"
+        "runtime = loaded()\nthreading.Thread(target=time.sleep, args=(0.05,)).start()\nsys.exit(4)\n"
     ),
     "while a request runs": (
-        "with moonpool.exit_on_sigterm(), load() as runtime:\n"
+        "with moonpool.exit_on_sigterm(), loaded() as runtime:\n"
         "    request = runtime.submit('model', {'X': X})\n"
         "    request.add_done_callback(lambda f: print('answered', f.result(), flush=True))\n"
-        "    print('asked', flush=True)\n" + WAITS
+        "    print('asked', flush=True)\n    threading.Event().wait()\n"
     ),
     "in a request": (
-        "with moonpool.exit_on_sigterm(), load() as runtime:\n"
+        "with moonpool.exit_on_sigterm(), loaded() as runtime:\n"
         "    runtime.infer('model', {'X': X})\n"
     ),
 }

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
+from tests.wheels import PACKAGES, variables, write_numpy, write_wheel
 
 import moonpool
 from moonpool import BadEnvironment, LoadFailed
@@ -177,13 +178,41 @@ class TestPacked:
         ):
             places = {said(runtime, "sys.prefix", model) for model in ("one", "other", "one")}
             (place,) = places
-            cache = environment.default_root()
+            cache = environment.EnvironmentCache().root
             assert Path(place).parent == cache
             assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
             assert environment.EnvironmentCache().remove_unused() == []
 
         assert environment.EnvironmentCache().remove_unused() == [Path(place)]
         assert list(cache.iterdir()) == []
+
+
+@pytest.mark.promise("Environments", "A list of packages gives an environment …")
+@pytest.mark.parametrize("level", ["standard", "strict"])
+def test_a_list_beside_the_model_gives_its_packages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, level: str
+) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    write_numpy(wheels)
+    write_wheel(wheels, "only_here", {"only_here.py": "WORD = 'listed'\n"})
+    for name, value in variables(wheels).items():
+        monkeypatch.setenv(name, value)
+    version = tmp_path / "m" / "1"
+    version.mkdir(parents=True)
+    block = "# /// script\n# dependencies = ['only_here']\n# ///\n"
+    (version / "model.py").write_text(block + FILE.read_text())
+    config = SIGNATURE | env_path("$$TRITON_MODEL_DIRECTORY/1/model.py")
+    config["parameters"] |= options(SANDBOX=level, SANDBOX_PATHS=PACKAGES)["parameters"]
+
+    with moonpool.Runtime(sandbox_grants=["m"]) as runtime:
+        runtime.load("m", tmp_path / "m", config=config, instances=2)
+        cache = environment.EnvironmentCache()
+
+        assert said(runtime, "__import__('only_here').WORD") == "listed"
+        assert [each.is_used for each in cache.folders()] == [True]
+
+    cache.remove_unused()
 
 
 @pytest.mark.promise(

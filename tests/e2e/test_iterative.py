@@ -188,8 +188,10 @@ def test_generations_end_with_their_process_and_say_so(serve: Serve) -> None:
     with serve(
         is_decoupled=True, iterative_sequence=True, oldest={"preferred_batch_size": [1]}
     ) as client:
-        dying = client.send(5, "dying", dies_at=3)
         others = [client.send(FOR_EVER, f"r{i}") for i in range(2)]
+        for stream in others:
+            next(stream)  # the next process would go on with one that has not begun
+        dying = client.send(5, "dying", dies_at=3)
         errors = []
         for stream in [dying, *others]:
             with pytest.raises((moonpool.StubDied, SequenceLost)) as caught:

@@ -15,6 +15,7 @@ from tests.waiting import wait_until
 import moonpool
 from moonpool import ModelError
 from moonpool.runtime.hosting import supervisor
+from moonpool.runtime.model import budgets
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
@@ -29,6 +30,8 @@ X = np.arange(12, dtype=np.float32).reshape(3, 4)
 def keeper(runtime: moonpool.Runtime) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervisor, "_TIDY_S", 0.05)
+        patch.setattr(budgets, "KEEP_FIRST_MS", 50)
+        patch.setattr(budgets, "KEEP_MS", 50)
         with hosted(runtime, "keeper", MODELS / "keeper.py", SQUARE | options(REGION_BYTES="4K")):
             yield
 

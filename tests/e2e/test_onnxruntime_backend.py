@@ -20,7 +20,17 @@ pytestmark = [
     ),
 ]
 
-SERVED = ["add_sub", "by_platform", "fixed", "narrow", "nonzero", "texts", "tuned", "whole"]
+SERVED = [
+    "add_sub",
+    "by_platform",
+    "fixed",
+    "narrow",
+    "nonzero",
+    "texts",
+    "totals",
+    "tuned",
+    "whole",
+]
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
 BOTH = {"A": A, "B": np.ones((2, 3), np.float32)}
 
@@ -145,3 +155,17 @@ def test_a_file_that_is_no_graph_is_told(runtime: moonpool.Runtime, repository: 
     (folder / "model.onnx").write_bytes(b"no graph")
     with pytest.raises(moonpool.LoadFailed, match=r"model\.onnx"):
         runtime.load("broken")
+
+
+@pytest.mark.promise("Sequences", "A model gets the states of …")
+def test_a_graph_has_states_and_controls_of_its_sequences(runtime: moonpool.Runtime) -> None:
+    config = runtime.config("totals")
+    assert [t.name for t in (*config.inputs, *config.outputs)] == ["X", "Y"]
+
+    def ask(x: float, which: int, flags: int = 0) -> float:
+        inputs = {"X": np.array([[x]], np.float32)}
+        outputs = runtime.infer("totals", inputs, timeout_s=60.0, correlation_id=which, flags=flags)
+        assert list(outputs) == ["Y"]
+        return float(outputs["Y"][0, 0])
+
+    assert [ask(1, 7, 1), ask(2, 7), ask(5, 8, 1), ask(4, 7, 2)] == [101, 3, 105, 7]

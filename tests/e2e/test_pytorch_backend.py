@@ -175,3 +175,16 @@ def test_a_configuration_that_does_not_fit_the_module_is_refused(
     with pytest.raises(moonpool.LoadFailed) as caught:
         runtime.load(model)
     assert text in str(caught.value)
+
+
+@pytest.mark.promise("Sequences", "A model gets the states of …")
+@pytest.mark.parametrize("loaded", ["totals"], indirect=True)
+@pytest.mark.usefixtures("loaded")
+def test_a_module_has_states_and_controls_of_its_sequences(runtime: moonpool.Runtime) -> None:
+    def ask(x: float, which: int, flags: int = 0) -> float:
+        inputs = {"x": np.array([[x]], np.float32)}
+        outputs = runtime.infer("totals", inputs, timeout_s=60.0, correlation_id=which, flags=flags)
+        assert list(outputs) == ["y"]
+        return float(outputs["y"][0, 0])
+
+    assert [ask(1, 7, 1), ask(2, 7), ask(5, 8, 1), ask(4, 7, 2)] == [101, 3, 105, 7]

@@ -18,7 +18,7 @@ WORDS = {
     "a packet too long": "a packet of more than",
     "a map": "not an array led by a kind",
     "an unknown kind": "a message of unknown kind 99",
-    "too few fields": "ANSWER that is not an array of 8",
+    "too few fields": "ANSWER that is not an array of 9",
     "a float for a number": "ANSWER.batch may not be",
     "loaded again": "LOADED came out of turn; ANSWER may come next",
     "finalized unasked": "FINALIZED came out of turn",

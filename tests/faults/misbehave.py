@@ -30,6 +30,7 @@ from moonpool.ipc.messages import (  # noqa: E402
     EXEC_FAILED,
     FINAL,
     MAX_OBSERVATIONS,
+    NO_CORE,
     NO_DEVICE,
     OBSERVE,
     OPEN,
@@ -117,7 +118,7 @@ class Peer:
         number = self.batch if batch is None else batch
         layout = encode(*[each for each, _, _ in responses])
         remarks = [remark for _, *remark in responses]
-        self.say(Kind.ANSWER, number, held, released, blocks, layout, remarks, None)
+        self.say(Kind.ANSWER, number, NO_CORE, held, released, blocks, layout, remarks, None)
 
     def output(self, shape: object = (4,), size: int = 16, **changes: object) -> None:
         """Make an answer with one output at the start of the region for answers, with these changes."""
@@ -150,7 +151,7 @@ def twice(row: list[object]) -> Fault:
 
 
 def raw_answer(peer: Peer, layout: bytes, remarks: object = None) -> None:
-    peer.say(Kind.ANSWER, peer.batch, [], [], [], layout, remarks, None)
+    peer.say(Kind.ANSWER, peer.batch, NO_CORE, [], [], [], layout, remarks, None)
 
 
 def send_fds(end: socket.socket, packet: bytes) -> None:
@@ -162,7 +163,9 @@ def with_descriptors(peer: Peer) -> None:
     send_fds(peer.control, encode(Kind.LOG, 0, "with descriptors", "", 0))
     send_fds(
         peer.work,
-        encode(Kind.ANSWER, peer.batch, [], [], [], encode(*[[]] * peer.count), None, None),
+        encode(
+            Kind.ANSWER, peer.batch, NO_CORE, [], [], [], encode(*[[]] * peer.count), None, None
+        ),
     )
 
 
@@ -212,7 +215,7 @@ def an_error_in_a_block(peer: Peer) -> None:
 
 def states(*values: object) -> Fault:
     return lambda peer: peer.say(
-        Kind.ANSWER, peer.batch, [], [], [], encode(*[[]] * peer.count), None, list(values)
+        Kind.ANSWER, peer.batch, NO_CORE, [], [], [], encode(*[[]] * peer.count), None, list(values)
     )
 
 
@@ -550,7 +553,7 @@ def tells_much(peer: Peer) -> None:
 def leave_open(peer: Peer) -> None:
     """Leave a request open, and never read the control channel again."""
     peer.left_open.append(peer.batch)
-    peer.say(Kind.ANSWER, peer.batch, [], [], [], encode([]), None, [OPEN])
+    peer.say(Kind.ANSWER, peer.batch, NO_CORE, [], [], [], encode([]), None, [OPEN])
 
 
 def end_the_cancelled(peer: Peer) -> None:
@@ -747,18 +750,35 @@ LATER: dict[str, Fault] = {
     "keeps its input": lambda peer: peer.answer(held=[block[:2] for block in peer.blocks]),
 }
 
+
+def completing(then: Fault) -> Fault:
+    """Complete the configuration as a process that becomes an instance, and misbehave when it shall be one."""
+
+    def complete(peer: Peer) -> None:
+        peer.say(Kind.COMPLETED, "{}", True)
+        peer.hear()
+        then(peer)
+
+    return complete
+
+
 STARTS: dict[str, Fault] = {
     "never says anything": lambda _: hang(),
     "closes both channels": closing("work", "control"),
     "says garbage": lambda peer: peer.work.send(b"\xc1"),
     "answers what was not asked": lambda peer: peer.say(
-        Kind.ANSWER, 1, [], [], [], b"\x90", None, None
+        Kind.ANSWER, 1, NO_CORE, [], [], [], b"\x90", None, None
     ),
-    "completes instead of loading": lambda peer: peer.say(Kind.COMPLETED, "{}"),
+    "completes instead of loading": lambda peer: peer.say(Kind.COMPLETED, "{}", False),
     "loads instead of completing": lambda peer: peer.say(Kind.LOADED, {}),
-    "completes with no JSON": lambda peer: peer.say(Kind.COMPLETED, "{"),
-    "completes with a number": lambda peer: peer.say(Kind.COMPLETED, "7"),
-    "completes with no end": lambda peer: peer.say(Kind.COMPLETED, "[" * 30_000),
+    "completes with no JSON": lambda peer: peer.say(Kind.COMPLETED, "{", False),
+    "completes with a number": lambda peer: peer.say(Kind.COMPLETED, "7", False),
+    "completes with no end": lambda peer: peer.say(Kind.COMPLETED, "[" * 30_000, False),
+    "completes and dies": completing(lambda _: os.kill(os.getpid(), signal.SIGKILL)),
+    "completes and completes again": completing(lambda peer: peer.say(Kind.COMPLETED, "{}", True)),
+    "completes and answers": completing(
+        lambda peer: peer.say(Kind.ANSWER, 1, NO_CORE, [], [], [], b"\x90", None, None)
+    ),
     "fails with an error of exec that is none": lambda peer: peer.say(
         Kind.FAILED, EXEC_FAILED, "0013" + "9" * 30, ""
     ),
@@ -770,7 +790,7 @@ def serve(peer: Peer, start: dict[str, Any]) -> None:
     if start["mode"] == "complete":
         config = start["config"]
         config["instance_group"] = [{"kind": "KIND_CPU", "count": 64}]
-        peer.say(Kind.COMPLETED, json.dumps(config))
+        peer.say(Kind.COMPLETED, json.dumps(config), False)
     else:
         peer.say(Kind.LOADED, {"has_is_ready": "FAULT_HAS_CHECK" in os.environ})
     while True:
@@ -778,7 +798,7 @@ def serve(peer: Peer, start: dict[str, Any]) -> None:
         if message[0] == Kind.FINALIZE:
             peer.say(Kind.FINALIZED, "", "")
             os._exit(0)
-        _, peer.batch, _, peer.blocks, layout, requests, _ = message
+        _, peer.batch, _, _, peer.blocks, layout, requests, _ = message
         peer.count = len(unpack_layout(layout))
         details = requests and requests[0]
         peer.details = details[0] if details else ""

@@ -137,6 +137,35 @@ def test_a_model_asks_loads_and_unloads_only_what_it_was_granted(
     assert "new" not in runtime.models()
 
 
+def test_an_ensemble_of_its_own_making_asks_nobody_else_for_a_model(
+    runtime: moonpool.Runtime, loading: Attacker
+) -> None:
+    """The model may load `loaded`, whatever that is, and so it would ask `sibling` through it."""
+
+    def through(member: str) -> str:
+        tensors = {"data_type": "TYPE_FP32", "dims": [-1]}
+        step = {"model_name": member, "model_version": -1}
+        maps = {"input_map": {"X": "A"}, "output_map": {"Y": "B"}}
+        config = {
+            "platform": "ensemble",
+            "input": [{"name": "A", **tensors}],
+            "output": [{"name": "B", **tensors}],
+            "ensemble_scheduling": {"step": [step | maps]},
+            "parameters": {"MOONPOOL_SANDBOX": {"string_value": "strict"}},
+        }
+        return json.dumps(config)
+
+    refused = loading.tries(
+        "protocol.load_model", name="loaded", config=through("sibling"), file=""
+    )
+    granted = loading.tries("protocol.load_model", name="loaded", config=through("loaded"), file="")
+
+    assert "does not let it ask for model 'sibling'" in refused.text
+    # What it was granted is refused for another reason: the check asks for the model of each step.
+    assert "circular dependency" in granted.text
+    assert "loaded" not in runtime.models()
+
+
 # A server with a level for all
 
 GREEDY = {

@@ -19,7 +19,8 @@ from hypothesis.stateful import (
 )
 from tests.heap_region import HeapRegion
 
-from moonpool.ipc.arena import Arena, Block, growth_bytes
+from moonpool.ipc import arena as arenas
+from moonpool.ipc.arena import Arena, Block, Idle, Keep, growth_bytes
 from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.memory import ALIGNMENT, Region
 
@@ -274,6 +275,54 @@ def test_a_retired_region_is_not_allocated_in(arena: Arena) -> None:
     with pytest.raises(OutOfMemory):
         arena.allocate(20 * PAGE)
     assert arena.find(2, 0) is None
+
+
+KEEP = Keep(60.0, 5.0)
+
+
+@pytest.fixture
+def grown(arena: Arena) -> Arena:
+    arena.add(HeapRegion(2, 32 * PAGE))
+    arena.add(HeapRegion(3, 64 * PAGE))
+    return arena
+
+
+def over(idle: Idle, arena: Arena, now_s: float) -> list[int]:
+    return [region_id for _, region_id in idle.over([arena], now_s)]
+
+
+def test_the_first_region_by_which_an_arena_grew_is_kept_longer(grown: Arena) -> None:
+    idle = Idle(KEEP)
+
+    assert over(idle, grown, 100.0) == []
+    assert over(idle, grown, 104.9) == []
+    assert over(idle, grown, 105.0) == [3]
+    grown.retire(3)
+    assert over(idle, grown, 159.9) == []
+    assert over(idle, grown, 160.0) == [2]
+
+
+def test_the_time_of_a_region_begins_anew_with_each_use(grown: Arena) -> None:
+    idle = Idle(KEEP)
+    over(idle, grown, 0.0)
+    grown.release(grown.allocate(20 * PAGE))
+    block = grown.allocate(40 * PAGE)
+
+    assert over(idle, grown, 60.0) == []
+    grown.release(block)
+    assert over(idle, grown, 119.9) == []
+    assert over(idle, grown, 125.0) == [2, 3]
+
+
+@pytest.mark.parametrize(("room", "expected"), [(112 * PAGE, [3]), (112 * PAGE - 1, [2, 3])])
+def test_nothing_is_kept_longer_where_memory_is_short(
+    grown: Arena, monkeypatch: pytest.MonkeyPatch, room: int, expected: list[int]
+) -> None:
+    monkeypatch.setattr(arenas, "headroom_bytes", lambda: room)
+    idle = Idle(KEEP)
+    over(idle, grown, 0.0)
+
+    assert over(idle, grown, 5.0) == expected
 
 
 @given(st.integers(0, 2**40), st.integers(1, 2**30), st.none() | st.integers(0, 2**41))

@@ -23,6 +23,7 @@ from moonpool.ipc.errors import LocalProtocolError, RemoteProtocolError
 from moonpool.ipc.messages import (
     CALLS,
     CONTROL,
+    NO_CORE,
     NO_DEVICE,
     WORK,
     Int,
@@ -203,7 +204,7 @@ def test_a_refusal_names_the_field_and_what_was_there(
 
 def test_a_refusal_names_the_field_inside_a_row() -> None:
     details = ["", 0, -1, 0, 0, None, None, None, 0, 0]
-    packet = encode(Kind.EXECUTE, 1, [], [], b"\x90", [None, details], None)
+    packet = encode(Kind.EXECUTE, 1, NO_CORE, [], [], b"\x90", [None, details], None)
 
     reason = refused(work_codec(Side.STUB), packet)
     assert reason == "EXECUTE.details.flags may not be -1"
@@ -295,7 +296,7 @@ def test_a_process_that_is_to_be_copied_makes_all_checks_before(
     monkeypatch.setattr(codec, "_compile", None)  # a call would fail
 
     layout = encode([])
-    packet = encode(Kind.EXECUTE, 1, [], [], layout, None, None)
+    packet = encode(Kind.EXECUTE, 1, NO_CORE, [], [], layout, None, None)
     assert work_codec(Side.STUB).decode(packet)[0] == Kind.EXECUTE
     assert codec.unpack_layout(layout) == [[]]
     assert control_codec(Side.STUB).decode(encode(Kind.REFUSED, "no"))[0] == Kind.REFUSED

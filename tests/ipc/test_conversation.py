@@ -22,7 +22,7 @@ from moonpool.ipc.errors import (
     ProtocolError,
     RemoteProtocolError,
 )
-from moonpool.ipc.messages import WORK, Kind, Side
+from moonpool.ipc.messages import NO_CORE, WORK, Kind, Side
 
 pytestmark = pytest.mark.promise("Containment", "Only packets that the tables describe …")
 
@@ -103,11 +103,11 @@ def least(kind: Kind) -> list[Any]:
     fields: dict[Kind, list[Any]] = {
         Kind.CONFINED: [2, [], []],
         Kind.START: ["{}"],
-        Kind.COMPLETED: ["{}"],
+        Kind.COMPLETED: ["{}", True],
         Kind.LOADED: [{}],
         Kind.FAILED: ["load", "no", ""],
-        Kind.EXECUTE: [1, [], [], b"\x90", None, None],
-        Kind.ANSWER: [1, [], [], [], b"\x90", None, None],
+        Kind.EXECUTE: [1, 0, [], [], b"\x90", None, None],
+        Kind.ANSWER: [1, 0, [], [], [], b"\x90", None, None],
         Kind.FINALIZE: [],
         Kind.FINALIZED: ["", ""],
         Kind.INDIRECT: [7, 64, 100],
@@ -298,7 +298,7 @@ def test_a_stub_that_answers_without_reading_is_told_apart(pair: Pair) -> None:
 
     def converse_without_reading() -> None:
         for _ in range(100_000):
-            pair.runtime.send(Kind.EXECUTE, 1, [[1, 1]] * 5000, [], b"\x90", None, None)
+            pair.runtime.send(Kind.EXECUTE, 1, NO_CORE, [[1, 1]] * 5000, [], b"\x90", None, None)
             pair.runtime.accept(answer)
 
     with pytest.raises(RemoteProtocolError, match="the stub answers without reading"):
@@ -337,7 +337,7 @@ class Conversations(RuleBasedStateMachine):
         kind = data.draw(st.sampled_from(followers))
         message = data.draw(messages("work", kind))
         if is_long and kind in (Kind.START, Kind.COMPLETED):
-            message[-1] = LARGE
+            message[1] = LARGE
         stored = self.pair.shelf.stored
         packet = encode(*message)
 

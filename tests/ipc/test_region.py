@@ -321,3 +321,66 @@ def test_the_map_goes_with_the_last_lease() -> None:
     del tensor
 
     assert "moonpool-77" not in Path("/proc/self/maps").read_text()
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedRegion]:
+    """A region into which all arrays but tiny ones are copied in C++."""
+    pytest.importorskip("moonpool.ipc._copy", reason="moonpool was built without extensions")
+    if module._copy is None:
+        pytest.skip("MOONPOOL_PURE leaves the extensions out")
+    monkeypatch.setattr(module, "_PAST_CACHES", 1)
+    monkeypatch.setattr(module, "_SMALL", 0)
+    region = SharedRegion.create(1, 1 << 20)
+    yield region
+    region.close()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 63, 64, 4095])
+@pytest.mark.parametrize("start", [0, 1, 17])
+@pytest.mark.parametrize(
+    "size_bytes", [1, 63, 64, 127, 16383, 16384, 16447, 16448, 99_999, 500_000]
+)
+def test_a_copy_past_the_caches_copies_just_these_bytes(
+    copied: SharedRegion, size_bytes: int, start: int, offset: int
+) -> None:
+    source = np.random.default_rng(size_bytes).integers(1, 255, start + size_bytes, np.uint8)
+    expected = bytes(offset) + source[start:].tobytes()
+    copied.write(offset, source[start:])
+    whole = bytes(copied.memory())
+    assert whole[: len(expected)] == expected
+    assert not any(whole[len(expected) :])
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(10_000, dtype=np.float32).reshape(100, 100).T,
+        np.arange(10_000, dtype=np.float32)[::-1],
+        np.arange(10_000, dtype=np.float32)[::2],
+        np.broadcast_to(np.float32(3), (100, 100)),
+        np.arange(10_000).astype("datetime64[s]"),
+    ],
+    ids=["transposed", "backwards", "with gaps", "broadcast", "of a type without buffers"],
+)
+def test_an_array_that_is_no_plain_buffer_is_copied_by_numpy(
+    copied: SharedRegion, array: np.ndarray
+) -> None:
+    copied.write(64, array)
+    assert bytes(copied.memory())[64 : 64 + array.nbytes] == array.tobytes()
+
+
+def test_a_copy_in_cpp_stays_inside_of_its_target(copied: SharedRegion) -> None:
+    copy, buffer = module._copy, copied.buffer
+    assert copy is not None
+    for offset in (-1, (1 << 20) - 99, 1 << 62):
+        with pytest.raises(ValueError, match="do not fit into 1048576"):
+            copy(buffer, offset, np.ones(100, np.uint8))  # type: ignore[arg-type]
+    with pytest.raises(BufferError):
+        copy(b"read only", 0, np.ones(1, np.uint8))  # type: ignore[arg-type]
+    assert not any(bytes(copied.memory()))
+
+
+def test_pure_leaves_the_copy_to_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_PURE", "1")
+    assert module._quick_copy() is None

@@ -89,3 +89,17 @@ parameters [ { key: "intra_op_thread_count" value { string_value: "1" } }, { key
              { key: "execution_mode" value { string_value: "1" } }, { key: "enable_mem_arena" value { string_value: "0" } } ]""",
 )
 write("level", ADD, *BOTH, config='backend: "onnxruntime" optimization { graph { level: 7 } }')
+# The server keeps the total of each sequence, and adds START.
+write(
+    "totals",
+    [
+        h.make_node("Cast", ["START"], ["starts"], to=T.FLOAT),
+        h.make_node("Add", ["X", "TOTAL_IN"], ["TOTAL_OUT"]),
+        h.make_node("Add", ["TOTAL_OUT", "starts"], ["Y"]),
+    ],
+    [("X", T.FLOAT, ["N", 1]), ("TOTAL_IN", T.FLOAT, ["N", 1]), ("START", T.INT32, ["N", 1])],
+    [("Y", T.FLOAT, ["N", 1]), ("TOTAL_OUT", T.FLOAT, ["N", 1])],
+    config="""backend: "onnxruntime" max_batch_size: 4 sequence_batching {
+    control_input [ { name: "START" control [ { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 100 ] } ] } ]
+    state [ { input_name: "TOTAL_IN" output_name: "TOTAL_OUT" data_type: TYPE_FP32 dims: [ 1 ] } ] }""",
+)

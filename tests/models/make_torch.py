@@ -69,6 +69,12 @@ class Misbehaves(torch.nn.Module):
         return [x]
 
 
+class Totals(torch.nn.Module):
+    def forward(self, x: Tensor, total: Tensor, start: Tensor) -> Tuple[Tensor, Tensor]:
+        after = x + total
+        return after + start, after
+
+
 class Twice(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2)
@@ -95,6 +101,10 @@ one(
 one("half", Twice(), [("x", "BF16", "-1")], [("y", "BF16", "-1")])
 one("in_place", Twice(), [("x", "FP32", "-1")], [("y", "FP32", "-1")])
 one("texts", Twice(), [("x", "STRING", "-1")], [("y", "FP32", "-1")])
+STATE = """max_batch_size: 4 sequence_batching {
+    control_input [ { name: "start" control [ { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 100 ] } ] } ]
+    state [ { input_name: "total" output_name: "after" data_type: TYPE_FP32 dims: [ 1 ] } ] }"""
+one("totals", Totals(), [("x", "FP32", "1")], [("y", "FP32", "1")], STATE)
 one("mode", Mode(), [("x", *F3)], [("y", *F3)])
 one("misbehaves", Misbehaves(), [("x", *F3)], [("y", *F3)], "max_batch_size: 4")
 traced = torch.jit.trace(Linear().eval(), torch.ones(1, 3))

@@ -3,7 +3,7 @@
 HOW says what it does with X: `pass` it through, `add` one in new memory on the device, `copy` it there and wait for nothing,
 `host` for one more in ordinary memory,
 `keep` it and pass through what was kept before, `ask NAME` to have another model pass it, `die`; `fault` has the fake driver refuse
-everything from then on.
+everything from then on. Without HOW it copies.
 """
 
 import ctypes
@@ -27,7 +27,8 @@ class TritonPythonModel:
 
     def answer(self, request):
         x = pb_utils.get_input_tensor_by_name(request, "X")
-        how = pb_utils.get_input_tensor_by_name(request, "HOW").as_numpy().item().decode()
+        how = pb_utils.get_input_tensor_by_name(request, "HOW")
+        how = "copy" if how is None else how.as_numpy().item().decode()
         seen = pb_utils.Tensor("ON_CPU", np.array([x.is_cpu()]))
         try:
             y = self.make(how, x)

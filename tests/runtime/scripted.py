@@ -13,7 +13,7 @@ from moonpool.ipc.arena import Arena
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import encode, unpack_layout
 from moonpool.ipc.conversation import Conversation, Overflow
-from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
+from moonpool.ipc.messages import NO_CORE, PROTOCOL_VERSION, Kind, Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.ipc.tensors import CODES
 from moonpool.runtime.model.config.model import ModelConfig
@@ -59,7 +59,7 @@ class Peer(Overflow):
         """Read an EXECUTE."""
         message = self.conversation.receive()
         assert message[0] == Kind.EXECUTE
-        _, self.batch, self.released, self.blocks, packed, self.details, self.targets = message
+        _, self.batch, _, self.released, self.blocks, packed, self.details, self.targets = message
         self.rows = unpack_layout(packed)
 
     def input(self, request: int, number: int) -> np.ndarray[Any, Any]:
@@ -84,10 +84,19 @@ class Peer(Overflow):
         released: Sequence[list[int]] = (),
         remarks: Any = None,
         batch: int | None = None,
+        core: int = NO_CORE,
     ) -> None:
         number = self.batch if batch is None else batch
         self.conversation.send(
-            Kind.ANSWER, number, held, released, blocks, encode(*map(list, rows)), remarks, None
+            Kind.ANSWER,
+            number,
+            core,
+            held,
+            released,
+            blocks,
+            encode(*map(list, rows)),
+            remarks,
+            None,
         )
 
     def store(self, packet: bytes) -> tuple[int, int, int]:

@@ -205,7 +205,7 @@ def test_one_bad_model_of_a_repository_says_how_to_load_the_others(tmp_path: Pat
     write_model(tmp_path, "add", 1)
     (tmp_path / "all").mkdir()
     (tmp_path / "all" / "config.pbtxt").write_text('platform: "ensemble"\n')
-    words = "'all' is an ensemble, and moonpool has no ensemble scheduler yet"
+    words = "ensemble scheduling must be set for ensemble all"
     with pytest.raises(moonpool.MoonpoolError, match=words) as caught, Runtime(tmp_path):
         pass
     (note,) = caught.value.__notes__

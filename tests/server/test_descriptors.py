@@ -7,6 +7,7 @@ import resource
 import pytest
 
 from moonpool.runtime.server import listening
+from moonpool.runtime.server.listening import Connections
 from moonpool.runtime.server.options.table import ServerOptions
 
 pytestmark = pytest.mark.promise(
@@ -27,10 +28,12 @@ def test_half_is_left_to_models(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
 
-    http, grpc = listening.connections(ServerOptions(frontends=frontends))
+    http, grpc, metrics, together = listening.connections(ServerOptions(frontends=frontends))
 
-    scrapers, told, relayed = http / 8, http / 8, (http * 9 / 8 if frontends > 1 else 0)
-    assert 0.48 * limit < http + scrapers + told + relayed + grpc <= 0.5 * limit
+    told, relayed = http / 8, (http * 9 / 8 if frontends > 1 else 0)
+    assert 0.48 * limit < together + metrics + told + relayed <= 0.5 * limit
+    assert together == pytest.approx(http + grpc, abs=2)
+    assert metrics == pytest.approx(http / 8, abs=2)
     assert http == pytest.approx(2 * grpc, rel=0.05)
 
 
@@ -41,8 +44,28 @@ def test_where_there_is_room_there_are_as_many_connections_as_are_asked_for(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     options = ServerOptions(http_max_connections=700, grpc_max_connections=300)
 
-    assert listening.connections(options) == (700, 300)
-    assert listening.connections(ServerOptions()) == (16_384, 8192)
+    assert listening.connections(options) == Connections(700, 300, 87, 1000)
+    assert listening.connections(ServerOptions()) == Connections(16_384, 8192, 2048, 24_576)
+
+
+@pytest.mark.parametrize(
+    ("most", "then"),
+    [
+        (1000, Connections(700, 300, 87, 913)),
+        (400, Connections(350, 300, 50, 350)),
+        (80, Connections(70, 70, 10, 70)),
+        (1, Connections(1, 1, 1, 1)),
+    ],
+)
+def test_all_ports_together_have_the_connections_that_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, most: int, then: Connections
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (NO_LIMIT, NO_LIMIT))
+    options = ServerOptions(
+        http_max_connections=700, grpc_max_connections=300, max_connections=most
+    )
+
+    assert listening.connections(options) == then
 
 
 @pytest.mark.parametrize(

@@ -205,11 +205,17 @@ def test_booleans_are_read_as_triton_reads_them(text: str) -> None:
         ("http-max-input-size", "0", "--http-max-input-size: must be a whole number from 1 on"),
         ("allow-client-shm", "x", "--allow-client-shm: must be true or false"),
         ("allow-http", "maybe", "--allow-http: must be true or false, not 'maybe'"),
-        ("model-control-mode", "x", "--model-control-mode: must be none, poll or explicit"),
+        ("model-control-mode", "x", "--model-control-mode: must be none, poll, explicit or demand"),
         ("metrics-interval-ms", "nan", "must be a number above 0"),
         ("exit-timeout-secs", "", "must be a whole number"),
         ("model-namespacing", "true", "--model-namespacing cannot be true: models of the same"),
         ("allow-sagemaker", "true", "there is no SageMaker endpoint"),
+        (
+            "rate-limit-resource",
+            "R",
+            "--rate-limit-resource option format is '<resource_name>:<count>:<device>' or",
+        ),
+        ("rate-limit", "always", "--rate-limit: must be off or execution_count"),
         ("http-header-forward-pattern", "(", "must be a regular expression"),
         ("sandbox", "x", "must be off, standard, best-effort or strict"),
     ],
@@ -258,7 +264,8 @@ def test_a_variable_that_is_misspelt_is_an_error() -> None:
 
 def test_options_without_effect_are_reported_with_the_reason() -> None:
     said = {"backend-config": ["python,shm-default-byte-size=1"], "allow-vertex-ai": ["false"]}
-    _, without_effect = read_options({**said, "model-namespacing": ["false"]}, {})
+    refused = {"model-namespacing": ["false"]}
+    _, without_effect = read_options({**said, **refused}, {})
 
     assert list(without_effect) == ["backend-config"]
 

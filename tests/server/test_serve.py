@@ -189,8 +189,7 @@ def test_a_port_that_is_taken_is_told_before_any_model_is_loaded(models: Path) -
 @pytest.mark.promise(
     "The model repository of a server",
     "If a model of a repository cannot be loaded, the message says how to load the "
-    "others: on the command line, and in a program. For an ensemble it says that there is "
-    "no scheduler yet.",
+    "others: on the command line, and in a program.",
 )
 def test_a_model_that_cannot_be_loaded_ends_it_unless_that_is_wanted(models: Path) -> None:
     write(models, "bad", BAD)
@@ -251,13 +250,12 @@ def test_it_says_ready_with_models_missing_if_readiness_does_not_count_them(mode
 
 
 @pytest.mark.promise("The model repository of a server", "If a model of a repository …")
-def test_an_ensemble_is_named_as_what_is_missing_with_the_way_out(models: Path) -> None:
-    steps = 'ensemble_scheduling { step [{ model_name: "good" model_version: -1 }] }\n'
+def test_a_configuration_that_cannot_be_used_keeps_no_server_from_being_ready(models: Path) -> None:
     (models / "all" / "1").mkdir(parents=True)
-    (models / "all" / "config.pbtxt").write_text(f'platform: "ensemble"\n{steps}')
+    (models / "all" / "config.pbtxt").write_text('platform: "tensorrt_plan"')
     with starting(models) as server:
         assert server.wait() == 1
-        assert "'all' is an ensemble, and moonpool has no ensemble scheduler yet" in server.text()
+        assert "unexpected platform type 'tensorrt_plan' for all" in server.text()
         assert "To serve the others, add --exit-on-error=false" in server.text()
     with running(models, "--exit-on-error=false") as server:
         # As in Triton, a model whose configuration cannot be used does not count.

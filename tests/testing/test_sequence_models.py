@@ -139,3 +139,26 @@ def test_a_rescheduled_request_comes_again(
     (tmp_path / "model.py").write_text(ITERATIVE)
     with load(tmp_path / "model.py", config=config(iterative_sequence=True)) as model:
         assert model.infer(X=np.ones((1, 1), np.float32))["Y"].tolist() == [[b"[1, 0, 0]"]]
+
+
+STATES = [
+    {"input_name": "TOTAL_IN", "output_name": "TOTAL_OUT", "data_type": "TYPE_FP32", "dims": [1]}
+]
+
+
+@pytest.mark.promise("Sequences", "A model gets the states of …")
+def test_a_model_gets_the_states_of_its_sequences() -> None:
+    def said(load: Callable[..., testing.LoadedModel]) -> Iterator[Any]:
+        with load(MODELS / "states.py", name="m", config=config(state=STATES)) as model:
+            for each in [request(7, 1, START), request(8, 5, START), request(7, 2), request(7, 1)]:
+                response = model.infer(each)
+                assert list(response.outputs) == ["Y"]
+                yield json.loads(response["Y"].flat[0])["before"]
+            wrong = testing.request(
+                {"X": [[1.0]]}, correlation_id=7, parameters={"answer": "shape"}
+            )
+            with pytest.raises(moonpool.MoonpoolError, match="state 'TOTAL_OUT' of model 'm' has"):
+                model.infer(wrong)
+            yield json.loads(model.infer(request(7, 1))["Y"].flat[0])["before"]
+
+    assert [list(said(load)) for load in LOADS] == [[[0], [0], [1], [3], [4]]] * 2

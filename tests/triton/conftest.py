@@ -21,8 +21,8 @@ from tests.triton.moonpool_side import MoonpoolSide  # noqa: E402
 from tests.triton.server import interpreter, running  # noqa: E402
 from tests.triton.triton_side import TritonSide  # noqa: E402
 
-# Triton's own server, which the tests that run now compare with.
-SIDE = pytest.StashKey[TritonSide]()
+# Triton's own servers, by the fixture that started each.
+SIDES = pytest.StashKey[dict[str, TritonSide]]()
 MODELS = Path(__file__).parent / "models"
 # Loaded and unloaded by the tests that use them.
 APART = {"finalizes", "finalize_raises"}
@@ -36,13 +36,16 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """A test in which Triton itself died, as it does now and then, is begun once more with another one."""
-    if "both" not in getattr(item, "fixturenames", ()):
+    """A test in which Triton itself died, as it does now and then, is begun again with another one, twice at most."""
+    used = [name for name in ("both", "core") if name in getattr(item, "fixturenames", ())]
+    if not used:
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
-    side = item.session.stash.get(SIDE, None)
-    if side is not None and side.server.has_died:
+    for _ in range(2):
+        side = item.session.stash.setdefault(SIDES, {}).get(used[0])
+        if side is None or not side.server.has_died:
+            break
         with item.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
             sys.stderr.write(
                 f"\ntritonserver died in {item.nodeid}:\n{side.server.log()[-4000:]}\n"
@@ -75,7 +78,7 @@ def both(
         triton, moonpool = TritonSide(server), MoonpoolSide(repository)
         try:
             both = Both(triton, moonpool)
-            request.session.stash[SIDE] = triton
+            request.session.stash.setdefault(SIDES, {})["both"] = triton
             zoo = set(os.listdir(MODELS)) - APART
             both.loads = _loads(triton, moonpool, sorted(zoo | set(BROKEN)))
             assert {both.loads[name] for name in zoo} == {(None, None)}

@@ -36,18 +36,23 @@ class _Lines(logging.Handler):
 class MoonpoolSide:
     """One runtime over the same repository."""
 
-    def __init__(self, repository: Path) -> None:
-        self._runtime = moonpool.Runtime(repository, models=[], backend_directory=BACKENDS)
+    def __init__(self, repository: Path, **options: Any) -> None:
+        """`options` are further ones of the runtime."""
+        self._runtime = moonpool.Runtime(
+            repository, models=[], backend_directory=BACKENDS, **options
+        )
         self._lines = _Lines()
         self._heard = 0
         self._logger = logging.getLogger("moonpool.stub")
         self._logger.addHandler(self._lines)
+        # Another one may hear this logger too, for longer, so its level is put back and not unset.
+        self._level = self._logger.level
         self._logger.setLevel(logging.DEBUG)
 
     def close(self) -> None:
         self._runtime.close()
         self._logger.removeHandler(self._lines)
-        self._logger.setLevel(logging.NOTSET)
+        self._logger.setLevel(self._level)
 
     def load(self, model: str) -> Failure | None:
         """Load a model of the repository; what hinders it, if anything does."""
@@ -101,6 +106,10 @@ class MoonpoolSide:
     def metrics(self) -> str:
         """The exposition of all metrics."""
         return self._runtime.metrics()
+
+    def counts(self, model: str) -> dict[str, Any]:
+        """The statistics of a model that has one version."""
+        return self._runtime.statistics(model)
 
     def log(self) -> list[LogLine]:
         """Return the lines that models logged since the last look."""

@@ -59,7 +59,12 @@ class TritonServer:
     """The process, its ports and its log. `models` are loaded from `repository`, others when asked for."""
 
     def __init__(
-        self, python: Path, repository: Path, folder: Path, models: Sequence[str] = ()
+        self,
+        python: Path,
+        repository: Path,
+        folder: Path,
+        models: Sequence[str] = (),
+        options: Sequence[str] = (),
     ) -> None:
         facts = subprocess.run(
             [python, "-c", _FACTS], capture_output=True, text=True, check=True
@@ -70,6 +75,7 @@ class TritonServer:
         self._python = python
         self._repository = repository
         self._models = models
+        self._options = options
         self._backends = folder / "backends"
         # The ports are set while the server runs.
         self.http_port = self.grpc_port = self.metrics_port = 0
@@ -123,6 +129,7 @@ class TritonServer:
             str(self._package / "tritonserver" / "bin" / "tritonserver"),
             f"--model-repository={self._repository}",
             f"--backend-directory={self._backends}",
+            f"--cache-directory={self._package}/tritonserver/caches",
             f"--backend-config=python,shm-region-prefix-name={self._regions}",
             "--model-control-mode=explicit",
             "--strict-readiness=false",
@@ -135,6 +142,7 @@ class TritonServer:
             f"--metrics-port={self.metrics_port}",
             "--exit-timeout-secs=10",
             *(f"--load-model={name}" for name in self._models),
+            *self._options,
         ]
 
     def _environment(self) -> dict[str, str]:
@@ -200,10 +208,14 @@ def _stubs(regions: str) -> list[int]:
 
 @contextmanager
 def running(
-    python: Path, repository: Path, folder: Path, models: Sequence[str] = ()
+    python: Path,
+    repository: Path,
+    folder: Path,
+    models: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> Iterator[TritonServer]:
-    """A server, ready, which is ended afterwards."""
-    server = TritonServer(python, repository, folder, models)
+    """A server, ready, which is ended afterwards. `options` are further ones of its command line."""
+    server = TritonServer(python, repository, folder, models, options)
     server.start()
     try:
         yield server

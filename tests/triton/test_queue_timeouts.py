@@ -21,7 +21,7 @@ LATE = Failure("UNAVAILABLE", "Request timeout expired")
 SEEN = {"X": np.full((1, 1), -1, np.float32)}
 AT_ONCE = {"X": np.zeros((1, 1), np.float32)}
 
-TIMEOUTS_US = [5, 100_000, 5_000_000]
+TIMEOUTS_US = [1, 100_000, 5_000_000]
 REQUEST = """
 def request(model, x, **more):
     return asking(model, ["Y"], X=np.array([[x]], np.float32), **more)
@@ -60,13 +60,13 @@ def seen(both: Both, model: str) -> Any:
 
 
 @pytest.mark.parametrize("model", POLICIES)
-@pytest.mark.parametrize("timeout_us", [0, 5, 5_000_000])
+@pytest.mark.parametrize("timeout_us", [0, 1, 5_000_000])
 def test_a_client_asks_a_model_that_is_idle(both: Both, model: str, timeout_us: int) -> None:
     seen(both, model)
 
     outcome = both.infer(model, AT_ONCE, queue_timeout_us=timeout_us)
 
-    assert (outcome == LATE) == (model == "timed" and timeout_us == 5)
+    assert (outcome == LATE) == (model == "timed" and timeout_us == 1)
     assert seen(both, model)["Y"].shape == (1, int(outcome != LATE))
 
 
@@ -77,12 +77,12 @@ def test_a_policy_that_lets_nobody_wait_rejects_everybody(both: Both) -> None:
 
 # On a busy machine, a tenth of a second may be over before an idle model has the request.
 @pytest.mark.parametrize("model", POLICIES)
-@pytest.mark.parametrize("timeout_us", [5, 5_000_000])
+@pytest.mark.parametrize("timeout_us", [1, 5_000_000])
 def test_a_model_asks_another_one(both: Both, model: str, timeout_us: int) -> None:
     theirs, ours = both.said(f"model, timeout_us = {model!r}, {timeout_us}" + REQUEST + ASKS)
 
     assert agree(theirs, ours), (theirs, ours)
-    assert ("expired" in ours) == (model == "timed" and timeout_us == 5)
+    assert ("expired" in ours) == (model == "timed" and timeout_us == 1)
 
 
 def test_a_model_asks_others_that_are_busy(both: Both) -> None:
@@ -92,4 +92,4 @@ def test_a_model_asks_others_that_are_busy(both: Both) -> None:
 
     assert agree(theirs, ours), (theirs, ours)
     expired = re.findall(r"list\['(\w+ \d+)', '[^']*expired'\]", ours)
-    assert expired == ["timed 100000", "timed 5"]
+    assert expired == ["timed 1", "timed 100000"]

@@ -199,7 +199,7 @@ def test_a_wrong_batcher_is_refused_in_the_same_words(
 
 
 USELESS = {
-    "a state": 'state { input_name: "S" output_name: "T" data_type: TYPE_FP32 dims: [ 1 ] }',
+    "an input as a state": 'state { input_name: "X" output_name: "T" data_type: TYPE_FP32 dims: [ 1 ] }',
     "an input as a control": 'control_input { name: "X" control { kind: CONTROL_SEQUENCE_START '
     "fp32_false_true: [ 0, 1 ] } }",
 }
@@ -217,6 +217,6 @@ def test_a_batcher_that_does_nothing_useful_in_triton_is_refused(
             pass
     state, control = (both.moonpool.load(model) for model in names.values())
     assert state is not None
-    assert "states that the server keeps are not offered to Python models" in state.text
+    assert "sequence batching state 'X' is an input of the model already" in state.text
     assert control is not None
     assert "control tensor 'X' is an input of the model" in control.text

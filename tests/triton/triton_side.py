@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import struct
 import urllib.request
@@ -130,6 +131,13 @@ class TritonSide:
         address = f"http://127.0.0.1:{self.server.metrics_port}/metrics"
         with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
             return str(answer.read().decode())
+
+    def counts(self, model: str) -> dict[str, Any]:
+        """The statistics of a model that has one version."""
+        address = f"http://127.0.0.1:{self.server.http_port}/v2/models/{model}/stats"
+        with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
+            (counts,) = json.load(answer)["model_stats"]
+        return dict(counts)
 
     def log(self) -> list[LogLine]:
         """Return the lines that models logged since the last look."""

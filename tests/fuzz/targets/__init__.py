@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz.targets import archives, calls, clients, configurations, links, messages
+from tests.fuzz.targets import archives, batches, calls, clients, configurations, links, messages
 
 Target = Callable[[bytes], None]
 
@@ -23,6 +23,7 @@ TARGETS: dict[str, Target] = {
     "output": messages.output,
     "denials": messages.denials,
     "link": links.link,
+    "execute": batches.execute,
     "call_dispatcher": calls.call_dispatcher,
     "http_infer": clients.http_infer,
     "http_generate": clients.http_generate,

@@ -86,7 +86,7 @@ class _Models:
         if len(name) % 2:
             raise InvalidRequest(f"{config}{files}")
 
-    def begin_unload(self, name: str) -> None:
+    def begin_unload(self, name: str, *, with_members: bool = False) -> None:
         """Do nothing, since no such model is loaded."""
 
     def ask_ready(self, name: str, version: str, answer: Callable[[bool], object]) -> None:
@@ -115,7 +115,7 @@ def call_dispatcher(data: bytes) -> None:
     try:
         while choices:
             packet = _packet(pair, choices, told)
-            dispatcher._handle(dispatcher._codec.decode(packet))
+            dispatcher._take(packet)
             while (answer := peer.receive_ready()) is not None:
                 told.append(answer)
     except (RemoteProtocolError, PeerGone):
@@ -148,12 +148,21 @@ def _packet(pair: Pair, choices: Choices, told: list[bytes]) -> bytes:
             [Kind.METRIC_VALUE, number, choices.number(1)],
             [Kind.INDIRECT, *_block(pair, choices)],
             *[_infer(pair, choices, number, name)] * 16,
+            *[_usual(choices, number)] * 8,
         ]
     )
     packet = encode(*message)
     if choices.byte() % 8 == 7 and told:
         return told[-1]
     return packet
+
+
+def _usual(choices: Choices, number: int) -> list[Any]:
+    """Make a request that differs from the others of its kind in number and block, or in a little more."""
+    rows = [["X", 11, [4], 0, 0, 16]]
+    block = [2, 64 * (choices.byte() % 8), 16]
+    released = [[1, 64 * choices.byte()]] if choices.byte() % 8 == 7 else []
+    return [Kind.INFER, number, "echo", -1, False, 0, released, [block], rows, ["Y"], None]
 
 
 def _block(pair: Pair, choices: Choices) -> list[int]:

@@ -43,7 +43,9 @@ _ALONE = ModelConfig.from_dict({**_CONFIG.raw, "input": [tensor("X", "FP32", -1)
 
 
 class _Service:
-    """Stands in for a server. Its clients share no memory, and its models have no folder."""
+    """Stands in for a server. Its clients share no memory, and its model has no folder."""
+
+    models = SimpleNamespace(find=lambda *_: _HOSTED)
 
     def read_shared(self, *_: Any) -> Any:
         raise InvalidRequest("Unable to find shared memory region")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from typing import Any
 
@@ -11,10 +12,11 @@ from tests.runtime.scripted import KiB, Pair
 
 from moonpool.ipc.codec import control_codec, encode
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
-from moonpool.ipc.messages import Kind, Side
+from moonpool.ipc.messages import NO_CORE, Kind, Side
 from moonpool.runtime.model.request import InferenceRequest, Response
 
 _CONTROL = control_codec(Side.RUNTIME)
+_MINUTES_S = itertools.count(0.0, 60.0)
 
 
 class _Liar:
@@ -71,6 +73,7 @@ class _Liar:
         return encode(
             Kind.ANSWER,
             number,
+            choices.number(NO_CORE, 0, 200),
             self.places() if choices.byte() % 4 == 0 else [],
             self.places() if choices.byte() % 4 == 0 else [],
             self.blocks(),
@@ -134,7 +137,7 @@ def _step(pair: Pair, choices: Choices, kept: list[Any]) -> None:
         link.release(_told(Kind.RELEASE, liar.places()))
     else:
         kept.clear()
-        link.tidy()
+        link.tidy(next(_MINUTES_S))
 
 
 def _told(kind: Kind, things: list[Any]) -> list[Any]:

@@ -102,7 +102,7 @@ def answer(number=None, region=None, at=0, size=16, shape=(4,), datatype=FP32, o
     own = regions.arena.regions()[0].id
     block = [own if region is None else region, at, size]
     row = [index, datatype, list(shape), 0, offset, size]
-    fields = [batch() if number is None else number, [], [], [block]]
+    fields = [batch() if number is None else number, 0, [], [], [block]]
     say(packed(ANSWER, *fields, packed([row]), [[None, None]], None))
 
 
@@ -119,7 +119,7 @@ def flood_answers():
     """Send one answer again and again, as long as the runtime reads."""
     with work() as end:
         while True:
-            end.send(packed(ANSWER, batch(), [], [], [], packed([]), None, None))
+            end.send(packed(ANSWER, batch(), 0, [], [], [], packed([]), None, None))
 
 
 def flood_releases():

@@ -1,7 +1,7 @@
 """A small KServe v2 server of another kind than moonpool's, as a program: prints its two ports, ends with its input.
 
 Models: `add_sub` (FP32, any size, batches), `fails` (an error each time), `closes` (hangs up instead of answering),
-`chunks` (as add_sub, in chunks over HTTP), `repeat` (decoupled: as many responses as COUNT says).
+`chunks` (as add_sub, in chunks over HTTP), `sequence` (as add_sub, an error unless sequences begin and end), `repeat` (decoupled: as many responses as COUNT says).
 """
 
 from __future__ import annotations
@@ -22,12 +22,29 @@ _LOCK = threading.Lock()
 _COUNTS: dict[str, int] = {}
 _INPUTS = {"repeat": [("COUNT", "INT32", [1])]}
 _USUAL = [(f"INPUT{i}", "FP32", [-1, -1]) for i in range(2)]
-MODELS = ("add_sub", "fails", "closes", "chunks", "repeat")
+MODELS = ("add_sub", "fails", "closes", "chunks", "sequence", "repeat")
+_SEQUENCES: set[int] = set()
+_CLOSED: set[int] = set()
 
 
 def _counted(model: str) -> None:
     with _LOCK:
         _COUNTS[model] = _COUNTS.get(model, 0) + 1
+
+
+def _out_of_order(model: str, sequence: int, is_start: bool, is_end: bool) -> str:
+    """Return the error of a request that does not continue its sequence; "" for one that does."""
+    if model != "sequence":
+        return ""
+    with _LOCK:
+        if not sequence or sequence in _CLOSED:
+            return f"sequence {sequence} is over, or none"
+        if is_start == (sequence in _SEQUENCES):
+            return f"sequence {sequence} has another state"
+        _SEQUENCES.add(sequence)
+        if is_end:
+            _CLOSED.add(sequence)
+    return ""
 
 
 def _statistics(model: str) -> dict[str, Any]:
@@ -77,9 +94,14 @@ class Http(BaseHTTPRequestHandler):
         elif model == "closes":
             self.close_connection = True
         else:
-            _counted(model)
             size = int(self.headers["Inference-Header-Content-Length"])
             header = json.loads(body[:size])
+            parameters = header.get("parameters", {})
+            names = ("sequence_id", "sequence_start", "sequence_end")
+            if why := _out_of_order(model, *(parameters.get(name, 0) for name in names)):
+                self._json(400, {"error": why})
+                return
+            _counted(model)
             a, b = np.frombuffer(body[size:], np.float32).reshape(2, -1)
             outputs = {"OUTPUT0": a + b, "OUTPUT1": a - b}
             answer = {
@@ -135,6 +157,15 @@ class Grpc(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
             context.abort(grpc.StatusCode.INTERNAL, "no luck today: 100 % µ")
         if dict(context.invocation_metadata()).get("x-secret", "yes") != "yes":
             context.abort(grpc.StatusCode.PERMISSION_DENIED, "who are you?")
+        values = request.parameters
+        why = _out_of_order(
+            request.model_name,
+            values["sequence_id"].int64_param,
+            values["sequence_start"].bool_param,
+            values["sequence_end"].bool_param,
+        )
+        if why:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
         _counted(request.model_name)
         a, b = (np.frombuffer(data, np.float32) for data in request.raw_input_contents)
         answer = messages.ModelInferResponse(model_name=request.model_name)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from moonpool.runtime.bench import result as results
+from moonpool.runtime.bench.loads import Concurrency, Rate
 from moonpool.runtime.bench.request import BadAddress, Endpoint, QuestionTensor
 from moonpool.runtime.bench.result import (
     Incomparable,
@@ -20,9 +21,7 @@ from moonpool.runtime.bench.result import (
     verdict,
 )
 from moonpool.runtime.bench.windows import (
-    Concurrency,
     Point,
-    Rate,
     Split,
     Window,
     between,
@@ -30,7 +29,7 @@ from moonpool.runtime.bench.windows import (
     merged,
     sweep,
 )
-from moonpool.runtime.cli.bench_report import title
+from moonpool.runtime.cli.bench.report import title
 
 
 def window(requests: int, latency_us: float = 100.0, seconds: float = 1.0) -> Window:
@@ -128,6 +127,12 @@ class Steps:
 
     def configuration_fields(self) -> None:
         return None
+
+    def measure_resources(self, server_pid: int | None, metrics_url: str | None) -> None:
+        del server_pid, metrics_url
+
+    def instance_pids(self) -> list[int]:
+        return []
 
 
 def test_subjects_take_turns_until_all_are_stable() -> None:

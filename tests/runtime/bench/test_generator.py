@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from tests.runtime.bench.conftest import Kserve
 
-from moonpool.runtime.bench.engine import Generator, Tally, Unreachable, Wire
-from moonpool.runtime.bench.grpc import GrpcWire
-from moonpool.runtime.bench.http import HttpWire
+from moonpool.runtime.bench.generator.engine import Generator, Tally, Unreachable, Wire
+from moonpool.runtime.bench.generator.grpc import GrpcWire
+from moonpool.runtime.bench.generator.http import HttpWire
+from moonpool.runtime.bench.loads import Rate
 from moonpool.runtime.bench.request import METHOD, STREAM_METHOD, Question, QuestionTensor
-from moonpool.runtime.bench.windows import Rate
 
 PATIENCE_S = 60.0
 SECONDS = 0.1

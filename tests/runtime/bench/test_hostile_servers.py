@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.runtime.bench.control_client import Refused
-from moonpool.runtime.bench.engine import Wire, WireError
-from moonpool.runtime.bench.grpc import GrpcWire
-from moonpool.runtime.bench.http import HttpWire
+from moonpool.runtime.bench.data import DataMix, RequestData
+from moonpool.runtime.bench.generator.engine import Wire, WireError
+from moonpool.runtime.bench.generator.grpc import GrpcWire
+from moonpool.runtime.bench.generator.http import HttpWire
 from moonpool.runtime.bench.request import Endpoint, QuestionTensor
 from moonpool.runtime.bench.server import MeasuredServer
 from moonpool.runtime.bench.windows import Window
@@ -67,13 +68,13 @@ HEADS = st.sampled_from(
 def fed(wire: Wire, pieces: list[bytes]) -> None:
     """Begin a request, and the next one when one has ended."""
     b"".join(wire.opening())
-    wire.begin()
+    wire.begin(0, 0)
     try:
         for piece in pieces:
             for data in (piece[:3], piece[3:]):
                 if data and wire.feed(data) is not None:
                     wire.outgoing()
-                    wire.begin()
+                    wire.begin(0, 0)
             assert wire.skip >= 0
     except WireError:
         pass
@@ -165,7 +166,7 @@ def test_an_answer_that_is_none_is_refused(
 ) -> None:
     inputs = [QuestionTensor.of("X", "FP32", np.zeros(1, np.float32))]
     with pytest.raises(Refused, match="does not follow the protocol"):
-        saying(value).prepare(inputs, processes=1, most_connections=1)
+        saying(value).prepare(DataMix([RequestData(inputs)]), processes=1, most_connections=1)
 
 
 @pytest.mark.parametrize("value", [{"model_stats": 5}, {"model_stats": {}}])

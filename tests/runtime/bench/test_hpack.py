@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.runtime.bench import hpack
-from moonpool.runtime.bench.engine import WireError
+from moonpool.runtime.bench.generator import hpack
+from moonpool.runtime.bench.generator.engine import WireError
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import statistics
 
 import pytest
 from tests.runtime.cli.shell import MODELS, CommandLine, write_model
@@ -118,6 +119,92 @@ def test_results_of_other_requests_are_refused_and_other_configurations_are_told
 
 @pytest.mark.promise(
     "Measuring (`moonpool bench`)",
+    "Instances can be killed or stopped under load: the report has the time until they are back, the share of failed requests, and the latencies of the others.",
+)
+def test_instances_are_killed_under_load(cli: CommandLine) -> None:
+    ended = cli(
+        "bench", MODELS, "add_sub", "--instances", "2", "--concurrency", "2", "--seconds", "0.4",
+        "--windows", "3", "--kill-every", "0.3s", "--resources", "--save", ".",
+    )  # fmt: skip
+
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((cli.folder / "add_sub.json").read_text())
+    assert found["faults"]["count"] >= 1
+    assert found["faults"]["not_recovered"] == 0
+    assert re.search(
+        r"times an instance was killed; as many as before were ready after", ended.stdout
+    )
+    [point] = found["series"]
+    assert point["requests"] > 0
+    assert point["resources"]["cpu_s_per_request"] > 0
+    assert point["resources"]["memory_bytes"] > 1 << 20
+    assert "cpu µs/request" in ended.stdout
+
+
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "Levels of the sandbox are measured in turns, with their ratios over the first one.",
+)
+def test_the_cost_of_isolation_is_measured(cli: CommandLine) -> None:
+    ended = cli(
+        "bench", MODELS, "add_sub", "--concurrency", "1", "--seconds", "0.2", "--windows", "3",
+        "--isolation", "off,standard", "--save", ".",
+    )  # fmt: skip
+
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((cli.folder / "add_sub.json").read_text())
+    assert found["where"] == "in process, threads, sandbox off"
+    [other] = found["isolation"]
+    assert other["where"] == "in process, threads, sandbox standard"
+    ours, theirs = (
+        [window["requests_per_s"] for window in each["series"][0]["windows"]]
+        for each in (other, found)
+    )
+    # A window without an answer, as on a busy machine, is left out.
+    quotients = sorted(a / b for a, b in zip(ours, theirs, strict=True) if a and b)
+    ratio = other["series"][0]["ratios"]["requests_per_s"]
+    expected = [quotients[0], statistics.median(quotients), quotients[-1]]
+    assert [ratio["least"], ratio["median"], ratio["most"]] == pytest.approx(expected)
+    assert "sandbox standard over in process, threads, sandbox off:" in ended.stdout
+
+
+def test_results_are_compared_by_conditions(cli: CommandLine) -> None:
+    bench = (
+        "bench", MODELS, "add_sub", "--concurrency", "1", "--seconds", "0.2", "--windows", "3",
+        "--runs", "2", "--save", ".", "--export", "html,jsonl,hgrm,trace",
+    )  # fmt: skip
+    ended = cli(*bench)
+    assert ended.returncode == 0, ended.stderr
+    assert "95 % intervals of the means of 2 runs" in ended.stdout
+    found = json.loads((cli.folder / "add_sub.json").read_text())
+    [point] = found["series"]
+    assert len(point["runs"]) == 2
+    assert point["confidence"]["p50"]["low"] <= point["confidence"]["p50"]["high"]
+    lines = (cli.folder / "add_sub.requests.jsonl").read_text().splitlines()
+    assert len(lines) == sum(window["requests"] for window in point["windows"])
+    assert "exists already" in cli(*bench).stderr
+
+    # The same figures, half as fast.
+    for each in [*point["runs"], point]:
+        each["latency_us"]["p50"] *= 2
+    (cli.folder / "slow.json").write_text(json.dumps(found))
+    compare = ("bench", "compare", "add_sub.json", "slow.json")
+    assert cli(*compare).returncode == 0
+    ended = cli(*compare, "--fail-if", "p50>1000x", "--fail-if", "failed>0")
+    assert ended.returncode == 0, ended.stderr
+    ended = cli(*compare, "--fail-if", "p50>1us")
+    assert ended.returncode == 1
+    assert "failed: p50>1us at 1" in ended.stderr
+    ended = cli(*compare, "--fail-if", "p50>")
+    assert ended.returncode == 2
+    assert "p50>" in ended.stderr
+    assert cli("bench", "compare", "add_sub.json", "none.json").returncode == 1
+    assert cli("bench", "models", "add_sub", "third").returncode == 2
+    assert cli("bench", "models", "add_sub", "--fail-if", "p50>1x").returncode == 2
+
+
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
     "All loads that did not settle share one line.",
 )
 def test_loads_that_did_not_settle_have_one_line(cli: CommandLine) -> None:
@@ -127,6 +214,10 @@ def test_loads_that_did_not_settle_have_one_line(cli: CommandLine) -> None:
 
     [line] = [line for line in ended.stderr.splitlines() if "still differed at the end" in line]
     assert "in process, threads with 1, 2 callers" in line
+    one = cli(
+        "bench", MODELS, "add_sub", "--concurrency", "1", "--seconds", "0.02", "--windows", "2"
+    )
+    assert "in process, threads with 1 caller;" in one.stderr
 
 
 def test_inputs_that_do_not_fit_are_told_at_once(cli: CommandLine) -> None:

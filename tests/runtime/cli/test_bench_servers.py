@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import json
@@ -10,6 +11,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.runtime.bench.conftest import Kserve, kserve
 from tests.runtime.cli.shell import MODELS, CommandLine
@@ -65,6 +67,137 @@ def test_a_rate_is_asked_for_and_what_came_late_is_said(cli: CommandLine, url: s
     assert modest["requests"] + modest["unsent"] == 15
     assert absurd["delayed"] > 0.05 * absurd["requests"]
     assert "1e+06/s: could not keep up" in ended.stderr
+
+
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "Requests can go in sequences, each on one connection from its start to its end.",
+)
+def test_requests_go_in_sequences(cli: CommandLine, url: str) -> None:
+    ended = cli(
+        "bench", "sequence", "--url", url, "--concurrency", "3", "--sequences", "1-4", *QUICK, *SHAPES,
+        "--processes", "2",
+    )  # fmt: skip
+
+    # The server refuses a request that does not begin, continue or end its sequence.
+    assert ended.returncode == 0, ended.stderr
+    assert "in sequences of 1 to 4" in ended.stdout
+
+
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "A share of the requests can be cancelled; these are counted by themselves.",
+)
+def test_a_share_of_the_requests_is_cancelled(cli: CommandLine, url: str) -> None:
+    ended = cli(
+        "bench", "add_sub", "--url", url, "--concurrency", "2", "--cancel", "50%", *QUICK, *SHAPES,
+        "--save", ".",
+    )  # fmt: skip
+
+    assert ended.returncode == 0, ended.stderr
+    [point] = json.loads((cli.folder / "add_sub.json").read_text())["series"]
+    assert point["failed"] == 0
+    assert point["cancelled"] > 0
+    assert point["requests"] > 0
+    assert "cancelled" in ended.stdout
+
+
+def test_faults_and_resources_need_a_server_that_tells_its_processes(
+    cli: CommandLine, url: str
+) -> None:
+    for option in (["--resources"], ["--kill-every", "0.01"]):
+        ended = cli(
+            "bench", "add_sub", "--url", url, "--concurrency", "1", *option, *QUICK, *SHAPES
+        )
+
+        assert ended.returncode == 1
+        assert "error" in ended.stderr
+
+
+def test_loads_have_shapes_and_schedules(cli: CommandLine, url: str) -> None:
+    (cli.folder / "times").write_text("5\n5.01\n5.02\n")
+    bench = ("bench", "add_sub", "--url", url, *QUICK, *SHAPES, "--save", ".", "--overwrite")
+
+    ended = cli(*bench, "--schedule", "times", "--speed", "2")
+    [point] = json.loads((cli.folder / "add_sub.json").read_text())["series"]
+    assert point["schedule"] == "times at speed 2"
+    assert point["requests"] + point["unsent"] == 9
+    assert ended.returncode == 0, ended.stderr
+
+    ended = cli(*bench, "--load-shape", "ramp:100-300", "--distribution", "constant")
+    [point] = json.loads((cli.folder / "add_sub.json").read_text())["series"]
+    assert point["load_shape"] == "ramp:100-300"
+    assert point["requests"] + point["unsent"] == 30
+    assert ended.returncode == 0, ended.stderr
+
+
+def write_data(cli: CommandLine, output: float) -> str:
+    """A file in perf_analyzer's form with two requests to add_sub, one of which has an expected answer."""
+    data = [{"INPUT0": [1, 2, 3, 4], "INPUT1": {"content": [1, 1, 1, 1], "shape": [4]}}] * 2
+    wanted = [{"OUTPUT0": [2, 3, 4, output]}, {}]
+    (cli.folder / "data.json").write_text(json.dumps({"data": data, "validation_data": wanted}))
+    return "data.json"
+
+
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "perf_analyzer's `--input-data` works as it is; answers that differ from its `validation_data` "
+    "end the command before it measures.",
+)
+def test_data_of_perf_analyzer_is_sent_and_checked(cli: CommandLine, url: str) -> None:
+    where = (["add_sub", "--url", url], [MODELS, "add_sub"])
+    for subject in where:
+        bench = ("bench", *subject, "--concurrency", "1", *QUICK, "--input-data")
+        ended = cli(*bench, write_data(cli, 5))
+        assert ended.returncode == 0, ended.stderr
+        assert "the first of 2" in ended.stdout
+
+        ended = cli(*bench, write_data(cli, 6))
+        assert ended.returncode == 1
+        assert "output 'OUTPUT0' is [2.0, 3.0, 4.0, 5.0]" in ended.stderr
+
+
+def test_captured_requests_are_sent_again(cli: CommandLine, url: str) -> None:
+    def line(at_s: float, value: float, model: str = "add_sub") -> str:
+        data = base64.b64encode(np.full(4, value, np.float32).tobytes()).decode()
+        inputs = [
+            {"name": f"INPUT{i}", "datatype": "FP32", "shape": [1, 4], "b64": data}
+            for i in range(2)
+        ]
+        return json.dumps({"at_s": at_s, "model": model, "version": "1", "inputs": inputs})
+
+    lines = ['{"format": 1}', line(0, 1), line(0.03, 2), line(0.02, 1), line(0.05, 1, "other")]
+    (cli.folder / "capture").write_text("\n".join(lines) + "\n")
+    ended = cli("bench", "add_sub", "--url", url, "--replay", "capture", *QUICK, "--save", ".")
+
+    assert ended.returncode == 0, ended.stderr
+    [point] = json.loads((cli.folder / "add_sub.json").read_text())["series"]
+    assert point["requests"] + point["unsent"] == 9
+    assert "the first of 2" in ended.stdout
+
+
+def test_loads_are_judged_by_limits(cli: CommandLine, url: str) -> None:
+    ended = cli(
+        "bench", "add_sub", "--url", url, "--concurrency", "1", "--slo", "max=60s", *QUICK, *SHAPES,
+        "--save", ".", "--stable", "10000",
+    )  # fmt: skip
+
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads((cli.folder / "add_sub.json").read_text())
+    [point] = report["series"]
+    assert report["slo"]["limits_us"] == {"max": 60e6}
+    assert point["broken"] is None
+    assert point["goodput_per_s"] == pytest.approx(point["requests_per_s"])
+
+
+def test_the_highest_rate_is_looked_for(cli: CommandLine, url: str) -> None:
+    ended = cli("bench", "add_sub", "--url", url, "--slo", "p50=1ns", *QUICK, *SHAPES)
+    assert ended.returncode == 2
+    assert "'1ns' is no time" in ended.stderr
+
+    ended = cli("bench", "add_sub", "--url", url, "--slo", "p50=0.001us", *QUICK, *SHAPES)
+    assert ended.returncode == 0, ended.stderr
+    assert "no rate holds p50 0.001 µs" in ended.stdout
 
 
 @pytest.mark.promise(
@@ -178,6 +311,26 @@ def test_a_model_that_is_not_there_is_said(cli: CommandLine, url: str) -> None:
         (["m", "--url", "http://a", "--streaming"], "--streaming needs grpc://"),
         (["m", "--url", "http://a", "--request-rate", "0"], "--request-rate must be numbers"),
         (["m", "--url", "http://a", "--request-rate", "1", "--concurrency", "1"], "give one"),
+        (["m", "--url", "http://a", "--slo", "p99=1ms", "--against", "a"], "give --request-rate"),
+        (["m", "--url", "http://a", "--slo", "p99"], "FIGURE=TIME"),
+        (["models", "m", "--isolation", "off"], "two or more of off"),
+        (["models", "m", "--isolation", "off,strict", "--sandbox", "off"], "and --sandbox cannot"),
+        (["m", "--url", "http://a", "--isolation", "off,strict"], "--isolation is for models"),
+        (["models", "m", "--kill-every", "1s", "--stop-every", "1s"], "two kinds of fault"),
+        (["models", "m", "--kill-every", "soon"], "'soon' is no time"),
+        (["models", "m", "--kill-every", "0"], "must be more than 0"),
+        (["models", "m", "--kill-every", "1", "--against", "a"], "leave out --against"),
+        (["models", "m", "--metrics-url", "http://a"], "--metrics-url needs --resources"),
+        (["m", "--url", "http://a", "--export", "jsonl"], "--export needs --save"),
+        (["m", "--url", "http://a", "--save", ".", "--export", "pdf"], "the formats are"),
+        (["m", "--url", "http://a", "--sequences", "0"], "--sequences must be lengths"),
+        (["m", "--url", "http://a", "--sequences", "3-1"], "--sequences must be lengths"),
+        (["m", "--url", "http://a", "--cancel", "2"], "'2' is no share"),
+        (["m", "--url", "http://a", "--load-shape", "ramp"], "must be ramp:LOW-HIGH"),
+        (["m", "--url", "http://a", "--load-shape", "periodic:1-2/9s"], "--seconds of at least 9"),
+        (["m", "--url", "http://a", "--speed", "2"], "--speed needs"),
+        (["m", "--url", "http://a", "--replay", "a", "--input-data", "b"], "two sources"),
+        (["models", "m", "--cancel", "5%"], "--cancel needs --url"),
         (["m", "--url", "http://a", "--windows", "0"], "--windows must be more than 0"),
         (["m", "--url", "http://a", "--header", "x"], "--header must be NAME=VALUE"),
         (["m", "--url", "http://a", "--label", "a/b"], "--label must be letters"),

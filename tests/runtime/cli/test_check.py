@@ -20,7 +20,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository = tmp_path_factory.mktemp("repository") / "models"
     write_model(repository, "good", TRITON, IO)
     write_model(repository, "misspelt", TRITON, IO + "max_bach_size: 3\n")
-    write_model(repository, "unused", TRITON, IO + "response_cache { enable: true }\n")
+    write_model(repository, "unused", TRITON, IO + "optimization { eager_batching: true }\n")
     (repository / "unused" / "01").mkdir()
     write_model(repository, "syntax", "x = 1\ndef f(:\n  # TritonPythonModel\n", IO)
     write_model(repository, "needs", "import not_there\n" + TRITON, IO)
@@ -56,7 +56,7 @@ def test_every_model_gets_its_line(cli: CommandLine, models: Path) -> None:
     assert [line for name, line in by_model.items() if not re.fullmatch(EXPECTED[name], line)] == []
     assert set(by_model) == set(EXPECTED)
     assert [line for line in lines if "unused" in line] == [
-        "warning: unused: models/unused/config.pbtxt:3: response_cache: has no effect in "
+        "warning: unused: models/unused/config.pbtxt:3: optimization: has no effect in "
         "moonpool yet",
         "warning: unused: models/unused/01: is no version: versions are numbers above 0 without "
         "leading zeros",

@@ -49,7 +49,10 @@ class Host:
         x = {"data_type": "TYPE_FP32", "dims": [-1]}
         batching = {"preferred_batch_size": [batch], "max_queue_delay_microseconds": 30_000_000}
         config = {
-            "input": [{"name": "X", **x}, {"name": "HOW", "data_type": "TYPE_STRING", "dims": [1]}],
+            "input": [
+                {"name": "X", **x},
+                {"name": "HOW", "data_type": "TYPE_STRING", "dims": [1], "optional": True},
+            ],
             "output": [
                 {"name": "Y", **x},
                 {"name": "ON_CPU", "data_type": "TYPE_BOOL", "dims": [1]},

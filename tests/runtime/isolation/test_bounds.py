@@ -19,6 +19,7 @@ from moonpool.runtime.isolation.watcher import Watcher
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.config.options import ModelOptions
+from moonpool.runtime.model.source import ModelSource
 
 LIMITS = {"memory_bytes": 1 << 30, "tasks": 64, "open_files": 99}
 
@@ -62,7 +63,8 @@ def test_addresses_are_not_limited_where_a_gpu_needs_them(kind: str, name: str) 
     group = {"kind": f"KIND_{kind}", "count": 1, **({"gpus": [0]} if kind == "GPU" else {})}
     changes: dict[str, Any] = {"name": "m", "instance_group": [group]}
     read = ModelConfig.from_dict(config(**changes))
-    model = Model(read, ModelOptions(memory_limit_bytes=1 << 30), 1, None)  # type: ignore[arg-type]
+    source = ModelSource("triton", Path("/m/1/model.py"), None, Path("/m"), Path("/m/1"))
+    model = Model(read, ModelOptions(memory_limit_bytes=1 << 30), 1, source)
     assert _limits(model) == {name: 1 << 30}
 
 

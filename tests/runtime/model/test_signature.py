@@ -301,3 +301,46 @@ def test_memory_that_no_input_can_have_is_refused(
 def test_strings_are_not_written_in_place() -> None:
     with pytest.raises(InvalidRequest, match="strings have no fixed size"):
         one_of("X", "STRING", -1).empty_dtype("X", (1,))
+
+
+# Which requests share a batch
+
+
+def signature_of(given: dict[str, Any], *, takes_ragged: bool) -> object:
+    raw = {
+        "name": "m",
+        "backend": "any",
+        "max_batch_size": 4,
+        "input": [
+            {**tensor("A", "FP32", -1), "allow_ragged_batch": True, "optional": True},
+            tensor("B", "INT32", -1),
+        ],
+        "output": [tensor("Y", "FP32", 4)],
+    }
+    made = Signature(ModelConfig.from_dict(raw), takes_ragged=takes_ragged)
+    return made.request(given).signature
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "shares", "shares_ragged"),
+    [
+        ((1, 2), (1, 3), True, True),
+        ((3, 2), (3, 3), True, True),  # another number of rows
+        ((1, 7), (1, 3), False, True),
+        ((2, 7), (2, 3), False, True),
+        ((1, 2), (1, 4), False, False),
+        (None, (1, 3), False, False),
+    ],
+)
+def test_shapes_of_ragged_inputs_part_no_batch(
+    a: tuple[int, ...] | None, b: tuple[int, ...], shares: bool, shares_ragged: bool
+) -> None:
+    first = {"A": np.zeros((1, 2), F32), "B": np.zeros((1, 3), np.int32)}
+    other: dict[str, Any] = {"B": np.zeros(b, np.int32)}
+    if a is not None:
+        other["A"] = np.zeros(a, F32)
+    for takes_ragged, expected in ((False, shares), (True, shares_ragged)):
+        same = signature_of(first, takes_ragged=takes_ragged) == signature_of(
+            other, takes_ragged=takes_ragged
+        )
+        assert same == expected

@@ -12,6 +12,7 @@ from tests.runtime import recorder
 from moonpool import LoadFailed
 from moonpool.runtime.model.source import ModelSource, of_file
 from moonpool.runtime.repository.loading import Wanted, prepare
+from moonpool.runtime.repository.repository import ModelRepositories
 
 
 class TopLevel:
@@ -73,7 +74,11 @@ def test_a_file_in_another_encoding_is_no_error(tmp_path: Path) -> None:
 
 def class_source(model_class: type) -> ModelSource:
     """Return the source that a load finds for a class."""
-    return prepare(Wanted("model", model_class), None, lambda _: None).models[0].source
+    return (
+        prepare(Wanted("model", model_class), ModelRepositories(()), lambda _: None)
+        .models[0]
+        .source
+    )
 
 
 def test_a_class_is_found_in_its_file() -> None:

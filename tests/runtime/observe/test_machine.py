@@ -82,11 +82,21 @@ int nvmlDeviceGetUtilizationRates(gpu g, unsigned *u) { u[0] = 25; u[1] = 50; re
 int nvmlDeviceGetMemoryInfo(gpu g, unsigned long long *m) { m[0] = 800; m[1] = 600; m[2] = 200; return 0; }
 int nvmlDeviceGetPowerUsage(gpu g, unsigned *w) { *w = 61500; return 0; }
 int nvmlDeviceGetEnforcedPowerLimit(gpu g, unsigned *w) { *w = 700000; return 0; }
+struct process { unsigned pid; unsigned long long bytes; unsigned gpu_instance, compute_instance; };
+int nvmlDeviceGetComputeRunningProcesses_v3(gpu g, unsigned *n, struct process *p) {
+  if (*n < 70) { *n = 70; return 7; }
+  p[0] = (struct process){10, g == gpus ? 100 : 50, 0, 0};
+  p[1] = (struct process){11, -1ull, 0, 0};
+  *n = 2;
+  return 0;
+}
 int nvmlDeviceGetTotalEnergyConsumption(gpu g, unsigned long long *e) { *e = joules += 1000; return g != gpus; }
 """
 
 
-def test_gpus_are_told_of_as_triton_tells(tmp_path: Path) -> None:
+@pytest.fixture
+def driver(tmp_path: Path) -> Path:
+    """Make the library of a driver."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler is here to make a driver with")
@@ -94,7 +104,21 @@ def test_gpus_are_told_of_as_triton_tells(tmp_path: Path) -> None:
     library = tmp_path / "libnvidia-ml.so.1"
     command = [compiler, "-shared", "-fPIC", "-o", str(library), str(tmp_path / "driver.c")]
     subprocess.run(command, check=True)
-    metrics = GpuMetrics(str(library))
+    return library
+
+
+def test_the_memory_of_processes_is_that_on_all_gpus_as_far_as_the_driver_knows(
+    driver: Path,
+) -> None:
+    metrics = GpuMetrics(str(driver))
+
+    assert metrics.bytes_by_process() == {10: 150}
+    metrics.close()
+    assert metrics.bytes_by_process() == {}
+
+
+def test_gpus_are_told_of_as_triton_tells(driver: Path) -> None:
+    metrics = GpuMetrics(str(driver))
 
     told = {family.name: family for family in metrics.families()}
     a, b = (("gpu_uuid", "GPU-a"),), (("gpu_uuid", "GPU-b"),)

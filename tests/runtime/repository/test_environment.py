@@ -12,8 +12,8 @@ import threading
 import time
 import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -22,10 +22,9 @@ from moonpool.runtime.repository.archive import unpack
 from moonpool.runtime.repository.environment import (
     Environment,
     EnvironmentCache,
-    EnvironmentLease,
-    default_root,
     resolve,
 )
+from moonpool.runtime.repository.folder_cache import FolderLease
 
 MODEL = Path("/models/m")
 
@@ -65,7 +64,7 @@ class AllAtOnce(EnvironmentCache):
         self._first = threading.Lock()
         self._in_use = threading.Event()
 
-    def _lease(self, digest: str) -> EnvironmentLease | None:
+    def _lease(self, digest: str) -> FolderLease | None:
         lease = super()._lease(digest)
         if lease is None:
             self._barrier.wait()
@@ -73,10 +72,10 @@ class AllAtOnce(EnvironmentCache):
             self._in_use.set()
         return lease
 
-    def _unpack_once(self, digest: str, archive: IO[bytes]) -> None:
+    def _make_once(self, digest: str, make: Callable[[Path], None]) -> None:
         if not self._first.acquire(blocking=False):
             self._in_use.wait(60)
-        super()._unpack_once(digest, archive)
+        super()._make_once(digest, make)
 
 
 def facts(environment: Environment) -> dict[str, str]:
@@ -392,9 +391,9 @@ class TestCache:
     def test_it_lies_where_caches_lie(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOME", "/home/someone")
         monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/them")
-        assert default_root() == Path("/var/cache/them/moonpool/environments")
+        assert EnvironmentCache().root == Path("/var/cache/them/moonpool/environments")
         monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-        assert default_root() == Path("/home/someone/.cache/moonpool/environments")
+        assert EnvironmentCache().root == Path("/home/someone/.cache/moonpool/environments")
 
     def test_the_time_of_the_last_use_counts(self, packed: Path, cache: EnvironmentCache) -> None:
         environment = resolve(str(packed), MODEL, cache=cache)

@@ -14,11 +14,8 @@ from pathlib import Path
 import pytest
 
 from moonpool.runtime.errors import BadEnvironment
-from moonpool.runtime.repository.environment import (
-    KEEP_UNUSED_S,
-    EnvironmentCache,
-    EnvironmentLease,
-)
+from moonpool.runtime.repository.environment import EnvironmentCache
+from moonpool.runtime.repository.folder_cache import KEEP_UNUSED_S, FolderLease
 
 FILES = 50
 # The program unpacks an archive. After a given number of files it says so and stands still.
@@ -154,7 +151,7 @@ class Swapping(EnvironmentCache):
     archive: Path
     foreign: bytes
 
-    def _lease(self, digest: str) -> EnvironmentLease | None:
+    def _lease(self, digest: str) -> FolderLease | None:
         self.archive.write_bytes(self.foreign)
         return super()._lease(digest)
 

@@ -70,6 +70,14 @@ def test_a_model_gives_itself_nothing_under_a_servers_level(
     HostingRules("standard").apply_to(asking)
 
 
+@pytest.mark.parametrize("value", ["no", "blank"])
+@pytest.mark.parametrize("level", ["best-effort", "strict"])
+def test_a_template_that_knows_no_model_is_nothing_to_grant(value: str, level: str) -> None:
+    asking = model(PREFORK=value)
+    HostingRules(level).apply_to(asking)
+    assert granted(asking.options) == ()
+
+
 def test_a_granted_deadline_is_for_that_long() -> None:
     grants = Grants(["m:MOONPOOL_LOAD_TIMEOUT_S=600", "all:MOONPOOL_LOAD_TIMEOUT_S=none"])
 

@@ -98,7 +98,7 @@ def test_a_changed_file_or_configuration_replaces_the_model(
     wait_until(lambda: ended(before))
 
     before = pid(runtime)
-    runtime.load("m", instances=2)
+    runtime.load("m", config={"parameters": {"a": "b"}}, instances=2)
     assert len(runtime.instances("m")) == 2
     wait_until(lambda: ended(before))
     # Without the override, the model is as the repository has it.

@@ -94,6 +94,17 @@ class Plain:
         self.items.append(Item(request, level, now_ns, self.clock, deadline_ns))
         return True
 
+    def go_on_under(self, config: DynamicBatching | None) -> None:
+        """Let all requests arrive again, at the times of their arrivals, and refuse none."""
+        self.items.sort(key=lambda item: (item.level, item.late, item.order))
+        self.items.sort(key=lambda item: item.arrived_ns)
+        before, self.items, self.config = self.items, [], config
+        for item in before:
+            # An empty model refuses nothing.
+            others, self.items = self.items, []
+            assert self.add(item.request, item.arrived_ns)
+            self.items = [*others, *self.items]
+
     def form(self, now_ns: int, idle: int) -> tuple[list[list[Asked]], list[Asked], int | None]:
         expired = self.expire(now_ns)
         batches: list[list[Asked]] = []
@@ -152,7 +163,7 @@ class QueueAgainstPlainModel(RuleBasedStateMachine):
     @initialize(size=st.sampled_from([0, 1, 6, 7, 8, 9]), config=CONFIGS | CONFIGS | st.none())
     def start(self, size: int, config: DynamicBatching | None) -> None:
         assume(config is None or max(config.preferred_batch_sizes, default=0) <= max(size, 1))
-        self.size = max(size, 1)
+        self.size, self.is_batching = max(size, 1), size > 0
         self.queue: Queue[Asked] = Queue(size, config)
         self.plain = Plain(size, config)
         self.now_ns = 0
@@ -193,6 +204,15 @@ class QueueAgainstPlainModel(RuleBasedStateMachine):
         self.plain.items.remove(item)
         assert self.queue.remove(item.request)
         assert not self.queue.remove(item.request)
+        self.form(1)
+
+    @rule(config=CONFIGS | st.none())
+    def go_on_under_another_policy(self, config: DynamicBatching | None) -> None:
+        assume(config is None or max(config.preferred_batch_sizes, default=0) <= self.size)
+        before = self.queue
+        self.queue = Queue(self.size if self.is_batching else 0, config)
+        before.copy_to(self.queue)
+        self.plain.go_on_under(config)
         self.form(1)
 
     @rule(step_us=st.integers(1, 12))

@@ -282,7 +282,7 @@ def test_a_loop_does_not_read_before_there_is_something_to_read(folder: Path) ->
     async def main() -> None:
         task = asyncio.create_task(ask(runtime, x(3)))
         await until(lambda: backend.batches)
-        driver = event_loop._driver_of(asyncio.get_running_loop())
+        driver = event_loop.driver_of(asyncio.get_running_loop())
         assert len(driver._sockets.all()) == 1
         # This is the state if a thread has read its answer since the loop's poll.
         driver._look()
@@ -378,7 +378,7 @@ def test_a_stub_that_ends_with_a_request_unread_is_watched_no_more(
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(moonpool.StubDied):
             await asked
-        driver = event_loop._driver_of(asyncio.get_running_loop())
+        driver = event_loop.driver_of(asyncio.get_running_loop())
         await until(lambda: not driver._sockets.all())
         await until(lambda: runtime.instances("plus")[0]["state"] == "READY")
 

@@ -23,10 +23,18 @@ import moonpool
 from moonpool import ModelInstance, Runtime
 from moonpool.ipc.errors import PeerGone
 from moonpool.runtime.model.request import InferenceRequest, Outcome
-from moonpool.runtime.schedule.scheduler import Execution, Scheduler
+from moonpool.runtime.schedule.execution import Execution
+from moonpool.runtime.schedule.scheduler import Scheduler
 
 ROOT = Path(__file__).parents[3]
 BATCHING = {"max_batch_size": 8, "dynamic_batching": {}}
+
+
+@pytest.fixture(autouse=True)
+def _steps_are_those_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every step be a method that a test can interrupt. No handler runs between two steps of a quick form."""
+    for module in ("callers", "scheduler"):
+        monkeypatch.setattr(f"moonpool.runtime.schedule.{module}.forms", None)
 
 
 class Interrupted(BaseException):

@@ -33,6 +33,9 @@ class Asked:
     def identify(self, correlation_id: int | str, flags: int) -> None:
         self.correlation_id, self.flags = correlation_id, flags
 
+    def tell_apart(self, states: Hashable) -> None:
+        self.signature = ("s", states)
+
 
 class Hall:
     """A sequencer with a clock. Requests are written `"1s"`: sequence 1, START."""

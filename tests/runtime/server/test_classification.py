@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moonpool.runtime.errors import ModelError
+from moonpool.runtime.errors import ModelError, ModelNotFound
 from moonpool.runtime.model.request import WireTensor
 from moonpool.runtime.server.inference.response import classify, read_labels
 from moonpool.runtime.server.inference.tensors import to_values
@@ -18,6 +18,10 @@ pytestmark = pytest.mark.promise(
     "Tensors and requests of clients",
     "The best classes of an output come in Triton's form, with labels where the model has some.",
 )
+
+
+def nobody(name: str, _version: int | None) -> Any:
+    raise ModelNotFound(f"nobody asks for '{name}'")
 
 
 def classes(array: np.ndarray, count: int, **options: Any) -> tuple[tuple[int, ...], list[Any]]:
@@ -73,18 +77,19 @@ def test_values_that_cannot_be_compared_are_an_error(dtype: type) -> None:
 
 def model(tmp_path: Any, filename: str) -> Any:
     source = SimpleNamespace(model_directory=tmp_path, version_directory=tmp_path / "1")
-    config = SimpleNamespace(raw={"output": [{"name": "Y", "label_filename": filename}]})
+    raw = {"output": [{"name": "Y", "label_filename": filename}]}
+    config = SimpleNamespace(raw=raw, ensemble=None)
     return SimpleNamespace(config=config, source=source)
 
 
 def test_labels_are_the_lines_of_the_file(tmp_path: Any) -> None:
     (tmp_path / "labels.txt").write_text("cat\ndog\n")
 
-    assert read_labels(model(tmp_path, "labels.txt"), "Y") == ["cat", "dog"]
-    assert read_labels(model(tmp_path, ""), "Y") == []
-    assert read_labels(model(tmp_path, "labels.txt"), "Z") == []
+    assert read_labels(nobody, model(tmp_path, "labels.txt"), "Y") == ["cat", "dog"]
+    assert read_labels(nobody, model(tmp_path, ""), "Y") == []
+    assert read_labels(nobody, model(tmp_path, "labels.txt"), "Z") == []
     with pytest.raises(ModelError, match="cannot read the labels of output 'Y'"):
-        read_labels(model(tmp_path, "nothing.txt"), "Y")
+        read_labels(nobody, model(tmp_path, "nothing.txt"), "Y")
 
 
 @pytest.mark.promise(
@@ -105,11 +110,11 @@ def test_labels_come_from_the_models_directory_alone(tmp_path: Any) -> None:
     with (folder / "huge.txt").open("wb") as file:
         file.truncate(1 << 40)
 
-    assert read_labels(model(folder, "inside.txt"), "Y") == ["cat"]
-    assert read_labels(model(folder, "1/labels.txt"), "Y") == ["dog"]
+    assert read_labels(nobody, model(folder, "inside.txt"), "Y") == ["cat"]
+    assert read_labels(nobody, model(folder, "1/labels.txt"), "Y") == ["dog"]
     for filename in ("outside.txt", "../secret", str(tmp_path / "secret")):
         with pytest.raises(ModelError, match=r"'Y': their file is not in the model's directory$"):
-            read_labels(model(folder, filename), "Y")
+            read_labels(nobody, model(folder, filename), "Y")
     for filename in ("pipe.txt", "huge.txt", "a\0b", "data"):
         with pytest.raises(ModelError, match="cannot read the labels of output 'Y': "):
-            read_labels(model(folder, filename), "Y")
+            read_labels(nobody, model(folder, filename), "Y")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
 from moonpool.ipc.memory import lease_of
 from moonpool.ipc.messages import Side
 from moonpool.ipc.region import SharedRegion
@@ -46,7 +46,7 @@ class Borrower:
 
     def tidy(self) -> list[int]:
         self.told.clear()
-        self.borrowed_blocks.tidy()
+        self.borrowed_blocks.tidy(0.0)
         return self.told
 
     def close(self) -> None:
@@ -66,11 +66,11 @@ def test_request_regions_that_a_stub_may_have_kept_are_counted_and_given_again()
         announce, memory.region(0, 1 << 16), memory, told.append, is_private=True
     )
     try:
-        for _ in range(20):
+        for number in range(20):
             borrowed_blocks.allocate(1 << 18)
             borrowed_blocks.end_batch(())
-            borrowed_blocks.tidy()
-            borrowed_blocks.tidy()
+            borrowed_blocks.tidy(1000.0 * number)
+            borrowed_blocks.tidy(1000.0 * number + 60.0)
         assert len(sent) == 20
         assert len(set(sent)) == 1
         assert memory.given_bytes == (1 << 16) + (1 << 18)
@@ -241,3 +241,22 @@ def test_memory_of_clients_that_are_gone_is_forgotten_before_there_is_more(
         region.close()
 
     assert borrower.told == borrower.announced[:2]
+
+
+@pytest.mark.promise("Limits", "The first region by which memory has grown …")
+def test_what_is_kept_for_later_makes_room_at_the_limit() -> None:
+    memory = Allotment(1 << 20, is_contained=False)
+    told: list[int] = []
+    borrowed_blocks = BorrowedBlocks(
+        lambda *_: None, memory.region(0, 1 << 16), memory, told.append, is_private=False
+    )
+    try:
+        kept = borrowed_blocks.allocate(1 << 19)
+        borrowed_blocks.end_batch(())
+        borrowed_blocks.allocate(3 << 18)
+        assert told == [kept.region.id]
+        with pytest.raises(OutOfMemory, match="MOONPOOL_REGION_LIMIT_BYTES"):
+            borrowed_blocks.allocate(1 << 18)
+    finally:
+        borrowed_blocks.close()
+        memory.close()

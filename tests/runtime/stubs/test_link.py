@@ -195,7 +195,7 @@ def test_a_block_that_an_idle_model_releases_is_free_without_another_batch(
     # RELEASE overtakes the answer.
     pair.link.release([place])
     pair.finish(requests)
-    pair.link.tidy()
+    pair.link.tidy(0.0)
     assert pair.lent_bytes == 0
 
 
@@ -208,7 +208,7 @@ def test_no_more_is_let_go_of_than_was_lent(pair: Pair) -> None:
     pair.peer.answer()
     pair.finish(requests)
     with pytest.raises(RemoteProtocolError, match="which it does not hold"):
-        pair.link.tidy()
+        pair.link.tidy(0.0)
 
 
 def test_an_input_may_be_passed_through_as_an_output(pair: Pair) -> None:
@@ -337,14 +337,15 @@ def test_regions_are_added_for_large_batches_and_given_up_when_they_are_idle(pai
     assert grown > 4 * KiB * KiB
     assert pair.peer.input(0, 0)[-1] == 1
     told = pair.peer.forgotten
-    pair.link.tidy()
-    pair.link.tidy()
+    pair.link.tidy(0.0)
+    pair.link.tidy(100.0)
     assert told == []
     pair.peer.answer()
     pair.finish(requests)
-    pair.link.tidy()
+    pair.link.tidy(200.0)
+    pair.link.tidy(259.0)
     assert told == []
-    pair.link.tidy()
+    pair.link.tidy(260.0)
     assert len(told) == 1
     assert pair.link.size_bytes() == 128 * KiB
     pair.execute([1])

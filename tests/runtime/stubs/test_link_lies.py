@@ -10,7 +10,7 @@ from tests.runtime.scripted import BYTES, FP32, KiB, Pair, y
 
 from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import RemoteProtocolError
-from moonpool.ipc.messages import Kind
+from moonpool.ipc.messages import NO_CORE, Kind
 
 
 @pytest.fixture
@@ -149,6 +149,29 @@ def test_an_answer_that_was_believed_once_is_checked_against_other_blocks(pair: 
         pair.link.finish(requests)
 
 
+def test_an_answer_that_was_believed_once_is_known_from_any_core(pair: Pair) -> None:
+    good_answers(pair, 2)
+    (known,) = pair.link._known_answers
+    for core in (0, 3, NO_CORE):
+        requests = pair.execute([1])
+        (region_id,) = pair.link.response_regions
+        pair.peer.answer([[region_id, 0, 4]], [[y(1)]], core=core)
+        pair.finish(requests)
+    assert list(pair.link._known_answers) == [known]
+
+
+@pytest.mark.parametrize("core", [b"\xcc", b"\xff", b"\xc0", b""])
+def test_an_answer_that_was_believed_once_is_refused_with_a_core_that_is_none(
+    pair: Pair, core: bytes
+) -> None:
+    good_answers(pair, 2)
+    (known,) = pair.link._known_answers
+    requests = pair.execute([1])
+    pair.peer.channel.send(pair.link._head + core + known)
+    with pytest.raises(RemoteProtocolError):
+        pair.link.finish(requests)
+
+
 def test_an_answer_that_was_believed_once_is_refused_when_its_region_is_gone(pair: Pair) -> None:
     good_answers(pair, 2)
     requests = pair.execute([1])
@@ -185,7 +208,7 @@ def test_no_answer_is_accepted_out_of_turn_however_often_it_came_before(pair: Pa
     pair.peer.answer(*answer)
     assert len(pair.finish(requests)) == 1
     pair.peer.channel.send(
-        encode(Kind.ANSWER, 3, [], [], answer[0], encode(answer[1][0]), None, None)
+        encode(Kind.ANSWER, 3, NO_CORE, [], [], answer[0], encode(answer[1][0]), None, None)
     )
     with pytest.raises(RemoteProtocolError, match="ANSWER came out of turn"):
         pair.link.finish(requests)

@@ -149,6 +149,26 @@ def test_regions_beyond_the_first_are_given_up_when_nothing_lay_in_them_for_a_wh
     assert (small == 3).all()
 
 
+@pytest.mark.promise(
+    "Limits",
+    "The first region by which memory has grown is kept for a minute, others for five seconds. If memory would be refused "
+    "otherwise, they are given up at once.",
+)
+def test_what_is_kept_for_later_makes_room_at_the_limit() -> None:
+    memory = CallerMemory(16 * MiB)
+    try:
+        kept = empty(memory, 16)
+        empty(memory, 2 * MiB)
+        memory.tidy(0.0)
+        memory.tidy(59.0)
+        assert memory.size_bytes > 8 * MiB
+        empty(memory, 3 * MiB)
+        assert memory.size_bytes < 16 * MiB
+        del kept
+    finally:
+        memory.close()
+
+
 def test_a_region_that_was_used_meanwhile_is_kept(memory: CallerMemory) -> None:
     kept = empty(memory, 16)
     empty(memory, 8 * MiB)

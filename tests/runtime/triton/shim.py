@@ -24,7 +24,7 @@ from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import encode, unpack_layout
 from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.errors import PeerGone
-from moonpool.ipc.messages import Kind, Side
+from moonpool.ipc.messages import NO_CORE, Kind, Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.triton.install import LAUNCHER
 from moonpool.runtime.triton.launcher_channel import LauncherChannel
@@ -66,12 +66,12 @@ class Stub:
         layout = encode([[0, _FP32, [len(values)], 0, 0, data.nbytes]])
         self._batch += 1
         block = [self.requests.id, 0, data.nbytes]
-        self.work.send(Kind.EXECUTE, self._batch, [], [block], layout, None, None)
+        self.work.send(Kind.EXECUTE, self._batch, NO_CORE, [], [block], layout, None, None)
         return self.answer()
 
     def answer(self) -> list[float]:
         """Return the next message on the work channel, which must be an ANSWER of one output."""
-        _, batch, _, _, blocks, packed, remarks, _ = self.work.receive()
+        _, batch, _, _, _, blocks, packed, remarks, _ = self.work.receive()
         assert (batch, remarks) == (self._batch, None)
         ((tensor,),) = unpack_layout(packed)
         region_id, begin, _ = blocks[tensor[3]]

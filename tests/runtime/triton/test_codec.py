@@ -12,7 +12,7 @@ from tests.vectors.make import CHANNELS, plain, reason
 
 from moonpool.ipc.codec import encode, work_codec
 from moonpool.ipc.errors import RemoteProtocolError
-from moonpool.ipc.messages import Kind, Side
+from moonpool.ipc.messages import NO_CORE, Kind, Side
 
 pytestmark = pytest.mark.timeout(300)  # a compiler runs before the first one
 
@@ -119,8 +119,8 @@ def test_layouts_are_read_alike_however_many_values_they_may_have(program: Codec
 
 
 def test_a_message_has_no_more_values_than_any_honest_one(program: CodecProgram) -> None:
-    most = encode(Kind.ANSWER, 0, [], [], [[1, 2, 3]] * 131_072, b"", None, None)
-    more = encode(Kind.ANSWER, 0, [[1, 2]] * (1 << 20), [], [], b"", None, None)
+    most = encode(Kind.ANSWER, 0, NO_CORE, [], [], [[1, 2, 3]] * 131_072, b"", None, None)
+    more = encode(Kind.ANSWER, 0, NO_CORE, [[1, 2]] * (1 << 20), [], [], b"", None, None)
 
     told = program.tell([Asked("work", Side.STUB, packet) for packet in (most, more)])
 

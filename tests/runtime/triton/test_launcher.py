@@ -14,7 +14,7 @@ from tests.runtime.triton.shim import Shim, ShimHere
 from tests.waiting import wait_until
 
 from moonpool.ipc.errors import CODES, PeerGone
-from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
+from moonpool.ipc.messages import NO_CORE, PROTOCOL_VERSION, Kind, Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.triton.messages import FIRST_REGION, LAUNCHER_VERSION, Word
 
@@ -251,7 +251,7 @@ def test_a_batch_that_takes_too_long_is_ended(shim: Shim, start: Start) -> None:
     )
     stub = start(text, with_options(MOONPOOL_EXECUTE_TIMEOUT_S="0.5"))
     block = [stub.requests.id, 0, 0]
-    stub.work.send(Kind.EXECUTE, 1, [], [block], b"\x91\x90", None, None)
+    stub.work.send(Kind.EXECUTE, 1, NO_CORE, [], [block], b"\x91\x90", None, None)
 
     shim.tell(Word.OVERDUE, 2, 1)
     with pytest.raises(PeerGone):

@@ -308,9 +308,11 @@ def test_a_model_is_no_folder_that_it_lies_in(write: Write, tmp_path: Path) -> N
     assert "a folder that it lies in" in message
 
 
-@pytest.mark.promise("Models", "A model that a repository agent …")
+@pytest.mark.promise("Models", "A model with a repository agent …")
 def test_repository_agents_are_the_servers_own(write: Write) -> None:
-    agents = {"agents": [{"name": "checksum", "parameters": {}}]}
+    agents = {
+        "agents": [{"name": "checksum", "parameters": {}}, {"name": "relocation", "parameters": {}}]
+    }
 
     with launched() as shim:
         assert (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from tests.runtime.triton import library
 
 from moonpool.runtime.triton.wire_header import HEADER, header
 
@@ -43,7 +44,7 @@ ITS_OWN = {
 
 def test_the_library_has_few_numbers_of_its_own() -> None:
     found = set()
-    for path in sorted(HEADER.parent.glob("*.[hc]*")):
+    for path in sorted((*HEADER.parent.glob("*.[hc]*"), *library.NATIVE.glob("*.[hc]*"))):
         if path != HEADER:
             numbers = r"constexpr [\w:]+ (k\w+) = [^;]*?\b(\d{2,}|\d+'\d|1 <<)[^;]*;"
             text = path.read_text(encoding="utf-8")

@@ -29,7 +29,7 @@ Serve = Callable[..., Served]
 
 def idle(served: Served) -> bool:
     scheduler = served.runtime.registry.find("waits").scheduler
-    return not scheduler.queued and not scheduler.executing and not served.server._core._calls
+    return not scheduler.queued and not scheduler.executing and not served.server.calls
 
 
 def test_a_call_that_is_cancelled_cancels_its_request(serve: Serve, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_thousands_of_connections_that_come_and_go_harm_nobody(serve: Serve) -> 
                     client.sendall(PREFACE if number % 2 else PREFACE + SETTINGS)
 
     assert still_serves(served)
-    wait_until(lambda: not served.server._core._calls)
+    wait_until(lambda: not served.server.calls)
 
 
 @pytest.mark.promise(
@@ -101,7 +101,8 @@ def test_connections_that_stay_have_a_bound_before_they_say_anything(
         for client in clients:
             client.close()
     clients.clear()
-    wait_until(lambda: held() <= before)
+    # The loop keeps one in reserve from the first connection on.
+    wait_until(lambda: held() <= before + 1)
 
 
 def _is_closed(client: socket.socket) -> bool:
@@ -294,12 +295,12 @@ def test_calls_that_are_dropped_before_their_message_harm_nobody(serve: Serve) -
     call = served.channel().stream_unary(METHOD)
     requests = [Requests() for _ in range(50)]
     futures = [call.future(iter(each), timeout=6 * TIMEOUT_S) for each in requests]
-    wait_until(lambda: len(served.server._core._calls) == 50)
+    wait_until(lambda: len(served.server.calls) == 50)
     for each, future in zip(requests, futures, strict=True):
         future.cancel()
         each.close()
 
-    wait_until(lambda: not served.server._core._calls)
+    wait_until(lambda: not served.server.calls)
     assert still_serves(served)
 
 

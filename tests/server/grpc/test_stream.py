@@ -187,7 +187,7 @@ def test_a_client_that_does_not_read_is_left_when_too_much_waits_for_it(serve: S
     served = serve("repeat", "add_sub", max_backlog_bytes=8 << 20)
     requests = Requests(repeat(2000, size=1 << 16))
     call = served.stub().ModelStreamInfer(iter(requests), timeout=6 * TIMEOUT_S)
-    core = served.server._core
+    server = served.server
     scheduler = served.runtime.registry.find("repeat").scheduler
     wait_until(lambda: scheduler.executing, what="the request")
 
@@ -199,7 +199,7 @@ def test_a_client_that_does_not_read_is_left_when_too_much_waits_for_it(serve: S
     assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     # The server still serves other clients.
     assert served.stub().ModelInfer(add_sub(), timeout=TIMEOUT_S).model_name == "add_sub"
-    wait_until(lambda: not core._calls)
+    wait_until(lambda: not server.calls)
 
 
 @pytest.mark.promise(
@@ -210,7 +210,7 @@ def test_the_client_with_the_most_unread_bytes_is_disconnected(
     serve: Serve,
 ) -> None:
     served = serve("repeat", max_backlogs_bytes=48 << 20)
-    backlog = served.server._streams.backlog
+    backlog = served.server.server._streams.backlog
     few, many = Requests(repeat(400, size=1 << 16)), Requests(repeat(2000, size=1 << 16))
     stub = served.stub()
     patient = stub.ModelStreamInfer(iter(few), timeout=6 * TIMEOUT_S)
@@ -245,8 +245,8 @@ def test_hundreds_of_streams_that_are_dropped_leave_nothing(serve: Serve) -> Non
         call.cancel()
         own.close()
 
-    core = served.server._core
-    wait_until(lambda: not core._calls)
+    server = served.server
+    wait_until(lambda: not server.calls)
     assert served.stub().ModelInfer(add_sub(), timeout=TIMEOUT_S).model_name == "add_sub"
 
 

@@ -33,7 +33,7 @@ def traced(serve: Serve, file: Path, *models: str) -> Served:
 
 def marks(served: Served, file: Path) -> dict[str, list[str]]:
     """Return the marks of each request by its id, once no request is open."""
-    wait_until(lambda: not served.server._core._calls)
+    wait_until(lambda: not served.server.calls)
     served.service.traces.close()
     lines: list[dict[str, Any]] = json.loads(file.read_text())
     ids = {line["id"]: line["request_id"] for line in lines if "request_id" in line}

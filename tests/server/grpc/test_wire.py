@@ -102,7 +102,7 @@ def test_a_response_put_together_is_the_response(request_id: str, tensors: list[
         head.SerializeToString() + text_field(3, request_id.encode()),
         [np.frombuffer(each, np.uint8).data for each in tensors],
     )
-    answer = messages.ModelInferResponse.FromString(data)
+    answer = messages.ModelInferResponse.FromString(b"".join(data))
 
     assert (answer.model_name, answer.id) == ("m", request_id)
     assert list(answer.raw_output_contents) == tensors

@@ -17,8 +17,8 @@ import uvloop
 from moonpool.runtime.server.http.connection import HttpExchange, HttpPort
 from moonpool.runtime.server.http.head import BadHttpMessage, Head
 from moonpool.runtime.server.http.options import HttpLimits
-from moonpool.runtime.server.http.tls import TlsServer
 from moonpool.runtime.server.listening import bound_sockets
+from moonpool.runtime.server.tls import TlsServer
 
 # The first loop of a process opens a pipe for signals that libuv keeps for the next ones.
 uvloop.new_event_loop().close()

@@ -13,6 +13,10 @@ from tests.server.http.listening import Client
 from tests.server.http.served import served
 from tests.server.http.serving import Serving
 
+from moonpool.ipc.tensors import BYTES, CODES, encode_bytes
+from moonpool.runtime.errors import InvalidRequest
+from moonpool.runtime.model.request import WireTensor
+from moonpool.runtime.server.http import json_text
 from moonpool.runtime.server.http.json_text import NotJson, loads
 from moonpool.runtime.server.http.options import HttpLimits
 from moonpool.runtime.server.inference.tensors import of_values
@@ -171,6 +175,42 @@ def test_texts_may_have_any_number_of_colons() -> None:
     text = "a:b" * (1 << 20)
 
     assert loads(json.dumps({"text": text}).encode()) == {"text": text}
+
+
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "JSON over the limit is refused …",
+)
+def test_strings_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_text, "_MOST_STRINGS", 1 << 20)
+    with pytest.raises(NotJson, match="more than 1048576 strings"):
+        loads(b"[" + b'"",' * (1 << 20) + b'"\\""]')
+    assert len(loads(b"[" + b'"",' * ((1 << 20) - 1) + b'""]')) == 1 << 20
+    # Quotes in a text are no strings.
+    text = '"' * (3 << 20)
+    assert loads(json.dumps([text, "x\\"]).encode()) == [text, "x\\"]
+
+
+@pytest.mark.parametrize("count", [(1 << 16) - 1, 1 << 16, 200_000])
+def test_many_values_are_read_as_few_are(count: int) -> None:
+    numbers = list(range(count))
+    found = of_values("X", CODES["INT32"], [2, count], [numbers, numbers])
+    assert isinstance(found, np.ndarray)
+    assert found.tolist() == [numbers, numbers]
+    texts = [str(number) for number in numbers]
+    strings = of_values("X", BYTES, [count], texts)
+    assert isinstance(strings, WireTensor)
+    whole = np.array(texts, object)
+    assert strings.raw.tobytes() == encode_bytes(whole)
+
+
+def test_an_error_names_the_place_among_many_strings() -> None:
+    texts = ["a"] * 100_000 + ["\ud800"]
+
+    with pytest.raises(InvalidRequest, match="element 100000"):
+        of_values("X", BYTES, [len(texts)], texts)
+    with pytest.raises(InvalidRequest, match="do not fit"):
+        of_values("X", CODES["INT8"], [100_001], [1] * 100_000 + [1000])
 
 
 def test_numbers_beside_arrays_are_all_taken_in_their_order() -> None:

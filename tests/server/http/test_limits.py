@@ -22,7 +22,8 @@ from tests.server.http.serving import Serving
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime.server.http import connection, tls
+from moonpool.runtime.server import clients as clients_module
+from moonpool.runtime.server import tls
 from moonpool.runtime.server.http.connection import HttpPort
 from moonpool.runtime.server.http.options import HttpLimits
 
@@ -221,7 +222,7 @@ def test_a_client_that_takes_nothing_is_left(impatient: Listening) -> None:
         client.send(b"GET /big/64 HTTP/1.1\r\n\r\n")
 
         wait_until(lambda: impatient.handler.handled)
-        wait_until(lambda: impatient.port.connections == 0)
+        wait_until(lambda: len(impatient.port.clients.open) == 0)
 
 
 @pytest.mark.promise("HTTP", "A client that is too slow …")
@@ -259,7 +260,7 @@ def test_requests_that_lie_in_wait_do_not_take_the_memory(listening: Listening) 
         many = b"GET /echo HTTP/1.1\r\n\r\n" * 1_000_000
         client.socket.settimeout(60)
         sending = sender.submit(client.send, many)
-        connection = listening.call(lambda: next(iter(listening.port._connections)))
+        connection = listening.call(lambda: next(iter(listening.port.clients.open)))
         wait_until(lambda: connection._is_paused)
         assert len(connection._waiting) < 1 << 20
         listening.call(lambda: held.respond(200))
@@ -310,7 +311,7 @@ def test_a_client_that_leaves_before_its_answer_is_counted(listening: Listening)
         assert client.answer().status == 200
         client.send(b"GET /held HTTP/1.1\r\n\r\n")
         wait_until(lambda: listening.handler.held)
-    wait_until(lambda: listening.port.connections == 0)
+    wait_until(lambda: len(listening.port.clients.open) == 0)
 
     assert listening.port.meter.counts()[2] == {"200": 1, "499": 1}
 
@@ -322,7 +323,7 @@ def test_a_thousand_connections_come_and_go(listening: Listening) -> None:
             client.send(b"GET / HTTP/1.1\r\nX: " if number % 2 else b"GET /held HTTP/1.1\r\n\r\n")
         for client in clients:
             client.close()
-    wait_until(lambda: listening.port.connections == 0)
+    wait_until(lambda: len(listening.port.clients.open) == 0)
 
     assert listening.ask(b"GET / HTTP/1.1\r\n\r\n").status == 200
     assert listening.port.meter.counts()[1] <= 1
@@ -438,7 +439,7 @@ def test_half_handshakes_count_as_connections(tmp_path: Path) -> None:
 
 def _count(port: HttpPort) -> Callable[[], Coroutine[Any, Any, int]]:
     async def count() -> int:
-        return port.connections
+        return port.clients.count
 
     return count
 
@@ -455,7 +456,7 @@ def test_a_client_that_never_waits_does_not_keep_others_waiting(listening: Liste
                 assert modest.answer().status == 200
                 # The kernel keeps the requests that the client sends in advance, not the server.
                 waiting = listening.call(
-                    lambda: max(len(each._waiting) for each in listening.port._connections)
+                    lambda: max(len(each._waiting) for each in listening.port.clients.open)
                 )
                 assert waiting < 1 << 20
         for _ in range(number):
@@ -483,12 +484,12 @@ def announce(client: Client, path: bytes, size_bytes: int) -> None:
 def test_the_client_with_the_most_unread_bytes_is_disconnected(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "_UNSENT_BYTES", 64 << 20)
+    monkeypatch.setattr(clients_module, "_UNSENT_BYTES", 64 << 20)
     with listening.client() as patient, listening.client() as greedy:
         patient.send(b"GET /big/32 HTTP/1.1\r\n\r\n")
         greedy.send(b"GET /big/64 HTTP/1.1\r\n\r\n")
 
-        wait_until(lambda: listening.port.connections == 1)
+        wait_until(lambda: len(listening.port.clients.open) == 1)
 
         assert len(patient.answer().body) == 32 << 20
 

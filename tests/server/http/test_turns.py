@@ -79,3 +79,26 @@ def test_one_that_is_gone_is_not_read_and_one_that_fails_is_told(
     assert seen == ["last"]
     assert (gone.failures, failing.failures, last.failures) == ([], [500], [])
     assert "answering POST b'/v2/models/m/infer' failed" in caplog.text
+
+
+def test_one_is_read_at_a_time_also_on_threads() -> None:
+    seen: list[str] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        turns, done = Turns(loop), asyncio.Event()
+        first: asyncio.Future[None] = loop.create_future()
+        exchange: Any = Asked()
+        turns.take(exchange, lambda: first)
+        turns.take(exchange, partial(seen.append, "second"))
+        turns.take(exchange, done.set)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not seen
+        first.set_exception(ValueError("the job failed, which its own callback hears"))
+        await done.wait()
+        assert first.exception() is not None
+
+    asyncio.run(asyncio.wait_for(main(), 30.0))
+
+    assert seen == ["second"]

@@ -59,6 +59,15 @@ def test_connections_end_with_the_process_that_has_them() -> None:
     assert shown(here)["connections_total", "http"] == 2
 
 
+def test_connections_of_grpc_are_shown_where_they_are_counted() -> None:
+    metrics = FrontendMetrics()
+    metrics.grpc.connected()
+
+    assert ("open_connections", "grpc") not in shown(metrics)
+    metrics.grpc.has_connections = True
+    assert shown(metrics)["open_connections", "grpc"] == 1
+
+
 def test_forwarded_requests_are_not_counted_twice() -> None:
     metrics = FrontendMetrics()
     metrics.http.answered(200)

@@ -37,11 +37,20 @@ pytestmark = [
 def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Return the text of all metrics, without those of GPUs."""
     folder = write(tmp_path_factory.mktemp("models"))
-    with moonpool.Runtime(folder, metrics=metrics_options(ON)) as runtime:
+    options = metrics_options(ON)
+    with moonpool.Runtime(folder, metrics=options, response_cache_bytes=1 << 20) as runtime:
         runtime.infer("doubles", {"IN": np.ones((1, 4), np.float32)})
         # Only contained models have some of the metrics.
         strict = {"MOONPOOL_SANDBOX": {"string_value": "strict"}}
         runtime.load("contained", folder / "doubles", config={"parameters": strict})
+        cached = {"response_cache": {"enable": True}}
+        runtime.load("cached", folder / "doubles", config=cached)
+        # Only models that may sleep have some, and those whose memory is limited.
+        idle = {"MOONPOOL_IDLE_S": "3600", "MOONPOOL_INSTANCES": "1..2"}
+        runtime.load("idle", folder / "doubles", options=idle)
+        found = runtime.registry.find("idle").residence
+        assert found is not None
+        found.is_measured = True
         metrics = ServerMetrics(runtime.registry)
         metrics.frontends.http.answered(200)
         yield metrics.text()

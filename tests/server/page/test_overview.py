@@ -53,8 +53,14 @@ def history(runtime: moonpool.Runtime) -> History:
 
 
 def test_models_are_told_with_their_instances_and_the_repository_s_others(
-    overview: Overview,
+    runtime: moonpool.Runtime, overview: Overview
 ) -> None:
+    def used_s() -> float:
+        runtime.infer("add_sub", ROW)
+        usage = usage_of(runtime.instances("add_sub")[0]["pid"])
+        return 0.0 if usage is None else usage.cpu_s
+
+    wait_until(used_s, 60.0)  # a fork has used no time that the kernel would count
     shown = overview.snapshot()
 
     names = [(model["name"], model["version"], model["state"]) for model in shown["models"]]

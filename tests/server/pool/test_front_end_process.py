@@ -63,8 +63,8 @@ def told(*message: object, contents: bytes) -> int:
 @pytest.mark.parametrize(
     ("message", "contents"),
     [
-        ((Word.MODEL, 1, 1, "standard"), b"{"),
-        ((Word.MODEL, 1, 1, "standard"), b"{}"),
+        ((Word.MODEL, 1, 1, "standard", "triton"), b"{"),
+        ((Word.MODEL, 1, 1, "standard", "triton"), b"{}"),
         # Only the other side may send the first one, and no table has the second one.
         ((Word.LISTENING,), b""),
         ((99,), b""),

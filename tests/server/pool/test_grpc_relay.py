@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from tests.server.grpc.asking import add_sub
-from tests.server.grpc.serving import TIMEOUT_S, Served, messages
+from tests.server.grpc.serving import TIMEOUT_S, OnLoop, Served, messages
 from tests.server.grpc.streaming import Requests, told
 from tests.waiting import wait_until
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
@@ -42,7 +42,7 @@ class Front:
         self.found = 0
         self.most_found = 10**9
         service: Any = self
-        self.server = FrontGrpcServer(service, GrpcOptions(port=0), main.address)
+        self.server = OnLoop(lambda: FrontGrpcServer(service, GrpcOptions(port=0), main.address))
         self.server.start()
         self._channel = grpc.insecure_channel(
             f"127.0.0.1:{self.server.port}", [("grpc.use_local_subchannel_pool", 1)]
@@ -135,7 +135,7 @@ def test_a_stream_that_its_client_has_ended_ends_well(front: Front) -> None:
 
     assert [told(response)[1] for response in call] == ["a"]
     assert call.code() is grpc.StatusCode.OK
-    wait_until(lambda: not front.server._core._calls)
+    wait_until(lambda: not front.server.calls)
 
 
 class Sending:

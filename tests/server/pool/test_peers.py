@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool.ipc.codec import encode
-from moonpool.ipc.messages import Kind
+from moonpool.ipc.messages import NO_CORE, Kind
 from moonpool.runtime.errors import ModelUnavailable, StubDied
 from moonpool.runtime.stubs.link import Link
 
@@ -198,7 +198,7 @@ def test_a_model_that_keeps_nothing_holds_nothing(hall: Hall, runtime: moonpool.
     [
         encode(Kind.FINALIZE),
         encode(Kind.START, "{}"),
-        encode(Kind.EXECUTE, 1, [], [[77, 0, 8]], encode([]), None, None),
+        encode(Kind.EXECUTE, 1, NO_CORE, [], [[77, 0, 8]], encode([]), None, None),
         b"nonsense",
     ],
     ids=["FINALIZE", "START", "a region that is not there", "nonsense"],

@@ -21,7 +21,7 @@ from moonpool.ipc.messages import ANY_MEMORY, DEVICE_MEMORY, ORDINARY_MEMORY, Ki
 from moonpool.ipc.region import SharedRegion
 from moonpool.stub import pb_utils
 from moonpool.stub.devices.tensor import DeviceTensor
-from moonpool.stub.hosts.call_tensors import Placed, read_outputs
+from moonpool.stub.hosts.call_tensors import Placed, prepared, read_outputs
 from moonpool.stub.pb_utils.errors import TritonModelException
 from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import Tensor, preferred
@@ -228,7 +228,9 @@ def test_tensors_on_a_device_go_to_other_models_and_come_back(peer: Peer) -> Non
     assert placed.blocks[placed.rows[1][3]] == [50, 4096, 8]
     peer.regions.on_devices().tidy()
     back: list[object] = []
-    outputs = read_outputs([[50, 4096, 8]], [["Y", 11, [2], 0, 0, 8]], peer.regions, back.append)
+    outputs = read_outputs(
+        [[50, 4096, 8]], prepared([["Y", 11, [2], 0, 0, 8]]), peer.regions, back.append
+    )
     assert not outputs[0].is_cpu()
     del outputs
     gc.collect()

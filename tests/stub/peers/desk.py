@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -15,13 +15,16 @@ import pytest
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import control_codec, encode, unpack_layout, work_codec
 from moonpool.ipc.conversation import Conversation
-from moonpool.ipc.messages import Kind, Side
+from moonpool.ipc.extension import load_if_there
+from moonpool.ipc.memory import lease_of
+from moonpool.ipc.messages import NO_CORE, Kind, Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.stub import loop, pb_utils
 from moonpool.stub.model import Model
 from moonpool.stub.pb_utils.request import InferenceRequest
+from moonpool.stub.pb_utils.tensor import Tensor
 from moonpool.stub.peers.peer import Peer, Peers
-from moonpool.stub.peers.usual import UsualWay
+from moonpool.stub.peers.usual import CompiledWay, UsualWay
 
 INPUTS, OUTPUTS = ["A", "B", "TEXT"], ["SUM", "DIFF", "SAID"]
 REQUESTS, ANSWERS = 1, 2
@@ -53,6 +56,62 @@ class Counting(UsualWay):
         return is_taken
 
 
+class CountingCompiled(CompiledWay):
+    """Counts the same of the compiled way."""
+
+    opened = taken = 0
+
+    def __init__(self, peer: Peer, start: dict[str, Any], extension: ModuleType) -> None:
+        super().__init__(peer, start, extension)
+        opening, taking = self.open, self.take
+
+        def open_counted(packet: bytes) -> list[InferenceRequest] | None:
+            requests = opening(packet)
+            self.opened += requests is not None
+            return requests
+
+        def take_counted(requests: list[InferenceRequest], returned: object) -> bool:
+            is_taken = taking(requests, returned)
+            self.taken += is_taken
+            return is_taken
+
+        self.open, self.take = open_counted, take_counted  # type: ignore[method-assign]
+
+
+def compiled_way(peer: Peer, start: dict[str, Any]) -> CountingCompiled:
+    """Make the compiled way. Skips the test if this installation has none."""
+    extension = load_if_there("moonpool.stub.peers._usual")
+    if extension is None:
+        pytest.skip("moonpool was installed without its compiled code")
+    return CountingCompiled(peer, start, extension)
+
+
+def _shown(value: Any) -> Any:
+    """Take an object of a batch apart: its class, and the values of its slots."""
+    if isinstance(value, np.ndarray):
+        lease = lease_of(value)
+        place = lease is not None and (
+            lease.token,
+            lease.offset,
+            lease.size,
+            lease.region is not None,
+        )
+        return (
+            value.dtype.str,
+            value.shape,
+            value.strides,
+            value.flags.writeable,
+            value.tobytes(),
+            place,
+        )
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [_shown(each) for each in value]
+    if isinstance(value, (InferenceRequest, Tensor)):
+        slots = [name for name in type(value).__slots__ if name != "__weakref__"]
+        return type(value).__name__, {name: _shown(getattr(value, name, "none")) for name in slots}
+    return value if isinstance(value, (int, str, type(None))) else type(value).__name__
+
+
 class StubDesk:
     """Serves EXECUTE after EXECUTE by one of both ways. For one thread."""
 
@@ -65,11 +124,14 @@ class StubDesk:
             "file": "model.py",
             "inputs": INPUTS,
             "outputs": OUTPUTS,
+            "keep_ms": [0, 0],
             "decoupled": False,
             "reschedules": False,
             "shared": False,
             "copies_gpu_to_numpy": False,
             "args": {},
+            "compiled": True,
+            "look_us": 0,
             **start,
         }
         work, self.work = Channel.pair()
@@ -117,7 +179,14 @@ class StubDesk:
         self._batches += 1
         return self.ask_with(
             encode(
-                Kind.EXECUTE, self._batches, released or [], blocks, encode(*layout), details, None
+                Kind.EXECUTE,
+                self._batches,
+                NO_CORE,
+                released or [],
+                blocks,
+                encode(*layout),
+                details,
+                None,
             )
         )
 
@@ -127,7 +196,7 @@ class StubDesk:
         self.work.send(packet)
         self.work.send(encode(Kind.FINALIZE))
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(loop, "UsualWay", lambda *_: self.usual)
+            patched.setattr(loop, "usual_way", lambda *_: self.usual)
             try:
                 self._stub._serve(self._model)
             finally:
@@ -135,6 +204,30 @@ class StubDesk:
         # FINALIZE only ended the loop.
         self.peer.conversation.pass_turn(Kind.ANSWER)
         return self.work.recv(1 << 16)
+
+    def opened(self, packet: bytes) -> list[Any]:
+        """Open a batch as the stub's loop does, and drop it. Returns all that the model and the stub can see of it."""
+        peer = self.peer
+        seen: list[Any] = []
+        try:
+            requests = self.usual.open(packet)
+            if requests is None:
+                message = peer.conversation.accept(packet)
+                requests = peer.open(message) if message[0] == Kind.EXECUTE else []
+        except Exception as error:
+            seen.append((type(error).__name__, str(error)))
+        else:
+            seen += [_shown(request) for request in requests]
+            assert peer.executing[1] is requests or not requests
+        requests = None
+        batch, regions = peer.batch, peer.regions
+        seen.append((peer.executing[0], list(batch.places), batch.has_copies, len(batch.targets)))
+        peer.executing = (0, [])
+        seen.append((list(regions.returned), list(batch.returned), batch.kept))
+        regions.returned.clear()
+        batch.returned.clear()
+        peer.conversation.pass_turn(Kind.ANSWER)
+        return seen
 
     def told(self) -> list[list[Any]]:
         """Return the messages on the control channel since the last call."""
@@ -150,7 +243,7 @@ class StubDesk:
 
     def outputs(self, answer: bytes) -> list[list[tuple[Any, bytes]]]:
         """Return index, datatype and shape of each output of an answer, and its bytes."""
-        _, _, _, _, blocks, layout, _, _ = work_codec(Side.RUNTIME).decode(answer)
+        _, _, _, _, _, blocks, layout, _, _ = work_codec(Side.RUNTIME).decode(answer)
         found = []
         for rows in unpack_layout(layout):
             outputs = []

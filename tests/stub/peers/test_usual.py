@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import socket
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, cast
@@ -10,11 +13,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.stub.peers.desk import ANSWERS, REQUESTS, Counting, LayersOnly, StubDesk
+from tests.stub.peers.desk import (
+    ANSWERS,
+    REQUESTS,
+    Counting,
+    LayersOnly,
+    StubDesk,
+    compiled_way,
+)
 
+from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import encode, work_codec
-from moonpool.ipc.errors import RemoteProtocolError
-from moonpool.ipc.messages import Details, Kind, Side
+from moonpool.ipc.errors import PeerGone, RemoteProtocolError
+from moonpool.ipc.messages import NO_CORE, Details, Kind, Side
 from moonpool.stub import pb_utils
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.response import InferenceResponse
@@ -22,7 +33,7 @@ from moonpool.stub.pb_utils.tensor import Tensor
 
 FP32, BYTES = 11, 13
 PLACE = [REQUESTS, 0]
-WAYS = (Counting, LayersOnly)
+WAYS = (Counting, compiled_way, LayersOnly)
 
 
 def floats(count: int) -> list[list[Any]]:
@@ -48,9 +59,9 @@ def desk(request: pytest.FixtureRequest) -> Iterator[StubDesk]:
     made.close()
 
 
-@pytest.fixture
-def usual() -> Iterator[StubDesk]:
-    made = StubDesk(Counting)
+@pytest.fixture(params=WAYS[:2])
+def usual(request: pytest.FixtureRequest) -> Iterator[StubDesk]:
+    made = StubDesk(request.param)
     yield made
     made.close()
 
@@ -73,8 +84,8 @@ def test_a_batch_is_answered(desk: StubDesk) -> None:
             released=[] if number == 1 else [[ANSWERS, 0]],
         )
         fields = work_codec(Side.RUNTIME).decode(answer)
-        assert fields[:5] == [Kind.ANSWER, number, [], [], [[ANSWERS, 0, 128]]]
-        assert fields[6:] == [None, None]
+        assert [*fields[:2], *fields[3:6]] == [Kind.ANSWER, number, [], [], [[ANSWERS, 0, 128]]]
+        assert fields[7:] == [None, None]
         assert desk.outputs(answer) == [
             [
                 ((0, FP32, [4]), (a * number + b).tobytes()),
@@ -101,11 +112,11 @@ def test_a_kept_input_is_held_until_it_is_dropped(desk: StubDesk) -> None:
     desk.execute = sum_and_difference
     ask(desk)
     desk.execute = keep
-    assert ask(desk)[2:4] == [[PLACE], []]
+    assert ask(desk)[3:5] == [[PLACE], []]
     desk.execute = sum_and_difference
-    assert ask(desk)[2:4] == [[], []]
+    assert ask(desk)[3:5] == [[], []]
     kept.clear()
-    assert ask(desk)[2:4] == [[], [PLACE]]
+    assert ask(desk)[3:5] == [[], [PLACE]]
 
 
 def test_an_object_of_the_batch_lives_no_longer_than_the_batch(desk: StubDesk) -> None:
@@ -147,16 +158,19 @@ def test_what_is_cancelled_before_its_batch_comes_cancelled(desk: StubDesk) -> N
         (1, -1),
         (1, 2.0),
         (1, True),
-        (2, [[1]]),
-        (2, [[1, -1]]),
+        (2, -1),
+        (2, 128),
         (2, None),
-        (3, [[1, 0, 2048.0]]),
-        (3, [[True, 0, 2048]]),
-        (3, [[1, 0]]),
-        (4, "layout"),
-        (4, b""),
-        (5, 1),
-        (6, [[0, 0, 1, 0]]),
+        (3, [[1]]),
+        (3, [[1, -1]]),
+        (3, None),
+        (4, [[1, 0, 2048.0]]),
+        (4, [[True, 0, 2048]]),
+        (4, [[1, 0]]),
+        (5, "layout"),
+        (5, b""),
+        (6, 1),
+        (7, [[0, 0, 1, 0]]),
         (0, 5.0),
         (0, True),
     ],
@@ -166,7 +180,16 @@ def test_a_packet_that_is_not_as_the_table_says_is_refused(
 ) -> None:
     desk.execute = sum_and_difference
     ask(desk)
-    fields: list[Any] = [Kind.EXECUTE, 2, [], [[*PLACE, 2048]], encode(floats(4)), None, None]
+    fields: list[Any] = [
+        Kind.EXECUTE,
+        2,
+        NO_CORE,
+        [],
+        [[*PLACE, 2048]],
+        encode(floats(4)),
+        None,
+        None,
+    ]
     fields[at] = value
     with pytest.raises(RemoteProtocolError):
         desk.ask_with(encode(*fields))
@@ -176,6 +199,79 @@ def test_a_packet_that_is_not_as_the_table_says_is_refused(
 def test_what_is_no_message_is_refused(desk: StubDesk, packet: bytes) -> None:
     with pytest.raises(Exception, match=r"packet|closed|EXECUTE"):
         desk.ask_with(packet)
+
+
+# Looking for a packet before the thread blocks
+
+ANOTHER_CORE = 100  # which no machine of ours has, modulo NO_CORE
+
+
+class _Interrupted(Exception):
+    pass
+
+
+@pytest.fixture
+def looking() -> Iterator[StubDesk]:
+    made = StubDesk(compiled_way, look_us=1000)
+    made.execute = sum_and_difference
+    # A layout that is known, a batch from another core, and a packet that came at once: now `receive` looks.
+    ask(made)
+    for number in (2, 3):
+        made.work.send(_execute(number))
+        assert made.usual.open(made.usual.receive())
+        made.peer.executing = (0, [])
+        made.peer.batch.returned.clear()
+    yield made
+    made.close()
+
+
+def _execute(number: int) -> bytes:
+    blocks, layout = [[*PLACE, 2048]], encode(floats(4))
+    return encode(Kind.EXECUTE, number, ANOTHER_CORE, [], blocks, layout, None, None)
+
+
+def test_a_packet_is_received_while_it_is_looked_for_and_after(looking: StubDesk) -> None:
+    looking.work.send(_execute(4))
+    assert looking.usual.receive() == _execute(4)
+    sender = threading.Timer(0.05, looking.work.send, [_execute(5)])
+    sender.start()
+    try:
+        assert looking.usual.receive() == _execute(5)
+    finally:
+        sender.join()
+
+
+def test_a_signal_that_comes_while_a_packet_is_looked_for_is_handled(looking: StubDesk) -> None:
+    def interrupt(*_: object) -> None:
+        raise _Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.0005)
+        with pytest.raises(_Interrupted):
+            looking.usual.receive()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    looking.work.send(_execute(4))
+    assert looking.usual.receive() == _execute(4)
+
+
+def test_the_end_of_the_peer_is_met_while_it_is_looked_for(looking: StubDesk) -> None:
+    looking.work.close()
+    with pytest.raises(PeerGone):
+        looking.usual.receive()
+
+
+@pytest.mark.parametrize("size", [MAX_PACKET_BYTES, MAX_PACKET_BYTES + 1])
+def test_a_packet_has_a_largest_size(usual: StubDesk, size: int) -> None:
+    usual.work.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    usual.work.send(bytes(size))
+    if size <= MAX_PACKET_BYTES:
+        assert usual.usual.receive() == bytes(size)
+    else:
+        with pytest.raises(RemoteProtocolError, match="more than 32768 bytes"):
+            usual.usual.receive()
 
 
 # Both ways, with everything that a runtime and a model may do
@@ -371,8 +467,9 @@ def _play(desk: StubDesk, batches: Batches) -> list[Any]:
         )
         fields = work_codec(Side.RUNTIME).decode(answer)
         # A block that was passed through is the runtime's already.
-        out += [[region, offset] for region, offset, _ in fields[4] if region == ANSWERS]
-        seen.append((answer, desk.outputs(answer), [_shown(told) for told in desk.told()]))
+        out += [[region, offset] for region, offset, _ in fields[5] if region == ANSWERS]
+        fields[2] = NO_CORE  # which the compiled way tells
+        seen.append((encode(*fields), desk.outputs(answer), [_shown(told) for told in desk.told()]))
     KEEP.clear()
     return seen
 

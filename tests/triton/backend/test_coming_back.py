@@ -124,8 +124,8 @@ def test_instances_that_come_back_again_and_again_leave_nothing_in_the_server(
     "A lack of descriptors in a tritonserver does not count as a death of the model.",
 )
 def test_want_of_files_in_the_server_is_no_death_of_a_model(tmp_path: Path, ask: Ask) -> None:
-    """A second death would be the end for a long time."""
-    options = _options(MAX_RESTARTS=1, RESTART_WINDOW_S=600, RESTART_BACKOFF_S=0)
+    """A second death would be the end for a long time. A forked stub would end again before anybody saw it."""
+    options = _options(MAX_RESTARTS=1, RESTART_WINDOW_S=600, RESTART_BACKOFF_S=0, PREFORK="no")
     with _served(HostingServer, tmp_path, options) as server:
         stub = int(ask(server))
         limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)

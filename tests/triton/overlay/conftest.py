@@ -14,7 +14,7 @@ from tests.runtime.triton.library import library
 from tests.triton.answers import Inputs, Outcome
 from tests.triton.both import Both, without_id
 from tests.triton.broken import BROKEN
-from tests.triton.conftest import APART, MODELS, SIDE
+from tests.triton.conftest import APART, MODELS, SIDES
 from tests.triton.server import TritonServer, interpreter
 from tests.triton.triton_side import TritonSide
 
@@ -59,7 +59,7 @@ def both(
         zoo = set(os.listdir(MODELS)) - APART
         names = sorted(zoo | set(BROKEN))
         both = Both(*sides)
-        request.session.stash[SIDE] = both.triton
+        request.session.stash.setdefault(SIDES, {})["both"] = both.triton
         with ThreadPoolExecutor(32) as threads:
             asked = [[threads.submit(side.load, name) for side in sides] for name in names]
             for name, (theirs, ours) in zip(names, asked, strict=True):

@@ -130,3 +130,19 @@ def test_both_stream_alike(
     ours = _responses(servers.moonpool, requests, metadata)
 
     _check(f"gRPC stream: {name}", ours, theirs)
+
+
+@pytest.mark.promise("gRPC", "Reflection is off unless it …")
+@pytest.mark.parametrize(
+    "path",
+    [
+        "grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+        "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        "inference.GRPCInferenceService/Nope",
+        "nope.Service/ModelInfer",
+    ],
+)
+def test_both_lack_the_same_methods(servers: Servers, path: str) -> None:
+    for server in (servers.triton, servers.moonpool):
+        call = server.channel.stream_stream(f"/{path}")(iter([b""]), timeout=TIMEOUT_S)
+        assert (call.code(), call.details()) == (grpc.StatusCode.UNIMPLEMENTED, "")

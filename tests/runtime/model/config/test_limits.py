@@ -214,27 +214,6 @@ def test_a_server_takes_limits_from_its_command_line() -> None:
         config_limits(["count=2000"])
 
 
-@pytest.mark.promise(
-    "Models",
-    "A model that a repository agent is to check is refused, except in a tritonserver, which "
-    "runs the agents.",
-)
-def test_a_model_that_a_repository_agent_is_to_check_is_refused(models: Path) -> None:
-    agents = 'agents [{ name: "checksum" parameters { key: "MD5:config.pbtxt" value: "00" } }]'
-    write(models, "m", config=f"{CONFIG}\nmodel_repository_agents {{ {agents} }}")
-    with moonpool.Runtime(models, models=()) as runtime:
-        with pytest.raises(
-            ConfigError, match="runs no repository agents, and 'm' names 'checksum'"
-        ):
-            runtime.load("m")
-        whole = {**WHOLE, "model_repository_agents": {"agents": [{"name": "checksum"}]}}
-        with pytest.raises(LoadFailed, match="runs no repository agents"):
-            RepositoryControl(runtime).load("m", json.dumps(whole))
-        # The field is empty, so no agent would check anything.
-        write(models, "m", config=f"{CONFIG}\nmodel_repository_agents {{ }}")
-        runtime.load("m")
-
-
 def test_texts_of_errors_are_no_longer_than_somebody_reads(models: Path) -> None:
     write(models, "m", config=f"{CONFIG}\n{'x' * 500_000}: 1")
     with moonpool.Runtime(models, models=()) as runtime:

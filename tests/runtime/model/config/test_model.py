@@ -219,7 +219,6 @@ class TestRefused:
             ("max_batch_size: 2 output { name: \"O\" data_type: TYPE_FP32 dims: 1 }", None, "input",
              "a model with max_batch_size > 0 needs an input to batch for m"),
             ("", None, "input", "must specify inputs and outputs for m"),
-            ('platform: "ensemble"', 2, "platform", "'m' is an ensemble, and moonpool has no ensemble scheduler yet"),
         ],
     )  # fmt: skip
     def test_a_mistake_is_named_by_line_and_field(

@@ -58,6 +58,7 @@ def test_every_option_is_read() -> None:
         MOONPOOL_RECYCLE_REQUESTS="1000",
         MOONPOOL_RECYCLE_RSS_BYTES="1G",
         MOONPOOL_PREFORK="imports",
+        MOONPOOL_COMPILE_CACHE="yes",
         MOONPOOL_REGION_BYTES="64K",
         MOONPOOL_REGION_LIMIT_BYTES="1.5M",
         MOONPOOL_LOG_LINES_PER_S="7",
@@ -68,7 +69,7 @@ def test_every_option_is_read() -> None:
         "$$TRITON_MODEL_DIRECTORY/env", False, None, 0.25, 5.0,
         "strict", (("/data", False), ("/out", True)), (443, 53), ("fork",), ("a*", "b"),
         0, 1000.0, 0.0, 10.0, True,
-        2 << 30, 64, 100, (0, 1, 2, 5), 10, 1 << 20, 1000, 1 << 30, "imports",
+        2 << 30, 64, 100, (0, 1, 2, 5), 10, 1 << 20, 1000, 1 << 30, "imports", True,
         64 << 10, 3 << 19, 7, 1,
     )  # fmt: skip
     assert given == expected

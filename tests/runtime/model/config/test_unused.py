@@ -17,10 +17,10 @@ class TestUnusedFields:
             ("", []),
             ("optimization { input_pinned_memory { enable: true } }", []),
             ("model_transaction_policy { decoupled: false } response_cache { }", []),
-            ("ensemble_scheduling { step { model_name: \"x\" } }", ["ensemble_scheduling"]),
+            ("ensemble_scheduling { step { model_name: \"x\" } }", []),
             ("model_transaction_policy { decoupled: true }", []),
-            ("response_cache { enable: true }", ["response_cache"]),
-            ("model_warmup { name: \"w\" }", ["model_warmup"]),
+            ("response_cache { enable: true }", []),
+            ("model_warmup { name: \"w\" }", []),
             ("optimization { eager_batching: true }", ["optimization"]),
             ("optimization { output_pinned_memory { enable: false } }", ["optimization"]),
             ("batch_input { kind: BATCH_ITEM_SHAPE }", ["batch_input"]),
@@ -29,9 +29,9 @@ class TestUnusedFields:
             ("metric_tags { key: \"a\" value: \"b\" } runtime: \"r\"", []),
             ("backend: \"onnxruntime\" optimization { graph { level: 1 } }", []),
             ("instance_group { rate_limiter { priority: 2 } } instance_group { passive: true }",
-             ["instance_group.rate_limiter", "instance_group.passive"]),
+             ["instance_group.passive"]),
             ("input { format: FORMAT_NHWC allow_ragged_batch: true } input { format: FORMAT_NCHW }",
-             ["input.format", "input.allow_ragged_batch"]),
+             ["input.format"]),
             ("output { label_filename: \"l\" reshape { } is_shape_tensor: true }", ["output.is_shape_tensor"]),
         ],
     )  # fmt: skip
@@ -52,6 +52,7 @@ class TestUnusedFields:
               default_queue_policy { timeout_action: DELAY max_queue_size: 1 }
               priority_queue_policy { key: 1 value { allow_timeout_override: true } }
             }
+            model_warmup { name: "w" batch_size: 1 inputs { key: "I" value { data_type: TYPE_FP32 dims: 1 zero_data: true } } }
             version_policy { specific { versions: 1 } }
             parameters { key: "a" value { string_value: "b" } }
             """,

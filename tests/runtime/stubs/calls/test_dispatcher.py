@@ -36,7 +36,7 @@ class Models:
 
     def load(self, *_: object) -> None: ...
 
-    def begin_unload(self, *_: object) -> None:
+    def begin_unload(self, *_: object, **__: object) -> None:
         raise NotGranted("not yours")
 
     def ask_ready(self, *_: object) -> None:

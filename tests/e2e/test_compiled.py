@@ -1,0 +1,89 @@
+"""Stubs serve by compiled code, or without, as the operator says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.e2e.hosting import Config, hosted, options, tensor
+
+import moonpool
+from moonpool.runtime.model.config.model import ConfigError
+
+# Answers whether its process has loaded the compiled code.
+MODEL = """
+import sys
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        is_compiled = np.array(["moonpool.stub.peers._usual" in sys.modules])
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", is_compiled)]) for _ in requests]
+"""
+CONFIG: Config = {"input": [tensor("X", "FP32", 1)], "output": [tensor("Y", "BOOL", 1)]}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    made = tmp_path / "model.py"
+    made.write_text(MODEL)
+    return made
+
+
+@pytest.mark.promise(
+    "Containment",
+    "With `MOONPOOL_PURE=contained`, no compiled code of moonpool reads messages of contained models or for them; with "
+    "`MOONPOOL_PURE=1`, of no model.",
+)
+@pytest.mark.parametrize(
+    ("pure", "level", "expected"),
+    [
+        ("", "standard", True),
+        ("0", "strict", True),
+        ("contained", "standard", True),
+        ("contained", "strict", False),
+        ("1", "standard", False),
+        ("1", "strict", False),
+    ],
+)
+def test_the_operator_chooses_the_form(
+    runtime: moonpool.Runtime,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pure: str,
+    level: str,
+    expected: bool,
+) -> None:
+    if expected:
+        pytest.importorskip("moonpool.stub.peers._usual")
+    monkeypatch.setenv("MOONPOOL_PURE", pure)
+    with hosted(runtime, "m", file, {**CONFIG, **options(SANDBOX=level)}):
+        for _ in range(3):
+            found = runtime.infer("m", {"X": np.zeros(1, np.float32)})["Y"]
+            assert found.tolist() == [expected]
+
+
+@pytest.mark.parametrize("level", ["standard", "strict"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MOONPOOL_PURE", "yes"),
+        ("MOONPOOL_LOOK_US", "-1"),
+        ("MOONPOOL_LOOK_US", "1001"),
+        ("MOONPOOL_TIE_CALLERS", "no"),
+    ],
+)
+def test_a_variable_with_a_wrong_value_is_refused(
+    runtime: moonpool.Runtime,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    level: str,
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=rf"{name}: must be .* not '{value}'"):
+        runtime.load("m", file, config={**CONFIG, **options(SANDBOX=level)})

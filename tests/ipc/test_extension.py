@@ -1,0 +1,91 @@
+"""Tests of what is compiled: that it is as new as its sources, or left out."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from types import ModuleType
+
+import pytest
+
+from moonpool.ipc import extension
+
+NAMES = (
+    "moonpool.ipc._copy",
+    "moonpool.runtime.quick._quick",
+    "moonpool.runtime.server.grpc._http2",
+    "moonpool.stub.peers._usual",
+)
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of an extension whose sources have changed since it was compiled."""
+    name = NAMES[0]
+    if not extension.checksum(name):
+        pytest.skip("the sources of the extensions are not installed")
+    module = ModuleType(name)
+    module.SOURCES = "00000000"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+    return name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_compiled_is_of_the_sources_beside_it(name: str) -> None:
+    pytest.importorskip(name, reason="moonpool was built without extensions")
+    assert extension.load(name) is importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_source_counts(name: str) -> None:
+    files = [file.name for file in extension.sources(name)]
+    if not files:
+        pytest.skip("the sources of the extensions are not installed")
+    assert {f"{name.rpartition('.')[2]}.cpp", "wire.h", "codec.cpp", "objects.h"} <= set(files)
+    assert len(set(files)) == len(files)
+
+
+@pytest.mark.promise(
+    "The tree",
+    "What was compiled from other sources than those beside it is left out, and the log says how to compile it again.",
+)
+def test_what_is_older_than_its_sources_is_left_out(
+    other: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "moonpool"):
+        assert extension.load_if_there(other) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{other} is left out, since it was not compiled from the sources beside it; compile it again: "
+        "python setup.py build_ext --inplace"
+    ]
+    with pytest.raises(ImportError, match="compile it again"):
+        extension.load(other)
+
+
+def test_what_has_no_sources_beside_it_is_taken(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extension, "sources", lambda _: [])
+    assert extension.load(other) is sys.modules[other]
+
+
+def test_what_is_not_compiled_is_missing_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    assert extension.load_if_there("moonpool.ipc._nothing") is None
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("value", "is_wanted"),
+    [("", True), ("0", True), ("contained", True), ("1", False), ("yes", False)],
+)
+def test_the_operator_may_do_without(
+    monkeypatch: pytest.MonkeyPatch, value: str, is_wanted: bool
+) -> None:
+    monkeypatch.setenv(extension.PURE, value)
+    assert extension.is_wanted() is is_wanted
+    if value == "yes":
+        with pytest.raises(ValueError, match="must be 0, 1 or contained, not 'yes'"):
+            extension.pure()
+    else:
+        assert extension.pure() == (value or "0")

@@ -1,0 +1,94 @@
+"""The page that `moonpool bench --export html` writes, as text and in a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.server.page.browser import Browser, Page, needs_chromium
+
+from moonpool.runtime.cli.bench.page import page_of
+
+HOSTILE = "<script>window.hacked = 1</script><img src=http://attacker.example/x onerror=alert(1)>"
+
+
+def result(model: str = "add_sub", **more: Any) -> dict[str, Any]:
+    """A result of three loads."""
+    windows = [{"requests_per_s": 90.0 + number} for number in range(5)]
+    series = [
+        {
+            "concurrency": callers,
+            "stable": True,
+            "requests_per_s": 100.0 * callers,
+            "failed": 0,
+            "latency_us": dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max"), 1000.0 * callers),
+            "generator_share": None,
+            "server": None,
+            "windows": windows,
+        }
+        for callers in (1, 4, 16)
+    ]  # fmt: skip
+    about = {
+        "model": model,
+        "where": "http://localhost:8000",
+        "date": "2026-01-01",
+        "inputs": {"X": ["FP32", 1, 2]},
+    }
+    return {**about, "series": series, **more}
+
+
+def test_a_page_has_its_figures_and_nothing_of_a_stranger() -> None:
+    page = page_of(result(HOSTILE, against=result(label=HOSTILE)))
+
+    assert "<script" not in page
+    assert "<img" not in page
+    assert "1,600.0" in page
+    assert page.count("<svg") == 3
+    assert 'class="line theirs"' in page
+
+
+def test_a_page_of_a_search_has_its_limits() -> None:
+    found = result(
+        slo={"limits_us": {"p99": 20_000}, "highest_rate": 1230, "lowest_broken_rate": 1290}
+    )
+    for point in found["series"]:
+        point |= {"goodput_per_s": 5.0, "broken": "p99 30 ms"}
+
+    assert "limits: p99 20 ms; held by 1230 requests/s" in page_of(found)
+    assert "p99 30 ms" in page_of(found)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@needs_chromium
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "The page of a result loads nothing, reads well on a phone, and is dark where the reader's system is.",
+)
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [360, 1200])
+def test_a_page_is_readable(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(page_of(result(HOSTILE)), encoding="utf-8")
+    page = Page(browser, width, 800, dark=dark)
+    try:
+        page.goto(file.as_uri())
+        page.wait_for("document.readyState == 'complete'")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate("document.querySelectorAll('svg polyline').length") > 0
+        narrow = page.evaluate("document.querySelector('svg').getBoundingClientRect().width")
+        assert 250 < narrow <= width
+        colours = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert colours == ("rgb(20, 24, 31)" if dark else "rgb(255, 255, 255)")
+        assert page.evaluate("window.hacked") is None
+        assert [url for url in page.requests() if not url.startswith("file:")] == []
+        assert page.complaints() == []
+    finally:
+        page.close()

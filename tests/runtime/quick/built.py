@@ -1,0 +1,54 @@
+"""Extensions, compiled with sanitizers where a test wants them so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tests.runtime.triton.library import sanitizer_libraries
+
+import moonpool
+from moonpool.ipc.extension import checksum
+from moonpool.runtime import quick
+
+PACKAGE = Path(moonpool.__path__[0])
+FLAGS = ["-std=c++17", "-O1", "-g1", "-fPIC", "-shared", "-fno-omit-frame-pointer"]
+
+
+def skip_without_forms() -> None:
+    """Skip where moonpool was installed without a compiler, or is to go without what was compiled."""
+    if quick.forms is None:
+        pytest.skip("the quick forms are not built: python setup.py build_ext --inplace")
+
+
+def sanitized(
+    folder: Path,
+    sanitizers: str,
+    module: str = "runtime/quick/_quick",
+    core: Sequence[str] = ("channel", "codec", "msgpack"),
+) -> tuple[Path, str]:
+    """Compile an extension with these sanitizers. Returns the module, and the LD_PRELOAD for a program that imports it."""
+    libraries = sanitizer_libraries([f"lib{name}.so" for name in LIBRARIES[sanitizers]])
+    include = sysconfig.get_path("include")
+    if not Path(include, "Python.h").is_file():
+        pytest.skip("the headers of Python are not installed")
+    place, shared = PACKAGE / module, PACKAGE / "ipc/native"
+    sources = [*place.parent.glob(f"{place.name}*.cpp"), *(shared / f"{each}.cpp" for each in core)]
+    if not (shared / "codec.cpp").is_file():
+        pytest.skip("the sources of the extensions are not installed")
+    target = folder / f"{place.name}.abi3.so"
+    command = [os.environ.get("CXX", "g++"), *FLAGS, f"-fsanitize={sanitizers}"]
+    name = ".".join(("moonpool", *Path(module).parts))
+    command += [f'-DMOONPOOL_SOURCES="{checksum(name)}"', f"-I{PACKAGE / 'ipc/extension'}"]
+    command += [f"-I{include}", f"-I{shared}", "-o", str(target), *map(str, sources)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.fail(f"{place.name} cannot be compiled:\n{made.stderr}", pytrace=False)
+    return target, libraries
+
+
+LIBRARIES = {"address,undefined": ("asan", "ubsan"), "thread": ("tsan",)}

@@ -1,0 +1,442 @@
+"""Tests of the quick forms of a runtime's hot functions: that they take what is usual, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.e2e.hosting import Config, hosted, tensor
+from tests.e2e.test_ways_agree import link_of
+from tests.runtime.quick.built import sanitized, skip_without_forms
+from tests.runtime.schedule.test_interrupts import interrupted_everywhere
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool.ipc.channel import Channel
+from moonpool.ipc.messages import NO_CORE
+from moonpool.runtime import quick
+
+PATIENCE_S = 60.0
+ROOT = Path(__file__).parents[3]
+MODEL = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse(
+                [pb_utils.Tensor("Y", pb_utils.get_input_tensor_by_name(request, "X").as_numpy() * 2)]
+            )
+            for request in requests
+        ]
+"""
+CONFIG: Config = {
+    "max_batch_size": 8,
+    "input": [tensor("X", "FP32", -1)],
+    "output": [tensor("Y", "FP32", -1)],
+    "dynamic_batching": {},
+}
+X = np.array([[1.0, 2.0]], np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _with_forms() -> None:
+    skip_without_forms()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[moonpool.Runtime]:
+    file = tmp_path_factory.mktemp("quick") / "double.py"
+    file.write_text(MODEL)
+    with moonpool.Runtime() as runtime, hosted(runtime, "double", file, CONFIG):
+        for _ in range(3):
+            runtime.infer("double", {"X": X})
+        # The memory of callers stays for the next ones.
+        placed = runtime.empty("double", "X", X.shape)
+        placed[:] = X
+        runtime.infer("double", {"X": placed})
+        del placed
+        yield runtime
+
+
+def taken(before: dict[str, int]) -> dict[str, int]:
+    """Return how often each form did its work since then."""
+    return {name: count - before[name] for name, count in quick.forms.counts().items()}
+
+
+def test_a_request_under_a_rate_limiter_goes_the_quick_way_and_returns_its_permit(
+    tmp_path: Path,
+) -> None:
+    resource = {"name": "R", "global": True, "count": 2}
+    group = {"count": 2, "rate_limiter": {"resources": [resource], "priority": 3}}
+    (tmp_path / "double.py").write_text(MODEL)
+    with moonpool.Runtime(rate_limit=["R:2"]) as runtime:
+        for name in ("one", "other"):
+            runtime.load(name, tmp_path / "double.py", config={**CONFIG, "instance_group": [group]})
+        limiter = runtime.registry.find("one").scheduler._limiter  # type: ignore[attr-defined]
+        runtime.infer("one", {"X": X})
+        runtime.infer("one", {"X": X})
+        before = quick.forms.counts()
+        for _ in range(10):
+            assert runtime.infer("one", {"X": X})["Y"].tolist() == (X * 2).tolist()
+
+        assert {taken(before)["submit"], taken(before)["finish"]} == {10}
+        assert limiter.in_use == {}
+        # The instances of a model take turns, and what waits for a resource is left to Python.
+        members = limiter._pool._members
+        ranks = [each.rank for instance, each in members.items() if instance.model.name == "one"]
+        assert ranks == [18, 18]
+        with ThreadPoolExecutor(8) as threads:
+            names = ["one", "other"] * 40
+            answers = list(threads.map(lambda name: runtime.infer(name, {"X": X})["Y"], names))
+        assert [each.tolist() for each in answers] == [(X * 2).tolist()] * 80
+        del answers
+        assert limiter.in_use == {}
+        assert sum(each.rank for each in members.values()) <= 3 * (12 + 80)
+
+
+def test_a_small_output_that_is_passed_on_is_copied_the_quick_way(model: moonpool.Runtime) -> None:
+    passed_on = model.infer("double", {"X": X})["Y"]
+    before = quick.forms.counts()
+    again = model.infer("double", {"X": passed_on})["Y"]
+
+    assert taken(before)["execute"] == 1
+    assert again.tolist() == (X * 4).tolist()
+
+
+def test_memory_that_a_caller_writes_itself_is_lent_whatever_its_size(
+    model: moonpool.Runtime,
+) -> None:
+    placed = model.empty("double", "X", X.shape)
+    placed[:] = X
+    before = quick.forms.counts()
+    doubled = model.infer("double", {"X": placed})["Y"]
+
+    assert taken(before)["execute"] == 0
+    assert doubled.tolist() == (X * 2).tolist()
+
+
+def test_a_large_output_that_is_passed_on_is_lent(model: moonpool.Runtime) -> None:
+    large = np.ones((1, 1 << 15), np.float32)
+    for _ in range(2):
+        passed_on = model.infer("double", {"X": large})["Y"]
+        before = quick.forms.counts()
+        again = model.infer("double", {"X": passed_on})["Y"]
+
+    assert taken(before)["execute"] == 0
+    assert (again == 4).all()
+
+
+def test_a_lone_request_goes_all_the_quick_way(model: moonpool.Runtime) -> None:
+    before = quick.forms.counts()
+    for _ in range(10):
+        assert model.infer("double", {"X": X})["Y"].tolist() == [[2.0, 4.0]]
+    counts = taken(before)
+    assert {name: counts[name] for name in ("request", "wait", "submit", "finish")} == {
+        "request": 10,
+        "wait": 10,
+        "submit": 10,
+        "finish": 10,
+    }
+
+
+def test_requests_of_many_threads_and_tasks_go_the_quick_way(model: moonpool.Runtime) -> None:
+    async def ask_all() -> None:
+        await asyncio.gather(*(model.ainfer("double", {"X": X}) for _ in range(200)))
+
+    before = quick.forms.counts()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: model.infer("double", {"X": X}), range(200)))
+    asyncio.run(ask_all())
+    counts = taken(before)
+    assert counts["request"] == 400
+    # An instance that is handed back while a thread has the scheduler's lock goes Python's way.
+    assert counts["submit"] > 200
+    assert counts["finish"] > 10
+
+
+def test_a_view_of_ordinary_memory_goes_the_quick_way(model: moonpool.Runtime) -> None:
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+    model.infer("double", {"X": values})
+    before = quick.forms.counts()
+    assert np.array_equal(model.infer("double", {"X": values})["Y"], values * 2)
+    assert taken(before)["submit"] == 1
+
+
+def test_an_interrupt_at_any_call_of_the_quick_way_leaves_a_usable_model(tmp_path: Path) -> None:
+    file = tmp_path / "double.py"
+    file.write_text(MODEL)
+    # An instance that is interrupted while it takes a batch or gives an answer counts as lost.
+    limits = {"MOONPOOL_MAX_RESTARTS": "1000", "MOONPOOL_RESTART_BACKOFF_S": "0"}
+    parameters = {key: {"string_value": value} for key, value in limits.items()}
+    with (
+        moonpool.Runtime() as runtime,
+        hosted(runtime, "double", file, {**CONFIG, "parameters": parameters}),
+    ):
+        scheduler = runtime.registry.find("double").scheduler
+
+        def check() -> None:
+            assert runtime.infer("double", {"X": X}, timeout_s=PATIENCE_S)["Y"].flat[0] == 2
+            wait_until(lambda: len(scheduler._idle) == 1 and not scheduler._busy, PATIENCE_S)
+
+        check()
+        kept: list[object] = []
+        # Outputs that ended inside would end with the exception, too.
+        assert (
+            interrupted_everywhere(lambda: kept.append(runtime.infer("double", {"X": X})), check)
+            > 5
+        )
+
+
+def test_requests_leave_no_objects_behind(model: moonpool.Runtime) -> None:
+    def ask(count: int) -> None:
+        for _ in range(count):
+            model.infer("double", {"X": X})
+
+    ask(1000)
+    # Anything that was left behind by each request would be there a thousand times.
+    before, constants = sys.getallocatedblocks(), (None, True, False, 0, "", np.dtype("f4"))
+    counts = [sys.getrefcount(each) for each in constants]
+    ask(5000)
+    after = [sys.getrefcount(each) for each in constants]
+    assert sys.getallocatedblocks() - before < 1000
+    assert all(abs(one - other) < 1000 for one, other in zip(counts, after, strict=True))
+
+
+def _infer_in_a_loop(model: moonpool.Runtime) -> None:
+    asyncio.run(model.ainfer("double", {"X": X}))
+
+
+@pytest.mark.parametrize(
+    "infer",
+    [lambda model: model.infer("double", {"X": X}), _infer_in_a_loop],
+    ids=["thread", "loop"],
+)
+def test_a_lone_caller_looks_for_an_answer_from_another_core_while_that_helps(
+    model: moonpool.Runtime, infer: Callable[[moonpool.Runtime], object]
+) -> None:
+    link = link_of(model, "double")
+    before = link.look_ns
+
+    def rests_after(look_ns: int, core: int, rests: int) -> int:
+        link.look_ns, link.core, link.rests = look_ns, core, rests
+        infer(model)
+        return link.rests
+
+    # No thread runs on this core; one that is not known is no reason to look.
+    other = NO_CORE - 1
+    minute_ns = 60_000_000_000
+    try:
+        assert rests_after(minute_ns, other, 0) == 0
+        # The stub may be so quick that the first glance finds the answer.
+        wait_until(lambda: rests_after(1, other, 0) == 63, PATIENCE_S)
+        assert rests_after(minute_ns, other, 63) == 62
+        assert rests_after(1, NO_CORE, 0) == 0
+        assert rests_after(0, other, 0) == 0
+    finally:
+        link.look_ns = before
+
+
+class _Interrupted(Exception):
+    """The exception of the signal handler."""
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_signal_while_an_answer_is_awaited_loses_no_packet(raises: bool) -> None:
+    ours, theirs = Channel.pair()
+    handled = threading.Event()
+
+    def handle(*_: object) -> None:
+        handled.set()
+        if raises:
+            raise _Interrupted
+
+    def interrupt() -> None:
+        main = threading.main_thread().ident or 0
+
+        def is_handled() -> bool:
+            if not handled.is_set():
+                signal.pthread_kill(main, signal.SIGUSR1)
+            return handled.is_set()
+
+        wait_until(is_handled, PATIENCE_S)
+        theirs.send(b"answer")
+
+    def start_and_wait() -> None:
+        thread.start()
+        quick.forms.wait(ours)
+
+    previous = signal.signal(signal.SIGUSR1, handle)
+    thread = threading.Thread(target=interrupt)
+    try:
+        if raises:
+            with pytest.raises(_Interrupted):
+                start_and_wait()
+            thread.join()
+        else:
+            start_and_wait()
+        quick.forms.wait(ours)
+        assert ours.receive() == b"answer"
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, previous)
+        ours.close()
+        theirs.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nothing_is_read_or_written_beyond_its_bounds(tmp_path: Path) -> None:
+    module, libraries = sanitized(tmp_path, "address,undefined")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import importlib.machinery, importlib.util, sys\n"
+        "name = 'moonpool.runtime.quick._quick'\n"
+        f"loader = importlib.machinery.ExtensionFileLoader(name, {str(module)!r})\n"
+        "module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))\n"
+        "sys.modules[name] = module\n"
+        "import moonpool.runtime.quick as quick\n"
+        f"assert quick.forms is module and module.__file__ == {str(module)!r}\n"
+        "import pytest\n"
+        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-k', 'not bounds', *sys.argv[1:]]))\n"
+    )
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": libraries,
+        # CPython frees nothing of its own at its end.
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:exitcode=99",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        "PYTHONMALLOC": "malloc",
+    }
+    lies = ["runtime/stubs/test_link_lies.py", "runtime/stubs/calls", "ipc/test_known_calls.py"]
+    tests = [str(ROOT / "tests" / each) for each in ("runtime/quick", *lies)]
+    ended = subprocess.run(
+        [sys.executable, str(program), *tests],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    assert "passed" in ended.stdout
+
+
+@pytest.mark.promise(
+    "The wire",
+    "The compiled code runs under the sanitizer for threads while callers and models of many kinds use it at once.",
+)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_threads_of_many_kinds_do_not_race(tmp_path: Path) -> None:
+    module, libraries = sanitized(tmp_path, "thread")
+    # The interpreter's lock is a mutex, which the sanitizer sees. It sees what the extension does, and the kernel's calls of all.
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": libraries,
+        "TSAN_OPTIONS": "halt_on_error=0:exitcode=66",
+    }
+    ended = subprocess.run(
+        [
+            sys.executable,
+            str(Path(__file__).with_name("stress.py")),
+            str(module),
+            str(tmp_path),
+            "2",
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert (ended.returncode, ended.stdout[:4]) == (0, "done"), ended.stderr[-4000:]
+
+
+class ManyCallers:
+    """Threads that ask a model again and again, and note the processors that they have after each call."""
+
+    def __init__(self, runtime: moonpool.Runtime, count: int) -> None:
+        self.processors: set[frozenset[int]] = set()
+        self.threads = [threading.Thread(target=self._ask, args=(runtime,)) for _ in range(count)]
+        self._end = threading.Event()
+
+    def _ask(self, runtime: moonpool.Runtime) -> None:
+        while not self._end.is_set():
+            runtime.infer("double", {"X": X})
+            self.processors.add(frozenset(os.sched_getaffinity(0)))
+
+    def __enter__(self) -> ManyCallers:
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        for thread in self.threads:
+            thread.join(PATIENCE_S)
+        assert not any(thread.is_alive() for thread in self.threads)
+
+
+@pytest.fixture
+def double(tmp_path: Path) -> Path:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("with one processor there is nothing to share")
+    file = tmp_path / "double.py"
+    file.write_text(MODEL)
+    return file
+
+
+def test_many_threads_wait_on_one_processor_and_return_with_all_of_theirs(
+    double: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONPOOL_TIE_CALLERS", "1")
+    before = quick.forms.counts()
+    with moonpool.Runtime() as runtime, hosted(runtime, "double", double, CONFIG):
+        with ManyCallers(runtime, 16) as callers:
+            wait_until(lambda: taken(before)["tie"] > 100, PATIENCE_S, "threads that are tied")
+        assert callers.processors == {frozenset(os.sched_getaffinity(0))}
+
+
+def test_a_thread_keeps_the_processor_that_another_one_gives_it(
+    double: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONPOOL_TIE_CALLERS", "1")
+    with (
+        moonpool.Runtime() as runtime,
+        hosted(runtime, "double", double, CONFIG),
+        ManyCallers(runtime, 16) as callers,
+    ):
+        thread = callers.threads[0].native_id
+        assert thread is not None
+        for one in sorted(os.sched_getaffinity(0)):
+
+            def is_kept(given: frozenset[int] = frozenset({one})) -> bool:
+                os.sched_setaffinity(thread, given)
+                return given in callers.processors
+
+            wait_until(is_kept, PATIENCE_S, "a thread that keeps what it was given")
+
+
+def test_threads_stay_on_their_processors_by_default(
+    double: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MOONPOOL_TIE_CALLERS", raising=False)
+    before = quick.forms.counts()
+    with (
+        moonpool.Runtime() as runtime,
+        hosted(runtime, "double", double, CONFIG),
+        ManyCallers(runtime, 16),
+    ):
+        wait_until(lambda: taken(before)["request"] > 5000, PATIENCE_S, "some requests")
+    assert taken(before)["tie"] == 0

@@ -1,0 +1,167 @@
+"""Requests that come in one turn of an event loop share batches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.runtime.held_batches import HoldingBackend, holding
+from tests.runtime.recorder import PATIENCE_S, counted, model_directory, row
+
+import moonpool
+from moonpool import Runtime
+
+BATCHING = {"max_batch_size": 8, "dynamic_batching": {}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return model_directory(tmp_path / "m", 1)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - what it waits for happens in other threads
+            await asyncio.sleep(0.001)
+
+
+def ask(runtime: Runtime, *values: int) -> list[asyncio.Task[Any]]:
+    """Ask for each value in a task of its own; all of them run in the loop's next turn."""
+    asked: list[Coroutine[Any, Any, Any]] = [runtime.ainfer("m", row(value)) for value in values]
+    return [asyncio.ensure_future(each) for each in asked]
+
+
+async def several_at_once(runtime: Runtime, backend: HoldingBackend) -> None:
+    """Let the loop see a batch of several."""
+    backend.is_quick = True
+    await asyncio.gather(*ask(runtime, 0, 1, 2))
+    backend.is_quick = False
+    assert len(backend.sent[-1]) > 1
+    backend.batches.clear()
+
+
+@pytest.mark.promise(
+    "Batching",
+    "Requests that come in one turn of an event loop share a batch; a single caller waits for nobody.",
+)
+def test_requests_of_one_turn_share_a_batch(folder: Path) -> None:
+    async def main() -> None:
+        await several_at_once(runtime, backend)
+        tasks = ask(runtime, 5, 6, 7, 8)
+        await until(lambda: backend.batches)
+        backend.batches[0][0].answer()
+        await asyncio.gather(*tasks)
+        assert backend.sent == [[5, 6, 7, 8]]
+
+    with holding(folder, **BATCHING) as (backend, runtime):
+        asyncio.run(main())
+
+
+@pytest.mark.promise("Batching", "Requests that come in one turn …")
+def test_a_caller_alone_is_sent_at_once(folder: Path) -> None:
+    async def main() -> None:
+        for number in range(3):
+            (task,) = ask(runtime, number)
+            await asyncio.sleep(0)
+            # In the turn in which it asked.
+            assert len(backend.batches) == number + 1
+            backend.batches[number][0].answer()
+            await task
+
+    with holding(folder, **BATCHING) as (backend, runtime):
+        asyncio.run(main())
+
+
+@pytest.mark.promise(
+    "Batching",
+    "Idle instances of a slow model share the requests of one turn.",
+)
+@pytest.mark.parametrize(("pace_ns", "sizes"), [(10**9, [2, 3, 3]), (0, [8])])
+def test_idle_instances_share_the_requests_if_the_model_is_slow(
+    folder: Path, pace_ns: int, sizes: list[int]
+) -> None:
+    async def main() -> None:
+        await several_at_once(runtime, backend)
+        runtime.registry.find("m").scheduler.pace_ns = pace_ns
+        tasks = ask(runtime, *range(8))
+        await until(lambda: sum(map(len, backend.sent)) == 8)
+        for held, _ in list(backend.batches):
+            held.answer()
+        await asyncio.gather(*tasks)
+        assert sorted(map(len, backend.sent)) == sizes
+
+    with holding(folder, **BATCHING, **counted(3)) as (backend, runtime):
+        asyncio.run(main())
+
+
+def test_a_caller_that_leaves_in_the_same_turn_is_not_sent(folder: Path) -> None:
+    async def main() -> None:
+        await several_at_once(runtime, backend)
+        tasks = ask(runtime, 5, 6, 7)
+        # They have asked, and the turn is not over.
+        asyncio.get_running_loop().call_soon(tasks[1].cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[1]
+        await until(lambda: backend.batches)
+        backend.batches[0][0].answer()
+        await asyncio.gather(tasks[0], tasks[2])
+        assert sorted(value for batch in backend.sent for value in batch) in ([5, 7], [5, 6, 7])
+
+    with holding(folder, **BATCHING) as (backend, runtime):
+        asyncio.run(main())
+
+
+def test_a_request_that_is_refused_gets_its_error(folder: Path) -> None:
+    async def main() -> None:
+        await several_at_once(runtime, backend)
+        tasks = ask(runtime, 5, 6, 7)
+        outcomes = asyncio.gather(*tasks, return_exceptions=True)
+        await until(lambda: backend.batches)
+        backend.is_quick = True
+        backend.batches[0][0].answer()
+        answers = await outcomes
+        assert [type(each) for each in answers].count(moonpool.QueueFull) == 1
+        assert backend.sent == [[5, 6]]
+
+    policy = {"default_queue_policy": {"max_queue_size": 2}}
+    with holding(folder, max_batch_size=8, dynamic_batching=policy) as (backend, runtime):
+        asyncio.run(main())
+
+
+def test_a_model_that_is_unloaded_in_the_same_turn_refuses(folder: Path) -> None:
+    async def main() -> None:
+        await several_at_once(runtime, backend)
+        scheduler = runtime.registry.find("m").scheduler
+        tasks = ask(runtime, 5, 6)
+        asyncio.get_running_loop().call_soon(
+            lambda: setattr(scheduler, "_refusal", moonpool.ModelUnavailable("it is gone"))
+        )
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(each, moonpool.ModelUnavailable) for each in answers)
+        scheduler._refusal = None
+
+    with holding(folder, **BATCHING) as (backend, runtime):
+        asyncio.run(main())
+
+
+def test_a_model_s_pace_is_its_least_time(folder: Path) -> None:
+    with holding(folder) as (_, runtime):
+        scheduler = runtime.registry.find("m").scheduler
+        times_ns = iter([1000, 200, 5000, 5000])
+
+        class Timed:
+            @property
+            def sent_ns(self) -> int:
+                return time.monotonic_ns() - next(times_ns) * 1_000_000
+
+        found = []
+        for _ in range(4):
+            scheduler.keep_pace(Timed())  # type: ignore[arg-type]
+            found.append(scheduler.pace_ns // 1_000_000)
+        assert found[0] in range(120, 130)
+        assert found[1] in range(128, 140)
+        assert found[2] > found[1] + 500

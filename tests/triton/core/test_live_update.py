@@ -1,0 +1,83 @@
+"""A load with other instance groups alone: which instances a real Triton starts, and how it names them."""
+
+from __future__ import annotations
+
+import pytest
+from tests.triton.answers import LogLine
+from tests.triton.core.conftest import Core
+from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.timeout(300),
+    pytest.mark.promise(
+        "Fidelity",
+        "A change of `instance_group` alone starts and ends the same instances as in a real Triton.",
+    ),
+]
+
+SAYS = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.name = args["model_instance_name"]
+        pb_utils.Logger.log_info(f"begin {self.name}")
+
+    def execute(self, requests):
+        raise ValueError("nobody asks")
+
+    def finalize(self):
+        pb_utils.Logger.log_info(f"end {self.name}")
+"""
+TENSORS = """
+backend: "python" input [{ name: "X" data_type: TYPE_FP32 dims: [1] }] output [{ name: "Y" data_type: TYPE_FP32 dims: [1] }]
+"""
+ONE = "instance_group [{ kind: KIND_CPU count: 1 }]"
+THREE = "instance_group [{ kind: KIND_CPU count: 3 }]"
+GROUPS = "instance_group [{ kind: KIND_CPU count: 1 }, { kind: KIND_CPU count: 1 }]"
+POLICY = "version_policy { all { } }"
+DELAY = "max_batch_size: 2 dynamic_batching { max_queue_delay_microseconds: %d }"
+# The configurations that are loaded one after the other.
+CASES = {
+    "more": [ONE, THREE],
+    "fewer": [THREE, ONE],
+    "groups": [ONE, GROUPS],
+    "and back": [ONE, THREE, ONE, THREE],
+    "a version policy": [ONE, ONE + POLICY],
+    "the same": [THREE, THREE],
+}
+
+
+def _sorted(lines: list[LogLine], name: str) -> list[str]:
+    # Lines of the model of the test before may come late.
+    return sorted(line.text for line in lines if name in line.text)
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_the_same_instances_come_and_go(core: Core, what: str) -> None:
+    name = f"live_{what.replace(' ', '_')}"
+    core.triton.log(), core.moonpool.log()
+    seen: list[tuple[list[LogLine], list[LogLine]]] = []
+    try:
+        for groups in CASES[what]:
+            core.write(name, TENSORS + groups, SAYS)
+            assert (core.triton.load(name), core.moonpool.load(name)) == (None, None)
+            theirs, ours = list[LogLine](), list[LogLine]()
+
+            def alike(theirs: list[LogLine] = theirs, ours: list[LogLine] = ours) -> bool:
+                theirs.extend(core.triton.log())
+                ours.extend(core.moonpool.log())
+                return _sorted(ours, name) == _sorted(theirs, name)
+
+            try:
+                wait_until(alike, 30.0, "the same lines")
+            except AssertionError:
+                assert _sorted(ours, name) == _sorted(theirs, name)
+            seen.append((theirs, ours))
+    finally:
+        core.triton.unload(name)
+        core.moonpool.unload(name)
+    assert seen[0][0]
+    assert any(theirs for theirs, _ in seen[1:]) or what in ("a version policy", "the same")

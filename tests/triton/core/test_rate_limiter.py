@@ -1,0 +1,163 @@
+"""The rate limiter: what executes at the same time, and which models do not load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from tests.triton.answers import Answer, Failure
+from tests.triton.core.conftest import Core
+from tests.triton.moonpool_side import MoonpoolSide
+from tests.triton.server import interpreter, running
+from tests.triton.triton_side import TritonSide
+from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.timeout(300),
+    pytest.mark.promise(
+        "Fidelity",
+        "With the rate limiter, no more instances execute at the same time than resources allow, as in a real Triton, and the same models "
+        "are refused with its texts.",
+    ),
+]
+
+TIMES = """
+import time
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        began = time.monotonic()
+        time.sleep(0.002)
+        times = np.array([began, time.monotonic()])
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("T", times)]) for _ in requests]
+"""
+CONFIG = """
+backend: "python" input [{ name: "X" data_type: TYPE_FP32 dims: [1] }] output [{ name: "T" data_type: TYPE_FP64 dims: [2] }]
+instance_group [{ kind: KIND_CPU count: %d rate_limiter { resources [%s] priority: %d } }]
+"""
+GIVEN = ["R:1", "S:2", "d:1:0", "R:3:7", "S:5", "T:4"]
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Core]:
+    """Both sides, with a rate limiter."""
+    repository = tmp_path_factory.mktemp("rate") / "repository"
+    repository.mkdir()
+    folder = tmp_path_factory.mktemp("server")
+    options = ["--rate-limit=execution_count", *(f"--rate-limit-resource={x}" for x in GIVEN)]
+    with running(interpreter(), repository, folder, options=options) as server:
+        triton = TritonSide(server)
+        moonpool = MoonpoolSide(repository, rate_limit=GIVEN)
+        try:
+            yield Core(repository, triton, moonpool)
+        finally:
+            moonpool.close()
+            triton.close()
+
+
+def resource(name: str, count: int = 1, *, is_global: bool = True) -> str:
+    return f'{{ name: "{name}" global: {str(is_global).lower()} count: {count} }}'
+
+
+def _ask(side: Any, name: str) -> tuple[float, float]:
+    """Return the times at which the execution of a request began and ended."""
+    answer = side.infer(name, {"X": np.zeros(1, np.float32)})
+    assert isinstance(answer, Answer), answer
+    began, ended = np.frombuffer(cast(bytes, answer.outputs["T"].data), np.float64)
+    return float(began), float(ended)
+
+
+def _most_at_once(side: Any, names: list[str]) -> int:
+    with ThreadPoolExecutor(8) as threads:
+        times = sorted(threads.map(lambda name: _ask(side, name), names * 40))
+    assert all(began <= later for (began, _), (later, _) in pairwise(times))
+    return max(sum(b <= began < e for b, e in times) for began, _ in times)
+
+
+@pytest.mark.parametrize(
+    ("needs", "most"),
+    [
+        (resource("S"), 2),
+        (resource("S", 2), 1),
+        (resource("d", is_global=False), 1),
+        (resource("S") + "," + resource("d", is_global=False), 1),
+        (resource("R"), 3),
+    ],
+)
+def test_no_more_execute_at_once_than_resources_allow(limited: Core, needs: str, most: int) -> None:
+    names = ["a", "b"]
+    for name, count in zip(names, (3, 2), strict=True):
+        limited.write(name, CONFIG % (count, needs, 0), TIMES)
+    for side in (limited.triton, limited.moonpool):
+        for name in names:
+            _load(side, name)
+        try:
+            assert _most_at_once(side, names) <= most
+        finally:
+            for name in names:
+                side.unload(name)
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        resource("R", 4),
+        resource("S", 3),
+        resource("d", 2, is_global=False),
+        resource("unknown"),
+        resource("T") + "," + resource("T", is_global=False),
+    ],
+)
+def test_what_could_never_execute_does_not_load(limited: Core, needs: str) -> None:
+    limited.write("never", CONFIG % (1, needs, 0), TIMES)
+    theirs, ours = limited.triton.load("never"), limited.moonpool.load("never")
+    assert isinstance(theirs, Failure)
+    assert isinstance(ours, Failure)
+    text = theirs.text
+    assert ours.text in text or text in ours.text
+    assert "Resource" in ours.text
+
+
+def test_an_instance_of_priority_3_executes_less_often_by_as_much(limited: Core) -> None:
+    for name, priority in (("often", 1), ("seldom", 3)):
+        limited.write(name, CONFIG % (1, resource("R", 3), priority), TIMES)
+    shares = []
+    for side in (limited.triton, limited.moonpool):
+        for name in ("often", "seldom"):
+            _load(side, name)
+        try:
+            shares.append(_share_of_the_second(side, ["often", "seldom"]))
+        finally:
+            for name in ("often", "seldom"):
+                side.unload(name)
+
+    theirs, ours = shares
+    # A quarter, and what it has while few requests of the other one wait.
+    assert abs(theirs - ours) < 0.12, shares
+    assert max(shares) < 0.45, shares
+
+
+def _load(side: Any, name: str) -> None:
+    """Load a model. Triton refuses all for what one asks that could not be loaded, until that is gone altogether."""
+    wait_until(lambda: side.load(name) is None, what=f"a load of {name}")
+
+
+def _share_of_the_second(side: Any, names: list[str]) -> float:
+    """Return the part of executions that the second model has while requests of both wait."""
+    with ThreadPoolExecutor(32) as threads:
+        asked = [(name, threads.submit(_ask, side, name)) for name in names * 60]
+        began = sorted((future.result()[0], name) for name, future in asked)
+    order = [name for _, name in began]
+    # At the beginning there may be too few requests to choose from, and at the end one model has none left.
+    last = len(order) - order[::-1].index(names[0])
+    both = order[16:last]
+    return both.count(names[1]) / len(both)
