@@ -32,7 +32,7 @@ from moonpool.ipc.messages import (
     Text,
 )
 from moonpool.ipc.tensors import ITEMSIZE, NAMES
-from moonpool.runtime.model.states import BACKEND, INSTANCE, MODEL, draw
+from moonpool.runtime.model.states import BACKEND, INSTANCE, MODEL, RESIDENCE, draw
 from moonpool.runtime.triton import messages as launcher
 
 if TYPE_CHECKING:
@@ -148,6 +148,7 @@ def drawings() -> dict[str, str]:
     return {
         "backend": _mermaid(draw(BACKEND)),
         "model": _mermaid(draw(MODEL)),
+        "residence": _mermaid(draw(RESIDENCE)),
         "instance": _mermaid(draw(INSTANCE)),
         "work": _messages(WORK, ordered=True),
         "control": _messages(CONTROL, ordered=False),

@@ -39,8 +39,16 @@ suppress_warnings = ["myst.header"]
 
 API = "docs/API"
 SECTIONS = {
-    "Host models": ("NATIVE_MODELS", "TRITON_MODELS", "BACKENDS", "OPTIONS", "ENVIRONMENTS", "GPU"),
-    "Serve": ("SERVING", "SERVE_OPTIONS", "MONITORING", "TRITON_BACKEND", "FIDELITY"),
+    "Host models": (
+        "NATIVE_MODELS",
+        "TRITON_MODELS",
+        "ENSEMBLES",
+        "BACKENDS",
+        "OPTIONS",
+        "ENVIRONMENTS",
+        "GPU",
+    ),
+    "Serve": ("SERVING", "SERVE_OPTIONS", "CLOUD", "MONITORING", "TRITON_BACKEND", "FIDELITY"),
     "Contain": ("SANDBOX", "LIMITS", "PREFORK"),
     "Test and measure": ("TESTING_MODELS", "BENCH", "PERFORMANCE", "/benchmarks/README"),
     "Reference": ("API", "SPECIFICATION", "ARCHITECTURE", "GLOSSARY", "WIRE", "decisions/README"),
