@@ -62,7 +62,7 @@ def _children() -> set[int]:
     found: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
         # The thread may have ended since it was listed.
-        with suppress(FileNotFoundError), open(f"/proc/self/task/{thread}/children") as file:
+        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{thread}/children") as file:
             found.update(map(int, file.read().split()))
     return found
 

@@ -99,7 +99,7 @@ def children() -> dict[int, bytes]:
     found = {}
     for thread in os.listdir("/proc/self/task"):
         # The thread, or a process, may have ended since it was listed.
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for pid in Path(f"/proc/self/task/{thread}/children").read_text().split():
                 found[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes()
     return found
@@ -303,25 +303,22 @@ def test_a_template_without_forks_is_ended(
 def test_a_template_and_its_forks_end_with_the_runtime(file: Path) -> None:
     program = (
         "import os, sys, moonpool\n"
+        "from tests.chaos.figures import children_of\n"
         "runtime = moonpool.Runtime()\n"
         f"runtime.load('m', {str(file)!r}, config={config()!r})\n"
-        "for thread in os.listdir('/proc/self/task'):\n"
-        "    print(open(f'/proc/self/task/{thread}/children').read(), flush=True)\n"
-        "print('all', flush=True)\n"
+        "print(*children_of(os.getpid()), flush=True)\n"
         "sys.stdin.read()\n"
     )
-    source = str(Path(moonpool.__file__).parents[1])
+    paths = Path(moonpool.__file__).parents[1], Path(__file__).parents[2]
     with subprocess.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": source},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
     ) as process:
         assert process.stdout is not None
-        pids: list[int] = []
-        while (line := process.stdout.readline().strip()) != "all":
-            pids += map(int, line.split())
+        pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 2
         # Not because they see the end of their channels: the kernel ends them.
         for pid in pids:

@@ -17,7 +17,7 @@ from tests.triton.backend.hosting import HostingServer
 from tests.triton.server import interpreter
 
 _PROGRAM = """
-import ctypes, os, pathlib, sys, threading, time
+import contextlib, ctypes, os, pathlib, sys, threading, time
 
 libraries, repository, backends, *startup = sys.argv[1:]
 (name,) = [each for each in os.listdir(libraries) if each.startswith("libtritonserver")]
@@ -82,8 +82,10 @@ def why_not_ready():
 
 print(why_not_ready())
 for children in pathlib.Path("/proc/self/task").glob("*/children"):
-    for child in children.read_text().split():
-        os.kill(int(child), 9)
+    # A thread may have ended since it was listed.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for child in children.read_text().split():
+            os.kill(int(child), 9)
 while (why := why_not_ready()) is None:
     time.sleep(0.01)
 print(why)
