@@ -62,8 +62,8 @@ def _children() -> set[int]:
     found: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
         # The thread may have ended since it was listed.
-        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{thread}/children") as file:
-            found.update(map(int, file.read().split()))
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found.update(map(int, Path(f"/proc/self/task/{thread}/children").read_text().split()))
     return found
 
 
