@@ -33,6 +33,7 @@ NAMES = (
     "serve",
     "frontends",
     "sandbox",
+    "truth",
     "triton",
     "gpu",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import moonpool
@@ -18,6 +19,11 @@ def folder_of(model: str) -> tuple[str, Path]:
     """The name and the folder of a model: `FOLDER`, or `NAME=FOLDER` for one that is served under another name."""
     name, _, folder = model.partition("=")
     return name, MODELS / (folder or name)
+
+
+def folders_of(models: Sequence[str]) -> dict[str, Path]:
+    """The folders of models by name, each named as `folder_of` says."""
+    return dict(map(folder_of, models))
 
 
 def option(value: object) -> dict[str, str]:

@@ -98,7 +98,7 @@ async def _serve_inference() -> None:
 
 
 def _serve_uvicorn(application: Any) -> None:
-    import uvicorn  # type: ignore[import-not-found]  # only compared with
+    import uvicorn  # only compared with
 
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     config = uvicorn.Config(

@@ -21,9 +21,9 @@ from benchmarks.peer.presser import (
     Streams,
     presser,
 )
-from benchmarks.peer.served import Served
-from benchmarks.peer.triton_files import TritonFiles, triton_python
+from benchmarks.peer.served import Served, triton_python
 from benchmarks.report import Report, main
+from moonpool.runtime.bench.hosts.kserve import TritonFiles
 from moonpool.runtime.triton import install
 
 # The columns, and the backends of the models' configurations.
@@ -87,7 +87,7 @@ class BothBackends(Served):
 
     def __init__(self) -> None:
         library = _library()
-        self._files = TritonFiles(triton_python(), ())
+        self._files = TritonFiles(triton_python(), {})
         try:
             install.install(self._files.backends, library)
             for side in _SIDES:

@@ -37,6 +37,7 @@ QUESTIONS = (
     "serve",
     "frontends",
     "sandbox",
+    "truth",
     "triton",
     "gpu",
 )

@@ -9,12 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.rounds import time_us
+from moonpool.runtime.bench.hosts.process import Unavailable as Unavailable
 
 Floats = NDArray[np.float32]
-
-
-class Unavailable(Exception):
-    """This way cannot be measured here; the text says why."""
 
 
 class Peer:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
+import sys
 import threading
-import time
-import urllib.error
-import urllib.request
+from pathlib import Path
 from typing import Any
 
+from benchmarks.hosted import folders_of
 from benchmarks.peer.peer import Floats, Peer, Unavailable, rate_of_threads
-from benchmarks.peer.served import held_ports
-from benchmarks.peer.triton_files import TritonFiles
-
-_READY_S = 60.0
+from moonpool.runtime.bench.hosts.kserve import TritonHost
 
 
 class TritonHttp(Peer):
@@ -26,56 +22,16 @@ class TritonHttp(Peer):
         except (ImportError, RuntimeError) as error:  # RuntimeError: it is installed without HTTP
             raise Unavailable(f"{error}; pip install tritonclient[http]") from error
         self._clients = threading.local()
-        self._files = TritonFiles()
-        (self._held,) = held_ports(1)
-        self._address = f"127.0.0.1:{self._held.getsockname()[1]}"
-        self._process: subprocess.Popen[bytes] | None = None
-        try:
-            self._process = self._start()
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        options = {
-            "model-repository": self._files.repository,
-            "backend-directory": self._files.backends,
-            "http-address": "127.0.0.1",
-            "http-port": self._address.rpartition(":")[2],
-            "allow-grpc": "false",
-            "allow-metrics": "false",
-            "log-info": "false",
-            "log-warning": "false",
-            "pinned-memory-pool-byte-size": "0",
-        }
-        command = [str(self._files.server)]
-        command += [f"--{key}={value}" for key, value in options.items()]
-        with (self._files.folder / "server.log").open("w+") as log:
-            process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=self._files.environment()
-            )
-            self._process = process
-            deadline = time.monotonic() + _READY_S
-            while not self._is_ready():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    said = " ".join(log.read().split())[-300:]
-                    raise Unavailable(f"the server did not start: {said}")
-                time.sleep(0.05)
-        return process
-
-    def _is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"http://{self._address}/v2/models/add_sub/ready"):
-                return True
-        except (urllib.error.URLError, ConnectionError):
-            return False
+        models = folders_of(("add_sub",))
+        self._server = TritonHost(
+            Path(sys.executable), models, ("--pinned-memory-pool-byte-size=0",)
+        )
 
     def _client(self) -> Any:
         client = getattr(self._clients, "client", None)
         if client is None:
             client = self._clients.client = self._http.InferenceServerClient(
-                self._address, network_timeout=600.0
+                f"127.0.0.1:{self._server.http_port}", network_timeout=600.0
             )
         return client
 
@@ -100,8 +56,4 @@ class TritonHttp(Peer):
     def close(self) -> None:
         # The server waits long for connections that are still open.
         self.leave()
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
-        self._held.close()
-        self._files.remove()
+        self._server.close()

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from benchmarks.peer.peer import Peer, Unavailable
-from benchmarks.peer.triton_files import TritonFiles
+from benchmarks.peer.served import triton_files
 
 _SOURCE = Path(__file__).with_name("triton_caller.c")
 
@@ -16,7 +16,7 @@ class TritonInProcess(Peer):
     """A caller in C, so that no Python runs between it and the server."""
 
     def __init__(self) -> None:
-        self._files = TritonFiles()
+        self._files = triton_files()
         try:
             self._process = self._start()
         except BaseException:

@@ -26,8 +26,9 @@ from moonpool.runtime.bench.generator.engine import COLUMNS, DUE, END, OUTCOME, 
 from moonpool.runtime.bench.loads import Concurrency, Load
 from moonpool.runtime.bench.resources import ResourceMeter
 from moonpool.runtime.bench.result import digests_of_configuration
-from moonpool.runtime.bench.windows import PARTS, Log, ModelLoad, Window, between
+from moonpool.runtime.bench.windows import PARTS, Log, ModelLoad, Window, between, success_count
 from moonpool.runtime.errors import OutOfThreads
+from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.states import InstanceState
 from moonpool.runtime.observe.another_instance import InstanceLoad as ModelsLoad
 from moonpool.runtime.observe.another_instance import advice, decide, largest_batch
@@ -192,18 +193,22 @@ class InProcess:
             self.where += f", sandbox {sandbox}"
         self._runtime = runtime
         self._model = model
-        requests = [data.arrays() for data in mix.requests]
+        self._requests = [data.arrays() for data in mix.requests]
         # Callers take the next one each; one step of the cycle is atomic.
-        self._inputs = itertools.cycle([requests[number] for number in mix.order])
+        self._inputs = itertools.cycle([self._requests[number] for number in mix.order])
         self._mix = mix
         self._meter: ResourceMeter | None = None
         self._is_async = is_async
         self._timeout_s = timeout_s
 
-    def measure_resources(self, server_pid: int | None, metrics_url: str | None) -> None:
+    def measure_resources(self, metrics_url: str | None) -> None:
         """Measure what this process, with its callers, and its instances use in each window. Raises `NoMetrics`."""
-        del server_pid
         self._meter = ResourceMeter(lambda: [os.getpid()], metrics_url)
+
+    @property
+    def model(self) -> Model:
+        """The model as it is loaded, with its whole configuration."""
+        return self._runtime.registry.find(self._model).model
 
     def instance_pids(self) -> list[int]:
         """Return the processes of the instances that are ready. From any thread."""
@@ -212,6 +217,10 @@ class InProcess:
             for each in self._runtime.instances(self._model)
             if each["pid"] is not None and each["state"] == InstanceState.READY
         ]
+
+    def answered(self) -> int:
+        """Return how many requests the model has answered so far. From any thread."""
+        return success_count(self._runtime.statistics(self._model))
 
     def check(self) -> None:
         """Send the first request and those with an expected answer once. Raises `WrongAnswer` and what `infer` raises."""
@@ -281,6 +290,10 @@ class InProcess:
     def call(self) -> object:
         """Send one request and wait for its answer."""
         return self._runtime.infer(self._model, next(self._inputs), timeout_s=self._timeout_s)
+
+    def ask(self, kind: int) -> object:
+        """Send the request of that number and wait for its answer. From any thread."""
+        return self._runtime.infer(self._model, self._requests[kind], timeout_s=self._timeout_s)
 
     async def _acall(self) -> object:
         return await self._runtime.ainfer(

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from moonpool.ipc.errors import MoonpoolError
@@ -83,6 +84,7 @@ class HttpControlClient:
         self, endpoint: Endpoint, headers: Sequence[tuple[str, str]], timeout_s: float
     ) -> None:
         self._endpoint = endpoint
+        self._context = None if endpoint.tls is None else endpoint.tls.context("http/1.1")
         self._headers = dict(headers)
         self._timeout_s = timeout_s
 
@@ -161,8 +163,16 @@ class HttpControlClient:
         headers = dict(line.split(": ", 1) for line in lines[1:])
         path = lines[0].split(" ")[1].removeprefix(self._endpoint.path)
         answered, answer = self._ask("POST", path, body, headers)
-        size = int(answered.get("inference-header-content-length", str(len(answer))))
-        outputs: list[dict[str, Any]] = json.loads(answer[:size])["outputs"]
+        length = answered.get("inference-header-content-length")
+        size = len(answer) if length is None else int(length)
+        try:
+            found = json.loads(answer[:size])
+        except ValueError:
+            if length is not None:
+                raise
+            # Some hosts have no way to say where the JSON ends and binary outputs begin.
+            found, size = json.JSONDecoder().raw_decode(answer.decode("latin-1"))
+        outputs: list[dict[str, Any]] = found["outputs"]
         return outputs, answer[size:]
 
     def close(self) -> None:
@@ -185,9 +195,13 @@ class HttpControlClient:
         import http.client
 
         url = self._endpoint.url + path
-        connection = http.client.HTTPConnection(
-            self._endpoint.host, self._endpoint.port, timeout=self._timeout_s
-        )
+        host, port, tls = self._endpoint.host, self._endpoint.port, self._endpoint.tls
+        if tls is None:
+            connection = http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+        else:
+            connection = http.client.HTTPSConnection(
+                host, port, timeout=self._timeout_s, context=self._context
+            )
         try:
             connection.request(
                 method, self._endpoint.path + path, body, {**self._headers, **(headers or {})}
@@ -233,7 +247,6 @@ class GrpcControlClient:
         self, endpoint: Endpoint, headers: Sequence[tuple[str, str]], timeout_s: float
     ) -> None:
         # These imports take longer than all others of a command, and HTTP does not need them.
-        import grpc
         from tritonclient.grpc import service_pb2, service_pb2_grpc
 
         self._endpoint = endpoint
@@ -241,7 +254,7 @@ class GrpcControlClient:
         self._metadata = [(name.lower(), value) for name, value in headers]
         self._timeout_s = timeout_s
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-        self._channel = grpc.insecure_channel(endpoint.authority, options)
+        self._channel = _channel(endpoint, options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def metadata(self, model: str, version: str) -> Mapping[str, Any]:
@@ -313,6 +326,18 @@ class GrpcControlClient:
             if code == grpc.StatusCode.UNAVAILABLE:
                 raise Unreachable(f"no server answers at {self._endpoint.url}: {text}") from error
             raise Refused(f"{self._endpoint.url}: {method}: {code.name}: {text}") from error
+
+
+def _channel(endpoint: Endpoint, options: Sequence[tuple[str, int]]) -> Any:
+    import grpc
+
+    if endpoint.tls is None:
+        return grpc.insecure_channel(endpoint.authority, options)
+    # The files are checked as for HTTP, since gRPC reports bad ones by a connection that fails.
+    endpoint.tls.context("h2")
+    files = endpoint.tls.ca, endpoint.tls.key or endpoint.tls.certificate, endpoint.tls.certificate
+    texts = [None if file is None else Path(file).read_bytes() for file in files]
+    return grpc.secure_channel(endpoint.authority, grpc.ssl_channel_credentials(*texts), options)
 
 
 def _as_dict(message: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.tensors import CODES, DTYPES, decode_bytes, encode_bytes
 
-_DEFAULT_PORTS = {"http": 8000, "grpc": 8001}
+if TYPE_CHECKING:
+    import ssl
+
+_DEFAULT_PORTS = {"http": 8000, "grpc": 8001, "https": 443, "grpcs": 8001}
 
 
 class BadAddress(MoonpoolError):
@@ -24,13 +27,37 @@ class BadAddress(MoonpoolError):
     code = "INVALID_ARG"
 
 
+class Tls(NamedTuple):
+    """Files in PEM form for TLS: the roots that the server's certificate must lead to, by default the system's, and our own certificate."""
+
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+
+    def context(self, protocol: str) -> ssl.SSLContext:
+        """Make the context of a client of that protocol of ALPN. Raises `BadAddress` for files that are none."""
+        # Few commands need it.
+        import ssl
+
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.certificate is not None:
+                context.load_cert_chain(self.certificate, self.key)
+        except (OSError, ValueError) as error:
+            files = ", ".join(name for name in self if name)
+            raise BadAddress(f"no certificates can be read from {files}: {error}") from error
+        context.set_alpn_protocols([protocol])
+        return context
+
+
 class Endpoint(NamedTuple):
-    """Address of a server. `scheme` is http or grpc; for HTTP, `path` comes before the protocol's paths."""
+    """Address of a server. `scheme` is http or grpc, over TLS if `tls` is given; for HTTP, `path` comes before the protocol's paths."""
 
     scheme: str
     host: str
     port: int
     path: str = ""
+    tls: Tls | None = None
 
     @property
     def authority(self) -> str:
@@ -39,28 +66,28 @@ class Endpoint(NamedTuple):
 
     @property
     def url(self) -> str:
-        return f"{self.scheme}://{self.authority}{self.path}"
+        return f"{self.scheme}{'s' if self.tls else ''}://{self.authority}{self.path}"
 
     @classmethod
     def parse(cls, text: str) -> Endpoint:
-        """Read http://HOST[:PORT][/PATH] or grpc://HOST[:PORT]. Raises `BadAddress`."""
+        """Read http://HOST[:PORT][/PATH] or grpc://HOST[:PORT], or https:// or grpcs:// for TLS. Raises `BadAddress`."""
         try:
             parts = urlsplit(text)
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise BadAddress(f"{text!r} is no address: {error}") from error
-        if parts.scheme in ("https", "grpcs"):
-            raise BadAddress(
-                f"{text!r}: TLS is not supported; give the server's own address, behind TLS"
-            )
         if parts.scheme not in _DEFAULT_PORTS or not host or parts.query or parts.fragment:
-            raise BadAddress(f"{text!r} must be http://HOST:PORT or grpc://HOST:PORT")
+            raise BadAddress(
+                f"{text!r} must be http://HOST:PORT or grpc://HOST:PORT, or the same with https or grpcs"
+            )
         path = parts.path.rstrip("/")
-        if path and parts.scheme == "grpc":
+        scheme = parts.scheme.removesuffix("s")
+        if path and scheme == "grpc":
             raise BadAddress(f"{text!r}: an address for gRPC has no path")
         if parts.username is not None:
             raise BadAddress(f"{text!r}: give a name and a password in a header (--header)")
-        return cls(parts.scheme, host, port or _DEFAULT_PORTS[parts.scheme], path)
+        tls = Tls() if parts.scheme != scheme else None
+        return cls(scheme, host, port or _DEFAULT_PORTS[parts.scheme], path, tls)
 
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
@@ -156,6 +183,25 @@ class Question:
             *(f"{name}: {value}" for name, value in headers),
         ]
         return "\r\n".join([*lines, "", ""]).encode() + header + binary
+
+    def as_generate_stream(
+        self, endpoint: Endpoint, headers: Sequence[tuple[str, str]] = ()
+    ) -> bytes:
+        """Serialize the request for Triton's generate extension, whose answer is a stream of events. It has one row."""
+        values = {tensor.name: tensor.values() for tensor in self.inputs}
+        body = json.dumps(
+            {name: each[0] if len(each) == 1 else each for name, each in values.items()},
+            separators=(",", ":"),
+        ).encode()
+        version = f"/versions/{self.version}" if self.version else ""
+        lines = [
+            f"POST {endpoint.path}/v2/models/{self.model}{version}/generate_stream HTTP/1.1",
+            f"Host: {endpoint.authority}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            *(f"{name}: {value}" for name, value in headers),
+        ]
+        return "\r\n".join([*lines, "", ""]).encode() + body
 
     def _json(self) -> tuple[bytes, bytes]:
         inputs: list[dict[str, object]] = []

@@ -133,6 +133,26 @@ def local_pid(overview: Mapping[str, Any], port: int) -> int | None:
     return pid if isinstance(pid, int) and _holds_port(pid, port) else None
 
 
+_TRITON_STUB = "triton_python_backend_stub"
+
+
+def triton_stubs(server_pid: int, model: str) -> list[int]:
+    """Return the stubs of a model of Triton's Python backend, among the processes that a server has started.
+
+    The first argument of a stub is the model's file, MODEL/VERSION/model.py.
+    """
+    found = []
+    for pid in with_descendants([server_pid]):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+        program, file = (Path(os.fsdecode(word)) for word in (*words, b"", b"")[:2])
+        if program.name == _TRITON_STUB and file.parent.parent.name == model:
+            found.append(pid)
+    return found
+
+
 # The state of a listening socket in /proc/net/tcp, and the places of its columns.
 _LISTENING, _LOCAL, _STATE, _INODE = "0A", 1, 3, 9
 

@@ -370,11 +370,17 @@ def compare(found: dict[str, Any], *, in_turns: bool) -> None:
 
 
 def over(found: dict[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a result with `ratios` over another one that was measured in turns with it."""
-    compared = {**found, "against": first}
+    """Return a result with `ratios` over another one that was measured in turns with it, and the name of that one as `over`."""
+    compared = {**found, "against": first, "over": first["where"]}
     compare(compared, in_turns=True)
     del compared["against"]
     return compared
+
+
+def others_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the results of other levels of the sandbox, or of other hosts, that were measured in turns with this one."""
+    others: list[dict[str, Any]] = found.get("isolation") or found.get("hosts") or []
+    return others
 
 
 def check_free(folder: Path, name: str, more: Sequence[str] = ()) -> None:

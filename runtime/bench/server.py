@@ -1,4 +1,8 @@
-"""A model behind a server's address, measured by load workers; its tensors may lie in shared memory."""
+"""A model behind a server's address, measured by load workers; its tensors may lie in shared memory.
+
+Theory of operation. `ask` is for threads that send requests by themselves: each has a connection of its own, in a `threading.local`, and
+the connection is closed when its thread has ended, since nothing else refers to it. All else is for one thread, but where it says so.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import contextlib
 import itertools
 import mmap
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,13 +26,14 @@ from moonpool.runtime.bench.control_client import (
     understood,
 )
 from moonpool.runtime.bench.data import DataMix
-from moonpool.runtime.bench.generator.engine import Unreachable
+from moonpool.runtime.bench.generator.blocking import BlockingConnection, make_wire
+from moonpool.runtime.bench.generator.engine import ANSWERED, Unreachable
 from moonpool.runtime.bench.generator.workers import LoadWorkers, Prepared, Sending
 from moonpool.runtime.bench.loads import Load
 from moonpool.runtime.bench.request import Endpoint, Place, Question, around_id
-from moonpool.runtime.bench.resources import ResourceMeter, local_pid
+from moonpool.runtime.bench.resources import ResourceMeter, local_pid, triton_stubs
 from moonpool.runtime.bench.result import digests_of_configuration
-from moonpool.runtime.bench.windows import Window, between
+from moonpool.runtime.bench.windows import Window, between, success_count
 from moonpool.runtime.process.usage import with_descendants
 
 _numbers = itertools.count()
@@ -84,8 +90,12 @@ class MeasuredServer:
         *,
         headers: Sequence[tuple[str, str]] = (),
         timeout_s: float,
+        server_pid: int | None = None,
     ) -> None:
+        """`server_pid` is the server's process, if that is known otherwise than from a moonpool server itself."""
         self.where = endpoint.url
+        self._server_pid = server_pid
+        self._foreign: bool | None = None
         self.scheme = endpoint.scheme
         self._endpoint = endpoint
         self._model, self._version = model, version
@@ -95,6 +105,9 @@ class MeasuredServer:
         self._client = control_client(endpoint, headers, timeout_s)
         self._workers: LoadWorkers | None = None
         self._meter: ResourceMeter | None = None
+        # For `ask`: the connection of each thread, and all of them.
+        self._prepared: list[Prepared] = []
+        self._own = threading.local()
         self._cleanup = contextlib.ExitStack()
         self._cleanup.callback(self._client.close)
 
@@ -156,6 +169,7 @@ class MeasuredServer:
             ]
         elif not requests:
             requests = [[self._serialized(each, is_stream=is_stream) for each in questions]]
+        self._prepared = list(requests[0])
         self._workers = LoadWorkers(
             self._endpoint,
             Sending(
@@ -182,7 +196,8 @@ class MeasuredServer:
 
     def _serialized(self, question: Question, *, is_stream: bool) -> bytes:
         if self._endpoint.scheme == "http":
-            return question.as_http(self._endpoint, self._headers)
+            serialize = question.as_generate_stream if is_stream else question.as_http
+            return serialize(self._endpoint, self._headers)
         return question.as_grpc(is_stream=is_stream)
 
     def _in_sequence(
@@ -245,12 +260,26 @@ class MeasuredServer:
             found.resources = self._meter.end()
         return found
 
-    def measure_resources(self, server_pid: int | None, metrics_url: str | None) -> None:
+    def ask(self, kind: int) -> None:
+        """Send the request of that number and wait for its answer, on a connection of this thread. From any thread.
+
+        Raises `Unreachable`, and `Refused` with the error of the answer.
+        """
+        connection: BlockingConnection | None = getattr(self._own, "connection", None)
+        if connection is None:
+            wire = make_wire(self._endpoint, self._prepared, self._headers)
+            connection = BlockingConnection(self._endpoint, wire, self._timeout_s)
+            self._own.connection = connection
+        outcome = connection.ask(kind)
+        if outcome != ANSWERED:
+            raise Refused(outcome)
+
+    def measure_resources(self, metrics_url: str | None) -> None:
         """Measure what the server and its processes use in each window.
 
-        A moonpool server on this machine tells its process; of others give it. Raises `NoMetrics`, too.
+        A moonpool server on this machine tells its process; of others it must be known. Raises `NoMetrics`, too.
         """
-        pid = server_pid
+        pid = self._server_pid
         if pid is None:
             pid = local_pid(self._client.overview(), self._endpoint.port)
         if pid is None:
@@ -259,10 +288,13 @@ class MeasuredServer:
         self._meter = ResourceMeter(lambda: [root], metrics_url)
 
     def instance_pids(self) -> list[int]:
-        """Return the processes of the model's instances, of a moonpool server on this machine. From any thread.
+        """Return the processes of the model's instances, of a server on this machine. From any thread.
 
-        These may be killed, so only processes that the server itself has started are believed.
+        These may be killed, so only processes that the server itself has started are believed. A moonpool server tells them. Of
+        another one, whose process must be known, they are the stubs of Triton's Python backend.
         """
+        if self._is_foreign():
+            return triton_stubs(self._server_pid or 0, self._model)
         root = local_pid(self._client.overview(), self._endpoint.port)
         if root is None:
             raise Refused(f"{self.where} is no moonpool server that this process may see")
@@ -270,6 +302,23 @@ class MeasuredServer:
         its.discard(root)
         told = self._client.instance_pids(self._model, self._version)
         return [pid for pid in told if pid in its]
+
+    def answered(self) -> int | None:
+        """Return how many requests the model has answered so far, by the server's count. From any thread."""
+        found = self._statistics()
+        with understood(f"the statistics of {self.where}"):
+            return None if found is None else success_count(found)
+
+    def _is_foreign(self) -> bool:
+        """Return True for a server whose process is known, and which is not moonpool's."""
+        if self._server_pid is None:
+            return False
+        if self._foreign is None:
+            try:
+                self._foreign = local_pid(self._client.overview(), self._endpoint.port) is None
+            except Refused:
+                self._foreign = True
+        return self._foreign
 
     def _statistics(self) -> Mapping[str, Any] | None:
         with understood(f"the statistics of {self.where}"):

@@ -64,6 +64,11 @@ def between(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -
     )
 
 
+def success_count(statistics: Mapping[str, Any]) -> int:
+    """Return how many requests have succeeded, from an entry of `model_stats`."""
+    return _number(statistics.get("inference_stats", {}).get("success", {}), "count")
+
+
 def _grown(then: Mapping[str, Any], now: Mapping[str, Any], part: str, unit: str) -> int:
     return _number(now.get(part, {}), unit) - _number(then.get(part, {}), unit)
 
@@ -279,11 +284,14 @@ class Subject(Protocol):
     def advice(self, whole: Window) -> Mapping[str, Any] | None:
         """Return advice that would make the model quicker under the load of these windows, if any is known."""
 
-    def measure_resources(self, server_pid: int | None, metrics_url: str | None) -> None:
+    def measure_resources(self, metrics_url: str | None) -> None:
         """Measure the resources of each window from now on."""
 
     def instance_pids(self) -> Sequence[int]:
         """Return the processes of the model's instances that are ready. From any thread."""
+
+    def answered(self) -> int | None:
+        """Return how many requests the model has answered so far, by its host's count; None if that is unknown. From any thread."""
 
     def configuration_fields(self) -> dict[str, str] | None:
         """Return the digests of `digests_of_configuration` for the model; None if its configuration is unknown."""

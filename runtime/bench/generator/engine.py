@@ -27,9 +27,12 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from moonpool.ipc.errors import MoonpoolError
+
+if TYPE_CHECKING:
+    import ssl
 
 # The outcome of a request that succeeded. Any other outcome is the text of an error.
 ANSWERED = ""
@@ -84,16 +87,61 @@ class Unreachable(MoonpoolError):
     code = "UNAVAILABLE"
 
 
+class TlsSocket:
+    """A socket with TLS, with the calls of a plain one that never blocks.
+
+    A record has at most 16 KiB, and every read here takes more, so nothing that was decrypted stays behind unseen by epoll.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._sock = sock
+        self.fileno = sock.fileno
+        self.close = sock.close
+
+    def send(self, data: bytes | memoryview) -> int:
+        import ssl
+
+        try:
+            return self._sock.send(data)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+
+    def sendmsg(self, buffers: Sequence[bytes | memoryview]) -> int:
+        """Send of the first buffer as much as goes."""
+        return self.send(buffers[0])
+
+    def recv(self, size: int) -> bytes:
+        import ssl
+
+        try:
+            return self._sock.recv(size)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+
+    def recv_into(self, buffer: memoryview, size: int) -> int:
+        import ssl
+
+        try:
+            return self._sock.recv_into(buffer, size)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+
+
 class LoadConnection:
     """A socket that never blocks, and the protocol on it. It can be opened again after it was closed."""
 
     def __init__(
-        self, address: tuple[str, int], make_wire: Callable[[], Wire], poller: select.epoll
+        self,
+        address: tuple[str, int],
+        make_wire: Callable[[], Wire],
+        poller: select.epoll,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._address = address
+        self._tls = tls
         self._make_wire = make_wire
         self._poller = poller
-        self._socket: socket.socket | None = None
+        self._socket: socket.socket | TlsSocket | None = None
         self._waiting: deque[memoryview] = deque()
         self.wire: Wire = make_wire()
         # The time from which the latency of the request in flight counts: when it was sent, or planned.
@@ -111,18 +159,31 @@ class LoadConnection:
         """Connect, and return the descriptor to poll. Raises `Unreachable`."""
         host, port = self._address
         try:
-            self._socket = socket.create_connection(self._address, _CONNECT_S)
+            sock = socket.create_connection(self._address, _CONNECT_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket = self._ready(sock, host)
         except OSError as error:
             what = f"no server answers at {host}:{port}"
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 what = f"there can be no more connections to {host}:{port} (ulimit -n)"
             raise Unreachable(f"{what}: {error}") from error
-        self._socket.setblocking(False)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.wire = self._make_wire()
         self._poller.register(self._socket, select.EPOLLIN)
         self._send(self.wire.opening())
         return self._socket.fileno()
+
+    def _ready(self, sock: socket.socket, host: str) -> socket.socket | TlsSocket:
+        """Shake hands if there is TLS, which may block, and let nothing block from then on. Raises OSError, with the socket closed."""
+        if self._tls is None:
+            sock.setblocking(False)
+            return sock
+        try:
+            wrapped = self._tls.wrap_socket(sock, server_hostname=host)
+        except OSError:
+            sock.close()
+            raise
+        wrapped.setblocking(False)
+        return TlsSocket(wrapped)
 
     @property
     def is_open(self) -> bool:
@@ -319,6 +380,7 @@ class Generator:
         stop_descriptor: int | None = None,
         cancellation: Cancellation | None = None,
         sequences: SequenceLengths | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """Give connection i the protocol `wires[i % len(wires)]`. A window ends when `stop_descriptor` can be read."""
         self._cancellation = cancellation
@@ -330,6 +392,7 @@ class Generator:
         self._kinds: Sequence[int] = (0,)
         self._sent = 0
         self._address = address
+        self._tls = tls
         self._wires = wires
         self._timeout_s = timeout_s
         self._is_stream = is_stream
@@ -431,7 +494,9 @@ class Generator:
     def _connect(self, count: int) -> None:
         while len(self._connections) < count:
             make_wire = self._wires[len(self._connections) % len(self._wires)]
-            self._connections.append(LoadConnection(self._address, make_wire, self._poller))
+            self._connections.append(
+                LoadConnection(self._address, make_wire, self._poller, self._tls)
+            )
         for connection in self._connections[:count]:
             if not connection.is_open:
                 self._open[connection.open()] = connection

@@ -59,6 +59,7 @@ class GrpcWire:
         *messages: bytes | Sequence[bytes],
         is_stream: bool = False,
         metadata: Sequence[tuple[str, str]] = (),
+        is_tls: bool = False,
     ) -> None:
         self.skip = 0
         self.closes = False
@@ -68,8 +69,8 @@ class GrpcWire:
             tuple(each) if not isinstance(each, bytes) else (_whole(each),) for each in messages
         ]
         self._message = memoryview(b"")
-        # :method POST and :scheme http are whole entries of the static table.
-        self._headers = b"\x83\x86" + b"".join(
+        # :method POST and :scheme http or https are whole entries of the static table.
+        self._headers = (b"\x83\x87" if is_tls else b"\x83\x86") + b"".join(
             (
                 hpack.literal(hpack.PATH, method.encode()),
                 hpack.literal(hpack.AUTHORITY, authority.encode()),

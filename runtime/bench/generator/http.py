@@ -121,6 +121,75 @@ class HttpWire:
         return f"HTTP {self._status}: {text[:500]}"
 
 
+_EVENT_LIMIT_BYTES = 64 << 20
+_ERROR = re.compile(rb'data:[ \t]*\{[ \t]*"error"[ \t]*:')
+
+
+class EventWire(HttpWire):
+    """Sends requests that are answered by streams of events (`text/event-stream`), and counts the events.
+
+    An event with an error ends its request with that error, once the rest of the stream is there.
+    """
+
+    def __init__(self, *requests: bytes | Sequence[bytes]) -> None:
+        super().__init__(*requests)
+        self._events = b""
+        self._error: str | None = None
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._events, self._error = b"", None
+
+    def _head(self, head: bytes) -> str | None:
+        if head.startswith(b"http/1.1 200") and b"\r\ntransfer-encoding: chunked" not in head:
+            raise WireError("a stream of events does not come in chunks")
+        return super()._head(head)
+
+    def _body(self) -> str | None:
+        if self._status != 200:
+            return super()._body()
+        is_over = self._take_chunks()
+        *events, self._events = self._events.split(b"\n\n")
+        for event in events:
+            if _ERROR.match(event):
+                self._error = _message(event.partition(b":")[2])
+            else:
+                self.responses += 1
+        if len(self._events) + len(self._buffer) > _EVENT_LIMIT_BYTES:
+            raise WireError("an event of a stream has no end")
+        if not is_over:
+            return None
+        return ANSWERED if self._error is None else self._error
+
+    def _take_chunks(self) -> bool:
+        """Move the contents of whole chunks to the events; return True after the last one."""
+        while (end := self._buffer.find(b"\r\n")) >= 0:
+            word = _CHUNK.fullmatch(self._buffer[:end])
+            if word is None:
+                raise WireError(f"{self._buffer[:end][:40]!r} is not the size of a chunk")
+            size = int(word[1], 16)
+            if size == 0:
+                return self._buffer.find(b"\r\n\r\n", end) >= 0
+            at = end + 2 + size + 2
+            if at > len(self._buffer):
+                break
+            self._events += self._buffer[end + 2 : at - 2]
+            self._buffer = self._buffer[at:]
+        return False
+
+    def _failed(self, body: bytes) -> str:
+        # Some servers send the error as an event.
+        return super()._failed(body.removeprefix(b"data:"))
+
+
+def _message(text: bytes) -> str:
+    """Return the error in an event."""
+    try:
+        return str(json.loads(text)["error"])[:500]
+    except (ValueError, LookupError, TypeError):
+        return text.decode(errors="replace").strip()[:500]
+
+
 def _dechunked(data: bytes) -> bytes | None:
     """Return the whole body, or None if its end has not come yet."""
     parts: list[bytes] = []

@@ -20,7 +20,7 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.bench.generator.blocking import context_of, make_wire
 from moonpool.runtime.bench.generator.engine import (
     COLUMNS,
     Cancellation,
@@ -38,12 +39,9 @@ from moonpool.runtime.bench.generator.engine import (
     Stopped,
     Tally,
     Unreachable,
-    Wire,
 )
-from moonpool.runtime.bench.generator.grpc import GrpcWire
-from moonpool.runtime.bench.generator.http import HttpWire
 from moonpool.runtime.bench.loads import Concurrency, Load, Schedule
-from moonpool.runtime.bench.request import METHOD, STREAM_METHOD, Endpoint
+from moonpool.runtime.bench.request import Endpoint, Tls
 from moonpool.runtime.bench.windows import Log, Window, joined
 
 # The folder that holds the package `moonpool`, for the path of the workers.
@@ -97,11 +95,7 @@ class LoadWorkers:
                 mine = requests[index::processes] or requests
                 self._workers[-1].send(
                     {
-                        "scheme": endpoint.scheme,
-                        "host": endpoint.host,
-                        "port": endpoint.port,
-                        "authority": endpoint.authority,
-                        "method": STREAM_METHOD if is_stream else METHOD,
+                        "endpoint": endpoint,
                         "requests": mine,
                         "is_stream": is_stream,
                         "metadata": headers,
@@ -257,14 +251,19 @@ def main() -> int:
         plan = next(messages)
     except StopIteration:
         return 0
+    endpoint = _endpoint(plan)
     generator = Generator(
-        (plan["host"], plan["port"]),
-        [_maker(plan, requests) for requests in plan["requests"]],
+        (endpoint.host, endpoint.port),
+        [
+            make_wire(endpoint, requests, plan["metadata"], is_stream=plan["is_stream"])
+            for requests in plan["requests"]
+        ],
         timeout_s=plan["timeout_s"],
         is_stream=plan["is_stream"],
         stop_descriptor=sys.stdin.fileno(),
         cancellation=_cancellation(plan["cancelled"]),
         sequences=_sequences(plan),
+        tls=context_of(endpoint),
     )
     try:
         for command in messages:
@@ -294,16 +293,9 @@ def _sequences(plan: Mapping[str, Any]) -> SequenceLengths | None:
     return SequenceLengths(least, most, plan["first_id"], len(plan["requests"][0]) // 4)
 
 
-def _maker(plan: Mapping[str, Any], requests: Sequence[Prepared]) -> Callable[[], Wire]:
-    if plan["scheme"] == "http":
-        return lambda: HttpWire(*requests)
-    return lambda: GrpcWire(
-        plan["authority"],
-        plan["method"],
-        *requests,
-        is_stream=plan["is_stream"],
-        metadata=plan["metadata"],
-    )
+def _endpoint(plan: Mapping[str, Any]) -> Endpoint:
+    scheme, host, port, path, tls = plan["endpoint"]
+    return Endpoint(scheme, host, port, path, None if tls is None else Tls(*tls))
 
 
 def _window(generator: Generator, command: Mapping[str, Any]) -> Mapping[str, Any]:

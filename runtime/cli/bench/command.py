@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moonpool.runtime.bench import result as results
@@ -16,6 +19,9 @@ from moonpool.runtime.bench.control_client import Interface
 from moonpool.runtime.bench.data import DataMix, RequestData, read_capture, read_mix
 from moonpool.runtime.bench.export import WRITERS
 from moonpool.runtime.bench.faults import FaultInjector
+from moonpool.runtime.bench.hosts.hosts import OpenHost, Task, copy_of_model, open_host
+from moonpool.runtime.bench.hosts.process import Unavailable
+from moonpool.runtime.bench.loadgen import LoadGenPlan, facts_of, load_generator, run_loadgen
 from moonpool.runtime.bench.loads import Concurrency, Load, Schedule
 from moonpool.runtime.bench.request import Endpoint, QuestionTensor
 from moonpool.runtime.bench.result import check_requests, differences
@@ -36,8 +42,12 @@ from moonpool.runtime.cli.bench.report import (
 )
 from moonpool.runtime.cli.inputs import TakesInputs, as_arrays, made_up
 from moonpool.runtime.cli.shared import UsageError, session
+from moonpool.runtime.hosting.backends import BackendDirectory
+from moonpool.runtime.observe.log_settings import LogSettings
 from moonpool.runtime.process.extras import how_to_install
 from moonpool.runtime.process.terminal import Terminal, harmless
+from moonpool.runtime.stubs.start_message import start_of
+from moonpool.runtime.version import VERSION
 
 NAME = "bench"
 HELP = "measure the latency and throughput of a model under load"
@@ -67,9 +77,11 @@ add_arguments = command_line.add_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.second is not None and arguments.repository == compare.WORD:
+    if compare.is_meant(arguments):
         return compare.run(arguments)
     options = command_line.checked(arguments)
+    if options.loadgen is not None:
+        return _loadgen(options, options.loadgen)
     if options.save is not None and not options.overwrite:
         results.check_free(options.save, options.file_name, _endings(options))
     earlier = results.read(options.against_file) if options.against_file else None
@@ -84,16 +96,16 @@ def run(arguments: argparse.Namespace) -> int:
             asked.size_bytes,
             is_made_up=not (options.values or options.input_data or options.replay),
         )
-        differing = [] if options.isolation else abouts[1:]
+        differing = [] if options.isolation or options.hosts else abouts[1:]
         for other in [*differing, *([earlier] if earlier is not None else [])]:
             _warn_of_differences(abouts[0], other)
         if options.resources:
             for subject in asked.subjects:
-                subject.measure_resources(options.server_pid, options.metrics_url)
+                subject.measure_resources(options.metrics_url)
         faults = None
         if options.fault is not None:
-            number, every_s = options.fault
-            faults = FaultInjector(asked.subjects[0].instance_pids, every_s, number)
+            subject = asked.subjects[0]
+            faults = FaultInjector(options.fault, subject.instance_pids, subject.answered)
         with faults or contextlib.nullcontext():
             points = _measured_in_runs(options, asked)
         if faults is not None:
@@ -104,8 +116,14 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if options.isolation:
         found["isolation"] = [results.over(other, found) for other in others]
+    elif options.hosts:
+        measured = [found, *others]
+        found["hosts"] = [
+            results.over(other, measured[first])
+            for other, first in zip(others, asked.compared_with[1:], strict=True)
+        ]
     elif others:
-        found["against"] = others[0]
+        found["against"], found["in_turns"] = others[0], True
     elif earlier is not None:
         found["against"] = {key: earlier[key] for key in earlier if key != "against"}
     results.compare(found, in_turns=bool(others))
@@ -117,6 +135,42 @@ def run(arguments: argparse.Namespace) -> int:
     code = _told_of_failures([point for each in points for point in each])
     # With faults, some requests fail.
     return 0 if options.fault is not None else code
+
+
+def _loadgen(options: Options, plan: LoadGenPlan) -> int:
+    """Run a scenario of LoadGen, and show its summary; return 1 if its result is not valid."""
+    load_generator()
+    name = f"{options.file_name}-{plan.scenario}"
+    target = None if options.save is None else options.save / name
+    if target is not None and target.exists() and not options.overwrite:
+        raise results.BadResult(f"{target} exists already: give another --label, or --overwrite")
+    with contextlib.ExitStack() as stack:
+        asked = _asked(stack, options)
+        subject = asked.subjects[0]
+        if not isinstance(subject, InProcess | MeasuredServer):
+            raise UsageError("--loadgen needs REPO or --url")
+        about = _about(options, asked, subject)
+        is_made_up = not (options.values or options.input_data)
+        show_requests(Terminal(sys.stdout), about, asked.size_bytes, is_made_up=is_made_up)
+        guess = subject.window(Concurrency(plan.threads), options.warm_up_s or options.seconds)
+        if not guess.requests_per_s:
+            return _told_of_failures([Point(Concurrency(plan.threads), [guess], stable=False)])
+        folder = target or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        found = run_loadgen(plan, subject.ask, asked.count, guess.requests_per_s, folder)
+    for line in found.summary.splitlines():
+        print(harmless(line))
+    if target is not None:
+        facts = {**about, "scenario": plan.scenario, "threads": plan.threads, **facts_of(found)}
+        (target / "moonpool.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        for path in sorted(target.iterdir()):
+            print(path)
+    for text, count in found.errors.most_common(1):
+        print(
+            harmless(f"moonpool: {found.errors.total()} requests failed, {count} with: {text}"),
+            file=sys.stderr,
+        )
+    return 0 if found.is_valid else 1
 
 
 def _warn_of_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
@@ -179,9 +233,13 @@ class _Asked:
     size_bytes: int
     count: int
     loads: Sequence[Load]
+    # With --hosts, how each subject was started, and the number of the one that it is compared with.
+    hosts: Sequence[OpenHost] = ()
+    compared_with: Sequence[int] = ()
 
 
 def _asked(stack: contextlib.ExitStack, options: Options) -> _Asked:
+    hosts: list[OpenHost] = []
     servers = [
         _server(stack, options, endpoint)
         for endpoint in (options.endpoint, options.against)
@@ -194,6 +252,9 @@ def _asked(stack: contextlib.ExitStack, options: Options) -> _Asked:
         levels: list[str | None] = [*options.isolation] or [None]
         found = [_in_process(stack, options, level) for level in levels]
         (mix, schedule), subjects = found[0][0], [subject for _, subject in found]
+        if options.hosts:
+            hosts = _open_hosts(stack, options, found[0][1], mix)
+            subjects = [host.subject for host in hosts]
     for server in servers:
         _prepare(server, options, mix)
     return _Asked(
@@ -205,7 +266,72 @@ def _asked(stack: contextlib.ExitStack, options: Options) -> _Asked:
         sum(len(tensor.data) for tensor in mix.requests[0].inputs),
         len(mix.requests),
         [schedule] if schedule is not None else options.loads,
+        hosts,
+        _first_alike(hosts),
     )
+
+
+def _first_alike(hosts: Sequence[OpenHost]) -> list[int]:
+    """Return for each host the number of the first one that is called in the same way: over HTTP, or in process."""
+    ways = [isinstance(host.subject, MeasuredServer) for host in hosts]
+    return [ways.index(way) for way in ways]
+
+
+def _open_hosts(
+    stack: contextlib.ExitStack, options: Options, here: InProcess, mix: DataMix
+) -> list[OpenHost]:
+    """Open the hosts that can be opened here, and say which cannot and why. Those in process come last."""
+    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-hosts-")))
+    model = here.model
+    copy_of_model(Path(model.source.model_directory), scratch / options.model, options.instances)
+    backend_folder = BackendDirectory(options.hosting["backend_directory"]).python_folder()
+    start = start_of(
+        model, f"{model.name}_0", "CPU", 0, "serve", backend_dir=backend_folder, log=LogSettings()
+    )
+    start_file = scratch / "start.json"
+    start_file.write_text(json.dumps(start), encoding="utf-8")
+    task = Task(
+        model=options.model,
+        folder=scratch / options.model,
+        start_file=start_file,
+        instances=sum(group.count for group in model.config.instance_groups),
+        mix=mix,
+        packages=options.host_packages,
+        serve_options=_serve_options(options),
+        timeout_s=options.timeout_s,
+        processes=options.processes,
+        most_connections=options.most_connections,
+    )
+    terminal = Terminal(sys.stderr)
+    found = []
+    for name in sorted(options.hosts, key="processpool".__eq__):
+        terminal.line(f"moonpool: starts {name}")
+        with contextlib.ExitStack() as its:
+            try:
+                if name == "processpool" and not all(
+                    isinstance(load, Concurrency) for load in options.loads
+                ):
+                    raise Unavailable("callers in this process cannot send requests at a rate")
+                host = open_host(its, name, task)
+            except Unavailable as error:
+                terminal.line(harmless(f"moonpool: {name} is left out: {error}"))
+                continue
+            stack.push(its.pop_all())
+        if name == "processpool" and "moonpool" in options.hosts:
+            found.append(OpenHost("moonpool", here, f"moonpool {VERSION}", "Runtime.infer"))
+        found.append(host)
+    if not found:
+        raise Unavailable("none of the hosts can be measured here; the reasons are above")
+    return found
+
+
+def _serve_options(options: Options) -> list[str]:
+    """Return the options for `moonpool serve` that host the model as it is hosted in this process."""
+    hosting = options.hosting
+    found = [] if hosting["sandbox"] is None else [f"--sandbox={hosting['sandbox']}"]
+    if hosting["backend_directory"] is not None:
+        found.append(f"--backend-directory={hosting['backend_directory']}")
+    return found
 
 
 def _in_process(
@@ -246,6 +372,7 @@ def _server(stack: contextlib.ExitStack, options: Options, endpoint: Endpoint) -
         options.version,
         headers=options.headers,
         timeout_s=options.timeout_s,
+        server_pid=options.server_pid if endpoint is options.endpoint else None,
     )
     stack.callback(server.close)
     return server
@@ -272,8 +399,7 @@ def _prepare(server: MeasuredServer, options: Options, mix: DataMix) -> None:
     found: Interface = server.interface()
     if found.decoupled and not options.is_stream:
         raise UsageError(
-            f"model '{options.model}' at {server.where} is decoupled: measure it with --streaming, "
-            "over grpc://"
+            f"model '{options.model}' at {server.where} is decoupled: measure it with --streaming"
         )
     server.prepare(
         mix,
@@ -290,7 +416,7 @@ def _prepare(server: MeasuredServer, options: Options, mix: DataMix) -> None:
 def _about(options: Options, asked: _Asked, subject: Subject) -> dict[str, Any]:
     fields = subject.configuration_fields()
     is_ours = subject is asked.subjects[0]
-    return {
+    about = {
         "label": options.label if is_ours else None,
         "model": options.model,
         "model_version": options.version,
@@ -309,6 +435,10 @@ def _about(options: Options, asked: _Asked, subject: Subject) -> dict[str, Any]:
         "configuration_digest": None if fields is None else results.digest_of_fields(fields),
         "configuration_fields": fields,
     }
+    for host in asked.hosts:
+        if host.subject is subject:
+            about["host"] = host.as_dict()
+    return about
 
 
 class _Progress:

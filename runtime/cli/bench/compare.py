@@ -1,4 +1,7 @@
-"""`moonpool bench compare A B`: what changed from one result to another, with conditions that fail the command."""
+"""`moonpool bench compare A B`: what changed from one result to another, with conditions that fail the command.
+
+One file alone has two sides that were measured in turns. Then B is the side of --url, and A that of --against.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.runtime.bench import result as results
-from moonpool.runtime.bench.comparison import BadCondition, Change, Condition, changes
+from moonpool.runtime.bench.comparison import (
+    BadCondition,
+    Change,
+    Condition,
+    changes,
+    changes_in_turns,
+)
 from moonpool.runtime.bench.loads import load_in_short
 from moonpool.runtime.cli.shared import UsageError, table
 from moonpool.runtime.process.terminal import Terminal, harmless
@@ -33,25 +42,39 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def is_meant(arguments: argparse.Namespace) -> bool:
+    """Return True for `compare A B` and `compare A.json`; with --url, or for another name, `compare` may be a model or a folder."""
+    if arguments.repository != WORD or arguments.url is not None:
+        return False
+    return arguments.second is not None or str(arguments.model).endswith(".json")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Compare the results in two files; return 1 if a condition is met."""
     try:
         conditions = [Condition.parse(text) for text in arguments.fail_if]
     except BadCondition as error:
         raise UsageError(f"--fail-if: {error}") from error
-    paths = [Path(arguments.model), Path(arguments.second)]
-    old, new = map(results.read, paths)
-    results.check_requests(new, old, str(paths[0]))
+    path = Path(arguments.model)
+    first = results.read(path)
+    in_turns = arguments.second is None
+    if in_turns:
+        old, new = _sides(first, path), first
+        how = changes_in_turns
+    else:
+        old, new = first, results.read(Path(arguments.second))
+        how = changes
+    results.check_requests(new, old, str(path))
     if found := results.differences(new, old):
         words = f"the two differ in {'; '.join(found)}"
         print(f"moonpool: {harmless(words)}", file=sys.stderr)
     pairs = [(results.matching(point, old["series"]), point) for point in new["series"]]
     if not any(before is not None for before, _ in pairs):
-        raise results.Incomparable(f"{paths[0]} and {paths[1]} have no load in common")
+        raise results.Incomparable(f"{path} and {arguments.second} have no load in common")
     compared = [
-        (point, changes(before, point) if before is not None else None) for before, point in pairs
+        (point, how(before, point) if before is not None else None) for before, point in pairs
     ]
-    _show(old, new, compared)
+    _show(old, new, compared, in_turns=in_turns)
     failures = [
         failure
         for point, ratios in compared
@@ -64,10 +87,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
+def _sides(found: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """Return the other side of a result that was measured in turns with it."""
+    against = found.get("against")
+    if not isinstance(against, dict) or not found.get("in_turns"):
+        raise UsageError(
+            f"{path} has one side: give two files, or one of --url with --against URL, measured in turns"
+        )
+    return against
+
+
 _Compared = Sequence[tuple[Mapping[str, Any], Mapping[str, Change] | None]]
 
 
-def _show(old: Mapping[str, Any], new: Mapping[str, Any], compared: _Compared) -> None:
+def _show(
+    old: Mapping[str, Any], new: Mapping[str, Any], compared: _Compared, *, in_turns: bool
+) -> None:
     terminal = Terminal(sys.stdout)
     ours, theirs = map(harmless, results.names(new, old))
     terminal.line(terminal.paint(f"{ours} over {theirs}:", "bold"))
@@ -81,6 +116,11 @@ def _show(old: Mapping[str, Any], new: Mapping[str, Any], compared: _Compared) -
     terminal.line(terminal.paint(head, "bold"))
     for line in lines:
         terminal.line(line)
+    if in_turns:
+        count = min(len(point["windows"]) for point, _ in compared)
+        words = f"medians of the ratios of {count} pairs of windows in turns"
+        terminal.line(f"{words}, with 95 % intervals; alike where 1 lies within")
+        return
     samples = "runs" if all(point.get("runs") for point, _ in compared) else "windows"
     terminal.line(f"ratios of means of {samples}, with 95 % intervals; alike where 1 lies within")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,9 @@ from typing import Any, TypeVar
 
 from moonpool.ipc.policy import LEVELS
 from moonpool.runtime.bench.export import WRITERS
+from moonpool.runtime.bench.faults import Fault
+from moonpool.runtime.bench.hosts.hosts import HOSTS
+from moonpool.runtime.bench.loadgen import SCENARIOS, LoadGenPlan
 from moonpool.runtime.bench.loads import (
     DISTRIBUTIONS,
     BadLoad,
@@ -24,13 +26,17 @@ from moonpool.runtime.bench.loads import (
     seconds_of,
     share_of,
 )
-from moonpool.runtime.bench.request import BadAddress, Endpoint
+from moonpool.runtime.bench.request import BadAddress, Endpoint, Tls
 from moonpool.runtime.bench.slo import Slo
 from moonpool.runtime.cli.bench import compare
 from moonpool.runtime.cli.inputs import parse_inputs
 from moonpool.runtime.cli.shared import UsageError, add_hosting, check_no_hosting, hosting_of
 
 _CONCURRENCY = "1,2,4,16"
+# Requests in flight of LoadGen's scenarios: MultiStream has eight samples in a query.
+_LOADGEN_THREADS, _LOADGEN_MANY = {"SingleStream": 1, "MultiStream": 8}, 16
+# Longer than most deadlines for an execution.
+_HANG_S = 10.0
 # A label becomes a part of a file's name.
 _LABEL = re.compile(r"[\w.+=@, -]{1,60}")
 
@@ -66,6 +72,9 @@ class Options:
     is_async: bool
     # Levels of the sandbox to measure in turns.
     isolation: list[str]
+    # Hosts to measure in turns, and packages that the model needs in them.
+    hosts: list[str]
+    host_packages: list[str]
     values: dict[str, object]
     # Files and folders with the data of requests, or a capture of a server.
     input_data: list[str]
@@ -83,8 +92,9 @@ class Options:
     resources: bool
     server_pid: int | None
     metrics_url: str | None
-    # The signal that an instance gets every so many seconds.
-    fault: tuple[int, float] | None
+    fault: Fault | None
+    # A scenario of LoadGen, in place of the other loads.
+    loadgen: LoadGenPlan | None
     # How often everything is measured, and the formats of further files.
     runs: int
     export: list[str]
@@ -100,7 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # The list of all options would hide the error about the command line.
     parser.usage = (
         "moonpool bench REPO MODEL [--FLAG VALUE ...]\n       moonpool bench MODEL --url URL [--FLAG VALUE ...]"
-        "\n       moonpool bench compare A.json B.json [--fail-if CONDITION ...]"
+        "\n       moonpool bench REPO MODEL --hosts HOST,HOST [--FLAG VALUE ...]"
+        "\n       moonpool bench compare A.json [B.json] [--fail-if CONDITION ...]"
     )
     add = parser.add_argument
     add("repository", metavar="REPO", nargs="?", help="the directory of the models; not with --url")
@@ -127,7 +138,7 @@ def _add_observation(group: argparse._ArgumentGroup) -> None:
         "--server-pid",
         metavar="PID",
         type=int,
-        help="with --resources and --url: the server's process, if it is no moonpool server",
+        help="with --url, for --resources and faults: the server's process on this machine, if it is no moonpool server",
     )
     add(
         "--metrics-url",
@@ -137,12 +148,18 @@ def _add_observation(group: argparse._ArgumentGroup) -> None:
     add(
         "--kill-every",
         metavar="TIME",
-        help="kill an instance of the model every so often, as 10s: in this process, or of a moonpool server on this machine",
+        help="kill an instance of the model every so often, as 10s: in this process, or of a server on this machine, "
+        "moonpool's or (with --server-pid) Triton's",
     )
     add(
         "--stop-every",
         metavar="TIME",
         help="likewise, stop one (SIGSTOP), so that it hangs; the model should have a deadline for execute",
+    )
+    add(
+        "--hang",
+        metavar="SHARE[@TIME]",
+        help="likewise, stop one for that TIME whenever that SHARE of requests more was answered, as 1%%@5s; by default for 10s",
     )
 
 
@@ -171,7 +188,11 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
 
 def _add_subject(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--url", metavar="URL", help="measure at this server: http://HOST:PORT or grpc://HOST:PORT")
+    add(
+        "--url",
+        metavar="URL",
+        help="measure at this server: http://HOST:PORT or grpc://HOST:PORT, or with TLS https:// or grpcs://",
+    )
     add(
         "--against",
         metavar="URL|FILE",
@@ -197,6 +218,23 @@ def _add_subject(group: argparse._ArgumentGroup) -> None:
         default=60.0,
         help="wait at most so many seconds for an answer; default %(default)s",
     )
+    _add_tls(group)
+    _add_hosts(group)
+
+
+def _add_tls(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--ca",
+        metavar="FILE",
+        help="with TLS: the root certificates of servers, in PEM form; by default those of the system",
+    )
+    add("--client-certificate", metavar="FILE", help="with TLS: our own certificate, in PEM form")
+    add("--client-key", metavar="FILE", help="its key, if it is in another file")
+
+
+def _add_hosts(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add_hosting(group)
     add(
         "--instances",
@@ -208,6 +246,19 @@ def _add_subject(group: argparse._ArgumentGroup) -> None:
         "--isolation",
         metavar="LEVEL,LEVEL",
         help=f"in process: measure with these sandbox levels in turns, with ratios over the first one; {', '.join(LEVELS)}",
+    )
+    add(
+        "--hosts",
+        metavar="HOST,HOST",
+        help="measure the model of REPO in several hosts in turns, each started for it, with ratios over the first one: "
+        f"{', '.join(HOSTS)}",
+    )
+    add(
+        "--host-package",
+        metavar="PACKAGE",
+        action="append",
+        default=[],
+        help="with --hosts: a package that the model needs there beside numpy, as torch==2.13.0; may be given many times",
     )
     add(
         "--async",
@@ -254,6 +305,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         default=1.0,
         help="with --schedule and --replay: go through the times so many times as fast; default 1",
     )
+    _add_loadgen(group)
     _add_manner(group)
     add(
         "--processes",
@@ -268,6 +320,16 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=256,
         help="with --request-rate: the most requests in flight; default %(default)s",
+    )
+
+
+def _add_loadgen(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--loadgen",
+        metavar="SCENARIO",
+        choices=SCENARIOS,
+        help="let MLPerf's LoadGen send the requests, for at least --seconds, in one of its scenarios: "
+        f"{', '.join(SCENARIOS)}; --concurrency is the most in flight, and Server has a --request-rate and a limit as --slo p99=20ms",
     )
 
 
@@ -382,7 +444,8 @@ def _add_request(group: argparse._ArgumentGroup) -> None:
     add(
         "--streaming",
         action="store_true",
-        help="over gRPC: open a stream for each caller, and count and time its responses",
+        help="count and time the responses of streams: over gRPC each caller opens one (ModelStreamInfer), over HTTP each request "
+        "is answered by one (generate_stream)",
     )
 
 
@@ -391,24 +454,16 @@ def checked(arguments: argparse.Namespace) -> Options:
     if arguments.second is not None:
         raise UsageError("two names at most; three are for `compare A.json B.json`")
     if arguments.fail_if:
-        raise UsageError("--fail-if is for `compare A.json B.json`")
+        raise UsageError("--fail-if is for `compare`")
     _check_numbers(arguments)
     _check_files(arguments)
     endpoint = parse_endpoint("--url", arguments.url) if arguments.url is not None else None
     _check_subject(arguments, endpoint)
     against, against_file = _against(arguments.against)
-    if arguments.streaming and against is not None and against.scheme != "grpc":
-        raise UsageError("--streaming needs grpc://, for --against, too")
+    endpoint, against = _with_certificates(arguments, endpoint, against)
     slo = _read("--slo", Slo.parse, arguments.slo)
     loads = _loads(arguments, is_search=slo is not None and endpoint is not None)
-    if not loads and arguments.replay is None and (against or against_file):
-        raise UsageError(
-            "--slo looks for a rate at one server: with --against, give --request-rate"
-        )
-    if arguments.repository is not None and isinstance(loads[0], Rate):
-        raise UsageError(
-            "--request-rate needs --url: callers in this process send a request after each answer"
-        )
+    _check_loads(arguments, loads, is_compared=bool(against or against_file))
     return Options(
         repository=arguments.repository,
         hosting=hosting_of(arguments),
@@ -434,6 +489,8 @@ def checked(arguments: argparse.Namespace) -> Options:
         instances=arguments.instances,
         is_async=arguments.is_async,
         isolation=_isolation(arguments),
+        hosts=_hosts(arguments),
+        host_packages=arguments.host_package,
         **_requests(arguments),
         save=arguments.save,
         label=arguments.label,
@@ -442,10 +499,25 @@ def checked(arguments: argparse.Namespace) -> Options:
         server_pid=arguments.server_pid,
         metrics_url=arguments.metrics_url,
         fault=_fault(arguments),
+        loadgen=None if arguments.loadgen is None else _loadgen(arguments, slo),
         runs=arguments.runs,
         export=_export(arguments),
         verbose=arguments.verbose,
     )
+
+
+def _check_loads(
+    arguments: argparse.Namespace, loads: Sequence[Load], *, is_compared: bool
+) -> None:
+    if not loads and arguments.replay is None and is_compared:
+        raise UsageError(
+            "--slo looks for a rate at one server: with --against, give --request-rate"
+        )
+    is_in_process = arguments.repository is not None and arguments.hosts is None
+    if is_in_process and isinstance(loads[0], Rate):
+        raise UsageError(
+            "--request-rate needs --url: callers in this process send a request after each answer"
+        )
 
 
 def _requests(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -497,6 +569,45 @@ def _check_files(arguments: argparse.Namespace) -> None:
         raise UsageError("--overwrite needs --save")
 
 
+def _loadgen(arguments: argparse.Namespace, slo: Slo | None) -> LoadGenPlan:
+    """Check the options of LoadGen's scenarios."""
+    others = {
+        "--load-shape": arguments.load_shape,
+        "--schedule": arguments.schedule,
+        "--replay": arguments.replay,
+        "--against": arguments.against,
+        "--hosts": arguments.hosts,
+        "--isolation": arguments.isolation,
+        "--sequences": arguments.sequences,
+        "--cancel": arguments.cancel,
+        "--streaming": arguments.streaming or None,
+        "--async": arguments.is_async or None,
+        "--resources": arguments.resources or None,
+        "--export": arguments.export or None,
+    }
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UsageError(f"--loadgen and {given[0]} do not go together")
+    threads = _LOADGEN_THREADS.get(arguments.loadgen, _LOADGEN_MANY)
+    if arguments.concurrency is not None:
+        threads = max(_numbers("--concurrency", arguments.concurrency, least=1))
+    bound: dict[str, float] = {}
+    if arguments.loadgen == "Server":
+        if arguments.request_rate is None:
+            raise UsageError("--loadgen Server needs --request-rate, the rate that it tries")
+        [rate, *more] = _rates(arguments.request_rate)
+        if more:
+            raise UsageError("--loadgen Server tries one --request-rate")
+        bound["rate_per_s"] = rate
+        if slo is not None:
+            [(figure, limit_us), *rest] = slo.limits_us.items()
+            if rest or figure not in ("p50", "p90", "p95", "p99"):
+                raise UsageError("--loadgen Server has one limit of p50, p90, p95 or p99")
+            bound |= {"latency_us": limit_us, "percentile": float(figure[1:])}
+    elif arguments.request_rate is not None or slo is not None:
+        raise UsageError("--request-rate and --slo are for --loadgen Server")
+    return LoadGenPlan(arguments.loadgen, threads, arguments.seconds, **bound)
+
+
 def _isolation(arguments: argparse.Namespace) -> list[str]:
     """Check and return the levels that are measured in turns; none without --isolation."""
     if arguments.isolation is None:
@@ -511,28 +622,65 @@ def _isolation(arguments: argparse.Namespace) -> list[str]:
         "--against": arguments.against,
         "--kill-every": arguments.kill_every,
         "--stop-every": arguments.stop_every,
+        "--hang": arguments.hang,
     }
     if given := [name for name, value in others.items() if value is not None]:
         raise UsageError(f"--isolation and {given[0]} cannot be measured together")
     return levels
 
 
-def _fault(arguments: argparse.Namespace) -> tuple[int, float] | None:
+def _hosts(arguments: argparse.Namespace) -> list[str]:
+    """Check and return the hosts that are measured in turns; none without --hosts."""
+    if arguments.hosts is None:
+        if arguments.host_package:
+            raise UsageError("--host-package needs --hosts")
+        return []
+    hosts: list[str] = arguments.hosts.split(",")
+    if len(set(hosts)) < len(hosts) or not set(hosts) <= set(HOSTS):
+        raise UsageError(f"--hosts must be some of {', '.join(HOSTS)}, not {arguments.hosts!r}")
+    others = {
+        "--against": arguments.against,
+        "--isolation": arguments.isolation,
+        "--kill-every": arguments.kill_every,
+        "--stop-every": arguments.stop_every,
+        "--hang": arguments.hang,
+        "--async": arguments.is_async or None,
+    }
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UsageError(f"--hosts and {given[0]} cannot be measured together")
+    return hosts
+
+
+def _fault(arguments: argparse.Namespace) -> Fault | None:
     """Check the options for resources and faults; return the fault, if there is one."""
-    for name in ("server_pid", "metrics_url"):
-        if getattr(arguments, name) is not None and not arguments.resources:
-            raise UsageError(f"--{name.replace('_', '-')} needs --resources")
-    kill, stop = arguments.kill_every, arguments.stop_every
-    if kill is None and stop is None:
+    given = {name: getattr(arguments, name) for name in ("kill_every", "stop_every", "hang")}
+    faults = {name: text for name, text in given.items() if text is not None}
+    if arguments.metrics_url is not None and not arguments.resources:
+        raise UsageError("--metrics-url needs --resources")
+    if arguments.server_pid is not None and not (arguments.resources or faults):
+        raise UsageError("--server-pid needs --resources, or a fault such as --kill-every")
+    if not faults:
         return None
-    if kill is not None and stop is not None:
-        raise UsageError("--kill-every and --stop-every are two kinds of fault; give one")
+    if len(faults) > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in faults)
+        raise UsageError(f"{names} are two kinds of fault; give one")
     if arguments.against is not None:
         raise UsageError("faults are for one side: leave out --against")
-    every_s = _read("--kill-every" if stop is None else "--stop-every", seconds_of, kill or stop)
+    [(name, text)] = faults.items()
+    if name == "hang":
+        return _read("--hang", _hanging, text)
+    every_s = _read(f"--{name.replace('_', '-')}", seconds_of, text)
     if not every_s:
         raise UsageError("the time between two faults must be more than 0")
-    return (signal.SIGKILL if stop is None else signal.SIGSTOP), every_s
+    return Fault("killed" if name == "kill_every" else "stopped", every_s=every_s)
+
+
+def _hanging(text: str) -> Fault:
+    share, _, time = text.partition("@")
+    for_s = seconds_of(time) if time else _HANG_S
+    if not for_s:
+        raise BadLoad(f"{text!r}: an instance must hang for more than 0 s")
+    return Fault("stopped", share=share_of(share), for_s=for_s)
 
 
 def _export(arguments: argparse.Namespace) -> list[str]:
@@ -558,7 +706,7 @@ def _check_subject(arguments: argparse.Namespace, endpoint: Endpoint | None) -> 
             "--shared-memory": arguments.shared_memory != "none",
             "--model-version": arguments.model_version,
             "--header": arguments.header,
-            "--processes": arguments.processes > 1,
+            "--processes": arguments.processes > 1 and arguments.hosts is None,
             "--load-shape": arguments.load_shape,
             "--schedule": arguments.schedule,
             "--replay": arguments.replay,
@@ -569,6 +717,7 @@ def _check_subject(arguments: argparse.Namespace, endpoint: Endpoint | None) -> 
             raise UsageError(f"{given[0]} needs --url")
         return
     local = {
+        "--hosts": arguments.hosts is not None,
         "--async": arguments.is_async,
         "--instances": arguments.instances is not None,
         "--isolation": arguments.isolation is not None,
@@ -576,8 +725,13 @@ def _check_subject(arguments: argparse.Namespace, endpoint: Endpoint | None) -> 
     if given := [name for name, is_given in local.items() if is_given]:
         raise UsageError(f"{given[0]} is for models in this process, not for --url")
     check_no_hosting(arguments)
-    if arguments.streaming and endpoint.scheme != "grpc":
-        raise UsageError("--streaming needs grpc://: the protocol has no such streams over HTTP")
+    if arguments.streaming and endpoint.scheme == "http":
+        others = {"--sequences": arguments.sequences, "--batch": arguments.batch > 1}
+        others["--json-tensors"] = arguments.json_tensors
+        if given := [name for name, value in others.items() if value]:
+            raise UsageError(
+                f"{given[0]} and streams over HTTP (generate_stream) do not go together"
+            )
     if arguments.json_tensors and (endpoint.scheme != "http" or arguments.shared_memory != "none"):
         raise UsageError("--json-tensors is for http://, and not for --shared-memory")
     if arguments.streaming and arguments.shared_memory != "none":
@@ -623,6 +777,20 @@ def _against(text: str | None) -> tuple[Endpoint | None, Path | None]:
     return (parse_endpoint("--against", text), None) if "://" in text else (None, Path(text))
 
 
+def _with_certificates(
+    arguments: argparse.Namespace, *endpoints: Endpoint | None
+) -> list[Endpoint | None]:
+    """Give the addresses that have TLS the files for it. Raises `UsageError`."""
+    tls = Tls(arguments.ca, arguments.client_certificate, arguments.client_key)
+    if any(tls) and not any(each is not None and each.tls is not None for each in endpoints):
+        raise UsageError("--ca, --client-certificate and --client-key need https:// or grpcs://")
+    if tls.key is not None and tls.certificate is None:
+        raise UsageError("--client-key needs --client-certificate")
+    return [
+        each if each is None or each.tls is None else each._replace(tls=tls) for each in endpoints
+    ]
+
+
 def parse_endpoint(option: str, text: str) -> Endpoint:
     """Read the address in an option. Raises `UsageError`."""
     try:
@@ -645,6 +813,8 @@ def _read(option: str, read: Callable[[str], _Value], text: str | None) -> _Valu
 
 
 def _loads(arguments: argparse.Namespace, *, is_search: bool) -> list[Load]:
+    if arguments.loadgen is not None:
+        return [Concurrency(1)]
     kinds = ("concurrency", "request_rate", "load_shape", "schedule", "replay")
     given = [
         f"--{kind.replace('_', '-')}" for kind in kinds if getattr(arguments, kind) is not None
@@ -661,16 +831,19 @@ def _loads(arguments: argparse.Namespace, *, is_search: bool) -> list[Load]:
     if arguments.request_rate is None:
         texts = _CONCURRENCY if arguments.concurrency is None else arguments.concurrency
         return [Concurrency(callers) for callers in _numbers("--concurrency", texts, least=1)]
+    return [Rate(rate, arguments.distribution) for rate in _rates(arguments.request_rate)]
+
+
+def _rates(text: str) -> list[float]:
     try:
-        rates = [float(part) for part in arguments.request_rate.split(",")]
+        rates = [float(part) for part in text.split(",")]
     except ValueError:
         rates = [0.0]
     if not all(0 < rate < math.inf for rate in rates):
         raise UsageError(
-            "--request-rate must be numbers of more than 0, separated by commas, not "
-            f"{arguments.request_rate!r}"
+            f"--request-rate must be numbers of more than 0, separated by commas, not {text!r}"
         )
-    return [Rate(rate, arguments.distribution) for rate in rates]
+    return rates
 
 
 def _schedule(path: Path, speed: float) -> Schedule:

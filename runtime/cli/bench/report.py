@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.runtime.bench.loads import load_in_short
-from moonpool.runtime.bench.result import described, names, verdict
+from moonpool.runtime.bench.result import described, names, others_of, verdict
 from moonpool.runtime.bench.slo import time_words
 from moonpool.runtime.bench.windows import FALLS_BEHIND, PARTS, SATURATED
 from moonpool.runtime.cli.shared import figure, table
@@ -51,8 +51,8 @@ def _between(lengths: Sequence[int]) -> str:
 
 def show(terminal: Terminal, found: Mapping[str, Any], *, in_turns: bool) -> None:
     """Write the tables: of the callers, of the server's own account, and of the comparison."""
-    if "isolation" in found:
-        _isolation(terminal, found)
+    if "isolation" in found or "hosts" in found:
+        _several(terminal, found)
         return
     if "against" not in found:
         _tables(terminal, found)
@@ -70,19 +70,25 @@ def show(terminal: Terminal, found: Mapping[str, Any], *, in_turns: bool) -> Non
     )
 
 
-def _isolation(terminal: Terminal, found: Mapping[str, Any]) -> None:
-    """Write the tables of each level of the sandbox, and the ratios over the first one."""
-    for each in (found, *found["isolation"]):
+def _several(terminal: Terminal, found: Mapping[str, Any]) -> None:
+    """Write the tables of each level of the sandbox or each host, and the ratios over the first one."""
+    others = others_of(found)
+    for each in (found, *others):
         terminal.line(terminal.paint(f"{harmless(each['where'])}:", "bold"))
+        if host := each.get("host"):
+            terminal.line(harmless(f"{host['versions']}; {host['command']}"))
         _tables(terminal, each)
         terminal.line()
-    for each in found["isolation"]:
-        words = f"{harmless(each['where'])} over {harmless(found['where'])}:"
-        terminal.line(terminal.paint(words, "bold"))
-        _rows(terminal, _ratios(each))
-    terminal.line(
-        "medians of ratios, least to most; in turns; alike where they lie on both sides of 1"
-    )
+    for each in others:
+        # The first one that is called in process is over nothing.
+        if each["over"] != each["where"]:
+            words = f"{harmless(each['where'])} over {harmless(each['over'])}:"
+            terminal.line(terminal.paint(words, "bold"))
+            _rows(terminal, _ratios(each))
+    if others:
+        terminal.line(
+            "medians of ratios, least to most; in turns; alike where they lie on both sides of 1"
+        )
 
 
 def _advice(terminal: Terminal, found: Mapping[str, Any]) -> None:
@@ -197,6 +203,8 @@ def _faults(terminal: Terminal, found: Mapping[str, Any]) -> None:
     failed = sum(window["failed"] for point in found["series"] for window in point["windows"])
     answered = sum(window["requests"] for point in found["series"] for window in point["windows"])
     words = f"{faults['count']} times an instance was {faults['kind']}"
+    if faults["for_s"] is not None:
+        words += f" for {faults['for_s']:g} s or until its host had replaced it"
     if faults["recovered_s"]:
         back = faults["recovered_s"]
         words += f"; as many as before were ready after {back['median']:.2f} s, at most {back['max']:.2f} s"
@@ -303,7 +311,7 @@ def warnings(found: Mapping[str, Any]) -> Iterator[str]:
     measured = [
         found,
         *([found["against"]] if "against" in found else []),
-        *found.get("isolation", []),
+        *others_of(found),
     ]
     yield from _unsettled(measured)
     for each in measured:

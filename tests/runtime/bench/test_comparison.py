@@ -17,7 +17,9 @@ from moonpool.runtime.bench.comparison import (
     Condition,
     change,
     changes,
+    changes_in_turns,
     confidence,
+    paired_change,
     quantile_of_t,
 )
 from moonpool.runtime.bench.export import (
@@ -86,6 +88,41 @@ def test_a_planted_regression_is_found_and_no_other_one() -> None:
 
     assert [failure(1.10) is not None for _ in range(20)] == [True] * 20
     assert [failure(1.0) for _ in range(20)] == [None] * 20
+
+
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "Two servers that were measured in turns are compared pair by pair: a drift or a burst of the machine neither hides a "
+    "regression of 10 % nor makes one up.",
+)
+def test_a_regression_is_found_under_a_machine_s_moods() -> None:
+    generator = np.random.default_rng(3)
+    condition = Condition.parse("p99>1.05x")
+
+    def failure(slower: float) -> str | None:
+        # It becomes half as quick on the way, and one window in ten takes three times as long.
+        drift = np.linspace(1000, 1500, 15)
+        sides = []
+        for factor in (1.0, slower):
+            bursts = np.where(generator.random(15) < 0.1, 3.0, 1.0)
+            sides.append(point((drift * factor * bursts * generator.normal(1, 0.02, 15)).tolist()))
+        old, new = sides
+        return condition.failure(new, changes_in_turns(old, new))
+
+    assert [failure(1.10) is not None for _ in range(20)] == [True] * 20
+    assert [failure(1.0) for _ in range(20)] == [None] * 20
+
+
+def test_few_pairs_have_a_wide_interval() -> None:
+    assert paired_change([100], [120]) == Change(pytest.approx(1.2), 0.0, math.inf)  # type: ignore[arg-type]
+    assert paired_change([0.0], [1]) is None
+    two = paired_change([100, 100], [110, 112])
+    assert two is not None
+    assert not two.is_certain
+    many = paired_change([100.0] * 6, [110, 110, 111, 112, 109, 400])
+    assert many is not None
+    assert many.ratio == pytest.approx(1.105, abs=0.001)
+    assert many.is_certain
 
 
 def test_a_ratio_that_noise_explains_is_not_certain() -> None:

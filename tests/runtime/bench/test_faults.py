@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import http.server
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.waiting import wait_until
 
-from moonpool.runtime.bench.faults import FaultInjector
+from moonpool.runtime.bench.faults import Fault, FaultInjector, NoCount
 from moonpool.runtime.bench.generator.engine import Unreachable
 from moonpool.runtime.bench.resources import (
     NoMetrics,
@@ -23,6 +23,7 @@ from moonpool.runtime.bench.resources import (
     gpus_in,
     local_pid,
     resources_together,
+    triton_stubs,
 )
 
 PATIENCE_S = 60.0
@@ -71,7 +72,7 @@ def sleepers() -> Iterator[Sleepers]:
 
 
 def test_instances_are_killed_and_come_back(sleepers: Sleepers) -> None:
-    with FaultInjector(sleepers.pids, 0.01, signal.SIGKILL) as faults:
+    with FaultInjector(Fault("killed", every_s=0.01), sleepers.pids, lambda: None) as faults:
         wait_until(lambda: len(faults.outcomes) >= 2, PATIENCE_S, "two faults")
 
     faults.check()
@@ -90,21 +91,66 @@ def state_of(pid: int) -> str:
 
 def test_nothing_stays_stopped(sleepers: Sleepers) -> None:
     pids = sleepers.pids()
-    with FaultInjector(sleepers.pids, 0.01, signal.SIGSTOP) as faults:
+    with FaultInjector(Fault("stopped", every_s=0.01), sleepers.pids, lambda: None) as faults:
         wait_until(lambda: "T" in map(state_of, pids), PATIENCE_S, "a stopped process")
 
     wait_until(lambda: "T" not in map(state_of, pids), PATIENCE_S, "no stopped process")
     # It is not known how long this one would have taken.
     assert faults.as_dict() == {
-        "kind": "stopped", "every_s": 0.01, "count": 0, "not_recovered": 0, "recovered_s": None,
+        "kind": "stopped", "every_s": 0.01, "share": None, "for_s": None, "count": 0, "not_recovered": 0,
+        "recovered_s": None,
     }  # fmt: skip
+
+
+def test_a_share_of_the_requests_meets_an_instance_that_hangs(sleepers: Sleepers) -> None:
+    counts = iter(range(0, 10**9, 60))
+    pids = sleepers.pids()
+    fault = Fault("stopped", share=0.01, for_s=0.01)
+    with FaultInjector(fault, sleepers.pids, lambda: next(counts)) as faults:
+        wait_until(lambda: len(faults.outcomes) >= 2, PATIENCE_S, "two faults")
+
+    # It was continued when its time was over, so it is still the same process.
+    wait_until(lambda: "T" not in map(state_of, pids), PATIENCE_S, "no stopped process")
+    assert sleepers.restarts == 0
+    found = faults.as_dict()
+    assert (found["kind"], found["share"], found["for_s"]) == ("stopped", 0.01, 0.01)
+    assert found["recovered_s"]["median"] >= 0.01
+
+
+def test_a_share_needs_a_server_that_counts(sleepers: Sleepers) -> None:
+    with FaultInjector(Fault("stopped", share=0.5), sleepers.pids, lambda: None) as faults:
+        wait_until(lambda: faults._failure is not None, PATIENCE_S, "the failure")
+    with pytest.raises(NoCount):
+        faults.check()
+
+
+def test_triton_s_stubs_of_a_model_are_told_from_others(tmp_path: Path) -> None:
+    for model in ("m", "n"):
+        file = tmp_path / model / "1" / "model.py"
+        file.parent.mkdir(parents=True)
+        file.write_text("input()")
+
+    def stub(model: str, name: str) -> subprocess.Popen[bytes]:
+        words = [name, str(tmp_path / model / "1" / "model.py"), "region"]
+        return subprocess.Popen(words, executable=sys.executable, stdin=subprocess.PIPE)
+
+    found = "triton_python_backend_stub"
+    processes = [stub("m", f"/opt/{found}"), stub("n", found), stub("m", "another_program")]
+    try:
+        wait_until(
+            lambda: triton_stubs(os.getpid(), "m") == [processes[0].pid], PATIENCE_S, "the stub"
+        )
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def test_what_keeps_faults_from_happening_is_raised() -> None:
     def pids() -> list[int]:
         raise Unreachable("no server answers")
 
-    with FaultInjector(pids, 0.001, signal.SIGKILL) as faults:
+    with FaultInjector(Fault("killed", every_s=0.001), pids, lambda: None) as faults:
         wait_until(lambda: faults._failure is not None, PATIENCE_S, "the failure")
     with pytest.raises(Unreachable):
         faults.check()

@@ -11,7 +11,7 @@ import pytest
 
 from moonpool.runtime.bench import result as results
 from moonpool.runtime.bench.loads import Concurrency, Rate
-from moonpool.runtime.bench.request import BadAddress, Endpoint, QuestionTensor
+from moonpool.runtime.bench.request import BadAddress, Endpoint, QuestionTensor, Tls
 from moonpool.runtime.bench.result import (
     Incomparable,
     check_requests,
@@ -125,11 +125,14 @@ class Steps:
     def advice(self, whole: Window) -> None:
         del whole
 
+    def answered(self) -> None:
+        return None
+
     def configuration_fields(self) -> None:
         return None
 
-    def measure_resources(self, server_pid: int | None, metrics_url: str | None) -> None:
-        del server_pid, metrics_url
+    def measure_resources(self, metrics_url: str | None) -> None:
+        del metrics_url
 
     def instance_pids(self) -> list[int]:
         return []
@@ -336,6 +339,8 @@ def test_a_configuration_s_digest_is_of_its_meaning() -> None:
         ("http://localhost", Endpoint("http", "localhost", 8000)),
         ("grpc://[::1]:9", Endpoint("grpc", "::1", 9)),
         ("http://a:1/b/", Endpoint("http", "a", 1, "/b")),
+        ("https://a", Endpoint("http", "a", 443, tls=Tls())),
+        ("grpcs://a:9", Endpoint("grpc", "a", 9, tls=Tls())),
     ],
 )
 def test_an_address_is_read(text: str, found: Endpoint) -> None:
@@ -344,7 +349,8 @@ def test_an_address_is_read(text: str, found: Endpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["localhost:8000", "ftp://a", "http://a:x", "https://a", "grpc://a/b", "http://u@a", ""]
+    "text",
+    ["localhost:8000", "ftp://a", "http://a:x", "grpc://a/b", "grpcs://a/b", "http://u@a", ""],
 )
 def test_a_malformed_address_is_refused(text: str) -> None:
     with pytest.raises(BadAddress):

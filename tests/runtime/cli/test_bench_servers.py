@@ -244,6 +244,23 @@ def test_a_result_is_compared_with_an_earlier_one(cli: CommandLine, url: str) ->
     assert "not measured there" in ended.stdout
 
 
+@pytest.mark.promise("Measuring (`moonpool bench`)", "Two servers that were measured in turns …")
+def test_the_two_sides_of_one_result_are_compared(cli: CommandLine, kserve: Kserve) -> None:
+    url = kserve.http.url
+    bench = ("bench", "add_sub", "--url", url, "--concurrency", "1", *QUICK, *SHAPES, "--save")
+    cli(*bench, "both", "--against", url)
+    cli(*bench, "one")
+
+    ended = cli("bench", "compare", "both/add_sub.json", "--fail-if", "failed>0")
+    assert ended.returncode == 0, ended.stderr
+    assert "3 pairs of windows in turns" in ended.stdout
+    ended = cli("bench", "compare", "both/add_sub.json", "--fail-if", "requests_per_s>0")
+    assert ended.returncode == 1
+    ended = cli("bench", "compare", "one/add_sub.json")
+    assert ended.returncode == 2
+    assert "has one side" in ended.stderr
+
+
 def test_a_model_in_process_is_compared_with_a_server(cli: CommandLine, kserve: Kserve) -> None:
     ended = cli(
         "bench", MODELS, "add_sub", "--against", kserve.http.url, "--concurrency", "1", *QUICK
@@ -306,9 +323,23 @@ def test_a_model_that_is_not_there_is_said(cli: CommandLine, url: str) -> None:
         (["models", "m", "--url", "http://a"], "leave out the repository"),
         (["models", "m", "--streaming"], "--streaming needs --url"),
         (["models", "m", "--request-rate", "5"], "--request-rate needs --url"),
-        (["m", "--url", "https://a"], "TLS is not supported"),
+        (["m", "--url", "http://a", "--ca", "x"], "need https:// or grpcs://"),
+        (["m", "--url", "https://a", "--client-key", "x"], "--client-key needs --client-cert"),
+        (["m", "--url", "https://a", "--hosts", "ray"], "--hosts is for models in this process"),
+        (["models", "m", "--hosts", "moonpool,nowhere"], "--hosts must be some of moonpool,"),
+        (["models", "m", "--hosts", "ray", "--kill-every", "1"], "--hosts and --kill-every cannot"),
+        (["models", "m", "--host-package", "torch"], "--host-package needs --hosts"),
+        (["models", "m", "--hang", "2%@0"], "must hang for more than 0 s"),
+        (["models", "m", "--hang", "1%", "--kill-every", "1"], "two kinds of fault"),
+        (["models", "m", "--loadgen", "Server"], "needs --request-rate"),
+        (["models", "m", "--loadgen", "Offline", "--slo", "p99=1ms"], "are for --loadgen Server"),
+        (["models", "m", "--loadgen", "Offline", "--async"], "--loadgen and --async do not go"),
+        (["compare", "a.json", "--fail-if", "p99"], "--fail-if"),
         (["m", "--url", "http://a", "--async"], "--async is for models in this process"),
-        (["m", "--url", "http://a", "--streaming"], "--streaming needs grpc://"),
+        (
+            ["m", "--url", "http://a", "--streaming", "--batch", "2"],
+            "--batch and streams over HTTP",
+        ),
         (["m", "--url", "http://a", "--request-rate", "0"], "--request-rate must be numbers"),
         (["m", "--url", "http://a", "--request-rate", "1", "--concurrency", "1"], "give one"),
         (["m", "--url", "http://a", "--slo", "p99=1ms", "--against", "a"], "give --request-rate"),

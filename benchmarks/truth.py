@@ -1,0 +1,162 @@
+"""`moonpool bench` against what is known: latencies by a schedule, another generator, and planted regressions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from benchmarks.peer.presser import Case, Failed, Own, PerfAnalyzer, presser
+from benchmarks.peer.served import MoonpoolServed
+from benchmarks.report import Report, main
+from moonpool.runtime.bench.comparison import Condition, changes_in_turns
+from moonpool.runtime.bench.data import DataMix, RequestData
+from moonpool.runtime.bench.loads import Concurrency
+from moonpool.runtime.bench.request import Endpoint, QuestionTensor
+from moonpool.runtime.bench.result import result
+from moonpool.runtime.bench.server import MeasuredServer
+from moonpool.runtime.bench.windows import Point, sweep
+
+_MODEL = "timed"
+_TIMEOUT_S = 60.0
+# The sleeps of the schedule, evenly from 50 to 150 ms, in an order that has nothing of it. All instances sleep at once.
+_SLEEPS_MS = np.random.default_rng(1).permutation(np.linspace(50, 150, 160))
+_INSTANCES = 16
+_FIGURES = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
+_WITHIN_2, _WITHIN_5 = "0.98 to 1.02", "0.95 to 1.05"
+# A regression: each request takes a tenth more of the processor. A comparison has so many pairs of windows.
+_WORK_MS, _SLOWER = 2.0, 1.1
+_PAIRS, _WINDOW_S, _COMPARISONS = 12, 0.25, 20
+_CONDITION = "p50>1.05x"
+
+
+def measure(report: Report, quick: bool) -> None:
+    """All three on servers of their own."""
+    with contextlib.closing(MoonpoolServed((_MODEL,))) as server:
+        for protocol in ("http", "grpc"):
+            _schedule(report, server, protocol, 1 if quick else 10, quick)
+        _regressions(report, server, quick)
+    _another_generator(report, quick)
+
+
+def _times(sleep_ms: float, work_ms: float) -> RequestData:
+    array = np.array([sleep_ms, work_ms], np.float32)
+    return RequestData([QuestionTensor.of("MS", "FP32", array)])
+
+
+@contextlib.contextmanager
+def _measured(
+    server: MoonpoolServed, protocol: str, requests: Sequence[RequestData], callers: int
+) -> Iterator[MeasuredServer]:
+    endpoint = Endpoint(protocol, "127.0.0.1", server.port(protocol))
+    found = MeasuredServer(endpoint, _MODEL, "", timeout_s=_TIMEOUT_S)
+    try:
+        mix = DataMix(requests, np.arange(len(requests), dtype=np.int32))
+        found.prepare(mix, processes=1, most_connections=callers)
+        yield found
+    finally:
+        found.close()
+
+
+def _schedule(
+    report: Report, server: MoonpoolServed, protocol: str, rounds: int, quick: bool
+) -> None:
+    """Compare percentiles with those of the sleeps."""
+    ratios: dict[str, list[float]] = {name: [] for name in _FIGURES}
+    seconds = 0.2 if quick else 3.0
+    with _measured(
+        server, protocol, [_times(each, 0) for each in _SLEEPS_MS], _INSTANCES
+    ) as subject:
+        for _ in range(rounds):
+            window = subject.window(Concurrency(_INSTANCES), seconds)
+            for name, percentile in _FIGURES.items():
+                known_us = 1000 * float(np.percentile(_SLEEPS_MS, percentile))
+                ratios[name].append(window.latency_us(percentile) / known_us)
+    for name, values in ratios.items():
+        what = f"{name} over the schedule's"
+        report.ratio(what, values, column=protocol.upper(), goal=_WITHIN_2, headline=True)
+
+
+def _regressions(report: Report, server: MoonpoolServed, quick: bool) -> None:
+    """Count the comparisons in turns that find a planted regression, and those that find one where there is none."""
+    condition = Condition.parse(_CONDITION)
+    found: dict[str, list[float]] = {}
+    for name, slower in (("planted", _SLOWER), ("none", 1.0)):
+        with contextlib.ExitStack() as stack:
+            old, new = (
+                stack.enter_context(_measured(server, "http", [_times(0, _WORK_MS * factor)], 1))
+                for factor in (1.0, slower)
+            )
+            found[name] = [
+                float(_is_found(condition, old, new, quick))
+                for _ in range(1 if quick else _COMPARISONS)
+            ]
+    for name, goal in (("planted", f"all {_COMPARISONS}"), ("none", "0")):
+        what = f"comparisons that find 10 %, of {len(found[name])}"
+        column = "10 % more work" if name == "planted" else "the same work"
+        report.figure(what, "", [sum(found[name])], column=column, goal=goal, headline=True)
+
+
+def _is_found(condition: Condition, old: MeasuredServer, new: MeasuredServer, quick: bool) -> bool:
+    """Measure both in turns; return True if the condition is met, as by `bench compare` of the file."""
+    load = Concurrency(1)
+    points: list[Sequence[Point]] = list(
+        sweep(
+            [new, old],
+            [load],
+            seconds=0.05 if quick else _WINDOW_S,
+            warm_up_s=0.05,
+            most_windows=6 if quick else _PAIRS,
+            # It never settles, so all pairs are measured.
+            stable_percent=-1.0,
+            tell=lambda *_: None,
+        )
+    )
+    after, before = (result({}, [point])["series"][0] for point in points[0])
+    return condition.failure(after, changes_in_turns(before, after)) is not None
+
+
+def _another_generator(report: Report, quick: bool) -> None:
+    """Measure one server by perf_analyzer and by moonpool's generator in turns."""
+    other, own = presser(), Own()
+    if not isinstance(other, PerfAnalyzer):
+        report.skipped("perf_analyzer's figures", "perf_analyzer is not installed")
+        return
+    with contextlib.closing(MoonpoolServed(("add_sub",))) as server:
+        for protocol in ("http",) if quick else ("http", "grpc"):
+            for callers in (1,) if quick else (1, 4):
+                case = Case(protocol, "add_sub", "FP32", {"INPUT0": 4, "INPUT1": 4}, True, callers)
+                try:
+                    _in_turns(report, case, server, other, own, quick)
+                except Failed as error:
+                    report.skipped(f"perf_analyzer, {protocol}", str(error))
+
+
+def _in_turns(
+    report: Report,
+    case: Case,
+    server: MoonpoolServed,
+    other: PerfAnalyzer,
+    own: Own,
+    quick: bool,
+) -> None:
+    ratios: dict[str, list[float]] = {"requests/s": [], "p50": [], "p99": []}
+    port = server.port(case.protocol)
+    for turn in range(1 if quick else 10):
+        order = (other, own) if turn % 2 else (own, other)
+        found = {each.words: each.press(case, port, 0.3 if quick else 3.0) for each in order}
+        for name, mine, theirs in zip(ratios, found[own.words], found[other.words], strict=True):
+            ratios[name].append(mine / theirs)
+    for name, values in ratios.items():
+        report.ratio(
+            f"{name} over perf_analyzer's",
+            values,
+            column=f"{case.protocol.upper()}, {case.callers} caller{'s' if case.callers > 1 else ''}",
+            goal=_WITHIN_5,
+            headline=True,
+        )
+
+
+if __name__ == "__main__":
+    main("truth", "Are the figures of `moonpool bench` true?", measure)

@@ -1,0 +1,55 @@
+"""BentoML: a worker process for each instance, behind one socket.
+
+`python -m moonpool.runtime.bench.hosts.on_bentoml START PATH PORT INSTANCES` serves the model of START at that path.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+NEEDS = ("bentoml==1.4.39",)
+# How BentoML's processes, which import this file again, know the model.
+_START, _PATH, _INSTANCES = "MOONPOOL_BENCH_START", "MOONPOOL_BENCH_PATH", "MOONPOOL_BENCH_COUNT"
+
+
+def _service() -> Any:
+    import bentoml
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from moonpool.runtime.bench.hosts.hosted import ModelInHost
+
+    class Hosted:
+        def __init__(self) -> None:
+            self._model = ModelInHost(os.environ[_START])
+
+        @bentoml.api(route=os.environ[_PATH])  # type: ignore[untyped-decorator]
+        def infer(self, request: Any) -> Any:
+            return Response(self._model.answer(request))
+
+    del Request
+    return bentoml.service(workers=int(os.environ[_INSTANCES]))(Hosted)
+
+
+def __getattr__(name: str) -> Any:
+    """Make `service` when BentoML asks for it: moonpool itself imports this file without BentoML."""
+    if name != "service":
+        raise AttributeError(name)
+    globals()["service"] = _service()
+    return globals()["service"]
+
+
+def main() -> None:
+    """Serve until a signal."""
+    start, path, port, instances = sys.argv[1:]
+    os.environ[_START], os.environ[_PATH], os.environ[_INSTANCES] = start, path, instances
+    os.environ.setdefault("BENTOML_DO_NOT_TRACK", "1")
+    program = os.path.join(os.path.dirname(sys.executable), "bentoml")
+    service = "moonpool.runtime.bench.hosts.on_bentoml:service"
+    os.execv(program, [program, "serve", service, "--host", "127.0.0.1", "--port", port])
+
+
+if __name__ == "__main__":
+    main()

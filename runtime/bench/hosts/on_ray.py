@@ -1,0 +1,52 @@
+"""Ray Serve: a replica for each instance, behind its HTTP proxy.
+
+`python -m moonpool.runtime.bench.hosts.on_ray START PATH PORT INSTANCES` serves the model of START at that path.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+NEEDS = ("ray[serve]==2.60.0",)
+
+
+def main() -> None:
+    """Serve until a signal."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray import serve
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    start, path, port, instances = sys.argv[1:]
+
+    class Hosted:
+        def __init__(self) -> None:
+            from moonpool.runtime.bench.hosts.hosted import ModelInHost
+
+            self._model = ModelInHost(start)
+
+        async def __call__(self, request: Any) -> Any:
+            return Response(self._model.answer(await request.body()))
+
+    Hosted.__call__.__annotations__ = {"request": Request}
+    # Ray places replicas by the processors that it believes in, and each of them wants one.
+    ray.init(
+        num_cpus=int(instances) + 2, include_dashboard=False, log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
+    )  # fmt: skip
+    serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
+    deployment = serve.deployment(Hosted, num_replicas=int(instances), max_ongoing_requests=100)
+    serve.run(deployment.bind(), route_prefix=path)
+    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    # Before threads begin, so that none of them takes a signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    main()

@@ -1,0 +1,85 @@
+"""`moonpool bench --hosts`: one model in several hosts, in turns."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tests.runtime.cli.shell import MODELS, CommandLine
+from tests.triton.server import VARIABLE, interpreter
+
+QUICK = ("--concurrency", "1,2", "--seconds", "0.05", "--warm-up", "0", "--windows", "3")
+
+
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "One model can be measured in several hosts in turns, with ratios over the first one; a host that cannot be started is left "
+    "out with the reason.",
+)
+def test_a_model_is_measured_in_several_hosts(
+    cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing may be downloaded, and nothing is in the cache.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    ended = cli(
+        "bench", MODELS, "add_sub", "--hosts", "moonpool,processpool,mosec", *QUICK, "--instances", "2",
+        "--save", ".",
+    )  # fmt: skip
+
+    assert ended.returncode == 0, ended.stderr
+    assert "moonpool: mosec is left out: no environment can be built" in ended.stderr
+    found = json.loads((cli.folder / "add_sub.json").read_text())
+    assert found["host"]["name"] == "moonpool"
+    assert "serve" in found["host"]["command"]
+    in_process, pool = found["hosts"]
+    assert [each["host"]["name"] for each in found["hosts"]] == ["moonpool", "processpool"]
+    # A pool is called from threads, so it is compared with moonpool in this process.
+    assert pool["over"] == in_process["where"] == "in process, threads"
+    for each in (found, in_process, pool):
+        assert [point["failed"] for point in each["series"]] == [0, 0]
+        assert all(point["requests"] for point in each["series"])
+    assert pool["series"][0]["ratios"].keys() == {"requests_per_s", "p50", "p99"}
+    assert "processpool, in process over in process, threads:" in ended.stdout
+
+
+@pytest.mark.triton
+def test_a_model_is_measured_in_triton(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(interpreter()))
+    ended = cli(
+        "bench",
+        MODELS,
+        "add_sub",
+        "--hosts",
+        "moonpool,triton",
+        *QUICK,
+        "--resources",
+        "--save",
+        ".",
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((cli.folder / "add_sub.json").read_text())
+    [triton] = found["hosts"]
+    assert triton["over"] == found["where"] == "moonpool, HTTP"
+    assert "nvidia-pytriton" in triton["host"]["versions"]
+    assert os.path.basename(triton["host"]["command"].split()[0]) == "tritonserver"
+    for point in triton["series"]:
+        assert point["requests"] == point["server"]["requests"] > 0
+        assert point["resources"]["memory_bytes"] > 0
+        assert point["ratios"]["p50"]["median"] > 0
+
+
+def test_none_of_the_hosts_can_be_measured(
+    cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "python"))
+    ended = cli("bench", MODELS, "add_sub", "--hosts", "triton", *QUICK)
+
+    assert ended.returncode == 1
+    assert "moonpool: triton is left out" in ended.stderr
+    assert "none of the hosts can be measured here" in ended.stderr

@@ -1,0 +1,72 @@
+"""`moonpool bench --loadgen`: MLPerf's LoadGen, with a model in process and behind a server."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+from tests.runtime.bench.conftest import Kserve, kserve
+from tests.runtime.cli.shell import MODELS, CommandLine
+
+__all__ = ["kserve"]
+
+HAS_LOADGEN = importlib.util.find_spec("mlperf_loadgen") is not None
+needs_loadgen = pytest.mark.skipif(not HAS_LOADGEN, reason="LoadGen (mlcommons-loadgen) is missing")
+SHAPES = ("--shape", "INPUT0=4", "--shape", "INPUT1=4")
+
+
+@needs_loadgen
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "MLPerf's LoadGen can send the requests, in its four scenarios, to a model in process or behind a server; its logs are kept.",
+)
+@pytest.mark.parametrize(
+    ("scenario", "where"),
+    [
+        ("SingleStream", "process"),
+        ("Offline", "process"),
+        ("Server", "http"),
+        ("MultiStream", "grpc"),
+    ],
+)
+def test_a_scenario_is_run(cli: CommandLine, kserve: Kserve, scenario: str, where: str) -> None:
+    subject = (
+        [MODELS, "add_sub"]
+        if where == "process"
+        else ["add_sub", "--url", kserve.endpoint(where).url]
+    )
+    # On a busy machine a tight limit would make the result invalid.
+    limits = ["--request-rate", "50", "--slo", "p99=60s"] if scenario == "Server" else []
+    ended = cli(
+        "bench", *subject, "--loadgen", scenario, "--seconds", "0.2", "--warm-up", "0.1", *limits, *SHAPES,
+        "--save", ".",
+    )  # fmt: skip
+
+    logs = cli.folder / f"add_sub-{scenario}"
+    summary = (logs / "mlperf_log_summary.txt").read_text()
+    facts = json.loads((logs / "moonpool.json").read_text())
+    assert scenario.lower() in summary.lower().replace(" ", "")
+    assert "MLPerf Results Summary" in ended.stdout
+    assert (facts["scenario"], facts["failed"]) == (scenario, 0)
+    # LoadGen may call a run of a busy machine too short.
+    assert ended.returncode == (0 if facts["valid"] else 1), ended.stderr
+    assert (logs / "mlperf_log_detail.txt").stat().st_size
+
+
+@needs_loadgen
+def test_requests_that_fail_make_a_run_invalid(cli: CommandLine, kserve: Kserve) -> None:
+    ended = cli(
+        "bench", "fails", "--url", kserve.grpc.url, "--loadgen", "Offline", "--seconds", "0.1"
+    )
+
+    assert ended.returncode == 1
+    assert "no luck today" in ended.stderr
+
+
+@pytest.mark.skipif(HAS_LOADGEN, reason="LoadGen is here")
+def test_without_loadgen_it_is_said_how_to_install_it(cli: CommandLine) -> None:
+    ended = cli("bench", MODELS, "add_sub", "--loadgen", "Offline")
+
+    assert ended.returncode == 1
+    assert "mlcommons-loadgen" in ended.stderr
