@@ -33,6 +33,10 @@ _REQUIREMENT = re.compile(
     r"(?:[(<>=!~][A-Za-z0-9.*+!_,<>=~() \t-]*)?"
     r"(?:;[A-Za-z0-9.*+!_,<>=~()'\" \t-]*)?"
 )
+# Names that pip takes for a file, if there is one in its working directory.
+_ARCHIVE = re.compile(r".*\.(?:whl|zip|tar|t(?:ar\.)?(?:gz|bz|bz2|xz|lz|lzma))", re.IGNORECASE)
+# pip and uv end a line at several characters, and `strip` takes them off.
+_LINE = re.compile(r"[ -~\t]*")
 _HASH = re.compile(r"hash=[a-z0-9]+:[0-9A-Fa-f]+")
 # The length of a requirement without its hashes, and with them.
 _LONGEST, _LONGEST_LINE = 1000, 1 << 16
@@ -159,6 +163,7 @@ def _of_lines(text: str) -> tuple[str, ...]:
 
 
 def _checked(line: str) -> str:
+    line = line.strip(" \t\n")
     requirement, *options = (part.strip() for part in re.split(r"[ \t]--", line[:_LONGEST_LINE]))
     shown = f"{line:.200}"
     if line.startswith("-"):
@@ -168,8 +173,12 @@ def _checked(line: str) -> str:
         )
     if max(len(requirement) / _LONGEST, len(line) / _LONGEST_LINE) > 1:
         raise BadEnvironment(f"{shown!r} is longer than any requirement")
-    if not _REQUIREMENT.fullmatch(requirement):
+    name = _NAME.match(requirement)
+    is_one_line = _LINE.fullmatch(line) is not None
+    if name is None or not is_one_line or not _REQUIREMENT.fullmatch(requirement):
         raise BadEnvironment(f"{shown!r} is no name of a package with versions")
+    if _ARCHIVE.fullmatch(name[0]):
+        raise BadEnvironment(f"{shown!r} is the name of a file, and a list has names of packages")
     if others := [each for each in options if not _HASH.fullmatch(each)]:
         raise BadEnvironment(f"{shown!r} has an option other than --hash: --{others[0]:.200}")
     return line

@@ -77,6 +77,9 @@ def test_a_list_has_requirements_and_numpy(
         ("x==${HOME}", "no name of a package"),
         ("x\u2028-e file:%2Fsrv", "is an option"),
         ("x\x0c./folder", "no name of a package"),
+        ("x.zip", "the name of a file"),
+        ("x-1.0-py3-none-any.WHL[all]", "the name of a file"),
+        ("x.tar.gz", "the name of a file"),
         ("x;./folder", "no name of a package"),
         ("x" * 1001, "longer than any requirement"),
         (f"x {HASH}" + f" {HASH}" * 1000, "longer than any requirement"),
@@ -109,6 +112,27 @@ def test_what_is_no_name_of_a_package_is_refused(tmp_path: Path, line: str, word
             "no name of a package",
         ),
         ("pyproject.toml", "[project]\ndependencies = ['x\\u2028-r y']\n", "no name of a package"),
+        # Characters at which pip ends a line, where a part of the line begins or ends.
+        (
+            "pyproject.toml",
+            '[project]\ndependencies = ["x --\\nhash=sha256:00"]\n',
+            "no name of a package",
+        ),
+        (
+            "pyproject.toml",
+            '[project]\ndependencies = ["x\\n --hash=sha256:00"]\n',
+            "no name of a package",
+        ),
+        (
+            "pyproject.toml",
+            '[project]\ndependencies = ["x\\u0085 --hash=sha256:00"]\n',
+            "no name of a package",
+        ),
+        (
+            "pyproject.toml",
+            '[project]\ndependencies = ["x --\\u0085hash=sha256:00"]\n',
+            "no name of a package",
+        ),
         ("pyproject.toml", f"[project]\nrequires-python = '>={'9' * 5000}'\n", "requires-python"),
         ("pyproject.toml", f"x = {'9' * 5000}\n", "TOML"),
         ("pyproject.toml", f"x = {'[' * 100_000}\n", "TOML"),
