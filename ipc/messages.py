@@ -50,6 +50,10 @@ class Kind(IntEnum):
     FINALIZE = 7
     FINALIZED = 8
     CONFINED = 10
+    SLEEP = 50
+    SLEPT = 51
+    WAKE = 52
+    WOKEN = 53
     # Any channel: points to a message in memory that is too large for a packet.
     INDIRECT = 9
     # Control channel.
@@ -206,7 +210,7 @@ SET = 1
 OBSERVE = 2
 
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 # The stage of FAILED whose message is the number of an error of exec: the model's interpreter was not started.
 EXEC_FAILED = "exec"
 
@@ -343,7 +347,7 @@ WORK: dict[Kind, Message] = {
         {"config": Text(LARGEST_CONFIG), "is_fresh": Flag()},
         (Kind.START, Kind.FINALIZE),
     ),
-    Kind.LOADED: Message(_STUB, {"facts": Table(64)}, (Kind.EXECUTE, Kind.FINALIZE)),
+    Kind.LOADED: Message(_STUB, {"facts": Table(64)}, (Kind.EXECUTE, Kind.SLEEP, Kind.FINALIZE)),
     # The stage, the error as the client gets it, and the traceback for the log.
     Kind.FAILED: Message(
         _STUB,
@@ -381,7 +385,19 @@ WORK: dict[Kind, Message] = {
             "remarks": Maybe(ListOf(Maybe(_REMARKS), MAX_BATCH)),
             "states": Maybe(ListOf(Int(0, 2), MAX_BATCH)),
         },
-        (Kind.EXECUTE, Kind.FINALIZE),
+        (Kind.EXECUTE, Kind.SLEEP, Kind.FINALIZE),
+    ),
+    # Calls of the model's `sleep` and `wake`, which LOADED says that it has (`can_sleep`). Nothing is inside: no batch and no open
+    # request. An answer has the error that the function raised, and its traceback; both are empty if there is none.
+    Kind.SLEEP: Message(_RUNTIME, {}, (Kind.SLEPT,)),
+    Kind.SLEPT: Message(
+        _STUB, {"message": Text(LONG), "traceback": Text(LONG)}, (Kind.WAKE, Kind.FINALIZE)
+    ),
+    Kind.WAKE: Message(_RUNTIME, {}, (Kind.WOKEN,)),
+    Kind.WOKEN: Message(
+        _STUB,
+        {"message": Text(LONG), "traceback": Text(LONG)},
+        (Kind.EXECUTE, Kind.SLEEP, Kind.FINALIZE),
     ),
     Kind.FINALIZE: Message(_RUNTIME, {}, (Kind.FINALIZED,)),
     # The error that finalize raised; empty if none.

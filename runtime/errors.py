@@ -68,6 +68,10 @@ class ModelError(MoonpoolError):
         self.code = code
 
 
+class HookFailed(MoonpoolError):
+    """The model's `sleep` or `wake` raised, or took longer than its limit. No request was inside."""
+
+
 class StubDied(MoonpoolError):
     """The process of the instance ended while it had this request. Other instances serve on."""
 

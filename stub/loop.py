@@ -61,6 +61,8 @@ from moonpool.stub.report import describe, traceback_of
 from moonpool.stub.sandbox.denials import denials
 
 _EXECUTE = int(Kind.EXECUTE)
+# What answers a call of the model's `sleep` or `wake`.
+_ANSWERS = {int(Kind.SLEEP): Kind.SLEPT, int(Kind.WAKE): Kind.WOKEN}
 
 
 class Stub:
@@ -129,7 +131,7 @@ class Stub:
         try:
             if start["mode"] != "complete" or self._complete(model):
                 self._gather(model)
-                self._main.conversation.send(Kind.LOADED, self._facts())
+                self._main.conversation.send(Kind.LOADED, self._facts(model))
                 self._host.serves = True
                 self._serve(model)
                 self._host.serves = False
@@ -176,12 +178,13 @@ class Stub:
         denials.flush()
         self._handshake.fail(error.stage, str(error), error.traceback)
 
-    def _facts(self) -> dict[str, object]:
+    def _facts(self, model: Model) -> dict[str, object]:
         return {
             "pid": os.getpid(),
             "python": sys.version.split()[0],
             "numpy": np.__version__,
             "has_is_ready": self._readiness.check is not None,
+            "can_sleep": model.can_sleep,
         }
 
     def _serve(self, model: Model) -> None:
@@ -207,9 +210,12 @@ class Stub:
             if self._execute_usual(model, usual, packet):
                 continue
             message = peer.conversation.accept(packet)
-            if message[0] != _EXECUTE:
+            if message[0] in _ANSWERS:
+                self._sleep_or_wake(model, message[0])
+            elif message[0] == _EXECUTE:
+                self._execute(model, peer, message)
+            else:
                 return
-            self._execute(model, peer, message)
 
     def _execute_usual(self, model: Model, usual: UsualWay, packet: bytes) -> bool:
         """Execute a batch and answer, if it is a usual one. Returns False, and has done nothing, for any other packet."""
@@ -241,13 +247,30 @@ class Stub:
                     peer.control.send(Kind.BEGUN, message[1])
                 self._execute(model, peer, message)
             elif not peer.is_main:
-                raise RemoteProtocolError("a front end may not send FINALIZE")
+                raise RemoteProtocolError(f"a front end may not send {Kind(message[0]).name}")
+            elif message[0] in _ANSWERS:
+                self._sleep_or_wake(model, message[0])
         except MoonpoolError as error:
             if peer.is_main:
                 raise
             self._peers.drop(peer, error)
             return True
-        return bool(message[0] == _EXECUTE)
+        return bool(message[0] != Kind.FINALIZE)
+
+    def _sleep_or_wake(self, model: Model, kind: int) -> None:
+        """Call the model's `sleep` or `wake`, of all objects, and answer."""
+        message = traceback = ""
+        try:
+            for each in [model] if self._objects is None else self._objects.models:
+                returned = each.sleep() if kind == Kind.SLEEP else each.wake()
+                if isinstance(returned, CoroutineType):
+                    self._coroutines.wait_for(returned)
+        except BaseException as error:  # a model may raise anything, SystemExit included
+            # An empty text would say that it went well.
+            message, traceback = describe(error) or type(error).__name__, traceback_of(error)
+        self._prepare_answer()
+        denials.flush()
+        self._main.conversation.send(_ANSWERS[kind], message, traceback)
 
     def _execute(self, model: Model, peer: Peer, message: list[Any]) -> None:
         """Execute a batch, and answer."""
@@ -284,12 +307,12 @@ class Stub:
             answer.take(requests, model.responses(returned, requests))
 
     def _prepare_answer(self) -> None:
-        """Do what comes before ANSWER. Ends a process that the model forked."""
+        """Do what comes before an answer. Ends a process that the model forked."""
         control = self._main.control
         if control.metric_changes.are_made:
             control.metric_changes.flush()
         if self._main.responses.is_forked:
-            sys.stderr.write("A process that the model forked came back from execute and ends.\n")
+            sys.stderr.write("A process that the model forked came back from the model and ends.\n")
             os._exit(1)
 
     def _report(self, model: Model, error: BaseException) -> str:

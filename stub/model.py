@@ -130,6 +130,25 @@ class Model:
         """Return the model's `is_ready`, if it has one."""
         return getattr(self._object, "is_ready", None)
 
+    @property
+    def can_sleep(self) -> bool:
+        """Return whether the model's class has both `sleep` and `wake`. One of them alone is no hook: it may be something else."""
+        found = type(self._hooked)
+        return all(callable(getattr(found, name, None)) for name in ("sleep", "wake"))
+
+    def sleep(self) -> object:
+        """Call the model's `sleep`. It may return a coroutine. Raises what the model raises."""
+        return self._hooked.sleep()
+
+    def wake(self) -> object:
+        """Call the model's `wake`. It may return a coroutine. Raises what the model raises."""
+        return self._hooked.wake()
+
+    @property
+    def _hooked(self) -> Any:
+        adapter = self._object
+        return adapter.model_object if isinstance(adapter, NativeAdapter) else adapter
+
     def failure(self, described: str) -> str:
         """Return the error text for the clients of a batch in which `execute` raised."""
         return (

@@ -35,6 +35,10 @@ enum class Kind : uint8_t {
   FINALIZE = 7,
   FINALIZED = 8,  // message, traceback
   CONFINED = 10,  // version, layers, left_out
+  SLEEP = 50,
+  SLEPT = 51,  // message, traceback
+  WAKE = 52,
+  WOKEN = 53,  // message, traceback
   INDIRECT = 9,  // region, offset, size
   SANDBOX = 15,  // policy
   REGION = 16,  // region, size, writer, device, handle
@@ -103,7 +107,7 @@ constexpr uint64_t kHistogram = 2;
 constexpr uint64_t kIncrement = 0;
 constexpr uint64_t kSet = 1;
 constexpr uint64_t kObserve = 2;
-constexpr uint64_t kProtocolVersion = 6;
+constexpr uint64_t kProtocolVersion = 7;
 constexpr uint64_t kMaxDims = 32;
 constexpr uint64_t kMaxDevices = 4096;
 constexpr int64_t kNoDevice = -1;
@@ -419,6 +423,18 @@ struct Answer {
   explicit Answer(Reader reader) { read_all(reader, batch, core, held, released, blocks, layout, remarks, states); }
 };
 
+struct Slept {
+  std::string_view message{};
+  std::string_view traceback{};
+  explicit Slept(Reader reader) { read_all(reader, message, traceback); }
+};
+
+struct Woken {
+  std::string_view message{};
+  std::string_view traceback{};
+  explicit Woken(Reader reader) { read_all(reader, message, traceback); }
+};
+
 struct Finalized {
   std::string_view message{};
   std::string_view traceback{};
@@ -720,6 +736,10 @@ inline constexpr Spec kSpecs[] = {
     {"", Type::kInt, false, 0, 0, 0, 2u},
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"traceback", Type::kText, false, 0, 0, 0, 1048576u},
+    {"message", Type::kText, false, 0, 0, 0, 1048576u},
+    {"traceback", Type::kText, false, 0, 0, 0, 1048576u},
+    {"message", Type::kText, false, 0, 0, 0, 1048576u},
+    {"traceback", Type::kText, false, 0, 0, 0, 1048576u},
     {"policy", Type::kText, false, 0, 0, 0, 65536u},
     {"region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -739,8 +759,8 @@ inline constexpr Spec kSpecs[] = {
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"file", Type::kText, false, 0, 0, 0, 4096u},
     {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
-    {"responses", Type::kList, false, 82, 1, 0, 64u},
-    {"", Type::kRow, false, 83, 6, 0, 0u},
+    {"responses", Type::kList, false, 86, 1, 0, 64u},
+    {"", Type::kRow, false, 87, 6, 0, 0u},
     {"batch", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
     {"flags", Type::kInt, false, 0, 0, 0, 2u},
@@ -749,16 +769,16 @@ inline constexpr Spec kSpecs[] = {
     {"remarks", Type::kRow, true, 55, 2, 0, 0u},
     {"batch", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
-    {"changes", Type::kList, false, 93, 1, 0, 256u},
-    {"dropped", Type::kList, false, 98, 1, 0, 256u},
-    {"", Type::kRow, false, 94, 4, 0, 0u},
+    {"changes", Type::kList, false, 97, 1, 0, 256u},
+    {"dropped", Type::kList, false, 102, 1, 0, 256u},
+    {"", Type::kRow, false, 98, 4, 0, 0u},
     {"metric", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"operation", Type::kInt, false, 0, 0, 0, 2u},
     {"value", Type::kReal, false, 0, 0, 0, 0u},
     {"count", Type::kInt, false, 0, 0, 1, 1048576u},
     {"", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
-    {"denials", Type::kList, false, 100, 1, 0, 17u},
-    {"", Type::kRow, false, 101, 3, 0, 0u},
+    {"denials", Type::kList, false, 104, 1, 0, 17u},
+    {"", Type::kRow, false, 105, 3, 0, 0u},
     {"what", Type::kInt, false, 0, 0, 0, 8u},
     {"count", Type::kInt, false, 0, 0, 1, 4294967295u},
     {"text", Type::kText, false, 0, 0, 0, 1024u},
@@ -781,20 +801,20 @@ inline constexpr Spec kSpecs[] = {
     {"timeout_us", Type::kInt, false, 0, 0, 0, 18446744073709551615u},
     {"released", Type::kList, false, 19, 1, 0, 1048576u},
     {"blocks", Type::kList, false, 22, 1, 0, 131072u},
-    {"inputs", Type::kList, false, 126, 1, 0, 65536u},
-    {"outputs", Type::kList, false, 134, 1, 0, 65536u},
-    {"details", Type::kRow, true, 135, 7, 0, 0u},
-    {"", Type::kRow, false, 127, 6, 0, 0u},
+    {"inputs", Type::kList, false, 130, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 138, 1, 0, 65536u},
+    {"details", Type::kRow, true, 139, 7, 0, 0u},
+    {"", Type::kRow, false, 131, 6, 0, 0u},
     {"name", Type::kText, false, 0, 0, 0, 1048576u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
-    {"shape", Type::kList, false, 133, 1, 0, 32u},
+    {"shape", Type::kList, false, 137, 1, 0, 32u},
     {"block", Type::kInt, false, 0, 0, 0, 131072u},
     {"offset", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"", Type::kText, false, 0, 0, 0, 1048576u},
     {"request_id", Type::kText, false, 0, 0, 0, 1048576u},
-    {"correlation_id", Type::kOneOf, false, 142, 2, 0, 0u},
+    {"correlation_id", Type::kOneOf, false, 146, 2, 0, 0u},
     {"flags", Type::kInt, false, 0, 0, 0, 4294967295u},
     {"parameters", Type::kTable, true, 0, 0, 0, 4096u},
     {"trace", Type::kText, true, 0, 0, 0, 4096u},
@@ -806,7 +826,7 @@ inline constexpr Spec kSpecs[] = {
     {"final", Type::kFlag, false, 0, 0, 0, 0u},
     {"released", Type::kList, false, 19, 1, 0, 1048576u},
     {"blocks", Type::kList, false, 22, 1, 0, 131072u},
-    {"outputs", Type::kList, false, 126, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 130, 1, 0, 65536u},
     {"parameters", Type::kTable, true, 0, 0, 0, 4096u},
     {"error", Type::kRow, true, 57, 2, 0, 0u},
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -814,8 +834,8 @@ inline constexpr Spec kSpecs[] = {
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"model", Type::kText, false, 0, 0, 0, 4096u},
     {"config", Type::kText, false, 0, 0, 0, 4194304u},
-    {"files", Type::kList, true, 157, 1, 0, 65536u},
-    {"", Type::kRow, false, 158, 2, 0, 0u},
+    {"files", Type::kList, true, 161, 1, 0, 65536u},
+    {"", Type::kRow, false, 162, 2, 0, 0u},
     {"path", Type::kText, false, 0, 0, 0, 1048576u},
     {"contents", Type::kRaw, false, 0, 0, 0, 2147483648u},
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -828,9 +848,9 @@ inline constexpr Spec kSpecs[] = {
     {"name", Type::kText, false, 0, 0, 0, 1048576u},
     {"description", Type::kText, false, 0, 0, 0, 1048576u},
     {"metric_kind", Type::kInt, false, 0, 0, 0, 2u},
-    {"labels", Type::kList, true, 172, 1, 0, 65536u},
-    {"buckets", Type::kList, true, 175, 1, 0, 65536u},
-    {"", Type::kRow, false, 173, 2, 0, 0u},
+    {"labels", Type::kList, true, 176, 1, 0, 65536u},
+    {"buckets", Type::kList, true, 179, 1, 0, 65536u},
+    {"", Type::kRow, false, 177, 2, 0, 0u},
     {"name", Type::kText, false, 0, 0, 0, 1048576u},
     {"value", Type::kText, false, 0, 0, 0, 1048576u},
     {"", Type::kReal, false, 0, 0, 0, 0u},
@@ -858,13 +878,13 @@ inline constexpr Spec kSpecs[] = {
     {"config", Type::kText, true, 0, 0, 0, 16777216u},
     {"reschedules", Type::kFlag, false, 0, 0, 0, 0u},
     {"max_batch_size", Type::kInt, false, 0, 0, 0, 2147483647u},
-    {"inputs", Type::kList, false, 208, 1, 0, 65536u},
-    {"outputs", Type::kList, false, 208, 1, 0, 65536u},
+    {"inputs", Type::kList, false, 212, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 212, 1, 0, 65536u},
     {"execute_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"is_private", Type::kFlag, false, 0, 0, 0, 0u},
     {"log_lines_per_s", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"recycle_requests", Type::kInt, true, 0, 0, 1, 9223372036854775807u},
-    {"may_ask", Type::kList, true, 208, 1, 0, 4096u},
+    {"may_ask", Type::kList, true, 212, 1, 0, 4096u},
     {"is_decoupled", Type::kFlag, false, 0, 0, 0, 0u},
     {"", Type::kText, false, 0, 0, 0, 4096u},
     {"number", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -932,18 +952,18 @@ inline constexpr Spec kSpecs[] = {
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"file", Type::kText, false, 0, 0, 0, 4096u},
     {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
-    {"", Type::kList, false, 275, 1, 0, 65536u},
-    {"", Type::kList, false, 276, 1, 0, 65536u},
-    {"", Type::kRow, false, 277, 6, 0, 0u},
+    {"", Type::kList, false, 279, 1, 0, 65536u},
+    {"", Type::kList, false, 280, 1, 0, 65536u},
+    {"", Type::kRow, false, 281, 6, 0, 0u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
-    {"shape", Type::kList, false, 133, 1, 0, 32u},
+    {"shape", Type::kList, false, 137, 1, 0, 32u},
     {"block", Type::kInt, false, 0, 0, 0, 131072u},
     {"offset", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
 };
 
-constexpr Table<Kind, 10> kWork = {{{
+constexpr Table<Kind, 14> kWork = {{{
     {"CONFINED", 10, 2, 0, 3},
     {"START", 1, 1, 5, 1},
     {"COMPLETED", 2, 2, 6, 2},
@@ -951,79 +971,83 @@ constexpr Table<Kind, 10> kWork = {{{
     {"FAILED", 4, 2, 9, 3},
     {"EXECUTE", 5, 1, 12, 7},
     {"ANSWER", 6, 2, 46, 8},
+    {"SLEEP", 50, 1, 60, 0},
+    {"SLEPT", 51, 2, 60, 2},
+    {"WAKE", 52, 1, 60, 0},
+    {"WOKEN", 53, 2, 62, 2},
     {"FINALIZE", 7, 1, 60, 0},
-    {"FINALIZED", 8, 2, 60, 2},
+    {"FINALIZED", 8, 2, 64, 2},
     {"INDIRECT", 9, 0, 23, 3},
 }}, kSpecs};
 
 constexpr Table<Kind, 22> kControl = {{{
-    {"SANDBOX", 15, 1, 62, 1},
-    {"REGION", 16, 1, 63, 5},
-    {"LENT_REGION", 40, 1, 68, 2},
-    {"GROW", 17, 2, 70, 2},
-    {"EVENT", 48, 0, 72, 2},
-    {"REFUSED", 18, 1, 74, 1},
-    {"RELEASE", 19, 0, 75, 1},
-    {"RETIRE", 20, 0, 76, 1},
-    {"LOG", 21, 2, 77, 4},
-    {"RESPONSES", 22, 2, 81, 1},
-    {"CANCEL", 23, 1, 89, 2},
+    {"SANDBOX", 15, 1, 66, 1},
+    {"REGION", 16, 1, 67, 5},
+    {"LENT_REGION", 40, 1, 72, 2},
+    {"GROW", 17, 2, 74, 2},
+    {"EVENT", 48, 0, 76, 2},
+    {"REFUSED", 18, 1, 78, 1},
+    {"RELEASE", 19, 0, 79, 1},
+    {"RETIRE", 20, 0, 80, 1},
+    {"LOG", 21, 2, 81, 4},
+    {"RESPONSES", 22, 2, 85, 1},
+    {"CANCEL", 23, 1, 93, 2},
     {"INDIRECT", 9, 0, 23, 3},
-    {"METRICS", 24, 2, 91, 2},
-    {"DENIALS", 49, 2, 99, 1},
-    {"LOGGING", 25, 1, 104, 4},
-    {"READY", 26, 1, 108, 1},
-    {"READINESS", 27, 2, 109, 2},
+    {"METRICS", 24, 2, 95, 2},
+    {"DENIALS", 49, 2, 103, 1},
+    {"LOGGING", 25, 1, 108, 4},
+    {"READY", 26, 1, 112, 1},
+    {"READINESS", 27, 2, 113, 2},
     {"PEER", 28, 1, 60, 0},
-    {"BEGUN", 29, 2, 111, 1},
-    {"FORK", 45, 1, 112, 1},
-    {"REAP", 46, 1, 113, 1},
-    {"EXITED", 47, 2, 114, 2},
+    {"BEGUN", 29, 2, 115, 1},
+    {"FORK", 45, 1, 116, 1},
+    {"REAP", 46, 1, 117, 1},
+    {"EXITED", 47, 2, 118, 2},
 }}, kSpecs};
 
 constexpr Table<Kind, 12> kCalls = {{{
-    {"INFER", 30, 2, 116, 10},
-    {"REPLY", 31, 1, 144, 7},
-    {"CANCEL_CALL", 43, 2, 151, 1},
-    {"WITHDRAW", 32, 2, 151, 1},
-    {"LET_GO", 33, 2, 152, 1},
-    {"LOAD_MODEL", 34, 2, 153, 4},
-    {"UNLOAD_MODEL", 35, 2, 160, 3},
-    {"IS_MODEL_READY", 36, 2, 163, 3},
-    {"NEW_METRIC", 38, 2, 166, 6},
-    {"METRIC_VALUE", 39, 2, 176, 2},
-    {"DONE", 37, 1, 178, 3},
+    {"INFER", 30, 2, 120, 10},
+    {"REPLY", 31, 1, 148, 7},
+    {"CANCEL_CALL", 43, 2, 155, 1},
+    {"WITHDRAW", 32, 2, 155, 1},
+    {"LET_GO", 33, 2, 156, 1},
+    {"LOAD_MODEL", 34, 2, 157, 4},
+    {"UNLOAD_MODEL", 35, 2, 164, 3},
+    {"IS_MODEL_READY", 36, 2, 167, 3},
+    {"NEW_METRIC", 38, 2, 170, 6},
+    {"METRIC_VALUE", 39, 2, 180, 2},
+    {"DONE", 37, 1, 182, 3},
     {"INDIRECT", 9, 0, 23, 3},
 }}, kSpecs};
 
 constexpr Table<Word, 24> kLauncher = {{{
-    {"LONG", 60, 0, 181, 1},
-    {"BACKEND", 61, 1, 182, 4},
-    {"LOGGING", 62, 1, 186, 4},
-    {"MODEL", 63, 1, 190, 6},
-    {"MODEL_READY", 81, 2, 196, 12},
-    {"REFUSED", 82, 2, 209, 3},
-    {"INSTANCE", 64, 1, 212, 5},
-    {"BORN", 89, 2, 217, 7},
-    {"STARTED", 83, 2, 224, 4},
-    {"MEMORY", 70, 1, 228, 7},
-    {"RETURNED", 72, 1, 235, 4},
-    {"SET_ASIDE", 91, 2, 239, 2},
-    {"SCRUB", 71, 1, 241, 3},
-    {"SCRUBBED", 92, 2, 244, 2},
-    {"LOST", 65, 1, 246, 5},
-    {"OVERDUE", 66, 1, 251, 2},
-    {"GROWN", 90, 2, 253, 2},
-    {"RENEW", 69, 1, 255, 3},
-    {"DIED", 85, 2, 258, 5},
-    {"END", 67, 1, 263, 1},
-    {"END_MODEL", 68, 1, 264, 1},
-    {"ENDED", 86, 2, 265, 1},
-    {"HELLO", 80, 2, 266, 4},
-    {"NOTE", 88, 2, 270, 4},
+    {"LONG", 60, 0, 185, 1},
+    {"BACKEND", 61, 1, 186, 4},
+    {"LOGGING", 62, 1, 190, 4},
+    {"MODEL", 63, 1, 194, 6},
+    {"MODEL_READY", 81, 2, 200, 12},
+    {"REFUSED", 82, 2, 213, 3},
+    {"INSTANCE", 64, 1, 216, 5},
+    {"BORN", 89, 2, 221, 7},
+    {"STARTED", 83, 2, 228, 4},
+    {"MEMORY", 70, 1, 232, 7},
+    {"RETURNED", 72, 1, 239, 4},
+    {"SET_ASIDE", 91, 2, 243, 2},
+    {"SCRUB", 71, 1, 245, 3},
+    {"SCRUBBED", 92, 2, 248, 2},
+    {"LOST", 65, 1, 250, 5},
+    {"OVERDUE", 66, 1, 255, 2},
+    {"GROWN", 90, 2, 257, 2},
+    {"RENEW", 69, 1, 259, 3},
+    {"DIED", 85, 2, 262, 5},
+    {"END", 67, 1, 267, 1},
+    {"END_MODEL", 68, 1, 268, 1},
+    {"ENDED", 86, 2, 269, 1},
+    {"HELLO", 80, 2, 270, 4},
+    {"NOTE", 88, 2, 274, 4},
 }}, kSpecs};
 
-constexpr size_t kLayoutSpec = 274;
+constexpr size_t kLayoutSpec = 278;
 // The tensors of each request, or response, of a batch.
 using Layout = List<List<Tensor>>;
 

@@ -206,7 +206,8 @@ def _add_model(samples: _Samples, hosted: HostedModel) -> None:
 def _add_residence(samples: _Samples, hosted: HostedModel, residence: ResidentModel) -> None:
     statistics = hosted.scheduler.statistics
     labels = labels_of(statistics)
-    samples.add("moonpool_model_awake", labels, int(residence.is_present))
+    samples.add("moonpool_model_awake", labels, int(not residence.is_asleep))
+    samples.add("moonpool_model_dormant", labels, int(residence.is_dormant))
     samples.add("moonpool_model_wakes_total", labels, residence.wakes)
     for reason in SLEEP_REASONS:
         by_reason = labels_of(statistics, ("reason", reason))
@@ -218,7 +219,7 @@ def _add_residence(samples: _Samples, hosted: HostedModel, residence: ResidentMo
                 "moonpool_model_scale_steps_total", by_direction, residence.steps[direction]
             )
     if residence.is_measured:
-        for kind, size in zip(("cpu", "gpu"), residence.need, strict=True):
+        for kind, size in zip(("cpu", "gpu"), residence.present_need, strict=True):
             by_kind = labels_of(statistics, ("kind", kind))
             is_here = size if residence.is_present else 0
             samples.add("moonpool_model_measured_memory_bytes", by_kind, is_here)

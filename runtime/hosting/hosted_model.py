@@ -8,7 +8,8 @@ holds it until front-end processes refuse requests; the scheduler does so before
 outside of the scheduler's lock and never inside it.
 
 A model that may sleep (`residency`) has an entry there. `wake` and `fall_asleep` start and end its instances in between, and hold the model
-lock. The model stays READY: it takes requests, which wake it.
+lock. The model stays READY: it takes requests, which wake it. A model with `sleep` and `wake` of its own may keep its instances while it
+sleeps; it is dormant then. The scheduler has given them up, as if they had ended, and gets them back when they are awake.
 
 An update (`grow`, then `shrink`) also holds the model lock. In between, the registry's table changes.
 
@@ -106,6 +107,10 @@ class HostedModel:
                 may_sleep = residency.may_sleep(model.options)
         # None if the model never sleeps.
         self.residence: ResidentModel | None = None
+        # True while it sleeps with its instances.
+        self.is_dormant = False
+        # The error of the model's last `sleep` or `wake`, None if it ended well.
+        self.hook_failure: BaseException | None = None
         # The reason why requests are refused after a model that was asleep could not be started.
         self._why_resting = ""
         # A front end does not know which models sleep.
@@ -267,10 +272,15 @@ class HostedModel:
         return self._has_given_up
 
     @property
+    def why_broken(self) -> str:
+        """The reason why an instance has ended and is not there again; empty if none has."""
+        return str(self.supervisor.why_broken or "")
+
+    @property
     def sleeps_because(self) -> str:
-        """The reason why the model is without instances; empty if it has some."""
+        """The reason why the model is without instances, or why they sleep; empty if it has some that serve."""
         residence = self.residence
-        if residence is None or residence.is_present:
+        if residence is None or not residence.is_asleep:
             return ""
         return residence.machine.because
 
@@ -311,7 +321,10 @@ class HostedModel:
     def wake(self) -> None:
         """Start the instances of a model that sleeps. Requests that wait run as soon as the first one is ready. Raises as `load`."""
         began_s = time.monotonic()
+        if self._wake_dormant():
+            return
         self.model.check_files()
+        self.hook_failure = None
         self.model.is_asleep = False
         self._is_starting = True
         instances = self._made(specs_of(self.model.config.instance_groups))
@@ -329,10 +342,49 @@ class HostedModel:
         self.supervisor.check_given_up()
         self._tell(str(self), "AWAKE", "a request came")
 
-    def fall_asleep(self) -> bool:
-        """End the instances, if nothing is inside. Returns False if something is, or the model has given up. Blocks."""
-        if self.machine.state is not ModelState.READY or not self.scheduler.doze():
+    def _wake_dormant(self) -> bool:
+        """Wake the instances of a dormant model. Returns False if it has none, and must start some."""
+        if not self.is_dormant:
             return False
+        self.is_dormant = False
+        matching = self._matched(self.model.config)
+        if matching.come or matching.go:
+            # The configuration has changed since.
+            self.supervisor.end_all()
+            return False
+        try:
+            if isinstance(self.scheduler, LimitedScheduler):
+                self.scheduler.join([record.instance for record in self.supervisor.records])
+        except BaseException:
+            self.supervisor.end_all()
+            self._end_beside_instances()
+            raise
+        self.model.is_asleep = False
+        self._note_hook(self.supervisor.wake_all())
+        self.scheduler.open()
+        self.supervisor.check_given_up()
+        self._tell(str(self), "AWAKE", "a request came")
+        return True
+
+    def fall_asleep(self, *, may_stay: bool) -> bool:
+        """End the instances, if nothing is inside. Returns False if something is, or the model has given up. Blocks.
+
+        If they `may_stay`, and the model has `sleep` and `wake`, its `sleep` is called instead, and the model is dormant after that.
+        """
+        if self.is_dormant:
+            if may_stay:
+                return False
+            self.is_dormant = False
+        elif self.machine.state is not ModelState.READY or not self.scheduler.doze():
+            return False
+        elif may_stay and self.supervisor.can_sleep:
+            self._note_hook(self.supervisor.sleep_all())
+            if self.hook_failure is None:
+                self._leave_limiter()
+                self.model.is_asleep = self.is_dormant = True
+                self._tell(str(self), "ASLEEP", "its instances sleep")
+                return True
+            _log.error("model '%s' ends instead of sleeping: %s", self.name, self.hook_failure)
         self.supervisor.end_all()
         if self.model.options.instances is not None:
             self.model.config = with_count(self.model.config, self.model.options.instances[0])
@@ -340,6 +392,11 @@ class HostedModel:
         self._end_beside_instances()
         self._tell(str(self), "ASLEEP", "its instances have ended")
         return True
+
+    def _note_hook(self, failure: BaseException | None) -> None:
+        self.hook_failure = failure
+        if failure is not None:
+            self._errors.add(self.model.name, self.model.version, str(failure))
 
     def _end_beside_instances(self) -> None:
         self.model.is_asleep = True
@@ -485,7 +542,9 @@ class HostedModel:
         if reason is not None:
             answer(reason)
             return
-        ask_all([record.instance for record in self.supervisor.records if _serves(record)], answer)
+        # One that is dormant is asked when it is awake: now its weights may be anywhere.
+        records = [] if self.model.is_asleep else self.supervisor.records
+        ask_all([record.instance for record in records if _serves(record)], answer)
 
     @property
     def instance_down(self) -> str | None:

@@ -27,6 +27,8 @@ class InstanceRecord:
         self.recovery: threading.Thread | None = None
         # Set once the instance is to end for good: it is not started again.
         self.stopping = threading.Event()
+        # True while the model's `sleep` or `wake` runs in it.
+        self.is_in_hook = False
         # A recovery for which no thread could be started yet.
         self.unrecovered: Callable[[], None] | None = None
 

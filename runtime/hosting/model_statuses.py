@@ -16,6 +16,7 @@ from moonpool.runtime.model.states import ModelState
 _MOST = 10_000
 _UNLOADED = "unloaded"
 _ASLEEP = "asleep: the next request loads it"
+_DORMANT = "asleep with its processes: the next request wakes it"
 _WORDS = {
     "UNKNOWN": "Unknown",
     "INTERNAL": "Internal",
@@ -40,7 +41,7 @@ class VersionStatus:
         self.version = hosted.model.version
         self.sandbox = hosted.model.options.sandbox
         self.failure: MoonpoolError | None = None
-        self._machine, self._model = hosted.machine, hosted.model
+        self._machine, self._model, self._hosted = hosted.machine, hosted.model, hosted
         self._is_given_up = False
 
     def give_up(self) -> None:
@@ -55,7 +56,7 @@ class VersionStatus:
     def reason(self) -> str:
         """The reason why it is UNAVAILABLE, or that it is asleep; empty in all other states."""
         if self.state is ModelState.READY and self._model.is_asleep:
-            return _ASLEEP
+            return _DORMANT if self._hosted.is_dormant else _ASLEEP
         if self.state is not ModelState.UNAVAILABLE:
             return ""
         if self.is_unloaded:

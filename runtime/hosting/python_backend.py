@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from moonpool.ipc.errors import PeerGone
+from moonpool.ipc.messages import Kind
 from moonpool.ipc.policy import is_contained
 from moonpool.runtime.errors import LoadFailed, ModelUnavailable
 from moonpool.runtime.isolation.environment_variables import OF_THE_INTERPRETER, unseen
@@ -218,10 +219,34 @@ class PythonBackend(Backend):
             start = self._start(model, instance.name, kind, device_id, "serve")
             _, facts = stub.start(start, deadline)
             stub.readiness.has_check = facts.get("has_is_ready") is True
+            stub.can_sleep = facts.get("can_sleep") is True
         except BaseException:
             stub.end()
             raise
         return stub
+
+    def can_sleep(self, instance: ModelInstance) -> bool:
+        stub: StubHandle = instance.state
+        return stub.can_sleep
+
+    def model_instance_sleep(self, instance: ModelInstance) -> None:
+        stub: StubHandle = instance.state
+        limit_s = instance.model.options.sleep_timeout_s
+        try:
+            stub.call_hook(Kind.SLEEP, limit_s, "MOONPOOL_SLEEP_TIMEOUT_S")
+        except BaseException:
+            # A model whose `sleep` raised can still finalize.
+            instance.is_healthy = stub.reason is None
+            raise
+
+    def model_instance_wake(self, instance: ModelInstance) -> None:
+        stub: StubHandle = instance.state
+        limit_s = instance.model.options.wake_timeout_s
+        try:
+            stub.call_hook(Kind.WAKE, limit_s, "MOONPOOL_WAKE_TIMEOUT_S")
+        except BaseException as error:
+            stub.abort(error)
+            raise
 
     def model_instance_finalize(self, instance: ModelInstance) -> None:
         stub: StubHandle = instance.state

@@ -733,7 +733,7 @@ class ModelRegistry:
         """Return True if a request is inside a model, or an ensemble. Requests that wait for a model that sleeps are in nothing yet."""
         loaded = self._models.get(name)
         return loaded is not None and any(
-            hosted.is_used and (hosted.residence is None or hosted.residence.is_present)
+            hosted.is_used and (hosted.residence is None or not hosted.residence.is_asleep)
             for hosted in loaded.versions.values()
         )
 

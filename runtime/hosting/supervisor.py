@@ -195,9 +195,9 @@ class Supervisor:
         self._tidy()
 
     def give_up_starting(self) -> None:
-        """Let the first start fail soon. For a thread that waits for it and was interrupted."""
+        """Let the first start, or a `sleep` or `wake` of the model, fail soon. For a thread that waits for it and was interrupted."""
         for record in self.records:
-            if record.machine.state is _S.STARTING:
+            if record.machine.state is _S.STARTING or record.is_in_hook:
                 reason = LoadFailed(f"the start of '{record.instance.name}' was interrupted")
                 self._backend.abort(record.instance, reason)
 
@@ -407,6 +407,72 @@ class Supervisor:
             self.records = tuple(each for each in self.records if each not in records)
         if self.records:
             self.check_given_up()
+
+    # Sleep without an end
+
+    @property
+    def can_sleep(self) -> bool:
+        """True if all instances are ready, and their models may free memory while the processes stay."""
+        return bool(self.records) and all(
+            record.machine.state is _S.READY
+            and record.instance.broken is None
+            and self._backend.can_sleep(record.instance)
+            for record in self.records
+        )
+
+    @property
+    def why_broken(self) -> BaseException | None:
+        """The error of the first instance that broke and is not recovered yet."""
+        broken = (record.instance.broken for record in self.records)
+        return next((each for each in broken if each is not None), None)
+
+    def sleep_all(self) -> BaseException | None:
+        """Call the `sleep` of all instances, which the scheduler has given up, in parallel. Returns the first failure."""
+        sleep = self._backend.model_instance_sleep
+        outcomes = in_parallel(
+            lambda record: self._in_hook(record, sleep), self.records, "moonpool-sleep"
+        )
+        return next((each for each in outcomes if each is not None), None)
+
+    def wake_all(self) -> BaseException | None:
+        """Call the `wake` of all instances after `sleep_all`, in parallel. Returns the first failure.
+
+        Each takes requests as soon as it is awake. One that fails is recovered, as if it had broken while it was idle.
+        """
+        scheduler = self._scheduler
+        if scheduler is None:
+            return None
+        outcomes = in_parallel(
+            lambda record: self._wake(record, scheduler),
+            self.records,
+            "moonpool-wake",
+            self.give_up_starting,
+        )
+        return next((each for each in outcomes if each is not None), None)
+
+    def _wake(self, record: InstanceRecord, scheduler: Scheduler) -> BaseException | None:
+        instance = record.instance
+        # One that broke while it slept has no process to ask; the scheduler has it recovered.
+        if instance.broken is None:
+            failure = self._in_hook(record, self._backend.model_instance_wake)
+            if failure is not None:
+                scheduler.lose(instance, failure)
+                return failure
+        scheduler.add(instance)
+        return None
+
+    @staticmethod
+    def _in_hook(
+        record: InstanceRecord, hook: Callable[[ModelInstance], None]
+    ) -> BaseException | None:
+        record.is_in_hook = True
+        try:
+            hook(record.instance)
+        except BaseException as error:  # a backend may raise SystemExit
+            return error
+        finally:
+            record.is_in_hook = False
+        return None
 
     # Recycling
 

@@ -230,6 +230,16 @@ class Backend(ABC):
     def model_instance_initialize(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
         """Make an instance ready to execute. Instances of a model are initialized in parallel."""
 
+    def can_sleep(self, instance: ModelInstance) -> bool:  # noqa: ARG002
+        """Return True if the model of an instance may free memory while its process stays (`model_instance_sleep`)."""
+        return False
+
+    def model_instance_sleep(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
+        """Let an instance that executes nothing free memory. Blocks. Raises what goes wrong; then the instance is ended."""
+
+    def model_instance_wake(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
+        """Let an instance take back what it has freed. Blocks. Raises what goes wrong; then the instance is started anew."""
+
     def model_instance_finalize(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
         """End an instance, which executes nothing."""
 

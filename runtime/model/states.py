@@ -33,7 +33,7 @@ documentation from them.
 #
 # Residence.  If a READY model has processes.  ASLEEP has none, and a request wakes it.  WAITING waits until there is room in
 # memory; WAKING starts its instances; AWAKE has them.  LEAVING ends them; nothing is inside, and a request that
-# comes meanwhile waits, and wakes the model again.  RESTING could not be started, and refuses requests for a while.
+# comes meanwhile waits, and wakes the model again.  DORMANT sleeps with its processes, which have freed what they can.  RESTING could not be started, and refuses requests for a while.
 # A model that never sleeps has no such machine.
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class Residence(StrEnum):
     WAKING = "WAKING"
     AWAKE = "AWAKE"
     LEAVING = "LEAVING"
+    DORMANT = "DORMANT"
     RESTING = "RESTING"
 
 
@@ -141,10 +142,16 @@ RESIDENCE: Table[Residence] = {
     _R.WAITING: {
         _R.WAKING: "there is room",
         _R.ASLEEP: "nobody waits any more, or no room in time",
+        _R.DORMANT: "the same, with its processes",
     },
     _R.WAKING: {_R.AWAKE: "an instance is ready", _R.RESTING: "start failed"},
     _R.AWAKE: {_R.LEAVING: "not used, or memory is short"},
-    _R.LEAVING: {_R.ASLEEP: "instances ended", _R.AWAKE: "a request was inside"},
+    _R.LEAVING: {
+        _R.ASLEEP: "instances ended",
+        _R.DORMANT: "instances sleep",
+        _R.AWAKE: "a request was inside",
+    },
+    _R.DORMANT: {_R.WAITING: "a request came", _R.LEAVING: "memory is short, or an instance died"},
     _R.RESTING: {_R.ASLEEP: "the pause is over"},
 }
 

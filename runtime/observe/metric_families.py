@@ -132,7 +132,14 @@ _OF_TRITON = {
 INSTANCE_FAMILIES = {
     "moonpool_model_ready": ("gauge", "1 if a request to the model could run now, else 0"),
     "moonpool_instances": ("gauge", "Model instances by state"),
-    "moonpool_model_awake": ("gauge", "1 if a model that may sleep has instances, else 0"),
+    "moonpool_model_awake": (
+        "gauge",
+        "1 if a model that may sleep has instances that serve, else 0",
+    ),
+    "moonpool_model_dormant": (
+        "gauge",
+        "1 while a model sleeps with its processes, which have freed what they can, else 0",
+    ),
     "moonpool_model_wakes_total": ("counter", "Starts of a model that may sleep"),
     "moonpool_model_sleeps_total": (
         "counter",

@@ -329,6 +329,9 @@ _GRANTS = {
 _DEADLINES = {
     "MOONPOOL_LOAD_TIMEOUT_S": "load_timeout_s",
     "MOONPOOL_FINALIZE_TIMEOUT_S": "finalize_timeout_s",
+    # A model that needs memory waits so long for another one.
+    "MOONPOOL_SLEEP_TIMEOUT_S": "sleep_timeout_s",
+    "MOONPOOL_WAKE_TIMEOUT_S": "wake_timeout_s",
 }
 # Each limit with the one that it may not exceed. Tighter limits harm nobody.
 _LIMITS = {

@@ -137,6 +137,7 @@ class Autoscaler:
         else:
             more = max(1.0, min(present, room.by_memory, room.idle_processors + _IDLE_PROCESSOR))
             self.begin()
+            self.held_because = ""
             because = f"requests have waited for {sample.wait_ms:.1f} ms, the target is {self._target_ms:g} ms"
             return ScaleStep(min(most, present + int(more)), because)
         return None

@@ -11,7 +11,7 @@ fewer of them, in place of starting and ending them all the time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
@@ -71,6 +71,8 @@ class Candidate(NamedTuple):
     """False if it must stay now, for whatever reason."""
     stays_because: str = ""
     """The reason, if it must stay."""
+    is_dormant: bool = False
+    """True if it sleeps with its processes."""
 
 
 class Act(Enum):
@@ -82,11 +84,15 @@ class Act(Enum):
 
 
 class Verdict(NamedTuple, Generic[K]):
-    """A decision: `victim` goes first if the act is EVICT, and `reason` says which limit is short."""
+    """A decision: `victim` goes first if the act is EVICT, and `reason` says which limit is short.
+
+    `may_stay`: it is enough if the victim frees memory of GPUs, and its processes may stay.
+    """
 
     act: Act
     victim: K | None = None
     reason: str = ""
+    may_stay: bool = False
 
 
 class Sieve(Generic[K]):
@@ -170,22 +176,34 @@ def decide(
 ) -> Verdict[K]:
     """Decide if a model with this need may come; with None, if those that are present may all stay.
 
-    A model that is alone may come, however large it is. `is_member`: a request that runs in a present model waits for this one, so the
+    If only memory of GPUs is short, models that are awake go first, as a dormant one has freed what it can. Otherwise dormant ones go first:
+    nobody has asked them lately. A model that is alone may come, however large it is. `is_member`: a request that runs in a present model waits for this one, so the
     two count as one, and it may come if nothing else can go.
     """
     needs = [each.need for each in present.values()]
     reason = shortage(limits, needs if coming is None else [*needs, coming])
     if not reason or not needs or (coming is None and len(needs) == 1):
         return Verdict(Act.ADMIT)
-    victim = sieve.choose(
-        lambda key: present[key].uses if key in present else 0,
-        lambda key: key in present and present[key].may_go,
+    only_gpus = not shortage(
+        replace(limits, gpu_memory=None), needs if coming is None else [*needs, coming]
     )
-    if victim is not None:
-        return Verdict(Act.EVICT, victim, reason)
+    for is_dormant in (False, True) if only_gpus else (True, False):
+        victim = _victim(sieve, present, is_dormant)
+        if victim is not None:
+            return Verdict(Act.EVICT, victim, reason, only_gpus and not is_dormant)
     if is_member and coming is not None:
         return Verdict(Act.ADMIT, None, f"{reason}; it is in use by a model that is in memory")
     return Verdict(Act.WAIT, None, f"{reason}, and {_why_all_stay(present.values())}")
+
+
+def _victim(sieve: Sieve[K], present: Mapping[K, Candidate], is_dormant: bool) -> K | None:
+    """Choose among the models that are dormant, or among the others."""
+
+    def may_go(key: K) -> bool:
+        candidate = present.get(key)
+        return candidate is not None and candidate.may_go and candidate.is_dormant is is_dormant
+
+    return sieve.choose(lambda key: present[key].uses, may_go)
 
 
 def _why_all_stay(present: Iterable[Candidate]) -> str:

@@ -9,9 +9,16 @@ reactor, which starts a thread for the first of them (`_bring`). So concurrent f
 (`_make_room`), takes the model lock, and starts the instances. Requests run as soon as the first one is ready. If that fails, all who wait get the
 reason, and requests are refused for a while, longer after each failure.
 
+*The first start.* Nobody knows what a model takes before it was there. Where memory is limited, such models start one after the other, each when the one before
+is measured (`_newcomer`). So the limit is exceeded by one of them at most. A model that another one asks does not wait for that one, which may wait for it.
+
 *Putting to sleep* runs on the thread that needs the room, or on `moonpool-residency`, which also looks for models that nobody has asked for
 lately. The scheduler refuses if anything is inside, under its own lock. A request that comes a moment later waits in the queue; the mark is
 set, and the model is woken as soon as its instances have ended.
+
+*Dormant models.* A model with `sleep` and `wake` may keep its processes while it sleeps. It does where that is enough: nobody has asked
+for it, or only memory of GPUs is short. It counts for what it takes then, and its processes end when that is too much, or when one of them dies. It
+wakes as any other: room is made for all that it took when it was awake, and it is not counted twice.
 
 *Scaling.* The same thread takes samples of models whose number of instances follows the load (`autoscaling.py`). A thread for each step holds the model lock, so a
 step meets no load and no sleep; if the lock is not free, the step is left out, and the next samples lead to another one.
@@ -68,13 +75,14 @@ from moonpool.runtime.residency.policy import (
     NoRoom,
     Resident,
     Sieve,
+    Verdict,
     decide,
 )
 
 _log = logging.getLogger("moonpool")
 _R = Residence
-# The states in which a model has processes, or is about to have them.
-_PRESENT = (_R.WAKING, _R.AWAKE, _R.LEAVING)
+# The states in which a model has processes that are awake, or is about to have them.
+_SERVING = (_R.WAKING, _R.AWAKE, _R.LEAVING)
 # The interval in which a thread that waits for room looks again: no model says that it has nothing to do any more.
 _LOOK_S = 0.01
 # The interval of the thread that looks for what nobody uses, at most.
@@ -121,8 +129,19 @@ class Sleeper(Protocol):
     def give_up_loading(self) -> None:
         """Let `wake` fail soon."""
 
-    def fall_asleep(self) -> bool:
-        """End the instances if nothing is inside. Returns False if something is."""
+    def fall_asleep(self, *, may_stay: bool) -> bool:
+        """End the instances if nothing is inside. Returns False if something is.
+
+        If they may stay, and the model can do it, it becomes dormant instead.
+        """
+
+    @property
+    def is_dormant(self) -> bool:
+        """True while it sleeps with its instances."""
+
+    @property
+    def why_broken(self) -> str:
+        """The reason why an instance of a dormant model has ended; empty if none has."""
 
     @property
     def instances(self) -> int:
@@ -175,8 +194,11 @@ class ResidentModel:
         self.has_room = False
         self.awake_since_s = 0.0
         self.start_s = 0.0
-        # As it was measured last, which it is if `is_measured`.
+        # True from falling asleep with its processes to the next start or end.
+        self.is_dormant = False
+        # As it was measured last while it was awake, if `is_measured`, and while it was dormant.
         self.need = Need()
+        self.dormant_need = Need()
         self.is_measured = False
         # The uses at the last look, and the time from which on they have not changed.
         self.uses_seen = 0
@@ -210,7 +232,17 @@ class ResidentModel:
     @property
     def is_present(self) -> bool:
         """True if it has processes, or is about to have them."""
-        return self.has_room or self.state in _PRESENT
+        return self.has_room or self.is_dormant or self.state in _SERVING
+
+    @property
+    def is_asleep(self) -> bool:
+        """True if it serves nothing now, with or without processes."""
+        return not self.has_room and self.state not in _SERVING
+
+    @property
+    def present_need(self) -> Need:
+        """The memory that it takes now, or is about to take."""
+        return self.dormant_need if self.is_dormant and not self.has_room else self.need
 
 
 class Residency:
@@ -243,6 +275,8 @@ class Residency:
         # None if nobody has to know how much of the GPUs processes take.
         self._gpus = None if self.limits.gpu_memory is None else GpuMetrics()
         self._measured_at_s = 0.0
+        # The model that has room, or starts, and was never measured, if memory is limited.
+        self._newcomer: ResidentModel | None = None
         self._processors: Reading | None = None
         self._is_closed = False
         self._threads: set[threading.Thread] = set()
@@ -324,7 +358,8 @@ class Residency:
     def _begin(self, entry: ResidentModel) -> None:
         """Start the thread that wakes a model. If it is just falling asleep, that begins at its end."""
         with self._lock:
-            if entry.state is not _R.ASLEEP or entry.is_gone or self._is_closed:
+            is_asleep = entry.state in (_R.ASLEEP, _R.DORMANT)
+            if not is_asleep or entry.is_gone or self._is_closed:
                 return
             try:
                 self._start(partial(self._bring, entry), f"moonpool-wake-{entry.sleeper.name}")
@@ -352,6 +387,15 @@ class Residency:
 
     def _bring(self, entry: ResidentModel) -> None:
         try:
+            self._bring_in(entry)
+        finally:
+            with self._lock:
+                if self._newcomer is entry:
+                    self._newcomer = None
+                    self._changed.notify_all()
+
+    def _bring_in(self, entry: ResidentModel) -> None:
+        try:
             has_room = self._make_room(entry)
         except MoonpoolError as error:
             self._send_back(entry, error)
@@ -368,6 +412,7 @@ class Residency:
                     self._changed.notify_all()
                     return
                 began_s = time.monotonic()
+                entry.is_dormant = False
                 entry.machine.move(_R.WAKING, "there is room", began_s)
             try:
                 entry.sleeper.wake()
@@ -424,7 +469,8 @@ class Residency:
         with self._lock:
             if entry.is_gone:
                 return
-            entry.machine.move(_R.ASLEEP, str(error or "nobody waits any more"), time.monotonic())
+            state = _R.DORMANT if entry.is_dormant else _R.ASLEEP
+            entry.machine.move(state, str(error or "nobody waits any more"), time.monotonic())
             entry.is_wanted = False
             entry.sleeper.sleep_again()
             is_asked = entry.sleeper.waiting > 0
@@ -446,18 +492,16 @@ class Residency:
                 if entry.is_gone or not entry.sleeper.waiting:
                     return False
                 now_s = time.monotonic()
-                verdict = decide(
-                    self.limits,
-                    self._sieve,
-                    self._candidates(now_s),
-                    entry.need,
-                    is_member=self._is_member(entry.sleeper.name),
-                )
+                verdict = self._decide(entry, now_s)
                 if verdict.act is Act.ADMIT:
                     entry.has_room = True
+                    if self.limits.measures_memory and not entry.is_measured:
+                        self._newcomer = self._newcomer or entry
                     return True
                 victim = None if verdict.victim is None else self._entries[verdict.victim]
-            if victim is None or not self._put_to_sleep(victim, "memory", verdict.reason):
+            if victim is None or not self._put_to_sleep(
+                victim, "memory", verdict.reason, may_stay=verdict.may_stay
+            ):
                 if now_s >= end_s:
                     raise NoRoom(
                         f"model '{entry.sleeper.name}' cannot be loaded now: {verdict.reason}"
@@ -465,19 +509,37 @@ class Residency:
                 with self._lock:
                     self._changed.wait(_LOOK_S)
 
-    def _candidates(self, now_s: float) -> dict[Sleeper, Candidate]:
-        """Describe the models that have processes. Needs the lock."""
+    def _decide(self, entry: ResidentModel, now_s: float) -> Verdict[Sleeper]:
+        """Decide if a model may start, or which one has to go first. Needs the lock."""
+        name = entry.sleeper.name
+        newcomer = None if entry.is_measured or self._newcomer is None else self._newcomer.sleeper
+        if newcomer is not None and newcomer.name not in self._askers_of(name):
+            because = f"what model '{newcomer.name}' takes is not known yet"
+            return Verdict(Act.WAIT, None, because)
+        candidates = self._candidates(now_s, but=entry)
+        is_member = self._is_member(name)
+        return decide(self.limits, self._sieve, candidates, entry.need, is_member=is_member)
+
+    def _candidates(
+        self, now_s: float, but: ResidentModel | None = None
+    ) -> dict[Sleeper, Candidate]:
+        """Describe the models that have processes, without one that is about to have other ones, or others awake. Needs the lock."""
         found = {}
         for sleeper, entry in self._entries.items():
             # One whose instances have all been given up has no processes. It must not keep others away until it comes back.
-            if entry.is_present and not sleeper.has_given_up:
+            if entry is not but and entry.is_present and not sleeper.has_given_up:
                 why = self._why_stays(entry, now_s)
-                found[sleeper] = Candidate(entry.need, sleeper.uses, not why, why)
+                is_dormant = entry.state is _R.DORMANT
+                found[sleeper] = Candidate(
+                    entry.present_need, sleeper.uses, not why, why, is_dormant
+                )
         return found
 
     def _why_stays(self, entry: ResidentModel, now_s: float) -> str:
         if entry.sleeper.options.pin:
             return "are pinned"
+        if entry.state is _R.DORMANT:
+            return ""
         if entry.state is not _R.AWAKE:
             return "start or end just now"
         if entry.sleeper.is_used or self._is_member(entry.sleeper.name):
@@ -488,30 +550,39 @@ class Residency:
 
     def _is_member(self, name: str) -> bool:
         """Return True if a model that has asked this one, also through others, has requests inside. Needs the lock."""
+        return any(map(self._is_used, self._askers_of(name)))
+
+    def _askers_of(self, name: str) -> set[str]:
+        """Return the models that have asked this one, also through others. Needs the lock."""
         reached, found = {name}, [name]
         while found:
-            for asker in self._askers.get(found.pop(), ()):
-                if asker not in reached:
-                    if self._is_used(asker):
-                        return True
-                    reached.add(asker)
-                    found.append(asker)
-        return False
+            new = self._askers.get(found.pop(), set()) - reached
+            reached |= new
+            found += new
+        return reached - {name}
 
     # Putting to sleep
 
-    def _put_to_sleep(self, entry: ResidentModel, reason: str, because: str) -> bool:
-        """End the instances of a model, if it has nothing to do. Returns False if it has, or if another thread has the model."""
+    def _put_to_sleep(
+        self, entry: ResidentModel, reason: str, because: str, *, may_stay: bool
+    ) -> bool:
+        """End the instances of a model, if it has nothing to do. Returns False if it has, or if another thread has the model.
+
+        If they may stay, a model that has `sleep` and `wake` becomes dormant instead.
+        """
         with self._locks.try_hold(entry.sleeper.name) as is_held:
             if not is_held:
                 return False
             with self._lock:
-                if entry.state is not _R.AWAKE or entry.is_gone or self._is_closed:
+                is_here = entry.state is _R.AWAKE or (entry.state is _R.DORMANT and not may_stay)
+                if not is_here or entry.is_gone or self._is_closed:
                     return False
                 entry.machine.move(_R.LEAVING, because, time.monotonic())
             sleeps = False
             try:
-                sleeps = entry.sleeper.fall_asleep()
+                sleeps = entry.sleeper.fall_asleep(may_stay=may_stay)
+                if entry.sleeper.is_dormant and self.limits.measures_memory:
+                    entry.dormant_need = self._need_of(entry)
             finally:
                 with self._lock:
                     self._left(entry, reason, because if sleeps else "")
@@ -522,10 +593,15 @@ class Residency:
     def _left(self, entry: ResidentModel, reason: str, because: str) -> None:
         """Note whether a model has fallen asleep, which has a reason. Needs the lock."""
         if because:
-            _log.info("model '%s' sleeps: %s", entry.sleeper.name, because)
-            entry.machine.move(_R.ASLEEP, because, time.monotonic())
-            entry.sleeps[reason] += 1
-            self._sieve.remove(entry.sleeper)
+            was_dormant, entry.is_dormant = entry.is_dormant, entry.sleeper.is_dormant
+            state, how = _R.ASLEEP, "ends" if was_dormant else "sleeps"
+            if entry.is_dormant:
+                state, how = _R.DORMANT, "sleeps with its processes"
+            else:
+                self._sieve.remove(entry.sleeper)
+            _log.info("model '%s' %s: %s", entry.sleeper.name, how, because)
+            entry.machine.move(state, because, time.monotonic())
+            entry.sleeps[reason] += not was_dormant
         else:
             entry.machine.move(_R.AWAKE, "a request was inside", time.monotonic())
         self._changed.notify_all()
@@ -537,6 +613,7 @@ class Residency:
                 if self._is_closed:
                     return
                 entries = [each for each in self._entries.values() if each.state is _R.AWAKE]
+                dormant = [each for each in self._entries.values() if each.state is _R.DORMANT]
                 is_scaled = any(each.autoscaler is not None for each in entries)
                 idle_s = [each.sleeper.options.idle_s for each in self._entries.values()]
             now_s = time.monotonic()
@@ -547,6 +624,8 @@ class Residency:
                 if is_due and self.limits.measures_memory:
                     self._measure(entry)
                 self._look_after(entry, time.monotonic())
+            for entry in dormant:
+                self._look_after_dormant(entry, is_due=is_due)
             if is_scaled:
                 self._scale_all([each for each in entries if each.autoscaler is not None])
             self._trim()
@@ -566,7 +645,17 @@ class Residency:
         with self._lock:
             is_in_use = self._is_member(sleeper.name)
         if not is_in_use:
-            self._put_to_sleep(entry, "idle", f"no request came for {idle_s:g} s")
+            because = f"no request came for {idle_s:g} s"
+            self._put_to_sleep(entry, "idle", because, may_stay=True)
+
+    def _look_after_dormant(self, entry: ResidentModel, *, is_due: bool) -> None:
+        broken = entry.sleeper.why_broken
+        if broken:
+            self._put_to_sleep(entry, "memory", f"an instance has ended: {broken}", may_stay=False)
+        elif is_due and self.limits.measures_memory:
+            need = self._need_of(entry)
+            if entry.state is _R.DORMANT:
+                entry.dormant_need = need
 
     def _trim(self) -> None:
         """Put models to sleep while they take more than they may."""
@@ -575,7 +664,9 @@ class Residency:
                 present = self._candidates(time.monotonic())
                 verdict = decide(self.limits, self._sieve, present, None)
                 victim = None if verdict.victim is None else self._entries[verdict.victim]
-            if victim is None or not self._put_to_sleep(victim, "memory", verdict.reason):
+            if victim is None or not self._put_to_sleep(
+                victim, "memory", verdict.reason, may_stay=verdict.may_stay
+            ):
                 return
 
     def _measure(self, entry: ResidentModel) -> None:
@@ -618,7 +709,7 @@ class Residency:
         need = self._need_of(entry)
         free = [(available_memory_bytes(), need.memory_bytes)]
         with self._lock:
-            others = [each.need for each in self._entries.values() if each.is_present]
+            others = [each.present_need for each in self._entries.values() if each.is_present]
         for limit, total, own in (
             (self.limits.memory, sum(each.memory_bytes for each in others), need.memory_bytes),
             (self.limits.gpu_memory, sum(each.gpu_bytes for each in others), need.gpu_bytes),
@@ -674,7 +765,7 @@ class Residency:
     def give_up_starts(self) -> None:
         """Let the starts that are on their way fail soon. They may begin a moment later, so this is called again and again."""
         for entry in self.entries():
-            if entry.state is _R.WAKING or entry.is_scaling:
+            if entry.state in (_R.WAKING, _R.LEAVING) or entry.is_scaling:
                 entry.sleeper.give_up_loading()
 
     def join(self) -> None:

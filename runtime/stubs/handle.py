@@ -40,7 +40,7 @@ from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
 from moonpool.ipc.messages import EXEC_FAILED, PROTOCOL_VERSION, Kind, Side
 from moonpool.ipc.policy import is_contained
-from moonpool.runtime.errors import ClientCutMemory, LoadFailed, StubDied
+from moonpool.runtime.errors import ClientCutMemory, HookFailed, LoadFailed, StubDied
 from moonpool.runtime.isolation.bounds import Bounds
 from moonpool.runtime.isolation.hints import withheld
 from moonpool.runtime.isolation.inspection import confirmed
@@ -94,6 +94,8 @@ class StubHandle(StubConnection):
 
     # Where quick forms find them. Others may be added as to any object.
     __slots__ = ("link",)
+    # True if the model has `sleep` and `wake`.
+    can_sleep = False
 
     def __init__(
         self, stubs: Stubs, model: Model, name: str, plan: IsolationPlan, fork: Fork | None = None
@@ -298,6 +300,32 @@ class StubHandle(StubConnection):
         if is_told:
             self._call_dispatcher.leave_deserted()
         return is_told
+
+    def call_hook(self, kind: Kind, timeout_s: float | None, option: str) -> None:
+        """Call the model's `sleep` or `wake`, by the kind of message, and wait for it. Nothing may be inside.
+
+        Raises `HookFailed` if it raised, and then the process goes on. If it takes longer than `timeout_s`, which `option` names,
+        or the process dies or breaks the protocol, the process is ended, and this raises its `reason`.
+        """
+        name = kind.name.lower()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            self.link.conversation.send(kind)
+            message = self._receive(deadline)
+        except (TimeoutError, MoonpoolError) as error:
+            if isinstance(error, TimeoutError):
+                reason: BaseException = HookFailed(
+                    f"`{name}` of '{self.name}' took longer than {timeout_s:g} s ({option}), and its process was ended; see its "
+                    "stacks in the log"
+                )
+            else:
+                reason = self.explain(error, f"during {name}")
+            self.abort(reason)
+            raise reason from None
+        if message[1]:
+            text = f"`{name}` of '{self.name}' failed: {message[1]}"
+            self._on_reactor(lambda: self._output.log(0, message[2], "", 0))
+            raise HookFailed(text)
 
     def finalize(self, timeout_s: float | None) -> None:
         """Let the model finalize, and wait until the process has ended. If that takes too long, end it."""

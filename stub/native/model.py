@@ -146,7 +146,7 @@ class NativeAdapter:
         self._cut = {name: place for name, place in places.items() if place is not None}
         self._outputs = NativeOutputs(self._name, config, signature)
         self._call: Callable[..., object] = model
-        self._object: object = None
+        self._object: Any = None
 
     def _check_inputs(self, signature: Signature) -> None:
         configured = {tensor["name"] for tensor in self._config.get("input", ())}
@@ -178,7 +178,7 @@ class NativeAdapter:
         takes_config = bool(inspect.signature(model).parameters)
         instance = {key: value for key, value in args.items() if key != "model_config"}
         self._object = model({**self._config, "instance": instance}) if takes_config else model()
-        self._call = self._object  # type: ignore[assignment]
+        self._call = self._object
 
     def execute(self, requests: Sequence[InferenceRequest]) -> list[InferenceResponse]:
         """Return one response for each request. Raises what the model raises, and InvalidReturn."""
@@ -252,6 +252,11 @@ class NativeAdapter:
                 )
         before = (slice(None),) * place
         return [piece[(*before, slice(size))] for piece, size in zip(pieces, sizes)]
+
+    @property
+    def model_object(self) -> Any:
+        """Return the model's object, None if the model is a function."""
+        return self._object
 
     @property
     def is_ready(self) -> Callable[[], object] | None:

@@ -786,15 +786,40 @@ STARTS: dict[str, Fault] = {
 }
 
 
+def answer_hook(peer: Peer, kind: int) -> None:
+    """Answer SLEEP or WAKE, with nonsense if `FAULT_HOOK` names the one that was asked."""
+    right, wrong = Kind.SLEPT, Kind.WOKEN
+    if kind == Kind.WAKE:
+        right, wrong = wrong, right
+    hook, _, nonsense = os.environ["FAULT_HOOK"].partition(":")
+    if hook != Kind(kind).name.lower():
+        peer.say(right, "", "")
+    elif nonsense == "garbage":
+        peer.work.send(os.urandom(200))
+    elif nonsense == "another kind":
+        peer.say(wrong, "", "")
+    elif nonsense == "an answer":
+        peer.say(Kind.ANSWER, 1, NO_CORE, [], [], [], b"\x90", None, None)
+    elif nonsense == "twice":
+        peer.say(right, "", "")
+        peer.say(right, "", "")
+    elif nonsense == "a place in memory that it has not":
+        peer.say(Kind.INDIRECT, peer.answers_region, 0, 1 << 40)
+
+
 def serve(peer: Peer, start: dict[str, Any]) -> None:
     if start["mode"] == "complete":
         config = start["config"]
         config["instance_group"] = [{"kind": "KIND_CPU", "count": 64}]
         peer.say(Kind.COMPLETED, json.dumps(config), False)
     else:
-        peer.say(Kind.LOADED, {"has_is_ready": "FAULT_HAS_CHECK" in os.environ})
+        has_check, hook = "FAULT_HAS_CHECK" in os.environ, os.environ.get("FAULT_HOOK", "")
+        peer.say(Kind.LOADED, {"has_is_ready": has_check, "can_sleep": bool(hook)})
     while True:
         message = peer.hear()
+        if message[0] in (Kind.SLEEP, Kind.WAKE):
+            answer_hook(peer, message[0])
+            continue
         if message[0] == Kind.FINALIZE:
             peer.say(Kind.FINALIZED, "", "")
             os._exit(0)

@@ -110,6 +110,10 @@ def least(kind: Kind) -> list[Any]:
         Kind.ANSWER: [1, 0, [], [], [], b"\x90", None, None],
         Kind.FINALIZE: [],
         Kind.FINALIZED: ["", ""],
+        Kind.SLEEP: [],
+        Kind.SLEPT: ["", ""],
+        Kind.WAKE: [],
+        Kind.WOKEN: ["", ""],
         Kind.INDIRECT: [7, 64, 100],
     }
     return [kind, *fields[kind]]
@@ -127,6 +131,10 @@ PATHS: dict[Kind | None, list[Kind]] = {
     Kind.ANSWER: [*START, Kind.LOADED, Kind.EXECUTE, Kind.ANSWER],
     Kind.FINALIZE: [*START, Kind.LOADED, Kind.FINALIZE],
     Kind.FINALIZED: [*START, Kind.LOADED, Kind.FINALIZE, Kind.FINALIZED],
+    Kind.SLEEP: [*START, Kind.LOADED, Kind.SLEEP],
+    Kind.SLEPT: [*START, Kind.LOADED, Kind.SLEEP, Kind.SLEPT],
+    Kind.WAKE: [*START, Kind.LOADED, Kind.SLEEP, Kind.SLEPT, Kind.WAKE],
+    Kind.WOKEN: [*START, Kind.LOADED, Kind.SLEEP, Kind.SLEPT, Kind.WAKE, Kind.WOKEN],
 }
 AFTER = pytest.mark.parametrize("said", PATHS, ids=lambda kind: f"after {getattr(kind, 'name', 0)}")
 NEXT = pytest.mark.parametrize("kind", WORK, ids=lambda kind: f"comes {kind.name}")

@@ -27,6 +27,8 @@ _DEADLINES = {
     "MOONPOOL_LOAD_TIMEOUT_S": "load_timeout_s",
     "MOONPOOL_EXECUTE_TIMEOUT_S": "execute_timeout_s",
     "MOONPOOL_FINALIZE_TIMEOUT_S": "finalize_timeout_s",
+    "MOONPOOL_SLEEP_TIMEOUT_S": "sleep_timeout_s",
+    "MOONPOOL_WAKE_TIMEOUT_S": "wake_timeout_s",
 }
 _BATCHING_FIELDS = (
     "max_queue_delay_microseconds",

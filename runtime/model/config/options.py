@@ -258,6 +258,8 @@ class ModelOptions:
     load_timeout_s: float | None = 120.0
     execute_timeout_s: float | None = None
     finalize_timeout_s: float | None = 30.0
+    sleep_timeout_s: float | None = 30.0
+    wake_timeout_s: float | None = 30.0
     sandbox: str = "standard"
     # Each path, and whether it may be written to.
     sandbox_paths: tuple[tuple[str, bool], ...] = ()
@@ -398,6 +400,18 @@ OPTIONS = (
         "finalize_timeout_s",
         TIMEOUT,
         "The time that `finalize` may take before the process is ended.",
+    ),
+    Option(
+        "MOONPOOL_SLEEP_TIMEOUT_S",
+        "sleep_timeout_s",
+        TIMEOUT,
+        "The time that the model's `sleep` may take before the process is ended. See RESIDENCY.md.",
+    ),
+    Option(
+        "MOONPOOL_WAKE_TIMEOUT_S",
+        "wake_timeout_s",
+        TIMEOUT,
+        "The time that the model's `wake` may take before the process is started anew.",
     ),
     Option(
         "MOONPOOL_SANDBOX",

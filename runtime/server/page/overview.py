@@ -131,8 +131,7 @@ class Overview:
 def _state(hosted: HostedModel) -> str:
     """Return the state of a version. One that is ready to be asked and has no instances shows that it is asleep, or why it is not."""
     residence = hosted.residence
-    is_here = residence is None or residence.is_present
-    if residence is None or is_here or hosted.machine.state is not ModelState.READY:
+    if residence is None or not residence.is_asleep or hosted.machine.state is not ModelState.READY:
         return str(hosted.machine.state)
     return str(residence.state)
 

@@ -126,6 +126,11 @@ class Collector(ReplyPort):
             for index, exchange in enumerate(exchanges):
                 self._open[batch, index] = exchange
 
+    @property
+    def has_open(self) -> bool:
+        """True while a request has not had its last response."""
+        return bool(self._open)
+
     def reply(self, batch: int, index: int, wanted: Collection[str]) -> Reply:
         reply = Reply(self, batch, index, wanted)
         self._open[batch, index].made(reply)
@@ -223,6 +228,11 @@ class Sequences:
         )
         self._sequencer.join(_INSTANCE, time.monotonic_ns())
 
+    @property
+    def has_open(self) -> bool:
+        """True while a sequence has not ended."""
+        return self._sequencer.has_sequences
+
     def run(
         self,
         requests: Sequence[CheckedRequest],
@@ -292,7 +302,7 @@ class InProcessModel(LoadedModel):
         self.host = host
         self._timeout_s = timeout_s
         self._checks_outputs = checks_outputs
-        self._is_closed = False
+        self._is_closed = self._is_asleep = False
         self._environment = description.options.execution_env_path
         # An instance executes one batch at a time. A model that calls itself would reach another instance.
         self._executing = threading.RLock()
@@ -415,6 +425,7 @@ class InProcessModel(LoadedModel):
         # Nothing waits here. But a request that would reach another process too late is rejected everywhere.
         if any(self._queue.is_late(request) for request in checked):
             raise QueueTimeout
+        self.wake()
         exchanges = [Exchange(request) for request in requests]
         if self._sequences is None:
             self._execute(exchanges, checked)
@@ -575,6 +586,32 @@ class InProcessModel(LoadedModel):
         readiness.check = self._model.is_ready
         with self._calling():
             return readiness.why_not()
+
+    def sleep(self) -> None:
+        if not self._model.can_sleep:
+            super().sleep()
+        with self._executing:
+            if self._collector.has_open or (
+                self._sequences is not None and self._sequences.has_open
+            ):
+                raise InvalidRequest(
+                    f"model '{self.name}' does not sleep while it has requests or sequences"
+                )
+            if not self._is_asleep:
+                self._call_hook(self._model.sleep)
+                self._is_asleep = True
+
+    def wake(self) -> None:
+        with self._executing:
+            if self._is_asleep:
+                self._is_asleep = False
+                self._call_hook(self._model.wake)
+
+    def _call_hook(self, hook: Callable[[], object]) -> None:
+        with self._calling():
+            returned = hook()
+            if isinstance(returned, CoroutineType):
+                self._coroutines.wait_for(returned)
 
     def on_close(self, also: Callable[[], None]) -> None:
         """Call `also` after this model was finalized."""

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from moonpool.runtime.errors import ModelError
+from moonpool.runtime.errors import InvalidRequest, ModelError
 from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.schedule.stream import ResponseStream
@@ -37,6 +37,7 @@ class StubModel(LoadedModel):
     def _batch(self, requests: Sequence[Request]) -> list[list[Response]]:
         for request in requests:
             self._rows(request)
+        self.wake()
         if len(requests) == 1:
             return [list(self._stream(requests[0]))]
         with ThreadPoolExecutor(max(1, len(requests))) as threads:
@@ -44,6 +45,7 @@ class StubModel(LoadedModel):
 
     def _send(self, request: Request) -> Generator[Response, None, bool]:
         rows = self._rows(request)
+        self.wake()
         stream = self.runtime.stream(
             self.name,
             request.inputs,
@@ -89,6 +91,29 @@ class StubModel(LoadedModel):
 
     def why_not_ready(self) -> str | None:
         return self.runtime.why_not_ready(self.name)
+
+    def sleep(self) -> None:
+        hosted = self.runtime.registry.find(self.name)
+        if hosted.is_dormant:
+            return
+        if not hosted.supervisor.can_sleep:
+            super().sleep()
+        if not hosted.fall_asleep(may_stay=True):
+            raise InvalidRequest(
+                f"model '{self.name}' does not sleep while it has requests or sequences"
+            )
+        self._raise_failure_of_hook()
+
+    def wake(self) -> None:
+        hosted = self.runtime.registry.find(self.name)
+        if hosted.model.is_asleep:
+            hosted.wake()
+            self._raise_failure_of_hook()
+
+    def _raise_failure_of_hook(self) -> None:
+        failure = self.runtime.registry.find(self.name).hook_failure
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         self.runtime.close()

@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Self
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.testing.request import Request
 from moonpool.testing.response import Response
@@ -86,6 +87,19 @@ class LoadedModel(ABC):
     @abstractmethod
     def why_not_ready(self) -> str | None:
         """Ask the model's `is_ready`, if it has one. Return None if the model is ready, else the reason."""
+
+    def sleep(self) -> None:
+        """Call the model's `sleep`, as a runtime does that needs its memory. The next request wakes the model, as there.
+
+        Does nothing if it sleeps already. Raises what `sleep` raises, in a stub as `HookFailed`; `InvalidRequest` if the model has
+        not both `sleep` and `wake`, or has something to do.
+        """
+        raise InvalidRequest(
+            f"model '{self.name}' cannot sleep: it has not both `sleep` and `wake`"
+        )
+
+    def wake(self) -> None:  # noqa: B027 - most models never sleep
+        """Call the model's `wake`, if it sleeps. Raises what `wake` raises, in a stub as `HookFailed`; there it starts anew then."""
 
     @abstractmethod
     def close(self) -> None:

@@ -31,6 +31,8 @@ GRANTS = [
     ("LOAD_TIMEOUT_S", "121"),
     ("LOAD_TIMEOUT_S", "none"),
     ("FINALIZE_TIMEOUT_S", "none"),
+    ("SLEEP_TIMEOUT_S", "31"),
+    ("WAKE_TIMEOUT_S", "none"),
 ]
 TIGHTER = {
     "MEMORY_LIMIT_BYTES": "64M",
@@ -42,6 +44,8 @@ TIGHTER = {
     "LOG_LINES_PER_S": "1",
     "LOAD_TIMEOUT_S": "2",
     "FINALIZE_TIMEOUT_S": "30",
+    "SLEEP_TIMEOUT_S": "30",
+    "WAKE_TIMEOUT_S": "1",
 }
 
 

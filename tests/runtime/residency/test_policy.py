@@ -17,7 +17,9 @@ KEYS = st.integers(0, 9)
 NEEDS = st.builds(Need, st.integers(0, 100), st.integers(0, 100))
 PRESENT = st.dictionaries(
     KEYS,
-    st.builds(Candidate, NEEDS, st.integers(0, 3), st.booleans(), st.just("are in use")),
+    st.builds(
+        Candidate, NEEDS, st.integers(0, 3), st.booleans(), st.just("are in use"), st.booleans()
+    ),
     max_size=8,
 )
 LIMITS = st.builds(
@@ -54,6 +56,23 @@ def test_nothing_goes_that_must_stay_and_nobody_waits_while_something_may_go(
     elif is_short:
         # Alone, or together with the model that waits for it.
         assert not present or is_member or (coming is None and len(present) == 1)
+
+
+@given(LIMITS, PRESENT, st.none() | NEEDS)
+def test_processes_stay_only_if_memory_of_gpus_alone_is_short(
+    limits: Resident, present: dict[int, Candidate], coming: Need | None
+) -> None:
+    verdict = decide(limits, sieve_of(present), present, coming)
+    if verdict.act is not Act.EVICT or verdict.victim is None:
+        assert not verdict.may_stay
+        return
+    needs = [each.need for each in present.values()] + ([] if coming is None else [coming])
+    is_gpu_alone = not shortage(Resident(models=limits.models, memory=limits.memory), needs)
+    is_dormant = present[verdict.victim].is_dormant
+    others = {each.is_dormant for each in present.values() if each.may_go}
+    # A dormant model has freed what it can, and takes memory and a place for nothing.
+    assert is_dormant is (others == {True} if is_gpu_alone else True in others)
+    assert verdict.may_stay is (is_gpu_alone and not is_dormant)
 
 
 @given(LIMITS, PRESENT, NEEDS)

@@ -297,6 +297,24 @@ def test_a_model_that_gave_up_takes_no_room(tmp_path: Path) -> None:
         assert ask(runtime, "other") == 1
 
 
+@pytest.mark.promise(
+    "Lifecycle",
+    "Where memory is limited, a model whose size nobody knows yet starts when the one before it is measured.",
+)
+def test_models_of_unknown_size_start_one_after_the_other(tmp_path: Path) -> None:
+    with sleepy(tmp_path, "m", "other", memory=1 << 50) as (backend, runtime):
+        gate = backend.starts["m"] = Gate()
+        first = runtime.submit("m", x(1))
+        gate.wait()
+        second = runtime.submit("other", x(2))
+        is_in(runtime, "other", Residence.WAITING)
+        assert backend.begun("other") == 0
+        gate.opened.set()
+        assert first.result(PATIENCE_S).outputs["Y"].flat[0] == 1
+        assert second.result(PATIENCE_S).outputs["Y"].flat[0] == 2
+        is_in(runtime, "other", Residence.AWAKE)
+
+
 def test_a_request_that_comes_while_a_model_is_put_to_sleep_is_answered(tmp_path: Path) -> None:
     with sleepy(tmp_path, "m", "other", models=1) as (backend, runtime):
         ask(runtime, "m")

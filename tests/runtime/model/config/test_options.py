@@ -39,6 +39,8 @@ def test_every_option_is_read() -> None:
         MOONPOOL_LOAD_TIMEOUT_S="none",
         MOONPOOL_EXECUTE_TIMEOUT_S="0.25",
         MOONPOOL_FINALIZE_TIMEOUT_S=" 5 ",
+        MOONPOOL_SLEEP_TIMEOUT_S="2",
+        MOONPOOL_WAKE_TIMEOUT_S="none",
         MOONPOOL_SANDBOX="strict",
         MOONPOOL_SANDBOX_PATHS="/data, rw:/out",
         MOONPOOL_SANDBOX_PORTS="443, 53",
@@ -66,7 +68,7 @@ def test_every_option_is_read() -> None:
     )
 
     expected = ModelOptions(
-        "$$TRITON_MODEL_DIRECTORY/env", False, None, 0.25, 5.0,
+        "$$TRITON_MODEL_DIRECTORY/env", False, None, 0.25, 5.0, 2.0, None,
         "strict", (("/data", False), ("/out", True)), (443, 53), ("fork",), ("a*", "b"),
         0, 1000.0, 0.0, 10.0, True,
         2 << 30, 64, 100, (0, 1, 2, 5), 10, 1 << 20, 1000, 1 << 30, "imports", True,
