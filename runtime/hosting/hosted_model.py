@@ -8,7 +8,8 @@ holds it until front-end processes refuse requests; the scheduler does so before
 outside of the scheduler's lock and never inside it.
 
 A model that may sleep (`residency`) has an entry there. `wake` and `fall_asleep` start and end its instances in between, and hold the model
-lock. The model stays READY: it takes requests, which wake it. A model with `sleep` and `wake` of its own may keep its instances while it
+lock. The model stays READY: it takes requests, which wake it. `fall_asleep` ends restarts, too, and undoes what one of them did
+that gave up the last instance meanwhile. A model with `sleep` and `wake` of its own may keep its instances while it
 sleeps; it is dormant then. The scheduler has given them up, as if they had ended, and gets them back when they are awake.
 
 An update (`grow`, then `shrink`) also holds the model lock. In between, the registry's table changes.
@@ -168,9 +169,7 @@ class HostedModel:
         if model.config.response_cache and self._cache is None:
             _log.warning(_NO_CACHE, model.name)
         instances = [] if model.is_asleep else self._made(specs_of(model.config.instance_groups))
-        self.signature = Signature(
-            model.config, self._backend.device_intake(model), takes_ragged=model.takes_ragged
-        )
+        self.signature = Signature(model.config, self._backend.device_intake(model))
         self.supervisor = Supervisor(
             self._backend,
             model,
@@ -220,6 +219,7 @@ class HostedModel:
 
     def give_up_loading(self) -> None:
         """Let `load` fail soon. For a thread that waits for it and was interrupted."""
+        self.model.given_up.set()
         if self._is_starting:
             self.supervisor.give_up_starting()
         else:
@@ -265,6 +265,10 @@ class HostedModel:
     def is_used(self) -> bool:
         """True if a request is inside, or a sequence."""
         return self.scheduler.is_used
+
+    def watch(self, tell: Callable[[], object]) -> Callable[[], None]:
+        """Call `tell` whenever a request may have left, until the function is called that this returns; as `Scheduler.watch`."""
+        return self.scheduler.watch(tell)
 
     @property
     def has_given_up(self) -> bool:
@@ -386,6 +390,9 @@ class HostedModel:
                 return True
             _log.error("model '%s' ends instead of sleeping: %s", self.name, self.hook_failure)
         self.supervisor.end_all()
+        # An instance that was being restarted may have been given up meanwhile, and requests be refused. From here on no thread is
+        # left that could do so.
+        self._return("it fell asleep", self.scheduler.sleep)
         if self.model.options.instances is not None:
             self.model.config = with_count(self.model.config, self.model.options.instances[0])
         self._leave_limiter()
@@ -483,15 +490,18 @@ class HostedModel:
         self._tell(str(self), str(ModelState.UNAVAILABLE), because)
 
     def _come_back(self) -> None:
-        """Take requests again, now that an instance is ready, if all of them had been given up."""
-        because = "an instance came back"
+        """Take requests again, now that an instance is ready."""
+        self._return("an instance came back", self.scheduler.open)
+
+    def _return(self, because: str, accept: Callable[[], None]) -> None:
+        """Take requests again, as `accept` lets the scheduler do, if all instances had been given up."""
         with self._lock:
             # With the lock held to the end, an unload that begins meanwhile refuses requests after this.
             if self.machine.state is not ModelState.UNAVAILABLE or not self._has_given_up:
                 return
             self._has_given_up = False
             self.machine.move(ModelState.READY, because, time.monotonic())
-            self.scheduler.open()
+            accept()
             self._sharing.welcome(self.model)
         self._tell(str(self), str(ModelState.READY), because)
 

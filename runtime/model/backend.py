@@ -18,13 +18,14 @@ calls run at the same time; for different ones they do.
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from moonpool.runtime.model.checksums import Checksums
 from moonpool.runtime.model.config.limits import ConfigLimits
-from moonpool.runtime.model.config.model import FILENAMES, PYTHON_BACKEND, ModelConfig, RateLimits
+from moonpool.runtime.model.config.model import ModelConfig, RateLimits
 from moonpool.runtime.model.config.options import HostPolicies, ModelOptions
 from moonpool.runtime.model.confinement import Confinement
 from moonpool.runtime.model.denials import DenialBook
@@ -58,6 +59,8 @@ class Model:
         self.lends_clients_memory = True
         # True if one scheduler must see all requests: its responses are cached, or a rate limiter counts its executions.
         self.has_one_scheduler = False
+        # Set once its load is not wanted any more. What may take longer than the start of a process then ends soon.
+        self.given_up = threading.Event()
         # True while its instances are not wanted, and so no template of them either.
         self.is_asleep = False
         # What the sandbox has refused its instances.
@@ -72,15 +75,6 @@ class Model:
     def check_files(self) -> None:
         """Check the digests that the configuration demands, before a process of the model starts. Raises `LoadFailed`."""
         self._checksums.check(stays_inside=self.stays_inside)
-
-    @property
-    def takes_ragged(self) -> bool:
-        """True if the requests of a batch may differ in the shapes of ragged inputs.
-
-        Models of ONNX and PyTorch get them joined. moonpool's own models get those with a hint `Ragged` padded, and others in
-        several calls.
-        """
-        return self.config.backend not in FILENAMES.keys() - {PYTHON_BACKEND}
 
     def __repr__(self) -> str:
         return f"<Model {self.name} version {self.version}>"

@@ -63,9 +63,9 @@ class _Input:
 
     __slots__ = ("code", "dims", "dtype", "index", "is_fixed", "is_ragged", "name", "optional")
 
-    def __init__(self, index: int, tensor: TensorConfig, *, takes_ragged: bool) -> None:
+    def __init__(self, index: int, tensor: TensorConfig) -> None:
         self.index = index
-        self.is_ragged = tensor.ragged and takes_ragged
+        self.is_ragged = tensor.ragged
         self.name = tensor.name
         self.code = CODES[tensor.datatype]
         # Most arrays have this very object as dtype. That of BF16 is not looked up before it is needed.
@@ -78,20 +78,12 @@ class _Input:
 class Signature:
     """Checks requests against a model's configuration. Thread-safe."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        intake: DeviceIntake | None = None,
-        *,
-        takes_ragged: bool = False,
-    ) -> None:
-        """`intake` is for inputs that lie on devices. `takes_ragged` is that of `Model`."""
+    def __init__(self, config: ModelConfig, intake: DeviceIntake | None = None) -> None:
+        """`intake` is for inputs that lie on devices."""
         self._model = config.name
         self._intake = intake or DeviceIntake()
         self._max_batch_size = config.max_batch_size
-        self._inputs = {
-            t.name: _Input(i, t, takes_ragged=takes_ragged) for i, t in enumerate(config.inputs)
-        }
+        self._inputs = {t.name: _Input(i, t) for i, t in enumerate(config.inputs)}
         self._reshaped = of_inputs(config)
         self._in_order = list(self._inputs.values())
         self._usual = [(spec.name, spec.dtype, spec) for spec in self._in_order]

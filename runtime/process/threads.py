@@ -122,14 +122,31 @@ class CountingCondition:
     """A condition that counts who waits. Usually nobody does, and then `notify_all` costs nothing."""
 
     def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
         self._condition = threading.Condition(lock)
-        # The number of threads that wait.
+        # The number of threads that wait, and of those who watch.
         self.waiting = 0
+        self._watchers: list[Callable[[], object]] = []
 
     def notify_all(self) -> None:
-        """Wake all who wait. Needs the lock."""
+        """Wake all who wait, and call all who watch. Needs the lock."""
         if self.waiting:
             self._condition.notify_all()
+            for tell in self._watchers:
+                tell()
+
+    def watch(self, tell: Callable[[], object]) -> Callable[[], None]:
+        """Call `tell` at each change, with the lock held, until the function is called that this returns."""
+        with self._lock:
+            self._watchers.append(tell)
+            self.waiting += 1
+
+        def end() -> None:
+            with self._lock:
+                self._watchers.remove(tell)
+                self.waiting -= 1
+
+        return end
 
     def wait_for(self, condition: Callable[[], bool], deadline: float | None) -> bool:
         """Wait until `condition`, which is called with the lock held. Returns False at the deadline."""

@@ -562,6 +562,7 @@ class Scheduler:
             now_ms = time.time_ns() // 1_000_000
             self.statistics.record_failures(now_ms, len(requests), fail_ns, reason_of(error))
             resolved = self._departures.done(requests, [error] * len(requests))
+            self._changed.notify_all()
         self._hand_out(resolved)
 
     def fail_open(self, instance: ModelInstance, error: MoonpoolError) -> None:
@@ -715,6 +716,13 @@ class Scheduler:
             dropped = self._queue.drain(time.monotonic_ns()) + self.open_requests.take()
             self._changed.notify_all()
         self.fail(dropped, error)
+
+    def watch(self, tell: Callable[[], object]) -> Callable[[], None]:
+        """Call `tell` whenever a request may have left or an instance has changed, until the function is called that this returns.
+
+        `tell` must be quick, and take no lock under which anybody calls a scheduler: the scheduler's lock is held.
+        """
+        return self._changed.watch(tell)
 
     def wait_empty(self, deadline: float) -> bool:
         """Wait until no request is queued, executing or open. Returns False at the deadline."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,10 @@ SERVED = [
     "add_sub",
     "by_platform",
     "fixed",
+    "history",
     "narrow",
     "nonzero",
+    "ragged",
     "texts",
     "totals",
     "tuned",
@@ -139,6 +142,12 @@ def test_options_of_onnx_runtime_are_taken_from_the_configuration(
             "non-zero max_batch_size is specified",
         ),
         ("level", "optimization.graph.level must be -1, 0, 1 or 2, not 7"),
+        (
+            "ragged_rows",
+            "unable to load model 'ragged_rows', configuration expects model provides input with shape "
+            "[-1] for ragged input 'X', model provides [-1, 2]",
+        ),
+        ("undescribed", "unexpected batch input 'COUNT', allowed inputs are: X"),
     ],
 )
 def test_a_configuration_that_does_not_fit_the_graph_is_refused(
@@ -169,3 +178,43 @@ def test_a_graph_has_states_and_controls_of_its_sequences(runtime: moonpool.Runt
         return float(outputs["Y"][0, 0])
 
     assert [ask(1, 7, 1), ask(2, 7), ask(5, 8, 1), ask(4, 7, 2)] == [101, 3, 105, 7]
+
+
+@pytest.mark.promise("Backends", "Requests of different shapes are joined …")
+def test_a_graph_gets_requests_of_different_shapes_as_one_tensor(runtime: moonpool.Runtime) -> None:
+    given = [np.full((1, size, 2), size, np.float32) for size in (1, 3, 2, 5)]
+    futures = [runtime.submit("ragged", {"X": array}) for array in given]
+
+    counts, sums = [2, 6, 4, 10], [2, 8, 12, 22]
+    shapes = [1, 2, 3, 2, 2, 2, 5, 2]
+    for array, future in zip(given, futures, strict=True):
+        outputs = future.result(60.0).outputs
+        assert outputs["Y"].tolist() == (array * 2).tolist()
+        assert outputs["SHOWN"].tolist() == [[*counts, *sums, 0, *sums, *shapes, *shapes, 10]]
+    assert runtime.statistics("ragged")["execution_count"] == 1
+
+
+@pytest.mark.promise("Sequences", "A model gets the states of …")
+def test_a_graph_has_states_that_grow_each_in_its_sequence(runtime: moonpool.Runtime) -> None:
+    def asked(which: int, values: list[float]) -> list[list[float]]:
+        rows = []
+        for place, x in enumerate(values):
+            flags = (place == 0) | (place == len(values) - 1) << 1
+            inputs = {"X": np.array([[x]], np.float32)}
+            outputs = runtime.infer(
+                "history", inputs, timeout_s=60.0, correlation_id=which, flags=flags
+            )
+            assert outputs["SUM"].tolist() == outputs["NOW"].sum(1, keepdims=True).tolist()
+            rows += outputs["NOW"].tolist()
+        return rows
+
+    # Sequences of different lengths are asked at the same time. Their states do not fit into one batch.
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(asked, (7, 8, 9), ([1, 2, 4], [5], [6, 0])))
+
+    # The first value comes from the file.
+    assert found == [
+        [[10, 1], [10, 1, 2], [10, 1, 2, 4]],
+        [[10, 5]],
+        [[10, 6], [10, 6, 0]],
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
@@ -188,3 +189,49 @@ def test_a_module_has_states_and_controls_of_its_sequences(runtime: moonpool.Run
         return float(outputs["y"][0, 0])
 
     assert [ask(1, 7, 1), ask(2, 7), ask(5, 8, 1), ask(4, 7, 2)] == [101, 3, 105, 7]
+
+
+@pytest.mark.promise(
+    "Backends",
+    "Requests of different shapes are joined into one flat tensor, with the inputs that describe the batch, and flat outputs are cut as they were.",
+)
+@pytest.mark.parametrize("loaded", ["ragged"], indirect=True)
+def test_a_module_gets_requests_of_different_shapes_as_one_tensor(
+    runtime: moonpool.Runtime, loaded: str
+) -> None:
+    given = [np.full((1, size), size, np.float32) for size in (4, 1, 3)]
+    futures = [runtime.submit(loaded, {"x": array}) for array in given]
+
+    for array, future in zip(given, futures, strict=True):
+        outputs = future.result(60.0).outputs
+        assert outputs["y"].tolist() == (array * 2).tolist()
+        assert outputs["sum"].tolist() == [[array.sum()]]
+    assert runtime.statistics(loaded)["execution_count"] == 1
+
+
+@pytest.mark.promise("Sequences", "A model gets the states of …")
+@pytest.mark.parametrize("loaded", ["history"], indirect=True)
+def test_a_module_has_states_that_grow_each_in_its_sequence(
+    runtime: moonpool.Runtime, loaded: str
+) -> None:
+    def asked(which: int, values: list[float]) -> list[tuple[list[float], float]]:
+        found = []
+        for place, x in enumerate(values):
+            flags = (place == 0) | (place == len(values) - 1) << 1
+            inputs = {"x": np.array([[x]], np.float32)}
+            outputs = runtime.infer(
+                loaded, inputs, timeout_s=60.0, correlation_id=which, flags=flags
+            )
+            assert outputs["sum"].tolist() == outputs["now"].sum(1, keepdims=True).tolist()
+            found.append((outputs["now"].tolist()[0], float(outputs["more"][0, 0])))
+        return found
+
+    # Sequences of different lengths are asked at the same time. Their states do not fit into one batch.
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(asked, (7, 8, 9), ([1, 2, 4], [5], [6, 1])))
+
+    assert found == [
+        [([0, 1], 1), ([0, 1, 2], 3), ([0, 1, 2, 4], 7)],
+        [([0, 5], 5)],
+        [([0, 6], 6), ([0, 6, 1], 7)],
+    ]

@@ -7,12 +7,14 @@ from typing import Dict, List, Tuple
 import torch
 from torch import Tensor
 
-TENSOR = '{{ name: "{}" data_type: TYPE_{} dims: [ {} ] }}'
+
+def tensor(name, datatype, dims, more=""):
+    return f'{{ name: "{name}" data_type: TYPE_{datatype} dims: [ {dims} ] {more} }}'
 
 
 def config(inputs, outputs, more=""):
     sides = {"input": inputs, "output": outputs}
-    text = "".join(f"{k} [ {', '.join(TENSOR.format(*t) for t in v)} ]\n" for k, v in sides.items())
+    text = "".join(f"{k} [ {', '.join(tensor(*t) for t in v)} ]\n" for k, v in sides.items())
     return f'backend: "pytorch"\n{text}{more}'
 
 
@@ -75,6 +77,25 @@ class Totals(torch.nn.Module):
         return after + start, after
 
 
+class Ragged(torch.nn.Module):
+    """Sums the requests in a flat tensor."""
+
+    def forward(self, x: Tensor, ends: Tensor, counts: Tensor) -> Tuple[Tensor, Tensor]:
+        sums: List[Tensor] = []
+        for index in range(ends.size(0)):
+            end = int(ends[index])
+            sums.append(x[end - int(counts[index]) : end].sum())
+        return x * 2, torch.stack(sums).reshape(-1, 1)
+
+
+class History(torch.nn.Module):
+    """Appends each value to a state, and to another one of BF16."""
+
+    def forward(self, x: Tensor, past: Tensor, half: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        now = torch.cat([past, x], 1)
+        return now.sum(1, keepdim=True), now, half + x.to(torch.bfloat16)
+
+
 class Twice(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2)
@@ -105,6 +126,28 @@ STATE = """max_batch_size: 4 sequence_batching {
     control_input [ { name: "start" control [ { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 100 ] } ] } ]
     state [ { input_name: "total" output_name: "after" data_type: TYPE_FP32 dims: [ 1 ] } ] }"""
 one("totals", Totals(), [("x", "FP32", "1")], [("y", "FP32", "1")], STATE)
+HISTORY = """max_batch_size: 4 sequence_batching { oldest { max_candidate_sequences: 4 }
+    state [ { input_name: "past" output_name: "now" data_type: TYPE_FP32 dims: [ -1 ] },
+            { input_name: "half" output_name: "more" data_type: TYPE_BF16 dims: [ 1 ] } ] }"""
+one(
+    "history",
+    History(),
+    [("x", "FP32", "1")],
+    [("sum", "FP32", "1"), ("now", "FP32", "-1"), ("more", "BF16", "1")],
+    HISTORY,
+)
+RAGGED = """batch_input [
+    { kind: BATCH_ELEMENT_COUNT target_name: "counts" data_type: TYPE_FP32 source_input: "x" },
+    { kind: BATCH_ACCUMULATED_ELEMENT_COUNT target_name: "ends" data_type: TYPE_INT32 source_input: "x" } ]
+batch_output [ { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "y" source_input: "x" } ]
+max_batch_size: 8 dynamic_batching { preferred_batch_size: 3 max_queue_delay_microseconds: 10000000 }"""
+one(
+    "ragged",
+    Ragged(),
+    [("x", "FP32", "-1", "allow_ragged_batch: true")],
+    [("y", "FP32", "-1"), ("sum", "FP32", "1")],
+    RAGGED,
+)
 one("mode", Mode(), [("x", *F3)], [("y", *F3)])
 one("misbehaves", Misbehaves(), [("x", *F3)], [("y", *F3)], "max_batch_size: 4")
 traced = torch.jit.trace(Linear().eval(), torch.ones(1, 3))

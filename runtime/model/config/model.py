@@ -244,9 +244,12 @@ def unused_fields(raw: Mapping[str, object]) -> list[str]:
     """
     full = normalise(raw)
     unused = dict.fromkeys(_unused("ModelConfig", full, ""))
+    # Fields that the backend of the model reads itself.
     if full["backend"] not in ("", PYTHON_BACKEND):
-        # The backend of the model reads this field itself.
         unused.pop("optimization", None)
+    if full["backend"] in FILENAMES.keys() - {PYTHON_BACKEND}:
+        unused.pop("batch_input", None)
+        unused.pop("batch_output", None)
     return list(unused)
 
 
@@ -353,8 +356,6 @@ def _check_names(raw: Raw, source: Source) -> None:
 
 # Fields that change what a model computes, or which file is served, with what moonpool would do instead.
 _REFUSED = {
-    "batch_input": "would not give the model these inputs",
-    "batch_output": "would not split these outputs",
     "cc_model_filenames": "would serve default_model_filename on every GPU",
     "model_operations": "would not load these libraries",
 }
@@ -373,6 +374,60 @@ def _check_refused(raw: Raw, source: Source) -> None:
         if group["passive"]:
             what = "moonpool has no passive instances: this one would get requests; take it out"
             raise source.error(f"instance_group[{index}].passive", what)
+
+
+def _check_batch_tensors(raw: Raw, source: Source, *, partial: bool) -> None:
+    """Check `batch_input` and `batch_output`, of every backend as in Triton: names, unless the model has yet to complete them."""
+    suffix = f" for {raw['name']}"
+    inputs = {each["name"]: each for each in raw["input"]}
+    outputs = {each["name"]: each for each in raw["output"]}
+    for side in ("batch_input", "batch_output"):
+        for index, given in enumerate(raw[side]):
+            path, sources = f"{side}[{index}]", given["source_input"]
+            if len(sources) != 1:
+                what = f"{side.replace('_', ' ')} kind '{given['kind']}' expects 1 source input, got {len(sources)}"
+                raise source.error(f"{path}.source_input", what + suffix)
+            if side == "batch_input" and given["data_type"] not in ("TYPE_INT32", "TYPE_FP32"):
+                what = "batch input data type must be TYPE_INT32 or TYPE_FP32"
+                raise source.error(f"{path}.data_type", what + suffix)
+            if partial:
+                continue
+            if sources[0] not in inputs:
+                what = f"unknown source input name '{sources[0]}'"
+                raise source.error(f"{path}.source_input", what + suffix)
+            if side == "batch_output":
+                _check_scattered(
+                    given["target_name"], inputs[sources[0]], outputs, path, raw, source
+                )
+
+
+def _check_scattered(
+    targets: Sequence[str],
+    from_: Raw,
+    outputs: Mapping[str, Raw],
+    path: str,
+    raw: Raw,
+    source: Source,
+) -> None:
+    """Check the outputs of a batch that are cut as the input `from_` is."""
+    suffix = f" for {raw['name']}"
+    for index, target in enumerate(targets):
+        if target not in outputs:
+            what = f"unknown target output name '{target}'"
+            raise source.error(f"{path}.target_name", what + suffix)
+        if target in targets[:index]:
+            what = f"target output name '{target}' can only be specified once"
+            raise source.error(f"{path}.target_name", what + suffix)
+        rank = len(_seen_by_model(from_))
+        # In Triton, such a size is whatever lies behind the shape in memory.
+        if -1 in _seen_by_model(outputs[target])[rank:]:
+            what = f"output '{target}' has variable dimensions that its source input '{from_['name']}' lacks"
+            raise source.error(f"{path}.target_name", what + suffix)
+
+
+def _seen_by_model(io: Raw) -> list[int]:
+    dims: list[int] = io["reshape"]["shape"] if "reshape" in io else io["dims"]
+    return dims
 
 
 def _check_filename(filename: str, field: str, backend: str, source: Source) -> None:
@@ -727,6 +782,7 @@ class ModelConfig:
         _check_names(full, source)
         if not has_agents:
             _check_refused(full, source)
+            _check_batch_tensors(full, source, partial=partial)
         ensemble = ensemble_scheduling(full, source)
         # No code of an ensemble could complete its configuration.
         partial = partial and ensemble is None

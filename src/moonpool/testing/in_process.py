@@ -333,10 +333,7 @@ class InProcessModel(LoadedModel):
             raise
         self._args: dict[str, str] = start["args"]
         self._input_names: list[str] = start["inputs"]
-        self._signature, self._queue = (
-            Signature(self.config, takes_ragged=description.takes_ragged),
-            RequestQueue(self.config),
-        )
+        self._signature, self._queue = Signature(self.config), RequestQueue(self.config)
         batching = self.config.sequence_batching
         self._output_names: list[str] = start["outputs"]
         self._states = SequenceStates.of(description)

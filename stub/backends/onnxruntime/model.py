@@ -1,7 +1,8 @@
 """The `onnxruntime` backend: serves ONNX graphs (`model.onnx`) on the CPU.
 
 An example of a Python-based backend. It uses nothing but ONNX Runtime, numpy and `triton_python_backend_utils`,
-so a copy of this folder in a backend directory of Triton works there, too.
+so a copy of this folder in a backend directory of Triton works there, too. `batch_tensors.py` beside it has what
+depends on the shapes of a whole batch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import numpy as np
 import onnxruntime
 import triton_python_backend_utils as pb_utils
+from batch_tensors import BatchTensors, bounds
 
 DATATYPES = {
     "bool": "TYPE_BOOL",
@@ -54,9 +56,39 @@ class ModelState:
         self.batches = config["max_batch_size"] > 0
         batching = config.get("sequence_batching", {})
         self.states = batching.get("state", [])
-        # Inputs that are no inputs of clients: the server adds them.
+        self.batch = BatchTensors(config)
+        # Inputs that are no inputs of clients: the server or this backend adds them.
         self.added = {each["name"] for each in batching.get("control_input", [])}
         self.added |= {each["input_name"] for each in self.states}
+        self.added |= self.batch.input_datatypes().keys()
+        self._check_batch_tensors(config)
+
+    def _check_batch_tensors(self, config: dict) -> None:
+        """Check that the graph takes ragged inputs as flat tensors, and the inputs that describe the batch."""
+        ragged = [each for each in config["input"] if each["name"] in self.batch.ragged]
+        for name, optional in [(each["name"], each.get("optional")) for each in ragged]:
+            if name not in self.inputs:
+                continue  # which `complete` refuses
+            shape = [dim(size) for size in self.inputs[name].shape]
+            expects = (
+                f"unable to load model '{self.name}', configuration expects model provides input "
+                f"with shape [-1] for ragged input '{name}', "
+            )
+            if optional:
+                raise ValueError(expects + "which is not supported for optional input")
+            if shape != [-1]:
+                raise ValueError(f"{expects}model provides {shape}")
+        for name, datatype in self.batch.input_datatypes().items():
+            if name not in self.inputs:
+                raise ValueError(
+                    f"unexpected batch input '{name}', allowed inputs are: {', '.join(self.inputs)}"
+                )
+            provided = self._datatype(self.inputs[name])
+            if provided != datatype:
+                raise ValueError(
+                    f"unable to load model '{self.name}', configuration expects datatype {datatype} "
+                    f"for batch input '{name}', model provides {provided}"
+                )
 
     def complete(self, config: pb_utils.ModelConfig) -> None:
         """Add to the configuration what it leaves out and the graph knows."""
@@ -95,16 +127,20 @@ class ModelState:
                 )
 
     def _described(self, tensor: onnxruntime.NodeArg, given: list) -> dict:
+        dims = [dim(size) for size in tensor.shape[self.batches :]]
+        is_flat = tensor.name in self.batch.ragged or tensor.name in self.batch.cuts
+        for other in given:
+            # The configuration may narrow a variable dimension of the graph. If the graph has a flat tensor, it has all dims.
+            if other["name"] == tensor.name and (is_flat or fits(other["dims"], dims)):
+                dims = other["dims"]
+        # For the runtime, a scalar has one dimension of size 1.
+        return {"name": tensor.name, "data_type": self._datatype(tensor), "dims": dims or [1]}
+
+    def _datatype(self, tensor: onnxruntime.NodeArg) -> str:
         element = tensor.type.removeprefix("tensor(").removesuffix(")")
         if element not in DATATYPES:
             raise ValueError(f"model '{self.name}', tensor '{tensor.name}' is a {tensor.type}")
-        dims = [dim(size) for size in tensor.shape[self.batches :]]
-        for other in given:
-            # The configuration may narrow a variable dimension of the graph.
-            if other["name"] == tensor.name and fits(other["dims"], dims):
-                dims = other["dims"]
-        # For the runtime, a scalar has one dimension of size 1.
-        return {"name": tensor.name, "data_type": DATATYPES[element], "dims": dims or [1]}
+        return DATATYPES[element]
 
 
 class ModelInstanceState:
@@ -122,8 +158,11 @@ class ModelInstanceState:
         parts: dict[str, list[np.ndarray]] = {}
         for request in requests:
             for tensor in request.inputs():
-                parts.setdefault(tensor.name(), []).append(tensor.as_numpy())
+                array, name = tensor.as_numpy(), tensor.name()
+                is_ragged = name in self.model.batch.ragged
+                parts.setdefault(name, []).append(array.reshape(-1) if is_ragged else array)
         inputs = {k: v[0] if len(v) == 1 else np.concatenate(v) for k, v in parts.items()}
+        inputs.update(self.model.batch.input_values(requests))
         for name, array in inputs.items():
             if array.dtype == object:
                 texts = [text.decode() for text in array.ravel()]
@@ -156,6 +195,8 @@ class ModelInstanceState:
 
     def _shape(self, name: str, rows: int) -> list[int] | None:
         """Return the shape of an output by the graph; None if the data decides it."""
+        if name in self.model.batch.cuts:
+            return None
         dims = [dim(size) for size in self.model.outputs[name].shape]
         if self.model.batches:
             dims[0] = rows
@@ -163,22 +204,31 @@ class ModelInstanceState:
 
     def read_output_tensors(self, outputs: dict, requests: list, rows: list[int]) -> list:
         """Return one response for each request, with its rows of the outputs that it asks for."""
-        responses, start = [], 0
-        for name, array in outputs.items():
-            if self.model.batches and array.shape[:1] != (sum(rows),):
-                raise ValueError(
-                    f"output '{name}' has shape {list(array.shape)} for a batch of {sum(rows)}"
-                )
-        for request, count in zip(requests, rows):
+        parts = {name: self._parts(name, array, requests, rows) for name, array in outputs.items()}
+        responses = []
+        for index, request in enumerate(requests):
             wanted = request.requested_output_names()
             tensors = [
-                pb_utils.Tensor(name, array[start : start + count] if self.model.batches else array)
-                for name, array in outputs.items()
-                if name in wanted
+                pb_utils.Tensor(name, part[index]) for name, part in parts.items() if name in wanted
             ]
             responses.append(pb_utils.InferenceResponse(tensors))
-            start += count
         return responses
+
+    def _parts(self, name: str, array: np.ndarray, requests: list, rows: list[int]) -> list:
+        """Return the part of an output that each request gets."""
+        if name in self.model.batch.cuts:
+            shapes = self.model.batch.output_shapes(name, requests)
+            flat = array.reshape(-1)
+            cuts = bounds(name, flat.size, shapes)
+            return [flat[start:end].reshape(shape) for (start, end), shape in zip(cuts, shapes)]
+        if not self.model.batches:
+            return [array]
+        if array.shape[:1] != (sum(rows),):
+            raise ValueError(
+                f"output '{name}' has shape {list(array.shape)} for a batch of {sum(rows)}"
+            )
+        ends = np.cumsum(rows)
+        return [array[end - count : end] for end, count in zip(ends, rows)]
 
 
 class TritonPythonModel:

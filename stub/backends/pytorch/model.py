@@ -1,7 +1,8 @@
 """The `pytorch` backend: serves TorchScript (`model.pt`) and programs of `torch.export` (`model.pt2`).
 
-An example of a Python-based backend. It uses nothing but PyTorch and `triton_python_backend_utils`, so a copy of
-this folder in a backend directory of Triton works there, too.
+An example of a Python-based backend. It uses nothing but PyTorch, numpy and `triton_python_backend_utils`, so a copy of
+this folder in a backend directory of Triton works there, too. `batch_tensors.py` beside it has what depends on the
+shapes of a whole batch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 
 import torch
 import triton_python_backend_utils as pb_utils
+from batch_tensors import BatchTensors, bounds
 
 DTYPES = {
     "TYPE_BOOL": torch.bool,
@@ -37,6 +39,8 @@ class ModelState:
         self.parameters = {k: v["string_value"] for k, v in config["parameters"].items()}
         self.inputs = [tensor["name"] for tensor in config["input"]]
         self.outputs = {tensor["name"]: tensor["data_type"] for tensor in config["output"]}
+        self.batch = BatchTensors(config)
+        self.inputs += self.batch.input_datatypes()
         self._add_sequences(config.get("sequence_batching", {}))
         named = [(tensor["name"], tensor["data_type"]) for tensor in config["input"]]
         for name, datatype in (*named, *self.outputs.items()):
@@ -91,9 +95,14 @@ class ModelInstanceState:
         """Return the inputs of all requests by name. Those of a single request are not copied."""
         parts: dict[str, list[torch.Tensor]] = {}
         for request in requests:
-            for tensor in request.inputs():
-                parts.setdefault(tensor.name(), []).append(torch.from_dlpack(tensor))
-        return {k: v[0] if len(v) == 1 else torch.cat(v) for k, v in parts.items()}
+            for each in request.inputs():
+                tensor, name = torch.from_dlpack(each), each.name()
+                is_ragged = name in self.model.batch.ragged
+                parts.setdefault(name, []).append(tensor.reshape(-1) if is_ragged else tensor)
+        inputs = {k: v[0] if len(v) == 1 else torch.cat(v) for k, v in parts.items()}
+        for name, values in self.model.batch.input_values(requests).items():
+            inputs[name] = torch.from_numpy(values)
+        return inputs
 
     def execute(self, inputs: dict[str, torch.Tensor]) -> object:
         optimized = contextlib.nullcontext()
@@ -109,25 +118,38 @@ class ModelInstanceState:
 
     def read_output_tensors(self, result: object, requests: list, rows: list[int]) -> list:
         """Return one response for each request, with its rows of the outputs that it asks for."""
-        outputs = {name: self._output(result, name, sum(rows)) for name in self.model.outputs}
-        responses, start = [], 0
-        for request, count in zip(requests, rows):
+        parts = {name: self._parts(result, name, requests, rows) for name in self.model.outputs}
+        responses = []
+        for index, request in enumerate(requests):
             wanted = request.requested_output_names()
             responses.append(
                 pb_utils.InferenceResponse(
                     [
-                        pb_utils.Tensor.from_dlpack(
-                            name, tensor[start : start + count] if self.model.batches else tensor
-                        )
-                        for name, tensor in outputs.items()
+                        pb_utils.Tensor.from_dlpack(name, part[index])
+                        for name, part in parts.items()
                         if name in wanted
                     ]
                 )
             )
-            start += count
         return responses
 
-    def _output(self, result: object, name: str, rows: int) -> torch.Tensor:
+    def _parts(self, result: object, name: str, requests: list, rows: list[int]) -> list:
+        """Return the part of an output that each request gets."""
+        tensor = self._output(result, name)
+        if name in self.model.batch.cuts:
+            shapes = self.model.batch.output_shapes(name, requests)
+            flat = tensor.reshape(-1)
+            cuts = bounds(name, flat.numel(), shapes)
+            return [flat[start:end].reshape(shape) for (start, end), shape in zip(cuts, shapes)]
+        if not self.model.batches:
+            return [tensor]
+        if tensor.dim() == 0 or tensor.shape[0] != sum(rows):
+            raise ValueError(
+                f"output '{name}' has shape {list(tensor.shape)} for a batch of {sum(rows)}"
+            )
+        return list(tensor.split(rows))
+
+    def _output(self, result: object, name: str) -> torch.Tensor:
         if isinstance(result, dict) and name in result:
             tensor = result[name]
         else:
@@ -146,10 +168,6 @@ class ModelInstanceState:
             raise ValueError(
                 f"configuration expects datatype {expected} for output '{name}', model provides "
                 f"{provided}"
-            )
-        if self.model.batches and (tensor.dim() == 0 or tensor.shape[0] != rows):
-            raise ValueError(
-                f"output '{name}' has shape {list(tensor.shape)} for a batch of {rows}"
             )
         return tensor.detach().contiguous()
 

@@ -191,17 +191,11 @@ def test_a_configuration_of_a_client_takes_no_check_away(
             runtime.load("m", config={"model_repository_agents": {"agents": []}})
 
 
-@pytest.mark.parametrize(
-    "field", ["batch_input", "batch_output", "cc_model_filenames", "model_operations"]
-)
+@pytest.mark.parametrize("field", ["cc_model_filenames", "model_operations"])
 def test_fields_that_change_results_are_refused_where_a_backend_would_act_on_them(
     field: str,
 ) -> None:
     values: dict[str, Any] = {
-        "batch_input": [
-            {"kind": "BATCH_ELEMENT_COUNT", "target_name": ["I"], "source_input": ["X"]}
-        ],
-        "batch_output": [{"target_name": ["Y"], "source_input": ["X"]}],
         "cc_model_filenames": {"8.0": "model_80.onnx"},
         "model_operations": {"op_library_filename": ["lib.so"]},
     }

@@ -306,19 +306,18 @@ def test_strings_are_not_written_in_place() -> None:
 # Which requests share a batch
 
 
-def signature_of(given: dict[str, Any], *, takes_ragged: bool) -> object:
+def signature_of(given: dict[str, Any], *, is_ragged: bool) -> object:
     raw = {
         "name": "m",
         "backend": "any",
         "max_batch_size": 4,
         "input": [
-            {**tensor("A", "FP32", -1), "allow_ragged_batch": True, "optional": True},
+            {**tensor("A", "FP32", -1), "allow_ragged_batch": is_ragged, "optional": True},
             tensor("B", "INT32", -1),
         ],
         "output": [tensor("Y", "FP32", 4)],
     }
-    made = Signature(ModelConfig.from_dict(raw), takes_ragged=takes_ragged)
-    return made.request(given).signature
+    return Signature(ModelConfig.from_dict(raw)).request(given).signature
 
 
 @pytest.mark.parametrize(
@@ -339,8 +338,6 @@ def test_shapes_of_ragged_inputs_part_no_batch(
     other: dict[str, Any] = {"B": np.zeros(b, np.int32)}
     if a is not None:
         other["A"] = np.zeros(a, F32)
-    for takes_ragged, expected in ((False, shares), (True, shares_ragged)):
-        same = signature_of(first, takes_ragged=takes_ragged) == signature_of(
-            other, takes_ragged=takes_ragged
-        )
+    for is_ragged, expected in ((False, shares), (True, shares_ragged)):
+        same = signature_of(first, is_ragged=is_ragged) == signature_of(other, is_ragged=is_ragged)
         assert same == expected

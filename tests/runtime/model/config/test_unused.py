@@ -24,6 +24,8 @@ class TestUnusedFields:
             ("optimization { eager_batching: true }", ["optimization"]),
             ("optimization { output_pinned_memory { enable: false } }", ["optimization"]),
             ("batch_input { kind: BATCH_ITEM_SHAPE }", ["batch_input"]),
+            ("backend: \"pytorch\" batch_input { kind: BATCH_ITEM_SHAPE } batch_output { source_input: \"x\" }", []),
+            ("backend: \"mine\" batch_output { source_input: \"x\" }", ["batch_output"]),
             ("model_operations { op_library_filename: \"x\" }", ["model_operations"]),
             ("cc_model_filenames { key: \"a\" value: \"b\" }", ["cc_model_filenames"]),
             ("metric_tags { key: \"a\" value: \"b\" } runtime: \"r\"", []),
