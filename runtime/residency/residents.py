@@ -4,6 +4,9 @@ Theory of operation. A model that sleeps stays in the registry with its configur
 requests find it as they find any other, and wait in its queue under their own deadlines. `policy.py` decides who may come and who has to go.
 This file carries it out.
 
+*Waiting for room.* A thread that waits watches the schedulers of the models that are present (`_Watch`): they call it, under their locks, when
+a request has left. It also wakes when an entry changes, and when a model has stayed long enough.
+
 *Waking.* The scheduler of a model that sleeps calls `want` for each request, with its lock held. `want` sets a mark and leaves the rest to the
 reactor, which starts a thread for the first of them (`_bring`). So concurrent first requests start a model once. The thread makes room
 (`_make_room`), takes the model lock, and starts the instances. Requests run as soon as the first one is ready. If that fails, all who wait get the
@@ -83,8 +86,11 @@ _log = logging.getLogger("moonpool")
 _R = Residence
 # The states in which a model has processes that are awake, or is about to have them.
 _SERVING = (_R.WAKING, _R.AWAKE, _R.LEAVING)
-# The interval in which a thread that waits for room looks again: no model says that it has nothing to do any more.
+# A thread that waits for room looks again when something has changed, but not more often than this: a model with one caller ends a
+# request thousands of times a second.
 _LOOK_S = 0.01
+# It looks so often at least, for what nobody reports: a model lock that is free again, a sequence whose time is over.
+_RARELY_S = 0.1
 # The interval of the thread that looks for what nobody uses, at most.
 _TICK_S = 1.0
 # The pause before a thread is asked for again.
@@ -118,6 +124,9 @@ class Sleeper(Protocol):
     @property
     def is_used(self) -> bool:
         """True if a request is inside, or a sequence."""
+
+    def watch(self, tell: Callable[[], object]) -> Callable[[], None]:
+        """Call `tell` whenever a request may have left, until the function is called that this returns. `tell` takes no lock."""
 
     @property
     def has_given_up(self) -> bool:
@@ -245,6 +254,37 @@ class ResidentModel:
         return self.dormant_need if self.is_dormant and not self.has_room else self.need
 
 
+class _Watch:
+    """Wakes a thread that waits for room, when a request has left one of the models that it looks at, or an entry has changed."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._ends: dict[Sleeper, Callable[[], None]] = {}
+        self._looked_at_s = -math.inf
+
+    def begin_look(self, sleepers: Iterable[Sleeper]) -> None:
+        """Begin a look at these models. A change from now on ends the next `wait`."""
+        self._looked_at_s = time.monotonic()
+        self._event.clear()
+        for each in sleepers:
+            if each not in self._ends:
+                self._ends[each] = each.watch(self._event.set)
+
+    def tell(self) -> None:
+        """Wake the thread."""
+        self._event.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a change, and at least until the next look is due."""
+        self._event.wait(max(0.0, timeout_s))
+        time.sleep(max(0.0, self._looked_at_s + _LOOK_S - time.monotonic()))
+
+    def end(self) -> None:
+        """Watch nothing any more."""
+        for end in self._ends.values():
+            end()
+
+
 class Residency:
     """Wakes models and puts them to sleep. Any thread may call any method; `remove`, `stop` and `join` may wait."""
 
@@ -270,6 +310,8 @@ class Residency:
         self._changed = threading.Condition(self._lock)
         self._entries: dict[Sleeper, ResidentModel] = {}
         self._sieve: Sieve[Sleeper] = Sieve()
+        # Those of the threads that wait for room.
+        self._watches: set[_Watch] = set()
         # The models that have asked each model.
         self._askers: dict[str, set[str]] = {}
         # None if nobody has to know how much of the GPUs processes take.
@@ -326,7 +368,7 @@ class Residency:
             if entry is None:
                 return True
             entry.is_gone = True
-            self._changed.notify_all()
+            self._notify()
             self._changed.wait_for(
                 lambda: entry.state not in (_R.WAKING, _R.LEAVING) and not entry.is_scaling
             )
@@ -379,7 +421,7 @@ class Residency:
             finally:
                 with self._lock:
                     self._threads.discard(thread)
-                    self._changed.notify_all()
+                    self._notify()
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         start_thread(thread)
@@ -392,7 +434,7 @@ class Residency:
             with self._lock:
                 if self._newcomer is entry:
                     self._newcomer = None
-                    self._changed.notify_all()
+                    self._notify()
 
     def _bring_in(self, entry: ResidentModel) -> None:
         try:
@@ -409,7 +451,7 @@ class Residency:
             with self._lock:
                 entry.has_room = False
                 if entry.is_gone or self._is_closed:
-                    self._changed.notify_all()
+                    self._notify()
                     return
                 began_s = time.monotonic()
                 entry.is_dormant = False
@@ -425,7 +467,7 @@ class Residency:
                     self._awake(entry, "an instance is ready", now_s)
                 else:
                     pause_s = self._fail(entry, failure, now_s)
-                self._changed.notify_all()
+                self._notify()
         if failure is None:
             self._measure(entry)
         else:
@@ -484,14 +526,28 @@ class Residency:
 
         Raises `NoRoom`, and `ModelUnavailable` if the runtime is being closed.
         """
+        watch = _Watch()
+        with self._lock:
+            self._watches.add(watch)
+        try:
+            return self._wait_for_room(entry, watch)
+        finally:
+            with self._lock:
+                self._watches.discard(watch)
+            watch.end()
+
+    def _wait_for_room(self, entry: ResidentModel, watch: _Watch) -> bool:
         end_s = time.monotonic() + self.limits.patience_s
         while True:
             with self._lock:
                 if self._is_closed:
                     raise ModelUnavailable("the runtime is being closed")
+                present = [each for each in self._entries.values() if each.is_present]
+                watch.begin_look([entry.sleeper, *(each.sleeper for each in present)])
                 if entry.is_gone or not entry.sleeper.waiting:
                     return False
                 now_s = time.monotonic()
+                stays_s = [self._stays_until_s(each) for each in present]
                 verdict = self._decide(entry, now_s)
                 if verdict.act is Act.ADMIT:
                     entry.has_room = True
@@ -506,8 +562,20 @@ class Residency:
                     raise NoRoom(
                         f"model '{entry.sleeper.name}' cannot be loaded now: {verdict.reason}"
                     )
-                with self._lock:
-                    self._changed.wait(_LOOK_S)
+                until_s = min(
+                    [end_s, now_s + _RARELY_S, *(each for each in stays_s if each > now_s)]
+                )
+                watch.wait(until_s - time.monotonic())
+
+    def _stays_until_s(self, entry: ResidentModel) -> float:
+        """Return the time until which a model stays, as it has just come."""
+        return entry.awake_since_s + max(self.limits.least_stay_s, entry.start_s)
+
+    def _notify(self) -> None:
+        """Wake all who wait for a change of an entry. Needs the lock."""
+        self._changed.notify_all()
+        for watch in self._watches:
+            watch.tell()
 
     def _decide(self, entry: ResidentModel, now_s: float) -> Verdict[Sleeper]:
         """Decide if a model may start, or which one has to go first. Needs the lock."""
@@ -544,7 +612,7 @@ class Residency:
             return "start or end just now"
         if entry.sleeper.is_used or self._is_member(entry.sleeper.name):
             return "are in use"
-        if now_s < entry.awake_since_s + max(self.limits.least_stay_s, entry.start_s):
+        if now_s < self._stays_until_s(entry):
             return "came a moment ago"
         return ""
 
@@ -604,7 +672,7 @@ class Residency:
             entry.sleeps[reason] += not was_dormant
         else:
             entry.machine.move(_R.AWAKE, "a request was inside", time.monotonic())
-        self._changed.notify_all()
+        self._notify()
 
     def _look_after_all(self) -> None:
         """Put models to sleep that nobody uses, and those that have grown too large, until the end."""
@@ -752,7 +820,7 @@ class Residency:
         finally:
             with self._lock:
                 entry.is_scaling = False
-                self._changed.notify_all()
+                self._notify()
 
     # End
 
@@ -760,7 +828,7 @@ class Residency:
         """Wake nothing and put nothing to sleep from now on."""
         with self._lock:
             self._is_closed = True
-            self._changed.notify_all()
+            self._notify()
 
     def give_up_starts(self) -> None:
         """Let the starts that are on their way fail soon. They may begin a moment later, so this is called again and again."""

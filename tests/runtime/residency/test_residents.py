@@ -24,6 +24,7 @@ from moonpool import (
     Runtime,
 )
 from moonpool.runtime.model.states import Residence
+from moonpool.runtime.residency import policy, residents
 from moonpool.runtime.residency.residents import ResidentModel
 
 
@@ -313,6 +314,73 @@ def test_models_of_unknown_size_start_one_after_the_other(tmp_path: Path) -> Non
         assert first.result(PATIENCE_S).outputs["Y"].flat[0] == 1
         assert second.result(PATIENCE_S).outputs["Y"].flat[0] == 2
         is_in(runtime, "other", Residence.AWAKE)
+
+
+@pytest.mark.promise(
+    "Lifecycle",
+    "A model whose last instance is given up while the model falls asleep sleeps, and the next request wakes it.",
+)
+def test_a_model_that_is_given_up_while_it_falls_asleep_can_be_woken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"m": {"MOONPOOL_MAX_RESTARTS": "1", "MOONPOOL_RESTART_BACKOFF_S": "0"}}
+    with sleepy(tmp_path, "m", "other", options=options, models=1) as (backend, runtime):
+        ask(runtime, "m")
+        restart = backend.starts["m"] = Gate()
+        name = runtime.instances("m")[0]["name"]
+        start = "model_instance_initialize", f"m:1 {name}"
+        backend.failures[start] = Planned("no")
+        backend.is_quick = False
+        future = runtime.submit("m", x(7))
+        backend.wait_for(2).break_down(ConnectionError("gone"))
+        assert future.exception(PATIENCE_S) is not None
+        restart.wait()
+
+        hosted = runtime.registry.find("m")
+        end_all = hosted.supervisor.end_all
+
+        def give_up_first() -> None:
+            restart.opened.set()
+            wait_until(lambda: hosted.has_given_up, PATIENCE_S)
+            end_all()
+
+        monkeypatch.setattr(hosted.supervisor, "end_all", give_up_first)
+        backend.is_quick = True
+        assert ask(runtime, "other") == 1
+        monkeypatch.undo()
+        del backend.failures[start]
+        assert entry_of(runtime, "m").state is Residence.ASLEEP
+        assert runtime.is_ready("m")
+        assert ask(runtime, "m", 5) == 5
+
+
+@pytest.mark.promise(
+    "Lifecycle",
+    "A model that waits for room in memory is woken when a request leaves the one that is in its way.",
+)
+def test_the_end_of_a_request_wakes_a_model_that_waits_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing looks again by itself for as long as this test may take.
+    monkeypatch.setattr(residents, "_RARELY_S", 1000.0)
+    looks = []
+
+    def decide(*arguments: Any, **more: Any) -> Any:
+        looks.append(arguments)
+        return policy.decide(*arguments, **more)
+
+    with sleepy(tmp_path, "m", "used", models=1, patience_s=1000.0) as (backend, runtime):
+        backend.is_quick = False
+        future = runtime.submit("used", x(7))
+        held = backend.wait_for(1)
+        is_in(runtime, "used", Residence.AWAKE)
+        monkeypatch.setattr(residents, "decide", decide)
+        caller = Caller(runtime, x(2), timeout_s=PATIENCE_S)
+        wait_until(lambda: looks, PATIENCE_S)
+        backend.is_quick = True
+        held.answer()
+        assert caller.result() == 2
+        assert future.result(PATIENCE_S).outputs["Y"].flat[0] == 7
 
 
 def test_a_request_that_comes_while_a_model_is_put_to_sleep_is_answered(tmp_path: Path) -> None:
