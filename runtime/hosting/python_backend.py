@@ -106,6 +106,7 @@ class PythonBackend(Backend):
             model.options.execution_env_path,
             model.source.model_directory,
             only_wheels=is_contained(model.options.sandbox),
+            stop=model.given_up,
         )
         options = model.options
         memory = CallerMemory(

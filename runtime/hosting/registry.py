@@ -23,7 +23,7 @@ are updated (`_update`): what comes is ready before anything goes. Without a thr
 a second thread from being started. If no thread can be started, the model goes back into the table.
 
 *Order of closing.* From `_closed` on no load begins. Loads that are on their way are waited for. Those that models asked
-for are given up, as the models that wait for them are to be unloaded. Then all models are unloaded in parallel, replaced
+for are given up, as the models that wait for them are to be unloaded, and so are builds of environments, which may take an hour. Then all models are unloaded in parallel, replaced
 ones are waited for, the backends are finalized, and at last the threads and the reactor end. A second `close` waits for the
 first. A finalizer must not wait and not take a lock, so `close_soon` hands the work to the reactor, and that to a thread.
 
@@ -500,10 +500,11 @@ class ModelRegistry:
             hosted.give_up_loading()
 
     def _wait_until_still(self) -> None:
-        """Wait until nothing is loaded or unloaded any more. Loads that models asked for are given up."""
+        """Wait until nothing is loaded or unloaded any more. Loads that models asked for are given up, and builds of environments."""
         is_still = False
         while not is_still:
             for hosted, asker in list(self._loading):
+                hosted.model.given_up.set()
                 if asker is not None:
                     hosted.give_up_loading()
             self.residency.give_up_starts()

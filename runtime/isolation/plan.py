@@ -272,7 +272,9 @@ def _compile_cache(model: Model) -> Path | None:
         return None
     is_confined = is_contained(model.options.sandbox)
     source = model.source
-    named = "\0".join(map(str, (source.file.resolve(), model.name, model.version, is_confined)))
+    # Files that a client brought lie elsewhere each time.
+    where = source.content or source.file.resolve()
+    named = "\0".join(map(str, (where, model.name, model.version, is_confined)))
     root = cache_root() / "compiled"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(root)

@@ -29,6 +29,8 @@ class ModelSource:
     version_directory: Path
     # True if the directory and all that is in it belong to the model.
     is_directory: bool = False
+    # A digest of all files, if the directory was made for one load. The next load of the same files has another one.
+    content: str = ""
 
     def without_links(self) -> ModelSource:
         """Return the same source by its real paths, for a process that does not see the links on the way."""

@@ -45,6 +45,8 @@ _MOST = 4
 # A machine may be busy. What takes longer is started in the ordinary way.
 _READY_S, _FORK_S, _END_S = 30.0, 10.0, 10.0
 _AGAIN_S = 0.02
+# A start with less time than this does not wait for a template that is not there yet: half of its time might go into that.
+_LEAST_S = 1.0
 # What a pipe holds.
 _OUTPUT_BYTES = 65_536
 _INHERITED = (
@@ -172,15 +174,19 @@ class _Template:
 
     def fork(self, name: str, fds: Sequence[int], deadline: float | None) -> int | None:
         """Return the pid of a fork, a child of this process that the caller owns; None if there is none."""
-        wait_s = _READY_S
+        wait_s, may_begin = _READY_S, True
         if deadline is not None:
+            left_s = deadline - time.monotonic()
+            may_begin = left_s >= _LEAST_S
             # If it comes to nothing, the other half is left for a start in the ordinary way.
-            wait_s = min(_READY_S, max(0.001, (deadline - time.monotonic()) / 2))
+            wait_s = min(_READY_S, max(0.0, left_s / 2)) if may_begin else 0.0
         if not self._turn.acquire(timeout=wait_s):
             return None
         try:
             for _ in range(2):  # it may have been killed since it was used last
                 if self._channel is None or self._stamp != self._now():
+                    if not may_begin:
+                        return None
                     self._end()
                     self._begin(wait_s)
                 if self._is_unfit or self._is_retired or self._channel is None:

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import IO
 
 from moonpool.runtime.errors import BadEnvironment
@@ -55,12 +56,13 @@ def resolve(
     cache: EnvironmentCache | None = None,
     inherited: Mapping[str, str] | None = None,
     only_wheels: bool = False,
+    stop: Event | None = None,
 ) -> Environment:
     """Return the environment that `EXECUTION_ENV_PATH` names, by default moonpool's own interpreter.
 
     PATH and LD_LIBRARY_PATH are put before those of `inherited`, by default this process's. With `only_wheels`, nothing of a
     list is compiled, as that runs code of its packages. Unpacking and building may take minutes, so do not call this in an
-    event loop. Raises `BadEnvironment`.
+    event loop. They fail soon after `stop` is set. Raises `BadEnvironment`.
     """
     if execution_env_path is None:
         return _own_interpreter()
@@ -70,7 +72,10 @@ def resolve(
         return _described(path, base, path)
     cache = cache or EnvironmentCache()
     is_list = path.suffix in _LISTS
-    lease = cache.build(path, only_wheels=only_wheels) if is_list else cache.acquire(path)
+    if is_list:
+        lease = cache.build(path, only_wheels=only_wheels, stop=stop)
+    else:
+        lease = cache.acquire(path, stop)
     try:
         return _described(_top(lease.path), base, path, lease.release)
     except BaseException:
@@ -180,24 +185,29 @@ class EnvironmentCache(FolderCache):
         self._size_limit_bytes = size_limit_bytes
         self._shows_progress = shows_progress
 
-    def acquire(self, archive: Path) -> FolderLease:
+    def acquire(self, archive: Path, stop: Event | None = None) -> FolderLease:
         """Return a lease of the unpacked environment of an archive, and unpack it if nobody has.
 
         Before unpacking, environments that nobody has used for `KEEP_UNUSED_S` are removed. Blocks while another thread or
-        process unpacks the same archive. Raises `BadEnvironment`.
+        process unpacks the same archive, until `stop` is set. Raises `BadEnvironment`.
         """
         try:
             with _opened(archive) as stream:
                 digest = self._digest(stream)
-                return self.lease(digest, lambda folder: self._unpack(digest, stream, folder))
+                return self.lease(digest, lambda folder: self._unpack(digest, stream, folder), stop)
         except BadEnvironment as error:
             raise BadEnvironment(f"the packed environment {archive}: {error}") from error
         except OSError as error:
             what = f"cannot unpack {archive} into {self.root}: {error}"
             raise BadEnvironment(f"{what}; XDG_CACHE_HOME names another place") from error
 
-    def build(self, path: Path, *, only_wheels: bool = False) -> FolderLease:
-        """Return a lease of the environment of a list of packages, and build it if nobody has. Otherwise as `acquire`."""
+    def build(
+        self, path: Path, *, only_wheels: bool = False, stop: Event | None = None
+    ) -> FolderLease:
+        """Return a lease of the environment of a list of packages, and build it if nobody has. Otherwise as `acquire`.
+
+        If `stop` is set, the tool that builds is ended.
+        """
         # Few models have a list.
         from moonpool.runtime.repository.environment_builder import Builder
         from moonpool.runtime.repository.package_list import read_list
@@ -207,11 +217,11 @@ class EnvironmentCache(FolderCache):
 
         def fill(folder: Path) -> None:
             folder.chmod(0o755)
-            builder = Builder(wanted, folder, only_wheels, self._shows_progress)
+            builder = Builder(wanted, folder, stop or Event(), only_wheels, self._shows_progress)
             builder.build(self.root / digest)
 
         try:
-            return self.lease(digest, fill)
+            return self.lease(digest, fill, stop)
         except OSError as error:
             what = f"cannot build the environment of {path} in {self.root}: {error}"
             raise BadEnvironment(f"{what}; XDG_CACHE_HOME names another place") from error

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Event
 from typing import IO
 
 from moonpool.runtime.errors import BadEnvironment
@@ -34,6 +35,8 @@ _log = logging.getLogger("moonpool")
 NOTE = "moonpool-environment.json"
 # Large packages come over slow lines. A tool that hangs must not hold a load for ever.
 _BUILD_S = 3600.0
+# The interval in which a load that waits for a tool looks whether it is wanted still.
+_LOOK_S = 0.1
 _TOLD_BYTES = 4000
 _SCRIPT_BYTES = 1 << 20
 _HERE = ".".join(map(str, sys.version_info[:3]))
@@ -43,11 +46,17 @@ class Builder:
     """Makes the environment of a list in an empty folder. For one thread."""
 
     def __init__(
-        self, wanted: PackageList, folder: Path, only_wheels: bool, shows_progress: bool = False
+        self,
+        wanted: PackageList,
+        folder: Path,
+        stop: Event,
+        only_wheels: bool,
+        shows_progress: bool = False,
     ) -> None:
-        """With `only_wheels`, nothing is compiled. With `shows_progress`, the tools write to this program's stderr."""
+        """End the tool once `stop` is set. With `only_wheels`, nothing is compiled. With `shows_progress`, the tools write to this program's stderr."""
         self._wanted = wanted
         self._folder = folder
+        self._stop = stop
         self._only_wheels = only_wheels
         self._shows_progress = shows_progress
 
@@ -142,6 +151,7 @@ class Builder:
                 _variables(os.environ, self._folder),
                 output,
                 None if self._shows_progress else complaints,
+                self._stop,
             )
             if code == 0:
                 return
@@ -166,8 +176,9 @@ def _ended(
     variables: Mapping[str, str],
     output: IO[bytes],
     complaints: IO[bytes] | None,
+    stop: Event,
 ) -> int | str:
-    """Run a tool to its end, and return its exit code, or words for the time that was over."""
+    """Run a tool to its end, and return its exit code, or words for the time that was over or the load that was given up."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -177,10 +188,14 @@ def _ended(
         cwd="/",
         start_new_session=True,
     )
+    end_s = time.monotonic() + _BUILD_S
     try:
-        return process.wait(_BUILD_S)
-    except subprocess.TimeoutExpired:
-        return f"no result in {_BUILD_S:g} s"
+        while not stop.is_set():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_LOOK_S)
+            if time.monotonic() >= end_s:
+                return f"no result in {_BUILD_S:g} s"
+        return "no result, as the load was given up"
     finally:
         # What the tool has started goes with it, whether it ended, took too long, or was interrupted here.
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -14,7 +14,7 @@ end using it.
 
 `lease` takes the shared lock first and looks for the folder second. The order matters: a process that removes a folder holds
 that lock exclusively, so a folder that is seen under it stays. Without a folder it takes `.making`, looks again, makes it, and
-begins anew. A lock file may itself be removed between its opening and its locking. `_lock` compares the inode under the path
+begins anew. A lock file may itself be removed between its opening and its locking. `_if_there` compares the inode under the path
 with its own, and a lock on a removed file does not count.
 
 A lease that nobody has any more ends by its finalizer. Finalizers run once, also if two threads release a lease together.
@@ -22,6 +22,7 @@ A lease that nobody has any more ends by its finalizer. Finalizers run once, als
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -32,6 +33,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import NamedTuple
 
 from moonpool.ipc.errors import MoonpoolError
@@ -40,6 +42,10 @@ _log = logging.getLogger("moonpool")
 
 # Long enough for a job that runs once a week, short enough for a disk on which the originals change daily.
 KEEP_UNUSED_S = 8 * 24 * 3600.0
+# The most time that a process waits for another one, which may hang. To build an environment of large packages takes long.
+WAIT_S = 4 * 3600.0
+# A process that waits for a lock asks for it so often: the kernel wakes nobody at a time that it is given.
+_ASK_S = 0.05
 
 
 def cache_root() -> Path:
@@ -76,6 +82,35 @@ def _end_use(descriptor: int) -> None:
     os.close(descriptor)
 
 
+class _Turn:
+    """Waits for locks that others have, until a time, or until it is stopped."""
+
+    def __init__(
+        self, refusal: type[MoonpoolError], contents: str, end_s: float, stop: Event
+    ) -> None:
+        self._refusal, self._contents, self._end_s, self._stop = refusal, contents, end_s, stop
+
+    def lock(self, path: Path, operation: int) -> int | None:
+        """Open and lock a lock file; None if it was just removed. Raises `refusal` if it is taken until the end, and OSError."""
+        while True:
+            descriptor = _opened(path)
+            try:
+                fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+            else:
+                return _if_there(descriptor, path)
+            if self._stop.wait(_ASK_S):
+                raise self._refusal(
+                    f"the wait for another process that makes {path.with_suffix('')} was given up"
+                )
+            if time.monotonic() >= self._end_s:
+                raise self._refusal(
+                    f"another process has had {path}, in the cache of {self._contents}, for {WAIT_S:g} s: end it, or wait until "
+                    "it has ended"
+                )
+
+
 class FolderCache:
     """The folders below one directory, for any number of threads and processes. A subclass says how they are made."""
 
@@ -89,29 +124,37 @@ class FolderCache:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def lease(self, digest: str, make: Callable[[Path], None]) -> FolderLease:
+    def lease(
+        self, digest: str, make: Callable[[Path], None], stop: Event | None = None
+    ) -> FolderLease:
         """Return a lease of the folder of this digest. If there is none, `make` is called with an empty folder to fill.
 
         Before that, folders that nobody has used for `KEEP_UNUSED_S` are removed. Blocks while another thread or process makes the
-        same folder. Raises `refusal`, OSError and what `make` raises.
+        same folder, until `stop` is set, and for `WAIT_S` at most. Raises `refusal`, OSError and what `make` raises.
         """
         self._make_root()
+        turn = _Turn(self.refusal, self.contents, time.monotonic() + WAIT_S, stop or Event())
         while True:
-            lease = self._lease(digest)
+            lease = self._lease(digest, turn)
             if lease is not None:
                 return lease
-            self._make_once(digest, make)
+            self._make_once(digest, make, turn)
 
     def folders(self) -> list[CachedFolder]:
         """List the folders that are complete, by their names."""
         found = []
         for lock in sorted(self.root.glob("*.lock")):
             path = self.root / lock.stem
-            if path.is_dir():
-                using = _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found.append(CachedFolder(path, lock.stat().st_mtime, using is None))
-                if using is not None:
-                    os.close(using)
+            try:
+                used_s = lock.stat().st_mtime
+            except FileNotFoundError:
+                continue  # another process has removed it meanwhile
+            if not path.is_dir():
+                continue
+            using = _lock_now(lock)
+            found.append(CachedFolder(path, used_s, using is None))
+            if using is not None:
+                os.close(using)
         return found
 
     def remove_unused(self, older_than_s: float = 0.0) -> list[Path]:
@@ -134,7 +177,7 @@ class FolderCache:
     def _remove(self, lock: Path, older_than_s: float) -> bool:
         # Neither lock is waited for: a folder that is used or made now is not removed. The files of both locks go
         # last, while the locks are held. A process that has one of them open then finds by its inode that it is removed.
-        using = _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        using = _lock_now(lock)
         if using is None:
             return False
         making = None
@@ -142,7 +185,7 @@ class FolderCache:
             if time.time() - os.fstat(using).st_mtime < older_than_s:
                 return False
             marker = lock.with_suffix(".making")
-            making = _lock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            making = _lock_now(marker)
             if making is None:
                 return False
             self._discard(self.root / lock.stem)
@@ -154,8 +197,8 @@ class FolderCache:
             if making is not None:
                 os.close(making)
 
-    def _lease(self, digest: str) -> FolderLease | None:
-        descriptor = _lock(self.root / f"{digest}.lock", fcntl.LOCK_SH)
+    def _lease(self, digest: str, turn: _Turn) -> FolderLease | None:
+        descriptor = turn.lock(self.root / f"{digest}.lock", fcntl.LOCK_SH)
         path = self.root / digest
         if descriptor is None:
             return None
@@ -171,8 +214,8 @@ class FolderCache:
         os.close(descriptor)
         raise self.refusal(f"{path}, in the cache of {self.contents}, is no directory: remove it")
 
-    def _make_once(self, digest: str, make: Callable[[Path], None]) -> None:
-        descriptor = _lock(self.root / f"{digest}.making", fcntl.LOCK_EX)
+    def _make_once(self, digest: str, make: Callable[[Path], None], turn: _Turn) -> None:
+        descriptor = turn.lock(self.root / f"{digest}.making", fcntl.LOCK_EX)
         if descriptor is None:
             return
         try:
@@ -223,17 +266,25 @@ class FolderCache:
             )
 
 
-def _lock(path: Path, operation: int) -> int | None:
-    """Open and lock a lock file; None if it is taken (LOCK_NB) or was just removed."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _lock_now(path: Path) -> int | None:
+    """Open a lock file and lock it exclusively; None if it is taken or was just removed."""
+    descriptor = _opened(path)
     try:
-        fcntl.flock(descriptor, operation)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return _if_there(descriptor, path)
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _if_there(descriptor: int, path: Path) -> int | None:
+    """Return the descriptor of a locked file, or close it and return None if the file was removed before it was locked."""
+    with contextlib.suppress(FileNotFoundError):
         if os.fstat(descriptor).st_ino == path.stat().st_ino:
             return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except BaseException:
-        os.close(descriptor)
-        raise
     os.close(descriptor)
     return None

@@ -344,7 +344,7 @@ def _of_session(name: str, model_class: type, changes: Mapping[str, Any]) -> Pre
     except BaseException:
         _remove(made)
         raise
-    return PreparedModel([model], hashlib.sha256(content).digest(), made)
+    return _of_content([model], {file_name: content}, made)
 
 
 def _of_files(
@@ -359,8 +359,16 @@ def _of_files(
     except BaseException:
         _remove(made)
         raise
-    digest = {name: hashlib.sha256(content).digest() for name, content in files.items()}
-    return PreparedModel(models, digest, made)
+    return _of_content(models, files, made)
+
+
+def _of_content(models: list[Model], files: Mapping[str, bytes], made: Path) -> PreparedModel:
+    """Prepare models whose files were written into a directory that was made for them."""
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    content = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
+    for model in models:
+        model.source = replace(model.source, content=content)
+    return PreparedModel(models, digests, made)
 
 
 def _versions(

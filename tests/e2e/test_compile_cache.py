@@ -67,6 +67,23 @@ def test_what_is_compiled_is_kept_for_the_model_alone(
         assert said(runtime, "one", code) is False
 
 
+@pytest.mark.promise(
+    "Environments",
+    "What is compiled for files that a client brings is kept for the next load of the same files.",
+)
+def test_files_that_a_client_brings_have_one_folder(runtime: moonpool.Runtime) -> None:
+    config = SIGNATURE | options(COMPILE_CACHE="yes")
+    files = {"1/model.py": FILE.read_bytes()}
+    for kept in ("x", "xx"):
+        runtime.load("one", files=files, config=config)
+        assert said(runtime, "one", KEEPS) == kept
+        runtime.unload("one")
+
+    runtime.load("one", files={"1/model.py": FILE.read_bytes() + b"\n"}, config=config)
+    assert said(runtime, "one", KEEPS) == "x"
+    assert len(list((cache_root() / "compiled").iterdir())) == 2
+
+
 @pytest.mark.promise("Environments", "A contained model needs a grant to keep what it compiles.")
 def test_a_contained_model_needs_a_grant() -> None:
     with (

@@ -7,6 +7,7 @@ that a request names.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -126,6 +127,18 @@ def test_descriptors_that_a_stub_sends_are_dropped(runtime: moonpool.Runtime) ->
     assert pid_of(runtime) == pid
 
 
+def answers_again(runtime: moonpool.Runtime) -> None:
+    """Wait for an answer: on a busy machine, one may take longer than the second that the model has for each."""
+
+    def has_answered() -> bool:
+        with contextlib.suppress(ExecuteTimedOut):
+            runtime.infer("flood", {"X": X}, timeout_s=60.0)
+            return True
+        return False
+
+    wait_until(has_answered, 60.0)
+
+
 @pytest.mark.usefixtures("instead_of_the_stub")
 def test_a_stub_that_floods_the_log_is_heard_in_part_and_cut_off_at_its_time_limit(
     runtime: moonpool.Runtime,
@@ -137,7 +150,7 @@ def test_a_stub_that_floods_the_log_is_heard_in_part_and_cut_off_at_its_time_lim
     with hosted(runtime, "flood", MODELS / "echo.py", SIGNATURE | limits):
         with pytest.raises(ExecuteTimedOut):
             runtime.infer("flood", {"X": X}, request_id="floods the log", timeout_s=60.0)
-        runtime.infer("flood", {"X": X}, timeout_s=60.0)
+        answers_again(runtime)
 
     assert "lines were left out: too many a second" in caplog.text
 
@@ -158,7 +171,7 @@ def test_metrics_can_be_read_while_a_stub_floods_with_them(runtime: moonpool.Run
             assert 'nv_inference_count{model="sibling",version="1"}' in runtime.metrics()
         with pytest.raises(ExecuteTimedOut):
             asked.result()
-        runtime.infer("flood", {"X": X}, timeout_s=60.0)
+        answers_again(runtime)
 
 
 @pytest.mark.promise(

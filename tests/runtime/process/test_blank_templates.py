@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.waiting import wait_until
@@ -18,6 +19,7 @@ from moonpool.runtime.process import blank_templates
 from moonpool.runtime.process.blank_templates import BlankTemplates
 from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.reactor import Reactor
+from moonpool.runtime.process.spawner import spawn
 
 # A program in the place of the interpreter. It gets the arguments of a template.
 FAKE = """#!{python} -IS
@@ -145,6 +147,28 @@ def test_one_that_is_not_ready_leaves_half_of_the_time(fakes: Fakes) -> None:
     process.kill()
     process.wait(60.0)
     process.close()
+
+
+def test_a_start_with_little_time_waits_for_no_template_that_is_not_there(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+
+    def counted(*arguments: Any, **more: Any) -> ChildProcess:
+        begun.append(arguments)
+        return spawn(*arguments, **more)
+
+    monkeypatch.setattr(blank_templates, "spawn", counted)
+    fakes.does(FORKS.format(clone=clone(), answer="channel.send(b'%d' % pid)"))
+    assert fakes.fork(time.monotonic() + 0.9) is None
+    assert not begun
+    for deadline in (None, time.monotonic() + 0.9):  # one that is ready is used
+        process = fakes.fork(deadline)
+        assert process is not None
+        process.kill()
+        process.wait(60.0)
+        process.close()
+    assert len(begun) == 1
 
 
 FORKS = """

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.runtime.errors import BadEnvironment
+from moonpool.runtime.repository import folder_cache
 from moonpool.runtime.repository.archive import unpack
 from moonpool.runtime.repository.environment import (
     Environment,
@@ -64,18 +65,20 @@ class AllAtOnce(EnvironmentCache):
         self._first = threading.Lock()
         self._in_use = threading.Event()
 
-    def _lease(self, digest: str) -> FolderLease | None:
-        lease = super()._lease(digest)
+    def _lease(self, digest: str, turn: folder_cache._Turn) -> FolderLease | None:
+        lease = super()._lease(digest, turn)
         if lease is None:
             self._barrier.wait()
         else:
             self._in_use.set()
         return lease
 
-    def _make_once(self, digest: str, make: Callable[[Path], None]) -> None:
+    def _make_once(
+        self, digest: str, make: Callable[[Path], None], turn: folder_cache._Turn
+    ) -> None:
         if not self._first.acquire(blocking=False):
             self._in_use.wait(60)
-        super()._make_once(digest, make)
+        super()._make_once(digest, make, turn)
 
 
 def facts(environment: Environment) -> dict[str, str]:

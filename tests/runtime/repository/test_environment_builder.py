@@ -10,8 +10,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_until
 from tests.wheels import variables, write_numpy, write_wheel
 
+import moonpool
 from moonpool.runtime.errors import BadEnvironment
 from moonpool.runtime.repository import environment_builder
 from moonpool.runtime.repository.environment import EnvironmentCache, resolve
@@ -240,3 +242,32 @@ def test_a_lock_is_installed_with_its_hashes(
     )
     assert said.stdout == "locked\n"
     environment.release()
+
+
+@pytest.mark.promise(
+    "Environments", "A runtime that is closed ends the builds of its environments."
+)
+def test_the_end_of_a_runtime_ends_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tool, begun = tmp_path / "uv", tmp_path / "begun"
+    tool.write_text(f"#!/bin/sh\ntouch {begun}\nexec sleep 100000\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(environment_builder, "_uv", lambda: str(tool))
+    (tmp_path / "model.py").write_text("class M:\n    def __call__(self, X):\n        return {}\n")
+    path = requirements(tmp_path, "numpy\n")
+    failures: list[moonpool.MoonpoolError] = []
+
+    def load() -> None:
+        try:
+            runtime.load("m", tmp_path / "model.py", options={"EXECUTION_ENV_PATH": str(path)})
+        except moonpool.MoonpoolError as error:
+            failures.append(error)
+
+    with moonpool.Runtime() as runtime:
+        loading = threading.Thread(target=load)
+        loading.start()
+        wait_until(begun.exists, 60.0)
+    loading.join(60.0)
+
+    assert not loading.is_alive()
+    assert "no result, as the load was given up" in str(failures[0])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import io
 import os
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.runtime.errors import BadEnvironment
+from moonpool.runtime.repository import folder_cache
 from moonpool.runtime.repository.environment import EnvironmentCache
 from moonpool.runtime.repository.folder_cache import KEEP_UNUSED_S, FolderLease
 
@@ -151,9 +155,9 @@ class Swapping(EnvironmentCache):
     archive: Path
     foreign: bytes
 
-    def _lease(self, digest: str) -> FolderLease | None:
+    def _lease(self, digest: str, turn: folder_cache._Turn) -> FolderLease | None:
         self.archive.write_bytes(self.foreign)
-        return super()._lease(digest)
+        return super()._lease(digest, turn)
 
 
 @pytest.mark.promise(
@@ -177,6 +181,52 @@ def test_an_unpacked_environment_has_the_content_of_its_hash(tmp_path: Path) -> 
         assert (lease.path / "lib" / "it").read_bytes() == b"good"
     finally:
         lease.release()
+
+
+@pytest.mark.promise(
+    "Environments",
+    "A runtime that waits for another process to make an environment stops waiting when it is closed, and some hours later at the latest.",
+)
+@pytest.mark.parametrize("how", ["stopped", "late"])
+def test_nobody_waits_for_another_process_for_ever(
+    cache: EnvironmentCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    packed, stop = pack(tmp_path / "env.tar"), threading.Event()
+    cache.acquire(packed).release()
+    cache.remove_unused()
+    digest = hashlib.sha256(packed.read_bytes()).hexdigest()
+    with (cache.root / f"{digest}.making").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        if how == "stopped":
+            stop.set()
+            words = "the wait for another process .* was given up"
+        else:
+            monkeypatch.setattr(folder_cache, "WAIT_S", 0.0)
+            words = r"another process has had .*\.making, in the cache of environments, for 0 s"
+        with pytest.raises(BadEnvironment, match=words):
+            cache.acquire(packed, stop)
+    monkeypatch.undo()
+    cache.acquire(packed, threading.Event()).release()
+
+
+def test_folders_are_listed_while_another_process_removes_them(
+    cache: EnvironmentCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.acquire(pack(tmp_path / "one.tar", "one")).release()
+    cache.acquire(pack(tmp_path / "two.tar", "two")).release()
+    present = sorted(each.path for each in cache.folders())
+    lock_now = folder_cache._lock_now
+
+    def remove_first(path: Path) -> int | None:
+        if path.stem == present[0].name:
+            path.unlink()
+            return None
+        return lock_now(path)
+
+    monkeypatch.setattr(folder_cache, "_lock_now", remove_first)
+    assert [each.path for each in cache.folders()] == present
+    # Without its lock, the first one is none of the cache's any more.
+    assert [each.path for each in cache.folders()] == present[1:]
 
 
 @pytest.mark.promise("Environments", "An archive that is no regular …")

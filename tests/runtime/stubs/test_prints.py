@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 from tests.waiting import wait_until
@@ -146,24 +146,62 @@ def test_where_no_thread_can_be_started_whoever_waits_writes(
         assert stuck.getvalue() == "first\nsecond\n"
 
 
-def test_a_fork_prints_for_itself() -> None:
-    with stuck_output() as stuck:
-        output.PRINTER.say("of the parent")
-        assert stuck.is_reached.wait(60.0)
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                sys.stdout = io.StringIO()
-                output.PRINTER.say("of the child")
-                output.PRINTER.wait(60.0)
-                code = 0 if sys.stdout.getvalue() == "of the child\n" else 2
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        stuck.goes_on.set()
+# Its parent waits in a stream that nobody reads while the child prints. A process of its own: a fork of this one would have the
+# locks that other threads of the tests hold.
+FORKS = """
+import io, os, sys, threading
+
+from moonpool.runtime.stubs import output
+
+
+class Stuck(io.StringIO):
+    is_reached, goes_on = threading.Event(), threading.Event()
+
+    def write(self, text):
+        self.is_reached.set()
+        self.goes_on.wait(60.0)
+        return super().write(text)
+
+
+stuck = sys.stdout = Stuck()
+output.PRINTER.say("of the parent")
+assert stuck.is_reached.wait(60.0)
+pid = os.fork()
+if pid == 0:
+    code = 1
+    try:
+        sys.stdout = io.StringIO()
+        output.PRINTER.say("of the child")
         output.PRINTER.wait(60.0)
-        assert stuck.getvalue() == "of the parent\n"
+        code = 0 if sys.stdout.getvalue() == "of the child\\n" else 2
+    finally:
+        os._exit(code)
+code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+stuck.goes_on.set()
+output.PRINTER.wait(60.0)
+sys.exit(0 if (code, stuck.getvalue()) == (0, "of the parent\\n") else f"{code} {stuck.getvalue()!r}")
+"""
+
+
+def test_a_fork_prints_for_itself() -> None:
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 0, ended.stderr
+
+
+@contextlib.contextmanager
+def levels(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Give loggers these levels. Not by a patch: loggers keep what follows from levels, and only `setLevel` makes them forget it."""
+    loggers = {name: logging.getLogger(name) for name in wanted}
+    before = {name: logger.level for name, logger in loggers.items()}
+    try:
+        for name, level in wanted.items():
+            loggers[name].setLevel(level)
+        yield
+    finally:
+        for name, level in before.items():
+            loggers[name].setLevel(level)
 
 
 @pytest.mark.parametrize(
@@ -180,18 +218,11 @@ def test_a_fork_prints_for_itself() -> None:
 def test_a_log_counts_if_it_takes_the_lines_or_is_said_to_take_none(
     monkeypatch: pytest.MonkeyPatch, name: str, level: str, handled: bool, logged: bool
 ) -> None:
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setattr(root, "level", logging.WARNING)
-    for own in ("moonpool", "moonpool.stub"):
-        # The loggers are those of a program that sets up nothing, whatever earlier tests left.
-        monkeypatch.setattr(logging.getLogger(own), "level", logging.NOTSET)
-        monkeypatch.setattr(logging.getLogger(own), "handlers", [])
-    logger = logging.getLogger(name)
-    monkeypatch.setattr(logger, "handlers", [logging.NullHandler()] if handled else [])
-    before = logger.level
-    logger.setLevel(level)
-    try:
+    # The loggers are those of a program that sets up nothing, whatever earlier tests left.
+    for each in ("root", "moonpool", "moonpool.stub"):
+        monkeypatch.setattr(logging.getLogger(each), "handlers", [])
+    handlers = [logging.NullHandler()] if handled else []
+    monkeypatch.setattr(logging.getLogger(name), "handlers", handlers)
+    plain = {"root": "WARNING", "moonpool": "NOTSET", "moonpool.stub": "NOTSET"}
+    with levels(plain | {name: level}):
         assert are_logged() == logged
-    finally:
-        logger.setLevel(before)
