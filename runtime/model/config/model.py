@@ -782,7 +782,7 @@ class ModelConfig:
         _check_names(full, source)
         if not has_agents:
             _check_refused(full, source)
-            _check_batch_tensors(full, source, partial=partial)
+        _check_batch_tensors(full, source, partial=partial)
         ensemble = ensemble_scheduling(full, source)
         # No code of an ensemble could complete its configuration.
         partial = partial and ensemble is None

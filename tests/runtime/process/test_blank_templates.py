@@ -154,7 +154,7 @@ def test_a_start_with_little_time_waits_for_no_template_that_is_not_there(
 ) -> None:
     begun = []
 
-    def counted(*arguments: Any, **more: Any) -> ChildProcess:
+    def counted(*arguments: Any, **more: Any) -> Any:
         begun.append(arguments)
         return spawn(*arguments, **more)
 

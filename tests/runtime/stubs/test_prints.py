@@ -200,8 +200,8 @@ def levels(wanted: Mapping[str, str]) -> Iterator[None]:
             loggers[name].setLevel(level)
         yield
     finally:
-        for name, level in before.items():
-            loggers[name].setLevel(level)
+        for name, number in before.items():
+            loggers[name].setLevel(number)
 
 
 @pytest.mark.parametrize(
