@@ -22,6 +22,9 @@ from moonpool.ipc.errors import Closed
 Buffer = Union[mmap, bytearray]
 
 ALIGNMENT = 64
+# Models lend their tensors to each other from this size on. A smaller array is copied, which costs less than a message
+# about its region, and keeps the rows of a batch together.
+SHARED_BYTES = 64 * 1024
 _BYTE = np.dtype("u1")
 
 

@@ -58,7 +58,7 @@ bool pass_turn(PyObject* conversation, wire::Kind kind) {
   return turn != nullptr && known.conversation.turn.set_to(conversation, turn);
 }
 
-// As `SHARED_BYTES` of borrowed blocks: a smaller array in memory of another stub is copied.
+// As `SHARED_BYTES` of memory.py: a smaller array in memory of another stub is copied.
 constexpr int64_t kSharedBytes = 64 * 1024;
 
 // Returns true if a lease is on a block of an answer. Those on memory that callers or clients write themselves are lent, whatever their size.

@@ -42,7 +42,7 @@ import numpy as np
 
 from moonpool.ipc.arena import Arena, Block, Extents, Idle, Keep
 from moonpool.ipc.errors import CudaUnavailable, OutOfMemory, RemoteProtocolError
-from moonpool.ipc.memory import ALIGNMENT, Lease, Region, lease_of, offset_in
+from moonpool.ipc.memory import ALIGNMENT, SHARED_BYTES, Lease, Region, lease_of, offset_in
 from moonpool.ipc.messages import Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.model import budgets
@@ -62,10 +62,6 @@ if TYPE_CHECKING:
     Input = tuple[int, int, DeviceArray]
 
 Place = tuple[int, int]
-
-# Memory of another stub is lent from this size on. A smaller array is copied, which costs less than a message about
-# its region, and keeps the rows of a batch together.
-SHARED_BYTES = 64 * 1024
 
 
 def _keep(_: object) -> None:

@@ -18,7 +18,7 @@ from moonpool.ipc.arena import Block
 from moonpool.ipc.codec import packed
 from moonpool.ipc.errors import BadTensor
 from moonpool.ipc.memo import Memo
-from moonpool.ipc.memory import ALIGNMENT, Lease
+from moonpool.ipc.memory import ALIGNMENT, SHARED_BYTES, Lease
 from moonpool.ipc.messages import LONG, MAX_DIMS, NO_DETAILS, size_of
 from moonpool.ipc.tensors import BYTES, DTYPES
 from moonpool.stub.pb_utils.request import InferenceRequest
@@ -78,6 +78,8 @@ class Placed:
     def _is_there(self, row: list[Any], tensor: Tensor) -> bool:
         lease = tensor._lease()
         if lease is None or lease.region is None or not self._regions.has(lease.region):
+            return False
+        if row[5] < SHARED_BYTES and not tensor._is_on_device:
             return False
         if not isinstance(lease, np.ndarray):
             self._regions.on_devices().touch(lease)
@@ -176,7 +178,7 @@ class UsualInputs:
             return None
         names = request._requested_output_names
         key: list[object] = [request._model_name, request._model_version, len(names), *names]
-        arrays = arrays_to_copy(request._inputs, key)
+        arrays = arrays_to_copy(request._inputs, key, SHARED_BYTES)
         return None if arrays is None else (tuple(key), arrays)
 
 

@@ -15,6 +15,9 @@ namespace moonpool::python {
 
 inline Ref number(uint64_t value) { return Ref(PyLong_FromUnsignedLongLong(value)); }
 
+// As `PASSED_BYTES` of placement.py: a smaller array that lies in a block already is copied.
+constexpr Py_ssize_t kPassedBytes = 256 << 10;
+
 // Returns the number that a slot holds, or -1, perhaps with an exception, if it holds no small one.
 inline Py_ssize_t number_in(PyObject* object) {
   return object != nullptr && PyLong_CheckExact(object) ? PyLong_AsSsize_t(object) : -1;
@@ -154,8 +157,9 @@ class Objects {
     const Ref tensor = Ref::to(object);
     if (!tensor || !tensor_.kind.is(tensor.get())) return false;
     const Ref array = Ref::to(tensor_.array.peek(tensor.get()));
-    if (!array || !is_own(array.get())) return false;
+    if (!array || reinterpret_cast<PyObject*>(Py_TYPE(array.get())) != part(Shared::array)) return false;
     const Bytes& bytes = arrays->emplace_back(array.get(), PyBUF_SIMPLE);
+    if (bytes && bytes.size() >= kPassedBytes && !is_own(array.get())) return false;
     PyObject* fields[] = {tensor_.name.peek(tensor.get()), tensor_.datatype.peek(tensor.get()), tensor_.shape.peek(tensor.get()), nullptr};
     if (!bytes || !is_key(fields)) return false;
     const Ref size = number(static_cast<uint64_t>(bytes.size()));
@@ -181,7 +185,6 @@ class Objects {
   // Returns true for an array that lies in no lease. Returns false, perhaps with an exception, if it may lie in one.
   bool is_own(PyObject* array) const {
     PyObject* const array_type = part(Shared::array);
-    if (reinterpret_cast<PyObject*>(Py_TYPE(array)) != array_type) return false;
     Ref base(PyObject_GetAttr(array, base_.get()));
     while (base && reinterpret_cast<PyObject*>(Py_TYPE(base.get())) == array_type) {
       base = Ref(PyObject_GetAttr(base.get(), base_.get()));

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from moonpool.ipc.cuda.array import DeviceArray
     from moonpool.ipc.cuda.region import DeviceLease
 
+# An output that lies in a block already is passed on from this size on. To copy a smaller one takes less time than to keep
+# its block beyond the batch, and to tell the runtime so.
+PASSED_BYTES = 256 * 1024
 _MEMORABLE_BYTES = 4096
 _MAX_TEXT = 65536
 _INTERNAL = CODES.index("INTERNAL")
@@ -220,7 +223,7 @@ class Placer:
         Adds blocks from `empty` to `ours`, as the runtime will hold them, too.
         """
         lease = tensor._lease()
-        if lease is None:
+        if lease is None or (tensor._data.nbytes < PASSED_BYTES and not tensor._is_on_device):
             return None
         if passable is None or not passable.has_lent(lease):
             block = self._regions.find(lease)
@@ -268,13 +271,18 @@ def checked_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-def arrays_to_copy(tensors: Iterable[Tensor], key: list[object]) -> list[np.ndarray] | None:
-    """Return the arrays of tensors that are all copied, and add to `key` what their plan depends on. None if one is not copied."""
+def arrays_to_copy(
+    tensors: Iterable[Tensor], key: list[object], passed_bytes: int = PASSED_BYTES
+) -> list[np.ndarray] | None:
+    """Return the arrays of tensors that are all copied, and add to `key` what their plan depends on. None if one is not copied.
+
+    An array of `passed_bytes` or more is not copied if it lies in a block.
+    """
     arrays = []
     for tensor in tensors:
         array = tensor._array
-        # Strings have no fixed size, and arrays in shared memory are not copied.
-        if array is None or (array.base is not None and lease_of(array) is not None):
+        # Strings have no fixed size, and large arrays in shared memory stay there.
+        if array is None or (array.nbytes >= passed_bytes and lease_of(array) is not None):
             return None
         arrays.append(array)
         key += (tensor._name, tensor._datatype, tensor._shape, array.nbytes)

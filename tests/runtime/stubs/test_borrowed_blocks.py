@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
-from moonpool.ipc.memory import lease_of
+from moonpool.ipc.memory import SHARED_BYTES, lease_of
 from moonpool.ipc.messages import Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.stubs.allotment import Allotment
-from moonpool.runtime.stubs.borrowed_blocks import SHARED_BYTES, BorrowedBlocks
+from moonpool.runtime.stubs.borrowed_blocks import BorrowedBlocks
 from moonpool.runtime.stubs.regions import ClientRegion
 
 

@@ -12,6 +12,7 @@ from tests.heap_region import HeapRegion
 
 from moonpool.ipc.arena import Arena
 from moonpool.ipc.errors import OutOfMemory
+from moonpool.ipc.memory import SHARED_BYTES
 from moonpool.stub.hosts.call_tensors import Placed, UsualInputs
 from moonpool.stub.pb_utils.request import InferenceRequest, InferenceTrace
 from moonpool.stub.pb_utils.tensor import MemoryType, PreferredMemory, Tensor
@@ -20,14 +21,14 @@ from moonpool.stub.peers.regions import Regions
 SIZE = 1 << 14
 
 
-def regions() -> Regions:
+def regions(size_bytes: int = SIZE) -> Regions:
     made = Regions(lambda *_: None)
 
     def grow(_: int) -> Any:
         raise OutOfMemory("no more")
 
     made.arena = Arena(grow)
-    made.arena.add(HeapRegion(9, SIZE))
+    made.arena.add(HeapRegion(9, size_bytes))
     return made
 
 
@@ -115,13 +116,24 @@ def test_a_request_with_more_than_inputs_is_not_usual(fields: dict[str, Any]) ->
 
 
 def test_inputs_in_shared_memory_stay_there() -> None:
-    made = regions()
+    made = regions(4 * SHARED_BYTES)
     usual = UsualInputs(made)
-    array = np.ndarray(4, np.float32, made.empty(16))
+    array = np.ndarray(SHARED_BYTES, np.uint8, made.empty(SHARED_BYTES))
     for inputs in ([Tensor("X", array)], [Tensor("X", array), Tensor("Z", np.zeros(4))]):
         asked = request(inputs)
         usual.learn(asked, Placed(made, inputs))
         assert usual.place(asked) is None
+
+
+def test_small_inputs_in_shared_memory_are_copied() -> None:
+    made = regions(4 * SHARED_BYTES)
+    usual = UsualInputs(made)
+    asked = request([Tensor("X", np.ndarray(SHARED_BYTES - 1, np.uint8, made.empty(SHARED_BYTES)))])
+    placed = Placed(made, asked._inputs)
+    usual.learn(asked, placed)
+
+    assert not placed.has_shared
+    assert usual.place(asked) is not None
 
 
 def test_fields_that_the_model_has_changed_are_not_usual() -> None:
