@@ -293,21 +293,23 @@ def test_memory_of_gpus_is_freed_without_an_end(
         for name in ("a", "b"):
             file = written(tmp_path / name, weights=128 * MIB)
             runtime.load(name, file, config=CONFIG)
-        pids: dict[str, int] = {}
-        for turn in range(4):
-            name = "ab"[turn % 2]
+        pids = {name: ask(runtime, name=name)[0] for name in ("a", "b")}
+        # What both take is known now, so the next look lets one of them sleep.
+        for _ in range(4):
+            wait_until(lambda: len(dormant(runtime, *pids)) == 1, PATIENCE_S)
+            (name,) = dormant(runtime, *pids)
+            found = runtime.registry.find(name).residence
+            assert found is not None
+            assert 0 < found.dormant_need.gpu_bytes < 128 * MIB < found.need.gpu_bytes
+            assert found.sleeps["memory"] >= 1
             pid, calls, size = ask(runtime, name=name)
-            assert size == 128 * MIB
-            assert pids.setdefault(name, pid) == pid
-            assert calls == ["sleep", "wake"] * (turn // 2)
-            if turn > 0:
-                # What `b` takes is known once it is there, so it is the next look that lets `a` sleep the first time.
-                falls(runtime, Residence.DORMANT, "ba"[turn % 2])
-        found = runtime.registry.find("a").residence
-        assert found is not None
-        assert 0 < found.dormant_need.gpu_bytes < 128 * MIB < found.need.gpu_bytes
-        assert found.sleeps["memory"] == 2
-    assert "model 'a' sleeps with its processes: models may take" in caplog.text
+            assert (pid, size) == (pids[name], 128 * MIB)
+            assert calls == ["sleep", "wake"] * found.sleeps["memory"]
+    assert "sleeps with its processes: models may take" in caplog.text
+
+
+def dormant(runtime: moonpool.Runtime, *names: str) -> list[str]:
+    return [name for name in names if state_of(runtime, name) is Residence.DORMANT]
 
 
 def test_other_limits_end_models_that_have_hooks(tmp_path: Path) -> None:

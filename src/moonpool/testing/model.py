@@ -91,7 +91,7 @@ class LoadedModel(ABC):
     def sleep(self) -> None:
         """Call the model's `sleep`, as a runtime does that needs its memory. The next request wakes the model, as there.
 
-        Does nothing if it sleeps already. Raises what `sleep` raises, in a stub as `HookFailed`; `InvalidRequest` if the model has
+        Does nothing if it sleeps already. Raises what `sleep` raises, in a stub as a `MoonpoolError`; `InvalidRequest` if the model has
         not both `sleep` and `wake`, or has something to do.
         """
         raise InvalidRequest(
@@ -99,7 +99,7 @@ class LoadedModel(ABC):
         )
 
     def wake(self) -> None:  # noqa: B027 - most models never sleep
-        """Call the model's `wake`, if it sleeps. Raises what `wake` raises, in a stub as `HookFailed`; there it starts anew then."""
+        """Call the model's `wake`, if it sleeps. Raises what `wake` raises, in a stub as a `MoonpoolError`; there it starts anew then."""
 
     @abstractmethod
     def close(self) -> None:
