@@ -130,6 +130,8 @@ PYTHON_BACKEND = "python"
 MODEL_FILENAME = "model.py"
 # The file that a version has for each backend. If the configuration names no backend, they are tried in this order.
 FILENAMES = {PYTHON_BACKEND: MODEL_FILENAME, "onnxruntime": "model.onnx", "pytorch": "model.pt"}
+# The backends of moonpool that run a library's own format. They act on fields that Triton's Python backend ignores.
+_OF_LIBRARIES = FILENAMES.keys() - {PYTHON_BACKEND}
 _PLATFORMS = {"onnxruntime_onnx": "onnxruntime", "pytorch_libtorch": "pytorch"}
 _SEQUENCE_IDLE_MICROSECONDS = 1_000_000
 
@@ -247,7 +249,7 @@ def unused_fields(raw: Mapping[str, object]) -> list[str]:
     # Fields that the backend of the model reads itself.
     if full["backend"] not in ("", PYTHON_BACKEND):
         unused.pop("optimization", None)
-    if full["backend"] in FILENAMES.keys() - {PYTHON_BACKEND}:
+    if full["backend"] in _OF_LIBRARIES:
         unused.pop("batch_input", None)
         unused.pop("batch_output", None)
     return list(unused)
@@ -367,7 +369,7 @@ def _check_refused(raw: Raw, source: Source) -> None:
     Those of `_REFUSED` are for the backends of ONNX and PyTorch. Triton's Python backend ignores them, too.
     """
     for name, instead in _REFUSED.items():
-        if raw["backend"] in FILENAMES.keys() - {PYTHON_BACKEND} and _is_set(name, raw.get(name)):
+        if raw["backend"] in _OF_LIBRARIES and _is_set(name, raw.get(name)):
             what = f"has no effect in moonpool, which {instead} of '{raw['name']}'"
             raise source.error(name, what)
     for index, group in enumerate(raw["instance_group"]):
@@ -418,9 +420,9 @@ def _check_scattered(
         if target in targets[:index]:
             what = f"target output name '{target}' can only be specified once"
             raise source.error(f"{path}.target_name", what + suffix)
-        rank = len(_seen_by_model(from_))
+        beyond = _seen_by_model(outputs[target])[len(_seen_by_model(from_)) :]
         # In Triton, such a size is whatever lies behind the shape in memory.
-        if -1 in _seen_by_model(outputs[target])[rank:]:
+        if raw["backend"] in _OF_LIBRARIES and -1 in beyond:
             what = f"output '{target}' has variable dimensions that its source input '{from_['name']}' lacks"
             raise source.error(f"{path}.target_name", what + suffix)
 

@@ -145,6 +145,19 @@ class TestAccepted:
 
 
 class TestRefused:
+    def test_an_output_that_is_cut_by_dimensions_which_its_source_lacks(self) -> None:
+        text = TENSORS + (
+            'output { name: "O" data_type: TYPE_FP32 dims: [ 1, 2, -1 ] }\n'
+            'batch_output { source_input: "IN" target_name: "O" }'
+        )
+        load(text)  # a Python model cuts its outputs itself
+        raw, source = pbtxt.parse(f'name: "m" backend: "pytorch" {text}', "config.pbtxt")
+
+        with pytest.raises(
+            ConfigError, match=r"'O' has variable .* its source input 'IN' lacks for m"
+        ):
+            ModelConfig.from_dict(raw, source=source)
+
     @pytest.mark.parametrize(
         ("text", "line", "field", "what"),
         [
@@ -190,9 +203,6 @@ class TestRefused:
              "batch_output[0].target_name", "unknown target output name 'NO' for m"),
             (TENSORS + 'batch_output { source_input: "IN" target_name: [ "OUT", "OUT" ] }', 4,
              "batch_output[0].target_name", "target output name 'OUT' can only be specified once for m"),
-            (TENSORS + 'output { name: "O" data_type: TYPE_FP32 dims: [ 1, 2, -1 ] }\n'
-             'batch_output { source_input: "IN" target_name: "O" }', 5, "batch_output[0].target_name",
-             "output 'O' has variable dimensions that its source input 'IN' lacks for m"),
             (TENSORS + "instance_group [ { },\n { count: -2 } ]", 5, "instance_group[1].count",
              "instance group m_1 of model m has the negative count -2"),
             (TENSORS + "instance_group { kind: KIND_CPU\n gpus: 0 }", 5, "instance_group[0].gpus",
