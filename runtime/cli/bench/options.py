@@ -641,11 +641,14 @@ def _hosts(arguments: argparse.Namespace) -> list[str]:
     others = {
         "--against": arguments.against,
         "--isolation": arguments.isolation,
-        "--kill-every": arguments.kill_every,
-        "--stop-every": arguments.stop_every,
-        "--hang": arguments.hang,
         "--async": arguments.is_async or None,
     }
+    if len(hosts) > 1:
+        others |= {
+            "--kill-every": arguments.kill_every,
+            "--stop-every": arguments.stop_every,
+            "--hang": arguments.hang,
+        }
     if given := [name for name, value in others.items() if value is not None]:
         raise UsageError(f"--hosts and {given[0]} cannot be measured together")
     return hosts

@@ -202,7 +202,8 @@ def _faults(terminal: Terminal, found: Mapping[str, Any]) -> None:
         return
     failed = sum(window["failed"] for point in found["series"] for window in point["windows"])
     answered = sum(window["requests"] for point in found["series"] for window in point["windows"])
-    words = f"{faults['count']} times an instance was {faults['kind']}"
+    count = "once" if faults["count"] == 1 else f"{faults['count']} times"
+    words = f"{count} an instance was {faults['kind']}"
     if faults["for_s"] is not None:
         words += f" for {faults['for_s']:g} s or until its host had replaced it"
     if faults["recovered_s"]:

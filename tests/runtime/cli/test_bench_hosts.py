@@ -74,6 +74,30 @@ def test_a_model_is_measured_in_triton(cli: CommandLine, monkeypatch: pytest.Mon
         assert point["ratios"]["p50"]["median"] > 0
 
 
+@pytest.mark.triton
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "Faults reach the instances of a model in a tritonserver on this machine, too: for a share of its requests they hang.",
+)
+def test_instances_hang_in_triton(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(interpreter()))
+    ended = cli(
+        "bench", MODELS, "add_sub", "--hosts", "triton", "--hang", "20%@0.05s", "--concurrency", "2",
+        "--seconds", "1", "--windows", "3", "--save", ".",
+    )  # fmt: skip
+
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((cli.folder / "add_sub.json").read_text())
+    faults = found["faults"]
+    assert (faults["kind"], faults["share"], faults["for_s"]) == ("stopped", 0.2, 0.05)
+    # Five answers and a fault fit into a window of any machine; the last fault may be cut short by the end.
+    assert faults["count"] > 0
+    assert faults["not_recovered"] == 0
+    assert faults["recovered_s"]["median"] >= 0.05
+    [point] = found["series"]
+    assert point["failed"] == 0
+
+
 def test_none_of_the_hosts_can_be_measured(
     cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

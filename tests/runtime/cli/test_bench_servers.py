@@ -327,7 +327,7 @@ def test_a_model_that_is_not_there_is_said(cli: CommandLine, url: str) -> None:
         (["m", "--url", "https://a", "--client-key", "x"], "--client-key needs --client-cert"),
         (["m", "--url", "https://a", "--hosts", "ray"], "--hosts is for models in this process"),
         (["models", "m", "--hosts", "moonpool,nowhere"], "--hosts must be some of moonpool,"),
-        (["models", "m", "--hosts", "ray", "--kill-every", "1"], "--hosts and --kill-every cannot"),
+        (["models", "m", "--hosts", "ray,mosec", "--hang", "1%"], "--hosts and --hang cannot"),
         (["models", "m", "--host-package", "torch"], "--host-package needs --hosts"),
         (["models", "m", "--hang", "2%@0"], "must hang for more than 0 s"),
         (["models", "m", "--hang", "1%", "--kill-every", "1"], "two kinds of fault"),
