@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 NEEDS = ("litserve==0.2.19",)
 # The workers find the class under this name, not in the program that was started.
@@ -16,8 +16,7 @@ _MODULE = "moonpool.runtime.bench.hosts.on_litserve"
 
 def _api_class() -> type:
     import litserve
-    from starlette.requests import Request
-    from starlette.responses import Response
+    from fastapi import Body, Response
 
     from moonpool.runtime.bench.hosts.hosted import ModelInHost
 
@@ -30,8 +29,8 @@ def _api_class() -> type:
             del device
             self._model = ModelInHost(self._start)
 
-        async def decode_request(self, request: Any) -> bytes:
-            body: bytes = await request.body()
+        def decode_request(self, request: Any) -> bytes:
+            body: bytes = request
             return body
 
         def predict(self, body: bytes) -> bytes:
@@ -40,8 +39,9 @@ def _api_class() -> type:
         def encode_response(self, output: bytes) -> Any:
             return Response(output)
 
-    # LitServe reads JSON unless the annotation is this class, and annotations here are texts.
-    Api.decode_request.__annotations__ = {"request": Request}
+    # LitServe gives the annotation to FastAPI. It reads JSON unless that is of bytes, and annotations in this file are texts.
+    raw = Annotated[bytes, Body(media_type="application/octet-stream")]
+    Api.decode_request.__annotations__ = {"request": raw}
     Api.__module__, Api.__qualname__ = _MODULE, "Api"
     return Api
 

@@ -16,7 +16,7 @@ from moonpool.runtime.process.terminal import harmless
 from moonpool.runtime.process.usage import usage_of, with_descendants
 
 # Some hosts start a dozen processes, on machines that are busy.
-_READY_S = 180.0
+_READY_S = 300.0
 _END_S = 30.0
 _LOOK_S = 0.05
 _SAID_CHARACTERS = 300
