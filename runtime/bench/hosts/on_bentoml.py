@@ -16,21 +16,26 @@ _START, _PATH, _INSTANCES = "MOONPOOL_BENCH_START", "MOONPOOL_BENCH_PATH", "MOON
 
 def _service() -> Any:
     import bentoml
+    from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.routing import Route
 
     from moonpool.runtime.bench.hosts.hosted import ModelInHost
 
+    models: list[ModelInHost] = []
+
+    # An API of BentoML reads JSON or a file, so the body comes by an application that is mounted.
+    async def infer(request: Request) -> Response:
+        return Response(models[0].answer(await request.body()))
+
     class Hosted:
         def __init__(self) -> None:
-            self._model = ModelInHost(os.environ[_START])
+            models.append(ModelInHost(os.environ[_START]))
 
-        @bentoml.api(route=os.environ[_PATH])  # type: ignore[untyped-decorator]
-        def infer(self, request: Any) -> Any:
-            return Response(self._model.answer(request))
-
-    del Request
-    return bentoml.service(workers=int(os.environ[_INSTANCES]))(Hosted)
+    app = Starlette(routes=[Route(os.environ[_PATH], infer, methods=["POST"])])
+    served = bentoml.service(workers=int(os.environ[_INSTANCES]))(Hosted)
+    return bentoml.asgi_app(app, path="/")(served)
 
 
 def __getattr__(name: str) -> Any:
