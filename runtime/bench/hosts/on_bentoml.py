@@ -34,7 +34,8 @@ def _service() -> Any:
             models.append(ModelInHost(os.environ[_START]))
 
     app = Starlette(routes=[Route(os.environ[_PATH], infer, methods=["POST"])])
-    served = bentoml.service(workers=int(os.environ[_INSTANCES]))(Hosted)
+    options = {"workers": int(os.environ[_INSTANCES]), "logging": {"access": {"enabled": False}}}
+    served = bentoml.service(**options)(Hosted)
     return bentoml.asgi_app(app, path="/")(served)
 
 

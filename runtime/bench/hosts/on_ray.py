@@ -34,10 +34,7 @@ def main() -> None:
 
     Hosted.__call__.__annotations__ = {"request": Request}
     # Ray places replicas by the processors that it believes in, and each of them wants one.
-    ray.init(
-        num_cpus=int(instances) + 2, include_dashboard=False, log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
-    )  # fmt: skip
+    ray.init(num_cpus=int(instances) + 2, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
     deployment = serve.deployment(Hosted, num_replicas=int(instances), max_ongoing_requests=100)
     serve.run(deployment.bind(), route_prefix=path)

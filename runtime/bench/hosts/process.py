@@ -98,11 +98,13 @@ class ServerProcess:
 def held_ports(count: int) -> list[socket.socket]:
     """Return sockets that hold free ports: nobody else is given them, and a server that names one may listen there.
 
-    They are bound and not listened to (ip(7), SO_REUSEADDR). The caller closes them when the server has ended.
+    They are bound and not listened to (socket(7), SO_REUSEADDR and SO_REUSEPORT: servers set one of them). The caller closes them when
+    the server has ended.
     """
     held = [socket.socket() for _ in range(count)]
     for each in held:
         each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         each.bind(("127.0.0.1", 0))
     return held
 

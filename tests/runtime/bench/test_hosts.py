@@ -64,9 +64,16 @@ def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
         ServerProcess("it", ["/nowhere"], None, tmp_path / "log", lambda: False)
 
 
-def test_a_server_may_listen_at_a_port_that_is_held() -> None:
+@pytest.mark.parametrize("option", ["SO_REUSEADDR", "SO_REUSEPORT"])
+def test_a_server_may_listen_at_a_port_that_is_held(option: str) -> None:
     [held] = held_ports(1)
-    program = "import socketserver, sys\nsocketserver.TCPServer.allow_reuse_address = True\nsocketserver.TCPServer(('127.0.0.1', int(sys.argv[1])), None)"
+    program = f"""
+import socket, sys
+listening = socket.socket()
+listening.setsockopt(socket.SOL_SOCKET, socket.{option}, 1)
+listening.bind(("127.0.0.1", int(sys.argv[1])))
+listening.listen()
+"""
     with held:
         subprocess.run([sys.executable, "-c", program, str(port_of(held))], check=True)
 
