@@ -212,6 +212,9 @@ def try_strict() -> Strict:
     with tempfile.TemporaryDirectory(prefix="moonpool-") as folder:
         file = Path(folder, "model.py")
         file.write_text(_MODEL, encoding="ascii")
+        # An instance may be another user, and see the machine's folders as they are.
+        os.chmod(folder, 0o755)
+        file.chmod(0o644)
         tensor = {"data_type": "TYPE_FP32", "dims": [1]}
         config = {
             "input": [{"name": "X", **tensor}],
