@@ -22,6 +22,7 @@ NAMES = (
     "recovery",
     "prefork",
     "residency",
+    "cluster",
     "batching",
     "streaming",
     "bls",

@@ -26,6 +26,7 @@ QUESTIONS = (
     "recovery",
     "prefork",
     "residency",
+    "cluster",
     "batching",
     "streaming",
     "bls",
