@@ -29,6 +29,7 @@ OTHERS = {
     "README.md": ["tests/test_docs.py"],
     "examples/": ["tests/runtime/cli/test_examples.py"],
     "benchmarks/": ["tests/test_benchmarks.py"],
+    "deploy/": ["tests/deploy"],
     "src/": ["tests/test_package.py"],
     "pyproject.toml": ["tests/test_package.py"],
     "setup.py": ["tests/test_package.py"],

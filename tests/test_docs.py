@@ -161,7 +161,7 @@ def test_every_difference_from_triton_has_its_test() -> None:
 
 PAGES = [
     path
-    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "deploy/*.md", "examples/*.md")
     for path in sorted(ROOT.glob(pattern))
 ]
 EACH_PAGE = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

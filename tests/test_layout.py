@@ -352,7 +352,7 @@ def test_an_installation_puts_nothing_but_moonpool_on_the_path() -> None:
 
 DOCUMENTS = [
     path
-    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "deploy/*.md", "examples/**/*.md")
     for path in sorted(ROOT.glob(pattern))
 ]
 BANNED = {

@@ -19,6 +19,7 @@ WITH_SERVERS = (
 SECONDS = {
     "tests/chaos/test_chaos.py": 35,
     "tests/chaos/test_chaos_served.py": 15,
+    "tests/deploy/test_capabilities.py": 20,
     "tests/e2e/test_abuse_deaths.py": 30,
     "tests/e2e/test_crash_matrix.py": 30,
     "tests/e2e/test_prefork.py": 25,

@@ -25,7 +25,7 @@ html_copy_source = False
 html_show_copyright = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinxcontrib.mermaid"]
 root_doc = "README"
-include_patterns = ["*.md", "docs/**.md", "benchmarks/**.md", "examples/*.md"]
+include_patterns = ["*.md", "docs/**.md", "benchmarks/**.md", "deploy/*.md", "examples/*.md"]
 # Not searched for pages.
 exclude_patterns = [".*", "build", "dist", "ipc", "runtime", "src", "stub", "tests"]
 # The anchors of headings are those of the hosts of code.
@@ -48,7 +48,16 @@ SECTIONS = {
         "ENVIRONMENTS",
         "GPU",
     ),
-    "Serve": ("SERVING", "SERVE_OPTIONS", "CLOUD", "MONITORING", "TRITON_BACKEND", "FIDELITY"),
+    "Serve": (
+        "SERVING",
+        "SERVE_OPTIONS",
+        "CLOUD",
+        "SCALING",
+        "/deploy/README",
+        "MONITORING",
+        "TRITON_BACKEND",
+        "FIDELITY",
+    ),
     "Contain": ("SANDBOX", "LIMITS", "PREFORK"),
     "Test and measure": ("TESTING_MODELS", "BENCH", "PERFORMANCE", "/benchmarks/README"),
     "Reference": ("API", "SPECIFICATION", "ARCHITECTURE", "GLOSSARY", "WIRE", "decisions/README"),
@@ -62,7 +71,7 @@ def contents() -> str:
         for title, names in SECTIONS.items()
     }
     known = {"/README", *(name for names in listed.values() for name in names)}
-    folders = ("", "docs", "benchmarks", "benchmarks/results", "examples")
+    folders = ("", "docs", "benchmarks", "benchmarks/results", "deploy", "examples")
     pages = [
         "/" + page.relative_to(ROOT).with_suffix("").as_posix()
         for folder in folders
