@@ -29,7 +29,7 @@ from moonpool.runtime.residency.policy import Act, Need, Resident, Sieve, decide
 _SEED = 21
 _MIB = 1 << 20
 _TIMEOUT_S = 60.0
-# The pause after which a request that found no room asks again.
+# The least pause after which a request that found no room asks again.
 _LOOK_S = 0.01
 
 
@@ -48,7 +48,7 @@ class Load(NamedTuple):
 
 
 _WHOLE = Load(100, 10_000, 100_000, 2_500.0, 8 << 30, 16, 0.005)
-_QUICK = Load(5, 100, 2_000, 250.0, 1 << 30, 16, 0.005)
+_QUICK = Load(5, 100, 1_000, 50.0, 4 << 30, 16, 0.005)
 # Sizes of weights: lognormal, with this median, and this standard deviation of the logarithm; none is larger than a quarter of a node.
 _MEDIAN_BYTES, _SPREAD = 60 * _MIB, 1.2
 
@@ -82,12 +82,18 @@ class Hosted:
     # The ends of those requests.
     ends_s: list[float] = field(default_factory=list)
     stays_because: str = "stay"
+    is_dormant: bool = False
+
+    @property
+    def stays_until_s(self) -> float:
+        """The time until which it starts, is in use, or came a moment ago."""
+        least_s = max(self.node.limits.least_stay_s, self.start_s)
+        return max(self.free_s, self.ready_s + least_s)
 
     @property
     def may_go(self) -> bool:
-        """True unless it starts, is in use, or came a moment ago."""
-        least_s = max(self.node.limits.least_stay_s, self.start_s)
-        return max(self.free_s, self.ready_s + least_s) <= self.node.now_s
+        """True after that time."""
+        return self.stays_until_s <= self.node.now_s
 
     def open_requests(self, now_s: float) -> int:
         """Return the number of requests that have not ended."""
@@ -170,6 +176,11 @@ class Node:
         self.hosted[number] = Hosted(self, model.need, model.start_s, ready_s)
         self.holders.setdefault(number, []).append(self)
         return self.hosted[number]
+
+    def look_again_s(self) -> float:
+        """Return the time at which there may be room again."""
+        soonest_s = min(each.stays_until_s for each in self.hosted.values())
+        return max(soonest_s, self.now_s + _LOOK_S)
 
     def open_requests(self, number: int, now_s: float) -> int:
         """Return the number of requests to a model that have not ended; 0 for one that is not in memory."""
@@ -277,7 +288,7 @@ def simulate(load: Load, models: Sequence[Model], nodes: Sequence[Node], router:
         is_start = number not in node.hosted
         answer = node.ask(number, models[number], now_s)
         if answer is None and now_s - came_s < node.limits.patience_s:
-            heapq.heappush(steps, (now_s + _LOOK_S, request, came_s, number, node))
+            heapq.heappush(steps, (node.look_again_s(), request, came_s, number, node))
         elif came_s >= half_s:
             if answer is None:
                 outcome.refused += 1
