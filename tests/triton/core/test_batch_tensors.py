@@ -18,12 +18,9 @@ pytestmark = [
 COUNT = "batch_input { kind: BATCH_ELEMENT_COUNT target_name: 'N' data_type: TYPE_INT32 "
 CUT = "batch_output { kind: BATCH_SCATTER_WITH_INPUT_SHAPE "
 REFUSED = {
-    "no source": COUNT + "}",
     "two sources": COUNT + "source_input: [ 'X', 'X' ] }",
     "an unknown source": COUNT + "source_input: 'Z' }",
     "another datatype": COUNT.replace("INT32", "INT64") + "source_input: 'X' }",
-    "no source of an output": CUT + "target_name: 'Y' }",
-    "an unknown source of an output": CUT + "target_name: 'Y' source_input: 'Z' }",
     "an unknown output": CUT + "target_name: 'Z' source_input: 'X' }",
     "an output twice": CUT + "target_name: [ 'Y', 'Y' ] source_input: 'X' }",
 }
