@@ -409,6 +409,7 @@ def allocate(
     return np.ndarray(shape, DTYPES[datatype], lease)
 
 
+learn(WireTensor, 0, (), np.empty(0, np.uint8))
 learn(Shapes)
 learn(Response)
 learn(InferenceRequest)

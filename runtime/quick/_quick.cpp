@@ -21,6 +21,7 @@ bool Known::learn(const char* name, PyObject* sample) {
         &request.has_views, &request.is_cancelled, &request.left, &request.priority, &request.queued_ns, &request.responded_ns,
         &request.response, &request.responses, &request.shapes, &request.signature, &request.takes_devices, &request.targets,
         &request.states, &request.timeout_us, &request.trace, &request.userp, &request.waiter, &request.wants_wire}},
+      {"WireTensor", &wire_tensor.kind, {}},
       {"Shapes", &shapes.kind, {&shapes.batch_size, &shapes.is_shared, &shapes.signature}},
       {"Response", &response.kind, {&response.outputs, &response.parameters, &response.request_id}},
       {"Link", &link.kind,
@@ -154,6 +155,13 @@ PyObject* py_request(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return has("request", count, 3) ? make_request(arguments[0], arguments[1], arguments[2]) : nullptr;
 }
 
+PyObject* py_prepared(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  int64_t offset = 0;
+  if (!has("prepared", count, 6)) return nullptr;
+  if (!as_number(arguments[3], &offset)) return Ref::to(Py_None).release();
+  return make_prepared(arguments[0], arguments[1], arguments[2], offset, arguments[4], arguments[5] == Py_True);
+}
+
 PyObject* py_execute(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return has("execute", count, 2) ? answer_of(execute(arguments[0], arguments[1])) : nullptr;
 }
@@ -202,7 +210,7 @@ PyObject* py_response(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }
 
 PyObject* py_counts(PyObject*, PyObject*) {
-  return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "request", counts.request, "execute", counts.execute, "answers",
+  return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "request", counts.request, "prepared", counts.prepared, "execute", counts.execute, "answers",
                        counts.answers, "wait", counts.wait, "submit", counts.submit, "finish", counts.finish, "serve_call",
                        counts.serve_call, "answer_call", counts.answer_call, "response", counts.response, "tie", counts.tie);
 }
@@ -226,6 +234,7 @@ PyMethodDef functions[] = {
     {"start", many<py_start>(), METH_FASTCALL, nullptr},
     {"learn", many<py_learn>(), METH_FASTCALL, nullptr},
     {"request", many<py_request>(), METH_FASTCALL, nullptr},
+    {"prepared", many<py_prepared>(), METH_FASTCALL, nullptr},
     {"execute", many<py_execute>(), METH_FASTCALL, nullptr},
     {"answers", many<py_answers>(), METH_FASTCALL, nullptr},
     {"wait", with_one<py_wait>, METH_O, nullptr},

@@ -26,6 +26,9 @@ struct ShapesKind {
   Kind kind;
   Field batch_size{"batch_size"}, is_shared{"is_shared"}, signature{"signature"};
 };
+struct WireTensors {
+  Kind kind;
+};
 struct Responses {
   Kind kind;
   Field outputs{"outputs"}, parameters{"parameters"}, request_id{"request_id"};
@@ -193,6 +196,7 @@ struct StatisticsKind {
 struct Known {
   Requests request;
   ShapesKind shapes;
+  WireTensors wire_tensor;
   Responses response;
   Links link;
   BorrowedBlocksKind borrowed_blocks;
@@ -314,7 +318,7 @@ class Released {
 
 // How often each form did its work, for tests: a form that always declines would pass all others.
 struct Counts {
-  uint64_t request, execute, answers, wait, submit, finish, serve_call, answer_call, response, tie;
+  uint64_t request, prepared, execute, answers, wait, submit, finish, serve_call, answer_call, response, tie;
 };
 extern Counts counts;
 
@@ -322,6 +326,8 @@ extern Counts counts;
 
 // `Signature.request`: returns a request, or None if Python has to make it.
 PyObject* make_request(PyObject* usual, PyObject* inputs, PyObject* shapes);
+// `PreparedRequest.request`, of tensors that all lie in one message: returns a request, or None if Python has to make it.
+PyObject* make_prepared(PyObject* tensors, PyObject* shapes, PyObject* data, int64_t offset, PyObject* sent, bool has_views);
 // Returns a request with the attributes that `InferenceRequest.__init__` sets. Empty with an error set.
 Ref request_of(Ref arrays, PyObject* shapes, bool has_views);
 // Returns a lease on a block in a region, as `SharedRegion.lease` makes one for `Link.open`. Empty with an error set. `memory` is the

@@ -296,21 +296,32 @@ class Down {
   Released released_;
 };
 
-// Views the outputs of a response by name. Each row has name, shape, dtype, block and offset.
+// Returns a view as the bytes of a tensor: a `WireTensor`, which is a tuple of datatype, shape and view.
+Ref wire_of(PyObject* datatype, PyObject* shape, const Ref& view) {
+  static const newfunc make = reinterpret_cast<newfunc>(PyType_GetSlot(&PyTuple_Type, Py_tp_new));
+  const Ref fields(PyTuple_Pack(3, datatype, shape, view.get())), arguments(fields ? PyTuple_Pack(1, fields.get()) : nullptr);
+  PyObject* const type = known.wire_tensor.kind.type();
+  return arguments ? Ref(make(reinterpret_cast<PyTypeObject*>(type), arguments.get(), nullptr)) : Ref();
+}
+
+// Views the outputs of a response by name. Each row has name, shape, dtype, block and offset of an array. Where that has the bytes of a
+// tensor, datatype and shape of the tensor follow.
 Ref views_of(PyObject* rows, const Ref* leases, size_t lease_count) {
   Ref outputs(PyDict_New());
   const Py_ssize_t count = outputs ? PyList_Size(rows) : 0;
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* const row = PyList_GetItem(rows, i);
     int64_t block = 0;
-    const bool is_row = PyTuple_Size(row) == 5 && as_number(PyTuple_GetItem(row, 3), &block);
+    const Py_ssize_t width = row == nullptr ? 0 : PyTuple_Size(row);
+    const bool is_row = (width == 5 || width == 7) && as_number(PyTuple_GetItem(row, 3), &block);
     if (!is_row || block < 0 || static_cast<size_t>(block) >= lease_count) {
       if (!PyErr_Occurred()) PyErr_SetString(PyExc_SystemError, "a layout names a block that it has no size for");
       return Ref();
     }
     const Ref arguments(
         PyTuple_Pack(4, PyTuple_GetItem(row, 1), PyTuple_GetItem(row, 2), leases[block].get(), PyTuple_GetItem(row, 4)));
-    const Ref array(arguments ? PyObject_Call(constants.ndarray, arguments.get(), nullptr) : nullptr);
+    Ref array(arguments ? PyObject_Call(constants.ndarray, arguments.get(), nullptr) : nullptr);
+    if (array && width == 7) array = wire_of(PyTuple_GetItem(row, 5), PyTuple_GetItem(row, 6), array);
     if (!array || PyDict_SetItem(outputs.get(), PyTuple_GetItem(row, 0), array.get()) != 0) return Ref();
   }
   return outputs;
@@ -378,7 +389,6 @@ class Up {
     for (Py_ssize_t i = 0; i < count_; ++i) {
       PyObject* const request = PyList_GetItem(requests_, i);
       if (!known.request.kind.is(request) || !known.request.allocator.is_none(request)) return false;
-      if (known.request.wants_wire.is_true(request)) return false;
     }
     conversation_ = of.conversation.get(link_);
     reader_ = of.reader.get(link_);
@@ -434,13 +444,15 @@ class Up {
     const Ref layouts = known.reader.layouts.get(reader_.get());
     if (!key || !layouts || !PyDict_Check(layouts.get())) return false;
     const Ref layout = Ref::to(PyDict_GetItemWithError(layouts.get(), key.get()));
-    if (!layout || PyTuple_Size(layout.get()) != 3) return false;
+    if (!layout || PyTuple_Size(layout.get()) != 4) return false;
     least_bytes_ = Ref::to(PyTuple_GetItem(layout.get(), 1));
     arrays_ = Ref::to(PyTuple_GetItem(layout.get(), 2));
-    if (!PyDict_CheckExact(least_bytes_.get()) || !PyList_CheckExact(arrays_.get())) return false;
-    if (PyList_Size(arrays_.get()) != count_ || answer.blocks.size() > PyDict_Size(least_bytes_.get())) return false;
+    wires_ = Ref::to(PyTuple_GetItem(layout.get(), 3));
+    if (!PyDict_CheckExact(least_bytes_.get()) || !PyList_CheckExact(arrays_.get()) || !PyList_CheckExact(wires_.get())) return false;
+    if (PyList_Size(arrays_.get()) != count_ || PyList_Size(wires_.get()) != count_) return false;
+    if (answer.blocks.size() > PyDict_Size(least_bytes_.get())) return false;
     for (Py_ssize_t i = 0; i < count_; ++i) {
-      if (!PyList_CheckExact(PyList_GetItem(arrays_.get(), i))) return false;
+      if (!PyList_CheckExact(rows_of(i))) return false;
     }
     for (const wire::Block& block : answer.blocks) opened_[opened_count_++].block = block;
     return true;
@@ -485,10 +497,16 @@ class Up {
     return true;
   }
 
+  // Returns the outputs of a response in the form that the request wants, borrowed; None for strings as an array, which Python decodes.
+  PyObject* rows_of(Py_ssize_t index) const {
+    const bool wants_wire = known.request.wants_wire.is_true(PyList_GetItem(requests_, index));
+    return PyList_GetItem((wants_wire ? wires_ : arrays_).get(), index);
+  }
+
   Ref response_to(Py_ssize_t index) const {
     Ref leases[kMostBlocks];
     for (size_t i = 0; i < opened_count_; ++i) leases[i] = Ref::to(opened_[i].lease.get());
-    Ref outputs = views_of(PyList_GetItem(arrays_.get(), index), leases, opened_count_);
+    Ref outputs = views_of(rows_of(index), leases, opened_count_);
     return outputs ? response_with(PyList_GetItem(requests_, index), std::move(outputs)) : Ref();
   }
 
@@ -520,7 +538,7 @@ class Up {
 
   PyObject* const link_;
   PyObject* const requests_;
-  Ref conversation_, channel_, reader_, replies_, blocks_, inbox_, first_, least_bytes_, arrays_;
+  Ref conversation_, channel_, reader_, replies_, blocks_, inbox_, first_, least_bytes_, arrays_, wires_;
   Py_ssize_t count_ = 0;
   int64_t batch_ = 0;
   uint64_t core_ = wire::kNoCore;
@@ -572,11 +590,14 @@ class Apart {
   bool is_known(PyObject* packed) {
     const Ref layouts = known.reader.layouts.get(reader_.get());
     layout_ = Ref::to(layouts && PyDict_Check(layouts.get()) ? PyDict_GetItemWithError(layouts.get(), packed) : nullptr);
-    if (!layout_ || PyTuple_Size(layout_.get()) != 3) return false;
+    if (!layout_ || PyTuple_Size(layout_.get()) != 4) return false;
     PyObject *const least = PyTuple_GetItem(layout_.get(), 1), *const arrays = PyTuple_GetItem(layout_.get(), 2);
+    PyObject* const wires = PyTuple_GetItem(layout_.get(), 3);
     if (!PyDict_CheckExact(least) || PyDict_Size(least) != 1 || !PyList_CheckExact(arrays) || PyList_Size(arrays) != 1) return false;
-    rows_ = Ref::to(PyList_GetItem(arrays, 0));
-    return PyList_CheckExact(rows_.get()) && as_number(PyDict_GetItemWithError(least, constants.zero), &least_bytes_);
+    if (!PyList_CheckExact(wires) || PyList_Size(wires) != 1) return false;
+    arrays_ = Ref::to(PyList_GetItem(arrays, 0));
+    wires_ = Ref::to(PyList_GetItem(wires, 0));
+    return PyList_CheckExact(wires_.get()) && as_number(PyDict_GetItemWithError(least, constants.zero), &least_bytes_);
   }
 
   // Checks that the block lies in its region and holds what the layout says.
@@ -593,11 +614,12 @@ class Apart {
 
   Ref response_to(PyObject* request, const Ref& lease) const {
     const Requests& of = known.request;
-    if (of.kind.is(request) && of.allocator.is_none(request) && !of.wants_wire.is_true(request)) {
-      Ref outputs = views_of(rows_.get(), &lease, 1);
+    const Ref& rows = of.wants_wire.is_true(request) ? wires_ : arrays_;
+    if (of.kind.is(request) && of.allocator.is_none(request) && PyList_CheckExact(rows.get())) {
+      Ref outputs = views_of(rows.get(), &lease, 1);
       return outputs ? response_with(request, std::move(outputs)) : Ref();
     }
-    // Somebody else decides where the outputs go. The request was found, so this goes on from there.
+    // Somebody else decides where the outputs go, or they are strings. The request was found, so this goes on from there.
     const Ref requests(PyTuple_Pack(1, request)), leases(PyTuple_Pack(1, lease.get()));
     const Ref answers(requests && leases ? PyObject_CallMethodObjArgs(reader_.get(), constants.answers, requests.get(), layout_.get(),
                                                                       leases.get(), nullptr)
@@ -607,7 +629,7 @@ class Apart {
 
   PyObject* const link_;
   PyObject* const row_;
-  Ref reader_, block_, layout_, rows_, region_, memory_;
+  Ref reader_, block_, layout_, arrays_, wires_, region_, memory_;
   int64_t flags_ = 0, least_bytes_ = 0;
 };
 

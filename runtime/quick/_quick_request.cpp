@@ -1,7 +1,16 @@
 #include "_quick_kinds.h"
 
-// A request whose inputs are arrays of the configured dtypes, in shapes that came before.
+// A request whose inputs are arrays of the configured dtypes, in shapes that came before; or whose inputs lie in one message of a client.
 namespace moonpool::quick {
+
+namespace {
+
+PyObject* no_row() {
+  if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a tensor has shape, dtype, number and place, and in the message an offset and a size");
+  return nullptr;
+}
+
+}  // namespace
 
 Ref request_of(Ref arrays, PyObject* shapes, bool has_views) {
   const Requests& of = known.request;
@@ -54,6 +63,30 @@ PyObject* make_request(PyObject* usual, PyObject* inputs, PyObject* shapes) {
   if (!found && PyErr_Occurred()) return nullptr;
   if (!found || !known.shapes.kind.is(found.get()) || !known.shapes.is_shared.is_true(found.get())) Py_RETURN_NONE;
   return request_of(std::move(arrays), found.get(), has_views).release();
+}
+
+PyObject* make_prepared(PyObject* tensors, PyObject* shapes, PyObject* data, int64_t offset, PyObject* sent, bool has_views) {
+  const Py_ssize_t count = PyList_CheckExact(tensors) && PyList_CheckExact(sent) ? PyList_Size(tensors) : -1;
+  if (count < 0 || !known.shapes.kind.is(shapes)) Py_RETURN_NONE;
+  Ref arrays(PyList_New(count));
+  if (!arrays) return nullptr;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    // Shape, dtype, the tensor's number in the message, and its place in memory of the client, which it has not.
+    PyObject* const row = PyList_GetItem(tensors, i);
+    int64_t number = 0, begin = 0;
+    if (PyTuple_Size(row) != 4 || !as_number(PyTuple_GetItem(row, 2), &number)) return no_row();
+    PyObject* const place = PyList_GetItem(sent, static_cast<Py_ssize_t>(number));
+    if (place == nullptr || PyTuple_Size(place) != 2 || !as_number(PyTuple_GetItem(place, 0), &begin)) return no_row();
+    const Ref at(PyLong_FromLongLong(offset + begin));
+    const Ref arguments(at ? PyTuple_Pack(4, PyTuple_GetItem(row, 0), PyTuple_GetItem(row, 1), data, at.get()) : nullptr);
+    // numpy checks that the tensor lies within the message.
+    Ref array(arguments ? PyObject_Call(constants.ndarray, arguments.get(), nullptr) : nullptr);
+    if (!array || PyList_SetItem(arrays.get(), i, array.release()) != 0) return nullptr;
+  }
+  Ref request = request_of(std::move(arrays), shapes, has_views);
+  if (!request || !known.request.wants_wire.set_to(request.get(), Py_True)) return nullptr;
+  ++counts.prepared;
+  return request.release();
 }
 
 }  // namespace moonpool::quick

@@ -78,9 +78,8 @@ class AnswerReader:
         if layout is None:
             layout = read_answer(packed, self.output_names, count)
             if self._reshaped:
-                layout = layout.with_responses(
-                    [[self._reshape(each) for each in row] for row in layout.responses]
-                )
+                reshaped = [[self._reshape(each) for each in row] for row in layout.responses]
+                layout = AnswerLayout.of(reshaped, layout.least_bytes)
             if len(packed) <= _MEMORABLE_BYTES:
                 self._layouts.keep(packed, layout)
         return layout

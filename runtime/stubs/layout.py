@@ -19,6 +19,7 @@ from moonpool.runtime.model.request import Shapes
 
 # A row and its six fields, with as many dimensions as there may be.
 _VALUES_IN_ROW = 7 + MAX_DIMS
+_BYTE = np.dtype(np.uint8)
 
 
 class RequestLayout(NamedTuple):
@@ -80,10 +81,14 @@ class AnswerLayout(NamedTuple):
     least_bytes: dict[int, int]
     # The arrays of each response: names, shapes, dtypes, blocks and offsets. None for a response with BYTES.
     arrays: list[list[tuple[str, tuple[int, ...], Any, int, int]] | None]
+    # The same for arrays of the tensors' bytes, each with datatype and shape of the tensor behind that.
+    wires: list[list[tuple[str, tuple[int], Any, int, int, int, tuple[int, ...]]]]
 
-    def with_responses(self, responses: list[list[OutputLayout]]) -> AnswerLayout:
-        """Return the layout with other outputs in the same places."""
-        return AnswerLayout(responses, self.least_bytes, [_arrays(each) for each in responses])
+    @classmethod
+    def of(cls, responses: list[list[OutputLayout]], least_bytes: dict[int, int]) -> AnswerLayout:
+        """Make a layout of these outputs."""
+        arrays = [_arrays(each) for each in responses]
+        return cls(responses, least_bytes, arrays, [_wires(each) for each in responses])
 
     def fault(self, sizes: Sequence[int]) -> str:
         """Describe what is wrong with the layout if the blocks have these sizes."""
@@ -96,7 +101,7 @@ class AnswerLayout(NamedTuple):
 
 
 # The layout of a response without outputs.
-NOTHING = AnswerLayout([[]], {}, [[]])
+NOTHING = AnswerLayout([[]], {}, [[]], [[]])
 
 
 def read_answer(packed: bytes, names: Sequence[str], count: int) -> AnswerLayout:
@@ -116,7 +121,7 @@ def read_answer(packed: bytes, names: Sequence[str], count: int) -> AnswerLayout
             end = output.offset + output.size_bytes
             least_bytes[output.block] = max(end, least_bytes.get(output.block, 0))
         responses.append(outputs)
-    return AnswerLayout(responses, least_bytes, [_arrays(outputs) for outputs in responses])
+    return AnswerLayout.of(responses, least_bytes)
 
 
 def _arrays(
@@ -125,6 +130,15 @@ def _arrays(
     if any(output.dtype is None for output in outputs):
         return None
     return [(each.name, each.shape, each.dtype, each.block, each.offset) for each in outputs]
+
+
+def _wires(
+    outputs: Sequence[OutputLayout],
+) -> list[tuple[str, tuple[int], Any, int, int, int, tuple[int, ...]]]:
+    return [
+        (each.name, (each.size_bytes,), _BYTE, each.block, each.offset, each.datatype, each.shape)
+        for each in outputs
+    ]
 
 
 def _output(row: list[Any], names: Sequence[str]) -> OutputLayout:

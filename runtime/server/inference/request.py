@@ -26,12 +26,14 @@ from moonpool.runtime.errors import InvalidRequest, ModelError
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.request import Details, InferenceRequest
 from moonpool.runtime.model.signature import Signature
+from moonpool.runtime.quick import forms
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.server.inference.tensors import Input, WrongSize
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.stubs.regions import CallerMemory
 
 _UINT8 = np.dtype(np.uint8)
+_NO_DETAILS = Details()
 # Bodies between these sizes are received into memory that the model's stubs see.
 _LONG_BODY_BYTES, _HUGE_BODY_BYTES = 64 << 10, 64 << 20
 START, END = 1, 2
@@ -99,6 +101,36 @@ class RequestPlan:
         self.is_repeatable = True
         self.prepared: PreparedRequest | None = None
 
+    def repeated(
+        self,
+        service: Service,
+        hosted: Hosted,
+        data: Any,
+        offset: int,
+        sent: Sequence[tuple[int, int]] | None = None,
+        request_id: str | None = None,
+        *,
+        has_views: bool,
+    ) -> InferenceRequest | None:
+        """Return a request that differs from a checked one only in the bytes of its tensors, and in its id; None for any other.
+
+        `sent` has the places of the tensors in `data`, from `offset` on; None if they fill it one behind another. `request_id` is None
+        if it is the same for all requests of the plan. `has_views` says that stubs see `data`. Raises `InvalidRequest`, `SharedMemoryError`.
+        """
+        prepared = self.prepared
+        if prepared is None or prepared.signature is not hosted.signature:
+            return None
+        if sent is None:
+            if len(data) - offset != prepared.size_bytes:
+                return None
+            sent = prepared.sent
+        elif [size for _, size in sent] != prepared.sizes:
+            return None
+        details = prepared.details
+        if request_id is not None and request_id != (details.request_id if details else ""):
+            details = (details or _NO_DETAILS)._replace(request_id=request_id)
+        return prepared.request(service, hosted.model, data, offset, sent, details, has_views)
+
     def make(
         self,
         service: Service,
@@ -132,6 +164,7 @@ class PreparedRequest:
 
     __slots__ = (
         "_has_places",
+        "_is_plain",
         "_places",
         "_shapes",
         "_tensors",
@@ -160,6 +193,7 @@ class PreparedRequest:
         self.details = request.details
         """The details of the first request, which say which outputs are wanted."""
         self._has_places = len(sent) < len(plan.inputs)
+        self._is_plain = not self._has_places and not self._places
         sizes = {names[each.number]: each.size_bytes for each in request.shapes.tensors}
         self.sizes = [sizes[name] for name in sent]
         """Bytes of each tensor that comes with the message."""
@@ -179,10 +213,15 @@ class PreparedRequest:
     ) -> InferenceRequest | None:
         """Return the request whose tensors lie in `data` from `offset` on, or in memory that clients lend.
 
-        `sent` has (offset, size in bytes) of each tensor in `data`. The caller has compared the sizes with `sizes`, and `signature`
-        with the model's. `details` are those of the first request, with the id of this one. `has_views` says that stubs see the
+        `sent` has (offset, size in bytes) of each tensor in `data`. The caller has compared the sizes with `sizes`. `details` are those of the first request, with the id of this one. `has_views` says that stubs see the
         memory of `data`. Returns None if a client's memory is not lent. Raises `InvalidRequest`, `SharedMemoryError`.
         """
+        if forms is not None and details is None and self._is_plain:
+            usual: InferenceRequest | None = forms.prepared(
+                self._tensors, self._shapes, data, offset, sent, has_views
+            )
+            if usual is not None:
+                return usual
         arrays: list[NDArray[Any]] = []
         for shape, dtype, number, place in self._tensors:
             if place is None:

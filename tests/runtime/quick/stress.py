@@ -68,6 +68,9 @@ def main(folder: Path, seconds: float) -> None:
     import numpy as np
 
     import moonpool
+    from moonpool.ipc.tensors import CODES
+    from moonpool.runtime.schedule.event_loop import wait_for_outcome
+    from moonpool.runtime.server.inference.request import InputPlan, RequestPlan
 
     for name, text in (("model.py", MODEL), ("stream.py", STREAM)):
         (folder / name).write_text(text)
@@ -110,6 +113,20 @@ def main(folder: Path, seconds: float) -> None:
             for outputs in await asyncio.gather(*made):
                 checked(outputs, rows[n])
 
+        async def clients(n: int) -> None:
+            hosted: Any = runtime.registry.find("batched")
+            service: Any = None
+            plan = RequestPlan()
+            plan.inputs = [InputPlan("X", CODES["FP32"], [1, n], None, 4 * n)]
+            plan.make(service, hosted, {"X": rows[n]}, None, is_typical=True)
+            ready, sent = plan.prepared, rows[n].tobytes()
+            if ready is None:
+                raise ValueError("a plan that is not prepared")
+            for _ in range(8):
+                made: Any = ready.request(service, hosted.model, sent, 0, ready.sent, None, False)
+                outcome: Any = await wait_for_outcome(hosted.scheduler, made, None)
+                checked({"Y": outcome.outputs["Y"].raw.view(np.float32)}, rows[n])
+
         def repeat(work: Callable[[int], object], n: int) -> None:
             try:
                 while time.monotonic() < end:
@@ -119,9 +136,10 @@ def main(folder: Path, seconds: float) -> None:
 
         works: list[Callable[[int], object]] = [infer, infer, hurry, submit, ask, ask, stream]
         works.append(lambda n: asyncio.run(tasks(n)))
+        works.append(lambda n: asyncio.run(clients(n)))
         threads = [
             threading.Thread(target=repeat, args=(work, n))
-            for work, n in zip(works, [2, 3, 2, 3, 2, 3, 70_000, 2], strict=True)
+            for work, n in zip(works, [2, 3, 2, 3, 2, 3, 70_000, 2, 3], strict=True)
         ]
         for thread in threads:
             thread.start()

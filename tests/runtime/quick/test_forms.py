@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,11 @@ from tests.waiting import wait_until
 import moonpool
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.messages import NO_CORE
+from moonpool.ipc.tensors import CODES
 from moonpool.runtime import quick
+from moonpool.runtime.model.request import InferenceRequest, Response, WireTensor
+from moonpool.runtime.schedule.event_loop import wait_for_outcome
+from moonpool.runtime.server.inference.request import InputPlan, RequestPlan, make_request
 
 PATIENCE_S = 60.0
 ROOT = Path(__file__).parents[3]
@@ -163,6 +168,93 @@ def test_requests_of_many_threads_and_tasks_go_the_quick_way(model: moonpool.Run
     # An instance that is handed back while a thread has the scheduler's lock goes Python's way.
     assert counts["submit"] > 200
     assert counts["finish"] > 10
+
+
+def test_a_request_of_a_client_goes_the_quick_way(model: moonpool.Runtime) -> None:
+    hosted = model.registry.find("double")
+
+    async def ask() -> WireTensor:
+        request = make_request(hosted, {"X": X})
+        outcome = await wait_for_outcome(hosted.scheduler, request, PATIENCE_S)
+        assert isinstance(outcome, Response)
+        return outcome.outputs["Y"]  # type: ignore[return-value]
+
+    before = quick.forms.counts()
+    output = asyncio.run(ask())
+    counts = taken(before)
+    assert {counts[name] for name in ("request", "submit", "execute", "answers", "finish")} == {1}
+    assert type(output) is WireTensor
+    assert output[:2] == (CODES["FP32"], X.shape)
+    assert output.raw.tobytes() == (X * 2).tobytes()
+
+
+def test_a_request_like_one_before_is_made_the_same_by_both_forms(
+    model: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosted: Any = model.registry.find("double")
+    service: Any = None
+    plan = RequestPlan()
+    plan.inputs = [InputPlan("X", CODES["FP32"], [1, 2], None, X.nbytes)]
+    plan.make(service, hosted, {"X": X}, None, is_typical=True)
+    prepared = plan.prepared
+    assert prepared is not None
+    message = b"head" + X.tobytes()
+
+    def made(has_views: bool) -> dict[str, Any]:
+        sent, before = [(0, X.nbytes)], quick.forms.counts()
+        request = prepared.request(service, hosted.model, message, 4, sent, None, has_views)
+        assert request is not None
+        slots: dict[str, Any] = {
+            name: getattr(request, name, "unset") for name in InferenceRequest.__slots__
+        }
+        [array] = slots.pop("arrays")
+        return {
+            **slots,
+            "array": (array.dtype, array.shape, array.tobytes(), array.base is message),
+            "is_quick": taken(before)["prepared"] == 1,
+        }
+
+    for has_views in (False, True):
+        quickly = made(has_views)
+        monkeypatch.setattr("moonpool.runtime.server.inference.request.forms", None)
+        assert quickly == {**made(has_views), "is_quick": True}
+        monkeypatch.undo()
+        assert quickly["has_views"] is has_views
+        assert quickly["wants_wire"] is True
+    # numpy looks that the tensor lies in the message.
+    for size in (0, 4, len(message) - 1):
+        with pytest.raises((TypeError, ValueError)):
+            prepared.request(service, hosted.model, message[:size], 4, prepared.sent, None, False)
+
+
+def test_strings_for_a_client_are_read_the_quick_way(tmp_path: Path) -> None:
+    file = tmp_path / "texts.py"
+    file.write_text(MODEL.replace(" * 2", ""))
+    config = {
+        **CONFIG,
+        **{put: [tensor(name, "STRING", -1)] for put, name in (("input", "X"), ("output", "Y"))},
+    }
+    texts = np.array([["a", "moon"]], object)
+    with moonpool.Runtime() as runtime, hosted(runtime, "texts", file, config):
+        model = runtime.registry.find("texts")
+
+        async def ask() -> WireTensor:
+            outcome = await wait_for_outcome(
+                model.scheduler, make_request(model, {"X": texts}), PATIENCE_S
+            )
+            assert isinstance(outcome, Response)
+            return outcome.outputs["Y"]  # type: ignore[return-value]
+
+        asyncio.run(ask())
+        before = quick.forms.counts()
+        output = asyncio.run(ask())
+        assert taken(before)["answers"] == 1
+        assert output[:2] == (CODES["BYTES"], (1, 2))
+        assert output.raw.tobytes() == b"\1\0\0\0a\4\0\0\0moon"
+        # As an array they are decoded in Python.
+        assert runtime.infer("texts", {"X": texts})["Y"].tolist() == [[b"a", b"moon"]]
+        assert taken(before)["answers"] == 1
+        del output
 
 
 def test_a_view_of_ordinary_memory_goes_the_quick_way(model: moonpool.Runtime) -> None:

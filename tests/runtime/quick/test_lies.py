@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.runtime.quick.built import skip_without_forms
 from tests.runtime.quick.twins import ODD, changed, packed, paths, twins
+from tests.runtime.scripted import FP32
 
 from moonpool.runtime import quick
 
@@ -19,13 +20,15 @@ def _with_forms() -> None:
     skip_without_forms()
 
 
-def test_an_honest_answer_is_read_the_quick_way() -> None:
-    with twins() as both:
+@pytest.mark.parametrize("wants_wire", [False, True])
+def test_an_honest_answer_is_read_the_quick_way(wants_wire: bool) -> None:
+    with twins(wants_wire=wants_wire) as both:
         both.answered(packed(both.usual(2)))
         before = quick.forms.counts()
         answers = both.answered(packed(both.usual(2)))[0]
         after = quick.forms.counts()
-    assert answers == [{"Y": ("<f4", (2,))}] * 2
+    wire = (FP32, (2,), "|u1", (8,), bytes(8))
+    assert answers == [{"Y": wire if wants_wire else ("<f4", (2,), bytes(8))}] * 2
     assert {name: after[name] - before[name] for name in ("execute", "answers")} == {
         "execute": 1,
         "answers": 1,
@@ -49,7 +52,7 @@ def test_each_lie_about_one_value_ends_the_same_in_both_forms() -> None:
         both.answered(packed(answer))
     assert answer_paths > 500
     for number in range(answer_paths):
-        with twins() as both:
+        with twins(wants_wire=number % 2 == 1) as both:
             both.answered(packed(both.usual(1)))
             both.answered(packed(list(lies(both.usual(1)))[number]))
 
@@ -59,11 +62,11 @@ edits = st.lists(
 )
 
 
-@given(st.integers(1, 3), edits, st.integers(0, 2))
+@given(st.integers(1, 3), edits, st.integers(0, 2), st.booleans())
 def test_lies_about_several_values_end_the_same_in_both_forms(
-    rows: int, edits: list[tuple[int, Any]], honest: int
+    rows: int, edits: list[tuple[int, Any]], honest: int, wants_wire: bool
 ) -> None:
-    with twins() as both:
+    with twins(wants_wire=wants_wire) as both:
         for _ in range(honest):
             both.answered(packed(both.usual(rows)))
         fields = both.usual(rows)

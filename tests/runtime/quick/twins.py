@@ -12,7 +12,7 @@ from tests.runtime.scripted import Pair, y
 
 from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import Kind
-from moonpool.runtime.model.request import InferenceRequest, Response
+from moonpool.runtime.model.request import InferenceRequest, Response, WireTensor
 from moonpool.runtime.stubs import allotment
 
 # Wrong values of a field of an answer: beyond each bound of the tables and of the machine's numbers, and of each other type.
@@ -43,7 +43,7 @@ ODD: list[Any] = [
 class Side:
     """One link and its peer."""
 
-    def __init__(self, *, is_quick: bool) -> None:
+    def __init__(self, *, is_quick: bool, wants_wire: bool = False) -> None:
         # Both sides have regions of the same numbers, so the same bytes mean the same.
         numbers = itertools.count(1000)
         before = allotment._numbers
@@ -53,6 +53,7 @@ class Side:
         finally:
             allotment._numbers = before
         self.pair.link.is_quick = is_quick
+        self._wants_wire = wants_wire
         self.requests: list[InferenceRequest] = []
 
     def answered(self, packet: bytes) -> tuple[Any, ...]:
@@ -63,7 +64,7 @@ class Side:
         pair.link.wait()
         try:
             answers: Any = [
-                {name: (array.dtype.str, array.shape) for name, array in each.outputs.items()}
+                {name: described(output) for name, output in each.outputs.items()}
                 if isinstance(each, Response)
                 else repr(each)
                 for each in pair.link.finish(self.requests)
@@ -85,16 +86,25 @@ class Side:
         """Send a batch, and return the answer of an honest stub to it, as fields."""
         pair = self.pair
         self.requests = pair.execute(*([[1.0, 2.0]] * rows))
+        for request in self.requests:
+            request.wants_wire = self._wants_wire
         block = pair.peer.place([0.0] * 2 * rows)
         layout = [[y(2, 0, 8 * row)] for row in range(rows)]
         return [int(Kind.ANSWER), pair.peer.batch, 3, [], [], [block], layout, None, None]
 
 
+def described(output: Any) -> tuple[Any, ...]:
+    """Return what there is to compare about an output."""
+    if type(output) is WireTensor:
+        return (output.datatype, output.shape, *described(output.raw))
+    return output.dtype.str, output.shape, output.tobytes()
+
+
 class Twins:
     """Both sides."""
 
-    def __init__(self) -> None:
-        self.sides = (Side(is_quick=True), Side(is_quick=False))
+    def __init__(self, *, wants_wire: bool) -> None:
+        self.sides = tuple(Side(is_quick=each, wants_wire=wants_wire) for each in (True, False))
 
     def usual(self, rows: int) -> list[Any]:
         """Send a batch on both sides. Returns the fields of an honest answer, which is the same for both."""
@@ -114,9 +124,9 @@ class Twins:
 
 
 @contextmanager
-def twins() -> Iterator[Twins]:
-    """Make two sides, and close them."""
-    both = Twins()
+def twins(*, wants_wire: bool = False) -> Iterator[Twins]:
+    """Make two sides, and close them. `wants_wire` is that of their requests."""
+    both = Twins(wants_wire=wants_wire)
     try:
         yield both
     finally:
