@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from moonpool.runtime.server.grpc.options import GrpcOptions
@@ -27,6 +27,8 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 Received = Callable[[Any], object]
 Message: TypeAlias = bytes | tuple[bytes | memoryview, ...]
 """A message for a client, which may come in pieces. They keep their memory until they are sent."""
+TOGETHER_BYTES = 64 << 10
+"""The size of messages up to which several may be sent together. A larger one may be packed on another thread."""
 _TOO_MANY = Status("RESOURCE_EXHAUSTED", "Concurrent RPC limit exceeded!")
 _UNKNOWN = Status("UNIMPLEMENTED", "")
 _LATE = Status("DEADLINE_EXCEEDED", "Deadline Exceeded")
@@ -133,12 +135,23 @@ class GrpcCall:
         """Send the status OK after all messages."""
         self._put(None, OK, None)
 
-    def send(self, message: bytes, sent: Callable[[], object]) -> bool:
-        """Send one message of several. The next may follow once `sent` was called. Returns False if the call is over."""
+    def send(self, messages: Sequence[bytes], sent: Callable[[], object]) -> bool:
+        """Send one message, or several with not more than `TOGETHER_BYTES`. The next may follow once `sent` was called.
+
+        Returns False if the call is over.
+        """
         if self._is_over:
             return False
-        self._put(message, None, sent)
+        self._send(messages, sent)
         return True
+
+    def _send(self, messages: Sequence[bytes], sent: Callable[[], object]) -> None:
+        if _running_loop() is not self._calls.loop:
+            self._hand_over(self._send, messages, sent)
+        elif not self._is_over:
+            for message in messages[:-1]:
+                self._transmit(message, None, None)
+            self._transmit(messages[-1], None, sent)
 
     def _hand_over(self, function: Callable[..., object], *arguments: object) -> bool:
         """Have the loop call a function; False if the loop is closed."""

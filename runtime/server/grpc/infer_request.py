@@ -48,8 +48,6 @@ _CONTENTS = {
     "fp64_contents": (("FP64",), "FP64"),
     "bytes_contents": (("BYTES",), "BYTES"),
 }
-_NO_DETAILS = Details()
-# Requests with longer ids are checked like new ones.
 _LONG_ID = 1000
 _UINT64 = 2**64 - 1
 _EMPTY_FINAL = "triton_enable_empty_final_response"
@@ -208,45 +206,26 @@ class InferMessage:
         return self.plan
 
     def request(
-        self,
-        service: Service,
-        hosted: Hosted,
-        forwarded: dict[str, Parameter] | None = None,
+        self, service: Service, hosted: Hosted, forwarded: dict[str, Parameter] | None = None
     ) -> InferenceRequest:
         """Return the request for this model. Its inputs are views on the message.
 
         `forwarded` are parameters from headers. Raises `InvalidRequest`, `SharedMemoryError`.
         """
-        plan = self.read()
-        if not forwarded:
-            request = self._repeated(plan, service, hosted)
+        plan, tensors, request_id = self.read(), self._parts.tensors, self.request_id
+        # Longer ids are checked like new ones.
+        if not forwarded and len(request_id) <= _LONG_ID:
+            request = plan.repeated(
+                service, hosted, self.data, 0, tensors, request_id, has_views=self.is_placed
+            )
             if request is not None:
                 return request
         try:
             inputs = self._inputs(plan, service, hosted)
         except InvalidRequest as error:
             raise self._refused(error, plan, hosted) from None
-        details = plan.details_of(self.request_id, forwarded)
+        details = plan.details_of(request_id, forwarded)
         return plan.make(service, hosted, inputs, details, is_typical=not forwarded)
-
-    def _repeated(
-        self, plan: GrpcRequestPlan, service: Service, hosted: Hosted
-    ) -> InferenceRequest | None:
-        """Return the request if it differs from a checked one only in its id and the bytes of its tensors."""
-        prepared, tensors, request_id = plan.prepared, self._parts.tensors, self.request_id
-        if (
-            prepared is None
-            or prepared.signature is not hosted.signature
-            or [size for _, size in tensors] != prepared.sizes
-            or len(request_id) > _LONG_ID
-        ):
-            return None
-        details = prepared.details
-        if request_id != ("" if details is None else details.request_id):
-            details = (details or _NO_DETAILS)._replace(request_id=request_id)
-        return prepared.request(
-            service, hosted.model, self.data, 0, tensors, details, self.is_placed
-        )
 
     def _inputs(self, plan: GrpcRequestPlan, service: Service, hosted: Hosted) -> dict[str, Input]:
         tensors, data = self._parts.tensors, self.data

@@ -150,7 +150,7 @@ def _received(call: GrpcCall, data: bytes | None) -> None:
         call.fail(UNREADABLE)
         return
     answer = _answer(asked).SerializeToString()
-    call.send(answer, partial(call.receive, partial(_received, call)))
+    call.send((answer,), partial(call.receive, partial(_received, call)))
 
 
 def _answer(asked: Any) -> Any:

@@ -49,7 +49,7 @@ class GrpcServer:
         clients: Clients[GrpcConnection] = Clients(
             "gRPC", options.max_connections, together or AllClients(), meter
         )
-        self._port = make_port(self.calls, options, clients, self._inference.copying)
+        self._port = make_port(self.calls, options, clients, self._inference.executor)
 
     def make_inference(
         self, service: Service, loop: asyncio.AbstractEventLoop, options: GrpcOptions

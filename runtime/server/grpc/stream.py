@@ -11,7 +11,8 @@ requests, or when half the allowed backlog waits for the client, and goes on in 
 Responses come from any thread. The lock of a stream guards its requests, its messages and its flags. The call and the scheduler
 have locks of their own, so neither is called with the lock held. A method sets a flag under the lock (`_is_sending`, `_is_reading`,
 `_is_over`), and the thread that set it acts after releasing the lock. Only `backlog.change` is called with the lock held; the lock of
-the backlog is innermost. One message at a time is with gRPC, and `_sent` sends the next one.
+the backlog is innermost. One message at a time is with gRPC, or several small ones, and `_sent` sends the next ones: a model that sends many
+is quicker than the loop, which so writes them together.
 
 A stream ends in one of three ways, and the call takes only the first status. Everything is answered and the client will send no
 more; the server drains, which counts as the end of the client's requests; or the stream is ended early, for an error or for a client
@@ -24,10 +25,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from functools import partial
 
-from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
-from moonpool.runtime.schedule.execution import Execution
-from moonpool.runtime.server.grpc.call import GrpcCall
+from moonpool.runtime.model.request import InferenceRequest, Outcome, Response
+from moonpool.runtime.schedule.event_loop import LoopWaiter
+from moonpool.runtime.server.grpc.call import TOGETHER_BYTES, GrpcCall
 from moonpool.runtime.server.grpc.infer_request import InferMessage
 from moonpool.runtime.server.grpc.infer_response import (
     answer_in_stream,
@@ -97,8 +99,9 @@ class Stream:
         # Requests that have not had their last response, and those of them that are answered in order.
         self._open: set[StreamRequest] = set()
         self._in_order: deque[StreamRequest | _Refused] = deque()
-        # Messages for the client. The first one is with gRPC if `_is_sending`.
+        # Messages for the client. If `_is_sending`, the first of them are with gRPC, and so many.
         self._messages: deque[bytes] = deque()
+        self._sending = 0
         self._backlog_bytes = 0
         self._is_sending = self._is_over = False
         # If a request is being read or waited for, and if the client will send no more.
@@ -135,30 +138,43 @@ class Stream:
         # The next one is read when this one is in its queue, so that they stay in order.
         self.inference.read(data, self._take, self._end)
 
-    def _take(self, asked: InferMessage) -> None:
-        request: StreamRequest | None = None
+    def _take(self, message: InferMessage) -> None:
+        refuse = partial(self._refuse, message)
         try:
-            hosted = self.inference.find(asked)
-            made = asked.request(
-                self.inference.service, hosted, self.inference.forwarded(self._call.metadata)
-            )
-            request = StreamRequest(self, asked, hosted, made)
-            request.trace = self.inference.trace(self._call, hosted, asked, made)
-            self._add(request)
-            self.inference.submit(hosted, made, request)
+            hosted = self.inference.find(message)
         except Exception as error:
-            text = error_in_stream(status_of(error, asked.request_id).text, asked.request_id)
-            if request is None:
-                self._refuse(text)
-            else:
-                request.end_trace()
-                self.ended(request, text)
+            refuse(error)
+        else:
+            submit = partial(self._submit, message, hosted)
+            self.inference.make(message, hosted, self._call.metadata, submit, refuse)
+
+    def _submit(self, message: InferMessage, hosted: Hosted, request: InferenceRequest) -> None:
+        waiter = StreamRequest(self, message, hosted, request)
+        self._add(waiter)
+        try:
+            waiter.trace = self.inference.trace(self._call, hosted, message, request)
+            waiter.submit(hosted.scheduler, request)
+        except Exception as error:
+            waiter.end_trace()
+            self.ended(waiter, _early_error(message, error))
+        if self._go_on():
+            waiter.cancel()
+
+    def _refuse(self, message: InferMessage, error: BaseException) -> None:
+        """Answer a message that became no request, in its turn."""
+        with self._lock:
+            self._in_order.append(_Refused(_early_error(message, error)))
+            self._release()
+        self._flush()
+        self._go_on()
+
+    def _go_on(self) -> bool:
+        """Read the next request after one was taken. Returns True if the stream has ended meanwhile."""
         with self._lock:
             self._is_reading = False
-            was_left = self._is_over
-        if was_left and request is not None:
-            request.cancel()
+            is_over = self._is_over
         self._read_on()
+        return is_over
 
     def _add(self, request: StreamRequest) -> None:
         with self._lock:
@@ -187,13 +203,6 @@ class Stream:
         self._flush()
         self._read_on()
         self._finish_if_done()
-
-    def _refuse(self, message: bytes) -> None:
-        """Answer a message that became no request, in its turn."""
-        with self._lock:
-            self._in_order.append(_Refused(message))
-            self._release()
-        self._flush()
 
     def _release(self) -> None:
         """Send the messages whose turn has come. Called with the lock held."""
@@ -230,11 +239,23 @@ class Stream:
             else:
                 too_much = 0
                 self._is_sending = True
-                message = self._messages[0]
+                messages = self._first_messages()
+                self._sending = len(messages)
         if too_much:
             self.end_unread()
         else:
-            self._call.send(message, self._sent)
+            self._call.send(messages, self._sent)
+
+    def _first_messages(self) -> list[bytes]:
+        """Return the messages that are sent together, of those that wait. Needs the lock."""
+        first: list[bytes] = []
+        size_bytes = 0
+        for message in self._messages:
+            size_bytes += len(message)
+            if first and size_bytes > TOGETHER_BYTES:
+                break
+            first.append(message)
+        return first
 
     def end_unread(self) -> None:
         """End the stream, as too much waits for its client."""
@@ -244,7 +265,8 @@ class Stream:
     def _sent(self) -> None:
         with self._lock:
             self._is_sending = False
-            if self._messages:
+            # All of them were dropped if the stream has ended meanwhile.
+            for _ in range(min(self._sending, len(self._messages))):
                 self._count(-len(self._messages.popleft()))
         self._flush()
         self._read_on()
@@ -295,8 +317,13 @@ class _Refused:
         self.last: bytes | None = message
 
 
-class StreamRequest(Waiter):
-    """One request of a stream."""
+def _early_error(message: InferMessage, error: BaseException) -> bytes:
+    text = status_of(error, message.request_id).text
+    return error_in_stream(text, message.request_id)
+
+
+class StreamRequest(LoopWaiter):
+    """One request of a stream. Its responses are sent by the threads that bring them."""
 
     __slots__ = ("_asked", "_hosted", "_request", "_stream", "is_decoupled", "last", "trace")
     takes_many = True
@@ -304,6 +331,7 @@ class StreamRequest(Waiter):
     def __init__(
         self, stream: Stream, asked: InferMessage, hosted: Hosted, request: InferenceRequest
     ) -> None:
+        super().__init__(stream.inference.loop)
         self._stream = stream
         self._asked = asked
         self._hosted = hosted
@@ -323,8 +351,9 @@ class StreamRequest(Waiter):
         if self.trace is not None:
             self.trace.end()
 
-    def appoint(self, execution: Execution) -> bool:
-        return self._stream.inference.drive(execution)
+    def is_settled(self) -> bool:
+        # The loop goes on when the client has left.
+        return False
 
     def respond(self, outcome: Outcome) -> None:
         message = self._message(outcome, final=False)

@@ -349,8 +349,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         if exchange is not None:
             self._port.meter.answered(_STATUSES["CANCELLED"])
             exchange.is_gone = True
-            if exchange.cancel is not None:
-                exchange.cancel()
+            # What cancels it refers to it.
+            cancel, exchange.cancel = exchange.cancel, None
+            if cancel is not None:
+                cancel()
             if exchange.ended is not None:
                 exchange.ended()
 

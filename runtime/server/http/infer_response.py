@@ -36,15 +36,16 @@ def render(
     if plan.is_plain and not response.parameters:
         parts: list[Part] = []
         shapes: list[_Shape] = []
+        places = plan.places
         for name, output in outputs.items():
-            place = plan.places.get(name) if plan.places else None
-            if place is not None:
-                service.write_shared(name, output, place)
-                shapes.append((name, output.datatype, output.shape, None))
+            datatype, shape, raw = output
+            if places and name in places:
+                service.write_shared(name, output, places[name])
+                shapes.append((name, datatype, shape, None))
                 continue
-            data = output.raw.data if output.raw.ndim == 1 else to_bytes(output)
+            data = raw.data if raw.ndim == 1 else to_bytes(output)
             parts.append(data)
-            shapes.append((name, output.datatype, output.shape, len(data)))
+            shapes.append((name, datatype, shape, len(data)))
         return _plain(model, plan.request_id, tuple(shapes), parts)
     described, parts = [], []
     values_bytes = 0

@@ -1,15 +1,13 @@
 """The route for inference over HTTP: from a connection into a scheduler and back, without a task or a thread between.
 
-Theory of operation. A request is read, checked and submitted in the callback of the connection that received it, and the response
-is written in the callback that got the answer of the stub: the loop waits on the stub's socket itself (`schedule.event_loop`). Work
-that would hold the loop for longer than a hand-over takes runs in `executor`: compression, and copies of more than a megabyte from
+Theory of operation. A request is read, checked and submitted in the callback of the connection that received it; the rest is that of all
+calls (`inference.call`). Work that would hold the loop for long runs in `executor`: compression, and copies of more than a megabyte from
 or to memory of clients. It goes on in the loop afterwards, unless the client has gone meanwhile. JSON of more than a megabyte is
 read there as well, one body at a time (`turns`): orjson holds the interpreter while it parses, but what becomes of the values takes
 ten times as long, and lets the loop run in between.
 
-An `InferCall` belongs to the loop. On a thread of the executor it only reads or writes memory that nothing else uses at that time:
-the body, the arrays of its inputs, the response. A client that goes cancels the submission, after which the scheduler calls
-nobody. Whatever a thread still does then ends by itself, and its result is dropped.
+On a thread of the executor a call only reads or writes memory that nothing else uses at that time: the body, the arrays of its inputs, the
+response. If the client goes meanwhile, the thread ends by itself, and its result is dropped.
 """
 
 from __future__ import annotations
@@ -17,19 +15,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.memo import Memo
-from moonpool.runtime.errors import InvalidRequest, own
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.model.details import with_parameters
-from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, WireTensor
-from moonpool.runtime.schedule.event_loop import LoopWaiter
-from moonpool.runtime.schedule.scheduler import Scheduler
+from moonpool.runtime.model.request import InferenceRequest, Response
 from moonpool.runtime.server.http.body import (
     ENCODINGS,
     TooLong,
@@ -53,17 +48,16 @@ from moonpool.runtime.server.http.infer_response import render
 from moonpool.runtime.server.http.json_text import too_much_json
 from moonpool.runtime.server.http.options import HttpLimits
 from moonpool.runtime.server.http.turns import LONG_BYTES, Turns
+from moonpool.runtime.server.inference.call import LONG_COPY_BYTES, InferCall, Inference
 from moonpool.runtime.server.inference.request import (
     Hosted,
     check_has_one_response,
     refused,
     room_for_body,
 )
-from moonpool.runtime.server.inference.response import copied_bytes
 from moonpool.runtime.server.inference.tensors import WrongSize
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.tracing.trace import Trace
-from moonpool.runtime.stubs.regions import CallerMemory
 
 # The headers by which load balancers ask for the load, and get it (ORCA).
 LOAD_FORM, LOAD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
@@ -71,7 +65,6 @@ _ENCODINGS = ((b"Accept-Encoding", b"gzip, deflate"), *TEXT)
 _log = logging.getLogger("moonpool")
 # Larger work takes longer than a hand-over to a thread, and is not done in the loop.
 _LONG_DEFLATE_BYTES = 64 << 10
-_LONG_COPY_BYTES = 1 << 20
 # Clients that send binary tensors send the same short JSON every time, but for the id.
 _MEMORABLE_BYTES = 2048
 
@@ -104,8 +97,10 @@ def _leading_number(text: bytes) -> int:
     return 0 if found is None else int(found[1])
 
 
-class HttpInference:
+class HttpInference(Inference):
     """The route for inference. For the loop's thread."""
+
+    refuses_without_thread = True
 
     def __init__(
         self,
@@ -114,12 +109,9 @@ class HttpInference:
         executor: Executor,
         limits: HttpLimits,
     ) -> None:
-        """Run in `executor` what would hold the loop for long."""
-        self.service = service
+        super().__init__(service, loop, executor)
         self.limits = limits
         self.turns = Turns(loop)
-        self._loop = loop
-        self._executor = executor
         self._plans: Memo[bytes, HttpRequestPlan] = Memo(512)
 
     def handle(self, exchange: HttpExchange, target: InferTarget) -> None:
@@ -129,7 +121,7 @@ class HttpInference:
         except MoonpoolError as error:
             exchange.fail(http_status(error), public_text(error), error_headers(error, TEXT))
         else:
-            InferCall(self, exchange, target, hosted).begin()
+            HttpInferCall(self, exchange, target, hosted).begin()
 
     def find(self, model: str, version: int | None) -> Hosted:
         """Return the model, if it can be asked over HTTP. Raises `MoonpoolError`."""
@@ -148,16 +140,12 @@ class HttpInference:
         if target.encoding != "identity" or not 0 < length < size_bytes:
             return None
         try:
-            memory = self.caller_memory(target)
+            memory = self.caller_memory(self.find(target.model, target.version))
         except MoonpoolError:  # answered once the body has come
             return None
         # The JSON is received apart: a stub that could change it might have the request name memory of other clients.
         array = room_for_body(memory, size_bytes - length, 0)
         return None if array is None else array.data
-
-    def caller_memory(self, target: InferTarget) -> CallerMemory | None:
-        """Return the memory in which callers of this model write in place, if its backend has such. Raises `MoonpoolError`."""
-        return self.service.caller_memory(self.find(target.model, target.version).model)
 
     def plan(self, text: Body) -> HttpRequestPlan:
         """Return the plan of a request with this JSON. Raises `MoonpoolError`. For the loop's thread if the text is short."""
@@ -169,56 +157,21 @@ class HttpInference:
             plan = self._plans.keep(raw, read_plan(raw))
         return plan
 
-    def elsewhere(
-        self,
-        exchange: HttpExchange,
-        function: Callable[[], Any],
-        go_on: Callable[[Any], None],
-        headers: Headers,
-    ) -> asyncio.Future[Any] | None:
-        """Call a function that takes long in a thread, and `go_on` in the loop with its result.
 
-        `headers` are those of the response if the function fails. Returns what is done when the function is; None if it is not called.
-        """
+class HttpInferCall(InferCall):
+    """One request."""
 
-        def done(future: asyncio.Future[Any]) -> None:
-            if future.cancelled():  # the server ends, and the client with it
-                return
-            error = future.exception()
-            if error is None:
-                if not exchange.is_gone:
-                    go_on(future.result())
-            elif isinstance(error, BadHttpMessage):
-                exchange.fail(error.status, error.text, headers)
-            else:
-                if not isinstance(error, MoonpoolError):
-                    _log.error("answering a request for inference failed", exc_info=error)
-                exchange.fail(http_status(error), public_text(error), error_headers(error, headers))
-
-        try:
-            begun = self._loop.run_in_executor(self._executor, function)
-        except MoonpoolError as error:  # there is no thread, or the server ends
-            exchange.fail(http_status(error), public_text(error), error_headers(error, headers))
-            return None
-        begun.add_done_callback(done)
-        return begun
-
-
-class InferCall:
-    """One request. The scheduler calls it with the outcome."""
-
-    __slots__ = ("_arrays", "_exchange", "_hosted", "_plan", "_route", "_target", "_trace")
+    __slots__ = ("_exchange", "_target", "plan")
+    _inference: HttpInference
+    plan: HttpRequestPlan
 
     def __init__(
-        self, route: HttpInference, exchange: HttpExchange, target: InferTarget, hosted: Hosted
+        self, inference: HttpInference, exchange: HttpExchange, target: InferTarget, hosted: Hosted
     ) -> None:
-        self._route = route
+        super().__init__(inference)
+        self.hosted = hosted
         self._exchange = exchange
         self._target = target
-        self._hosted = hosted
-        self._plan: HttpRequestPlan
-        self._arrays: dict[str, Any]
-        self._trace: Trace | None = None
 
     def begin(self) -> None:
         """Read the request and send it to the model."""
@@ -226,14 +179,13 @@ class InferCall:
         if encoding == "identity":
             self._read(body)
         elif encoding in ENCODINGS:
-            inflated = partial(self._inflated, body)
-            self._route.elsewhere(self._exchange, inflated, self._read, TEXT)
+            self._work(partial(self._inflated, body), self._read, TEXT)
         else:
             self._exchange.fail(501, "Unsupported compression type", _ENCODINGS)
 
     def _inflated(self, body: Body) -> bytearray:
         """Decompress the body, on any thread. Raises `BadHttpMessage`."""
-        limits, is_json = self._route.limits, self._target.header_length is None
+        limits, is_json = self._inference.limits, self._target.header_length is None
         limit_bytes = limits.inflated_bytes
         if is_json:
             limit_bytes = min(limit_bytes, limits.json_bytes)
@@ -245,12 +197,29 @@ class InferCall:
             size = f"more than {limit_bytes}"
             raise over_input_size(size, limit_bytes, is_json=is_json) from None
 
-    def _elsewhere(self, function: Callable[[], Any], go_on: Callable[[Any], None]) -> None:
-        self._route.elsewhere(self._exchange, function, go_on, JSON)
+    def _work(
+        self, work: Callable[[], Any], go_on: Callable[[Any], object], headers: Headers = JSON
+    ) -> asyncio.Future[Any] | None:
+        """Do work that takes long, and go on if the client is still there. `headers` are those of an error."""
+        exchange = self._exchange
+        return self._inference.work(
+            work,
+            lambda result: exchange.is_gone or go_on(result),
+            lambda error: self._refuse(error, headers),
+        )
 
-    def _fail(self, error: BaseException, headers: Headers) -> None:
-        plan: HttpRequestPlan | None = getattr(self, "_plan", None)
-        text = public_text(error, "" if plan is None else plan.request_id)
+    def _refuse(self, error: BaseException, headers: Headers) -> None:
+        plan: HttpRequestPlan | None = getattr(self, "plan", None)
+        # Without JSON there is no plan yet, and no id.
+        request_id = "" if plan is None else plan.request_id
+        if isinstance(error, BadHttpMessage):
+            self._exchange.fail(error.status, error.text, headers)
+            return
+        if isinstance(error, WrongSize):
+            error = refused(error, self.hosted, request_id)
+        elif not isinstance(error, MoonpoolError):
+            _log.error("answering a request for inference failed", exc_info=error)
+        text = public_text(error, request_id)
         self._exchange.fail(http_status(error), text, error_headers(error, headers))
 
     def _read(self, body: Body) -> None:
@@ -266,169 +235,105 @@ class InferCall:
             wrong = f"inference header size should be in range (0, {len(body)}), got: {length}"
             self._exchange.fail(400, wrong, TEXT)
             return
-        json = body if length == len(body) else memoryview(body)[:length]
-        self._read_parts(json, body, length, False)
+        self._read_parts(memoryview(body)[:length], body, length, False)
 
     def _read_parts(self, text: Body, data: Any, offset: int, is_shared: bool) -> None:
         """Read the JSON, and then the tensors, which lie in `data` from `offset` on. Stubs see `data` if it `is_shared`."""
-        limits = self._route.limits
-        length, most_bytes = len(text), limits.json_bytes
+        inference = self._inference
+        length, most_bytes = len(text), inference.limits.json_bytes
         if length > most_bytes:
-            if most_bytes == limits.input_bytes:
+            if most_bytes == inference.limits.input_bytes:
                 over = over_input_size(str(length), most_bytes, is_json=True)
                 self._exchange.fail(over.status, over.text, TEXT)
             else:
                 self._exchange.fail(413, too_much_json(length, most_bytes), TEXT)
             return
         if length > LONG_BYTES:
-            parse = partial(self._route.plan, text)
             take = partial(self._take, data, offset, is_shared)
-            self._route.turns.take(
-                self._exchange, partial(self._route.elsewhere, self._exchange, parse, take, JSON)
-            )
+            parse = partial(self._work, partial(inference.plan, text), take)
+            inference.turns.take(self._exchange, parse)
             return
         try:
             if length:
-                plan = self._route.plan(text)
+                plan = inference.plan(text)
             else:
-                plan, data = raw_plan(self._hosted.model.config, data)
+                plan, data = raw_plan(self.hosted.model.config, data)
         except MoonpoolError as error:
-            self._fail(self._told(error), JSON)
+            self.refuse(error)
         else:
             self._take(data, offset, is_shared, plan)
 
     def _take(self, data: Any, offset: int, is_shared: bool, plan: HttpRequestPlan) -> None:
         """Send a request of this plan."""
-        self._plan, hosted = plan, self._hosted
-        try:
-            request = self._repeated(plan, data, offset, is_shared)
-            if request is not None:
-                self._submit(request)
+        self.plan, hosted, service = plan, self.hosted, self._inference.service
+        # A request with parameters from headers is like none before.
+        if not self._exchange.head.forwarded:
+            try:
+                request = plan.repeated(service, hosted, data, offset, has_views=is_shared)
+            except MoonpoolError as error:
+                self.refuse(error)
                 return
-            self._arrays = plan.arrays(hosted.model.name, data, offset)
-        except MoonpoolError as error:
-            self._fail(self._told(error), JSON)
-            return
-        is_long = False
-        if plan.has_shared:
-            size_bytes = self._route.service.read_bytes(hosted.model, plan.inputs)
-            is_long = size_bytes > _LONG_COPY_BYTES
-        if is_long:
-            self._elsewhere(self._read_shared, self._send)
-        else:
-            self._send(None)
-
-    def _repeated(
-        self, plan: HttpRequestPlan, data: Any, offset: int, has_views: bool
-    ) -> InferenceRequest | None:
-        """Return the request if it differs from a checked one only in the bytes of its tensors. Raises `MoonpoolError`."""
-        prepared, hosted = plan.prepared, self._hosted
-        if (
-            prepared is None
-            or prepared.signature is not hosted.signature
-            or len(data) - offset != prepared.size_bytes
-            # A request with parameters from headers is like none before.
-            or self._exchange.head.forwarded
-        ):
-            return None
-        service, sent = self._route.service, prepared.sent
-        return prepared.request(
-            service, hosted.model, data, offset, sent, prepared.details, has_views
+            if request is not None:
+                self.send(request)
+                return
+        size_bytes = service.read_bytes(hosted.model, plan.inputs) if plan.has_shared else 0
+        is_long = size_bytes > LONG_COPY_BYTES
+        self._inference.work(
+            partial(self._made, data, offset), self.send, self.refuse, is_long=is_long
         )
 
-    def _told(self, error: MoonpoolError) -> MoonpoolError:
-        """Return the error as Triton words it: for a wrong size it names the model and the request."""
-        if isinstance(error, WrongSize):
-            # Without JSON there is no plan yet, and no id.
-            plan: HttpRequestPlan | None = getattr(self, "_plan", None)
-            return refused(error, self._hosted, "" if plan is None else plan.request_id)
-        return error
+    def _made(self, data: Any, offset: int) -> InferenceRequest:
+        """Make and check the request, on any thread. Raises `MoonpoolError`."""
+        plan, hosted, service = self.plan, self.hosted, self._inference.service
+        arrays = plan.arrays(hosted.model.name, data, offset)
+        for name, code, shape, place, *_ in plan.inputs:
+            if place is not None:
+                arrays[name] = service.read_shared(hosted.model, name, code, shape, place)
+        details = with_parameters(plan.details, self._exchange.head.forwarded)
+        is_typical = details is plan.details
+        return plan.make(service, hosted, arrays, details, is_typical=is_typical)
 
-    def _read_shared(self) -> None:
-        """Read the inputs that lie in memory of clients. May run on any thread."""
-        arrays = self._arrays
-        for name, code, shape, place, *_ in self._plan.inputs:
-            if place is not None and name not in arrays:
-                try:
-                    arrays[name] = self._route.service.read_shared(
-                        self._hosted.model, name, code, shape, place
-                    )
-                except InvalidRequest as error:
-                    raise self._told(error) from None
+    def begin_trace(self, request: InferenceRequest) -> Trace | None:
+        return begin_trace(self._inference.service, self._exchange, self.hosted, request)
 
-    def _send(self, _: None) -> None:
-        plan, hosted = self._plan, self._hosted
-        try:
-            if plan.has_shared:
-                self._read_shared()
-            details = with_parameters(plan.details, self._exchange.head.forwarded)
-            is_typical = details is plan.details
-            request = plan.make(
-                self._route.service, hosted, self._arrays, details, is_typical=is_typical
-            )
-        except MoonpoolError as error:
-            self._fail(error, JSON)
-            return
-        del self._arrays
-        self._submit(request)
-
-    def _submit(self, request: InferenceRequest) -> None:
-        exchange = self._exchange
-        if self._route.service.traces.is_on:
-            self._trace = begin_trace(self._route.service, exchange, self._hosted, request)
-        try:
-            submission = LoopSubmission(self._hosted.scheduler, request, self)
-        except MoonpoolError as error:
-            self._fail(own(error), JSON)
-            return
-        if not exchange.is_gone:
-            exchange.cancel = submission.cancel
-
-    def __call__(self, outcome: Outcome) -> None:
-        """Answer the client."""
-        if self._trace is not None:
-            self._trace.mark("INFER_RESPONSE_COMPLETE")
-            self._trace.mark("HTTP_SEND_START")
-        if not isinstance(outcome, Response):
-            self._fail(outcome, TEXT)
-            return
-        service, model, plan = self._route.service, self._hosted.model, self._plan
-        most_bytes = self._route.limits.json_bytes
-        outputs: Mapping[str, WireTensor] = outcome.outputs  # type: ignore[assignment]
-        if plan.places and copied_bytes(outputs.values()) > _LONG_COPY_BYTES:
-            self._route.elsewhere(
-                self._exchange,
-                lambda: render(service, model, plan, outcome, most_bytes),
-                self._respond,
-                TEXT,
-            )
-            return
-        try:
-            rendered = render(service, model, plan, outcome, most_bytes)
-        except MoonpoolError as error:
-            self._fail(error, TEXT)
-        except Exception as error:
-            # The caller has other requests of the batch to answer, so nothing is raised.
-            _log.exception("the response of %r cannot be written", model)
-            self._fail(error, TEXT)
+    def watch(self) -> None:
+        if self._exchange.is_gone:
+            self.cancel()
         else:
-            self._respond(rendered)
+            self._exchange.cancel = self.cancel
 
-    def _respond(self, rendered: tuple[Headers, list[Part]]) -> None:
+    # The response
+
+    def refuse(self, error: BaseException) -> None:
+        self._refuse(error, JSON)
+
+    def fail(self, error: BaseException) -> None:
+        if self.trace is not None:
+            self.trace.mark("HTTP_SEND_START")
+        self._refuse(error, TEXT)
+
+    def render(self, response: Response) -> tuple[Headers, list[Part]]:
+        inference = self._inference
+        most_bytes = inference.limits.json_bytes
+        return render(inference.service, self.hosted.model, self.plan, response, most_bytes)
+
+    def reply(self, rendered: tuple[Headers, list[Part]]) -> None:
+        if self.trace is not None:
+            self.trace.mark("HTTP_SEND_START")
         headers, parts = rendered
-        exchange, encoding = self._exchange, self._target.accepts
-        if self._target.load_form:
-            headers = with_load(self._route.service, headers, self._target.load_form)
+        exchange, target = self._exchange, self._target
+        if target.load_form:
+            headers = with_load(self._inference.service, headers, target.load_form)
+        encoding = target.accepts
         if encoding is None:
             exchange.respond(200, headers, parts)
             return
         headers = (*headers, (b"Content-Encoding", encoding.encode()))
-        if sum(map(len, parts)) <= _LONG_DEFLATE_BYTES:
-            exchange.respond(200, headers, deflate(encoding, parts))
-            return
-        self._elsewhere(
-            lambda: deflate(encoding, parts),
-            lambda compressed: exchange.respond(200, headers, compressed),
+        self._inference.work(
+            partial(deflate, encoding, parts),
+            partial(exchange.respond, 200, headers),
+            self.refuse,
+            is_long=sum(map(len, parts)) > _LONG_DEFLATE_BYTES,
         )
 
 
@@ -436,55 +341,6 @@ def with_load(service: Service, headers: Headers, form: str) -> Headers:
     """Return the headers of a response, with the load of this server if there is one to tell."""
     load = service.metrics.endpoint_load(form)
     return headers if load is None else (*headers, (LOAD, load.encode("ascii")))
-
-
-class LoopSubmission(LoopWaiter):
-    """A request that was sent from an event loop. All methods are for the loop's thread.
-
-    It can be cancelled at any time, as a client may go. No answer is handed from one thread to another: the loop waits on the
-    stub's socket itself.
-    """
-
-    __slots__ = ("_is_over", "_on_outcome", "_request", "_scheduler")
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        request: InferenceRequest,
-        on_outcome: Callable[[Outcome], object],
-    ) -> None:
-        """Send it. `on_outcome` is called once, in this loop, maybe before this returns.
-
-        Raises what `Scheduler.submit` raises, and then `on_outcome` is not called.
-        """
-        super().__init__(asyncio.get_running_loop())
-        self._scheduler = scheduler
-        self._request = request
-        self._on_outcome = on_outcome
-        self._is_over = False
-        self.submit(scheduler, request)
-
-    def settle(self, outcome: Outcome | None) -> None:
-        if not self._is_over:
-            on_outcome = self._on_outcome
-            self._release()
-            on_outcome(outcome)  # type: ignore[arg-type]  # None is for those who take many
-
-    def is_settled(self) -> bool:
-        return self._is_over
-
-    def cancel(self) -> None:
-        """Drop the request, or tell its model, as the client has gone. `on_outcome` is not called any more."""
-        if not self._is_over:
-            request = self._request
-            self._release()
-            self.leave(self._scheduler, request)
-
-    def _release(self) -> None:
-        # The request refers to this object, and so does the callback through its exchange. Unless these references go,
-        # tensors stay in memory until the collector looks for cycles.
-        self._is_over = True
-        del self._on_outcome, self._request
 
 
 def begin_trace(

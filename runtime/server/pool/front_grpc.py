@@ -215,7 +215,7 @@ class _Stream:
             for answer in self._answers:
                 # The next answer waits until the client has taken this one.
                 self._room.acquire()
-                if not self._call.send(answer, self._room.release):
+                if not self._call.send((answer,), self._room.release):
                     self._answers.cancel()
                     self._room.release()
         self._room.acquire()

@@ -21,9 +21,10 @@ from moonpool.runtime.server.clients import AllClients
 from moonpool.runtime.server.http.connection import HttpExchange
 from moonpool.runtime.server.http.handler import HttpHandler
 from moonpool.runtime.server.http.head import TEXT, Head
-from moonpool.runtime.server.http.inference import HttpInference, InferCall, InferTarget
+from moonpool.runtime.server.http.inference import HttpInferCall, HttpInference, InferTarget
 from moonpool.runtime.server.http.options import HttpOptions
 from moonpool.runtime.server.http.server import HttpServer
+from moonpool.runtime.server.inference.request import Hosted
 from moonpool.runtime.server.pool.attached import AttachedModel, AttachedModels
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.stubs.regions import CallerMemory
@@ -44,7 +45,7 @@ class FrontInference(HttpInference):
         if model is None or self._may_name_shared_memory(exchange, target):
             self._relay.handle(exchange)
         else:
-            InferCall(self, exchange, target, model).begin()
+            HttpInferCall(self, exchange, target, model).begin()
 
     def _model(self, target: InferTarget) -> AttachedModel | None:
         models: AttachedModels = self.service.models  # type: ignore[assignment]
@@ -63,9 +64,9 @@ class FrontInference(HttpInference):
         length = len(body) if target.header_length is None else target.header_length
         return _SHARED.search(body, 0, length) is not None
 
-    def caller_memory(self, target: InferTarget) -> CallerMemory | None:
-        model = self._model(target)
-        return None if model is None else model.memory
+    def caller_memory(self, hosted: Hosted) -> CallerMemory | None:
+        model: AttachedModel = hosted  # type: ignore[assignment]
+        return model.memory
 
 
 class FrontHttpServer(HttpServer):

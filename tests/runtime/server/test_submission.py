@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool import Runtime
-from moonpool.runtime.model.request import InferenceRequest, Outcome
-from moonpool.runtime.server.http.inference import LoopSubmission
+from moonpool.runtime.model.request import InferenceRequest, Outcome, Response
+from moonpool.runtime.process.threads import TaskPool
+from moonpool.runtime.server.inference.call import InferCall, Inference
+from moonpool.runtime.server.inference.request import RequestPlan
 
 BATCHING = {"max_batch_size": 8, "dynamic_batching": {}}
 
@@ -27,15 +30,43 @@ def folder(tmp_path: Path) -> Path:
     return model_directory(tmp_path / "m", 1)
 
 
+class Call(InferCall):
+    """A call whose protocol gives the outcome to a function."""
+
+    def __init__(self, hosted: Any, on_outcome: Callable[[Any], object]) -> None:
+        service: Any = SimpleNamespace(traces=SimpleNamespace(is_on=False))
+        super().__init__(Inference(service, asyncio.get_running_loop(), TaskPool(1, "unused")))
+        self.hosted = hosted
+        self._on_outcome = on_outcome
+
+    @property
+    def plan(self) -> RequestPlan:
+        return RequestPlan()
+
+    def watch(self) -> None:
+        pass
+
+    def render(self, response: Response) -> Response:
+        return response
+
+    def reply(self, rendered: Response) -> None:
+        self._on_outcome(rendered)
+
+    def fail(self, error: BaseException) -> None:
+        self._on_outcome(error)
+
+
 def made(runtime: Runtime, value: float) -> tuple[Any, InferenceRequest]:
     hosted = runtime.registry.find("m")
     inputs = row(value) if hosted.model.config.max_batch_size else x(value)
-    return hosted.scheduler, hosted.signature.request(inputs)
+    return hosted, hosted.signature.request(inputs)
 
 
-def sent(runtime: Runtime, value: float, on_outcome: Callable[[Outcome], object]) -> LoopSubmission:
-    scheduler, request = made(runtime, value)
-    return LoopSubmission(scheduler, request, on_outcome)
+def sent(runtime: Runtime, value: float, on_outcome: Callable[[Outcome], object]) -> Call:
+    hosted, request = made(runtime, value)
+    call = Call(hosted, on_outcome)
+    call.send(request)
+    return call
 
 
 def value(outcome: Outcome) -> float:
@@ -64,11 +95,11 @@ def test_a_loop_gets_outcomes_by_a_call(folder: Path) -> None:
 def test_a_finished_request_keeps_no_tensors(folder: Path, is_answered: bool) -> None:
     async def ask(runtime: Runtime) -> weakref.ref[Keeper]:
         keeper = Keeper()
-        submission = keeper.submission = sent(runtime, 4, keeper.hear)
+        keeper.call = sent(runtime, 4, keeper.hear)
         if is_answered:
             await asyncio.wait_for(keeper.heard.wait(), PATIENCE_S)
         else:
-            submission.cancel()
+            keeper.leave()
         return weakref.ref(keeper)
 
     with holding(folder) as (backend, runtime):
@@ -85,15 +116,21 @@ def test_a_finished_request_keeps_no_tensors(folder: Path, is_answered: bool) ->
 
 
 class Keeper:
-    """Keeps its submission to cancel it, like a connection."""
+    """Keeps its call to cancel it, until one of them is over, like a connection."""
 
     def __init__(self) -> None:
         self.heard = asyncio.Event()
-        self.submission: LoopSubmission | None = None
+        self.call: Call | None = None
 
     def hear(self, outcome: Outcome) -> None:
         del outcome
+        self.call = None
         self.heard.set()
+
+    def leave(self) -> None:
+        assert self.call is not None
+        self.call.cancel()
+        self.call = None
 
 
 @pytest.mark.promise("Tensors and requests of clients", "A request can be cancelled while …")
@@ -122,12 +159,17 @@ def test_a_loop_hears_no_more_of_what_it_cancelled(folder: Path) -> None:
         assert backend.sent == [[1.0], [3.0]]
 
 
-def test_a_refusal_of_the_scheduler_is_raised(folder: Path) -> None:
+def test_a_refusal_of_the_scheduler_is_the_answer(folder: Path) -> None:
+    heard: list[Outcome] = []
+
     async def main() -> None:
-        scheduler, request = made(runtime, 1)
+        hosted, request = made(runtime, 1)
         runtime.unload("m")
-        with pytest.raises(moonpool.ModelUnavailable):
-            LoopSubmission(scheduler, request, lambda _: None)
+        call = Call(hosted, heard.append)
+        call.send(request)
+        [refusal] = heard
+        assert isinstance(refusal, moonpool.ModelUnavailable)
+        assert call.is_settled()
 
     with holding(folder) as (_, runtime):
         asyncio.run(main())

@@ -17,7 +17,7 @@ from moonpool.runtime.server.http import inference
 from moonpool.runtime.server.http.body import Fixed
 from moonpool.runtime.server.http.head import Body
 from moonpool.runtime.server.http.infer_request import HttpRequestPlan, read_plan
-from moonpool.runtime.server.http.inference import InferCall
+from moonpool.runtime.server.http.inference import HttpInferCall
 
 __all__ = ["serving"]
 LARGE = 300_000
@@ -80,15 +80,15 @@ def test_the_json_of_a_large_body_lies_where_no_stub_can_change_it(
     warm: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Body, Any]] = []
-    read = InferCall._read_parts
+    read = HttpInferCall._read_parts
 
-    def spy(call: InferCall, text: Body, data: Any, offset: int, is_shared: bool) -> None:
+    def spy(call: HttpInferCall, text: Body, data: Any, offset: int, is_shared: bool) -> None:
         seen.append((text, data))
         assert is_shared
         assert offset == 0
         read(call, text, data, offset, is_shared)
 
-    monkeypatch.setattr(InferCall, "_read_parts", spy)
+    monkeypatch.setattr(HttpInferCall, "_read_parts", spy)
     given = np.random.default_rng(1).integers(0, 255, LARGE, np.uint8)
     for request_id in ("", "x" * 5000):
         body, headers = binary(request_id, given.tobytes())
