@@ -29,11 +29,13 @@ _MODELS = ("add_sub", "identity")
 _INSTANCES = 8
 _SEVERAL, _STREAM = f"add_sub_{_INSTANCES}", "stream"
 _MANY = 256
+_SMALL_SIZES = {"4 B": 4, "64 KB": 1 << 16}
 _SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24}
 _ROUNDS = 5
 _SECONDS = 1.5
 # Goals of the ratio of throughputs, by protocol, and with tensors in shared memory.
 _GOALS = {"http": "at least 1.5", "grpc": "at least 1"}
+_GOAL_SMALL = "at least 1.3"
 _GOAL_SHARED = "at least 2"
 _GOAL_STREAM = "at least 3"
 
@@ -56,6 +58,9 @@ def cases() -> dict[str, Case]:
         for callers in (1, 4, 16):
             name = f"add_sub, {protocol.upper()}, {_callers(callers)}"
             found[name] = Case(protocol, "add_sub", "FP32", pair, True, callers)
+    for size, elements in _SMALL_SIZES.items():
+        name = f"identity, {size}, HTTP, 1 caller"
+        found[name] = Case("http", "identity", "UINT8", {"INPUT0": elements}, False, 1)
     for size, elements in _SIZES.items():
         for protocol in ("http", "grpc"):
             for shared in (False, True):
@@ -177,6 +182,8 @@ def _goal(case: Case, field: str) -> str:
             return _GOAL_STREAM
         if case.model == "add_sub":
             return _GOALS[case.protocol]
+        if case.shapes["INPUT0"] in _SMALL_SIZES.values():
+            return _GOAL_SMALL
         return _GOAL_SHARED if case.shared_memory else ""
     is_small_http = case.protocol == "http" and case.model == "add_sub"
     return "at most 1" if is_small_http and field in ("p50_us", "p99_us") else ""
