@@ -651,6 +651,16 @@ static PyObject *room(Session *s, PyObject *unused) {
     return found;
 }
 
+static int id_of(PyObject *number) {
+    long id = PyLong_AsLong(number);
+    return id < 0 || id > INT32_MAX ? 0 : (int)id;
+}
+
+static PyObject *filled(Session *s, PyObject *number) {
+    Stream *st = find(s, id_of(number));
+    return PyErr_Occurred() ? nullptr : PyLong_FromSize_t(st == nullptr ? 0 : st->filled);
+}
+
 static PyObject *out(Session *s, PyObject *unused) {
     (void)unused;
     output_size = parted = viewed = 0;
@@ -666,11 +676,6 @@ static PyObject *out(Session *s, PyObject *unused) {
     }
     int is_over = !ng.session_want_read(s->ng) && !ng.session_want_write(s->ng);
     return Py_BuildValue("NnNO", found, (Py_ssize_t)(output_size + viewed), events, is_over ? Py_True : Py_False);
-}
-
-static int id_of(PyObject *number) {
-    long id = PyLong_AsLong(number);
-    return id < 0 || id > INT32_MAX ? 0 : (int)id;
 }
 
 static PyObject *take(Session *s, PyObject *number) {
@@ -887,6 +892,7 @@ static void dealloc(PyObject *self) {
 static PyMethodDef methods[] = {
     METHOD("feed", feed, METH_FASTCALL, "Read so many bytes of a buffer; return events, and False if it has to be fed again. Raises ConnectionError."),
     METHOD("room", room, METH_NOARGS, "Return memory to receive into and to feed next, or None for any."),
+    METHOD("filled", filled, METH_O, "Return how many bytes have come of the message that is coming."),
     METHOD("out", out, METH_NOARGS, "Return bytes for the client, their size, events, and whether the session is over. Raises ConnectionError."),
     METHOD("take", take, METH_O, "Return the next message of a stream, if it has come, whether it is compressed, and its size."),
     METHOD("place", place, METH_FASTCALL, "Receive the message that is coming into this memory. Returns False if none is coming."),

@@ -26,6 +26,9 @@ class Session:
     def room(self) -> memoryview | None:
         """Return memory to receive into and to feed next, or None for any."""
 
+    def filled(self, stream: int, /) -> int:
+        """Return how many bytes have come of the message that is coming."""
+
     def out(self) -> tuple[bytes | list[bytes | memoryview], int, list[tuple[Any, ...]], bool]:
         """Return bytes for the client, their size, events, and whether the session is over. Raises ConnectionError.
 

@@ -15,7 +15,8 @@ stays in the session until `receive` asks for the next one; the client's window 
 is handed out in the loop's next turn: a handler that asks for the next one at once would otherwise pile up on the stack.
 
 Hostile clients. The session has budgets and limits of its own; when it is over, the connection is closed behind what it has to say. `look`,
-once a second, refills the budgets, and ends connections that do not greet, do not answer pings, take nothing of what waits for them, or are too old. Pings that come
+once a second, refills the budgets, and ends connections that do not greet, do not answer pings, take nothing of what waits for them, or are too old,
+and calls whose large messages do not come. Pings that come
 too often count as strikes, as in gRPC's own server.
 
 Order of closing. However a connection ends, the transport calls `connection_lost` once, which ends all calls early. A connection that drains
@@ -40,6 +41,7 @@ from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.process.event_loop import Watches
 from moonpool.runtime.server.clients import Admission, Clients
 from moonpool.runtime.server.grpc.call import (
+    TOGETHER_BYTES,
     GrpcCall,
     Message,
     Metadata,
@@ -68,7 +70,10 @@ _GREETING_S, _LINGER_S = 20.0, 2.0
 # A client without calls that may not ping then.
 _SELDOM_S = 7200.0
 # More bytes are packed or unpacked on another thread.
-_LARGE_BYTES = 64 << 10
+_LARGE_BYTES = TOGETHER_BYTES
+# A client may take longer for a large message if at least so many bytes come in a second.
+_BYTES_PER_S = 16 << 10
+_SLOW = Status("DEADLINE_EXCEEDED", "the request took too long to come")
 _LEVELS = {"low": 1, "medium": 6, "high": 9}
 _ZLIB_BITS = {"gzip": 31, "deflate": 15}
 _OWN = frozenset(("te", "content-type", "host"))
@@ -195,7 +200,7 @@ class Port(Protocol):
 class Http2Call(GrpcCall):
     """One RPC over HTTP/2."""
 
-    __slots__ = ("_arrived", "_connection", "_has_all", "_head", "_id", "_may_be_held", "_placed", "_receiver", "_sent")  # fmt: skip
+    __slots__ = ("_arrived", "_connection", "_has_all", "_head", "_id", "_may_be_held", "_placed", "_placed_at", "_receiver", "_sent")  # fmt: skip
 
     def __init__(
         self, connection: GrpcConnection, stream: int, head: CallHead, timeout_s: float | None
@@ -207,8 +212,9 @@ class Http2Call(GrpcCall):
         # The handler that waits for a message, or the message that waits for the handler, and if it is compressed.
         self._receiver: Received | None = None
         self._arrived: tuple[Any, int] | None = None
-        # The message that is coming into memory of the handler's choice.
+        # The message that is coming into memory of the handler's choice, and since when, on the port's clock.
         self._placed: PlacedMessage | None = None
+        self._placed_at = 0.0
         # If the session was given a message and holds what came behind it, and if the client will send no more.
         self._may_be_held = self._has_all = False
         self._sent: Callable[[], object] | None = None
@@ -248,8 +254,15 @@ class Http2Call(GrpcCall):
             return
         placed = self._calls.place(self, first, size_bytes)
         if placed is not None and connection.session.place(self._id, placed.memory):
-            self._placed = placed
+            self._placed, self._placed_at = placed, connection.now
             connection.count_awaited(size_bytes)
+
+    def look(self, now: float, timeout_s: float) -> None:
+        """End the call if its client holds memory for a message, and sends little of it."""
+        if self._placed is not None and not self._is_over:
+            allowed_s = timeout_s + self._connection.session.filled(self._id) / _BYTES_PER_S
+            if now - self._placed_at > allowed_s:
+                self.end_early(_SLOW)
 
     def _end_placed(self) -> PlacedMessage | None:
         placed, self._placed = self._placed, None
@@ -575,6 +588,11 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     # Large messages
 
+    @property
+    def now(self) -> float:
+        """The time of the port's last look."""
+        return self._port.now
+
     def may_await(self, size_bytes: int) -> bool:
         """Return True if a message of this size may take memory before it has come."""
         return (
@@ -639,6 +657,9 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self._ends = now + grace_s if grace_s else None
             self.drain()
         self._keep_alive(now)
+        if self._awaited_bytes and self.options.read_timeout_ms:
+            for call in list(self._of.values()):
+                call.look(now, self.options.read_timeout_ms / 1000)
 
     def _keep_alive(self, now: float) -> None:
         options = self.options

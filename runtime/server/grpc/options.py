@@ -49,6 +49,8 @@ class GrpcOptions:
     """More connections at once are closed, before TLS or HTTP/2 begin."""
     write_timeout_ms: int = 600_000
     """A connection ends when its client takes nothing for so long of what waits for it. 0 lets it wait."""
+    read_timeout_ms: int = 60_000
+    """A call ends when its large request has not come after so long, and the time that its bytes take at 16 KiB a second. 0 lets it wait."""
     max_calls: int = 10_000
     """More RPCs at once are refused."""
     max_backlog_bytes: int = 256 << 20

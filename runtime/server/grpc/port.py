@@ -151,6 +151,7 @@ class Http2Port:
             options.max_connection_age_ms,
             options.max_connection_age_grace_ms,
             options.write_timeout_ms,
+            options.read_timeout_ms,
         )
         self._look_s = min(_LOOK_S, *(time_ms / 4000 for time_ms in times_ms if time_ms))
 

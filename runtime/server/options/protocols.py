@@ -100,6 +100,7 @@ def grpc_options(options: ServerOptions) -> GrpcOptions:
         control_token=control_token(options.control_token_file),
         max_connections=connections(options).grpc,
         write_timeout_ms=options.grpc_write_timeout,
+        read_timeout_ms=options.grpc_read_timeout,
     )
 
 

@@ -90,6 +90,7 @@ class ServerOptions:
     grpc_infer_response_compression_level: str = "none"
     grpc_max_connections: int = 8192
     grpc_write_timeout: int = 600_000
+    grpc_read_timeout: int = 60_000
     grpc_keepalive_time: int = 7_200_000
     grpc_keepalive_timeout: int = 20_000
     grpc_keepalive_permit_without_calls: bool = False
@@ -302,6 +303,7 @@ grpc-root-cert path: The root certificate for the certificates of clients.
 grpc-infer-response-compression-level level: The compression of responses.
 grpc-max-connections whole: The most connections at the same time, as with `--http-max-connections`. Further ones are closed.
 grpc-write-timeout whole: Milliseconds without the client taking anything of what waits for it, after which a connection is ended; 0 sets no limit.
+grpc-read-timeout whole: Milliseconds for a large request to come, beyond the time that its bytes take at 16 KiB a second, after which its call is ended; 0 sets no limit.
 grpc-keepalive-time whole: Milliseconds without traffic after which a connection is probed.
 grpc-keepalive-timeout whole: Milliseconds to wait for the answer to a probe.
 grpc-keepalive-permit-without-calls boolean: Probe connections without calls, too.

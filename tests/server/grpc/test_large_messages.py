@@ -13,9 +13,14 @@ import tritonclient.grpc as triton
 from tests.e2e.hosting import ECHO
 from tests.e2e.hosting import MODELS as E2E_MODELS
 from tests.server.grpc.frames import (
+    ACK,
     DATA,
     END_STREAM,
+    HEADERS,
+    PING,
     RESET,
+    SETTINGS,
+    STREAM,
     WINDOW_UPDATE,
     RawClient,
     call,
@@ -30,6 +35,7 @@ from tests.waiting import wait_until
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.hosting.python_backend import PythonBackend
+from moonpool.runtime.server.grpc.connection import GrpcConnection
 from moonpool.runtime.server.grpc.infer_request import InferMessage
 from moonpool.runtime.server.grpc.wire import BadProtobuf
 
@@ -320,3 +326,59 @@ def test_a_client_that_only_announces_gets_no_more_than_its_share(served: Served
         client.next(WINDOW_UPDATE)
         assert memory.size_bytes <= 5 * taken
     wait_until(lambda: awaited_bytes(served) == 0)
+
+
+@pytest.mark.promise(
+    "gRPC",
+    "A large request that does not come ends after a time, also if its client pings meanwhile, and its memory is free again.",
+)
+def test_a_large_request_that_does_not_come_is_ended(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    count = GrpcConnection.count_awaited
+
+    def spy(connection: GrpcConnection, more_bytes: int) -> None:
+        counted.append(more_bytes)
+        count(connection, more_bytes)
+
+    monkeypatch.setattr(GrpcConnection, "count_awaited", spy)
+    served = serve(read_timeout_ms=200, http2_max_ping_strikes=0)
+    served.runtime.load("echo", E2E_MODELS / "echo.py", config=ECHO)
+    with RawClient(served.server.port) as client:
+        begin_upload(client, 1, 40 << 20)
+
+        def is_ended() -> bool:
+            client.send(frame(PING, 0, 0, bytes(8)))
+            return len(counted) == 2
+
+        wait_until(is_ended)
+        assert client.next(HEADERS).stream == 1
+        assert counted[0] > 40 << 20
+        assert awaited_bytes(served) == 0
+        wait_until(lambda: not served.server.calls)
+        # The connection goes on.
+        client.send(call(3, STREAM))
+        wait_until(lambda: len(served.server.calls) == 1)
+
+
+def test_a_large_request_that_comes_may_take_its_time(served: Served) -> None:
+    with RawClient(served.server.port) as client:
+        # Only then may it send as much as the server's settings say.
+        client.send(frame(SETTINGS, ACK))
+        begin_upload(client, 1, 40 << 20)
+        wait_until(lambda: awaited_bytes(served) > 0)
+        port: Any = served.server.server._port
+        [connection] = port.clients.open
+        # Bytes for two minutes at the least rate.
+        for _ in range(128):
+            client.send(frame(DATA, 0, 1, bytes(16 << 10)))
+        wait_until(lambda: connection.session.filled(1) > 2 << 20)
+
+        async def is_open_after(passed_s: float) -> bool:
+            [call] = served.server.calls
+            call.look(port.now + passed_s, 60.0)  # type: ignore[attr-defined]
+            return awaited_bytes(served) > 0 and not call._is_over
+
+        assert served.server.run(is_open_after(180.0))
+        assert not served.server.run(is_open_after(200.0))
