@@ -23,6 +23,7 @@ SECONDS = {
     "tests/e2e/test_abuse_deaths.py": 30,
     "tests/e2e/test_crash_matrix.py": 30,
     "tests/e2e/test_prefork.py": 25,
+    "tests/e2e/test_sleep_hooks.py": 15,
     "tests/e2e/test_soak.py": 25,
     "tests/e2e/test_strange_contents.py": 30,
     "tests/e2e/test_supervision.py": 25,
