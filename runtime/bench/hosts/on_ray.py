@@ -11,11 +11,18 @@ import sys
 from typing import Any
 
 NEEDS = ("ray[serve]==2.60.0",)
+_VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # On a busy machine its proxy takes longer to start than Ray's five seconds, after which it is killed.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+}
 
 
 def main() -> None:
     """Serve until a signal."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
     import ray
     from ray import serve
     from starlette.requests import Request
