@@ -22,6 +22,7 @@ PACKAGES = {
     "stub": "moonpool.stub",
     "runtime": "moonpool.runtime",
     "src/moonpool/testing": "moonpool.testing",
+    "src/moonpool/ray": "moonpool.ray",
 }
 # Beginnings of the paths of other files, with the tests of these.
 OTHERS = {

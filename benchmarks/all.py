@@ -35,6 +35,7 @@ NAMES = (
     "frontends",
     "sandbox",
     "truth",
+    "ray_serve",
     "triton",
     "gpu",
 )

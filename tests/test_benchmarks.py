@@ -39,11 +39,12 @@ QUESTIONS = (
     "frontends",
     "sandbox",
     "truth",
+    "ray_serve",
     "triton",
     "gpu",
 )
 # Not every machine has what these measure. Without it they say so, and have no figures.
-DEPENDENT = ("triton", "gpu")
+DEPENDENT = ("triton", "gpu", "ray_serve")
 
 pytestmark = [
     pytest.mark.slow,

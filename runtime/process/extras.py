@@ -15,6 +15,13 @@ EXTRAS = {
     "otel": ("opentelemetry-exporter-otlp-proto-http>=1.25", "opentelemetry-sdk>=1.25"),
     "parquet": ("pyarrow>=15",),
     "plot": ("matplotlib>=3.8",),
+    "ray": (
+        "grpcio-reflection<1.82",
+        "httptools>=0.6",
+        "orjson>=3.10",
+        "prometheus_client>=0.20",
+        "ray[serve]>=2.54",
+    ),
     "serve": (
         "httptools>=0.6",
         "orjson>=3.10",

@@ -249,16 +249,32 @@ def prepare(
     Raises `ModelNotFound`, `RepositoryError`, `ConfigError`, `LoadFailed`.
     """
     rules = rules or HostingRules()
+    prepared = describe(wanted, repository, locate, rules)
+    try:
+        for model in prepared.models:
+            model.config = _scaled(placed(model), model.options, rules.limits, len(prepared.models))
+        prepared.seal()
+        config = prepared.models[0].config
+        rules.limits.check_instances(config.instance_groups, len(prepared.models), config.source)
+    except BaseException:
+        prepared.discard()
+        raise
+    return prepared
+
+
+def describe(
+    wanted: Wanted, repository: ModelRepositories, locate: Locate, rules: HostingRules
+) -> PreparedModel:
+    """Find and read a model that another machine may load: its instances have no places on this one's GPUs yet.
+
+    Raises as `prepare`.
+    """
     wanted = replace(wanted, said=rules.said_of(wanted))
     prepared = _prepare(wanted, repository, locate, rules.limits)
     try:
         for model in prepared.models:
             rules.apply_to(model, wanted)
             model.withheld = repository.secrets
-            model.config = _scaled(placed(model), model.options, rules.limits, len(prepared.models))
-        prepared.seal()
-        config = prepared.models[0].config
-        rules.limits.check_instances(config.instance_groups, len(prepared.models), config.source)
     except BaseException:
         prepared.discard()
         raise
