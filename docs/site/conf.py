@@ -54,6 +54,7 @@ SECTIONS = {
         "CLOUD",
         "SCALING",
         "/deploy/README",
+        "RAY",
         "MONITORING",
         "TRITON_BACKEND",
         "FIDELITY",
