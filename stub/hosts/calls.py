@@ -64,7 +64,7 @@ def _end() -> None:
 class Call:
     """Holds one call and its answers as they come."""
 
-    __slots__ = ("bell", "inbox", "is_wanted", "keeps", "notify", "number", "withdrawal")
+    __slots__ = ("bell", "inbox", "is_sent", "is_wanted", "keeps", "notify", "number", "withdrawal")
 
     def __init__(
         self, number: int, keeps: object, notify: Callable[[], None] | None = None
@@ -75,6 +75,8 @@ class Call:
         self.notify = notify
         self.inbox: deque[list[Any]] = deque()
         self.is_wanted = True
+        # True from the moment at which the runtime may know the call.
+        self.is_sent = False
         # The packet of WITHDRAW, once it is encoded.
         self.withdrawal = b""
         # None until a thread has to sleep.
@@ -142,6 +144,7 @@ class Calls:
     def adopt(self, number: int, keeps: object) -> Call:
         """Take over a call that a compiled form has sent, or is about to send, as the leader."""
         call = self._open[number] = Call(number, keeps)
+        call.is_sent = True
         return call
 
     def parts(self) -> dict[str, object]:
@@ -172,11 +175,21 @@ class Calls:
 
         Raises `LocalProtocolError` for fields that cannot travel, and `OutOfMemory`.
         """
+        self._send_queue.put(self._packet(*message))
+
+    def begin(self, call: Call, kind: int, *fields: Any) -> None:
+        """Send the message of a call. Blocks and raises as `send`."""
+        packet = self._packet(kind, call.number, *fields)
+        # Before it is sent: a signal handler may raise right after.
+        call.is_sent = True
+        self._send_queue.put(packet)
+
+    def _packet(self, *message: Any) -> bytes:
         packet = encode(*message)
         if len(packet) > MAX_PACKET_BYTES:
             is_load = message[0] == Kind.LOAD_MODEL
             packet = self._regions.indirect(packet, sys.maxsize if is_load else MAX_CALL_BYTES)
-        self._send_queue.put(packet)
+        return packet
 
     def cancel(self, call: Call) -> None:
         """Let the other model know that it may stop. Its answers come until it ends."""
@@ -190,6 +203,9 @@ class Calls:
 
     def abandon(self, call: Call) -> None:
         """Give up a call: its answers are dropped. Destructors may call this."""
+        if not call.is_sent:
+            self.forget(call)
+            return
         call.is_wanted = False
         self._discard(call)
         self.withdraw(call)

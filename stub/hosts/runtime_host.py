@@ -83,7 +83,7 @@ class StubHost(Host):
         """Ask the runtime for anything but inference, and wait. Raises TritonModelException with the reason of a refusal."""
         call = self._calls.open()
         try:
-            self._calls.send(int(kind), call.number, *fields)
+            self._calls.begin(call, int(kind), *fields)
         except MoonpoolError as error:
             self._calls.forget(call)
             raise TritonModelException(str(error)) from error
@@ -106,15 +106,20 @@ class StubHost(Host):
                 return response  # type: ignore[no-any-return]
         self._check(request)
         call = self._calls.open(request)
-        failed = self._send(call, request, decoupled)
-        if decoupled:
-            return self._iterator(call, failed)
-        if failed is not None:
-            return failed
-        return self._awaited(call)
+        try:
+            failed = self._send(call, request, decoupled)
+            if decoupled:
+                return self._iterator(call, failed)
+            if failed is not None:
+                return failed
+            fields = self._calls.wait(call)
+        except BaseException:  # a signal handler of the model's may raise
+            self._calls.abandon(call)
+            raise
+        return self._response(fields)
 
     def _awaited(self, call: Call) -> InferenceResponse:
-        """Wait for the response to a call that was sent."""
+        """Wait for the response to a call that the compiled form has sent."""
         try:
             fields = self._calls.wait(call)
         except BaseException:  # a signal handler of the model's may raise
@@ -131,7 +136,11 @@ class StubHost(Host):
         waiting: list[Call] = []
         call = self._calls.open(request, partial(self._notify, loop, future, waiting, decoupled))
         waiting.append(call)
-        failed = self._send(call, request, decoupled)
+        try:
+            failed = self._send(call, request, decoupled)
+        except BaseException:  # a signal handler of the model's may raise
+            self._calls.abandon(call)
+            raise
         if failed is not None:
             future.set_result(self._iterator(call, failed) if decoupled else failed)
         else:
@@ -189,9 +198,9 @@ class StubHost(Host):
                 details = _details(request)
                 self._usual.learn(request, placed)
             self._regions.publish()
-            self._calls.send(
+            self._calls.begin(
+                call,
                 _INFER,
-                call.number,
                 request._model_name,
                 request._model_version,
                 decoupled,
@@ -208,6 +217,11 @@ class StubHost(Host):
             undo()
             text = f"Model {request._model_name} - Error when running inference: {error}"
             return InferenceResponse(error=TritonError(text, ErrorCode(CODES.index(error.code))))
+        except BaseException:  # a signal handler of the model's may raise
+            if not call.is_sent:
+                self._calls.released.extend(released)
+                undo()
+            raise
         return None
 
     def _response(self, fields: list[Any]) -> InferenceResponse:

@@ -36,7 +36,7 @@ class Asker:
 
     def ask(self) -> Call:
         call = self.calls.open()
-        self.calls.send(Kind.IS_MODEL_READY, call.number, "m", "")
+        self.calls.begin(call, Kind.IS_MODEL_READY, "m", "")
         return call
 
     def wait_in_thread(self, call: Call) -> None:

@@ -139,6 +139,7 @@ def test_a_reply_that_crosses_the_end_of_its_call_is_let_go_of(
 ) -> None:
     calls, peer = ends
     call = calls.open()
+    calls.begin(call, Kind.IS_MODEL_READY, "m", "")
 
     class Crossed(deque[Any]):
         def append(self, fields: Any) -> None:
