@@ -9,12 +9,18 @@ second goes on. So exactly one of them does, and models that answer at once make
 
 *Who leaves.* The request of a step is noted before it is submitted. If the run is over by the time that it was submitted, the
 thread that submitted it leaves it again, so no order of the two loses it.
+
+*Errors.* To submit a step may raise anything: a model is gone, a backend has answered with nonsense, a signal handler runs. The thread may have an
+execution in its hands by then, which it gives to the reactor, and the error becomes the outcome. If the run has an outcome already, an error that is
+not moonpool's goes on, as nobody else would hear of it.
+
+A usual step takes the quick form (`_quick_chain.cpp`): of a thread that waits, with a plain array.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,6 +35,7 @@ from moonpool.runtime.ensemble.members import (
 )
 from moonpool.runtime.ensemble.run import RunOwner, of_step
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
+from moonpool.runtime.quick import forms, learn, learn_object
 from moonpool.runtime.schedule.execution import Execution
 from moonpool.runtime.schedule.scheduler import Scheduler
 
@@ -41,6 +48,7 @@ class ChainRun(Waiter):
 
     __slots__ = (
         "_at",
+        "_chain",
         "_flow",
         "_output",
         "_owner",
@@ -56,6 +64,7 @@ class ChainRun(Waiter):
     def __init__(self, owner: RunOwner, request: InferenceRequest, flow: Flow) -> None:
         self._owner = owner
         self._flow = flow
+        self._chain = flow.chain
         self.request = request
         self.interruptible = request.waiter.interruptible
         # The number of steps that have begun, and the output that is wanted of the last one.
@@ -70,14 +79,18 @@ class ChainRun(Waiter):
 
     def begin(self) -> Execution | None:
         """Submit the first step. Returns its execution, claimed, if the caller should drive it."""
-        flow = self._flow
-        value = self._owner.caller.given(self.request).get(flow.given[0])
-        if not flow.chain:
+        value = self._owner.caller.given(self.request).get(self._flow.given[0])
+        if not self._chain:
             self._deliver(value)
             return None
         self._turn = turn = []
-        execution = self._submit(value)
-        turn.append(_SUBMITTED)
+        try:
+            execution = self._submit(value)
+            turn.append(_SUBMITTED)
+        except Exception as error:
+            if not self._broke(error):
+                raise
+            return None
         # A model that responds apart from its batch may be quicker than this thread, which then has an execution to drive all the same.
         self._follow(turn[0])
         return execution
@@ -95,41 +108,52 @@ class ChainRun(Waiter):
             return _SUBMITTED
         if self.is_over:
             return _SUBMITTED
-        tensors: Any = outcome.outputs
-        if outcome.parameters and request is not None:
-            tensors = with_sequence(outcome, request)
-        value = tensors.get(self._output)
-        if self._at == len(self._flow.chain):
-            self._deliver(value)
+        try:
+            tensors: Any = outcome.outputs
+            if outcome.parameters and request is not None:
+                tensors = with_sequence(outcome, request)
+            value = tensors.get(self._output)
+            if self._at < len(self._chain):
+                self._turn = turn = []
+                execution = self._submit(value)
+                if execution is not None:
+                    self._offer(execution)
+                turn.append(_SUBMITTED)
+                return turn[0]
+        except Exception as error:
+            if not self._broke(error):
+                raise
             return _SUBMITTED
-        self._turn = turn = []
-        execution = self._submit(value)
-        if execution is not None:
-            self._offer(execution)
-        turn.append(_SUBMITTED)
-        return turn[0]
+        self._deliver(value)
+        return _SUBMITTED
+
+    def _broke(self, error: Exception) -> bool:
+        """End the run with an error of this thread, which may have an execution in its hands. Returns False if the error has to go on."""
+        if self.stop(self):
+            self._owner.ended(self, of_step(self._flow, error))
+            return True
+        return isinstance(error, MoonpoolError)
 
     def _submit(self, value: Any) -> Execution | None:
-        """Submit the next step, which reads this tensor; None if it is left out. An error ends the run."""
-        number, names, self._output = self._flow.chain[self._at]
+        """Submit the next step, which reads this tensor; None if it is left out. May raise anything."""
+        if forms is not None:
+            usual: Execution | Literal[False] | None = forms.chain_step(self, value)
+            if usual is not False:
+                return usual
+        number, names, self._output = self._chain[self._at]
         self._at += 1
-        owner, sequence = self._owner, None
         inputs = {} if value is None else dict.fromkeys(names, value)
-        try:
-            member = owner.member(number)
-            if type(value) is SequencedTensor:
-                inputs, sequence = without_sequence(inputs)
-            inputs = member.inputs(inputs)
-            if type(value) is not np.ndarray:
-                signature = member.hosted.signature
-                if signature.has_to_copy(inputs.values()):
-                    fetched = partial(self._fetched, member, sequence)
-                    owner.fetching.start(signature, inputs, fetched)
-                    return None
-            return self._send(member, inputs, sequence)
-        except MoonpoolError as error:
-            self.fail(of_step(self._flow, error))
-            return None
+        owner, sequence = self._owner, None
+        member = owner.member(number)
+        if type(value) is SequencedTensor:
+            inputs, sequence = without_sequence(inputs)
+        inputs = member.inputs(inputs)
+        if type(value) is not np.ndarray:
+            signature = member.hosted.signature
+            if signature.has_to_copy(inputs.values()):
+                owner.fetching.start(signature, inputs, partial(self._fetched, member, sequence))
+                return None
+        return self._send(member, inputs, sequence)
 
     def _fetched(
         self,
@@ -144,11 +168,11 @@ class ChainRun(Waiter):
                 if isinstance(inputs, MoonpoolError):
                     raise inputs
                 execution = self._send(member, inputs, sequence)
-            except MoonpoolError as error:
-                self.fail(of_step(self._flow, error))
-            else:
                 if execution is not None:
                     self._offer(execution)
+            except Exception as error:
+                if not self._broke(error):
+                    raise
 
         self._owner.reactor.call_soon(go_on)
 
@@ -224,3 +248,7 @@ class ChainRun(Waiter):
         turn.append(outcome)
         if turn[0] is _SUBMITTED:
             self._follow(outcome)
+
+
+learn(ChainRun)
+learn_object("submitted", _SUBMITTED)

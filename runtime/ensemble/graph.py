@@ -48,11 +48,8 @@ class Flow:
     outputs: Sequence[tuple[tuple[str, str], ...]]
     # The steps in their order if each has one tensor of the one before: number, inputs of the model and its output. Else empty.
     chain: Sequence[tuple[int, tuple[str, ...], str]] = ()
-
-    @property
-    def last(self) -> str:
-        """The tensor that the last step of a chain writes."""
-        return self.outputs[self.chain[-1][0]][0][1]
+    # The tensor that the last step of a chain writes.
+    last: str = ""
 
     def feeds_caller(self, step: int) -> bool:
         """Return True if the caller gets an output of this step."""
@@ -106,7 +103,9 @@ class EnsembleGraph:
             [step.inputs for step in self.steps],
             [tuple(pair for pair in step.outputs if pair[1] in readers) for step in self.steps],
         )
-        return dataclasses.replace(flow, chain=_chain(flow))
+        chain = _chain(flow)
+        last = flow.outputs[chain[-1][0]][0][1] if chain else ""
+        return dataclasses.replace(flow, chain=chain, last=last)
 
     def check(self, member_of: MemberOf) -> bool:
         """Check the graph against the members. Returns True if the ensemble is decoupled, as one of them is.

@@ -28,6 +28,8 @@ from moonpool.runtime.model.request import (
     WireTensor,
     allocate,
 )
+from moonpool.runtime.quick import learn, learn_object
+from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.calls.requests import Callee
 
 _START, _END = 1, 2
@@ -105,8 +107,28 @@ class _Asked(NamedTuple):
     feeds_caller: bool
 
 
+class StepPlan(NamedTuple):
+    """Keeps all by which quick forms make requests of one flow to a step's model, if those are usual."""
+
+    # As `Signature.usual_form`.
+    inputs: list[Any]
+    shapes: dict[Any, Any]
+    scheduler: Scheduler
+    feeds_caller: bool
+
+
 class StepModel:
     """The model of one step, prepared for requests of the ensemble. Thread-safe."""
+
+    __slots__ = (
+        "_asked",
+        "_has_strings",
+        "_outputs",
+        "_shaping",
+        "_step",
+        "hosted",
+        "plans",
+    )
 
     def __init__(self, hosted: Callee, step: int, mixed: Collection[str]) -> None:
         """`mixed` is that of `Shaping`, for the model's inputs."""
@@ -118,6 +140,8 @@ class StepModel:
         self._outputs = [tensor.name for tensor in config.outputs]
         self._has_strings = any(tensor.datatype == "BYTES" for tensor in config.outputs)
         self._asked: Memo[Flow, _Asked] = Memo()
+        # For the flows whose requests are usual.
+        self.plans: Memo[Flow, StepPlan] = Memo()
 
     def inputs(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """Return the arrays for the model's inputs."""
@@ -167,7 +191,11 @@ class StepModel:
         wanted = {output for output, _ in flow.outputs[self._step]}
         outputs = [name for name in self._outputs if name in wanted]
         is_all = len(outputs) == len(self._outputs)
-        return _Asked(None if is_all else outputs, flow.feeds_caller(self._step))
+        feeds_caller = flow.feeds_caller(self._step)
+        if is_all and not self._has_strings and not self._shaping.is_mixed:
+            inputs, shapes = self.hosted.signature.usual_form
+            self.plans.keep(flow, StepPlan(inputs, shapes, self.hosted.scheduler, feeds_caller))
+        return _Asked(None if is_all else outputs, feeds_caller)
 
 
 def with_sequence(response: Response, asked: InferenceRequest) -> Mapping[str, Any]:
@@ -206,6 +234,8 @@ class EnsembleCaller:
         self._shaping = Shaping(config.max_batch_size > 0, dims, mixed)
         self._outputs = [tensor.name for tensor in config.outputs]
         self._written = written
+        # The outputs that a caller who asks for nothing else gets as the models gave them.
+        self.as_they_are = frozenset() if self._shaping.is_mixed else frozenset(written)
 
     def given(self, request: InferenceRequest) -> dict[str, Any]:
         """Return the inputs of a request by the names of their tensors."""
@@ -224,9 +254,14 @@ class EnsembleCaller:
         Raises what the request's allocator raises, and BadTensor for strings that cannot be decoded.
         """
         details = request.details
-        if details is None and len(tensors) == 1 and self._is_plain(request):
+        if (
+            details is None
+            and len(tensors) == 1
+            and not request.wants_wire
+            and request.allocator is None
+        ):
             ((name, array),) = tensors.items()
-            if type(array) is np.ndarray and name in self._written:
+            if type(array) is np.ndarray and name in self.as_they_are:
                 return Response({name: array}, _NO_SEQUENCE.copy())
         arrays, sequence = without_sequence(
             tensors, None if details is None else TensorSequence.of(details)
@@ -242,10 +277,6 @@ class EnsembleCaller:
                 if name in self._written:
                     parameters = _parameters(sequence)
         return Response(outputs, parameters, "" if details is None else details.request_id)
-
-    def _is_plain(self, request: InferenceRequest) -> bool:
-        """Return True if a caller gets arrays as they are."""
-        return not request.wants_wire and request.allocator is None and not self._shaping.is_mixed
 
 
 def _parameters(sequence: TensorSequence | None) -> dict[str, Parameter]:
@@ -276,3 +307,8 @@ def _for_caller(request: InferenceRequest, name: str, array: Any) -> Any:
     if array.datatype == BYTES:
         return decode_bytes(array.raw, array.shape, name)
     return array.raw.view(DTYPES[array.datatype]).reshape(array.shape)
+
+
+learn(StepModel)
+learn(EnsembleCaller)
+learn_object("no sequence", _NO_SEQUENCE)

@@ -82,6 +82,7 @@ class RunOwner(Protocol):
     def member(self, step: int) -> StepModel: ...
     def passes(self, step: GateStep) -> bool: ...
     def leave_gates(self, steps: Iterable[GateStep]) -> None: ...
+    def responded(self, request: InferenceRequest) -> None: ...
     def ended(self, run: Run, outcome: Outcome | None) -> None: ...
 
 
@@ -152,6 +153,10 @@ class GraphRun:
             self._deliver(progress)
         self._submit_all()
         own, self._own = self._own, None
+        if own and self.is_over:
+            # Another step has failed meanwhile. The caller need not wait for this one.
+            own[0].drive_in_reactor()
+            return None
         return own[0] if own else None
 
     def took(self, step: _Step, outcome: Outcome | None, *, is_last: bool) -> None:
@@ -193,8 +198,10 @@ class GraphRun:
             except Exception as error:  # an allocator may raise anything
                 self.fail(error)
                 return
-            if self.owner.is_decoupled and not request.left:
-                request.waiter.respond(outcome)
+            if self.owner.is_decoupled:
+                self.owner.responded(request)
+                if not request.left:
+                    request.waiter.respond(outcome)
         if progress.is_over:
             self.is_over = True
             self.owner.ended(self, None if self.owner.is_decoupled else outcome)
@@ -203,6 +210,17 @@ class GraphRun:
         """End the run with an error, unless it is over."""
         if self.stop():
             self.owner.ended(self, error)
+
+    def broke(self, step: _Step, error: Exception) -> bool:
+        """End the run with an error of this thread, which may have an execution of the step in its hands.
+
+        Returns False if the error has to go on: it is not moonpool's, and the run has an outcome already.
+        """
+        step.leave(step)
+        if self.stop():
+            self.owner.ended(self, of_step(self.flow, error))
+            return True
+        return isinstance(error, MoonpoolError)
 
     # The end
 
@@ -309,8 +327,9 @@ class _Step(Waiter):
                 run.owner.fetching.start(signature, inputs, partial(self._fetched, member))
             else:
                 self._send(member, inputs)
-        except MoonpoolError as error:
-            run.took(self, error, is_last=True)
+        except Exception as error:
+            if not run.broke(self, error):
+                raise
 
     def _fetched(self, member: StepModel, inputs: dict[str, Any] | MoonpoolError) -> None:
         """Go on with inputs that were copied from a device."""
@@ -320,8 +339,9 @@ class _Step(Waiter):
                 if isinstance(inputs, MoonpoolError):
                     raise inputs
                 self._send(member, inputs)
-            except MoonpoolError as error:
-                self._run.took(self, error, is_last=True)
+            except Exception as error:
+                if not self._run.broke(self, error):
+                    raise
 
         self._run.owner.reactor.call_soon(go_on)
 
@@ -393,7 +413,11 @@ class _Step(Waiter):
             self._take(outcome, is_last=is_last)
 
     def _take(self, outcome: Outcome | None, *, is_last: bool) -> None:
-        self._run.took(self, outcome, is_last=is_last)
+        try:
+            self._run.took(self, outcome, is_last=is_last)
+        except Exception as error:  # a backend may answer with nonsense
+            if not self._run.broke(self, error):
+                raise
         if is_last:
             self._end()
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 
 from moonpool.ipc.errors import MoonpoolError
@@ -38,9 +38,9 @@ from moonpool.runtime.ensemble.run import GateStep, GraphRun, Run
 from moonpool.runtime.errors import ModelUnavailable, own
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ModelConfig
-from moonpool.runtime.model.request import InferenceRequest, Outcome, Waiter
-from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS
+from moonpool.runtime.model.request import Details, InferenceRequest, Outcome, Waiter
 from moonpool.runtime.process.reactor import Reactor
+from moonpool.runtime.quick import learn
 from moonpool.runtime.schedule.execution import Execution
 from moonpool.runtime.schedule.request_queue import check_many
 from moonpool.runtime.schedule.scheduler import Scheduler
@@ -73,8 +73,17 @@ class EnsembleScheduler(Scheduler):
         self.caller = EnsembleCaller(
             model.config, self._mixed([o.name for o in model.config.outputs], None), graph.writer
         )
+        self._usual = self._usual_chain()
         self._gates = [_Gate(graph.most_in_flight) for _ in graph.steps]
         self.has_gates = graph.most_in_flight > 0
+
+    def _usual_chain(self) -> tuple[Flow, Sequence[object], int] | None:
+        """Return what the quick form of `submit` needs: the flow, its chain, and the number of its input. None if it does not fit."""
+        flow, inputs = self._whole, self.graph.config.inputs
+        if not flow.chain or self.is_decoupled or self.graph.most_in_flight:
+            return None
+        (number,) = (i for i, tensor in enumerate(inputs) if tensor.name == flow.given[0])
+        return None if inputs[number].datatype == "BYTES" else (flow, flow.chain, number)
 
     # Requests
 
@@ -82,7 +91,7 @@ class EnsembleScheduler(Scheduler):
         if self.is_decoupled:
             check_many(self._name, request)
         request.queued_ns = time.monotonic_ns()
-        flow = self._flow_of(request)
+        flow = self._whole if request.details is None else self._flow_of(request.details)
         is_usual = flow.chain and request.trace is None and not self.has_gates
         run: Run = ChainRun(self, request, flow) if is_usual else GraphRun(self, request, flow)
         with self._lock:
@@ -91,12 +100,11 @@ class EnsembleScheduler(Scheduler):
             self._runs[request] = run
         return run.begin()
 
-    def _flow_of(self, request: InferenceRequest) -> Flow:
-        outputs = None if request.details is None else request.details.outputs
-        if outputs is None:
+    def _flow_of(self, details: Details) -> Flow:
+        if details.outputs is None:
             return self._whole
         described = self.graph.config.outputs
-        return self.graph.flow(described[number].name for number in outputs)
+        return self.graph.flow(described[number].name for number in details.outputs)
 
     def leave(self, request: InferenceRequest) -> None:
         self._give_up(request, request.waiter)
@@ -201,6 +209,12 @@ class EnsembleScheduler(Scheduler):
             if step is not None:
                 self.reactor.call_soon(step.submit)
 
+    def responded(self, request: InferenceRequest) -> None:
+        """Count a response of a decoupled ensemble. On the reactor's thread."""
+        if not request.responses:
+            self.statistics.responses.first.add(time.monotonic_ns() - request.queued_ns)
+        request.responses += 1
+
     def ended(self, run: Run, outcome: Outcome | None) -> None:
         """End a run, once: count it, and give its caller the outcome; None if a stream ends."""
         request = run.request
@@ -209,7 +223,8 @@ class EnsembleScheduler(Scheduler):
             if self._runs.pop(request, None) is None:
                 return
             self._count(run, outcome, now_ns)
-            self._changed.notify_all()
+            if self._changed.waiting:
+                self._changed.notify_all()
         if request.durations_ns is not None:  # a step of another ensemble
             for number, duration_ns in enumerate(run.durations_ns):
                 request.durations_ns[number] += duration_ns
@@ -226,7 +241,7 @@ class EnsembleScheduler(Scheduler):
             return
         rows = request.batch_size
         statistics.record_batch(_now_ms(), rows, 1, rows, taken_ns, 0, *run.durations_ns)
-        statistics.by_duration[bisect_left(DURATION_BOUNDS_NS, taken_ns)] += 1
+        statistics.by_duration[bisect_left(statistics.bounds_ns, taken_ns)] += 1
         if statistics.summaries is not None:
             statistics.summaries.request.add(taken_ns)
             statistics.summaries.queue.add(0)
@@ -267,3 +282,6 @@ class _Gate:
             del self._waiting[following]
             self._passed.add(following)
         return following
+
+
+learn(EnsembleScheduler)

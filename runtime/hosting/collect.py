@@ -109,10 +109,15 @@ def _counters(counters: Counters, all_of: Iterable[Statistics]) -> list[ExposedF
 def _first_responses(served: Iterable[HostedModel]) -> ExposedFamily:
     samples = []
     for hosted in served:
+        statistics = hosted.scheduler.statistics
+        first, labels = statistics.responses.first, labels_of(statistics)
         if hosted.model.config.decoupled:
-            statistics = hosted.scheduler.statistics
-            first = statistics.responses.first
-            samples += first.samples(labels_of(statistics), _NS_PER_MS)
+            samples += first.samples(labels, _NS_PER_MS)
+        else:  # the first response is the only one
+            counts = statistics.within(first.bounds)
+            samples += bucket_samples(
+                first.bounds, counts, statistics.success_ns, labels, _NS_PER_MS
+            )
     text = "Duration from request to first response in milliseconds"
     return ExposedFamily(FIRST_RESPONSE, text, "histogram", samples)
 
@@ -196,8 +201,9 @@ def _add_model(samples: _Samples, hosted: HostedModel) -> None:
     samples.add("moonpool_instances_executing", labels, scheduler.executing)
     if is_contained(hosted.model.options.sandbox):
         _add_denials(samples, hosted)
+    counts = statistics.within(DURATION_BOUNDS_NS)
     samples.of["moonpool_request_duration_seconds"] += bucket_samples(
-        DURATION_BOUNDS_NS, statistics.by_duration, statistics.success_ns, labels, _NS_PER_S
+        DURATION_BOUNDS_NS, counts, statistics.success_ns, labels, _NS_PER_S
     )
     samples.of["moonpool_batch_size"] += _batch_sizes(statistics.batch_sizes(), labels)
     samples.of["moonpool_recovery_seconds"] += supervisor.recoveries.samples(labels, _NS_PER_S)

@@ -93,6 +93,11 @@ class Signature:
         self._outputs = {tensor.name: i for i, tensor in enumerate(config.outputs)}
         self._shapes: Memo[tuple[tuple[int, ...] | None, ...], Shapes] = Memo()
 
+    @property
+    def usual_form(self) -> tuple[list[Any], dict[Any, Any]]:
+        """The inputs and the shapes by which quick forms make requests."""
+        return self._usual, self._shapes
+
     def request(
         self,
         inputs: Mapping[str, object],

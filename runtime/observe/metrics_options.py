@@ -13,11 +13,14 @@ from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.config.source import ConfigError
 from moonpool.runtime.observe.exposition import Labels
 from moonpool.runtime.observe.metric_families import FIRST_RESPONSE
-from moonpool.runtime.observe.statistics import FIRST_RESPONSE_BOUNDS_NS
+from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS, FIRST_RESPONSE_BOUNDS_NS
 
 _QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
 _SETTINGS = "counter_latencies, histogram_latencies, summary_latencies, summary_quantiles"
 _NS_PER_MS = 1_000_000
+# The most buckets that a model may set.
+MOST_BUCKETS = 256
+_BUCKETS = "model_metrics.metric_control.histogram_options.buckets"
 # The label is the tag behind an underscore, as in Triton. Labels with two underscores are Prometheus' own.
 _TAG = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_]*")
 
@@ -29,7 +32,7 @@ class MetricsOptions:
     counter_latencies: bool = True
     """Show sums of durations, `nv_inference_*_duration_us`."""
     histogram_latencies: bool = False
-    """Show `nv_inference_first_response_histogram_ms`, for decoupled models."""
+    """Show `nv_inference_first_response_histogram_ms`. What it shows is counted in any case."""
     summary_latencies: bool = False
     """Show quantiles of the last minute, `nv_inference_*_summary_us`. Costs some microseconds a request."""
     summary_quantiles: tuple[float, ...] = _QUANTILES
@@ -131,7 +134,19 @@ def first_response_bounds_ns(raw: Mapping[str, Any]) -> tuple[int, ...]:
         ):
             raise ConfigError(
                 "buckets must be numbers of milliseconds, each larger than the one before",
-                field="model_metrics.metric_control.histogram_options.buckets",
+                field=_BUCKETS,
+            )
+        if len(buckets) > MOST_BUCKETS:
+            raise ConfigError(
+                f"there are {len(buckets)} buckets; {MOST_BUCKETS} is the most", field=_BUCKETS
             )
         bounds = tuple(round(bucket * _NS_PER_MS) for bucket in buckets)
     return bounds
+
+
+def duration_bounds_ns(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the bounds by which durations of requests are counted, with all of `first_response_bounds_ns`. Raises `ConfigError`."""
+    bounds = first_response_bounds_ns(raw)
+    if bounds is FIRST_RESPONSE_BOUNDS_NS:
+        return DURATION_BOUNDS_NS
+    return tuple(sorted({*DURATION_BOUNDS_NS, *bounds}))

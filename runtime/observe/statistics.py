@@ -10,22 +10,24 @@ them to its own (`add_counts`).
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import zip_longest
 from time import time_ns
 from typing import Any, TypeAlias
 
 from moonpool.runtime.observe.distributions import BucketCounts, CacheSummaries, LatencySummaries
 from moonpool.runtime.observe.exposition import Labels
-from moonpool.runtime.quick import learn, learn_object
+from moonpool.runtime.quick import learn
 
 Duration: TypeAlias = "dict[str, int]"
 ModelStat: TypeAlias = "dict[str, Any]"
 
 _MS = 1_000_000
-# From a tenth of a millisecond to a minute.
+# From a tenth of a millisecond to a minute, with all of `FIRST_RESPONSE_BOUNDS_NS`.
 DURATION_BOUNDS_NS = (
     *(100_000, 250_000, 500_000),
     *(n * _MS // 10 for n in (10, 25, 50, 100, 250, 500, 1000, 2500, 5000)),
-    *(n * _MS for n in (1000, 2500, 5000, 10_000, 30_000, 60_000)),
+    *(n * _MS for n in (1000, 2000, 2500, 5000, 10_000, 30_000, 60_000)),
 )
 # Beyond these places responses are counted at the last one.
 _MOST_PLACES = 1000
@@ -137,6 +139,7 @@ class Statistics:
 
     __slots__ = (
         "_batches",
+        "bounds_ns",
         "by_duration",
         "cache",
         "execution_count",
@@ -158,9 +161,13 @@ class Statistics:
         "version",
     )
 
-    def __init__(self, name: str, version: str) -> None:
+    def __init__(
+        self, name: str, version: str, bounds_ns: tuple[int, ...] = DURATION_BOUNDS_NS
+    ) -> None:
+        """`bounds_ns` are the bounds by which durations are counted, in ascending order: at least the default ones."""
         self.name = name
         self.version = version
+        self.bounds_ns = bounds_ns
         # Labels that the model's configuration adds to those of all its metrics.
         self.tags: Labels = ()
         self.last_inference_ms = 0
@@ -170,8 +177,8 @@ class Statistics:
         # By reason, in Triton's words and order.
         self.fail_counts = dict.fromkeys(("OTHER", "BACKEND", "CANCELED", "REJECTED"), 0)
         self.queue_ns = self.input_ns = self.infer_ns = self.output_ns = 0
-        # The number of requests that succeeded within each bound of `DURATION_BOUNDS_NS` and not within a lower one.
-        self.by_duration = [0] * (len(DURATION_BOUNDS_NS) + 1)
+        # The number of requests that succeeded within each bound and not within a lower one.
+        self.by_duration = [0] * (len(bounds_ns) + 1)
         # For decoupled models.
         self.responses = ResponseStatistics()
         # None unless the metrics' options ask for them.
@@ -248,7 +255,7 @@ class Statistics:
         self.input_ns += input_ns
         self.infer_ns += infer_ns
         self.output_ns += output_ns
-        self.by_duration[bisect_left(DURATION_BOUNDS_NS, taken_ns)] += 1
+        self.by_duration[bisect_left(self.bounds_ns, taken_ns)] += 1
         batch = self._batches.get(rows)
         if batch is None:
             batch = self._batches[rows] = [0, 0, 0, 0]
@@ -266,7 +273,7 @@ class Statistics:
         self.last_inference_ms = now_ms
         self.success_count += 1
         self.success_ns += taken_ns
-        self.by_duration[bisect_left(DURATION_BOUNDS_NS, taken_ns)] += 1
+        self.by_duration[bisect_left(self.bounds_ns, taken_ns)] += 1
         if self.cache is not None:
             self.cache.add_hit(taken_ns)
         if self.summaries is not None:
@@ -281,6 +288,17 @@ class Statistics:
         self.fail_count += requests
         self.fail_counts[reason] += requests
         self.fail_ns += fail_ns
+
+    def within(self, bounds_ns: Sequence[int]) -> list[int]:
+        """Return the requests that succeeded by these bounds alone, as `by_duration`. Each must be one of `bounds_ns`."""
+        counts, below = [], 0
+        wanted = set(bounds_ns)
+        for bound, count in zip_longest(self.bounds_ns, self.by_duration.copy()):
+            below += count
+            if bound is None or bound in wanted:
+                counts.append(below)
+                below = 0
+        return counts
 
     def batch_sizes(self) -> dict[int, int]:
         """Return the number of executions by their rows."""
@@ -336,7 +354,7 @@ def take_counts(statistics: Statistics) -> Counts | None:
     figures += statistics.fail_counts.values()
     figures += statistics.by_duration
     batches = [[rows, *counted] for rows, counted in statistics._batches.items()]
-    statistics.__init__(statistics.name, statistics.version)  # type: ignore[misc]
+    statistics.__init__(statistics.name, statistics.version, statistics.bounds_ns)  # type: ignore[misc]
     return figures, batches
 
 
@@ -360,4 +378,3 @@ def add_counts(statistics: Statistics, counts: Counts) -> None:
 
 
 learn(Statistics)
-learn_object("bounds", DURATION_BOUNDS_NS)

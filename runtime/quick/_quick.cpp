@@ -22,7 +22,7 @@ bool Known::learn(const char* name, PyObject* sample) {
         &request.response, &request.responses, &request.shapes, &request.signature, &request.takes_devices, &request.targets,
         &request.states, &request.timeout_us, &request.trace, &request.userp, &request.waiter, &request.wants_wire}},
       {"WireTensor", &wire_tensor.kind, {}},
-      {"Shapes", &shapes.kind, {&shapes.batch_size, &shapes.is_shared, &shapes.signature}},
+      {"Shapes", &shapes.kind, {&shapes.batch_size, &shapes.is_shared, &shapes.signature, &shapes.tensors}},
       {"Response", &response.kind, {&response.outputs, &response.parameters, &response.request_id}},
       {"Link", &link.kind,
        {&link.conversation, &link.lanes, &link.is_on_gpu, &link.given_back, &link.released, &link.layouts, &link.batch,
@@ -79,10 +79,16 @@ bool Known::learn(const char* name, PyObject* sample) {
       {"ThreadWaiter", &thread_waiter.kind,
        {&thread_waiter.bell, &thread_waiter.execution, &thread_waiter.gone, &thread_waiter.interruptible, &thread_waiter.outcome}},
       {"PunctualWaiter", &punctual_waiter.kind, {}},
+      {"ChainRun", &chain_run.kind,
+       {&chain_run.asked, &chain_run.at, &chain_run.chain, &chain_run.durations_ns, &chain_run.flow, &chain_run.is_over,
+        &chain_run.interruptible, &chain_run.output, &chain_run.owner, &chain_run.request, &chain_run.scheduler, &chain_run.turn}},
+      {"EnsembleScheduler", &ensemble.kind, {&ensemble.caller, &ensemble.runs, &ensemble.usual}},
+      {"EnsembleCaller", &ensemble_caller.kind, {&ensemble_caller.as_they_are}},
+      {"StepModel", &step_model.kind, {&step_model.plans}},
       {"Statistics", &statistics.kind,
        {&statistics.last_inference_ms, &statistics.execution_count, &statistics.inference_count, &statistics.success_count,
         &statistics.success_ns, &statistics.queue_ns, &statistics.input_ns, &statistics.infer_ns, &statistics.output_ns,
-        &statistics.by_duration, &statistics.summaries, &statistics.batches}},
+        &statistics.bounds_ns, &statistics.by_duration, &statistics.summaries, &statistics.batches}},
   };
   for (const Row& row : rows) {
     if (std::strcmp(row.name, name) == 0) return row.kind->learn(sample, row.fields);
@@ -111,6 +117,8 @@ bool Constants::make(PyObject* ndarray_type, PyObject* byte_dtype) {
       {&receive_ready, "receive_ready"}, {&find, "find"}, {&signature, "signature"}, {&took, "took"}, {&start, "_start"},
       {&not_submitted, "_not_submitted"}, {&answer, "_answer"}, {&self, "__self__"}, {&reply, "_reply"}, {&put, "put"},
       {&take_back, "take_back"}, {&answers, "answers"}, {&scheduler, "scheduler"},
+      {&member, "member"}, {&leave_step, "_leave"}, {&offer, "_offer"}, {&broke, "_broke"}, {&follow, "_follow"},
+      {&begin, "begin"}, {&last_tensor, "last"},
   };
   for (const auto& [place, name] : names) *place = PyUnicode_InternFromString(name);
   return !PyErr_Occurred();
@@ -138,10 +146,10 @@ PyObject* py_learn(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   char* bytes = nullptr;
   if (!name || PyBytes_AsStringAndSize(name.get(), &bytes, nullptr) != 0) return nullptr;
   const std::pair<const char*, PyObject**> objects[] = {
-      {"nowhere", &constants.nowhere}, {"no batch", &constants.no_batch}, {"bounds", &constants.bounds_ns},
+      {"nowhere", &constants.nowhere}, {"no batch", &constants.no_batch},
       {"new lock", &constants.new_lock}, {"main thread", &constants.main_thread},
       {"peer gone", &constants.peer_gone}, {"ties callers", &constants.ties_callers},
-      {"usual cost", &constants.usual_cost}};
+      {"usual cost", &constants.usual_cost}, {"submitted", &constants.submitted}, {"no sequence", &constants.no_sequence}};
   for (const auto& [what, place] : objects) {
     if (std::strcmp(what, bytes) != 0) continue;
     *place = Ref::to(arguments[1]).release();
@@ -205,14 +213,24 @@ PyObject* py_answer_call(PyObject*, PyObject* const* arguments, Py_ssize_t count
   return has("answer_call", count, 2) ? answer_of(answer_call(arguments[0], arguments[1])) : nullptr;
 }
 
+PyObject* py_chain_step(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (!has("chain_step", count, 2)) return nullptr;
+  Ref execution;
+  const Done done = chain_step(arguments[0], arguments[1], &execution);
+  if (done == Done::kError) return nullptr;
+  if (done == Done::kNo) return Ref::to(Py_False).release();
+  return execution ? execution.release() : Ref::to(Py_None).release();
+}
+
 PyObject* py_response(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return has("response", count, 2) ? response(arguments[0], arguments[1]) : nullptr;
 }
 
 PyObject* py_counts(PyObject*, PyObject*) {
-  return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "request", counts.request, "prepared", counts.prepared, "execute", counts.execute, "answers",
+  return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "request", counts.request, "prepared", counts.prepared, "execute", counts.execute, "answers",
                        counts.answers, "wait", counts.wait, "submit", counts.submit, "finish", counts.finish, "serve_call",
-                       counts.serve_call, "answer_call", counts.answer_call, "response", counts.response, "tie", counts.tie);
+                       counts.serve_call, "answer_call", counts.answer_call, "response", counts.response, "tie", counts.tie,
+                       "chain_step", counts.chain_step);
 }
 
 // No form may let an exception of C++ out. Each looks after what it has begun; this is for what it makes before that.
@@ -245,6 +263,7 @@ PyMethodDef functions[] = {
     {"known_call", many<py_known_call>(), METH_FASTCALL, nullptr},
     {"serve_call", with_one<py_serve_call>, METH_O, nullptr},
     {"answer_call", many<py_answer_call>(), METH_FASTCALL, nullptr},
+    {"chain_step", many<py_chain_step>(), METH_FASTCALL, nullptr},
     {"response", many<py_response>(), METH_FASTCALL, nullptr},
     {"counts", py_counts, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},

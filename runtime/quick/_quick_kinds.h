@@ -24,7 +24,7 @@ struct Requests {
 };
 struct ShapesKind {
   Kind kind;
-  Field batch_size{"batch_size"}, is_shared{"is_shared"}, signature{"signature"};
+  Field batch_size{"batch_size"}, is_shared{"is_shared"}, signature{"signature"}, tensors{"tensors"};
 };
 struct WireTensors {
   Kind kind;
@@ -185,11 +185,28 @@ struct ModelCalls {
   Field answer{"_answer"}, batch{"batch"}, is_cancelled{"is_cancelled"}, model{"model"}, number{"number"}, request{"request"},
       scheduler{"scheduler"}, takes_many{"takes_many"};
 };
+struct ChainRuns {
+  Kind kind;
+  Field asked{"request"}, at{"_at"}, chain{"_chain"}, durations_ns{"durations_ns"}, flow{"_flow"}, is_over{"is_over"}, output{"_output"},
+      interruptible{"interruptible"}, owner{"_owner"}, request{"_request"}, scheduler{"_scheduler"}, turn{"_turn"};
+};
+struct EnsembleSchedulers {
+  Kind kind;
+  Field caller{"caller"}, runs{"_runs"}, usual{"_usual"};
+};
+struct EnsembleCallers {
+  Kind kind;
+  Field as_they_are{"as_they_are"};
+};
+struct StepModels {
+  Kind kind;
+  Field plans{"plans"};
+};
 struct StatisticsKind {
   Kind kind;
   Field last_inference_ms{"last_inference_ms"}, execution_count{"execution_count"}, inference_count{"inference_count"},
       success_count{"success_count"}, success_ns{"success_ns"}, queue_ns{"queue_ns"}, input_ns{"input_ns"},
-      infer_ns{"infer_ns"}, output_ns{"output_ns"}, by_duration{"by_duration"}, summaries{"summaries"}, batches{"_batches"};
+      infer_ns{"infer_ns"}, output_ns{"output_ns"}, bounds_ns{"bounds_ns"}, by_duration{"by_duration"}, summaries{"summaries"}, batches{"_batches"};
 };
 
 // Everything that was taught. Read by all forms, written by `learn` alone.
@@ -235,6 +252,10 @@ struct Known {
   UsualCallsKind usual_calls;
   KnownCallsKind known_calls;
   ModelCalls model_call;
+  ChainRuns chain_run;
+  EnsembleSchedulers ensemble;
+  EnsembleCallers ensemble_caller;
+  StepModels step_model;
 
   // Teaches the class of `sample` under a name. Returns false with an error set.
   bool learn(const char* name, PyObject* sample);
@@ -243,12 +264,13 @@ extern Known known;
 
 // Objects that are made once.
 struct Constants {
-  PyObject *ndarray, *byte, *zero, *empty_text, *nowhere, *no_batch, *bounds_ns, *new_lock, *main_thread, *peer_gone, *ties_callers,
-      *usual_cost;
+  PyObject *ndarray, *byte, *zero, *empty_text, *nowhere, *no_batch, *new_lock, *main_thread, *peer_gone, *ties_callers,
+      *usual_cost, *submitted, *no_sequence;
   // Names of methods.
   PyObject *acquire, *release, *locked, *fileno, *popleft, *append, *appendleft, *popitem, *move_to_end, *notify_all, *allocate,
       *end_batch, *answered, *cancel, *resolve, *appoint, *send, *launch, *settle, *lose, *base, *dtype, *nbytes, *shape, *drive_in_reactor, *wait, *finish, *submit,
-      *receive_ready, *find, *signature, *scheduler, *took, *start, *not_submitted, *answer, *self, *reply, *put, *take_back, *answers;
+      *receive_ready, *find, *signature, *scheduler, *took, *start, *not_submitted, *answer, *self, *reply, *put, *take_back, *answers, *member,
+      *leave_step, *offer, *broke, *follow, *begin, *last_tensor;
   PyObject* delivered;  // {"delivered": True}
   PyObject* keeping;    // {"keep": True}
   PyObject *last, *not_last;  // {"is_last": True}, {"is_last": False}
@@ -299,6 +321,28 @@ bool attempt(const F& function) {
   }
 }
 
+// The scheduler's lock, if it is free.
+class Held {
+ public:
+  explicit Held(PyObject* scheduler) : lock_(known.scheduler.lock.get(scheduler)) {
+    const Ref got = lock_ ? call(lock_.get(), constants.acquire, Py_False) : Ref();
+    is_held_ = got.is_true();
+  }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+  ~Held() { release(); }
+  bool is_held() const { return is_held_; }
+  void release() {
+    if (!std::exchange(is_held_, false)) return;
+    const KeptError kept;
+    call(lock_.get(), constants.release);
+  }
+
+ private:
+  Ref lock_;
+  bool is_held_ = false;
+};
+
 // Adds to an attribute that is an int. Returns false with an error set.
 bool add(const Field& field, PyObject* object, int64_t more);
 
@@ -318,7 +362,7 @@ class Released {
 
 // How often each form did its work, for tests: a form that always declines would pass all others.
 struct Counts {
-  uint64_t request, prepared, execute, answers, wait, submit, finish, serve_call, answer_call, response, tie;
+  uint64_t request, prepared, execute, answers, wait, submit, finish, serve_call, answer_call, response, tie, chain_step;
 };
 extern Counts counts;
 
@@ -361,6 +405,22 @@ Done look(PyObject* link);
 Done submit(PyObject* scheduler, PyObject* request, Ref* execution);
 // `wait_for_response` without a time limit. Returns the outcome, empty with an error set.
 Ref outcome_of(PyObject* scheduler, PyObject* request);
+// `ChainRun._submit`. Sets `execution` to what it returns.
+Done chain_step(PyObject* run, PyObject* value, Ref* execution);
+// `ChainRun.resolve`.
+Done go_on(PyObject* run, PyObject* outcome);
+// `EnsembleScheduler.submit`, of a caller's thread. Sets `execution` to what it returns.
+Done begin_run(PyObject* scheduler, PyObject* request, Ref* execution);
+// Counts the duration of a request that succeeded. Returns false with an error set.
+bool count_duration(PyObject* statistics, int64_t taken_ns);
+// `Statistics.record_batch`, without summaries; the parts are input, infer and output. Returns false with an error set.
+bool count_batch(PyObject* statistics, int64_t rows, int64_t requests, int64_t success_ns, int64_t queue_ns, const int64_t (&parts_ns)[3]);
+// `ThreadWaiter.resolve`. Returns false with an error set.
+bool tell(PyObject* waiter, PyObject* outcome);
+// True for a `ThreadWaiter`, or one with a time limit.
+bool is_thread(PyObject* waiter);
+// `Execution.offer`, and `ThreadWaiter.appoint` of one that has not left. Returns false with an error set.
+bool hand_to(PyObject* waiter, PyObject* execution);
 // `Scheduler.finish`.
 Done finish_execution(PyObject* scheduler, PyObject* execution, bool interruptible);
 

@@ -2,7 +2,6 @@
 
 #include <sched.h>
 
-#include <algorithm>
 #include <ctime>
 #include <optional>
 #include <vector>
@@ -20,8 +19,6 @@ namespace {
 
 // As `_SLOW_NS` in the scheduler.
 constexpr int64_t kSlowNs = 1000000;
-// The most buckets of durations.
-constexpr Py_ssize_t kMostBounds = 64;
 
 // Keeps a thread that waits on the core on which the others wait, until its call ends.
 //
@@ -80,28 +77,6 @@ class Together {
 
   cpu_set_t before_{}, tied_{};
   bool is_counted_ = false, is_tied_ = false;
-};
-
-// The scheduler's lock, if it is free.
-class Held {
- public:
-  explicit Held(PyObject* scheduler) : lock_(known.scheduler.lock.get(scheduler)) {
-    const Ref got = lock_ ? call(lock_.get(), constants.acquire, Py_False) : Ref();
-    is_held_ = got.is_true();
-  }
-  Held(const Held&) = delete;
-  Held& operator=(const Held&) = delete;
-  ~Held() { release(); }
-  bool is_held() const { return is_held_; }
-  void release() {
-    if (!std::exchange(is_held_, false)) return;
-    const KeptError kept;
-    call(lock_.get(), constants.release);
-  }
-
- private:
-  Ref lock_;
-  bool is_held_ = false;
 };
 
 // True for a scheduler with these forms: one of instances, perhaps with a rate limiter.
@@ -375,22 +350,24 @@ bool add_durations(PyObject* request, const int64_t (&durations_ns)[3]) {
   return true;
 }
 
+// `bisect_left`, of a tuple of ints.
+Py_ssize_t bucket_of(PyObject* bounds_ns, int64_t taken_ns) {
+  Py_ssize_t low = 0, high = PyTuple_Size(bounds_ns);
+  while (low < high) {
+    const Py_ssize_t middle = low + (high - low) / 2;
+    int64_t bound = 0;
+    // A bound that is too large for the type is above all durations.
+    const bool is_below = as_number(PyTuple_GetItem(bounds_ns, middle), &bound) && bound < taken_ns;
+    (is_below ? low : high) = is_below ? middle + 1 : middle;
+  }
+  return low;
+}
+
 // `Execution.record` of a batch in which every request got a plain response. Needs the lock.
 bool record(PyObject* scheduler, PyObject* execution, PyObject* instance, PyObject* requests, int64_t answered_ns, int64_t now_ns) {
-  static int64_t bounds[kMostBounds];
-  static Py_ssize_t bound_count = 0;
-  if (bound_count == 0) {
-    const Py_ssize_t count = std::min(PyTuple_Size(constants.bounds_ns), kMostBounds);
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      if (!as_number(PyTuple_GetItem(constants.bounds_ns, i), &bounds[i])) return false;
-    }
-    bound_count = count;
-  }
-  const StatisticsKind& of = known.statistics;
   const Ref statistics = known.scheduler.statistics.get(scheduler);
-  const Ref by_duration = of.by_duration.get(statistics.get()), batches = of.batches.get(statistics.get());
   int64_t sent_ns = 0, started_ns = 0, rows = 0, success_ns = 0, queue_ns = 0;
-  if (!by_duration || !batches || !as_number(known.execution.sent_ns.get(execution).get(), &sent_ns) ||
+  if (!statistics || !as_number(known.execution.sent_ns.get(execution).get(), &sent_ns) ||
       !as_number(known.execution.started_ns.get(execution).get(), &started_ns)) {
     return false;
   }
@@ -398,7 +375,7 @@ bool record(PyObject* scheduler, PyObject* execution, PyObject* instance, PyObje
   const Py_ssize_t count = PyList_Size(requests);
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* const request = PyList_GetItem(requests, i);
-    int64_t its_rows = 0, queued_ns = 0, before = 0;
+    int64_t its_rows = 0, queued_ns = 0;
     if (!add_durations(request, {input_ns, infer_ns, output_ns})) return false;
     if (!as_number(known.request.batch_size.get(request).get(), &its_rows) ||
         !as_number(known.request.queued_ns.get(request).get(), &queued_ns)) {
@@ -407,39 +384,11 @@ bool record(PyObject* scheduler, PyObject* execution, PyObject* instance, PyObje
     rows += its_rows;
     success_ns += now_ns - queued_ns;
     queue_ns += started_ns - queued_ns;
-    const Py_ssize_t bucket = std::lower_bound(bounds, bounds + bound_count, now_ns - queued_ns) - bounds;
-    if (!as_number(PyList_GetItem(by_duration.get(), bucket), &before)) return false;
-    PyObject* const after = PyLong_FromLongLong(before + 1);
-    if (after == nullptr || PyList_SetItem(by_duration.get(), bucket, after) != 0) return false;
+    if (!count_duration(statistics.get(), now_ns - queued_ns)) return false;
   }
-  timespec wall{};
-  clock_gettime(CLOCK_REALTIME, &wall);
-  const int64_t now_ms = wall.tv_sec * INT64_C(1000) + wall.tv_nsec / 1000000;
-  PyObject* const object = statistics.get();
-  const bool is_counted =
-      of.last_inference_ms.set(object, PyLong_FromLongLong(now_ms)) && add(of.execution_count, object, 1) &&
-      add(of.inference_count, object, rows) && add(of.success_count, object, count) && add(of.success_ns, object, success_ns) &&
-      add(of.queue_ns, object, queue_ns) && add(of.input_ns, object, input_ns * count) &&
-      add(of.infer_ns, object, infer_ns * count) && add(of.output_ns, object, output_ns * count) &&
-      add(known.instance.served, instance, count);
-  const Ref key(PyLong_FromLongLong(rows));
-  if (!is_counted || !key) return false;
-  Ref batch = Ref::to(PyDict_GetItemWithError(batches.get(), key.get()));
-  const int64_t more[4] = {1, input_ns, infer_ns, output_ns};
-  if (!batch) {
-    batch = Ref(PyList_New(4));
-    for (Py_ssize_t i = 0; batch && i < 4; ++i) PyList_SetItem(batch.get(), i, Ref::to(constants.zero).release());
-    if (!batch || PyDict_SetItem(batches.get(), key.get(), batch.get()) != 0) return false;
-  }
-  for (Py_ssize_t i = 0; i < 4; ++i) {
-    const Ref summand(PyLong_FromLongLong(more[i]));
-    PyObject* const sum = summand ? PyNumber_Add(PyList_GetItem(batch.get(), i), summand.get()) : nullptr;
-    if (sum == nullptr || PyList_SetItem(batch.get(), i, sum) != 0) return false;
-  }
-  return true;
+  const bool is_counted = add(known.instance.served, instance, count);
+  return is_counted && count_batch(statistics.get(), rows, count, success_ns, queue_ns, {input_ns, infer_ns, output_ns});
 }
-
-bool is_thread(PyObject* waiter) { return known.thread_waiter.kind.is(waiter) || known.punctual_waiter.kind.is(waiter); }
 
 // Rings the bell of a thread that waits, if it does not ring already.
 bool ring(PyObject* waiter) {
@@ -460,10 +409,11 @@ bool hand_out(PyObject* requests, PyObject* answers) {
     const Ref waiter = known.request.waiter.get(request.get());
     if (!waiter) return false;
     if (is_thread(waiter.get())) {
-      is_done = known.thread_waiter.outcome.set_to(waiter.get(), answer.get()) && ring(waiter.get());
+      is_done = tell(waiter.get(), answer.get());
       continue;
     }
-    const Done done = answer_call(waiter.get(), answer.get());
+    Done done = answer_call(waiter.get(), answer.get());
+    if (done == Done::kNo) done = go_on(waiter.get(), answer.get());
     is_done = done == Done::kNo ? static_cast<bool>(call(waiter.get(), constants.resolve, answer.get())) : done == Done::kYes;
   }
   return is_done;
@@ -478,8 +428,7 @@ bool appoint(PyObject* execution) {
   if (!is_thread(waiter.get()) || known.thread_waiter.gone.is_true(waiter.get())) {
     return static_cast<bool>(call(execution, constants.appoint));
   }
-  return known.execution.drivers.set(execution, PyList_New(0)) &&
-         known.thread_waiter.execution.set_to(waiter.get(), execution) && ring(waiter.get());
+  return hand_to(waiter.get(), execution);
 }
 
 // `Scheduler._launch` of batches without a request of the calling thread.
@@ -620,6 +569,54 @@ class Settlement {
 
 }  // namespace
 
+bool count_duration(PyObject* statistics, int64_t taken_ns) {
+  const StatisticsKind& of = known.statistics;
+  const Ref by_duration = of.by_duration.get(statistics), bounds_ns = of.bounds_ns.get(statistics);
+  if (!by_duration || !bounds_ns) return false;
+  const Py_ssize_t bucket = bucket_of(bounds_ns.get(), taken_ns);
+  int64_t before = 0;
+  if (!as_number(PyList_GetItem(by_duration.get(), bucket), &before)) return false;
+  PyObject* const after = PyLong_FromLongLong(before + 1);
+  return after != nullptr && PyList_SetItem(by_duration.get(), bucket, after) == 0;
+}
+
+bool count_batch(PyObject* statistics, int64_t rows, int64_t requests, int64_t success_ns, int64_t queue_ns, const int64_t (&parts_ns)[3]) {
+  const StatisticsKind& of = known.statistics;
+  const auto [input_ns, infer_ns, output_ns] = parts_ns;
+  timespec wall{};
+  clock_gettime(CLOCK_REALTIME, &wall);
+  const int64_t now_ms = wall.tv_sec * INT64_C(1000) + wall.tv_nsec / 1000000;
+  const bool is_counted =
+      of.last_inference_ms.set(statistics, PyLong_FromLongLong(now_ms)) && add(of.execution_count, statistics, 1) &&
+      add(of.inference_count, statistics, rows) && add(of.success_count, statistics, requests) &&
+      add(of.success_ns, statistics, success_ns) && add(of.queue_ns, statistics, queue_ns) &&
+      add(of.input_ns, statistics, input_ns * requests) && add(of.infer_ns, statistics, infer_ns * requests) &&
+      add(of.output_ns, statistics, output_ns * requests);
+  const Ref key(PyLong_FromLongLong(rows)), batches = of.batches.get(statistics);
+  if (!is_counted || !key || !batches) return false;
+  Ref batch = Ref::to(PyDict_GetItemWithError(batches.get(), key.get()));
+  const int64_t more[4] = {1, input_ns, infer_ns, output_ns};
+  if (!batch) {
+    batch = Ref(PyList_New(4));
+    for (Py_ssize_t i = 0; batch && i < 4; ++i) PyList_SetItem(batch.get(), i, Ref::to(constants.zero).release());
+    if (!batch || PyDict_SetItem(batches.get(), key.get(), batch.get()) != 0) return false;
+  }
+  for (Py_ssize_t i = 0; i < 4; ++i) {
+    const Ref summand(PyLong_FromLongLong(more[i]));
+    PyObject* const sum = summand ? PyNumber_Add(PyList_GetItem(batch.get(), i), summand.get()) : nullptr;
+    if (sum == nullptr || PyList_SetItem(batch.get(), i, sum) != 0) return false;
+  }
+  return true;
+}
+
+bool is_thread(PyObject* waiter) { return known.thread_waiter.kind.is(waiter) || known.punctual_waiter.kind.is(waiter); }
+
+bool tell(PyObject* waiter, PyObject* outcome) { return known.thread_waiter.outcome.set_to(waiter, outcome) && ring(waiter); }
+
+bool hand_to(PyObject* waiter, PyObject* execution) {
+  return known.execution.drivers.set(execution, PyList_New(0)) && known.thread_waiter.execution.set_to(waiter, execution) && ring(waiter);
+}
+
 bool add(const Field& field, PyObject* object, int64_t more) {
   const Ref before = field.get(object);
   if (!before) return false;
@@ -728,8 +725,12 @@ class Caller {
     Ref execution;
     const Done done = submit(scheduler_, request_, &execution);
     if (done == Done::kError) return Ref();
-    if (done == Done::kNo) execution = call(scheduler_, constants.submit, request_);
-    if (done == Done::kNo && !execution) return Ref();
+    if (done == Done::kNo) {
+      const Done begun = begin_run(scheduler_, request_, &execution);
+      if (begun == Done::kError) return Ref();
+      if (begun == Done::kNo) execution = call(scheduler_, constants.submit, request_);
+    }
+    if (done == Done::kNo && !execution && PyErr_Occurred()) return Ref();
     if (execution && !execution.is_none() && !drive(execution.get())) return Ref();
     for (;;) {
       Ref outcome = known.thread_waiter.outcome.get(waiter_.get());

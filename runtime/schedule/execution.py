@@ -17,7 +17,7 @@ from moonpool.runtime.errors import BackendError, RequestTimedOut
 from moonpool.runtime.model.backend import ModelInstance, Pending
 from moonpool.runtime.model.request import Answer, Deferral, InferenceRequest, Response
 from moonpool.runtime.observe.metric_families import reason_of
-from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS, Statistics
+from moonpool.runtime.observe.statistics import Statistics
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.quick import learn
 
@@ -250,7 +250,7 @@ class Execution:
                 taken_ns = now_ns - request.queued_ns
                 success_ns += taken_ns
                 queue_ns += self.started_ns - request.queued_ns
-                by_duration[bisect_left(DURATION_BOUNDS_NS, taken_ns)] += 1
+                by_duration[bisect_left(statistics.bounds_ns, taken_ns)] += 1
                 if summaries is not None:
                     summaries.request.add(taken_ns)
                     summaries.queue.add(self.started_ns - request.queued_ns)

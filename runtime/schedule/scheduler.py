@@ -86,6 +86,7 @@ from moonpool.runtime.model.request import (
     Response,
 )
 from moonpool.runtime.observe.metric_families import reason_of
+from moonpool.runtime.observe.metrics_options import duration_bounds_ns
 from moonpool.runtime.observe.statistics import (
     Counts,
     Statistics,
@@ -142,7 +143,7 @@ class Scheduler:
     ) -> None:
         """`on_lost` gets instances that broke, and the requests in them. It must not block, and must not call the scheduler.
 
-        Raises `LoadFailed` and `InvalidRequest` for initial states of sequences that are none.
+        Raises `LoadFailed` and `InvalidRequest` for initial states of sequences that are none, `ConfigError` for buckets that are none.
         """
         config = model.config
         batching = config.dynamic_batching or config.sequence_batching
@@ -152,7 +153,8 @@ class Scheduler:
         self._lock = threading.Lock()
         self._changed = CountingCondition(self._lock)
         self._queue = queue_for(model)
-        self.statistics = Statistics(model.name, str(model.version))
+        bounds_ns = duration_bounds_ns(config.raw)
+        self.statistics = Statistics(model.name, str(model.version), bounds_ns)
         # Gets every request that ends with an error while its caller waits for it.
         self.note: Note = _nobody_listens
         self.open_requests = OpenRequests()

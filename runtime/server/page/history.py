@@ -13,11 +13,11 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from moonpool.runtime.hosting.registry import ModelRegistry
-from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS, Statistics
+from moonpool.runtime.observe.statistics import Statistics
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.server.page.adviser import Adviser
 
@@ -53,7 +53,7 @@ class _Series:
     def __init__(self, statistics: Statistics, begin: _Counts, by_duration: list[int]) -> None:
         self.statistics = statistics
         self.counts = deque([begin], maxlen=WINDOW + 1)
-        # The numbers of requests by duration, in the buckets of `DURATION_BOUNDS_NS`.
+        # The numbers of requests by duration, in the buckets of `Statistics.bounds_ns`.
         self.durations = deque([by_duration], maxlen=WINDOW + 1)
         self.samples: deque[_Sample] = deque(maxlen=SAMPLES)
 
@@ -131,10 +131,11 @@ class History:
         with self._lock:
             series = self._series.get(name)
             if series is None:
-                return _recent(_zero(0), INTERVAL_S, [])
+                return _recent(_zero(0), INTERVAL_S, (), [])
             came = _difference(series.counts[0], series.counts[-1])
             taken = list(map(operator.sub, series.durations[-1], series.durations[0]))
-        return _recent(came, came.at_ns / 1e9 or INTERVAL_S, taken)
+        bounds_ns = series.statistics.bounds_ns
+        return _recent(came, came.at_ns / 1e9 or INTERVAL_S, bounds_ns, taken)
 
     def advice(self, name: str) -> dict[str, Any] | None:
         """Return the advice on a model version; None for most."""
@@ -201,7 +202,9 @@ def _sum(one: _Counts, other: _Counts) -> _Counts:
     return _Counts(*map(operator.add, one, other))
 
 
-def _recent(came: _Counts, window_s: float, by_duration: list[int]) -> dict[str, Any]:
+def _recent(
+    came: _Counts, window_s: float, bounds_ns: Sequence[int], by_duration: list[int]
+) -> dict[str, Any]:
     def mean_us(total_ns: int) -> float | None:
         return round(total_ns / came.success / 1000, 1) if came.success else None
 
@@ -213,15 +216,15 @@ def _recent(came: _Counts, window_s: float, by_duration: list[int]) -> dict[str,
         "input_us": mean_us(came.input_ns),
         "infer_us": mean_us(came.infer_ns),
         "output_us": mean_us(came.output_ns),
-        "half_within_us": _within_us(by_duration, 0.5),
-        "p99_within_us": _within_us(by_duration, 0.99),
+        "half_within_us": _within_us(bounds_ns, by_duration, 0.5),
+        "p99_within_us": _within_us(bounds_ns, by_duration, 0.99),
     }
 
 
-def _within_us(by_duration: list[int], part: float) -> int | None:
+def _within_us(bounds_ns: Sequence[int], by_duration: list[int], part: float) -> int | None:
     """Return the least bound that at least this part of the requests stayed below; None if there is none."""
     wanted, below = part * sum(by_duration), 0
-    for bound_ns, count in zip(DURATION_BOUNDS_NS, by_duration, strict=False):
+    for bound_ns, count in zip(bounds_ns, by_duration, strict=False):
         below += count
         if below and below >= wanted:
             return bound_ns // 1000

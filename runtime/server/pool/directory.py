@@ -42,6 +42,7 @@ from moonpool.runtime.errors import LoadFailed, OutOfThreads
 from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.model.backend import Model
+from moonpool.runtime.observe.metrics_options import duration_bounds_ns
 from moonpool.runtime.observe.statistics import Counts, Statistics, add_counts, take_counts
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.schedule.failures import took_too_long
@@ -162,7 +163,11 @@ class Directory(StubSharing):
                 self._end_overdue(fields[1])
 
     def _count(self, number: int, counts: Counts) -> None:
-        statistics = self._counts.setdefault(number, Statistics("", ""))
+        statistics = self._counts.get(number)
+        if statistics is None:
+            model = next((known for known, each in self._models.items() if each == number), None)
+            bounds_ns = duration_bounds_ns({} if model is None else model.config.raw)
+            statistics = self._counts[number] = Statistics("", "", bounds_ns)
         try:
             add_counts(statistics, counts)
         except ValueError as error:

@@ -9,6 +9,7 @@ from enum import IntEnum
 
 from moonpool.ipc.codec import Codec
 from moonpool.ipc.messages import Flag, Int, ListOf, Message, Row, Text
+from moonpool.runtime.observe.metrics_options import MOST_BUCKETS
 
 
 class End(IntEnum):
@@ -121,7 +122,8 @@ DIRECTORY: dict[IntEnum, Message] = {
         _FRONT,
         {
             "model": _ID,
-            "figures": ListOf(_ID, 64),
+            # As many as there may be bounds of durations, and those of `Statistics`.
+            "figures": ListOf(_ID, MOST_BUCKETS + 64),
             "batches": ListOf(
                 Row(rows=_ID, count=_ID, input_ns=_ID, infer_ns=_ID, output_ns=_ID), MAX_BATCH_SIZES
             ),

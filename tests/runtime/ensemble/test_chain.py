@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moonpool.runtime.ensemble.chain import ChainRun
+from moonpool.runtime.errors import ModelUnavailable
 from moonpool.runtime.model.request import Response
 
 X = np.zeros(1, np.float32)
@@ -17,7 +18,11 @@ X = np.zeros(1, np.float32)
 class Owner:
     """An ensemble of steps that all have the same model, which is the test."""
 
-    def __init__(self, *, answers_at_once: bool, is_driven_by_caller: bool) -> None:
+    def __init__(
+        self, *, answers_at_once: bool, is_driven_by_caller: bool, fails_at: int = -1
+    ) -> None:
+        """The model of step `fails_at` cannot be looked up."""
+        self._fails_at = fails_at
         self.outcomes: list[object] = []
         self.requests: list[Any] = []
         self.offered: list[object] = []
@@ -32,7 +37,9 @@ class Owner:
             hosted=SimpleNamespace(scheduler=SimpleNamespace(submit=self._submit)),
         )
 
-    def member(self, _: int) -> Any:
+    def member(self, number: int) -> Any:
+        if number == self._fails_at:
+            raise KeyError(number)
         return self._member
 
     def ended(self, _: object, outcome: object) -> None:
@@ -50,17 +57,22 @@ class Owner:
         request.waiter.resolve(Response({"OUT": X}, {}))
 
 
+def run_of(owner: Owner) -> ChainRun:
+    """Make a run of three steps."""
+    waiter = SimpleNamespace(interruptible=False, gather=lambda *_: False, appoint=lambda _: True)
+    flow = SimpleNamespace(
+        given=["IN"], chain=[(number, ("X",), "OUT") for number in range(3)], last="Y", name="e"
+    )
+    return ChainRun(cast(Any, owner), cast(Any, SimpleNamespace(waiter=waiter)), cast(Any, flow))
+
+
 @pytest.mark.parametrize("answers_at_once", [False, True])
 @pytest.mark.parametrize("is_driven_by_caller", [False, True])
 def test_a_step_may_end_before_it_is_submitted(
     answers_at_once: bool, is_driven_by_caller: bool
 ) -> None:
     owner = Owner(answers_at_once=answers_at_once, is_driven_by_caller=is_driven_by_caller)
-    waiter = SimpleNamespace(interruptible=False, gather=lambda *_: False, appoint=lambda _: True)
-    flow = SimpleNamespace(
-        given=["IN"], chain=[(number, ("X",), "OUT") for number in range(3)], last="Y", name="e"
-    )
-    run = ChainRun(cast(Any, owner), cast(Any, SimpleNamespace(waiter=waiter)), cast(Any, flow))
+    run = run_of(owner)
 
     execution = run.begin()
 
@@ -73,3 +85,41 @@ def test_a_step_may_end_before_it_is_submitted(
     assert len(owner.requests) == 3
     # The caller drives the first one without being asked.
     assert len(owner.offered) == 2 * is_driven_by_caller
+
+
+@pytest.mark.promise(
+    "Ensembles",
+    "If a step of an ensemble cannot be submitted, for whatever reason, its request ends with that error.",
+)
+@pytest.mark.parametrize("answers_at_once", [False, True])
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_an_error_of_any_kind_ends_the_run(answers_at_once: bool, fails_at: int) -> None:
+    owner = Owner(answers_at_once=answers_at_once, is_driven_by_caller=False, fails_at=fails_at)
+    run = run_of(owner)
+
+    run.begin()
+    for number in range(fails_at):
+        if not answers_at_once:
+            owner.answer(owner.requests[number])
+
+    (error,) = owner.outcomes
+    assert isinstance(error, KeyError)
+    assert run.is_over
+    assert len(owner.requests) == fails_at
+
+
+def test_an_error_after_the_end_of_a_run_goes_on_unless_it_is_of_moonpool() -> None:
+    owner = Owner(answers_at_once=False, is_driven_by_caller=False, fails_at=1)
+    run = run_of(owner)
+    run.begin()
+    # Another thread ends the run while this one goes on.
+    member = owner.member
+
+    def leaving(number: int) -> Any:
+        run.fail(ModelUnavailable("unloaded"))
+        return member(number)
+
+    owner.member = leaving  # type: ignore[method-assign]
+    with pytest.raises(KeyError):
+        owner.answer(owner.requests[0])
+    assert [type(each) for each in owner.outcomes] == [ModelUnavailable]

@@ -36,6 +36,22 @@ def test_nothing_is_taken_twice() -> None:
     assert statistics.snapshot() == Statistics("m", "1").snapshot()
 
 
+def test_counts_by_other_bounds_are_taken_by_them_and_shown_by_some() -> None:
+    bounds = (-5, 10, 100, 1000)
+    here, there = (Statistics("m", "1", bounds) for _ in range(2))
+    for taken in (3, 11, 12, 99, 1001):
+        here.record_alone(1, 0, 0, 0, taken, taken)
+    counts = take_counts(here)
+    assert counts is not None
+    assert here.by_duration == [0] * 5
+    add_counts(there, counts)
+    assert there.by_duration == [0, 1, 3, 0, 1]
+    assert there.within((10, 1000)) == [1, 3, 1]
+    assert there.within(bounds) == there.by_duration
+    with pytest.raises(ValueError, match="figures"):
+        add_counts(Statistics("m", "1"), counts)
+
+
 def test_malformed_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="3 figures"):
         add_counts(Statistics("m", "1"), ([1, 2, 3], []))

@@ -10,10 +10,13 @@ import pytest
 import moonpool
 from moonpool import ConfigError
 from moonpool.runtime.observe.metrics_options import (
+    MOST_BUCKETS,
+    duration_bounds_ns,
     first_response_bounds_ns,
     metrics_options,
     tags_of,
 )
+from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS
 
 pytestmark = pytest.mark.promise(
     "Watching a server",
@@ -57,6 +60,14 @@ def test_buckets_are_milliseconds() -> None:
 def test_buckets_that_are_none_are_refused(buckets: list[float]) -> None:
     with pytest.raises(ConfigError, match="each larger than the one before"):
         first_response_bounds_ns(control(buckets))
+
+
+def test_there_may_be_so_many_buckets_and_no_more() -> None:
+    most = [float(number) for number in range(MOST_BUCKETS)]
+    assert len(first_response_bounds_ns(control(most))) == MOST_BUCKETS
+    assert set(duration_bounds_ns(control(most))) > set(DURATION_BOUNDS_NS)
+    with pytest.raises(ConfigError, match="257 buckets; 256 is the most"):
+        first_response_bounds_ns(control([*most, 1e6]))
 
 
 def test_other_families_have_no_buckets_to_set() -> None:

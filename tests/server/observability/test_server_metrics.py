@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.ensemble_repositories import REPEATS, chain, write_ensemble, write_model
 from tests.server.observability.models import write
 from tests.waiting import wait_until
 
@@ -123,20 +124,62 @@ def test_the_work_of_a_model_is_counted(runtime: moonpool.Runtime, metrics: Serv
     assert after("moonpool_requests_in_flight", model="doubles") == 0
 
 
-def test_first_responses_are_told_of_decoupled_models_alone(
+FIRST = "nv_inference_first_response_histogram_ms"
+
+
+def test_first_responses_of_all_models_are_counted(
     runtime: moonpool.Runtime, metrics: ServerMetrics
 ) -> None:
+    before = Scrape(metrics.text())
     x = np.array([2, 0, 0, 0], np.float32)
     for _ in range(3):
         assert len(list(runtime.stream("counts", {"IN": x}))) == 2
+        runtime.infer("doubles", ONE)
     found = Scrape(metrics.text())
 
-    name = "nv_inference_first_response_histogram_ms"
-    assert found(f"{name}_count", model="counts") == 3
-    assert found(f"{name}_bucket", model="counts", le="+Inf") == 3
-    bounds = {dict(key)["le"] for key in found.values[f"{name}_bucket"]}
-    assert bounds == {"100", "500", "2000", "5000", "+Inf"}
-    assert {dict(key)["model"] for key in found.values[f"{name}_count"]} == {"counts"}
+    for model in ("counts", "doubles"):
+        for suffix, labels in (("count", {}), ("bucket", {"le": "+Inf"})):
+            name = f"{FIRST}_{suffix}"
+            assert found(name, model=model, **labels) - before(name, model=model, **labels) == 3
+        bounds = {
+            dict(key)["le"] for key in found.values[f"{FIRST}_bucket"] if ("model", model) in key
+        }
+        assert bounds == {"100", "500", "2000", "5000", "+Inf"}
+    # Of a model that is not decoupled it is the time to the outcome.
+    ms = found("nv_inference_request_duration_us", model="doubles") / 1000
+    assert found(f"{FIRST}_sum", model="doubles") == pytest.approx(ms, abs=0.01)
+
+
+def test_a_model_and_an_ensemble_count_first_responses_in_buckets_of_their_own(
+    tmp_path: Path,
+) -> None:
+    buckets = """model_metrics { metric_control: [{
+        metric_identifier: { family: "nv_inference_first_response_histogram_ms" }
+        histogram_options: { buckets: [ -1, 0.25, 3, 60000, 120000 ] } }] }"""
+    write_model(tmp_path, "adds", more=buckets)
+    write_model(tmp_path, "repeats", REPEATS, more="model_transaction_policy { decoupled: true }")
+    write_ensemble(tmp_path, "both", chain(["adds", "adds"]), more=buckets)
+    write_ensemble(tmp_path, "stream", chain(["adds", "repeats"]))
+    a = np.array([2, 5, 6], np.float32)
+    with moonpool.Runtime(tmp_path, metrics=metrics_options(ON)) as runtime:
+        for _ in range(4):
+            runtime.infer("both", {"A": a})
+        assert len(list(runtime.stream("stream", {"A": a}))) == 3
+        metrics = ServerMetrics(runtime.registry)
+        found = Scrape(metrics.text())
+        metrics.close()
+    for model, count in (("adds", 9), ("both", 4)):
+        bounds = [
+            found(f"{FIRST}_bucket", model=model, le=le) for le in ("-1", "0.25", "3", "120000")
+        ]
+        assert bounds == sorted(bounds)
+        assert (bounds[0], bounds[-1]) == (0, count)
+        # The other histogram has its own bounds all the same.
+        name = "moonpool_request_duration_seconds_bucket"
+        assert found(name, model=model, le="60") == count
+        assert len([key for key in found.values[name] if ("model", model) in key]) == 20
+    assert found(f"{FIRST}_count", model="stream") == 1
+    assert found(f"{FIRST}_count", model="repeats") == 1
 
 
 def test_responses_are_counted_by_their_place(runtime: moonpool.Runtime) -> None:
