@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from typing import Any
 
 NEEDS = ("ray[serve]==2.60.0",)
 _VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's workers give way to all other processes, unlike those of the hosts that it is compared with.
+    "RAY_worker_niceness": "0",
     # On a busy machine its proxy takes longer to start than Ray's five seconds, after which it is killed.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
@@ -45,12 +48,13 @@ def main() -> None:
     serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
     deployment = serve.deployment(Hosted, num_replicas=int(instances), max_ongoing_requests=100)
     serve.run(deployment.bind(), route_prefix=path)
-    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    stopped.wait()
     serve.shutdown()
     ray.shutdown()
 
 
 if __name__ == "__main__":
-    # Before threads begin, so that none of them takes a signal.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     main()
