@@ -150,11 +150,12 @@ def _order(numbers: Sequence[Sequence[int]], weights: Sequence[float]) -> NDArra
 def _of_npz(path: Path, inputs: Sequence[TensorConfig]) -> list[RequestData]:
     tensors = {tensor.name: tensor for tensor in inputs}
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        # For a broken file, numpy would leave its own descriptor open.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, EOFError, AttributeError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # numpy, zipfile and zlib have many for what is no such file
         raise BadData(f"{path} is no .npz file without Python objects: {error}") from error
     if unknown := found.keys() - tensors.keys():
         raise BadData(f"{path}: the model has no input '{min(unknown)}'")
@@ -190,7 +191,7 @@ def _of_json(
     """Read perf_analyzer's form. Streams, which are lists of requests, follow one another."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadData(f"{path} is no JSON: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("data"), list):
         raise BadData(f"{path} has no list `data`, as in perf_analyzer's --input-data")
@@ -285,6 +286,8 @@ def _expected(name: str, value: Any, where: str) -> NDArray[Any]:
 
 # The number of the format of captured requests.
 CAPTURE_FORMAT = 1
+# About thirty years; nobody captures for longer, and nanoseconds of it fit into 64 bits.
+_LONGEST_S = 1e9
 
 
 def read_capture(path: Path, model: str, speed: float) -> tuple[DataMix, Schedule]:
@@ -293,9 +296,16 @@ def read_capture(path: Path, model: str, speed: float) -> tuple[DataMix, Schedul
     kinds: list[int] = []
     known: dict[str, int] = {}
     requests: list[RequestData] = []
-    with path.open(encoding="utf-8") as file:
+    # What is no UTF-8 is no JSON either, or a text in a field that is left out.
+    with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
-            entry = _captured(line, f"{path}, line {number}")
+            try:
+                entry = _captured(line, f"{path}, line {number}")
+            except BadData as error:
+                # A server that was killed may have left a part of its last line, which is no JSON.
+                if number > 1 and not line.endswith("\n") and error.__cause__ is not None:
+                    break
+                raise
             if number == 1:
                 if entry.get("format") != CAPTURE_FORMAT:
                     raise BadData(
@@ -308,9 +318,7 @@ def read_capture(path: Path, model: str, speed: float) -> tuple[DataMix, Schedul
             if key not in known:
                 known[key] = len(requests)
                 requests.append(_request_of(entry, f"{path}, line {number}"))
-            if not isinstance(entry.get("at_s"), int | float):
-                raise BadData(f"{path}, line {number} has no time `at_s`")
-            times.append(float(entry["at_s"]))
+            times.append(_time_of(entry, f"{path}, line {number}"))
             kinds.append(known[key])
     if not requests:
         raise BadData(f"{path} has no request to model '{model}'")
@@ -325,11 +333,18 @@ def read_capture(path: Path, model: str, speed: float) -> tuple[DataMix, Schedul
 def _captured(line: str, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadData(f"{where} is no JSON: {error}") from error
     if not isinstance(entry, dict):
         raise BadData(f"{where} is no object")
     return entry
+
+
+def _time_of(entry: Mapping[str, Any], where: str) -> float:
+    at_s = entry.get("at_s")
+    if isinstance(at_s, bool) or not isinstance(at_s, int | float) or not abs(at_s) <= _LONGEST_S:
+        raise BadData(f"{where} has no time `at_s` in seconds: {at_s!r:.40}")
+    return float(at_s)
 
 
 def _request_of(entry: Mapping[str, Any], where: str) -> RequestData:
@@ -339,10 +354,14 @@ def _request_of(entry: Mapping[str, Any], where: str) -> RequestData:
             name, datatype, shape = each["name"], each["datatype"], each["shape"]
             if not isinstance(name, str) or datatype not in CODES:
                 raise BadData(f"{where}: an input of datatype {datatype!r:.40}")
+            if not isinstance(shape, list) or not all(
+                type(dim) is int and dim >= 0 for dim in shape
+            ):
+                raise BadData(f"{where}: an input of shape {shape!r:.40}")
             data = base64.b64decode(each["b64"], validate=True)
-            tensor = QuestionTensor(name, datatype, tuple(map(int, shape)), data)
+            tensor = QuestionTensor(name, datatype, tuple(shape), data)
             tensor.array()
             tensors.append(tensor)
-    except (LookupError, TypeError, ValueError, BadTensor) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, BadTensor) as error:
         raise BadData(f"{where} is no captured request: {error}") from error
     return RequestData(tensors)

@@ -15,8 +15,10 @@ from moonpool.ipc.errors import MoonpoolError
 
 DISTRIBUTIONS = ("poisson", "constant")
 _NS = 1_000_000_000
-_TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|µs|ms|s|min)?")
-_UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+# More nanoseconds do not fit into 64 bits.
+_LONGEST_S = 9e9
+_TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|µs|ms|s|min|m)?")
+_UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0}
 
 
 class BadLoad(MoonpoolError):
@@ -186,6 +188,8 @@ class Schedule:
         times = np.array(times_s, np.float64)
         if not len(times) or not np.isfinite(times).all() or (np.diff(times) < 0).any():
             raise BadLoad(f"{name} must have at least one time, and times that never decrease")
+        if times[-1] / speed - times[0] / speed > _LONGEST_S:
+            raise BadLoad(f"{name} takes more than {_LONGEST_S:g} seconds")
         return cls(
             name if speed == 1 else f"{name} at speed {speed:g}",
             ((times - times[0]) / speed * _NS).astype(np.int64),

@@ -41,6 +41,7 @@ from moonpool.runtime.process.threads import TaskPool
 from moonpool.runtime.repository.grants import as_flag
 from moonpool.runtime.residency.policy import Resident
 from moonpool.runtime.runtime import Runtime
+from moonpool.runtime.server.capture import Capture
 from moonpool.runtime.server.clients import AllClients
 from moonpool.runtime.server.http.server import HttpServer
 from moonpool.runtime.server.listening import connections
@@ -128,10 +129,10 @@ class Server:
 
     def _share(self, directory: Directory, log: ServerLog) -> None:
         """Have front ends serve at the public ports, and this process answer what they pass on."""
-        # This process has the settings of traces, so only requests that it answers are traced.
-        traces = self._service.traces
-        directory.pass_on(traces.is_on)
-        traces.on_change = directory.pass_on
+        # This process has the settings of traces and the captured file, so only requests that it answers get there.
+        traces, has_capture = self._service.traces, self._service.capture is not None
+        directory.pass_on(traces.is_on or has_capture)
+        traces.on_change = lambda is_on: directory.pass_on(is_on or has_capture)
         directory.traffic = self._service.metrics.frontends
         directory.traffic.count_elsewhere()
         http, grpc = self._http_options, self._grpc_options
@@ -184,6 +185,8 @@ class Server:
         self._service.overview.close()
         self._runtime.registry.drain_timeout_s = _LAST_DRAIN_S
         self._runtime.close()
+        if self._service.capture is not None:
+            self._service.capture.close()
         self._service.traces.close()
         self._service.metrics.close()
 
@@ -399,6 +402,20 @@ def _host_policies(texts: Iterable[str]) -> HostPolicies:
 _DRAIN_S = 30.0
 
 
+def _capture(options: ServerOptions) -> Capture | None:
+    """Begin to capture requests, if that is wanted. Raises `BadOption`."""
+    if not options.capture:
+        return None
+    try:
+        return Capture(
+            options.capture, rate=options.capture_rate, most_bytes=options.capture_byte_size
+        )
+    except FileExistsError as error:
+        raise BadOption(f"--capture: {options.capture} exists already: name a new file") from error
+    except OSError as error:
+        raise BadOption(f"--capture: {options.capture}: {error.strerror}") from error
+
+
 def _resident(options: ServerOptions) -> Resident | None:
     """Return the limits of models that are loaded on demand; None if they are loaded at the start."""
     if options.model_control_mode != "demand":
@@ -479,6 +496,7 @@ def make_service(
             ),
             traces=Traces(traces, lambda name: bool(registry.versions(name))),
             logs=LogControl(registry.stubs.change_log, log),
+            capture=_capture(options),
         )
     except BaseException:
         runtime.close()

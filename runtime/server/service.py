@@ -18,6 +18,7 @@ from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.request import InferenceRequest, WireTensor
 from moonpool.runtime.runtime import Runtime
+from moonpool.runtime.server.capture import Capture
 from moonpool.runtime.server.inference.tensors import Input, WrongSize, shape_size, to_bytes
 from moonpool.runtime.server.log import LogControl
 from moonpool.runtime.server.metadata import Metadata
@@ -56,6 +57,7 @@ class Service:
         repository: RepositoryControl | None = None,
         traces: Traces | None = None,
         logs: LogControl | None = None,
+        capture: Capture | None = None,
     ) -> None:
         """The caller closes the runtime, after the last protocol has ended."""
         self.runtime = runtime
@@ -64,6 +66,8 @@ class Service:
         self.metadata = metadata or Metadata(runtime)
         self.repository = repository or RepositoryControl(runtime)
         self.traces = traces or Traces()
+        # None if no requests are captured.
+        self.capture = capture
         self.logs = logs or LogControl(self.models.stubs.change_log)
         self.metrics = ServerMetrics(self.models)
         self.overview = Overview(self.models, self.repository.index)
@@ -83,8 +87,9 @@ class Service:
             # A decoupled model keeps its requests, and would have to copy their inputs.
             and not model.config.decoupled
             and model.lends_clients_memory
-            # A trace may record tensors, which this process cannot see then.
+            # A trace or a capture may record tensors, which this process cannot see then.
             and not self.traces.is_on
+            and self.capture is None
         )
 
     def read_bytes(self, model: Model, inputs: Iterable[SharedInput]) -> int:

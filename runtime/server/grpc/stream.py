@@ -152,6 +152,8 @@ class Stream:
         waiter = StreamRequest(self, message, hosted, request)
         self._add(waiter)
         try:
+            if self.inference.service.capture is not None:
+                self.inference.service.capture.take(hosted.model, request)
             waiter.trace = self.inference.trace(self._call, hosted, message, request)
             waiter.submit(hosted.scheduler, request)
         except Exception as error:

@@ -104,6 +104,8 @@ def _begin(service: Service, request: RouteRequest) -> tuple[Hosted, Trace | Non
     hosted: Hosted = service.models.find(name, version_of(version))
     exchange = request.exchange
     made = _request(hosted, request.body, exchange.head.forwarded)
+    if service.capture is not None:
+        service.capture.take(hosted.model, made)
     trace = begin_trace(service, exchange, hosted, made) if service.traces.is_on else None
     stream = ResponseStream(hosted.scheduler, made, None)
     exchange.cancel = stream.close

@@ -148,7 +148,10 @@ class InferCall(LoopWaiter):
         """Submit the request. The answer may come before this returns."""
         self._request = request
         try:
-            if self._inference.service.traces.is_on:
+            service = self._inference.service
+            if service.capture is not None:
+                service.capture.take(self.hosted.model, request)
+            if service.traces.is_on:
                 self.trace = self.begin_trace(request)
             self.submit(self.hosted.scheduler, request)
         except Exception as error:

@@ -114,6 +114,9 @@ class ServerOptions:
     trace_rate: int | None = None
     trace_count: int | None = None
     trace_log_frequency: int | None = None
+    capture: str = ""
+    capture_rate: int = 1
+    capture_byte_size: int = 1 << 30
 
 
 _TRUE, _FALSE = ("true", "1", "on"), ("false", "0", "off")
@@ -331,6 +334,11 @@ trace-level text*: The same as `--trace-config=level=…`.
 trace-rate whole: The same as `--trace-config=rate=…`.
 trace-count signed: The same as `--trace-config=count=…`.
 trace-log-frequency whole: The same as `--trace-config=triton,log-frequency=…`.
+
+# Captured requests
+capture path: Write the inputs of requests to this new file, for [`moonpool bench --replay`](BENCH.md#captured-requests). The file has what clients sent, whatever it is; only this user may read it.
+capture-rate positive: One of so many requests is captured.
+capture-byte-size size: The most bytes of the file. Then no more requests are captured.
 """
 # Options of tritonserver that moonpool accepts and ignores. The log says once why each has no effect.
 _WITHOUT_EFFECT = """

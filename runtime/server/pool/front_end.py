@@ -79,6 +79,7 @@ class FrontService(Service):
         # Clients register their memory with the main process. Requests that name it are passed on.
         self.shared_memory = SystemSharedMemory()
         self.traces = Traces()
+        self.capture = None
         self.metrics = _Metrics(models.traffic)  # type: ignore[assignment]
 
 

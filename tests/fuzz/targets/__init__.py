@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz.targets import archives, batches, calls, clients, configurations, links, messages
+from tests.fuzz.targets import (
+    archives,
+    batches,
+    bench,
+    calls,
+    clients,
+    configurations,
+    links,
+    messages,
+)
 
 Target = Callable[[bytes], None]
 
@@ -33,4 +42,7 @@ TARGETS: dict[str, Target] = {
     "pbtxt": configurations.pbtxt,
     "completed": configurations.completed,
     "archive": archives.archive,
+    "bench_input_data": bench.input_data,
+    "bench_npz": bench.npz,
+    "bench_replay": bench.replay,
 }

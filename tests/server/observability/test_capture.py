@@ -1,0 +1,258 @@
+"""Requests that a server captures, and `moonpool bench --replay` sends again."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.runtime.cli.shell import CommandLine, write_model
+from tests.server.running import RunningServer, running, starting
+from tests.waiting import wait_until
+
+from moonpool.runtime.bench.data import read_capture
+from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.model.request import InferenceRequest
+from moonpool.runtime.model.signature import Signature
+from moonpool.runtime.server import capture as module
+from moonpool.runtime.server.capture import Capture
+
+ECHO = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("Y", pb_utils.get_input_tensor_by_name(r, "X").as_numpy())])
+            for r in requests
+        ]
+"""
+CONFIG = """
+backend: "python"
+max_batch_size: 4
+input [
+  { name: "X" data_type: TYPE_FP32 dims: [ 4 ] reshape { shape: [ 2, 2 ] } },
+  { name: "TEXT" data_type: TYPE_STRING dims: [ -1 ] optional: true }
+]
+output [ { name: "Y" data_type: TYPE_FP32 dims: [ 2, 2 ] } ]
+"""
+MOST_S = 60.0
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> CommandLine:
+    return CommandLine(tmp_path)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    write_model(tmp_path / "models", "echo", ECHO, CONFIG)
+    return tmp_path / "models"
+
+
+def ask_http(server: RunningServer, values: list[float], texts: list[str] | None = None) -> None:
+    inputs: list[dict[str, Any]] = [
+        {"name": "X", "datatype": "FP32", "shape": [1, 4], "data": values}
+    ]
+    if texts is not None:
+        inputs.append(
+            {"name": "TEXT", "datatype": "BYTES", "shape": [1, len(texts)], "data": texts}
+        )
+    status, body = server.get(
+        "/v2/models/echo/infer", "POST", json.dumps({"inputs": inputs}).encode()
+    )
+    assert status == 200, body
+
+
+def ask_grpc(server: RunningServer, values: list[float]) -> None:
+    import tritonclient.grpc as client
+
+    tensor = client.InferInput("X", [1, 4], "FP32")
+    tensor.set_data_from_numpy(np.array([values], np.float32))
+    with client.InferenceServerClient(server.grpc) as connection:
+        connection.infer("echo", [tensor])
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.promise(
+    "Watching a server",
+    "With `--capture`, the inputs of requests are written to a new file that only its user may read, and "
+    "`moonpool bench --replay` sends them again at their times.",
+)
+@pytest.mark.parametrize("front_ends", [1, 2])
+def test_what_clients_ask_is_asked_again(
+    cli: CommandLine, repository: Path, front_ends: int
+) -> None:
+    if front_ends > len(os.sched_getaffinity(0)):
+        pytest.skip("needs two processors")
+    path = cli.folder / "captured"
+    with running(repository, f"--capture={path}", f"--frontends={front_ends}") as server:
+        assert "the file has the inputs as clients sent them" in server.text()
+        ask_http(server, [1, 2, 3, 4])
+        ask_grpc(server, [5, 6, 7, 8])
+        ask_http(server, [1, 2, 3, 4], ["a", "ü", ""])
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    mix, schedule = read_capture(path, "echo", 1.0)
+    arrays = [mix.requests[number].arrays() for number in mix.order]
+    assert [each["X"].tolist() for each in arrays] == [
+        [[1, 2, 3, 4]], [[5, 6, 7, 8]], [[1, 2, 3, 4]],
+    ]  # fmt: skip
+    assert arrays[2]["TEXT"].tolist() == [[b"a", "ü".encode(), b""]]
+
+    # The same requests, at the same times, come to another server.
+    again = cli.folder / "again"
+    with running(repository, f"--capture={again}") as other:
+        ended = cli(
+            "bench", "echo", "--url", f"http://{other.http}", "--replay", path, "--speed", "2",
+            "--seconds", "0.05", "--warm-up", "0", "--windows", "1", "--save", ".", "--export", "jsonl",
+        )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    tensors = [line["inputs"] for line in lines(path)[1:]]
+    # The first one is sent once before the window, to see that it is answered. A machine that is too slow leaves some out.
+    sent = [line["inputs"] for line in lines(again)[1:]]
+    [point] = json.loads((cli.folder / "echo.json").read_text())["series"]
+    assert len(sent) == 1 + point["requests"]
+    assert point["requests"] + point["unsent"] == 3
+    assert [each for each in sent if each in tensors] == sent
+    # Each was due at its time, twice as fast.
+    due = [line["at_s"] for line in lines(cli.folder / "echo.requests.jsonl")]
+    came = [line["at_s"] for line in lines(path)[1:]]
+    planned = [(each - came[0]) / 2 for each in came] if len(due) == 3 else due
+    assert due == pytest.approx(planned, abs=1e-5)
+    assert schedule.times_ns.tolist() == pytest.approx(
+        [(each - came[0]) * 1e9 for each in came], abs=1e4
+    )
+
+
+def test_one_of_some_requests_is_captured(cli: CommandLine, repository: Path) -> None:
+    path = cli.folder / "captured"
+    with running(repository, f"--capture={path}", "--capture-rate=3") as server:
+        for number in range(7):
+            ask_http(server, [number] * 4)
+
+    data = [base64.b64decode(line["inputs"][0]["b64"]) for line in lines(path)[1:]]
+    assert [np.frombuffer(each, np.float32)[0] for each in data] == [2, 5]
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_an_existing_file_is_refused(cli: CommandLine, repository: Path, *, is_link: bool) -> None:
+    target = cli.folder / "precious"
+    target.write_text("keep")
+    path = cli.folder / "link" if is_link else target
+    if is_link:
+        path.symlink_to(target)
+    with starting(repository, f"--capture={path}") as server:
+        assert server.wait() == 2
+        assert "exists already: name a new file" in server.text()
+    assert target.read_text() == "keep"
+
+
+# Without a server: the queue, the bounds, and a disk that fails.
+
+MODEL = ModelConfig.from_dict(
+    {
+        "name": "m",
+        "backend": "python",
+        "input": [{"name": "X", "data_type": "TYPE_UINT8", "dims": [-1]}],
+        "output": [{"name": "Y", "data_type": "TYPE_UINT8", "dims": [-1]}],
+    }
+)
+
+
+class _Model:
+    name = "m"
+    version = 1
+    config = MODEL
+
+
+def request(size_bytes: int) -> InferenceRequest:
+    return Signature(MODEL).request({"X": np.full(size_bytes, 7, np.uint8)})
+
+
+def test_a_file_has_no_more_bytes_than_it_may_have(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "captured"
+    capture = Capture(str(path), rate=1, most_bytes=1000)
+    for _ in range(5):
+        capture.take(_Model(), request(200))
+        wait_until(lambda: not capture._queued_bytes, MOST_S)
+    capture.close()
+
+    assert path.stat().st_size <= 1000
+    assert len(lines(path)) == 3
+    assert not capture.is_on
+    assert "has all the bytes that it may have" in caplog.text
+
+
+def test_requests_are_left_out_and_counted_while_the_disk_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "moonpool.server")
+    monkeypatch.setattr(module, "_QUEUE_BYTES", 1000)
+    may_write = threading.Event()
+    write = Capture._write
+
+    def slow(self: Capture, entry: Any) -> bool:
+        may_write.wait(MOST_S)
+        return write(self, entry)
+
+    monkeypatch.setattr(Capture, "_write", slow)
+    capture = Capture(str(tmp_path / "captured"), rate=1, most_bytes=1 << 20)
+    for _ in range(6):
+        # Returns at once, although nothing is written.
+        capture.take(_Model(), request(400))
+    may_write.set()
+    capture.close()
+
+    assert len(lines(tmp_path / "captured")) == 3
+    assert caplog.text.count("some are left out") == 1
+    assert "Captured 2 requests" in caplog.text
+    assert "4 were left out" in caplog.text
+
+
+def test_a_disk_that_fails_ends_the_capture_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    capture = Capture(str(tmp_path / "captured"), rate=1, most_bytes=1 << 20)
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), capture._file.fileno())
+    capture.take(_Model(), request(10))
+    wait_until(lambda: not capture.is_on, MOST_S)
+    capture.take(_Model(), request(10))
+    capture.close()
+
+    assert "cannot be written: No space left on device" in caplog.text
+
+
+def test_a_line_that_a_killed_server_left_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "captured"
+    capture = Capture(str(path), rate=1, most_bytes=1 << 20)
+    capture.take(_Model(), request(3))
+    capture.close()
+    whole = path.read_text()
+    path.write_text(whole + whole.splitlines()[1][:30])
+
+    mix, _ = read_capture(path, "m", 1.0)
+    assert [each.arrays()["X"].tolist() for each in mix.requests] == [[7, 7, 7]]
+
+
+def test_a_long_tensor_is_encoded_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 30)
+    path = tmp_path / "captured"
+    capture = Capture(str(path), rate=1, most_bytes=1 << 20)
+    capture.take(_Model(), request(100))
+    capture.close()
+
+    [data] = [base64.b64decode(line["inputs"][0]["b64"]) for line in lines(path)[1:]]
+    assert data == bytes([7]) * 100
