@@ -26,15 +26,19 @@ from moonpool.runtime.bench.generator.engine import COLUMNS, DUE, END, OUTCOME, 
 from moonpool.runtime.bench.loads import Concurrency, Load
 from moonpool.runtime.bench.resources import ResourceMeter
 from moonpool.runtime.bench.result import digests_of_configuration
+from moonpool.runtime.bench.timeline import ServerTrace, TraceRecorder
 from moonpool.runtime.bench.windows import PARTS, Log, ModelLoad, Window, between, success_count
 from moonpool.runtime.errors import OutOfThreads
+from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.model.states import InstanceState
 from moonpool.runtime.observe.another_instance import InstanceLoad as ModelsLoad
 from moonpool.runtime.observe.another_instance import advice, decide, largest_batch
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.process.usage import Reading, reading, spare_cores, usage_of
 from moonpool.runtime.runtime import Runtime
+from moonpool.runtime.schedule.callers import response_of, wait_for_response
 
 
 class _Calls:
@@ -197,6 +201,8 @@ class InProcess:
         # Callers take the next one each; one step of the cycle is atomic.
         self._inputs = itertools.cycle([self._requests[number] for number in mix.order])
         self._mix = mix
+        # Notes the times of each request in the runtime, if they are wanted.
+        self._recorder: TraceRecorder | None = None
         self._meter: ResourceMeter | None = None
         self._is_async = is_async
         self._timeout_s = timeout_s
@@ -287,8 +293,27 @@ class InProcess:
     def configuration_fields(self) -> dict[str, str]:
         return digests_of_configuration(self._runtime.config(self._model).raw)
 
+    def begin_traces(self) -> None:
+        """Trace each request from now on."""
+        self._recorder = TraceRecorder()
+
+    def traces(self) -> list[ServerTrace]:
+        """Return the traces of the requests since `begin_traces`."""
+        return [] if self._recorder is None else list(self._recorder.traces)
+
+    def _traced(self) -> tuple[HostedModel, InferenceRequest]:
+        """Return the next request with its trace, and its model."""
+        hosted = self._runtime.registry.find(self._model)
+        request = hosted.signature.request(next(self._inputs))
+        if self._recorder is not None:
+            request.trace = self._recorder.make(hosted.model)
+        return hosted, request
+
     def call(self) -> object:
         """Send one request and wait for its answer."""
+        if self._recorder is not None:
+            hosted, request = self._traced()
+            return wait_for_response(hosted.scheduler, request, self._timeout_s)
         return self._runtime.infer(self._model, next(self._inputs), timeout_s=self._timeout_s)
 
     def ask(self, kind: int) -> object:
@@ -296,6 +321,11 @@ class InProcess:
         return self._runtime.infer(self._model, self._requests[kind], timeout_s=self._timeout_s)
 
     async def _acall(self) -> object:
+        if self._recorder is not None:
+            from moonpool.runtime.schedule.event_loop import wait_for_outcome
+
+            hosted, request = self._traced()
+            return response_of(await wait_for_outcome(hosted.scheduler, request, self._timeout_s))
         return await self._runtime.ainfer(
             self._model, next(self._inputs), timeout_s=self._timeout_s
         )

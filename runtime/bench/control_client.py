@@ -104,6 +104,39 @@ class HttpControlClient:
             return None
         return entries[0] if entries else None
 
+    def trace_settings(self, changes: Mapping[str, object] | None = None) -> dict[str, Any]:
+        """Change the settings of the server's traces, and return them."""
+        path = "/v2/trace/setting"
+        if changes is None:
+            return self._get(path)
+        _, body = self._ask("POST", path, json.dumps(changes).encode())
+        return dict(json.loads(body))
+
+    def served(self) -> dict[str, int]:
+        """Return the number of requests that each model has answered, also those of ensembles and models."""
+        entries = self._get("/v2/models/stats")["model_stats"]
+        found: dict[str, int] = {}
+        for entry in entries:
+            count = int(entry["inference_stats"]["success"]["count"])
+            found[str(entry["name"])] = found.get(str(entry["name"]), 0) + count
+        return found
+
+    def load(self, model: str, configuration: Mapping[str, Any]) -> None:
+        """Load a model with a whole configuration, and return when it is ready."""
+        body = {"parameters": {"config": json.dumps(configuration)}}
+        self._ask("POST", f"/v2/repository/models/{model}/load", json.dumps(body).encode())
+
+    def unready(self) -> dict[str, str]:
+        """Return the models of the server's repositories of which no version is ready, each with the reason."""
+        _, body = self._ask("POST", "/v2/repository/index", b"{}")
+        entries = json.loads(body)
+        ready = {entry["name"] for entry in entries if entry.get("state") == "READY"}
+        return {
+            str(entry["name"]): str(entry.get("reason", "it is not loaded"))
+            for entry in entries
+            if entry["name"] not in ready
+        }
+
     def advice(self, model: str, version: str) -> object:
         try:
             return _model_in(self.overview(), model, version).get("advice")

@@ -56,11 +56,12 @@ def rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
                     "first_s": (row[FIRST] - due_ns) / 1e9 if row[FIRST] else None,
                     "latency_s": (row[END] - due_ns) / 1e9,
                     "request": row[KIND],
-                    "outcome": _outcome(window, row[OUTCOME]),
+                    "outcome": outcome_of(window, row[OUTCOME]),
                 }
 
 
-def _outcome(window: Window, outcome: int) -> str:
+def outcome_of(window: Window, outcome: int) -> str:
+    """Say how a request ended: `answered`, `cancelled` or the text of the error."""
     if outcome == SUCCEEDED:
         return "answered"
     return "cancelled" if outcome == CANCELLED else window.log.texts[outcome]
@@ -150,7 +151,7 @@ def trace_events(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
                         "dur": (to_ns - from_ns) / 1000,
                         "args": {
                             "request": named["kind"],
-                            "outcome": _outcome(window, row[OUTCOME]),
+                            "outcome": outcome_of(window, row[OUTCOME]),
                         },
                     }
 

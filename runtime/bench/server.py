@@ -13,12 +13,14 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import posix_ipc
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.bench.control_client import (
+    HttpControlClient,
     Interface,
     Refused,
     control_client,
@@ -33,6 +35,7 @@ from moonpool.runtime.bench.loads import Load
 from moonpool.runtime.bench.request import Endpoint, Place, Question, around_id
 from moonpool.runtime.bench.resources import ResourceMeter, local_pid, triton_stubs
 from moonpool.runtime.bench.result import digests_of_configuration
+from moonpool.runtime.bench.timeline import MOST_TRACES, NoTraces, ServerTrace, read_traces
 from moonpool.runtime.bench.windows import Window, between, success_count
 from moonpool.runtime.process.usage import with_descendants
 
@@ -102,6 +105,8 @@ class MeasuredServer:
         self._headers = headers
         self._timeout_s = timeout_s
         self._most_connections = 1
+        # The server's settings before requests were traced.
+        self._trace_settings: Mapping[str, Any] | None = None
         self._client = control_client(endpoint, headers, timeout_s)
         self._workers: LoadWorkers | None = None
         self._meter: ResourceMeter | None = None
@@ -319,6 +324,36 @@ class MeasuredServer:
             except Refused:
                 self._foreign = True
         return self._foreign
+
+    def begin_traces(self) -> None:
+        """Have the server trace each request from now on, until `traces`. Raises `NoTraces`, too."""
+        if not isinstance(self._client, HttpControlClient):
+            raise NoTraces(f"{self.where} does not tell its traces: give an http:// address")
+        with understood(f"what {self.where} says of its traces"):
+            self._trace_settings = before = self._client.trace_settings()
+            wanted = {"trace_level": ["TIMESTAMPS"], "trace_rate": "1"}
+            self._client.trace_settings({**wanted, "trace_count": str(MOST_TRACES)})
+            kept = {name: before[name] for name in ("trace_level", "trace_rate", "trace_count")}
+        self._cleanup.callback(self._end_traces, kept)
+
+    def _end_traces(self, kept: Mapping[str, Any]) -> None:
+        """Give the server its settings back, once."""
+        if self._trace_settings is not None and isinstance(self._client, HttpControlClient):
+            self._trace_settings = None
+            # A server that has ended has no settings any more.
+            with contextlib.suppress(Refused, Unreachable):
+                self._client.trace_settings(kept)
+
+    def traces(self) -> list[ServerTrace]:
+        """Return the traces of this server's file, which must be on this machine. Raises `NoTraces`."""
+        settings = self._trace_settings or {}
+        path = Path(str(settings.get("trace_file", "")))
+        try:
+            return read_traces(path)
+        except OSError as error:
+            raise NoTraces(
+                f"the traces of {self.where} are in its file {path}, which cannot be read here: {error.strerror}"
+            ) from error
 
     def _statistics(self) -> Mapping[str, Any] | None:
         with understood(f"the statistics of {self.where}"):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from moonpool.runtime.bench import result as results
 from moonpool.runtime.bench.callers import InProcess
@@ -27,6 +27,7 @@ from moonpool.runtime.bench.request import Endpoint, QuestionTensor
 from moonpool.runtime.bench.result import check_requests, differences
 from moonpool.runtime.bench.server import MeasuredServer
 from moonpool.runtime.bench.slo import RateSearch
+from moonpool.runtime.bench.timeline import write_timeline
 from moonpool.runtime.bench.windows import Point, Subject, Window, of_runs, sweep
 from moonpool.runtime.cli.bench import compare
 from moonpool.runtime.cli.bench import options as command_line
@@ -181,7 +182,14 @@ def _warn_of_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
 
 def _measured_in_runs(options: Options, asked: _Asked) -> list[list[Point]]:
     """Measure all loads in each run; return the points of each subject."""
+    subject, timeline = asked.subjects[0], options.timeline
+    traced = subject if isinstance(subject, InProcess | MeasuredServer) else None
+    if timeline is not None and traced is not None:
+        traced.begin_traces()
     runs = [_measured(options, asked) for _ in range(options.runs)]
+    if timeline is not None and traced is not None:
+        measured = [point for run in runs for point in run[0]]
+        write_timeline(timeline, measured, traced.traces(), options.model)
     if len(runs) == 1:
         return runs[0]
     # From runs of subjects of loads to subjects of loads of runs.
@@ -382,17 +390,35 @@ def _data(options: Options, interface: TakesInputs) -> tuple[DataMix, Schedule |
     """Read or make up the requests; return their times, too, if they were captured with them."""
     if options.replay is not None:
         return read_capture(options.replay, options.model, options.speed)
+    return requests_of(interface, options), None
+
+
+class RequestSource(Protocol):
+    """Describes requests by the options of a command."""
+
+    @property
+    def values(self) -> Mapping[str, object]: ...
+    @property
+    def input_data(self) -> Sequence[str]: ...
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    @property
+    def batch(self) -> int: ...
+
+
+def requests_of(interface: TakesInputs, options: RequestSource) -> DataMix:
+    """Read or make up the requests for a model with these inputs. Raises `BadData`, `InvalidRequest`, `UsageError`."""
     if options.input_data:
         is_batched = bool(interface.max_batch_size)
         specs, inputs = options.input_data, interface.inputs
-        return read_mix(specs, inputs, options.shapes, is_batched=is_batched), None
+        return read_mix(specs, inputs, options.shapes, is_batched=is_batched)
     if options.values:
         arrays = as_arrays(options.values, interface)
     else:
         arrays = made_up(interface, options.batch, options.shapes)
     datatypes = {tensor.name: tensor.datatype for tensor in interface.inputs}
     tensors = [QuestionTensor.of(name, datatypes[name], array) for name, array in arrays.items()]
-    return DataMix([RequestData(tensors)]), None
+    return DataMix([RequestData(tensors)])
 
 
 def _prepare(server: MeasuredServer, options: Options, mix: DataMix) -> None:

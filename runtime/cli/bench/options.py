@@ -98,6 +98,8 @@ class Options:
     # How often everything is measured, and the formats of further files.
     runs: int
     export: list[str]
+    # A file for what each request did, in its caller and in the server.
+    timeline: Path | None
     verbose: bool
 
     @property
@@ -183,6 +185,14 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
         default="",
         help="with --save: write more files: jsonl or parquet with each request, hgrm with HdrHistogram's percentiles, trace for Perfetto, "
         "html with a page",
+    )
+
+    add(
+        "--timeline",
+        metavar="FILE",
+        type=Path,
+        help="write a trace for Perfetto with each request and its batch, in its caller and in the server; a server must have "
+        "--trace-config=triton,file=FILE",
     )
 
 
@@ -461,7 +471,7 @@ def checked(arguments: argparse.Namespace) -> Options:
     _check_subject(arguments, endpoint)
     against, against_file = _against(arguments.against)
     endpoint, against = _with_certificates(arguments, endpoint, against)
-    slo = _read("--slo", Slo.parse, arguments.slo)
+    slo = read_option("--slo", Slo.parse, arguments.slo)
     loads = _loads(arguments, is_search=slo is not None and endpoint is not None)
     _check_loads(arguments, loads, is_compared=bool(against or against_file))
     return Options(
@@ -492,16 +502,13 @@ def checked(arguments: argparse.Namespace) -> Options:
         hosts=_hosts(arguments),
         host_packages=arguments.host_package,
         **_requests(arguments),
-        save=arguments.save,
-        label=arguments.label,
-        overwrite=arguments.overwrite,
+        **_outputs(arguments),
         resources=arguments.resources,
         server_pid=arguments.server_pid,
         metrics_url=arguments.metrics_url,
         fault=_fault(arguments),
         loadgen=None if arguments.loadgen is None else _loadgen(arguments, slo),
         runs=arguments.runs,
-        export=_export(arguments),
         verbose=arguments.verbose,
     )
 
@@ -522,7 +529,7 @@ def _check_loads(
 
 def _requests(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check and return the options that say what is sent, by their names in `Options`."""
-    shapes = dict(_shape(text) for text in arguments.shape)
+    shapes = dict(read_shape(text) for text in arguments.shape)
     values = parse_inputs(arguments.input)
     if values and shapes:
         raise UsageError("--shape is for made-up inputs; leave it out with --input")
@@ -532,8 +539,8 @@ def _requests(arguments: argparse.Namespace) -> dict[str, Any]:
         "input_data": arguments.input_data,
         "replay": arguments.replay,
         "speed": arguments.speed,
-        "cancelled": _read("--cancel", _cancelled, arguments.cancel),
-        "sequences": None if arguments.sequences is None else _lengths(arguments.sequences),
+        "cancelled": read_option("--cancel", _cancelled, arguments.cancel),
+        "sequences": None if arguments.sequences is None else sequence_lengths(arguments.sequences),
         "shapes": shapes,
         "batch": arguments.batch,
     }
@@ -671,8 +678,8 @@ def _fault(arguments: argparse.Namespace) -> Fault | None:
         raise UsageError("faults are for one side: leave out --against")
     [(name, text)] = faults.items()
     if name == "hang":
-        return _read("--hang", _hanging, text)
-    every_s = _read(f"--{name.replace('_', '-')}", seconds_of, text)
+        return read_option("--hang", _hanging, text)
+    every_s = read_option(f"--{name.replace('_', '-')}", seconds_of, text)
     if not every_s:
         raise UsageError("the time between two faults must be more than 0")
     return Fault("killed" if name == "kill_every" else "stopped", every_s=every_s)
@@ -694,6 +701,29 @@ def _export(arguments: argparse.Namespace) -> list[str]:
     if formats and arguments.save is None:
         raise UsageError("--export needs --save")
     return formats
+
+
+def _outputs(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Check and return the options that say what is written, by their names in `Options`."""
+    return {
+        "save": arguments.save,
+        "label": arguments.label,
+        "overwrite": arguments.overwrite,
+        "export": _export(arguments),
+        "timeline": _timeline(arguments),
+    }
+
+
+def _timeline(arguments: argparse.Namespace) -> Path | None:
+    if arguments.timeline is not None:
+        if arguments.against or arguments.isolation or arguments.hosts or arguments.loadgen:
+            raise UsageError(
+                "--timeline shows one side: leave out --against, --isolation, --hosts and --loadgen"
+            )
+        if arguments.streaming:
+            raise UsageError("--timeline is for requests with one response, not for --streaming")
+    timeline: Path | None = arguments.timeline
+    return timeline
 
 
 def _check_subject(arguments: argparse.Namespace, endpoint: Endpoint | None) -> None:
@@ -764,7 +794,8 @@ def _cancelled(text: str) -> tuple[float, float]:
     return share_of(share), seconds_of(time) if time else 0.0
 
 
-def _lengths(text: str) -> tuple[int, int]:
+def sequence_lengths(text: str) -> tuple[int, int]:
+    """Read the lengths of sequences in an option. Raises `UsageError`."""
     least, dash, most = text.partition("-")
     if not least.isdecimal() or not (most.isdecimal() or not dash):
         raise UsageError(f"--sequences must be N or N-N, not {text!r}")
@@ -805,7 +836,7 @@ def parse_endpoint(option: str, text: str) -> Endpoint:
 _Value = TypeVar("_Value")
 
 
-def _read(option: str, read: Callable[[str], _Value], text: str | None) -> _Value | None:
+def read_option(option: str, read: Callable[[str], _Value], text: str | None) -> _Value | None:
     """Read the value of an option, if it is given. Raises `UsageError`."""
     if text is None:
         return None
@@ -885,7 +916,8 @@ def _numbers(option: str, text: str, *, least: int) -> list[int]:
     return numbers
 
 
-def _shape(text: str) -> tuple[str, tuple[int, ...]]:
+def read_shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """Read the size of an input in an option. Raises `UsageError`."""
     name, equals, sizes = text.partition("=")
     if not (name and equals):
         raise UsageError(f"--shape must be NAME=N,N, not {text!r}")

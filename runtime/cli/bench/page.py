@@ -29,7 +29,7 @@ svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft);
 th, td { padding: .25rem .75rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 """
 # The place of a plot within its picture, in the picture's units.
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 480, 280, 58, 12, 26, 34
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 280, 58, 12, 26, 34
 _PERCENTILES = ("p50", "p90", "p99")
 
 
@@ -53,7 +53,12 @@ def page_of(found: Mapping[str, Any]) -> str:
         heads = list(names(found, found["against"]))
         facts.append(f"lines: {heads[0]}; dashed: {heads[1]}")
     for head, each in zip(heads, both, strict=True):
-        sections.append(f"<h2>{escape(head)}</h2>{_table(_rows_of(each))}")
+        sections.append(f"<h2>{escape(head)}</h2>{table_of(_rows_of(each))}")
+    return document(title, facts, sections)
+
+
+def document(title: str, facts: Sequence[str], sections: Sequence[str]) -> str:
+    """Return a page with a title, facts as text, and sections that are HTML already."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -100,7 +105,8 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table_of(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of texts as HTML; the first row is its head."""
     head, *lines = rows
     cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(
@@ -151,26 +157,26 @@ def _plots(found: Mapping[str, Any]) -> str:
 
 def _plot(caption: str, lines: Sequence[_Line], labels: Sequence[str]) -> str:
     values = [y for _, _, _, points in lines for _, y in points]
-    top = _round_up(max(values, default=1.0))
-    wide, high = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    top = round_up(max(values, default=1.0))
+    wide, high = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = x / (len(labels) - 1) if len(labels) > 1 else 0.5
-        return _LEFT + across * wide, _TOP + high - y / top * high
+        return LEFT + across * wide, TOP + high - y / top * high
 
     parts = []
     for step in range(5):
         value = top * step / 4
         _, y = place(0, value)
         parts.append(
-            f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:,.4g}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:,.4g}</text>')
     every = math.ceil(len(labels) / 8) or 1
     for index, label in list(enumerate(labels))[::every]:
         x, _ = place(index, 0)
         parts.append(
-            f'<text x="{x:.1f}" y="{_HEIGHT - 12}" text-anchor="middle">{escape(label[:14])}</text>'
+            f'<text x="{x:.1f}" y="{HEIGHT - 12}" text-anchor="middle">{escape(label[:14])}</text>'
         )
     legend = 0
     for name, colour, is_theirs, points in lines:
@@ -182,18 +188,18 @@ def _plot(caption: str, lines: Sequence[_Line], labels: Sequence[str]) -> str:
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="var(--c{colour})"/>' for x, y in where
         ]
         if not is_theirs:
-            x = _LEFT + 8 + legend * 100
+            x = LEFT + 8 + legend * 100
             legend += 1
             parts.append(f'<rect x="{x}" y="6" width="10" height="10" fill="var(--c{colour})"/>')
             parts.append(f'<text x="{x + 14}" y="15">{escape(name[:12])}</text>')
     return (
         f"<figure><figcaption>{escape(caption)}</figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(caption)}">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(caption)}">'
         f"{''.join(parts)}</svg></figure>"
     )
 
 
-def _round_up(value: float) -> float:
+def round_up(value: float) -> float:
     """Return the next number that an axis can end at."""
     if value <= 0 or not math.isfinite(value):
         return 1.0
