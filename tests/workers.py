@@ -36,6 +36,7 @@ SECONDS = {
     "tests/runtime/cli/test_bench_servers.py": 30,
     "tests/runtime/cli/test_bench_tls.py": 15,
     "tests/runtime/cli/test_main.py": 30,
+    "tests/runtime/cli/test_tune.py": 30,
     "tests/runtime/devices/test_callers.py": 25,
     "tests/runtime/quick/test_forms.py": 110,
     "tests/runtime/triton/test_codec.py": 20,

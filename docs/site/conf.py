@@ -60,7 +60,7 @@ SECTIONS = {
         "FIDELITY",
     ),
     "Contain": ("SANDBOX", "LIMITS", "PREFORK"),
-    "Test and measure": ("TESTING_MODELS", "BENCH", "PERFORMANCE", "/benchmarks/README"),
+    "Test and measure": ("TESTING_MODELS", "BENCH", "TUNING", "PERFORMANCE", "/benchmarks/README"),
     "Reference": ("API", "SPECIFICATION", "ARCHITECTURE", "GLOSSARY", "WIRE", "decisions/README"),
 }
 

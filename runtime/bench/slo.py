@@ -59,7 +59,7 @@ class Slo:
         if not len(whole.latencies_ns):
             return "no request was answered"
         for name, limit_us in self.limits_us.items():
-            found_us = self._figure_us(whole, name)
+            found_us = self.figure_us(whole, name)
             # NaN, where there is no such time, breaks the limit, too.
             if not found_us <= limit_us:
                 shown = "not known" if math.isnan(found_us) else time_words(found_us)
@@ -73,7 +73,8 @@ class Slo:
                 return f"{reached:.0%} of the rate"
         return None if point.stable else "not settled"
 
-    def _figure_us(self, whole: Window, name: str) -> float:
+    def figure_us(self, whole: Window, name: str) -> float:
+        """Return the figure in microseconds; NaN if there is none."""
         if name == "mean":
             return whole.mean_latency_us
         if name in _OF_STREAMS:

@@ -31,6 +31,7 @@ from moonpool.runtime.cli import (
 from moonpool.runtime.cli.bench import command as bench
 from moonpool.runtime.cli.completion import offer_completions
 from moonpool.runtime.cli.shared import UsageError
+from moonpool.runtime.cli.tune import command as tune
 from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.process.sigterm import exit_on_sigterm
 from moonpool.runtime.process.terminal import Terminal, harmless
@@ -74,6 +75,7 @@ _COMMANDS = (
     triton,
     run_model,
     bench,
+    tune,
     completion,
 )
 _EPILOG = """\

@@ -88,6 +88,12 @@ def fields(text: str) -> Iterator[_Field]:
             yield from scanner.take(token, match.start())
 
 
+def token_at(text: str, offset: int) -> str:
+    """Return the token of protobuf text that begins at an offset, such as a name, a number, a string or a bracket."""
+    match = _TOKEN.match(text, offset)
+    return "" if match is None else match.group()
+
+
 def field_at(text: str, offset: int) -> str:
     """Return the path of the last field before an offset, "" for none. The text need not be well formed."""
     found = ""

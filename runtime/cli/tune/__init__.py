@@ -1,0 +1,1 @@
+"""`moonpool tune`, the command."""

@@ -1,0 +1,273 @@
+"""The results of a search for settings: as text, as changes of `config.pbtxt`, and as a page without scripts."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.bench.slo import Slo, time_words
+from moonpool.runtime.bench.tuning.settings import Unwritable, Value, written
+from moonpool.runtime.bench.tuning.tuner import Measured, Tuner
+from moonpool.runtime.cli.bench.page import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    document,
+    round_up,
+    table_of,
+)
+from moonpool.runtime.cli.shared import figure, table
+from moonpool.runtime.model.config.source import ConfigError
+from moonpool.runtime.process.terminal import Terminal, harmless
+from moonpool.runtime.repository.repository import CONFIG_FILENAME
+
+
+def introduce(tuner: Tuner) -> None:
+    """Print what is searched, and what is left out."""
+    terminal = Terminal(sys.stdout)
+    rows = [["setting", "now", "tried"]]
+    for setting in tuner.settings:
+        shown = [_shown(value) for value in setting.values]
+        rows.append([_name(setting.model, setting.name), shown[setting.start], ", ".join(shown)])
+    for line in table(rows, align="<<<"):
+        terminal.line(harmless(line))
+    for (model, name), why in tuner.left_out.items():
+        terminal.line(harmless(f"left out: {_name(model, name)}: {why}"))
+    terminal.line()
+
+
+def _name(model: str, setting: str) -> str:
+    return f"{model}.{setting}" if model else setting
+
+
+def _shown(value: Value) -> str:
+    return "unset" if value is None else str(value)
+
+
+def in_words(changed: Mapping[str, Mapping[str, Value]]) -> str:
+    """Write values that differ from the start."""
+    words = [
+        f"{_name(model, name)}={_shown(value)}"
+        for model, values in changed.items()
+        for name, value in values.items()
+    ]
+    return " ".join(words) or "as now"
+
+
+def line_of(tuner: Tuner, each: Measured) -> str:
+    """Describe a measured load in one line."""
+    words = harmless(in_words(tuner.values_at(each.place)))
+    if each.callers == 0:
+        return f"{words}: fails: {harmless((each.broken or '').splitlines()[0])}"
+    broken = "" if each.broken is None else f", {harmless(each.broken)}"
+    return (
+        f"{words}, {each.callers} callers: {figure(each.rate)}/s, "
+        f"{tuner.figure} {time_words(each.latency_us)}{broken}"
+    )
+
+
+class Report:
+    """The results, printed, written to files, and as a page."""
+
+    def __init__(self, tuner: Tuner, slo: Slo | None, repository: Path) -> None:
+        self._tuner, self._slo, self._repository = tuner, slo, repository
+        self._terminal = Terminal(sys.stdout)
+
+    def show(
+        self,
+        pairs: Sequence[tuple[Measured, Measured]],
+        *,
+        is_written: bool,
+        html: Path | None,
+    ) -> int:
+        """Show what was found; return the exit code. Raises OSError, `Unwritable`, `ConfigError`."""
+        tuner, best = self._tuner, self._tuner.best
+        if best is None:
+            raise MoonpoolError("nothing was measured; give the search more time (--budget)")
+        rows = [self._row(each) for each in tuner.front()]
+        head = ["requests/s", tuner.figure, "callers", "holds", "settings"]
+        for line in table([head, *rows], align=">>><<"):
+            self._terminal.line(line)
+        verdict, holds = self._verdict(best, pairs)
+        self._terminal.line()
+        for line in verdict:
+            self._terminal.line(harmless(line))
+        texts: dict[Path, tuple[str, str]] = {}
+        diff = ""
+        if holds:
+            texts = self._texts(best)
+            diff = "".join(self._diff(path, *text) for path, text in texts.items())
+            front_ends = tuner.values_at(best.place).get("", {}).get("frontends")
+            if diff:
+                self._terminal.line(harmless_lines(diff))
+            if front_ends is not None:
+                self._terminal.line(f"moonpool serve … --frontends={front_ends}")
+            if is_written:
+                self._write(texts)
+        if html is not None:
+            html.write_text(self._page(verdict, [head, *rows], diff), encoding="utf-8")
+            self._terminal.line(str(html))
+        return 0 if holds else 1
+
+    def _page(self, verdict: Sequence[str], front: Sequence[Sequence[str]], diff: str) -> str:
+        tuner = self._tuner
+        title = f"{next(iter(tuner.raws))}: the search for settings"
+        left_out = [f"left out: {_name(*key)}: {why}" for key, why in tuner.left_out.items()]
+        limits = self._slo.limits_us if self._slo else {}
+        limit_ms = limits[tuner.figure] / 1000 if tuner.figure in limits else None
+        sections = [
+            f'<div class="plots">{_scatter(tuner, limit_ms)}</div>',
+            f"<h2>Most throughput for its latency</h2>{table_of(front)}",
+        ]
+        if diff:
+            sections.append(f'<h2>The change</h2><pre class="scroll">{escape(diff)}</pre>')
+        everything = [front[0], *(self._row(each) for each in tuner.measured)]
+        sections.append(f"<h2>All that was measured</h2>{table_of(everything)}")
+        return document(title, [*verdict, *left_out], sections)
+
+    def _row(self, each: Measured) -> list[str]:
+        if each.callers == 0:
+            return ["-", "-", "-", "fails", harmless(in_words(self._tuner.values_at(each.place)))]
+        known = each.latency_us == each.latency_us
+        return [
+            figure(each.rate) if known else "-",
+            time_words(each.latency_us) if known else "-",
+            str(each.callers),
+            "yes" if each.broken is None else harmless(each.broken.splitlines()[0][:40]),
+            harmless(in_words(self._tuner.values_at(each.place))),
+        ]
+
+    def _verdict(
+        self, best: Measured, pairs: Sequence[tuple[Measured, Measured]]
+    ) -> tuple[list[str], bool]:
+        """Say in a few lines what was found; the second is True if there is a place that holds."""
+        tuner, slo = self._tuner, self._slo
+        limits = f" within {slo.words}" if slo else ""
+        at = f"{figure(best.rate)} requests/s, {tuner.figure} {time_words(best.latency_us)}, {best.callers} callers"
+        fails = len({each.place for each in tuner.measured if each.callers == 0})
+        lines = [f"Settings that were tried and do not work: {fails}."] if fails else []
+        if best.broken is not None:
+            if math.isinf(best.score):
+                raise MoonpoolError(f"no load could be measured: {best.broken}")
+            wanted = f"No settings were found that hold{limits}" if slo else "No load settled"
+            return [
+                *lines,
+                f"{wanted}. The best that was seen: {at} ({best.broken}), with {in_words(tuner.values_at(best.place))}.",
+            ], False
+        if best.place == tuner.start:
+            return [
+                *lines,
+                f"Nothing better was found than the present settings: {at}{limits}.",
+            ], True
+        lines.append(f"Best{limits}: {at}, with {in_words(tuner.values_at(best.place))}.")
+        if pairs:
+            ratios = " and ".join(
+                f"{theirs.rate / ours.rate:.2f}" for ours, theirs in pairs if ours.rate
+            )
+            held = all(theirs.broken is None for _, theirs in pairs)
+            now = ", ".join(
+                f"{figure(ours.rate)}/s at {tuner.figure} {time_words(ours.latency_us)}"
+                for ours, _ in pairs
+            )
+            lines.append(
+                f"Measured again in turns with the present settings ({now}): {ratios} times the rate."
+            )
+            if not held:
+                lines.append(
+                    "It did not hold every time: measure it again with `moonpool bench --slo`."
+                )
+        return lines, True
+
+    def _texts(self, best: Measured) -> dict[Path, tuple[str, str]]:
+        """Return the texts of the configurations that change, as they are and as they should be."""
+        found = {}
+        for model, values in self._tuner.values_at(best.place).items():
+            if not model:
+                continue
+            path = self._repository / model / CONFIG_FILENAME
+            try:
+                text = path.read_text(encoding="utf-8") if path.exists() else ""
+                new = written(text, values, self._tuner.raws[model]["backend"], str(path))
+            except (Unwritable, ConfigError, UnicodeDecodeError) as error:
+                print(f"moonpool: {harmless(str(error))}", file=sys.stderr)
+                continue
+            found[path] = text, new
+        return found
+
+    def _diff(self, path: Path, text: str, new: str) -> str:
+        name = f"{path.parent.name}/{path.name}"
+        lines = difflib.unified_diff(
+            text.splitlines(keepends=True), new.splitlines(keepends=True), f"a/{name}", f"b/{name}"
+        )
+        return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
+
+    def _write(self, texts: Mapping[Path, tuple[str, str]]) -> None:
+        """Change the files, unless somebody else has meanwhile. Raises OSError and `Unwritable`."""
+        for path, (text, new) in texts.items():
+            real = path.resolve()
+            if (real.read_text(encoding="utf-8") if real.exists() else "") != text:
+                raise Unwritable(f"{path} has changed meanwhile; it is left as it is")
+            temporary = real.with_name(f".{real.name}.{os.getpid()}")
+            try:
+                temporary.write_text(new, encoding="utf-8")
+                if real.exists():
+                    temporary.chmod(real.stat().st_mode & 0o7777)
+                temporary.replace(real)
+            finally:
+                temporary.unlink(missing_ok=True)
+            self._terminal.line(f"written: {path}")
+
+
+def harmless_lines(text: str) -> str:
+    """Return lines of text without control characters but the ends of lines."""
+    return "\n".join(harmless(line) for line in text.rstrip("\n").split("\n"))
+
+
+def _scatter(tuner: Tuner, limit_ms: float | None) -> str:
+    """Draw the loads as points of rate and latency, with a line through the front."""
+    front = [(each.rate, each.latency_us / 1000) for each in tuner.front()]
+    points = [(each.rate, each.latency_us / 1000) for each in tuner.measured]
+    known = [point for point in points if not math.isnan(sum(point))]
+    most_rate = round_up(max((rate for rate, _ in known), default=1.0))
+    # Points far above the limit would press all others onto the axis.
+    tallest = max((ms for _, ms in front), default=1.0) * 2
+    top = round_up(max(tallest, 1.25 * (limit_ms or 0.0)))
+    wide, high = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+
+    def place(rate: float, ms: float) -> tuple[float, float]:
+        return LEFT + rate / most_rate * wide, TOP + high - min(1.0, ms / top) * high
+
+    parts = []
+    for step in range(5):
+        x, y = place(most_rate * step / 4, top * step / 4)
+        parts.append(
+            f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{top * step / 4:,.4g}</text>'
+            f'<text x="{x:.1f}" y="{HEIGHT - 12}" text-anchor="middle">{most_rate * step / 4:,.4g}</text>'
+        )
+    for point in known:
+        x, y = place(*point)
+        colour = 0 if point in front else 1
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="var(--c{colour})"/>')
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in front))
+    parts.append(f'<polyline class="line" stroke="var(--c0)" points="{path}"/>')
+    if limit_ms is not None:
+        _, y = place(0, limit_ms)
+        parts.append(
+            f'<line class="line theirs" stroke="var(--c3)" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+    caption = f"{tuner.figure} in ms over requests a second"
+    return (
+        f"<figure><figcaption>{escape(caption)}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(caption)}">'
+        f"{''.join(parts)}</svg></figure>"
+    )
