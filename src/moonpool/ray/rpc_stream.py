@@ -22,7 +22,7 @@ from moonpool.ray.replica import Failure
 from moonpool.runtime.errors import ModelNotFound
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.server.grpc.infer_response import error_in_stream
-from moonpool.runtime.server.grpc.status import UNREADABLE
+from moonpool.runtime.server.grpc.status import UNREADABLE, status_of
 from moonpool.runtime.server.grpc.wire import BadProtobuf
 
 _PATH = b"/inference.GRPCInferenceService/ModelStreamInfer"
@@ -56,31 +56,38 @@ class RpcStream:
 
     async def answers(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the messages for the client."""
-        reading = asyncio.create_task(self._read(requests))
-        self._tasks.add(reading)
+        self._add(asyncio.create_task(self._read(requests)))
         try:
             while self.status is None:
                 message = await self._answers.get()
                 if message is None:
                     break
                 yield message
-            if reading.done():
-                reading.result()
         finally:
-            for task in self._tasks:
+            for task in list(self._tasks):
                 task.cancel()
+
+    def _add(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        """Forget a task. If it failed, somebody would wait for its answer for ever, so the stream ends."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            status = status_of(error)
+            self._end(RpcReply(None, status.code, status.text))
 
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
         """Begin each request of the client, and end the stream behind the last answer."""
-        try:
-            async for message in requests:
-                await self._room.acquire()
-                self._begin(message)
-            await asyncio.gather(
-                *(task for task in self._tasks if task is not asyncio.current_task())
-            )
-        finally:
-            await self._answers.put(None)
+        async for message in requests:
+            await self._room.acquire()
+            self._begin(message)
+        others = self._tasks - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others)
+        await self._answers.put(None)
 
     def _begin(self, message: bytes) -> None:
         try:
@@ -95,21 +102,19 @@ class RpcStream:
             refused = None
         key = (model, sequence) if sequence else None
         before = None if key is None else self._sequences.get(key)
-        task = asyncio.create_task(
-            self._answer(message, model, sequence, refused, before, self._last)
-        )
+        answering = self._answer(message, model, sequence, refused, before, self._last)
+        task = asyncio.create_task(answering)
         self._last = task
         if key is not None:
             self._sequences[key] = task
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
+        self._add(task)
+        task.add_done_callback(lambda _: self._ended(task, key))
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _ended(self, task: asyncio.Task[None], key: tuple[str, str] | None) -> None:
         self._room.release()
         if self._last is task:
             self._last = None
-        for key in [key for key, each in self._sequences.items() if each is task]:
+        if key is not None and self._sequences.get(key) is task:
             del self._sequences[key]
 
     def _end(self, status: RpcReply) -> None:

@@ -20,8 +20,10 @@ pytest.importorskip("ray", reason="Ray is not installed here; bash .ci/run ray i
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 
 import moonpool.ray as mr
+from moonpool import MoonpoolError, StubDied
 
 T = TypeVar("T")
 X = np.array([[1.0, 2.0]], np.float32)
@@ -92,6 +94,30 @@ def test_live_options_change_replicas_that_run(deploy: Callable[..., None]) -> N
     wait_until(lambda: len(ask("once", "processes")["once"]) == 2, LONG_S, "the second instance")
     assert stub in ask("once", "processes")["once"]
     assert ask("once", "process") == replica
+
+
+@pytest.mark.promise(
+    "Ray Serve", "If a model gives up, Ray replaces its replica, and the model serves again."
+)
+def test_a_replica_whose_model_gives_up_is_replaced(deploy: Callable[..., None]) -> None:
+    gives_up = mr.Options(
+        num_cpus=0.1,
+        options={"MOONPOOL_MAX_RESTARTS": 0},
+        deployment={"health_check_period_s": 0.5},
+    )
+    deploy(models={"once": gives_up})
+    replica = ask("once", "process")
+
+    with pytest.raises(StubDied):
+        run(mr.get("changes", "once").infer({"X": X * np.nan}, timeout_s=LONG_S))
+
+    def other() -> bool:
+        try:
+            return bool(ask("once", "process") != replica and infer("once") == [2.0, 4.0])
+        except (MoonpoolError, RayError):
+            return False
+
+    wait_until(other, LONG_S, "another replica")
 
 
 async def asked_meanwhile(model: str, act: Callable[[], Awaitable[None]]) -> int:
