@@ -34,7 +34,7 @@ class Call(InferCall):
     """A call whose protocol gives the outcome to a function."""
 
     def __init__(self, hosted: Any, on_outcome: Callable[[Any], object]) -> None:
-        service: Any = SimpleNamespace(traces=SimpleNamespace(is_on=False))
+        service: Any = SimpleNamespace(capture=None, traces=SimpleNamespace(is_on=False))
         super().__init__(Inference(service, asyncio.get_running_loop(), TaskPool(1, "unused")))
         self.hosted = hosted
         self._on_outcome = on_outcome

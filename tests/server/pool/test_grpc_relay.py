@@ -37,6 +37,7 @@ class Front:
 
     def __init__(self, main: Served) -> None:
         self.models, self.metrics, self.traces = self, main.service.metrics, main.service.traces
+        self.capture = main.service.capture
         self.backends = main.service.models.backends
         self._of_main = main.service.models
         self.found = 0
