@@ -86,8 +86,8 @@ class ModelHandle:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
 
         async def send(target: DeploymentHandle, left_s: float | None) -> Any:
-            arguments = self.name, dict(inputs), version, left_s, dict(options)
-            return await target.infer.remote(*arguments, sequence=sequence)
+            asked = self.name, dict(inputs), version, left_s, dict(options)
+            return await target.infer.remote(asked, **_for_router(sequence))
 
         return _response(await self.call(send, sequence=sequence, deadline_s=deadline_s))
 
@@ -106,10 +106,10 @@ class ModelHandle:
         sequence = str(options.get("correlation_id") or "")
         target, _ = await self.routed()
         target = target.options(stream=True)
-        arguments = self.name, dict(inputs), version, timeout_s, dict(options)
+        asked = self.name, dict(inputs), version, timeout_s, dict(options)
         with translated(self.name, sequence=sequence):
             async with asyncio.timeout(timeout_s):
-                async for answer in target.stream.remote(*arguments, sequence=sequence):
+                async for answer in target.stream.remote(asked, **_for_router(sequence)):
                     yield _response(answer).outputs
 
     async def routed(self) -> tuple[DeploymentHandle, Traits]:
@@ -165,6 +165,11 @@ def get(app: str, model: str) -> ModelHandle:
         return serve.get_deployment_handle(traits.deployment, app), traits
 
     return ModelHandle(model, find)
+
+
+def _for_router(sequence: str) -> dict[str, str]:
+    """Return the argument by which `SequenceRouter` chooses. Ray serializes each argument apart, so there is none without need."""
+    return {"sequence": sequence} if sequence else {}
 
 
 def _in_loop(deadline_s: float | None) -> float | None:

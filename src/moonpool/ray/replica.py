@@ -32,6 +32,8 @@ from moonpool.runtime.server.repository_control import RepositoryControl
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.shared_memory import SystemSharedMemory
 
+# Model, inputs, version, timeout in seconds and options of a request. One object, as Ray serializes each argument apart.
+Asked = tuple[str, Mapping[str, Any], int | None, float | None, Mapping[str, Any]]
 _log = logging.getLogger("moonpool")
 _EXPORT_S = 5.0
 # Quantiles and buckets have many lines each, and Ray keeps all of them for every replica.
@@ -140,15 +142,12 @@ class Replica:
 
     async def infer(
         self,
-        name: str,
-        inputs: Mapping[str, Any],
-        version: int | None,
-        timeout_s: float | None,
-        options: Mapping[str, Any],
+        asked: Asked,
         *,
         sequence: str = "",  # noqa: ARG002 - for the router
     ) -> ModelAnswer | Failure:
-        """ModelAnswer one request."""
+        """Answer one request."""
+        name, inputs, version, timeout_s, options = asked
         try:
             await self._have(name)
             response = await self._runtime.arequest(
@@ -160,15 +159,12 @@ class Replica:
 
     async def stream(
         self,
-        name: str,
-        inputs: Mapping[str, Any],
-        version: int | None,
-        timeout_s: float | None,
-        options: Mapping[str, Any],
+        asked: Asked,
         *,
         sequence: str = "",  # noqa: ARG002 - for the router
     ) -> AsyncIterator[ModelAnswer | Failure]:
-        """ModelAnswer one request with each of its responses."""
+        """Answer one request with each of its responses."""
+        name, inputs, version, timeout_s, options = asked
         try:
             await self._have(name)
             stream = self._runtime.stream(
@@ -197,7 +193,7 @@ class Replica:
         *,
         sequence: str = "",  # noqa: ARG002 - for the router
     ) -> HttpReply | Failure:
-        """ModelAnswer an HTTP request about a model."""
+        """Answer an HTTP request about a model."""
         try:
             await self._have(name)
             return await self._server.http(request)
@@ -207,7 +203,7 @@ class Replica:
     async def http_stream(
         self, name: str, request: HttpRequest
     ) -> AsyncIterator[HttpReply | bytes | Failure]:
-        """ModelAnswer an HTTP request whose response comes in pieces."""
+        """Answer an HTTP request whose response comes in pieces."""
         try:
             await self._have(name)
             async for piece in self._server.http_stream(request):
@@ -224,7 +220,7 @@ class Replica:
         *,
         sequence: str = "",  # noqa: ARG002 - for the router
     ) -> RpcReply | Failure:
-        """ModelAnswer an RPC about a model."""
+        """Answer an RPC about a model."""
         try:
             await self._have(name)
         except MoonpoolError as error:
@@ -240,7 +236,7 @@ class Replica:
         *,
         sequence: str = "",  # noqa: ARG002 - for the router
     ) -> AsyncIterator[RpcReply | Failure]:
-        """ModelAnswer one request of ModelStreamInfer, with its status last."""
+        """Answer one request of ModelStreamInfer, with its status last."""
         try:
             await self._have(name)
         except MoonpoolError as error:
