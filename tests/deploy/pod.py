@@ -43,6 +43,8 @@ REFUSED = ("unshare", "setns", "mount", "umount2", "pivot_root", "keyctl", "bpf"
 STARTING_S = 150.0
 _APART = ("--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 _PATIENCE_S = 170.0
+# A container has folders of its own there, so nothing of ours may lie in one of them.
+_HIDDEN = ("/tmp", "/run", "/dev", "/proc", "/mnt")
 Spec = Mapping[str, Any]
 
 
@@ -269,6 +271,9 @@ def run_pod(pod: Spec, folder: Path) -> subprocess.CompletedProcess[str]:
 def can_run() -> bool:
     """Return True if this user may make a container."""
     if os.geteuid() or not (shutil.which("unshare") and shutil.which("setpriv")):
+        return False
+    ours = (ROOT, SOURCE, Path(sys.prefix), Path(sys.base_prefix))
+    if any(path.is_relative_to(hidden) for path in ours for hidden in _HIDDEN):
         return False
     program = ["unshare", *_APART, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     ended = subprocess.run(program, stderr=subprocess.DEVNULL, check=False)

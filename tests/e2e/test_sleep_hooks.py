@@ -362,8 +362,8 @@ def test_a_stub_that_answers_with_nonsense_is_ended(
             MAX_RESTARTS=100,
             # A second answer to WAKE is read as the one to the batch, whose request goes to the next process then.
             RETRY="yes",
-            SLEEP_TIMEOUT_S=limit_s,
-            WAKE_TIMEOUT_S=limit_s,
+            SLEEP_TIMEOUT_S=limit_s if hook == "sleep" else PATIENCE_S,
+            WAKE_TIMEOUT_S=limit_s if hook == "wake" else PATIENCE_S,
         ),
     }
     with caplog.at_level(logging.ERROR, "moonpool"), moonpool.Runtime() as runtime:

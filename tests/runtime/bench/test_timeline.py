@@ -205,9 +205,9 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 )
 @pytest.mark.parametrize("mode", [(), ("--async",)])
 def test_a_timeline_of_this_process(cli: CommandLine, mode: tuple[str, ...]) -> None:
-    ended = cli(
-        "bench", MODELS, "add_sub", "--concurrency", "2", "--timeline", "line.json", *QUICK, *mode
-    )
+    # Long enough for requests of both callers to meet.
+    quick = (*QUICK, "--seconds", "0.5", *mode)
+    ended = cli("bench", MODELS, "add_sub", "--concurrency", "2", "--timeline", "line.json", *quick)
 
     assert ended.returncode == 0, ended.stderr
     events = events_of(cli.folder / "line.json")
@@ -224,7 +224,7 @@ def test_a_timeline_of_a_server(cli: CommandLine) -> None:
     ) as server:  # fmt: skip
         url = f"http://{server.http}"
         bench = ("bench", "add_sub", "--url", url, "--concurrency", "1", *QUICK)
-        ended = cli(*bench, "--timeline", "line.json")
+        ended = cli(*bench, "--seconds", "0.5", "--timeline", "line.json")
         _, settings = server.get("/v2/trace/setting")
         refused = cli(
             "bench", "add_sub", "--url", f"grpc://{server.grpc}", "--timeline", "x", *QUICK

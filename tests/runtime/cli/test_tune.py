@@ -82,7 +82,7 @@ def waits(cli: CommandLine) -> Path:
 def test_a_model_that_waits_gets_another_instance(cli: CommandLine, waits: Path) -> None:
     ended = cli(
         "tune", waits, "waits", "--slo", "p99=20s", "--settings", "instances,max_batch",
-        "--most-instances", "3", "--html", "page.html", "--write", *QUICK,
+        "--most-instances", "3", "--html", "page.html", "--write", *QUICK, "--seconds", "0.5",
     )  # fmt: skip
 
     assert ended.returncode == 0, ended.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -167,9 +168,11 @@ def test_requests_to_a_chain_leave_no_objects_behind(tmp_path: Path) -> None:
 
         ask(500)
         # Anything that was left behind by each request would be there a thousand times.
+        gc.collect()
         before, constants = sys.getallocatedblocks(), (None, True, False, 0, "", np.dtype("f4"))
         counts = [sys.getrefcount(each) for each in constants]
         ask(2000)
         after = [sys.getrefcount(each) for each in constants]
+        gc.collect()
         assert sys.getallocatedblocks() - before < 1000
         assert all(abs(one - other) < 1000 for one, other in zip(counts, after, strict=True))

@@ -343,7 +343,7 @@ def test_a_large_request_that_does_not_come_is_ended(
         count(connection, more_bytes)
 
     monkeypatch.setattr(GrpcConnection, "count_awaited", spy)
-    served = serve(read_timeout_ms=200, http2_max_ping_strikes=0)
+    served = serve(read_timeout_ms=3000, http2_max_ping_strikes=0)
     served.runtime.load("echo", E2E_MODELS / "echo.py", config=ECHO)
     with RawClient(served.server.port) as client:
         begin_upload(client, 1, 40 << 20)
