@@ -353,8 +353,9 @@ class HostedModel:
         self.is_dormant = False
         matching = self._matched(self.model.config)
         if matching.come or matching.go:
-            # The configuration has changed since.
+            # The configuration has changed since. The next start makes a template, too.
             self.supervisor.end_all()
+            self._end_beside_instances()
             return False
         try:
             if isinstance(self.scheduler, LimitedScheduler):

@@ -103,7 +103,12 @@ class Capture:
                 self._queued_bytes += size_bytes
                 is_first = None
         if is_first is None:
-            self._put(at_ns, model.config, request, size_bytes)
+            try:
+                self._put(at_ns, model.config, request, size_bytes)
+            except MemoryError:  # the request itself has its memory, and goes on
+                with self._changed:
+                    self._queued_bytes -= size_bytes
+                    self._dropped += 1
         elif is_first:
             _log.warning("Requests come faster than they can be captured: some are left out.")
 

@@ -39,6 +39,7 @@ from moonpool.runtime.server.http.connection import error_body, error_headers, h
 from moonpool.runtime.server.http.head import HEADER_LENGTH, JSON
 from moonpool.runtime.server.http.infer_request import read_plan
 from moonpool.runtime.server.http.json_text import dumps
+from moonpool.runtime.server.http.options import HttpLimits
 from moonpool.runtime.server.repository_control import RepositoryControl
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.shared_memory import SystemSharedMemory
@@ -138,13 +139,15 @@ class Ingress:
         """Answer an HTTP request. Called by Ray."""
         scope = request.scope
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        # The path was decoded. The server would cut it at a question mark, which the refusals below do not see.
+        path = path.replace("?", "%3F")
         query = scope.get("query_string", b"")
         target = path.encode("latin-1", "replace") + (b"?" + query if query else b"")
         headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
-        asked = HttpRequest(request.method, target, headers, await request.body())
         try:
             if "http" not in self._protocols:
                 raise ModelError("this application does not serve HTTP", "NOT_FOUND")
+            asked = HttpRequest(request.method, target, headers, await _body_of(request))
             return await self._http(path, asked)
         except MoonpoolError as error:
             body = error_body(public_text(error))
@@ -330,6 +333,18 @@ def _checked(reply: Any) -> Any:
 
 def _json(value: Any) -> HttpReply:
     return HttpReply(200, JSON, dumps(value))
+
+
+async def _body_of(request: Request) -> bytes:
+    """Read the body. Raises `ModelError` as soon as it is larger than `moonpool serve` takes."""
+    body, most = bytearray(), HttpLimits().body_bytes
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise ModelError(
+                f"the body of the request has more than {most} bytes", "INVALID_ARGUMENT"
+            )
+    return bytes(body)
 
 
 def _http(reply: HttpReply) -> HttpResponse:

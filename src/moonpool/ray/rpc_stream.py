@@ -21,6 +21,7 @@ from moonpool.ray.local_server import RpcReply
 from moonpool.ray.replica import Failure
 from moonpool.runtime.errors import ModelNotFound
 from moonpool.runtime.isolation.public_text import public_text
+from moonpool.runtime.server.grpc.infer_request import InferMessage
 from moonpool.runtime.server.grpc.infer_response import error_in_stream
 from moonpool.runtime.server.grpc.status import UNREADABLE, status_of
 from moonpool.runtime.server.grpc.wire import BadProtobuf
@@ -159,7 +160,7 @@ class RpcStream:
         except MoonpoolError as error:
             if last is not None:
                 await asyncio.wait([last])
-            await self._answers.put(error_in_stream(public_text(error), ""))
+            await self._answers.put(error_in_stream(public_text(error), _id_of(message)))
 
     async def _take(self, reply: RpcReply | Failure) -> None:
         if isinstance(reply, Failure):
@@ -168,3 +169,11 @@ class RpcStream:
             await self._answers.put(reply.message)
         elif reply.code != "OK":
             self._end(reply)
+
+
+def _id_of(message: bytes) -> str:
+    """Return the id of a request; empty if it cannot be read."""
+    try:
+        return InferMessage(message).request_id
+    except (MoonpoolError, BadProtobuf):
+        return ""
