@@ -13,9 +13,8 @@
         print(runtime.infer("scale", {"X": np.ones((2, 3), np.float32)})["OUTPUT0"])
 
 `Runtime("models/")` loads a Triton model repository. A `Runtime` also has `ainfer`, `submit`, `stream`, `empty`
-and `metrics`. The hints (`Batch`, `Float32`, …) say what a model takes and returns. Errors derive from
-`MoonpoolError`: see `help(moonpool.errors)`. To test models, import `moonpool.testing`. To write a backend,
-subclass `moonpool.Backend`.
+and `metrics`. The hints (`Batch`, `Float32`, …) say what a model takes and returns. For errors, see
+`help(moonpool.errors)`. To test models, import `moonpool.testing`. A backend is a `moonpool.Backend`.
 """
 
 import importlib
