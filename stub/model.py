@@ -246,7 +246,7 @@ class ModelThreads:
                     )
             except BaseException as error:  # a model may raise anything, SystemExit included
                 failure = error
-            # Before the answer: whoever asks again once it has come finds all objects in their order.
+            # Before the answer. Somebody who asks again after it finds all objects in their order.
             self._idle.put(batches)
             done(model, returned, failure)
             # The inputs of a batch are free when nothing names its requests.

@@ -52,8 +52,8 @@ supervisor's to fail or to retry.
 one can come before the answer to the batch. `OpenRequests` knows both orders and counts a request once.
 
 *Sleep.* A model that sleeps has no instances. `doze` takes them out, if nothing is inside, in the same hold of the lock after which requests
-meet the refusal `ASLEEP`. That costs a model that is awake nothing: whoever finds a refusal looks which one it is. For `ASLEEP` the request is queued, and
-`wanted` is called, with the lock held, until `open`. So a request is never lost between the two, whoever is first.
+meet the refusal `ASLEEP`. A model that is awake pays nothing for that: a caller who finds a refusal looks which one it is. For `ASLEEP` the request is queued, and
+`wanted` is called, with the lock held, until `open`. So no request is lost between the two, in either order.
 
 *Order of closing.* `refuse` ends what comes in, `wait_empty` waits for what is here, and `drop` fails what is left when
 the time is over. The instances stop after that, and a last `drop` fails what was queued again in between.

@@ -3,7 +3,7 @@
 Theory of operation. All of it belongs to the thread of the event loop. A client's place is decided once, when it connects: with TLS
 before the handshake (`begins`), else when its connection is made (`opened`). It has the place until `closed` or `gave_up`. A port has
 a bound, and so have all ports together (`AllClients`), so that descriptors are left for stubs whichever port is flooded. The port for metrics is
-`apart`: its few places are its own, as whoever monitors must see a flood. Some clients beyond a bound are accepted only to be told
+`apart`: its few places are its own, as those who monitor must see a flood. Some clients beyond a bound are accepted only to be told
 so; they have a bound of their own, and take no place from others.
 
 Clients can cause refusals without end, so they are counted, and the log has one line a second at most.

@@ -66,7 +66,7 @@ class Connections(NamedTuple):
     grpc: int
     metrics: int
     together: int
-    """Of HTTP and gRPC."""
+    """The most of HTTP and gRPC together."""
 
 
 def raise_limit() -> None:

@@ -14,7 +14,7 @@ Coroutines must not block, so the first of their calls starts the thread `moonpo
 From then on all others are followers.
 
 A collection of garbage may run a destructor of the model's on a thread that leads, in the middle of a packet, and a signal handler may
-interrupt it. If they asked and waited for an answer, no thread would read it. So `_leading` knows its owner, and whoever asks there gets an error.
+interrupt it. If they asked and waited for an answer, no thread would read it. So `_leading` knows its thread, which gets an error if it asks there.
 
 Sending takes no lock that blocks (`send_queue.py`), so destructors may send, too. `abandon` may run in a destructor in the middle
 of anything. It sets `is_wanted` before it empties the inbox, and `_take` fills the inbox before it looks at `is_wanted`: one of the

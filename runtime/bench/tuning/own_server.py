@@ -1,4 +1,4 @@
-"""A `moonpool serve` in a process of its own, for measurements that may harm whoever else uses a server.
+"""A `moonpool serve` in a process of its own, for measurements that would harm other users of a server.
 
 Theory of operation. The server gets free ports and tells them in its log, which comes through a pipe. A thread reads the pipe until its
 end, so that the server never blocks on it, keeps the last lines for errors, and sets `_ready` when the port is known, or when
