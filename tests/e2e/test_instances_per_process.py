@@ -158,9 +158,14 @@ def test_no_object_is_finalized_while_one_executes(tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     file.write_text(
         "import os, time\n"
+        "import numpy as np\n"
+        "import triton_python_backend_utils as pb_utils\n"
         "FOLDER = os.path.dirname(__file__)\n"
         "class TritonPythonModel:\n"
         "    def execute(self, requests):\n"
+        "        if os.path.exists(FOLDER + '/inside'):\n"
+        "            said = pb_utils.Tensor('SAID', np.array([b'no'], object))\n"
+        "            return [pb_utils.InferenceResponse([said]) for _ in requests]\n"
         "        open(FOLDER + '/inside', 'w').close()\n"
         "        while not os.path.exists(FOLDER + '/go'):\n"
         "            time.sleep(0.001)\n"
@@ -173,6 +178,8 @@ def test_no_object_is_finalized_while_one_executes(tmp_path: Path) -> None:
         runtime.load("m", file, config=CONFIG | options(INSTANCES_PER_PROCESS=2))
         asked = ask(runtime, "say")
         wait_until(lambda: (tmp_path / "inside").exists())
+        # When another request is answered, the first one is known to be on a thread of its own, where nobody ends it.
+        assert ask(runtime, "say").result(60.0).outputs["SAID"][0] == b"no"
         unloading = threading.Thread(target=runtime.unload, args=("m",))
         unloading.start()
         with pytest.raises(moonpool.ModelUnavailable):

@@ -129,7 +129,7 @@ def test_want_of_files_in_the_server_is_no_death_of_a_model(tmp_path: Path, ask:
     with _served(HostingServer, tmp_path, options) as server:
         stub = int(ask(server))
         limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (4, limits[1]))
         try:
             os.kill(stub, signal.SIGKILL)
             launcher = server.launcher

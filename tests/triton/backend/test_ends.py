@@ -63,7 +63,8 @@ def test_a_server_that_has_no_files_left_for_another_stub_gets_it_later(
 ) -> None:
     heard = len(server.log())
     limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    # All below are in use. With fewer, `poll` would refuse the four descriptors that the library waits for.
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (4, limits[1]))
     try:
         os.kill(server.stub_of("identity"), signal.SIGKILL)
         # Another stub is ended, because the server could not take the other ends of its channels.
