@@ -13,6 +13,7 @@ from tests.chaos import seed
 from tests.chaos.seed import pytest_report_header
 from tests.gpu import cards
 from tests.leaks import _leaves_nothing_behind
+from tests.runtime.cli.shell import cli, warm_commands
 from tests.sandbox_level import (
     _models_share_the_folder_of_a_test,
     pytest_collection_modifyitems,
@@ -35,9 +36,11 @@ sys.dont_write_bytecode = False
 __all__ = [
     "_leaves_nothing_behind",
     "_models_share_the_folder_of_a_test",
+    "cli",
     "pytest_collection_modifyitems",
     "pytest_report_header",
     "pytest_xdist_make_scheduler",
+    "warm_commands",
 ]
 
 

@@ -188,11 +188,6 @@ def test_without_requests_the_file_is_empty_but_whole(tmp_path: Path) -> None:
 QUICK = ("--seconds", "0.05", "--warm-up", "0", "--windows", "3", "--stable", "10000")
 
 
-@pytest.fixture
-def cli(tmp_path: Path) -> CommandLine:
-    return CommandLine(tmp_path)
-
-
 def events_of(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     check(found)

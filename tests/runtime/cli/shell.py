@@ -1,11 +1,19 @@
-"""The command line as users have it: another process, whose output is read."""
+"""The command line as users have it: another process, whose output is read.
+
+To import all that a command may need takes half a second of processor time. So a command that runs to its end is forked from a
+process that has imported it already, if it is to have the variables of that process.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,33 +27,121 @@ MODELS = PACKAGE / "examples" / "models"
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's, with a moonpool that need not be installed and nothing about colours."""
-    kept = {
-        name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")
-    }
+    """This process's, with a moonpool that need not be installed and nothing about colours or this test."""
+    left_out = ("NO_COLOR", "COLUMNS", "PYTEST_CURRENT_TEST")
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
     return {**kept, "PYTHONPATH": str(PACKAGE.parent), "TERM": "xterm", **(extra or {})}
+
+
+# Forks a command for each message, and sends the number of its process and the status with which it ended.
+PROGRAM = """
+import gc, json, os, socket, sys
+from moonpool.runtime.cli.main import main
+
+channel = socket.socket(fileno=int(sys.argv[1]))
+gc.freeze()
+while True:
+    message, outputs, _, _ = socket.recv_fds(channel, 1 << 18, 2)
+    if not message:
+        sys.exit()
+    pid = os.fork()
+    if pid == 0:
+        break
+    for output in outputs:
+        os.close(output)
+    channel.send(b"%d" % pid)
+    channel.send(b"%d" % os.waitpid(pid, 0)[1])
+channel.close()
+arguments, folder = json.loads(message)
+for number, output in enumerate(outputs, 1):
+    os.dup2(output, number)
+    os.close(output)
+os.chdir(folder)
+sys.path[0] = folder
+sys.argv = ["moonpool", *arguments]
+sys.exit(main())
+"""
+
+
+class WarmCommands:
+    """A process that has imported the command line, and forks commands one after the other."""
+
+    def __init__(self) -> None:
+        self.variables = environment()
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=self.variables,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def run(self, arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+        """Run a command in this folder to its end."""
+        with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+            message = json.dumps([arguments, str(folder)]).encode()
+            socket.send_fds(self._channel, [message], [stdout.fileno(), stderr.fileno()])
+            self._channel.settimeout(PATIENCE_S)
+            pid = int(self._channel.recv(32))
+            try:
+                status = int(self._channel.recv(32))
+            except BaseException:
+                os.kill(pid, signal.SIGKILL)
+                # The next command is not to be told this one's status.
+                self._channel.recv(32)
+                raise
+            stdout.seek(0)
+            stderr.seek(0)
+            return subprocess.CompletedProcess(
+                arguments, os.waitstatus_to_exitcode(status), stdout.read(), stderr.read()
+            )
+
+    def close(self) -> None:
+        self._channel.close()
+        self._process.wait(PATIENCE_S)
+
+
+@pytest.fixture(scope="session")
+def warm_commands() -> Iterator[WarmCommands]:
+    """What forks the commands of this run."""
+    warm = WarmCommands()
+    yield warm
+    warm.close()
+
+
+@pytest.fixture
+def cli(tmp_path: Path, warm_commands: WarmCommands) -> CommandLine:
+    """moonpool's command line, in an empty folder."""
+    return CommandLine(tmp_path, warm_commands)
 
 
 class CommandLine:
     """Runs moonpool in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, warm: WarmCommands | None = None) -> None:
         self.folder = folder
+        self._warm = warm
 
     def command(self, *arguments: object) -> list[str]:
         return [sys.executable, "-m", "moonpool", *map(str, arguments)]
 
     def __call__(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         """Run it to its end; whatever it is, there is no traceback."""
-        ended = subprocess.run(
-            self.command(*arguments),
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=self.folder,
-            env=environment(),
-            timeout=PATIENCE_S,
-        )
+        variables = environment()
+        if self._warm is not None and self._warm.variables == variables:
+            ended = self._warm.run(list(map(str, arguments)), self.folder)
+        else:
+            ended = subprocess.run(
+                self.command(*arguments),
+                capture_output=True,
+                text=True,
+                check=False,
+                cwd=self.folder,
+                env=variables,
+                timeout=PATIENCE_S,
+            )
         if "Traceback" in ended.stderr:
             pytest.fail(f"a traceback for {arguments}:\n{ended.stderr}", pytrace=False)
         return ended

@@ -46,11 +46,6 @@ MOST_S = 60.0
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> CommandLine:
-    return CommandLine(tmp_path)
-
-
-@pytest.fixture
 def repository(tmp_path: Path) -> Path:
     write_model(tmp_path / "models", "echo", ECHO, CONFIG)
     return tmp_path / "models"

@@ -33,11 +33,6 @@ pytestmark = pytest.mark.promise(
 PATIENCE_S = 60.0
 
 
-@pytest.fixture
-def cli(tmp_path: Path) -> CommandLine:
-    return CommandLine(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Run a server with one model."""
