@@ -21,6 +21,8 @@ from tests.waiting import Deadline, wait_until
 
 # In this time a process that was asked to end, or was killed, is noticed and reaped.
 GRACE_S = 20.0
+# So long after a test, what it left is looked for before garbage is collected, and twice as long after each collection.
+FIRST_LOOK_S = 0.02
 SHM = "/dev/shm"
 
 # Paths that begin like this may stay open, for this reason.
@@ -127,17 +129,20 @@ def left_since(before: Holdings) -> list[str]:
         return []
     # This does not wait for entries of programs that run beside this one.
     others = {name for name in shm_names() - before.names if _is_used_elsewhere(name)}
-    deadline = Deadline(GRACE_S)
+    deadline, look_s = Deadline(GRACE_S), FIRST_LOOK_S
 
     def are_gone() -> bool:
-        # A thread may drop the last reference to something that refers to itself at any moment before the deadline.
-        gc.collect()
         return not _without(Holdings(lasting), others).beyond(before)
 
-    with suppress(AssertionError):
-        wait_until(are_gone, deadline)
-        # The test has passed now. Another look might find a descriptor that is open for a moment.
-        return []
+    # A thread may drop the last reference to something that refers to itself at any moment before the deadline. But most things
+    # end by themselves, and to collect garbage takes longer than to look.
+    while not deadline.is_over:
+        with suppress(AssertionError):
+            wait_until(are_gone, min(look_s, deadline.remaining_s))
+            # The test has passed now. Another look might find a descriptor that is open for a moment.
+            return []
+        gc.collect()
+        look_s *= 2
     now = Holdings(lasting)
     now.names = {name for name in now.names - before.names if not _is_used_elsewhere(name)}
     # Programs that run beside this one remove theirs meanwhile.
