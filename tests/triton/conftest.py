@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def both(
             both = Both(triton, moonpool)
             request.session.stash.setdefault(SIDES, {})["both"] = triton
             zoo = set(os.listdir(MODELS)) - APART
-            both.loads = _loads(triton, moonpool, sorted(zoo | set(BROKEN)))
+            both.loads = load_all(triton, moonpool, sorted(zoo | set(BROKEN)))
             assert {both.loads[name] for name in zoo} == {(None, None)}
             yield both
         finally:
@@ -88,8 +88,8 @@ def both(
             triton.close()
 
 
-def _loads(
-    triton: TritonSide, moonpool: MoonpoolSide, names: list[str]
+def load_all(
+    triton: TritonSide, moonpool: MoonpoolSide, names: Sequence[str]
 ) -> dict[str, tuple[Failure | None, Failure | None]]:
     """Load all models on both sides and return the errors. Triton waits a second in each load, so all run at once."""
     with ThreadPoolExecutor(16) as threads:

@@ -12,9 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.e2e.hosting import tensor
-from tests.server.page.browser import Page, needs_chromium
-from tests.server.page.models import HOSTILE
-from tests.server.page.site import Site
 from tests.waiting import wait_until
 
 import moonpool
@@ -250,53 +247,3 @@ def test_overview_and_terminal_have_it(runtime: moonpool.Runtime, tmp_path: Path
     lines = [line.text for line in overview_lines(shown, "http://x", 300)]
     assert f"  {advice['text']}" in lines
     assert "  in config.pbtxt: instance_group [{ count: 2 kind: KIND_CPU }]" in lines
-
-
-# The page
-
-ADVISED = """
-const told = window.fetch;
-window.fetch = async (...request) => {
-  const answer = await told(...request);
-  if (!String(request[0]).includes("overview")) return answer;
-  const shown = await answer.json();
-  for (const model of shown.models) if (model.name === "add_sub") model.advice = ADVICE;
-  return new Response(JSON.stringify(shown));
-};
-"""
-
-
-@needs_chromium
-@pytest.mark.slow
-class TestPage:
-    def test_it_is_on_both_pages(self, tab: Callable[..., Page], site: Site) -> None:
-        page = tab(site.url)
-        page.wait_for_text("#models", "add_sub")
-        assert page.evaluate("document.querySelector('#advice').hidden")
-
-        advice = '{"reason": "processor", "text": "another instance would help", "line": "instance_group []"}'
-        page.evaluate(ADVISED.replace("ADVICE", advice))
-
-        words = (
-            "add_sub, version 1: another instance would help.\nIn config.pbtxt: instance_group []"
-        )
-        page.wait_for_text("#advice", words)
-        page.evaluate("location.hash = '#/add_sub/1'")
-        page.wait_for_text("#title", "add_sub, version 1")
-        page.wait_for_text("#advice", words)
-        page.evaluate("location.hash = '#/shouts/1'")
-        page.wait_for("document.querySelector('#advice').hidden", "no advice on another model")
-        assert page.complaints() == []
-
-    def test_its_words_are_no_markup(self, tab: Callable[..., Page], site: Site) -> None:
-        page = tab(site.url)
-        page.wait_for_text("#models", "add_sub")
-        text = repr(HOSTILE)
-        advice = f'{{"reason": "processor", "text": {text}, "line": {text}}}'
-        page.evaluate(ADVISED.replace("ADVICE", advice.replace("</script>", "<\\/script>")))
-
-        page.wait_for_text("#advice", "<img src=x")
-        assert page.evaluate("window.hurt === undefined")
-
-    def test_a_real_server_says_whether_there_is_any(self, site: Site) -> None:
-        assert site.model("add_sub")["advice"] is None

@@ -323,6 +323,56 @@ def test_the_same_request_is_told_as_a_curl_command(tab: Tab, site: Site) -> Non
     assert '"inputs":[{"name":"INPUT0"' in command
 
 
+# Advice
+
+ADVISED = """
+const told = window.fetch;
+window.fetch = async (...request) => {
+  const answer = await told(...request);
+  if (!String(request[0]).includes("overview")) return answer;
+  const shown = await answer.json();
+  for (const model of shown.models) if (model.name === "add_sub") model.advice = ADVICE;
+  return new Response(JSON.stringify(shown));
+};
+"""
+
+
+@pytest.mark.promise("The overview", "A model for which requests wait …")
+def test_advice_is_on_both_pages(tab: Tab, site: Site) -> None:
+    page = tab(site.url)
+    page.wait_for_text("#models", "add_sub")
+    assert page.evaluate("document.querySelector('#advice').hidden")
+
+    advice = '{"reason": "processor", "text": "another instance would help", "line": "instance_group []"}'
+    page.evaluate(ADVISED.replace("ADVICE", advice))
+
+    words = "add_sub, version 1: another instance would help.\nIn config.pbtxt: instance_group []"
+    page.wait_for_text("#advice", words)
+    page.evaluate("location.hash = '#/add_sub/1'")
+    page.wait_for_text("#title", "add_sub, version 1")
+    page.wait_for_text("#advice", words)
+    page.evaluate("location.hash = '#/shouts/1'")
+    page.wait_for("document.querySelector('#advice').hidden", "no advice on another model")
+    assert page.complaints() == []
+
+
+@pytest.mark.promise("The overview", "A model for which requests wait …")
+def test_the_words_of_advice_are_no_markup(tab: Tab, site: Site) -> None:
+    page = tab(site.url)
+    page.wait_for_text("#models", "add_sub")
+    text = repr(HOSTILE)
+    advice = f'{{"reason": "processor", "text": {text}, "line": {text}}}'
+    page.evaluate(ADVISED.replace("ADVICE", advice.replace("</script>", "<\\/script>")))
+
+    page.wait_for_text("#advice", "<img src=x")
+    assert page.evaluate("window.hurt === undefined")
+
+
+@pytest.mark.promise("The overview", "A model for which requests wait …")
+def test_a_server_says_whether_there_is_any_advice(site: Site) -> None:
+    assert site.model("add_sub")["advice"] is None
+
+
 # Accessibility
 
 

@@ -54,7 +54,7 @@ sequence_batching { max_sequence_idle_microseconds: 5000000 }
 # What a front end answered before, it has told the main process of, also on a busy machine.
 LAST_S = 0.5
 TO_TIMED: dict[str, Any] = {"model": "timed"}
-LIVES = ("--model-control-mode=explicit", "--load-model=*", "--frontends=2")
+LIVES = ("--model-control-mode=explicit", "--frontends=2")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,8 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path, gate: Path) -> Iterator[RunningServer]:
     traces = f"--trace-config=triton,file={gate.parent / 'trace'}"
-    with running(folder, *LIVES, traces, variables={"GATE": str(gate)}) as server:
+    everything = (*LIVES, "--load-model=*", traces)
+    with running(folder, *everything, variables={"GATE": str(gate)}) as server:
         yield server
 
 
@@ -497,7 +498,7 @@ def test_answers_of_a_front_end_that_is_killed_were_counted(server: RunningServe
     for thread in threads:
         thread.start()
     # The server itself reads the front ends' figures once a second.
-    for _ in range(4):
+    for _ in range(2):
         wait_until(partial(_is_enough, answered_s, time.monotonic(), len(answered_s)))
         killed_s.append(time.monotonic())
         kill_one(server)
@@ -545,7 +546,7 @@ def test_an_instance_may_not_have_a_name_that_no_message_has_room_for(
 
 @pytest.mark.promise("Front ends", "Front ends end with the main process, however it ends.")
 def test_a_front_end_ends_with_the_main_process(folder: Path) -> None:
-    with starting(folder, *LIVES, variables={"GATE": "/nowhere"}) as server:
+    with starting(folder, *LIVES) as server:
         server.wait_for("Ready", 60.0)
         pids = front_ends(server)
         assert len(pids) == 2
@@ -628,7 +629,8 @@ def test_requests_in_flight_are_finished_at_the_end(folder: Path, gate: Path) ->
     gate.touch()
     begun = Path(f"{gate}.begun")
     begun.unlink(missing_ok=True)
-    with starting(folder, *LIVES, variables={"GATE": str(gate)}) as server:
+    variables = {"GATE": str(gate)}
+    with starting(folder, *LIVES, "--load-model=shared", variables=variables) as server:
         server.wait_for("Ready", 60.0)
         outcomes: list[Any] = []
         thread = threading.Thread(target=lambda: outcomes.append(ask(server, "until told", 7)))
@@ -663,7 +665,7 @@ def test_it_starts_on_the_port_of_a_server_that_has_just_ended(folder: Path) -> 
     ports = {name: left_by_a_server() for name in ("http", "grpc")}
     flags = [f"--{name}-port={port}" for name, port in ports.items()]
 
-    with running(folder, "--frontends=2", *flags) as server:
+    with running(folder, *LIVES, *flags) as server:
         assert server.ports["http"] == ports["http"]
         assert server.get("/v2/health/ready")[0] == 200
 
@@ -671,6 +673,6 @@ def test_it_starts_on_the_port_of_a_server_that_has_just_ended(folder: Path) -> 
 def test_a_port_that_is_taken_is_told(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with starting(folder, "--frontends=2", f"--http-port={port}") as server:
+        with starting(folder, *LIVES, f"--http-port={port}") as server:
             assert server.wait() == 1
             assert f"port {port} (http): Address already in use" in server.text()

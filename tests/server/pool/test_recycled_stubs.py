@@ -201,7 +201,7 @@ def test_a_stub_for_which_there_are_no_descriptors_does_not_start_and_may_later(
         assert friend.count(Word.STUB) == 0
         runtime.load("shared", SHARED, config=SHARED_CONFIG)
         assert friend.count(Word.STUB) == 1
-    directory.remove(friend)  # type: ignore[arg-type]
+        directory.remove(friend)  # type: ignore[arg-type]
 
 
 def test_a_front_end_for_which_there_are_no_descriptors_is_told_nothing_and_may_come_later(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from tests.triton.conftest import SIDES
+from tests.triton.answers import Failure, LogLine
+from tests.triton.conftest import SIDES, load_all
 from tests.triton.moonpool_side import MoonpoolSide
 from tests.triton.server import interpreter, running
 from tests.triton.triton_side import TritonSide
@@ -33,6 +34,39 @@ class Core:
         for file, content in files.items():
             (folder / "warmup").mkdir(exist_ok=True)
             (folder / "warmup" / file).write_bytes(content)
+
+
+class Loads:
+    """Models of a module, which the first test that asks for one loads on both sides at once, because Triton waits for seconds in each load."""
+
+    def __init__(self, core: Core, names: Sequence[str]) -> None:
+        """The models are written already."""
+        self._core = core
+        self._names = names
+        self._outcomes: dict[str, tuple[Failure | None, Failure | None]] = {}
+        self._lines: tuple[list[LogLine], list[LogLine]] = ([], [])
+
+    def of(self, name: str) -> tuple[Failure | None, Failure | None]:
+        """Return what hindered the load of this model, if anything did, in Triton and in moonpool."""
+        if not self._outcomes:
+            core = self._core
+            core.triton.log(), core.moonpool.log()
+            self._outcomes = load_all(core.triton, core.moonpool, self._names)
+        return self._outcomes[name]
+
+    def log(self) -> tuple[list[LogLine], list[LogLine]]:
+        """Return the lines that all models have logged so far, in Triton and in moonpool."""
+        for lines, side in zip(self._lines, (self._core.triton, self._core.moonpool), strict=True):
+            lines.extend(side.log())
+        return self._lines
+
+    def unload(self) -> None:
+        for name, failures in self._outcomes.items():
+            for side, failure in zip(
+                (self._core.triton, self._core.moonpool), failures, strict=True
+            ):
+                if failure is None:
+                    side.unload(name)
 
 
 @pytest.fixture(scope="session")

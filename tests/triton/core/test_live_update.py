@@ -41,10 +41,8 @@ POLICY = "version_policy { all { } }"
 DELAY = "max_batch_size: 2 dynamic_batching { max_queue_delay_microseconds: %d }"
 # The configurations that are loaded one after the other.
 CASES = {
-    "more": [ONE, THREE],
-    "fewer": [THREE, ONE],
     "groups": [ONE, GROUPS],
-    "and back": [ONE, THREE, ONE, THREE],
+    "more and fewer": [ONE, THREE, ONE, THREE],
     "a version policy": [ONE, ONE + POLICY],
     "the same": [THREE, THREE],
 }

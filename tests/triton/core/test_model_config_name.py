@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.triton.conftest import load_all
 from tests.triton.moonpool_side import MoonpoolSide
 from tests.triton.server import interpreter, running
 from tests.triton.triton_side import TritonSide
@@ -45,13 +46,14 @@ def test_the_same_file_is_the_configuration(tmp_path: Path) -> None:
         triton, moonpool = TritonSide(server), MoonpoolSide(repository)
         moonpool._runtime.registry.repositories.config_name = "mine"
         try:
+            loads = load_all(triton, moonpool, list(MODELS))
             theirs = {
-                name: None if triton.load(name) else triton.config(name).max_batch_size
-                for name in MODELS
+                name: None if failure else triton.config(name).max_batch_size
+                for name, (failure, _) in loads.items()
             }
             ours = {
-                name: None if moonpool.load(name) else moonpool.config(name)["max_batch_size"]
-                for name in MODELS
+                name: None if failure else moonpool.config(name)["max_batch_size"]
+                for name, (_, failure) in loads.items()
             }
         finally:
             triton.close()

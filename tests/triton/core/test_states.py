@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.triton.answers import Answer, Failure
-from tests.triton.core.conftest import Core
+from tests.triton.core.conftest import Core, Loads
 
 pytestmark = [
     pytest.mark.triton,
@@ -72,13 +73,13 @@ REFUSED = {
 FILES = {"f": np.float32(5).tobytes(), "f2": np.array([6, 7], np.float32).tobytes(), "t": b"\1\0\0\0a", "s": b"ab"}  # fmt: skip
 
 
-def written(core: Core, name: str, state: str, most: int = 0, output: str = "") -> str:
+def write(core: Core, name: str, state: str, most: int) -> None:
     core.write(
         name,
         f"""
         backend: "python" max_batch_size: {most}
         input [ {{ name: "X" {ONE} }} ]
-        output [ {{ name: "Y" data_type: TYPE_STRING dims: [ 1 ] }} {output} ]
+        output [ {{ name: "Y" data_type: TYPE_STRING dims: [ 1 ] }} ]
         instance_group [ {{ kind: KIND_CPU }} ]
         sequence_batching {{ {state} }}
         """,
@@ -88,7 +89,6 @@ def written(core: Core, name: str, state: str, most: int = 0, output: str = "") 
     folder.mkdir()
     for file, content in FILES.items():
         (folder / file).write_bytes(content)
-    return name
 
 
 def ask(side: Any, name: str, most: int, flags: int) -> Any:
@@ -96,25 +96,35 @@ def ask(side: Any, name: str, most: int, flags: int) -> Any:
     return side.infer(name, {"X": x}, correlation_id=7, flags=flags)
 
 
+def name_of(what: str) -> str:
+    return f"states_{what.replace(' ', '_')}"
+
+
+@pytest.fixture(scope="module")
+def loads(core: Core) -> Iterator[Loads]:
+    kept = initial(f"{ONE} zero_data: true")
+    cases = {**STARTS, **{what: (state, 0) for what, state in REFUSED.items()}, "kept": (kept, 0)}
+    for what, (state, most) in cases.items():
+        write(core, name_of(what), state, most)
+    loads = Loads(core, [name_of(what) for what in cases])
+    yield loads
+    loads.unload()
+
+
 @pytest.mark.parametrize("what", STARTS)
-def test_a_sequence_starts_with_the_same_value(core: Core, what: str) -> None:
-    state, most = STARTS[what]
-    name = written(core, f"states_{what.replace(' ', '_')}", state, most)
-    assert (core.triton.load(name), core.moonpool.load(name)) == (None, None)
-    try:
-        theirs, ours = (ask(side, name, most, 3) for side in (core.triton, core.moonpool))
-    finally:
-        core.triton.unload(name)
-        core.moonpool.unload(name)
+def test_a_sequence_starts_with_the_same_value(core: Core, loads: Loads, what: str) -> None:
+    assert loads.of(name_of(what)) == (None, None)
+    most = STARTS[what][1]
+
+    theirs, ours = (ask(side, name_of(what), most, 3) for side in (core.triton, core.moonpool))
+
     assert isinstance(theirs, Answer)
     assert ours == theirs
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_load_fails_with_the_same_text(core: Core, what: str) -> None:
-    name = written(core, f"no_states_{what.replace(' ', '_')}", REFUSED[what])
-
-    theirs, ours = core.triton.load(name), core.moonpool.load(name)
+def test_a_load_fails_with_the_same_text(loads: Loads, what: str) -> None:
+    theirs, ours = loads.of(name_of(what))
 
     assert theirs is not None
     assert ours is not None
@@ -124,31 +134,26 @@ def test_a_load_fails_with_the_same_text(core: Core, what: str) -> None:
     assert ours.code == theirs.code
 
 
-def test_a_python_model_gets_its_state_back_here_alone(core: Core) -> None:
+def test_a_python_model_gets_its_state_back_here_alone(core: Core, loads: Loads) -> None:
     """Triton's Python backend gives the model the initial value with every request, and sends the new one to nobody."""
-    name = written(core, "states_kept", initial(f"{ONE} zero_data: true"))
-    assert (core.triton.load(name), core.moonpool.load(name)) == (None, None)
-    try:
-        sides = (core.triton, core.moonpool)
-        theirs, ours = ([ask(side, name, 0, flags) for flags in (1, 0, 2)] for side in sides)
-    finally:
-        core.triton.unload(name)
-        core.moonpool.unload(name)
+    assert loads.of("states_kept") == (None, None)
+
+    sides = (core.triton, core.moonpool)
+    theirs, ours = ([ask(side, "states_kept", 0, flags) for flags in (1, 0, 2)] for side in sides)
+
     told = [[answer.outputs["Y"].data[0] for answer in side] for side in (theirs, ours)]
     zero, one = b"[['IN', 'float32', [0.0]]]", b"[['IN', 'float32', [1.0]]]"
     assert told == [[zero, zero, zero], [zero, one, one]]
     assert [set(answer.outputs) for answer in (*theirs, *ours)] == [{"Y"}] * 6
 
 
-def test_a_client_may_not_ask_for_a_state(core: Core) -> None:
-    name = written(core, "states_asked", initial(f"{ONE} zero_data: true"))
-    assert (core.triton.load(name), core.moonpool.load(name)) == (None, None)
-    options: dict[str, Any] = {"correlation_id": 7, "flags": 1, "outputs": ["OUT"]}
-    try:
-        x = {"X": np.ones(1, np.float32)}
-        theirs, ours = (side.infer(name, x, **options) for side in (core.triton, core.moonpool))
-    finally:
-        core.triton.unload(name)
-        core.moonpool.unload(name)
+def test_a_client_may_not_ask_for_a_state(core: Core, loads: Loads) -> None:
+    assert loads.of("states_kept") == (None, None)
+    options: dict[str, Any] = {"correlation_id": 8, "flags": 1, "outputs": ["OUT"]}
+    sides = (core.triton, core.moonpool)
+
+    x = {"X": np.ones(1, np.float32)}
+    theirs, ours = (side.infer("states_kept", x, **options) for side in sides)
+
     assert isinstance(theirs, Failure)
     assert ours == theirs

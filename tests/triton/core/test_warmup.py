@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from tests.triton.core.conftest import Core
+from tests.triton.answers import LogLine
+from tests.triton.core.conftest import Core, Loads
 from tests.waiting import wait_until
 
 from moonpool.ipc.tensors import CODES, DTYPES
@@ -25,11 +27,14 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
+    def initialize(self, args):
+        self.name = args["model_name"]
+
     def execute(self, requests):
         responses = []
         for request in requests:
             shown = sorted((t.name(), str(t.as_numpy().dtype), t.as_numpy().tolist()) for t in request.inputs())
-            pb_utils.Logger.log_info(f"{len(requests)} {shown} {request.request_id()!r} {request.correlation_id()} {request.flags()}")
+            pb_utils.Logger.log_info(f"{self.name}: {len(requests)} {shown} {request.request_id()!r} {request.correlation_id()} {request.flags()}")
             x = pb_utils.get_input_tensor_by_name(request, "X")
             responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("Y", x.as_numpy())]))
         return responses
@@ -131,33 +136,38 @@ FAILS = {
 }
 
 
+def name_of(what: str) -> str:
+    return f"warmed_{what.replace(' ', '_')}"
+
+
+@pytest.fixture(scope="module")
+def loads(core: Core) -> Iterator[Loads]:
+    cases = WORKS | FAILS
+    for what, case in cases.items():
+        core.write(name_of(what), case.config, case.code, **case.files)
+    loads = Loads(core, [name_of(what) for what in cases])
+    yield loads
+    loads.unload()
+
+
 @pytest.mark.parametrize("what", WORKS)
-def test_a_model_gets_the_same(core: Core, what: str) -> None:
-    case, name = WORKS[what], f"works_{what.replace(' ', '_')}"
-    core.write(name, case.config, case.code, **case.files)
-    core.triton.log(), core.moonpool.log()
-    try:
-        assert (core.triton.load(name), core.moonpool.load(name)) == (None, None)
-        theirs, ours = core.triton.log(), core.moonpool.log()
+def test_a_model_gets_the_same(loads: Loads, what: str) -> None:
+    assert loads.of(name_of(what)) == (None, None)
 
-        def is_all() -> bool:
-            ours.extend(core.moonpool.log())
-            return len(ours) >= len(theirs)
+    def logged() -> list[list[LogLine]]:
+        begin = f"{name_of(what)}: "
+        return [[line for line in lines if line.text.startswith(begin)] for lines in loads.log()]
 
-        wait_until(is_all, what=f"{len(theirs)} lines in moonpool's log")
-    finally:
-        core.triton.unload(name)
-        core.moonpool.unload(name)
+    count = WORKS[what].batch * WORKS[what].count
+    wait_until(lambda: min(map(len, logged())) >= count, what=f"{count} lines in both logs")
+    theirs, ours = logged()
     assert ours == theirs
-    assert len(ours) == case.batch * case.count
+    assert len(ours) == count
 
 
 @pytest.mark.parametrize("what", FAILS)
-def test_a_load_fails_with_the_same_text(core: Core, what: str) -> None:
-    case, name = FAILS[what], f"fails_{what.replace(' ', '_')}"
-    core.write(name, case.config, case.code, **case.files)
-
-    theirs, ours = core.triton.load(name), core.moonpool.load(name)
+def test_a_load_fails_with_the_same_text(loads: Loads, what: str) -> None:
+    theirs, ours = loads.of(name_of(what))
 
     assert theirs is not None
     assert ours is not None
