@@ -91,8 +91,8 @@ def both(
 def load_all(
     triton: TritonSide, moonpool: MoonpoolSide, names: Sequence[str]
 ) -> dict[str, tuple[Failure | None, Failure | None]]:
-    """Load all models on both sides and return the errors. Triton waits a second in each load, so all run at once."""
-    with ThreadPoolExecutor(16) as threads:
-        theirs = {name: threads.submit(triton.load, name) for name in names}
+    """Load models on both sides at the same time, and return the errors: Triton's, then moonpool's."""
+    with ThreadPoolExecutor(1) as thread:
+        theirs = thread.submit(triton.load_all, names)
         ours = {name: moonpool.load(name) for name in names}
-        return {name: (theirs[name].result(), ours[name]) for name in names}
+        return {name: (failure, ours[name]) for name, failure in theirs.result().items()}

@@ -7,7 +7,7 @@ import json
 import re
 import struct
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -63,8 +63,7 @@ class TritonSide:
         self.server.stop()
         self.server.start()
         self._connect()
-        with ThreadPoolExecutor(16) as threads:
-            assert [*filter(None, threads.map(self.load, sorted(self._loaded)))] == []
+        assert [*filter(None, self.load_all(sorted(self._loaded)).values())] == []
 
     def load(self, model: str) -> Failure | None:
         """Load a model of the repository; what hinders it, if anything does."""
@@ -75,6 +74,11 @@ class TritonSide:
             self._loaded.add(model)
         return _load_failure(failed[0]) if failed else None
 
+    def load_all(self, models: Sequence[str]) -> dict[str, Failure | None]:
+        """Load models at once, because the server waits for seconds in each load; what hinders each, if anything does."""
+        with ThreadPoolExecutor(16) as threads:
+            return dict(zip(models, threads.map(self.load, models), strict=True))
+
     def unload(self, model: str) -> None:
         """Return when the model is unloaded: a server that is asked again sooner may die."""
         self._loaded.discard(model)
@@ -82,6 +86,10 @@ class TritonSide:
             pb.RepositoryModelUnloadRequest(model_name=model), timeout=TIMEOUT_S
         )
         wait_until(lambda: self._state(model) != "UNLOADING", TIMEOUT_S, f"{model} to be unloaded")
+
+    def unload_all(self, models: Sequence[str]) -> None:
+        with ThreadPoolExecutor(16) as threads:
+            list(threads.map(self.unload, models))
 
     def _state(self, model: str) -> str:
         index = self._stub.RepositoryIndex(pb.RepositoryIndexRequest(), timeout=TIMEOUT_S)

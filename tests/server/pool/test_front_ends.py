@@ -376,8 +376,8 @@ def test_a_model_that_was_given_up_is_served_again(tmp_path: Path) -> None:
     write(tmp_path, "shared", (MODELS / "shared.py").read_text(), SHARED + given)
     with running(tmp_path, "--frontends=2", variables={"GATE": "/nowhere"}) as server:
         for _ in range(2):
-            wait_until(lambda: ask(server, "twice", 1)[0] == 200)
-            assert ask(server, "die", 1)[0] == 500
+            # One front end may learn later than the other one that the model is back.
+            wait_until(lambda: ask(server, "die", 1)[0] == 500)
             wait_until(lambda: "has no instance left" in str(ask(server, "twice", 1)))
         wait_until(lambda: all(ask(server, "twice", 1)[0] == 200 for _ in range(8)))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.triton.answers import Failure, LogLine
-from tests.triton.conftest import SIDES, load_all
+from tests.triton.conftest import SIDES
 from tests.triton.moonpool_side import MoonpoolSide
 from tests.triton.server import interpreter, running
 from tests.triton.triton_side import TritonSide
@@ -37,36 +37,41 @@ class Core:
 
 
 class Loads:
-    """Models of a module, which the first test that asks for one loads on both sides at once, because Triton waits for seconds in each load."""
+    """Models of a module, loaded on both sides: in moonpool at once, since no test may leave processes behind, and in Triton by
+    the first test that asks for one, which is begun again if Triton dies. Triton waits for seconds in each load, so it
+    loads them together.
+    """
 
     def __init__(self, core: Core, names: Sequence[str]) -> None:
         """The models are written already."""
         self._core = core
-        self._names = names
-        self._outcomes: dict[str, tuple[Failure | None, Failure | None]] = {}
+        core.moonpool.log()
+        self._ours = {name: core.moonpool.load(name) for name in names}
+        self._theirs: dict[str, Failure | None] = {}
         self._lines: tuple[list[LogLine], list[LogLine]] = ([], [])
 
     def of(self, name: str) -> tuple[Failure | None, Failure | None]:
         """Return what hindered the load of this model, if anything did, in Triton and in moonpool."""
-        if not self._outcomes:
-            core = self._core
-            core.triton.log(), core.moonpool.log()
-            self._outcomes = load_all(core.triton, core.moonpool, self._names)
-        return self._outcomes[name]
+        if not self._theirs:
+            self._core.triton.log()
+            self._theirs = self._core.triton.load_all(list(self._ours))
+        return self._theirs[name], self._ours[name]
 
     def log(self) -> tuple[list[LogLine], list[LogLine]]:
         """Return the lines that all models have logged so far, in Triton and in moonpool."""
-        for lines, side in zip(self._lines, (self._core.triton, self._core.moonpool), strict=True):
-            lines.extend(side.log())
-        return self._lines
+        theirs, ours = self._lines
+        theirs.extend(self._core.triton.log())
+        ours.extend(self._core.moonpool.log())
+        return theirs, ours
 
     def unload(self) -> None:
-        for name, failures in self._outcomes.items():
-            for side, failure in zip(
-                (self._core.triton, self._core.moonpool), failures, strict=True
-            ):
-                if failure is None:
-                    side.unload(name)
+        """Unload all that could be loaded."""
+        self._core.triton.unload_all(
+            [name for name, failure in self._theirs.items() if not failure]
+        )
+        for name, failure in self._ours.items():
+            if failure is None:
+                self._core.moonpool.unload(name)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -81,9 +80,7 @@ def test_classes_have_the_same_labels(core: Core) -> None:
     members = [name for name, member, _, _ in MODELS if not member]
     flags = ["--model-control-mode=explicit", *(f"--load-model={name}" for name in names)]
     try:
-        # Triton waits for seconds in the load of a Python model.
-        with ThreadPoolExecutor(len(members)) as threads:
-            assert set(threads.map(core.triton.load, members)) == {None}
+        assert set(core.triton.load_all(members).values()) == {None}
         assert {core.triton.load(name) for name in names if name not in members} == {None}
         theirs = core.triton.server.http_port
         with running(core.repository, *flags) as server:
