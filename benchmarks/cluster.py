@@ -68,6 +68,17 @@ class Model(NamedTuple):
     start_s: float
 
 
+class Step(NamedTuple):
+    """A request, and the time at which it is looked at next."""
+
+    now_s: float
+    request: int
+    came_s: float
+    model: int
+    node: Node | None = None
+    """The node that it was sent to; None if it has just come."""
+
+
 @dataclass(slots=True)
 class Hosted:
     """A model in the memory of a node. It has what `decide` asks of a `Candidate`, as of the node's clock."""
@@ -134,6 +145,8 @@ class Node:
         self.now_s = 0.0
         self.requests = 0
         self.holders = holders
+        # The models that wait for room, each with the requests behind its first one.
+        self.waiting: dict[int, list[Step]] = {}
         self._order = order
         self._execute_s = load.execute_s
         # The times from which on each core is free for a start.
@@ -285,34 +298,43 @@ def simulate(load: Load, models: Sequence[Model], nodes: Sequence[Node], router:
     route = _ROUTERS[router](nodes)
     outcome = Outcome()
     half_s = load.requests / load.rate_per_s / 2
-    # The time of the next step, the number of the request, when it came, its model, and its node once it has one.
-    steps: list[tuple[float, int, float, int, Node | None]] = requests(load)
+    steps = requests(load)
     while steps:
-        now_s, request, came_s, number, node = heapq.heappop(steps)
-        node = node or route(number, now_s)
+        step = heapq.heappop(steps)
+        now_s, came_s, number = step.now_s, step.came_s, step.model
+        node = step.node or route(number, now_s)
+        if step.node is None and number in node.waiting:
+            # As in a node of moonpool's, one of them makes room, and the others wait with it.
+            node.waiting[number].append(step._replace(node=node))
+            continue
         is_start = number not in node.hosted
         answer = node.ask(number, models[number], now_s)
         if answer is None and now_s - came_s < node.limits.patience_s:
-            heapq.heappush(steps, (node.look_again_s(), request, came_s, number, node))
-        elif came_s >= half_s:
-            if answer is None:
-                outcome.refused += 1
-                continue
-            wait_s, is_hit = answer
-            outcome.waits_s.append(now_s - came_s + wait_s)
-            outcome.hits += is_hit and now_s == came_s
-            outcome.starts += is_start
+            node.waiting.setdefault(number, [])
+            heapq.heappush(steps, step._replace(now_s=node.look_again_s(), node=node))
+            continue
+        for each in node.waiting.pop(number, ()):
+            heapq.heappush(steps, each._replace(now_s=now_s))
+        if came_s < half_s:
+            continue
+        if answer is None:
+            outcome.refused += 1
+            continue
+        wait_s, is_hit = answer
+        outcome.waits_s.append(now_s - came_s + wait_s)
+        outcome.hits += is_hit and now_s == came_s
+        outcome.starts += is_start
     return outcome
 
 
-def requests(load: Load) -> list[tuple[float, int, float, int, Node | None]]:
+def requests(load: Load) -> list[Step]:
     """Return the requests in the order in which they come."""
     chance = np.random.default_rng(_SEED)
     times = np.cumsum(chance.exponential(1 / load.rate_per_s, load.requests)).tolist()
     weights = 1 / np.arange(1, load.models + 1) ** load.skew
     numbers = chance.choice(load.models, load.requests, p=weights / weights.sum()).tolist()
     return [
-        (came_s, at, came_s, number, None)
+        Step(came_s, at, came_s, number)
         for at, (came_s, number) in enumerate(zip(times, numbers, strict=True))
     ]
 

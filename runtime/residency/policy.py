@@ -187,8 +187,9 @@ def decide(
     only_gpus = not shortage(
         replace(limits, gpu_memory=None), needs if coming is None else [*needs, coming]
     )
+    kinds = {each.is_dormant for each in present.values()}
     for is_dormant in (False, True) if only_gpus else (True, False):
-        victim = _victim(sieve, present, is_dormant)
+        victim = _victim(sieve, present, is_dormant) if is_dormant in kinds else None
         if victim is not None:
             return Verdict(Act.EVICT, victim, reason, only_gpus and not is_dormant)
     if is_member and coming is not None:

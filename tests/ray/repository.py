@@ -65,6 +65,24 @@ _SUMS = """
             responses.append(pb_utils.InferenceResponse(tensors))
         return responses
 """
+# Waits for a file `go` in the folder of the model.
+_WAITS = """
+    def initialize(self, args):
+        self.go = os.path.join(args["model_repository"], "go")
+
+    def execute(self, requests):
+        import time
+
+        while not os.path.exists(self.go):
+            time.sleep(0.01)
+        return [
+            pb_utils.InferenceResponse(
+                [pb_utils.Tensor("Y", pb_utils.get_input_tensor_by_name(each, "X").as_numpy() * 2)]
+            )
+            for each in requests
+        ]
+"""
+_STEP = '{ model_name: "double" model_version: -1 input_map { key: "X" value: "%s" } output_map { key: "Y" value: "%s" } }'
 _X = 'input [ { name: "X" data_type: TYPE_FP32 dims: [ %s ] } ]\n'
 _Y = 'output [ { name: "Y" data_type: TYPE_FP32 dims: [ %s ] } %s]\n'
 _PID = ', { name: "PID" data_type: TYPE_INT64 dims: [ 1 ] } '
@@ -76,6 +94,13 @@ MODELS = {
     # The same, without the word that it may be executed twice.
     "once": (_DOUBLE, _BATCHES + _DYNAMIC),
     "asks": (_ASKS, _BATCHES + _DYNAMIC),
+    "waits": (_WAITS, _X % "2" + _Y % ("2", "") + "instance_group [ { count: 1 kind: KIND_CPU } ]\n"),
+    # An ensemble: `double` after `double`.
+    "twice": (
+        "",
+        "max_batch_size: 8\n" + _X % "-1" + _Y % ("-1", "")
+        + "ensemble_scheduling { step [ " + _STEP % ("X", "half") + ", " + _STEP % ("half", "Y") + " ] }\n",
+    ),
     "repeats": (_REPEATS, "model_transaction_policy { decoupled: true }\n" + _X % "1" + _Y % ("1", "")),
     "sums": (
         _SUMS,
@@ -92,6 +117,8 @@ def write_models(folder: Path, *names: str) -> Path:
     for name in names or MODELS:
         code, config = MODELS[name]
         (folder / name / "1").mkdir(parents=True)
-        (folder / name / "1" / "model.py").write_text(_HEAD + code)
-        (folder / name / "config.pbtxt").write_text('backend: "python"\n' + config)
+        if code:
+            (folder / name / "1" / "model.py").write_text(_HEAD + code)
+        kind = 'backend: "python"\n' if code else 'platform: "ensemble"\n'
+        (folder / name / "config.pbtxt").write_text(kind + config)
     return folder

@@ -130,17 +130,20 @@ def _packed(
         "models_per_replica": most,
         "revision": options.revision,
     }
-    chosen = _chosen(list(models.values()), options)
+    chosen = _chosen(list(models.values()), options, is_packed=True)
     return _deployment(Replica, PACKED, chosen, (arguments, named), settings)
 
 
-def _chosen(models: Sequence[Prepared], options: Options) -> dict[str, Any]:
+def _chosen(
+    models: Sequence[Prepared], options: Options, *, is_packed: bool = False
+) -> dict[str, Any]:
     """Return the options of the deployment, with what they need of Ray's classes."""
     chosen = deployment_options(models, options)
     if options.autoscaling is not None:
         autoscaling = {"policy": {"policy_function": _POLICY}, **options.autoscaling}
         chosen["autoscaling_config"] = autoscaling
-    if any(model.config.sequence_batching is not None for model in models):
+    # A process keeps the router that it has made for a deployment, and the next deployment of packed models may have sequences.
+    if is_packed or any(model.config.sequence_batching is not None for model in models):
         router = serve.config.RequestRouterConfig(request_router_class=SequenceRouter)
         chosen.setdefault("request_router_config", router)
     return chosen

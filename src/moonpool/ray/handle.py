@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar, Unpack
 
 from numpy.typing import NDArray
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
@@ -34,6 +35,7 @@ from moonpool.runtime.model.request import Response
 from moonpool.runtime.model.signature import RequestOptions
 
 T = TypeVar("T")
+_log = logging.getLogger("moonpool")
 # For models that say that they are idempotent. The first replicas that are tried may all have been on a node that died.
 _TRIES = 3
 
@@ -207,5 +209,10 @@ def translated(model: str, *, sequence: str = "") -> Iterator[None]:
         raise RequestTimedOut(
             f"the request to model '{model}' took longer than its timeout"
         ) from None
-    except RayTaskError as error:
-        raise ModelError(f"the replica of model '{model}' failed: {error.cause}") from error
+    except RayError as error:
+        # Something of Ray's or of moonpool's went wrong, which programs in the cluster may read, and clients may not.
+        why = getattr(error, "cause", error)
+        _log.error("the replica of model '%s' failed: %r", model, why, exc_info=error)
+        failed = ModelError(f"the replica of model '{model}' failed: {why}")
+        failed.public_message = "internal error"
+        raise failed from error

@@ -11,6 +11,7 @@ names of its modules, under which nobody can import them.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -24,7 +25,7 @@ from starlette.responses import StreamingResponse
 from tritonclient.grpc import service_pb2
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.ray.handle import ModelHandle
+from moonpool.ray.handle import ModelHandle, translated
 from moonpool.ray.local_server import HttpReply, HttpRequest, LocalServer, RpcReply
 from moonpool.ray.options import Traits
 from moonpool.ray.replica import Failure
@@ -35,8 +36,9 @@ from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.server.grpc.infer_request import InferMessage
 from moonpool.runtime.server.grpc.status import UNREADABLE, status_of
 from moonpool.runtime.server.grpc.wire import BadProtobuf, parse
+from moonpool.runtime.server.http.body import too_large
 from moonpool.runtime.server.http.connection import error_body, error_headers, http_status
-from moonpool.runtime.server.http.head import HEADER_LENGTH, JSON
+from moonpool.runtime.server.http.head import HEADER_LENGTH, JSON, BadHttpMessage
 from moonpool.runtime.server.http.infer_request import read_plan
 from moonpool.runtime.server.http.json_text import dumps
 from moonpool.runtime.server.http.options import HttpLimits
@@ -44,6 +46,7 @@ from moonpool.runtime.server.repository_control import RepositoryControl
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.shared_memory import SystemSharedMemory
 
+_log = logging.getLogger("moonpool")
 SERVICE = "inference.GRPCInferenceService"
 # The fields that name the model, by RPC.
 _NAMES = {
@@ -149,7 +152,12 @@ class Ingress:
                 raise ModelError("this application does not serve HTTP", "NOT_FOUND")
             asked = HttpRequest(request.method, target, headers, await _body_of(request))
             return await self._http(path, asked)
-        except MoonpoolError as error:
+        except BadHttpMessage as error:
+            return _http(HttpReply(error.status, error.headers, error_body(error.text)))
+        except Exception as error:
+            # Ray would send the traceback to the client.
+            if not isinstance(error, MoonpoolError):
+                _log.exception("answering %s %s failed", request.method, path)
             body = error_body(public_text(error))
             return _http(HttpReply(http_status(error), error_headers(error, JSON), body))
 
@@ -336,14 +344,12 @@ def _json(value: Any) -> HttpReply:
 
 
 async def _body_of(request: Request) -> bytes:
-    """Read the body. Raises `ModelError` as soon as it is larger than `moonpool serve` takes."""
+    """Read the body. Raises `BadHttpMessage` as soon as it is larger than `moonpool serve` takes."""
     body, most = bytearray(), HttpLimits().body_bytes
     async for part in request.stream():
         body += part
         if len(body) > most:
-            raise ModelError(
-                f"the body of the request has more than {most} bytes", "INVALID_ARGUMENT"
-            )
+            raise too_large(f"at least {len(body)}", most)
     return bytes(body)
 
 
@@ -361,8 +367,9 @@ def _headers(reply: HttpReply, length: int | None = None) -> list[tuple[bytes, b
 async def _streamed(handle: ModelHandle, asked: HttpRequest) -> HttpResponse:
     """Return a response whose body comes in pieces. The status is that of the first one."""
     target, _ = await handle.routed()
-    pieces = target.options(stream=True).http_stream.remote(handle.name, asked)
-    first: HttpReply = _checked(await anext(pieces))
+    with translated(handle.name):
+        pieces = target.options(stream=True).http_stream.remote(handle.name, asked)
+        first: HttpReply = _checked(await anext(pieces))
 
     async def rest() -> AsyncIterator[bytes]:
         async for piece in pieces:

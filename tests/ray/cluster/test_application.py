@@ -20,6 +20,7 @@ from tests.waiting import wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed here; bash .ci/run ray installs it apart")
 
+import ray
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 from ray import serve
@@ -218,6 +219,39 @@ def test_events_and_refusals_over_http(placed: Nodes) -> None:
     assert (status, b"not allowed" in text) == (503, True)
     status, text = post(placed, "/v2/logging", {"log_info": False})
     assert (status, b"cannot change them" in text) == (501, True)
+    # Ray decodes the path, and a question mark in it begins no query.
+    assert post(placed, "/v2/logging%3F", {"log_info": False})[0] == 404
+    assert post(placed, "/v2/models/double%3Fx/infer", {})[0] == 404
+
+
+@pytest.mark.promise(
+    "Ray Serve",
+    "Ray's ports for metrics have moonpool's counters, with application, deployment, replica and model.",
+)
+def test_ray_has_the_metrics(placed: Nodes) -> None:  # noqa: ARG001
+    infer("once")
+    pages = [
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+    def counted() -> str | None:
+        for page in pages:
+            with urllib.request.urlopen(page, timeout=LONG_S) as response:
+                for line in response.read().decode().splitlines():
+                    if (
+                        line.startswith("ray_nv_inference_request_success{")
+                        and 'model="once"' in line
+                    ):
+                        return str(line)
+        return None
+
+    line = wait_until(counted, LONG_S, "the counter of the model") or ""
+
+    for label in ('application="models"', 'deployment="once"', 'replica="', 'version="1"'):
+        assert label in line
+    assert float(line.rpartition(" ")[2]) >= 1
 
 
 @pytest.mark.promise(

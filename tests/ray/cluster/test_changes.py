@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,6 +82,35 @@ def test_packed_models_come_and_go(deploy: Callable[..., None]) -> None:
         assert list(ask("moonpool-models", "processes")) == [name]
 
 
+@pytest.mark.promise("Ray Serve", "Packed, the requests of a sequence go to one replica, too.")
+def test_packed_sequences_stay_with_their_replica(deploy: Callable[..., None]) -> None:
+    two = mr.Options(num_cpus=0.1, replicas=2)
+    deploy(models=["sums", "double"], packed=True, models_per_replica=2, defaults=two)
+    one = np.ones((1, 1), np.float32)
+
+    async def sequence(key: int) -> list[dict[str, Any]]:
+        handle = mr.get("changes", "sums")
+        return [
+            await handle.infer({"X": one}, correlation_id=key, flags=0 if n else 1)
+            for n in range(4)
+        ]
+
+    async def all_sequences() -> list[list[dict[str, Any]]]:
+        return await asyncio.gather(*(sequence(key) for key in range(1, 7)))
+
+    for answers in run(all_sequences()):
+        assert [float(each["Y"][0, 0]) for each in answers] == [1, 2, 3, 4]
+        assert len({int(each["PID"][0, 0]) for each in answers}) == 1
+
+
+@pytest.mark.promise("Ray Serve", "A replica of an ensemble has its members, too.")
+def test_an_ensemble_has_its_members_in_its_replica(deploy: Callable[..., None]) -> None:
+    deploy(models={"twice": mr.Options(num_cpus=0.1)})
+
+    assert infer("twice") == [4.0, 8.0]
+    assert len(ask("twice", "processes")["double"]) == 1
+
+
 @pytest.mark.promise(
     "Ray Serve",
     "Another number of instances, and every other live option, changes the model inside the replicas that run.",
@@ -118,6 +148,115 @@ def test_a_replica_whose_model_gives_up_is_replaced(deploy: Callable[..., None])
             return False
 
     wait_until(other, LONG_S, "another replica")
+
+
+@pytest.fixture
+def go(repository: Path) -> Iterator[Path]:
+    """Return the file that `waits` waits for."""
+    path = repository / "waits" / "go"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+async def waiting(count: int = 1) -> list[asyncio.Task[Any]]:
+    """Return requests to `waits`, the first of which executes."""
+    handle = mr.get("changes", "waits")
+    x = np.array([1.0, 2.0], np.float32)
+    tasks = [asyncio.create_task(handle.infer({"X": x}, timeout_s=LONG_S)) for _ in range(count)]
+    await asyncio.to_thread(
+        wait_until,
+        lambda: ask("waits", "record_autoscaling_stats")["moonpool_busy"] == 1.0,
+        LONG_S,
+        "a request that executes",
+    )
+    return tasks
+
+
+@pytest.mark.promise(
+    "Ray Serve", "A replica that Ray replaces answers the requests that it has before it ends."
+)
+def test_a_replica_that_is_replaced_answers_what_it_has(
+    deploy: Callable[..., None], go: Path
+) -> None:
+    def options(revision: str) -> dict[str, Any]:
+        patient = {"graceful_shutdown_timeout_s": LONG_S}
+        model = mr.Options(num_cpus=0.1, revision=revision, deployment=patient)
+        return {"models": {"waits": model}}
+
+    deploy(**options("a"))
+    replica = ask("waits", "process")
+
+    async def replaced() -> Any:
+        (request,) = await waiting()
+        update = asyncio.create_task(asyncio.to_thread(deploy, **options("b")))
+        try:
+            what = "another replica"
+            await asyncio.to_thread(
+                wait_until, lambda: ask("waits", "process") != replica, LONG_S, what
+            )
+            assert not request.done()
+            # The process is still there, as it has a request.
+            os.kill(replica, 0)
+        finally:
+            await asyncio.to_thread(go.touch)
+        outputs = await request
+        await update
+        return outputs
+
+    assert run(replaced())["Y"].tolist() == [2.0, 4.0]
+
+
+@pytest.mark.promise(
+    "Ray Serve",
+    "If a replica dies, requests inside it fail with `ReplicaDied` unless the model says that it is idempotent.",
+)
+def test_a_request_in_a_replica_that_dies_is_not_executed_twice(
+    deploy: Callable[..., None],
+    go: Path,  # noqa: ARG001
+) -> None:
+    deploy(models={"waits": mr.Options(num_cpus=0.1)})
+
+    async def killed() -> None:
+        (request,) = await waiting()
+        target = serve.get_deployment_handle("waits", "changes")
+        os.kill(await target.process.remote(), signal.SIGKILL)
+        with pytest.raises(mr.ReplicaDied):
+            await request
+
+    run(killed())
+
+
+@pytest.mark.promise(
+    "Ray Serve",
+    "Ray gets the load from the replicas, and their number follows it in both directions.",
+)
+def test_replicas_come_and_go_with_the_time_that_requests_wait(
+    deploy: Callable[..., None], go: Path
+) -> None:
+    scaling = {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "upscale_delay_s": 0.0,
+        "downscale_delay_s": 0.0,
+        "metrics_interval_s": 0.2,
+        "look_back_period_s": 1.0,
+    }
+    deploy(models={"waits": mr.Options(num_cpus=0.1, target_wait_ms=1.0, autoscaling=scaling)})
+
+    def replicas() -> int:
+        found = serve.status().applications["changes"].deployments["waits"].replica_states
+        return sum(count for state, count in found.items() if "RUNNING" in str(state))
+
+    async def scaled() -> None:
+        requests = await waiting(8)
+        try:
+            await asyncio.to_thread(wait_until, lambda: replicas() == 2, LONG_S, "more replicas")
+        finally:
+            await asyncio.to_thread(go.touch)
+        await asyncio.gather(*requests)
+
+    run(scaled())
+    wait_until(lambda: replicas() == 1, LONG_S, "fewer replicas")
 
 
 async def asked_meanwhile(model: str, act: Callable[[], Awaitable[None]]) -> int:
