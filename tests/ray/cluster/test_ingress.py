@@ -1,4 +1,4 @@
-"""What the way into an application refuses, in this process and without a cluster."""
+"""The ingress refuses what it must, in this process and without a cluster."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from tritonclient.grpc import service_pb2
 
-import moonpool.ray.ingress as ingress_module
 from moonpool.ray.ingress import Ingress
 from moonpool.ray.options import Traits
 from moonpool.ray.rpc_stream import RpcStream
+from moonpool.runtime.server.http.options import HttpLimits
 
 SECRET = "/srv/private/secret.txt"
 
@@ -90,8 +90,8 @@ def test_settings_cannot_be_changed() -> None:
 def test_a_body_over_the_limit_is_refused_before_it_is_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limits = dataclasses.replace(ingress_module.HttpLimits(), body_bytes=10)
-    monkeypatch.setattr(ingress_module, "HttpLimits", lambda: limits)
+    limits = dataclasses.replace(HttpLimits(), body_bytes=10)
+    monkeypatch.setattr("moonpool.ray.ingress.HttpLimits", lambda: limits)
 
     response = post("/v2/models/m/infer", b"x" * 6, b"x" * 6, b"x" * 6)
 

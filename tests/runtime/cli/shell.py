@@ -105,7 +105,7 @@ class WarmCommands:
 
 @pytest.fixture(scope="session")
 def warm_commands() -> Iterator[WarmCommands]:
-    """What forks the commands of this run."""
+    """Return the process that forks the commands of this run."""
     warm = WarmCommands()
     yield warm
     warm.close()
