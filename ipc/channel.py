@@ -13,7 +13,7 @@ Three things about these sockets are easy to get wrong:
   would be lost.
 - *A signal handler that raises.* Between the return of `recv` and the next line of Python, a handler may raise
   KeyboardInterrupt, and the packet would be gone. `wait` receives and stores the packet in a single call of C
-  code (`deque.extend` over `map`), so a packet is either in the socket or in the inbox.
+  code (`deque.extend` over `map`), so a packet is either in the socket or in the inbox. `send_first` sends and removes in the same way.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import sys
 import termios
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain, compress, repeat
+from typing import Any
 
 from moonpool.ipc.errors import Closed, LocalProtocolError, PeerGone, RemoteProtocolError
 
@@ -39,6 +41,8 @@ _FD_BYTES = array.array("i").itemsize
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
 _NO_SIGNAL = int(socket.MSG_NOSIGNAL)
 _AT_ONCE = _DONT_WAIT | _NO_SIGNAL
+# Drops whatever is put into it.
+_NOWHERE: deque[Any] = deque(maxlen=0)
 
 
 class Channel:
@@ -86,6 +90,18 @@ class Channel:
         """Hand a packet to the kernel. Blocks while the socket is full. Not for a channel to a stub."""
         try:
             self._send(packet, _NO_SIGNAL)
+        except OSError as error:
+            raise self._gone(error) from error
+
+    def send_first(self, items: deque[Any], count: int, packet: bytes) -> None:
+        """Send a packet made of the first `count` items of a queue, as `send_waiting` does, and remove the items.
+
+        If a signal handler raises meanwhile, either both have happened or neither. After any other error the items are there.
+        """
+        # One call into C again. The number of bytes sent, which is never 0, stands for the first item, a 1 for each other one.
+        sent = chain(map(self._send, (packet,), (_NO_SIGNAL,)), repeat(1, count - 1))
+        try:
+            _NOWHERE.extend(map(deque.popleft, compress(repeat(items), sent)))
         except OSError as error:
             raise self._gone(error) from error
 

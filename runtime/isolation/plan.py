@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,9 @@ _COMPILED = {
 }
 # The ratio by which the kernel weighs a step of `nice`.
 _NICE_RATIO = 1.25
+# The most time that an instance waits for others that make their folders, which takes each a moment, and the pause between two looks.
+_ALONE_S = 60.0
+_ASK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -291,13 +295,30 @@ def _compile_cache(model: Model) -> Path | None:
 
 @contextmanager
 def _alone_in(root: Path) -> Iterator[None]:
-    """Keep other instances, and other runtimes, from making a folder meanwhile: two models must not get the same user."""
+    """Keep other instances, and other runtimes, from making a folder meanwhile: two models must not get the same user.
+
+    Raises OSError, and `LoadFailed` if another process, which may be stopped, does not come to an end with it.
+    """
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    end_s = time.monotonic() + _ALONE_S
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while not _is_locked(descriptor):
+            if time.monotonic() >= end_s:
+                what = f"another process has had {root} locked for {_ALONE_S:g} s"
+                raise LoadFailed(f"{what}: end it, and load the model again", stage="start")
+            time.sleep(_ASK_S)
         yield
     finally:
         os.close(descriptor)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Lock a file, or return False if another process has it locked. Raises OSError."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _check_private(root: Path) -> None:

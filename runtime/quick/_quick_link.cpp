@@ -614,8 +614,10 @@ class Apart {
 
   Ref response_to(PyObject* request, const Ref& lease) const {
     const Requests& of = known.request;
-    const Ref& rows = of.wants_wire.is_true(request) ? wires_ : arrays_;
-    if (of.kind.is(request) && of.allocator.is_none(request) && PyList_CheckExact(rows.get())) {
+    // The class comes first: an object of another one may have no such field.
+    const bool is_known = of.kind.is(request);
+    const Ref& rows = is_known && of.wants_wire.is_true(request) ? wires_ : arrays_;
+    if (is_known && of.allocator.is_none(request) && PyList_CheckExact(rows.get())) {
       Ref outputs = views_of(rows.get(), &lease, 1);
       return outputs ? response_with(request, std::move(outputs)) : Ref();
     }

@@ -151,7 +151,7 @@ class CloudCopies:
         number = 0
         for _ in range(_TRIES):
             digest = _digest(self._identity, name, listing.contents, listing.folders, number)
-            lease = self._cache.lease(digest, make)
+            lease = self._cache.lease(digest, make, stop)
             if digest in self._intact or self._is_intact(lease.path, name, listing):
                 self._intact.add(digest)
                 return lease

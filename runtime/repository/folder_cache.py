@@ -14,7 +14,7 @@ end using it.
 
 `lease` takes the shared lock first and looks for the folder second. The order matters: a process that removes a folder holds
 that lock exclusively, so a folder that is seen under it stays. Without a folder it takes `.making`, looks again, makes it, and
-begins anew. A lock file may itself be removed between its opening and its locking. `_if_there` compares the inode under the path
+begins anew. A lock file may itself be removed between its opening and its locking. `_locked` compares the inode under the path
 with its own, and a lock on a removed file does not count.
 
 A lease that nobody has any more ends by its finalizer. Finalizers run once, also if two threads release a lease together.
@@ -93,13 +93,8 @@ class _Turn:
     def lock(self, path: Path, operation: int) -> int | None:
         """Open and lock a lock file; None if it was just removed. Raises `refusal` if it is taken until the end, and OSError."""
         while True:
-            descriptor = _opened(path)
-            try:
-                fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(descriptor)
-            else:
-                return _if_there(descriptor, path)
+            with contextlib.suppress(BlockingIOError):
+                return _locked(path, operation)
             if self._stop.wait(_ASK_S):
                 raise self._refusal(
                     f"the wait for another process that makes {path.with_suffix('')} was given up"
@@ -202,17 +197,20 @@ class FolderCache:
         path = self.root / digest
         if descriptor is None:
             return None
-        # Looked at once, as another process may put it there at any moment.
-        try:
-            mode = path.lstat().st_mode
-        except FileNotFoundError:
-            os.close(descriptor)
-            return None
-        if stat.S_ISDIR(mode):
+        with contextlib.ExitStack() as held:
+            held.callback(os.close, descriptor)
+            # Looked at once, as another process may put it there at any moment.
+            try:
+                mode = path.lstat().st_mode
+            except FileNotFoundError:
+                return None
+            if not stat.S_ISDIR(mode):
+                raise self.refusal(
+                    f"{path}, in the cache of {self.contents}, is no directory: remove it"
+                )
             os.utime(descriptor)
-            return FolderLease(path, descriptor)
-        os.close(descriptor)
-        raise self.refusal(f"{path}, in the cache of {self.contents}, is no directory: remove it")
+            held.pop_all()
+        return FolderLease(path, descriptor)
 
     def _make_once(self, digest: str, make: Callable[[Path], None], turn: _Turn) -> None:
         descriptor = turn.lock(self.root / f"{digest}.making", fcntl.LOCK_EX)
@@ -267,24 +265,21 @@ class FolderCache:
 
 
 def _lock_now(path: Path) -> int | None:
-    """Open a lock file and lock it exclusively; None if it is taken or was just removed."""
-    descriptor = _opened(path)
+    """Open a lock file and lock it exclusively; None if it is taken or was just removed. Raises OSError."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _locked(path, fcntl.LOCK_EX)
     except BlockingIOError:
-        os.close(descriptor)
         return None
-    return _if_there(descriptor, path)
 
 
-def _opened(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-def _if_there(descriptor: int, path: Path) -> int | None:
-    """Return the descriptor of a locked file, or close it and return None if the file was removed before it was locked."""
-    with contextlib.suppress(FileNotFoundError):
-        if os.fstat(descriptor).st_ino == path.stat().st_ino:
-            return descriptor
-    os.close(descriptor)
+def _locked(path: Path, operation: int) -> int | None:
+    """Open and lock a lock file; None if it was removed before it was locked. Raises BlockingIOError if it is taken, and OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with contextlib.ExitStack() as held:
+        held.callback(os.close, descriptor)
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+        with contextlib.suppress(FileNotFoundError):
+            if os.fstat(descriptor).st_ino == path.stat().st_ino:
+                held.pop_all()
+                return descriptor
     return None

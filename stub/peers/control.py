@@ -25,6 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Callable
 
@@ -71,7 +72,7 @@ class Control:
         The parent sends what was queued, and its threads may have held the locks at the fork.
         """
         # Holds packets, and packed responses in tuples, which become packets when they are sent.
-        self._send_queue = SendQueue(self._channel, self._on_gone, _next_packet)
+        self._send_queue = SendQueue(self._channel, self._on_gone, _packet_of)
         self._left_out = 0
         # Sends past the queue: no other message depends on the order.
         self.metric_changes = MetricChanges(self._send_changes)
@@ -166,18 +167,21 @@ class Control:
         self._send_queue.close()
 
 
-def _next_packet(items: deque[Any]) -> bytes:
-    """Make one packet of all responses at the head of the queue, or take the packet there."""
-    item = items.popleft()
+def _packet_of(items: deque[Any]) -> tuple[bytes, int]:
+    """Make one packet of all responses at the head of the queue, or return the packet there; with the number of items."""
+    item = items[0]
     if type(item) is bytes:
-        return item
-    if not items:
-        return _ONE_RESPONSE + item[0]  # type: ignore[no-any-return]
-    rows = [item[0]]
-    while items and len(rows) < MAX_RESPONSES_IN_PACKET and type(items[0]) is tuple:
-        rows.append(items.popleft()[0])
+        return item, 1
+    if len(items) == 1:
+        return _ONE_RESPONSE + item[0], 1
+    rows = []
+    # Copied by one call into C, since other threads append meanwhile.
+    for each in tuple(islice(items, MAX_RESPONSES_IN_PACKET)):
+        if type(each) is not tuple:
+            break
+        rows.append(each[0])
     # The header of a message with one field, which is an array of so many rows, all packed already.
-    return encode(_RESPONSES, [0] * len(rows))[: -len(rows)] + b"".join(rows)
+    return encode(_RESPONSES, [0] * len(rows))[: -len(rows)] + b"".join(rows), len(rows)
 
 
 # The beginning of a packet with one response: all but the row.

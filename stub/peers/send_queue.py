@@ -5,6 +5,9 @@ sends all packets that are there. The others return at once: their packets are s
 giving up the turn that thread looks at the deque once more, so a packet that came in between is not left behind. Since
 no thread ever blocks for the turn, a destructor may put a packet in the middle of another `put` of the same thread.
 
+A signal handler may raise anywhere in `put`, above all while the socket is full. An item stays in the deque until its packet is sent
+(`Channel.send_first`), and the next `put` sends what was left. The turn is noted in the call that takes it, so it is given up in any case.
+
 A send blocks while the runtime is behind with reading, and so does the thread that has the turn. `close` takes the turn with
 blocking, so that no thread is still sending when the descriptor goes away; the peer is gone then, and no send blocks.
 """
@@ -19,26 +22,29 @@ from typing import Any
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import Closed, PeerGone
 
+# The argument of `acquire` for a lock that is not waited for.
+_AT_ONCE = (False,)
+
 
 class SendQueue:
     """Queues packets for one channel. Any thread may call any method, and so may a destructor during another call."""
 
-    __slots__ = ("_channel", "_items", "_next_packet", "_on_gone", "_turn")
+    __slots__ = ("_channel", "_items", "_on_gone", "_packet_of", "_turn")
 
     def __init__(
         self,
         channel: Channel,
         on_gone: Callable[[], None],
-        next_packet: Callable[[deque[Any]], bytes] = deque.popleft,
+        packet_of: Callable[[deque[Any]], tuple[bytes, int]] | None = None,
     ) -> None:
-        """Take `next_packet`, which removes one item or several from the queue and makes a packet of them.
+        """Take `packet_of`, which returns a packet and the number of items at the head of the queue that it is made of.
 
-        `on_gone` is called for each packet that cannot be sent because the peer is gone.
+        By default the items are packets. `on_gone` is called for each packet that cannot be sent because the peer is gone.
         """
         self._channel = channel
         self._on_gone = on_gone
         self._items: deque[Any] = deque()
-        self._next_packet = next_packet
+        self._packet_of = packet_of
         self._turn = threading.Lock()
 
     @property
@@ -51,14 +57,31 @@ class SendQueue:
 
     def put(self, item: Any) -> None:
         """Send an item, after those that are queued already."""
-        self._items.append(item)
+        items = self._items
+        items.append(item)
         # The loop looks again after giving up the turn: an item that came meanwhile must not stay behind.
-        while self._items and self._turn.acquire(blocking=False):
+        while items:
+            has_turn: list[bool] = []
             try:
-                while self._items:
-                    self.send(self._next_packet(self._items))
+                # One call into C takes the turn and notes it: no signal handler runs in between.
+                has_turn.extend(map(self._turn.acquire, _AT_ONCE))
+                if not has_turn[0]:
+                    return
+                while items:
+                    self._send_first()
             finally:
-                self._turn.release()
+                if has_turn and has_turn[0]:
+                    self._turn.release()
+
+    def _send_first(self) -> None:
+        items = self._items
+        packet, count = (items[0], 1) if self._packet_of is None else self._packet_of(items)
+        try:
+            self._channel.send_first(items, count, packet)
+        except (PeerGone, Closed):
+            for _ in range(count):
+                items.popleft()
+            self._on_gone()
 
     def send(self, packet: bytes) -> None:
         """Send a packet at once, past the queue."""

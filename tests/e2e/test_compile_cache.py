@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from tests.e2e.hosting import MODELS, Config, options, tensor
 
 import moonpool
+from moonpool.runtime.isolation import plan
 from moonpool.runtime.repository.folder_cache import cache_root
 
 FILE = MODELS / "evaluate.py"
@@ -101,3 +103,18 @@ def test_a_cache_that_others_may_write_into_is_refused(
 
     with pytest.raises(moonpool.LoadFailed, match="writable by nobody else"):
         runtime.load("one", FILE, config=SIGNATURE | options(COMPILE_CACHE="yes"))
+
+
+def test_a_cache_that_another_process_keeps_locked_is_told(
+    runtime: moonpool.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_ALONE_S", 0.1)
+    cache = tmp_path / "cache" / "moonpool" / "compiled"
+    cache.mkdir(parents=True, mode=0o700)
+    lock = os.open(cache, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(moonpool.LoadFailed, match=f"{cache} locked for 0.1 s: end it"):
+            runtime.load("one", FILE, config=SIGNATURE | options(COMPILE_CACHE="yes"))
+    finally:
+        os.close(lock)

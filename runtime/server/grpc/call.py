@@ -91,6 +91,11 @@ class GrpcCall:
 
     # The handler's
 
+    @property
+    def is_gone(self) -> bool:
+        """True if nobody waits for an answer any more."""
+        return self._is_gone
+
     def when_gone(self, callback: Callable[[], object]) -> None:
         """Call back when the client cancels, its deadline passes or its connection ends before it has a status.
 

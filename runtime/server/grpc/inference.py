@@ -3,8 +3,8 @@
 Theory of operation. A request is read, checked and submitted on the thread of the server's event loop, which received it; the rest is that
 of all calls (`inference.call`). Messages of more than `LARGE_BYTES` are read on a thread of the pool, as the loop has other clients.
 
-A call may end at any time, while a thread still reads or makes its request. So `when_gone` comes last, after the request was
-submitted: if the client has gone by then, it cancels the request at once. `GrpcCall` drops everything that is sent after the end.
+A call may end at any time, while a thread still reads or makes its request: then the request is dropped. `when_gone` comes last, after the
+request was submitted: if the client has gone by then, it cancels the request at once. `GrpcCall` drops everything that is sent after the end.
 """
 
 from __future__ import annotations
@@ -193,7 +193,11 @@ class GrpcInferCall(InferCall):
         except MoonpoolError as error:
             inference.refuse(call, message, error)
         else:
-            inference.make(message, self.hosted, call.metadata, self.send, self.fail)
+            inference.make(message, self.hosted, call.metadata, self._made, self.fail)
+
+    def _made(self, request: InferenceRequest) -> None:
+        if not self._call.is_gone:
+            self.send(request)
 
     def begin_trace(self, request: InferenceRequest) -> Trace | None:
         return self._inference.trace(self._call, self.hosted, self._message, request)

@@ -198,14 +198,20 @@ class HttpInferCall(InferCall):
             raise over_input_size(size, limit_bytes, is_json=is_json) from None
 
     def _work(
-        self, work: Callable[[], Any], go_on: Callable[[Any], object], headers: Headers = JSON
+        self,
+        work: Callable[[], Any],
+        go_on: Callable[[Any], object],
+        headers: Headers = JSON,
+        *,
+        is_long: bool = True,
     ) -> asyncio.Future[Any] | None:
-        """Do work that takes long, and go on if the client is still there. `headers` are those of an error."""
+        """Do work, and go on if the client is still there. A thread does it if it `is_long`. `headers` are those of an error."""
         exchange = self._exchange
         return self._inference.work(
             work,
             lambda result: exchange.is_gone or go_on(result),
             lambda error: self._refuse(error, headers),
+            is_long=is_long,
         )
 
     def _refuse(self, error: BaseException, headers: Headers) -> None:
@@ -278,9 +284,7 @@ class HttpInferCall(InferCall):
                 return
         size_bytes = service.read_bytes(hosted.model, plan.inputs) if plan.has_shared else 0
         is_long = size_bytes > LONG_COPY_BYTES
-        self._inference.work(
-            partial(self._made, data, offset), self.send, self.refuse, is_long=is_long
-        )
+        self._work(partial(self._made, data, offset), self.send, is_long=is_long)
 
     def _made(self, data: Any, offset: int) -> InferenceRequest:
         """Make and check the request, on any thread. Raises `MoonpoolError`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
 import threading
@@ -17,10 +19,12 @@ from tests.runtime.repository.buckets import Bucket, bucket
 from moonpool.runtime.process.files import RepositoryError
 from moonpool.runtime.repository import cloud_copies
 from moonpool.runtime.repository.cloud_copies import CloudCopies
+from moonpool.runtime.repository.cloud_store import CloudListing
 from moonpool.runtime.repository.folder_cache import KEEP_UNUSED_S
 
 __all__ = ["bucket"]
 
+TIMEOUT_S = 60.0
 FILES = {"config.pbtxt": b"config", "1/model.py": b"one", "1/weights": b"w" * 1000, "2/": b""}
 
 
@@ -335,6 +339,51 @@ def test_a_copy_that_is_given_up_ends_and_the_next_one_does_not(
     assert reading.is_set()
     bucket.before_read = lambda _: None
     assert content(copies.acquire("m").path / "m") == WHOLE
+
+
+def test_a_wait_for_a_process_that_copies_the_model_is_given_up(
+    copies: CloudCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = copies.acquire("m")
+    lease.release()
+    assert copies._cache.remove(lease.path.name)
+    list_files, listed = copies._store.listing, threading.Event()
+
+    def listing(name: str, stop: threading.Event) -> CloudListing:
+        try:
+            return list_files(name, stop)
+        finally:
+            listed.set()
+
+    monkeypatch.setattr(copies._store, "listing", listing)
+    making = os.open(f"{lease.path}.making", os.O_RDWR | os.O_CREAT, 0o600)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            fcntl.flock(making, fcntl.LOCK_EX)
+            loading = pool.submit(copies.acquire, "m")
+            assert listed.wait(TIMEOUT_S)
+            copies.give_up()
+            with pytest.raises(RepositoryError, match=f"makes {lease.path} was given up"):
+                loading.result(TIMEOUT_S)
+        finally:
+            os.close(making)
+    assert content(copies.acquire("m").path / "m") == WHOLE
+
+
+def test_a_lock_that_the_machine_refuses_leaves_no_descriptor(
+    copies: CloudCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int, __: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    copies.acquire("m").release()
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(RepositoryError, match="No locks available"):
+        copies.acquire("m")
+    with pytest.raises(OSError, match="No locks available"):
+        copies._cache.remove_unused()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_a_missing_model_is_not_found(copies: CloudCopies) -> None:

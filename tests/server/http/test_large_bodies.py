@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.server.http.listening import Client
 from tests.server.http.served import serving
 from tests.server.http.serving import TIMEOUT_S, Serving
+from tests.waiting import wait_until
 
 from moonpool.ipc.memory import lease_of
 from moonpool.runtime.server.http import inference
@@ -18,6 +20,7 @@ from moonpool.runtime.server.http.body import Fixed
 from moonpool.runtime.server.http.head import Body
 from moonpool.runtime.server.http.infer_request import HttpRequestPlan, read_plan
 from moonpool.runtime.server.http.inference import HttpInferCall
+from moonpool.runtime.server.inference import call
 
 __all__ = ["serving"]
 LARGE = 300_000
@@ -132,3 +135,42 @@ def test_others_are_answered_while_large_json_is_read(
     assert (broken.status, "parse" in broken.error) == (500, True)
     wrong = warm.post(PATH, asking(len(VALUES)).replace(b"UINT8", b"BYTES"))
     assert (wrong.status, "Unable to parse" in wrong.error) == (500, True)
+
+
+@pytest.mark.promise(
+    "HTTP",
+    "If a client goes while its large request is made, no model gets the request.",
+)
+def test_a_request_whose_client_goes_while_it_is_made_is_not_sent(
+    warm: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making: list[HttpInferCall] = []
+    sent: list[HttpInferCall] = []
+    begun, released, done = threading.Event(), threading.Event(), threading.Event()
+    make, finish = HttpInferCall._made, call._done
+
+    def held(asked: HttpInferCall, *rest: Any) -> Any:
+        making.append(asked)
+        begun.set()
+        assert released.wait(TIMEOUT_S)
+        return make(asked, *rest)
+
+    def noted(*arguments: Any) -> None:
+        finish(*arguments)
+        done.set()
+
+    # Whatever is made is made by a thread.
+    monkeypatch.setattr(inference, "LONG_COPY_BYTES", -1)
+    monkeypatch.setattr(HttpInferCall, "_made", held)
+    monkeypatch.setattr(HttpInferCall, "send", lambda asked, _: sent.append(asked))
+    monkeypatch.setattr(call, "_done", noted)
+    body = json.dumps({"inputs": [described(3, data=[1, 2, 3])]}).encode()
+    with Client(warm.port) as client:
+        client.send(f"POST {PATH} HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode(), body)
+        assert begun.wait(TIMEOUT_S)
+    try:
+        wait_until(lambda: making[0]._exchange.is_gone)
+    finally:
+        released.set()
+    assert done.wait(TIMEOUT_S)
+    assert sent == []
