@@ -256,9 +256,9 @@ def mypy(python: str, folder: Path, *texts: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("mypy"), reason="mypy is not installed")
 def test_a_model_is_type_checked(python: str, tmp_path: Path) -> None:
-    assert mypy(python, tmp_path, MODEL) == ["Success: no issues found in 1 source file"]
+    accepted = ["Success: no issues found in 2 source files"]
 
-    assert mypy(python, tmp_path, ASKER) == ["Success: no issues found in 1 source file"]
+    assert mypy(python, tmp_path, MODEL, ASKER) == accepted
     *mistakes, _ = mypy(python, tmp_path, MISTAKES)
     assert [line.rsplit("[", 1)[1] for line in mistakes if "error:" in line] == [
         "arg-type]",
@@ -311,27 +311,28 @@ def readme() -> tuple[str, str, str]:
 )
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("mypy"), reason="mypy is not installed")
-def test_mypy_accepts_a_user_s_program(python: str, tmp_path: Path) -> None:
-    assert mypy(python, tmp_path, PROGRAM) == ["Success: no issues found in 1 source file"]
+def test_mypy_accepts_a_user_s_program_and_the_examples_of_the_readme(
+    python: str, tmp_path: Path
+) -> None:
+    accepted = ["Success: no issues found in 4 source files"]
+
+    assert mypy(python, tmp_path, PROGRAM, *readme()) == accepted
     *mistakes, _ = mypy(python, tmp_path, WRONG_PROGRAM)
     assert [line.split(":")[1] for line in mistakes if "error:" in line] == ["3", "4", "5"]
 
 
 @pytest.mark.promise("The package", "mypy and pyright, both at their …")
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("mypy"), reason="mypy is not installed")
-def test_mypy_accepts_the_example_of_the_readme(python: str, tmp_path: Path) -> None:
-    accepted = ["Success: no issues found in 3 source files"]
-
-    assert mypy(python, tmp_path, *readme()) == accepted
-
-
-@pytest.mark.promise("The package", "mypy and pyright, both at their …")
-@pytest.mark.slow
-def test_pyright_accepts_a_user_s_program(python: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
+def test_pyright_accepts_a_user_s_program_and_the_examples_of_the_readme(
+    python: str, tmp_path: Path
+) -> None:
+    names = ("program.py", "scale.py", "use.py", "hosts.py")
+    for name, text in zip(names, (PROGRAM, *readme()), strict=True):
+        (tmp_path / name).write_text(text)
     assert pyright(python, tmp_path, strict=True) == []
 
+    for name in names:
+        (tmp_path / name).unlink()
     # The model gives its list of responses no type, as people write it.
     (tmp_path / "triton_model.py").write_text(MODEL)
     (tmp_path / "program.py").write_text(WRONG_PROGRAM)
@@ -339,17 +340,6 @@ def test_pyright_accepts_a_user_s_program(python: str, tmp_path: Path) -> None:
     assert [mistake.split()[0] for mistake in mistakes] == [
         f"program.py:{line}" for line in (3, 4, 5)
     ]
-
-
-@pytest.mark.promise("The package", "mypy and pyright, both at their …")
-@pytest.mark.slow
-def test_pyright_accepts_the_example_of_the_readme(python: str, tmp_path: Path) -> None:
-    model, program, hosts = readme()
-    (tmp_path / "scale.py").write_text(model)
-    (tmp_path / "use.py").write_text(program)
-    (tmp_path / "hosts.py").write_text(hosts)
-
-    assert pyright(python, tmp_path, strict=True) == []
 
 
 @pytest.mark.promise(

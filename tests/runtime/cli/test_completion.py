@@ -26,6 +26,7 @@ def shell(cli: CommandLine) -> Path:
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m moonpool "$@"\n')
     command.chmod(0o755)
     (cli.folder / "models").symlink_to(MODELS)
+    (cli.folder / "script").write_text(cli("completion", "bash").stdout)
     return cli.folder
 
 
@@ -34,7 +35,7 @@ def offered(folder: Path, line: str) -> set[str]:
     words = [*line.split(" ")]
     script = f"""
         PATH="$PWD:$PATH"
-        eval "$(moonpool completion bash)"
+        eval "$(cat script)"
         COMP_LINE={shlex.quote(line)} COMP_POINT={len(line)} COMP_TYPE=9
         COMP_WORDS=({" ".join(map(shlex.quote, words))}) COMP_CWORD={len(words) - 1}
         "$(complete -p moonpool | sed 's/.*-F \\([^ ]*\\).*/\\1/')" moonpool {shlex.quote(words[-1])} {shlex.quote(words[-2])}

@@ -137,7 +137,7 @@ def test_a_root_that_may_not_change_its_user_is_told_so() -> None:
     assert "CAP_SETUID" in answer.layers["own_user"]["why"]
 
 
-def test_it_is_a_line_for_each_layer_and_what_strict_is(here: Told) -> None:
+def test_it_is_a_line_for_each_layer_and_what_strict_is() -> None:
     text = subprocess.run(
         ASK, capture_output=True, text=True, check=False, env=environment(), timeout=PATIENCE_S
     ).stdout
@@ -147,4 +147,3 @@ def test_it_is_a_line_for_each_layer_and_what_strict_is(here: Told) -> None:
     assert [line.split()[0] for line in lines[: len(LAYERS)]] == list(LAYERS)
     assert all(line.split()[1] in ("yes", "no") for line in lines[: len(LAYERS)])
     assert lines[len(LAYERS)].startswith("strict ")
-    assert here.layers
