@@ -151,8 +151,8 @@ def _percentile(values: Sequence[float], part: float) -> float:
 
 def measure_crowd(report: Report, quick: bool) -> None:
     """Ask many models, of which few may be in memory: with pauses, and without, when starts keep all processors busy."""
-    count, room = (30, 6) if quick else (200, 20)
-    seconds = 1.0 if quick else float(os.environ.get(SECONDS) or _SECONDS)
+    count, room = (12, 4) if quick else (200, 20)
+    seconds = 0.5 if quick else float(os.environ.get(SECONDS) or _SECONDS)
     with tempfile.TemporaryDirectory() as folder:
         names = [f"m{number}" for number in range(count)]
         for name in names:
