@@ -57,10 +57,12 @@ class HookedBackend(SleepyBackend):
 
 
 @contextmanager
-def hooked(folder: Path, idle_s: float = 0.02) -> Iterator[tuple[HookedBackend, Runtime]]:
+def hooked(
+    folder: Path, idle_s: float = 0.02, **options: str
+) -> Iterator[tuple[HookedBackend, Runtime]]:
     backend = HookedBackend()
     with Runtime(backends=[backend], drain_timeout_s=30.0) as runtime:
-        given = {"MOONPOOL_IDLE_S": str(idle_s), "MOONPOOL_RESTART_BACKOFF_S": "0"}
+        given = {"MOONPOOL_IDLE_S": str(idle_s), "MOONPOOL_RESTART_BACKOFF_S": "0"} | options
         runtime.load("m", folder, config=config(backend="holding"), options=given)
         try:
             yield backend, runtime
@@ -156,3 +158,35 @@ def test_an_instance_that_breaks_while_it_sleeps_ends_with_its_model(folder: Pat
         is_in(runtime, "m", Residence.ASLEEP)
         assert entry_of(runtime, "m").sleeps["idle"] >= 1
         assert ask(runtime, "m", 4) == 4
+
+
+@pytest.mark.promise(
+    "Lifecycle",
+    "A model whose last instance is given up while the model wakes refuses requests, and those that wait fail.",
+)
+def test_a_model_that_is_given_up_while_it_wakes_lets_nobody_wait(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hooked(folder, MOONPOOL_MAX_RESTARTS="0") as (backend, runtime):
+        is_in(runtime, "m", Residence.DORMANT)
+        hosted = runtime.registry.find("m")
+        wake_all = hosted.supervisor.wake_all
+
+        def give_up_first() -> BaseException | None:
+            failure = wake_all()
+            wait_until(lambda: hosted.has_given_up, PATIENCE_S)
+            return failure
+
+        # The model accepts requests after this, and must not do so for good.
+        monkeypatch.setattr(hosted.supervisor, "wake_all", give_up_first)
+        backend.interrupted = RuntimeError("no memory")
+        with pytest.raises(ModelUnavailable):
+            runtime.submit("m", x(3)).result(PATIENCE_S)
+        is_in(runtime, "m", Residence.AWAKE)
+        wait_until(lambda: not runtime.is_ready("m"), PATIENCE_S)
+        with pytest.raises(ModelUnavailable):
+            runtime.submit("m", x(4)).result(PATIENCE_S)
+        # Nor does its idle time change that: it has no process that could end.
+        assert hosted.has_given_up
+        backend.interrupted = None
+        runtime.unload("m")
