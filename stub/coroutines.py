@@ -58,10 +58,18 @@ class Coroutines:
             raise
 
     def wait_for(self, coroutine: Coroutine[Any, Any, object]) -> object:
-        """Run a coroutine outside of that bound; wait for its result, or raise its exception. Not for the loop's thread."""
+        """Run a coroutine outside of that bound; wait for its result, or raise its exception. Not for the loop's thread.
+
+        If a signal handler raises meanwhile, the coroutine is cancelled.
+        """
         import asyncio
 
-        return asyncio.run_coroutine_threadsafe(coroutine, self._running_loop()).result()
+        running = asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
+        try:
+            return running.result()
+        except BaseException:
+            running.cancel()
+            raise
 
     def _create_task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, None]

@@ -360,12 +360,11 @@ class HostedModel:
         try:
             if isinstance(self.scheduler, LimitedScheduler):
                 self.scheduler.join([record.instance for record in self.supervisor.records])
-        except BaseException:
-            self.supervisor.end_all()
-            self._end_beside_instances()
+            self.model.is_asleep = False
+            self._note_hook(self.supervisor.wake_all())
+        except BaseException:  # a signal handler may have raised while the hooks ran
+            self._end_instances()
             raise
-        self.model.is_asleep = False
-        self._note_hook(self.supervisor.wake_all())
         self.scheduler.open()
         self.supervisor.check_given_up()
         self._tell(str(self), "AWAKE", "a request came")
@@ -383,13 +382,22 @@ class HostedModel:
         elif self.machine.state is not ModelState.READY or not self.scheduler.doze():
             return False
         elif may_stay and self.supervisor.can_sleep:
-            self._note_hook(self.supervisor.sleep_all())
+            try:
+                self._note_hook(self.supervisor.sleep_all())
+            except BaseException:  # a signal handler raised; all hooks have ended
+                self._end_instances()
+                raise
             if self.hook_failure is None:
                 self._leave_limiter()
                 self.model.is_asleep = self.is_dormant = True
                 self._tell(str(self), "ASLEEP", "its instances sleep")
                 return True
             _log.error("model '%s' ends instead of sleeping: %s", self.name, self.hook_failure)
+        self._end_instances()
+        return True
+
+    def _end_instances(self) -> None:
+        """End all instances, and let requests wait, and wake the model, from now on."""
         self.supervisor.end_all()
         # An instance that was being restarted may have been given up meanwhile, and requests be refused. From here on no thread is
         # left that could do so.
@@ -399,7 +407,6 @@ class HostedModel:
         self._leave_limiter()
         self._end_beside_instances()
         self._tell(str(self), "ASLEEP", "its instances have ended")
-        return True
 
     def _note_hook(self, failure: BaseException | None) -> None:
         self.hook_failure = failure

@@ -430,7 +430,10 @@ class Supervisor:
         """Call the `sleep` of all instances, which the scheduler has given up, in parallel. Returns the first failure."""
         sleep = self._backend.model_instance_sleep
         outcomes = in_parallel(
-            lambda record: self._in_hook(record, sleep), self.records, "moonpool-sleep"
+            lambda record: self._in_hook(record, sleep),
+            self.records,
+            "moonpool-sleep",
+            self.give_up_starting,
         )
         return next((each for each in outcomes if each is not None), None)
 

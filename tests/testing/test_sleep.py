@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.waiting import wait_until
 
 from moonpool import InvalidRequest, MoonpoolError, testing
 from moonpool.testing import LoadedModel
@@ -32,6 +36,31 @@ class Scale:
         self.factor, self.calls = 2.0, self.calls + 1
 """
 PLAIN = MODEL.replace("async def sleep", "async def sleeps")
+# One hook takes an hour, but only the first time that it is called, in any process.
+HELD = """
+import asyncio
+import pathlib
+
+from moonpool import Batch, Float32
+
+FOLDER = pathlib.Path(__file__).parent
+
+class Held:
+    def __call__(self, X: Float32[Batch, 1]) -> Float32[Batch, 1]:
+        return X
+
+    async def {hook}(self):
+        if (FOLDER / "begun").exists():
+            return
+        (FOLDER / "begun").touch()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            (FOLDER / "ended").touch()
+
+    def {other}(self):
+        pass
+"""
 Load = Callable[[str], LoadedModel]
 
 
@@ -78,3 +107,32 @@ def test_a_model_without_both_hooks_cannot_sleep(load: Load) -> None:
             model.sleep()
         model.wake()
         assert ask(model) == 2
+
+
+@pytest.mark.promise(
+    "Testing models",
+    "After a Ctrl-C while a hook of the model runs, the hook has ended, and the model answers again.",
+)
+@pytest.mark.parametrize("hook", ["sleep", "wake"])
+def test_an_interrupt_while_a_hook_runs_leaves_a_model_that_answers(
+    load: Load, tmp_path: Path, hook: str
+) -> None:
+    begun, ended = tmp_path / "begun", tmp_path / "ended"
+    with load(HELD.format(hook=hook, other={"sleep": "wake", "wake": "sleep"}[hook])) as model:
+        assert ask(model) == 1
+        if hook == "wake":
+            model.sleep()
+        with ThreadPoolExecutor(1) as thread:
+            interrupting = thread.submit(interrupt_when, begun.exists)
+            with pytest.raises(KeyboardInterrupt):
+                getattr(model, hook)()
+            interrupting.result()
+        if isinstance(model, testing.InProcessModel):
+            wait_until(ended.exists)
+        assert ask(model) == 1
+
+
+def interrupt_when(is_due: Callable[[], bool]) -> None:
+    """Press Ctrl-C then, as the terminal does for the main thread."""
+    wait_until(is_due)
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
