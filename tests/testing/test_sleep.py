@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -133,6 +134,7 @@ def test_an_interrupt_while_a_hook_runs_leaves_a_model_that_answers(
 
 
 def interrupt_when(is_due: Callable[[], bool]) -> None:
-    """Press Ctrl-C then, as the terminal does for the main thread."""
-    wait_until(is_due)
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    """Press Ctrl-C then, as soon as the main thread waits for the hook."""
+    main = threading.main_thread().ident or 0
+    wait_until(lambda: is_due() and sys._current_frames()[main].f_code.co_name == "wait")
+    signal.pthread_kill(main, signal.SIGINT)
