@@ -26,7 +26,7 @@ import socket
 import sys
 import termios
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, compress, repeat
 from typing import Any
 
@@ -41,8 +41,10 @@ _FD_BYTES = array.array("i").itemsize
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
 _NO_SIGNAL = int(socket.MSG_NOSIGNAL)
 _AT_ONCE = _DONT_WAIT | _NO_SIGNAL
+_NO_SIGNAL_ONCE = (_NO_SIGNAL,)
 # Drops whatever is put into it.
 _NOWHERE: deque[Any] = deque(maxlen=0)
+_remove_first = deque.popleft
 
 
 class Channel:
@@ -99,9 +101,11 @@ class Channel:
         If a signal handler raises meanwhile, either both have happened or neither. After any other error the items are there.
         """
         # One call into C again. The number of bytes sent, which is never 0, stands for the first item, a 1 for each other one.
-        sent = chain(map(self._send, (packet,), (_NO_SIGNAL,)), repeat(1, count - 1))
+        sent: Iterator[int] = map(self._send, (packet,), _NO_SIGNAL_ONCE)
+        if count > 1:
+            sent = chain(sent, repeat(1, count - 1))
         try:
-            _NOWHERE.extend(map(deque.popleft, compress(repeat(items), sent)))
+            _NOWHERE.extend(map(_remove_first, compress((items,) * count, sent)))
         except OSError as error:
             raise self._gone(error) from error
 

@@ -29,7 +29,7 @@ _AT_ONCE = (False,)
 class SendQueue:
     """Queues packets for one channel. Any thread may call any method, and so may a destructor during another call."""
 
-    __slots__ = ("_channel", "_items", "_on_gone", "_packet_of", "_turn")
+    __slots__ = ("_channel", "_items", "_on_gone", "_packet_of", "_take_turn", "_turn")
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class SendQueue:
         self._items: deque[Any] = deque()
         self._packet_of = packet_of
         self._turn = threading.Lock()
+        self._take_turn = self._turn.acquire
 
     @property
     def items(self) -> deque[Any]:
@@ -64,7 +65,7 @@ class SendQueue:
             has_turn: list[bool] = []
             try:
                 # One call into C takes the turn and notes it: no signal handler runs in between.
-                has_turn.extend(map(self._turn.acquire, _AT_ONCE))
+                has_turn.extend(map(self._take_turn, _AT_ONCE))
                 if not has_turn[0]:
                     return
                 while items:
