@@ -118,6 +118,8 @@ def _applications() -> Iterator[tuple[Ask, Ask, Ask, Any]]:
     import moonpool.ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
+    # Ray's workers have the niceness 15 otherwise, so other programs of the machine would be measured, too.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         # No client comes over a port.
