@@ -23,6 +23,9 @@ _TIMEOUT_S = 60.0
 # The sleeps of the schedule, evenly from 50 to 150 ms, in an order that has nothing of it. All instances sleep at once.
 _SLEEPS_MS = np.random.default_rng(1).permutation(np.linspace(50, 150, 160))
 _INSTANCES = 16
+# Sleeps for two generators: in the cycle of 40, p50 and p99 are the same for any whole part of a window.
+_NAPS_MS = np.random.default_rng(2).permutation(np.linspace(5, 20, 40)).round(3).tolist()
+_TURNS = 10
 _FIGURES = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
 _WITHIN_2, _WITHIN_5 = "0.98 to 1.02", "0.95 to 1.05"
 # A regression: each request takes a tenth more of the processor. A comparison has so many pairs of windows.
@@ -123,39 +126,51 @@ def _another_generator(report: Report, quick: bool) -> None:
     if not isinstance(other, PerfAnalyzer):
         report.skipped("perf_analyzer's figures", "perf_analyzer is not installed")
         return
-    with contextlib.closing(MoonpoolServed(("add_sub",))) as server:
+    with contextlib.closing(MoonpoolServed((_MODEL, "add_sub"))) as server:
         for protocol in ("http",) if quick else ("http", "grpc"):
             for callers in (1,) if quick else (1, 4):
-                case = Case(protocol, "add_sub", "FP32", {"INPUT0": 4, "INPUT1": 4}, True, callers)
-                try:
-                    _in_turns(report, case, server, other, own, quick)
-                except Failed as error:
-                    report.skipped(f"perf_analyzer, {protocol}", str(error))
+                # The model sleeps for most of a request, so that neither generator takes processors from it.
+                naps = [{"MS": [sleep_ms, 0.0]} for sleep_ms in _NAPS_MS]
+                known = Case(protocol, _MODEL, "FP32", {}, False, callers, values=naps)
+                sums = {"INPUT0": 4, "INPUT1": 4}
+                busy = Case(protocol, "add_sub", "FP32", sums, True, callers)
+                for case, words, goal in ((known, "sleeps", _WITHIN_5), (busy, "adds", "")):
+                    try:
+                        ratios, shares = _in_turns(case, server, other, own, quick)
+                    except Failed as error:
+                        report.skipped(
+                            f"perf_analyzer, {protocol}, a model that {words}", str(error)
+                        )
+                        continue
+                    column = f"{protocol.upper()}, {callers} caller{'s' if callers > 1 else ''}"
+                    for name, values in ratios.items():
+                        what = f"{name} over perf_analyzer's, a model that {words}"
+                        report.ratio(what, values, column=column, goal=goal, headline=True)
+                    for words_of, values in shares.items():
+                        what = f"the generator's share, a model that {words}, {words_of}"
+                        report.figure(what, "cores", values, column=column, headline=True)
+    report.note(
+        "With few cores, a generator takes processors from a server that computes. So the figures of a model that adds "
+        "tell how much each generator slows the server down; those of a model that sleeps tell if they agree."
+    )
 
 
 def _in_turns(
-    report: Report,
-    case: Case,
-    server: MoonpoolServed,
-    other: PerfAnalyzer,
-    own: Own,
-    quick: bool,
-) -> None:
+    case: Case, server: MoonpoolServed, other: PerfAnalyzer, own: Own, quick: bool
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return the ratios of ours over theirs by figure, and the share of a core by generator."""
     ratios: dict[str, list[float]] = {"requests/s": [], "p50": [], "p99": []}
+    shares: dict[str, list[float]] = {own.words: [], other.words: []}
     port = server.port(case.protocol)
-    for turn in range(1 if quick else 10):
+    for turn in range(1 if quick else _TURNS):
         order = (other, own) if turn % 2 else (own, other)
         found = {each.words: each.press(case, port, 0.3 if quick else 3.0) for each in order}
-        for name, mine, theirs in zip(ratios, found[own.words], found[other.words], strict=True):
-            ratios[name].append(mine / theirs)
-    for name, values in ratios.items():
-        report.ratio(
-            f"{name} over perf_analyzer's",
-            values,
-            column=f"{case.protocol.upper()}, {case.callers} caller{'s' if case.callers > 1 else ''}",
-            goal=_WITHIN_5,
-            headline=True,
-        )
+        mine, theirs = found[own.words], found[other.words]
+        for name, our, their in zip(ratios, mine, theirs, strict=False):
+            ratios[name].append(our / their)
+        for words, values in shares.items():
+            values.append(found[words].generator_share)
+    return ratios, shares
 
 
 if __name__ == "__main__":

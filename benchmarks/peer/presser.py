@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import json
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -19,10 +22,14 @@ from moonpool.runtime.bench.data import DataMix, RequestData
 from moonpool.runtime.bench.loads import Concurrency
 from moonpool.runtime.bench.request import Endpoint, Question, QuestionTensor
 from moonpool.runtime.bench.server import MeasuredServer
+from moonpool.runtime.process.usage import usage_of
 
 VARIABLE = "MOONPOOL_PERF_ANALYZER"
 _USUAL = Path(__file__).parents[2] / ".venv-clients" / "bin" / "perf_analyzer"
 _TIMEOUT_S = 120.0
+# The columns of perf_analyzer's file, as `Sample` has them.
+_COLUMNS = ("Inferences/Second", "p50 latency", "p99 latency")
+_DTYPES = {"UINT8": np.uint8, "FP32": np.float32}
 
 
 class Failed(Exception):
@@ -39,6 +46,8 @@ class Case(NamedTuple):
     is_batched: bool
     callers: int
     shared_memory: bool = False
+    # The values of requests, as numbers for each input, sent again and again in this order; ones without them.
+    values: Sequence[Mapping[str, Sequence[float]]] = ()
 
     @property
     def output_bytes(self) -> int:
@@ -46,9 +55,22 @@ class Case(NamedTuple):
         sizes = {"UINT8": 1, "FP32": 4}
         return max(self.shapes.values()) * sizes[self.datatype]
 
+    def requests(self) -> list[list[QuestionTensor]]:
+        """Return the tensors of each different request."""
+        if not self.values:
+            return [self.tensors()]
+        dtype = _DTYPES[self.datatype]
+        return [
+            [
+                QuestionTensor.of(name, self.datatype, np.array(numbers, dtype))
+                for name, numbers in request.items()
+            ]
+            for request in self.values
+        ]
+
     def tensors(self) -> list[QuestionTensor]:
         """Ones."""
-        dtype = {"UINT8": np.uint8, "FP32": np.float32}[self.datatype]
+        dtype = _DTYPES[self.datatype]
         return [
             QuestionTensor.of(
                 name, self.datatype, np.ones((1, size) if self.is_batched else size, dtype)
@@ -60,7 +82,7 @@ class Case(NamedTuple):
         """Raises Failed unless the server answers: perf_analyzer takes some errors for answers."""
         asked = control_client(Endpoint(self.protocol, "127.0.0.1", port), (), _TIMEOUT_S)
         try:
-            asked.output_sizes(Question(self.model, "", self.tensors()))
+            asked.output_sizes(Question(self.model, "", self.requests()[0]))
         except MoonpoolError as error:
             raise Failed(str(error)) from error
         finally:
@@ -73,6 +95,8 @@ class Sample(NamedTuple):
     requests_per_s: float
     p50_us: float
     p99_us: float
+    # Share of a core that the generator takes.
+    generator_share: float
 
 
 class Presser(Protocol):
@@ -100,26 +124,47 @@ class PerfAnalyzer:
             command += ["-u", f"127.0.0.1:{port}", "-b", "1", "-f", found]
             command += ["--concurrency-range", f"{case.callers}:{case.callers}"]
             command += ["-p", str(window_ms), "--stability-percentage", "999"]
+            if case.values:
+                data = Path(scratch) / "data.json"
+                data.write_text(json.dumps({"data": list(case.values)}))
+                command += ["--input-data", data]
             for name, size in case.shapes.items():
                 command += ["--shape", f"{name}:{size}"]
             if case.shared_memory:
                 command += ["--shared-memory", "system"]
                 command += ["--output-shared-memory-size", str(case.output_bytes)]
-            ended = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=_TIMEOUT_S,
-                env=self._environment(),
-            )
-            if ended.returncode or not found.exists():
-                said = " ".join((ended.stdout + ended.stderr).split())[-300:]
-                raise Failed(f"perf_analyzer ended with {ended.returncode}: {said}")
+            share = self._run(command, seconds)
+            if not found.exists():
+                raise Failed("perf_analyzer wrote no figures")
             [row] = csv.DictReader(found.read_text().splitlines())
-        return Sample(
-            float(row["Inferences/Second"]), float(row["p50 latency"]), float(row["p99 latency"])
-        )
+        rate, p50_us, p99_us = (float(row[name]) for name in _COLUMNS)
+        return Sample(rate, p50_us, p99_us, share)
+
+    def _run(self, command: Sequence[str | Path], seconds: float) -> float:
+        """Run the command; return the share of a core that it takes in the middle of its windows."""
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self._environment(),
+        ) as running:
+            try:
+                looks = []
+                for _ in range(2):
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        running.wait(seconds / 2)
+                    usage = usage_of(running.pid)
+                    looks.append((time.monotonic(), 0.0 if usage is None else usage.cpu_s))
+                said, _ = running.communicate(timeout=_TIMEOUT_S)
+            except BaseException:
+                running.kill()
+                raise
+        if running.returncode:
+            words = " ".join(said.split())[-300:]
+            raise Failed(f"perf_analyzer ended with {running.returncode}: {words}")
+        (begin_s, before_s), (end_s, after_s) = looks
+        return max(0.0, after_s - before_s) / (end_s - begin_s)
 
     def _environment(self) -> dict[str, str]:
         """Return an environment with a CUDA runtime, which it loads even if it does not use it."""
@@ -136,16 +181,17 @@ class Own:
     # True if a stream of responses answers each request.
     is_stream = False
 
-    def tensors(self, case: Case) -> list[QuestionTensor]:
-        """Return the tensors of a request."""
-        return case.tensors()
+    def requests(self, case: Case) -> list[list[QuestionTensor]]:
+        """Return the tensors of each different request."""
+        return case.requests()
 
     def press(self, case: Case, port: int, seconds: float) -> Sample:
         endpoint = Endpoint(case.protocol, "127.0.0.1", port)
         server = MeasuredServer(endpoint, case.model, "", timeout_s=_TIMEOUT_S)
         try:
+            requests = [RequestData(tensors) for tensors in self.requests(case)]
             server.prepare(
-                DataMix([RequestData(self.tensors(case))]),
+                DataMix(requests, np.arange(len(requests), dtype=np.int32)),
                 processes=1,
                 most_connections=case.callers,
                 shared_memory=case.shared_memory,
@@ -160,7 +206,12 @@ class Own:
             server.close()
         if window.failed or not len(window.latencies_ns):
             raise Failed(f"requests failed: {window.errors.most_common(1)}")
-        return Sample(window.requests_per_s, window.latency_us(50), window.latency_us(99))
+        return Sample(
+            window.requests_per_s,
+            window.latency_us(50),
+            window.latency_us(99),
+            window.generator_share or 0.0,
+        )
 
 
 # Each request for a stream gets so many.
@@ -178,9 +229,9 @@ class Streams(Own):
 
     is_stream = True
 
-    def tensors(self, case: Case) -> list[QuestionTensor]:
+    def requests(self, case: Case) -> list[list[QuestionTensor]]:
         del case
-        return [QuestionTensor.of("X", "INT32", np.array([RESPONSES], np.int32))]
+        return [[QuestionTensor.of("X", "INT32", np.array([RESPONSES], np.int32))]]
 
 
 def presser() -> Presser:

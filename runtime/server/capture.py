@@ -88,11 +88,11 @@ class Capture:
     def take(self, model: ModelVersion, request: InferenceRequest) -> None:
         """Capture a request that is about to be submitted, if it is its turn and there is room. Never waits."""
         at_ns = time.monotonic_ns()
-        size_bytes = sum(array.nbytes for array in request.arrays)
         with self._changed:
             self._seen += 1
             if not self.is_on or self._seen % self._rate:
                 return
+            size_bytes = sum(array.nbytes for array in request.arrays)
             if (
                 self._queued_bytes + size_bytes > _QUEUE_BYTES
                 or len(self._queue) >= _QUEUE_REQUESTS

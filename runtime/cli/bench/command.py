@@ -11,19 +11,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from moonpool.runtime.bench import result as results
 from moonpool.runtime.bench.callers import InProcess
 from moonpool.runtime.bench.control_client import Interface
-from moonpool.runtime.bench.data import DataMix, RequestData, read_capture, read_mix
+from moonpool.runtime.bench.data import DataMix, read_capture
 from moonpool.runtime.bench.export import WRITERS
 from moonpool.runtime.bench.faults import FaultInjector
 from moonpool.runtime.bench.hosts.hosts import OpenHost, Task, copy_of_model, open_host
 from moonpool.runtime.bench.hosts.process import Unavailable
 from moonpool.runtime.bench.loadgen import LoadGenPlan, facts_of, load_generator, run_loadgen
 from moonpool.runtime.bench.loads import Concurrency, Load, Schedule
-from moonpool.runtime.bench.request import Endpoint, QuestionTensor
+from moonpool.runtime.bench.request import Endpoint
 from moonpool.runtime.bench.result import check_requests, differences
 from moonpool.runtime.bench.server import MeasuredServer
 from moonpool.runtime.bench.slo import RateSearch
@@ -41,7 +41,7 @@ from moonpool.runtime.cli.bench.report import (
     show_requests,
     warnings,
 )
-from moonpool.runtime.cli.inputs import TakesInputs, as_arrays, made_up
+from moonpool.runtime.cli.inputs import TakesInputs
 from moonpool.runtime.cli.shared import UsageError, session
 from moonpool.runtime.hosting.backends import BackendDirectory
 from moonpool.runtime.observe.log_settings import LogSettings
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
             Terminal(sys.stdout),
             abouts[0],
             asked.size_bytes,
-            is_made_up=not (options.values or options.input_data or options.replay),
+            is_made_up=options.requests.is_made_up and options.replay is None,
         )
         differing = [] if options.isolation or options.hosts else abouts[1:]
         for other in [*differing, *([earlier] if earlier is not None else [])]:
@@ -151,7 +151,7 @@ def _loadgen(options: Options, plan: LoadGenPlan) -> int:
         if not isinstance(subject, InProcess | MeasuredServer):
             raise UsageError("--loadgen needs REPO or --url")
         about = _about(options, asked, subject)
-        is_made_up = not (options.values or options.input_data)
+        is_made_up = options.requests.is_made_up
         show_requests(Terminal(sys.stdout), about, asked.size_bytes, is_made_up=is_made_up)
         guess = subject.window(Concurrency(plan.threads), options.warm_up_s or options.seconds)
         if not guess.requests_per_s:
@@ -390,35 +390,7 @@ def _data(options: Options, interface: TakesInputs) -> tuple[DataMix, Schedule |
     """Read or make up the requests; return their times, too, if they were captured with them."""
     if options.replay is not None:
         return read_capture(options.replay, options.model, options.speed)
-    return requests_of(interface, options), None
-
-
-class RequestSource(Protocol):
-    """Describes requests by the options of a command."""
-
-    @property
-    def values(self) -> Mapping[str, object]: ...
-    @property
-    def input_data(self) -> Sequence[str]: ...
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-    @property
-    def batch(self) -> int: ...
-
-
-def requests_of(interface: TakesInputs, options: RequestSource) -> DataMix:
-    """Read or make up the requests for a model with these inputs. Raises `BadData`, `InvalidRequest`, `UsageError`."""
-    if options.input_data:
-        is_batched = bool(interface.max_batch_size)
-        specs, inputs = options.input_data, interface.inputs
-        return read_mix(specs, inputs, options.shapes, is_batched=is_batched)
-    if options.values:
-        arrays = as_arrays(options.values, interface)
-    else:
-        arrays = made_up(interface, options.batch, options.shapes)
-    datatypes = {tensor.name: tensor.datatype for tensor in interface.inputs}
-    tensors = [QuestionTensor.of(name, datatypes[name], array) for name, array in arrays.items()]
-    return DataMix([RequestData(tensors)])
+    return options.requests.mix_for(interface), None
 
 
 def _prepare(server: MeasuredServer, options: Options, mix: DataMix) -> None:

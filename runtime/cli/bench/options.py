@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from moonpool.ipc.policy import LEVELS
 from moonpool.runtime.bench.export import WRITERS
@@ -29,7 +29,17 @@ from moonpool.runtime.bench.loads import (
 from moonpool.runtime.bench.request import BadAddress, Endpoint, Tls
 from moonpool.runtime.bench.slo import Slo
 from moonpool.runtime.cli.bench import compare
-from moonpool.runtime.cli.inputs import parse_inputs
+from moonpool.runtime.cli.load_options import (
+    RequestOptions,
+    add_requests,
+    add_sequences,
+    add_windows,
+    check_positive,
+    check_windows,
+    read_option,
+    sequence_lengths,
+    whole_numbers,
+)
 from moonpool.runtime.cli.shared import UsageError, add_hosting, check_no_hosting, hosting_of
 
 _CONCURRENCY = "1,2,4,16"
@@ -75,17 +85,14 @@ class Options:
     # Hosts to measure in turns, and packages that the model needs in them.
     hosts: list[str]
     host_packages: list[str]
-    values: dict[str, object]
-    # Files and folders with the data of requests, or a capture of a server.
-    input_data: list[str]
+    requests: RequestOptions
+    # A capture of a server, in place of `requests`.
     replay: Path | None
     speed: float
     # A share of the requests that is cancelled, and after how many seconds.
     cancelled: tuple[float, float] | None
     # The least and the greatest length of sequences.
     sequences: tuple[int, int] | None
-    shapes: dict[str, tuple[int, ...]]
-    batch: int
     save: Path | None
     label: str | None
     overwrite: bool
@@ -345,11 +352,7 @@ def _add_loadgen(group: argparse._ArgumentGroup) -> None:
 
 def _add_manner(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add(
-        "--sequences",
-        metavar="N|N-N",
-        help="send sequences of that length, or between two lengths; each connection carries one at a time",
-    )
+    add_sequences(group)
     add(
         "--cancel",
         metavar="SHARE[@TIME]",
@@ -364,80 +367,24 @@ def _add_manner(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_measurement(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--seconds",
-        metavar="S",
-        type=float,
-        default=1.0,
-        help="the length of a window; default %(default)s",
-    )
-    add(
-        "--warm-up",
-        metavar="S",
-        type=float,
-        default=0.3,
-        help="the seconds before the first window, which do not count; default %(default)s",
-    )
-    add(
-        "--windows",
-        metavar="N",
-        type=int,
-        default=10,
-        help="the most windows of a load; default %(default)s",
-    )
-    add(
+    add_windows(group, seconds=1.0, windows=10)
+    group.add_argument(
         "--runs",
         metavar="N",
         type=int,
         default=1,
         help="measure all loads so many times, one run after the other, for figures with 95 %% confidence intervals; default 1",
     )
-    add(
-        "--stable",
-        metavar="PERCENT",
-        type=float,
-        default=10.0,
-        help="how far the last three windows may differ from their mean; default %(default)s",
-    )
 
 
 def _add_request(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add(
-        "--input",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="the value of an input, as NAME=JSON or NAME=@FILE.npy; by default moonpool makes inputs up from the model's metadata",
-    )
-    add(
-        "--input-data",
-        metavar="PATH[=WEIGHT]",
-        action="append",
-        default=[],
-        help="the data of requests: perf_analyzer's JSON, with validation_data if it has any, a .npz file with an array for each input, or "
-        "a folder of those; given many times, they are mixed by their weights",
-    )
+    add_requests(group)
     add(
         "--replay",
         metavar="FILE",
         type=Path,
         help="send captured requests at their times: a JSON object on each line, in the form that docs/BENCH.md has",
-    )
-    add(
-        "--shape",
-        metavar="NAME=N,N",
-        action="append",
-        default=[],
-        help="the size of a made-up input, without the batch dimension",
-    )
-    add(
-        "--batch",
-        metavar="N",
-        type=int,
-        default=1,
-        help="the number of rows in a made-up request; default 1",
     )
     add(
         "--shared-memory",
@@ -529,40 +476,19 @@ def _check_loads(
 
 def _requests(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check and return the options that say what is sent, by their names in `Options`."""
-    shapes = dict(read_shape(text) for text in arguments.shape)
-    values = parse_inputs(arguments.input)
-    if values and shapes:
-        raise UsageError("--shape is for made-up inputs; leave it out with --input")
     _check_data(arguments)
     return {
-        "values": values,
-        "input_data": arguments.input_data,
+        "requests": RequestOptions.of(arguments),
         "replay": arguments.replay,
         "speed": arguments.speed,
         "cancelled": read_option("--cancel", _cancelled, arguments.cancel),
-        "sequences": None if arguments.sequences is None else sequence_lengths(arguments.sequences),
-        "shapes": shapes,
-        "batch": arguments.batch,
+        "sequences": sequence_lengths(arguments.sequences),
     }
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
-    for name in (
-        "seconds",
-        "batch",
-        "windows",
-        "stable",
-        "processes",
-        "max_connections",
-        "timeout",
-        "speed",
-        "runs",
-    ):
-        value = getattr(arguments, name)
-        if not (value > 0 and math.isfinite(value)):
-            raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {value}")
-    if not 0 <= arguments.warm_up < math.inf:
-        raise UsageError(f"--warm-up must be 0 or more, not {arguments.warm_up}")
+    check_windows(arguments)
+    check_positive(arguments, ("processes", "max_connections", "timeout", "speed", "runs"))
     if arguments.instances is not None and arguments.instances < 1:
         raise UsageError("--instances must be more than 0")
 
@@ -596,7 +522,7 @@ def _loadgen(arguments: argparse.Namespace, slo: Slo | None) -> LoadGenPlan:
         raise UsageError(f"--loadgen and {given[0]} do not go together")
     threads = _LOADGEN_THREADS.get(arguments.loadgen, _LOADGEN_MANY)
     if arguments.concurrency is not None:
-        threads = max(_numbers("--concurrency", arguments.concurrency, least=1))
+        threads = max(whole_numbers("--concurrency", arguments.concurrency, least=1))
     bound: dict[str, float] = {}
     if arguments.loadgen == "Server":
         if arguments.request_rate is None:
@@ -794,17 +720,6 @@ def _cancelled(text: str) -> tuple[float, float]:
     return share_of(share), seconds_of(time) if time else 0.0
 
 
-def sequence_lengths(text: str) -> tuple[int, int]:
-    """Read the lengths of sequences in an option. Raises `UsageError`."""
-    least, dash, most = text.partition("-")
-    if not least.isdecimal() or not (most.isdecimal() or not dash):
-        raise UsageError(f"--sequences must be N or N-N, not {text!r}")
-    lengths = int(least), int(most or least)
-    if not 1 <= lengths[0] <= lengths[1]:
-        raise UsageError(f"--sequences must be lengths of at least 1 that grow, not {text!r}")
-    return lengths
-
-
 def _against(text: str | None) -> tuple[Endpoint | None, Path | None]:
     if text is None:
         return None, None
@@ -833,19 +748,6 @@ def parse_endpoint(option: str, text: str) -> Endpoint:
         raise UsageError(f"{option}: {error}") from error
 
 
-_Value = TypeVar("_Value")
-
-
-def read_option(option: str, read: Callable[[str], _Value], text: str | None) -> _Value | None:
-    """Read the value of an option, if it is given. Raises `UsageError`."""
-    if text is None:
-        return None
-    try:
-        return read(text)
-    except BadLoad as error:
-        raise UsageError(f"{option}: {error}") from error
-
-
 def _loads(arguments: argparse.Namespace, *, is_search: bool) -> list[Load]:
     if arguments.loadgen is not None:
         return [Concurrency(1)]
@@ -864,7 +766,7 @@ def _loads(arguments: argparse.Namespace, *, is_search: bool) -> list[Load]:
         return [_load_shape(arguments)]
     if arguments.request_rate is None:
         texts = _CONCURRENCY if arguments.concurrency is None else arguments.concurrency
-        return [Concurrency(callers) for callers in _numbers("--concurrency", texts, least=1)]
+        return [Concurrency(callers) for callers in whole_numbers("--concurrency", texts, least=1)]
     return [Rate(rate, arguments.distribution) for rate in _rates(arguments.request_rate)]
 
 
@@ -902,26 +804,6 @@ def _load_shape(arguments: argparse.Namespace) -> Shape:
 def _most_connections(loads: Sequence[Load], most: int) -> int:
     callers = [load.callers for load in loads if isinstance(load, Concurrency)]
     return max(callers) if callers else most
-
-
-def _numbers(option: str, text: str, *, least: int) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < least:
-        raise UsageError(
-            f"{option} must be whole numbers of at least {least}, separated by commas, not {text!r}"
-        )
-    return numbers
-
-
-def read_shape(text: str) -> tuple[str, tuple[int, ...]]:
-    """Read the size of an input in an option. Raises `UsageError`."""
-    name, equals, sizes = text.partition("=")
-    if not (name and equals):
-        raise UsageError(f"--shape must be NAME=N,N, not {text!r}")
-    return name, tuple(_numbers(f"--shape {name}", sizes, least=0))
 
 
 def parse_header(text: str) -> tuple[str, str]:

@@ -9,16 +9,22 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.runtime.bench.loads import BadLoad, seconds_of
 from moonpool.runtime.bench.slo import Slo
 from moonpool.runtime.bench.tuning.settings import SETTINGS, SettingBounds
 from moonpool.runtime.bench.tuning.tuner import BudgetSpent, Measured, Plan, Tuner
-from moonpool.runtime.cli.bench.command import requests_of
-from moonpool.runtime.cli.bench.options import read_option, read_shape, sequence_lengths
-from moonpool.runtime.cli.inputs import parse_inputs
+from moonpool.runtime.cli.load_options import (
+    RequestOptions,
+    add_requests,
+    add_sequences,
+    add_windows,
+    check_positive,
+    check_windows,
+    read_option,
+    sequence_lengths,
+)
 from moonpool.runtime.cli.shared import UsageError, add_hosting, figure
 from moonpool.runtime.cli.tune.report import Report, introduce, line_of
 from moonpool.runtime.process.terminal import Terminal
@@ -41,16 +47,6 @@ examples:
   moonpool tune models pipeline --slo p95=50ms --settings instances,max_batch,delay --input-data data.json
 """
 _BUDGET = "5m"
-
-
-@dataclass(frozen=True, slots=True)
-class _Requests:
-    """The options of the requests, read."""
-
-    values: dict[str, object]
-    input_data: list[str]
-    shapes: dict[str, tuple[int, ...]]
-    batch: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,44 +108,13 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
 def _add_load(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--most-callers", metavar="N", type=int, default=64, help="default %(default)s")
-    for flag, metavar, default, words in (
-        ("--seconds", "S", 0.5, "the length of a window"),
-        ("--warm-up", "S", 0.3, "the seconds before the first window, which do not count"),
-        ("--stable", "PERCENT", 10.0, "how far the last three windows may differ from their mean"),
-    ):
-        add(flag, metavar=metavar, type=float, default=default, help=f"{words}; default {default}")
-    add("--windows", metavar="N", type=int, default=6, help="the most of a load; default 6")
-    add(
-        "--input",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="the value of an input, as NAME=JSON or NAME=@FILE.npy; made up by default",
-    )
-    add(
-        "--input-data",
-        metavar="PATH[=WEIGHT]",
-        action="append",
-        default=[],
-        help="the data of requests, as for `moonpool bench`",
-    )
-    add(
-        "--shape",
-        metavar="NAME=N,N",
-        action="append",
-        default=[],
-        help="the size of a made-up input, without the batch dimension",
-    )
-    add("--batch", metavar="N", type=int, default=1, help="rows of a made-up request; default 1")
-    add(
-        "--sequences",
-        metavar="N|N-N",
-        help="send sequences of that length, or between two lengths",
-    )
+    add_windows(group, seconds=0.5, windows=6)
+    add_requests(group)
+    add_sequences(group)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    names, requests = _checked(arguments)
+    names = _checked(arguments)
     slo = read_option("--slo", Slo.parse, arguments.slo)
     budget = _Budget(arguments.budget)
     repository = ModelRepository(arguments.repository)
@@ -165,8 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
         warm_up_s=arguments.warm_up,
         most_windows=arguments.windows,
         stable_percent=arguments.stable,
-        sequences=None if arguments.sequences is None else sequence_lengths(arguments.sequences),
-        requests=lambda interface: requests_of(interface, requests),
+        sequences=sequence_lengths(arguments.sequences),
+        requests=RequestOptions.of(arguments).mix_for,
         step=budget.step,
     )
     was_interrupted = False
@@ -193,25 +158,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 128 + signal.SIGINT if was_interrupted else code
 
 
-def _checked(arguments: argparse.Namespace) -> tuple[list[str], _Requests]:
-    """Raises `UsageError`."""
-    names = arguments.settings.split(",")
+def _checked(arguments: argparse.Namespace) -> list[str]:
+    """Check the numbers; return the names of the settings. Raises `UsageError`."""
+    names: list[str] = arguments.settings.split(",")
     if unknown := [name for name in names if name not in SETTINGS]:
         raise UsageError(f"--settings: {unknown[0]!r} is none of {', '.join(SETTINGS)}")
-    for name in ("seconds", "windows", "stable", "batch", "most_callers", "most_batch"):
-        value = getattr(arguments, name)
-        if not (value > 0 and math.isfinite(value)):
-            raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {value}")
-    if arguments.most_instances is not None and arguments.most_instances < 1:
-        raise UsageError("--most-instances must be more than 0")
-    if not 0 <= arguments.warm_up < math.inf or arguments.restarts < 0:
-        raise UsageError("--warm-up and --restarts must be 0 or more")
-    values, shapes = parse_inputs(arguments.input), dict(map(read_shape, arguments.shape))
-    if values and shapes:
-        raise UsageError("--shape is for made-up inputs; leave it out with --input")
-    if values and arguments.input_data:
-        raise UsageError("--input and --input-data are two sources of requests; give one")
-    return names, _Requests(values, arguments.input_data, shapes, arguments.batch)
+    check_windows(arguments)
+    check_positive(arguments, ("most_callers", "most_batch"))
+    if arguments.most_instances is not None:
+        check_positive(arguments, ("most_instances",))
+    if arguments.restarts < 0:
+        raise UsageError(f"--restarts must be 0 or more, not {arguments.restarts}")
+    return names
 
 
 def _bounds(arguments: argparse.Namespace, slo: Slo | None) -> SettingBounds:

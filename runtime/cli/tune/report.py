@@ -216,15 +216,24 @@ class Report:
             real = path.resolve()
             if (real.read_text(encoding="utf-8") if real.exists() else "") != text:
                 raise Unwritable(f"{path} has changed meanwhile; it is left as it is")
-            temporary = real.with_name(f".{real.name}.{os.getpid()}")
-            try:
-                temporary.write_text(new, encoding="utf-8")
-                if real.exists():
-                    temporary.chmod(real.stat().st_mode & 0o7777)
-                temporary.replace(real)
-            finally:
-                temporary.unlink(missing_ok=True)
+            _replace(real, new)
             self._terminal.line(f"written: {path}")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that is whole at every moment, with the mode of the one before. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # "x" refuses a file or a link of that name, which is not ours to follow or to remove.
+    with temporary.open("x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+            if path.exists():
+                os.fchmod(file.fileno(), path.stat().st_mode & 0o7777)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def harmless_lines(text: str) -> str:

@@ -60,6 +60,34 @@ def test_a_page_of_a_search_has_its_limits() -> None:
     assert "p99 30 ms" in page_of(found)
 
 
+def hosts() -> dict[str, Any]:
+    """A result of a host, with those of two others."""
+    ratio = {"median": 0.5, "least": 0.4, "most": 0.6}
+    others = []
+    for name in ("triton", HOSTILE):
+        other = result(where=f"{name} at http://localhost:9000", over="http://localhost:8000")
+        other["host"] = {"name": name, "versions": f"{name} 1.2", "command": f"start {name}"}
+        for point in other["series"]:
+            point |= {"requests_per_s": 77.0, "ratios": {"p99": ratio}}
+        others.append(other)
+    host = {"name": "moonpool", "versions": "moonpool 9", "command": "moonpool serve"}
+    return result(host=host, hosts=others)
+
+
+def test_a_page_has_all_hosts_with_their_ratios() -> None:
+    page = page_of(hosts())
+
+    assert "<script" not in page
+    assert "<img" not in page
+    assert page.count("<td>77.0</td>") == 6
+    assert page.count("0.50 (0.40 to 0.60)") == 6
+    for text in ("moonpool 9; moonpool serve", "triton 1.2; start triton"):
+        assert text in page
+    # A line for each host in each plot, and in its legend.
+    assert page.count("<polyline") == 9
+    assert page.count("<span>") == 9
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     browser = Browser(tmp_path_factory.mktemp("chromium"))
@@ -76,7 +104,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.mark.parametrize("width", [360, 1200])
 def test_a_page_is_readable(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
     file = tmp_path / "page.html"
-    file.write_text(page_of(result(HOSTILE)), encoding="utf-8")
+    file.write_text(page_of({**hosts(), "model": HOSTILE}), encoding="utf-8")
     page = Page(browser, width, 800, dark=dark)
     try:
         page.goto(file.as_uri())
