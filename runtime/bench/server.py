@@ -11,6 +11,7 @@ import itertools
 import mmap
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,8 @@ class LoadRegion:
 _PLACES = ((True, False), (False, False), (False, True), (True, True))
 # With more callers than this, several share a region for their outputs.
 _OUTPUT_REGIONS = 16
+# The time that a server has to write its traces, and between two looks at their file.
+_TRACES_S, _LOOK_S = 10.0, 0.05
 
 
 class MeasuredServer:
@@ -105,8 +108,10 @@ class MeasuredServer:
         self._headers = headers
         self._timeout_s = timeout_s
         self._most_connections = 1
-        # The server's settings before requests were traced.
-        self._trace_settings: Mapping[str, Any] | None = None
+        # The server's settings before requests were traced, and the state of its file then.
+        self._kept_settings: Mapping[str, Any] | None = None
+        self._trace_file = Path()
+        self._trace_state: tuple[int, int] | None = None
         self._client = control_client(endpoint, headers, timeout_s)
         self._workers: LoadWorkers | None = None
         self._meter: ResourceMeter | None = None
@@ -330,24 +335,35 @@ class MeasuredServer:
         if not isinstance(self._client, HttpControlClient):
             raise NoTraces(f"{self.where} does not tell its traces: give an http:// address")
         with understood(f"what {self.where} says of its traces"):
-            self._trace_settings = before = self._client.trace_settings()
-            wanted = {"trace_level": ["TIMESTAMPS"], "trace_rate": "1"}
-            self._client.trace_settings({**wanted, "trace_count": str(MOST_TRACES)})
-            kept = {name: before[name] for name in ("trace_level", "trace_rate", "trace_count")}
-        self._cleanup.callback(self._end_traces, kept)
+            before = self._client.trace_settings()
+            # With a frequency, the traces would be in several files.
+            wanted = {"trace_level": ["TIMESTAMPS"], "trace_rate": "1", "log_frequency": "0"}
+            wanted["trace_count"] = str(MOST_TRACES)
+            self._kept_settings = {name: before[name] for name in wanted}
+            self._trace_file = Path(str(before["trace_file"]))
+            self._client.trace_settings(wanted)
+            self._trace_state = _state_of(self._trace_file)
+        self._cleanup.callback(self._end_traces)
 
-    def _end_traces(self, kept: Mapping[str, Any]) -> None:
+    def _end_traces(self) -> None:
         """Give the server its settings back, once."""
-        if self._trace_settings is not None and isinstance(self._client, HttpControlClient):
-            self._trace_settings = None
+        if self._kept_settings is not None and isinstance(self._client, HttpControlClient):
+            kept, self._kept_settings = self._kept_settings, None
             # A server that has ended has no settings any more.
             with contextlib.suppress(Refused, Unreachable):
                 self._client.trace_settings(kept)
 
     def traces(self) -> list[ServerTrace]:
         """Return the traces of this server's file, which must be on this machine. Raises `NoTraces`."""
-        settings = self._trace_settings or {}
-        path = Path(str(settings.get("trace_file", "")))
+        self._end_traces()
+        # A tritonserver writes its traces when its settings change, after the last request that had the old ones.
+        path, last = self._trace_file, None
+        give_up_s = time.monotonic() + _TRACES_S
+        while (now := _state_of(path)) in (None, self._trace_state) or now != last:
+            if time.monotonic() >= give_up_s:
+                break
+            last = now
+            time.sleep(_LOOK_S)
         try:
             return read_traces(path)
         except OSError as error:
@@ -361,6 +377,15 @@ class MeasuredServer:
 
     def close(self) -> None:
         self._cleanup.close()
+
+
+def _state_of(path: Path) -> tuple[int, int] | None:
+    """Return what changes when a file is written; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
 
 
 def _places(region: LoadRegion, sizes: Mapping[str, int]) -> dict[str, Place]:

@@ -56,7 +56,9 @@ class ServerTrace:
 def read_traces(path: Path) -> list[ServerTrace]:
     """Read a file of Triton's traces; those without all times are left out. Raises `NoTraces` and OSError."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8").rstrip()
+        # A tritonserver closes the list when it ends.
+        rows = json.loads(f"{text}]" if text.endswith("}") else text)
         models: dict[int, tuple[str, bool]] = {}
         times: dict[int, dict[str, int]] = {}
         for row in rows:

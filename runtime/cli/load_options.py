@@ -16,8 +16,8 @@ from moonpool.runtime.cli.shared import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOptions:
-    """Where the data of requests is from: values, files, or made up in shapes."""
+class RequestSource:
+    """Makes requests of given values or of files, or makes them up in shapes."""
 
     values: dict[str, object]
     input_data: list[str]
@@ -29,7 +29,7 @@ class RequestOptions:
         return not (self.values or self.input_data)
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace) -> RequestOptions:
+    def of(cls, arguments: argparse.Namespace) -> RequestSource:
         """Check and read the options of `add_requests`. Raises `UsageError`."""
         check_positive(arguments, ("batch",))
         values, shapes = parse_inputs(arguments.input), dict(map(_shape, arguments.shape))
@@ -62,7 +62,7 @@ class RequestOptions:
 
 
 def add_requests(group: argparse._ArgumentGroup) -> None:
-    """Add the options for `RequestOptions`."""
+    """Add the options for `RequestSource`."""
     add = group.add_argument
     add(
         "--input",

@@ -30,7 +30,7 @@ from moonpool.runtime.bench.request import BadAddress, Endpoint, Tls
 from moonpool.runtime.bench.slo import Slo
 from moonpool.runtime.cli.bench import compare
 from moonpool.runtime.cli.load_options import (
-    RequestOptions,
+    RequestSource,
     add_requests,
     add_sequences,
     add_windows,
@@ -85,7 +85,7 @@ class Options:
     # Hosts to measure in turns, and packages that the model needs in them.
     hosts: list[str]
     host_packages: list[str]
-    requests: RequestOptions
+    requests: RequestSource
     # A capture of a server, in place of `requests`.
     replay: Path | None
     speed: float
@@ -478,7 +478,7 @@ def _requests(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check and return the options that say what is sent, by their names in `Options`."""
     _check_data(arguments)
     return {
-        "requests": RequestOptions.of(arguments),
+        "requests": RequestSource.of(arguments),
         "replay": arguments.replay,
         "speed": arguments.speed,
         "cancelled": read_option("--cancel", _cancelled, arguments.cancel),

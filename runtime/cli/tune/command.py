@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import signal
@@ -16,7 +15,7 @@ from moonpool.runtime.bench.slo import Slo
 from moonpool.runtime.bench.tuning.settings import SETTINGS, SettingBounds
 from moonpool.runtime.bench.tuning.tuner import BudgetSpent, Measured, Plan, Tuner
 from moonpool.runtime.cli.load_options import (
-    RequestOptions,
+    RequestSource,
     add_requests,
     add_sequences,
     add_windows,
@@ -131,27 +130,32 @@ def run(arguments: argparse.Namespace) -> int:
         most_windows=arguments.windows,
         stable_percent=arguments.stable,
         sequences=sequence_lengths(arguments.sequences),
-        requests=RequestOptions.of(arguments).mix_for,
+        requests=RequestSource.of(arguments).mix_for,
         step=budget.step,
     )
-    was_interrupted = False
+    was_interrupted = was_cut = False
     try:
         with Tuner(plan) as tuner:
             introduce(tuner)
             budget.begin(tuner)
             pairs: list[tuple[Measured, Measured]] = []
             try:
-                with contextlib.suppress(BudgetSpent):
+                try:
                     tuner.search(
                         seed=arguments.seed, most=budget.places, restarts=arguments.restarts
                     )
+                except BudgetSpent:
+                    was_cut = True
                 budget.has_end = False
                 pairs = tuner.confirm()
             except KeyboardInterrupt:
                 was_interrupted = True
             budget.clear()
             code = Report(tuner, plan.slo, repository.path).show(
-                pairs, is_written=arguments.write and not was_interrupted, html=arguments.html
+                pairs,
+                was_cut=was_cut,
+                is_written=arguments.write and not was_interrupted,
+                html=arguments.html,
             )
     finally:
         budget.clear()

@@ -63,6 +63,10 @@ def in_words(changed: Mapping[str, Mapping[str, Value]]) -> str:
     return " ".join(words) or "as now"
 
 
+def _callers(each: Measured) -> str:
+    return "1 caller" if each.callers == 1 else f"{each.callers} callers"
+
+
 def line_of(tuner: Tuner, each: Measured) -> str:
     """Describe a measured load in one line."""
     words = harmless(in_words(tuner.values_at(each.place)))
@@ -70,7 +74,7 @@ def line_of(tuner: Tuner, each: Measured) -> str:
         return f"{words}: fails: {harmless((each.broken or '').splitlines()[0])}"
     broken = "" if each.broken is None else f", {harmless(each.broken)}"
     return (
-        f"{words}, {each.callers} callers: {figure(each.rate)}/s, "
+        f"{words}, {_callers(each)}: {figure(each.rate)}/s, "
         f"{tuner.figure} {time_words(each.latency_us)}{broken}"
     )
 
@@ -86,10 +90,11 @@ class Report:
         self,
         pairs: Sequence[tuple[Measured, Measured]],
         *,
+        was_cut: bool,
         is_written: bool,
         html: Path | None,
     ) -> int:
-        """Show what was found; return the exit code. Raises OSError, `Unwritable`, `ConfigError`."""
+        """Show what was found, and whether the budget cut the search short; return the exit code. Raises OSError, `Unwritable`, `ConfigError`."""
         tuner, best = self._tuner, self._tuner.best
         if best is None:
             raise MoonpoolError("nothing was measured; give the search more time (--budget)")
@@ -97,7 +102,7 @@ class Report:
         head = ["requests/s", tuner.figure, "callers", "holds", "settings"]
         for line in table([head, *rows], align=">>><<"):
             self._terminal.line(line)
-        verdict, holds = self._verdict(best, pairs)
+        verdict, holds = self._verdict(best, pairs, was_cut=was_cut)
         self._terminal.line()
         for line in verdict:
             self._terminal.line(harmless(line))
@@ -147,14 +152,19 @@ class Report:
         ]
 
     def _verdict(
-        self, best: Measured, pairs: Sequence[tuple[Measured, Measured]]
+        self, best: Measured, pairs: Sequence[tuple[Measured, Measured]], *, was_cut: bool
     ) -> tuple[list[str], bool]:
         """Say in a few lines what was found; the second is True if there is a place that holds."""
         tuner, slo = self._tuner, self._slo
         limits = f" within {slo.words}" if slo else ""
-        at = f"{figure(best.rate)} requests/s, {tuner.figure} {time_words(best.latency_us)}, {best.callers} callers"
+        at = f"{figure(best.rate)} requests/s, {tuner.figure} {time_words(best.latency_us)}, {_callers(best)}"
         fails = len({each.place for each in tuner.measured if each.callers == 0})
         lines = [f"Settings that were tried and do not work: {fails}."] if fails else []
+        if was_cut:
+            tried = len({each.place for each in tuner.measured})
+            lines.append(
+                f"The budget ended the search after {tried} settings; --budget allows more."
+            )
         if best.broken is not None:
             if math.isinf(best.score):
                 raise MoonpoolError(f"no load could be measured: {best.broken}")
@@ -166,7 +176,7 @@ class Report:
         if best.place == tuner.start:
             return [
                 *lines,
-                f"Nothing better was found than the present settings: {at}{limits}.",
+                f"Nothing better was found{limits} than the present settings: {at}.",
             ], True
         lines.append(f"Best{limits}: {at}, with {in_words(tuner.values_at(best.place))}.")
         if pairs:
@@ -216,11 +226,11 @@ class Report:
             real = path.resolve()
             if (real.read_text(encoding="utf-8") if real.exists() else "") != text:
                 raise Unwritable(f"{path} has changed meanwhile; it is left as it is")
-            _replace(real, new)
+            replace_file(real, new)
             self._terminal.line(f"written: {path}")
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write a file that is whole at every moment, with the mode of the one before. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     # "x" refuses a file or a link of that name, which is not ours to follow or to remove.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.runtime.cli.shell import MODELS, CommandLine
 from tests.server.running import running
+from tests.triton.server import interpreter
 
 from moonpool.runtime.bench.generator.engine import COLUMNS, DUE, END, OUTCOME, SENT, SUCCEEDED
+from moonpool.runtime.bench.hosts.kserve import TritonHost
 from moonpool.runtime.bench.loads import Concurrency
 from moonpool.runtime.bench.timeline import (
     NoTraces,
@@ -154,12 +157,13 @@ def rows_of(number: int, model: str, begin_ns: int, **more: object) -> list[dict
     ]
 
 
-def test_traces_in_tritons_form_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_traces_in_tritons_form_are_read(tmp_path: Path, *, is_closed: bool) -> None:
     path = tmp_path / "traces"
     unfinished = [{"id": 3, "model_name": "m"}, {"id": 3, "timestamps": [{"name": "QUEUE_START", "ns": 1}]}]  # fmt: skip
-    path.write_text(
-        json.dumps([*rows_of(1, "m", 10), *rows_of(2, "child", 20, parent_id=1), *unfinished])
-    )
+    text = json.dumps([*rows_of(1, "m", 10), *rows_of(2, "child", 20, parent_id=1), *unfinished])
+    # A tritonserver that runs has not closed its list.
+    path.write_text(text if is_closed else text[:-1])
 
     assert read_traces(path) == [
         ServerTrace("m", (10, 11, 12, 13, 14)),
@@ -233,6 +237,24 @@ def test_a_timeline_of_a_server(cli: CommandLine) -> None:
     callers = [event["name"] for event in events if event["pid"] == 1]
     # The trace of the last request may be written after its answer was read.
     assert callers.count("queue") >= callers.count("request") - 3 > 0
+    assert "batches of add_sub" in [event["args"].get("name") for event in events]
+
+
+@pytest.mark.triton
+def test_a_timeline_of_a_tritonserver(cli: CommandLine) -> None:
+    traces = cli.folder / "traces"
+    with contextlib.closing(
+        TritonHost(
+            interpreter(), {"add_sub": MODELS / "add_sub"}, [f"--trace-config=triton,file={traces}"]
+        )
+    ) as server:
+        bench = ("bench", "add_sub", "--url", f"http://127.0.0.1:{server.http_port}", *QUICK)
+        ended = cli(*bench, "--concurrency", "2", "--seconds", "0.5", "--timeline", "line.json")
+
+    assert ended.returncode == 0, ended.stderr
+    events = events_of(cli.folder / "line.json")
+    callers = [event["name"] for event in events if event["pid"] == 1]
+    assert callers.count("request") >= callers.count("queue") == callers.count("compute") > 0
     assert "batches of add_sub" in [event["args"].get("name") for event in events]
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from tests.runtime.cli.shell import MODELS, PATIENCE_S, CommandLine, write_model
 
+from moonpool.runtime.cli.tune.report import replace_file
+
 TENSORS = """\
 input [ { name: "X" data_type: TYPE_FP32 dims: [ 1 ] } ]
 output [ { name: "Y" data_type: TYPE_FP32 dims: [ 1 ] } ]
@@ -196,3 +198,30 @@ def test_a_model_that_does_not_load_is_told_with_the_reason(cli: CommandLine) ->
     assert ended.returncode == 1
     assert "model 'broken' is not ready: " in ended.stderr
     assert "not today" in ended.stderr
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_file_in_the_place_of_the_temporary_one_is_kept(tmp_path: Path, *, is_link: bool) -> None:
+    config, precious = tmp_path / "config.pbtxt", tmp_path / "precious"
+    config.write_text("old")
+    precious.write_text("keep")
+    temporary = tmp_path / f".config.pbtxt.{os.getpid()}"
+    temporary.symlink_to(precious) if is_link else temporary.write_text("keep")
+
+    with pytest.raises(FileExistsError):
+        replace_file(config, "new")
+
+    assert config.read_text() == "old"
+    assert temporary.read_text() == precious.read_text() == "keep"
+
+
+def test_a_file_is_replaced_with_the_mode_of_the_one_before(tmp_path: Path) -> None:
+    config = tmp_path / "config.pbtxt"
+    config.write_text("old")
+    config.chmod(0o640)
+
+    replace_file(config, "new")
+
+    assert config.read_text() == "new"
+    assert config.stat().st_mode & 0o777 == 0o640
+    assert list(tmp_path.iterdir()) == [config]

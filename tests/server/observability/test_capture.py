@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import queue
 import stat
 import threading
 from pathlib import Path
@@ -74,6 +75,23 @@ def ask_grpc(server: RunningServer, values: list[float]) -> None:
         connection.infer("echo", [tensor])
 
 
+def ask_stream(server: RunningServer, requests: list[list[float]]) -> None:
+    """Send requests on one stream, and wait for their answers."""
+    import tritonclient.grpc as client
+
+    answers: queue.Queue[tuple[object, object]] = queue.Queue()
+    with client.InferenceServerClient(server.grpc) as connection:
+        connection.start_stream(lambda result, error: answers.put((result, error)))
+        for values in requests:
+            tensor = client.InferInput("X", [1, 4], "FP32")
+            tensor.set_data_from_numpy(np.array([values], np.float32))
+            connection.async_stream_infer("echo", [tensor])
+        for _ in requests:
+            _, error = answers.get(timeout=MOST_S)
+            assert error is None
+        connection.stop_stream()
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -127,6 +145,23 @@ def test_what_clients_ask_is_asked_again(
     assert schedule.times_ns.tolist() == pytest.approx(
         [(each - came[0]) * 1e9 for each in came], abs=1e4
     )
+
+
+def test_streams_and_generate_are_captured(cli: CommandLine, repository: Path) -> None:
+    path = cli.folder / "captured"
+    with running(repository, f"--capture={path}") as server:
+        ask_stream(server, [[1, 2, 3, 4], [5, 6, 7, 8]])
+        for end in ("generate", "generate_stream"):
+            values = json.dumps({"X": [9, 9, 9, 9], "TEXT": ["a"]}).encode()
+            status, body = server.get(f"/v2/models/echo/{end}", "POST", values)
+            assert status == 200, body
+
+    mix, _ = read_capture(path, "echo", 1.0)
+    arrays = [mix.requests[number].arrays() for number in mix.order]
+    assert [each["X"].tolist() for each in arrays] == [
+        [[1, 2, 3, 4]], [[5, 6, 7, 8]], [[9, 9, 9, 9]], [[9, 9, 9, 9]],
+    ]  # fmt: skip
+    assert [each["TEXT"].tolist() for each in arrays[2:]] == [[[b"a"]], [[b"a"]]]
 
 
 def test_one_of_some_requests_is_captured(cli: CommandLine, repository: Path) -> None:
@@ -214,6 +249,16 @@ def test_requests_are_left_out_and_counted_while_the_disk_is_slow(
     assert caplog.text.count("some are left out") == 1
     assert "Captured 2 requests" in caplog.text
     assert "4 were left out" in caplog.text
+
+
+def test_requests_that_are_not_captured_are_not_looked_at(tmp_path: Path) -> None:
+    capture = Capture(str(tmp_path / "captured"), rate=2, most_bytes=1 << 20)
+    nothing: Any = object()
+    capture.take(_Model(), nothing)
+    capture.take(_Model(), request(10))
+    capture.close()
+
+    assert len(lines(tmp_path / "captured")) == 2
 
 
 def test_a_disk_that_fails_ends_the_capture_alone(
