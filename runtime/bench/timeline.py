@@ -2,7 +2,7 @@
 
 Callers and server read the same clock, CLOCK_MONOTONIC, so their times belong together without more ado on one machine. A server tells its times in
 Triton's traces, which have no field that a caller knows. So a trace is paired with a request that was in flight from before it was queued
-until after its batch had ended. If several were, as with several callers, it is the one that ended first, which leaves a
+until after its batch was computed. If several were, as with several callers, it is the one that ended first, which leaves a
 request for every other trace if any choice does. Two requests that were in flight at the same time may be swapped therefore.
 
 Requests of one batch have the same times of it. An instance executes a batch at a time, so batches that overlap are on several
@@ -46,6 +46,11 @@ class ServerTrace:
     times_ns: tuple[int, int, int, int, int]
     # True if a model or an ensemble has sent the request.
     is_child: bool = False
+
+    @property
+    def computed_ns(self) -> int:
+        """The time when the model had its outputs. A tritonserver answers before the end of the batch."""
+        return self.times_ns[3]
 
     @property
     def batch(self) -> tuple[str, tuple[int, ...]]:
@@ -148,7 +153,7 @@ def paired(
             begun += 1
         # Requests that ended before it have no trace.
         passed = []
-        while waiting and waiting[0][0] < trace.times_ns[-1]:
+        while waiting and waiting[0][0] < trace.computed_ns:
             passed.append(heapq.heappop(waiting))
         if waiting:
             found[heapq.heappop(waiting)[1]] = trace
@@ -199,7 +204,7 @@ def _parts_of(row: Sequence[int], trace: ServerTrace | None) -> Iterator[tuple[s
     if row[SENT] - row[DUE] > 1000:
         yield "wait to be sent", row[DUE], row[SENT]
     if trace is not None:
-        times = trace.times_ns
+        times = [min(each, row[END]) for each in trace.times_ns]
         yield from zip(_PARTS, times, times[1:], strict=False)
 
 

@@ -98,6 +98,16 @@ def test_parts_of_a_request_are_inside_it_and_batches_are_apart() -> None:
     assert names == ["callers", "batches of m", "batches of child"]
 
 
+def test_a_batch_may_end_after_its_answers() -> None:
+    # The answer is there at 10 ms, the batch ends at 12 ms.
+    events = list(timeline_events([point([(0, 0, 10)])], [trace(1, 2, 3, 9, 12)], "m"))
+
+    check(events)
+    output = {event["pid"]: event for event in events if event["name"] == "output"}
+    assert output[1]["dur"] == 1000
+    assert output[2]["dur"] == 3000
+
+
 def test_batches_at_the_same_time_are_on_rows_of_their_own() -> None:
     measured = point([(0, 0, 10), (0, 0, 10)])
     traces = [trace(1, 2, 3, 6, 7), trace(1, 3, 4, 7, 8)]
@@ -127,7 +137,7 @@ def test_traces_are_paired_with_requests_that_they_fit(
     for number, each in found.items():
         begin, end = requests[number]
         assert begin <= each.times_ns[0]
-        assert each.times_ns[-1] <= end
+        assert each.computed_ns <= end
     assert len({id(each) for each in found.values()}) == len(found)
     if len(requests) == 1:
         assert len(found) == 1
@@ -254,7 +264,8 @@ def test_a_timeline_of_a_tritonserver(cli: CommandLine) -> None:
     assert ended.returncode == 0, ended.stderr
     events = events_of(cli.folder / "line.json")
     callers = [event["name"] for event in events if event["pid"] == 1]
-    assert callers.count("request") >= callers.count("queue") == callers.count("compute") > 0
+    # The trace of the last request of a caller may end after the settings were changed.
+    assert callers.count("queue") == callers.count("compute") >= callers.count("request") - 2 > 0
     assert "batches of add_sub" in [event["args"].get("name") for event in events]
 
 
