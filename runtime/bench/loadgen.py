@@ -117,7 +117,8 @@ def _settings(generator: Any, plan: LoadGenPlan, guess_per_s: float) -> Any:
         settings.multi_stream_samples_per_query = _MULTI_STREAM_SAMPLES
         settings.multi_stream_expected_latency_ns = expected_ns * _MULTI_STREAM_SAMPLES
     elif plan.scenario == "Offline":
-        settings.offline_expected_qps = guess_per_s
+        # All requests are sent at once, so that a guess that is too low would end the run too early.
+        settings.offline_expected_qps = 2 * guess_per_s
     else:
         settings.server_target_qps = plan.rate_per_s or guess_per_s
         settings.server_target_latency_percentile = plan.percentile / 100

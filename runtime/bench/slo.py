@@ -69,7 +69,9 @@ class Slo:
         if isinstance(point.load, Rate):
             planned = len(whole.late_ns) + whole.unsent
             reached = whole.requests_per_s / point.load.per_s
-            if whole.delayed > FALLS_BEHIND * planned or reached < _REACHED:
+            if whole.delayed > FALLS_BEHIND * planned:
+                return f"{whole.delayed} of {planned} sent late"
+            if reached < _REACHED:
                 return f"{reached:.0%} of the rate"
         return None if point.stable else "not settled"
 

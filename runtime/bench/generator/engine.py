@@ -387,6 +387,8 @@ class Generator:
         self._sequences = sequences
         self._next_id = sequences.first_id if sequences else 0
         self._lengths = random.Random(self._next_id)
+        # In all windows, as one may be too short for a request of a small share.
+        self._ever_sent = 0
         # Planned cancellations in order of time: the time, the connection, and the turn of its request.
         self._cancellations: deque[tuple[int, LoadConnection, int]] = deque()
         self._kinds: Sequence[int] = (0,)
@@ -516,6 +518,7 @@ class Generator:
             self._lose(connection, error)
             self._lost.append(connection)
             return
+        number, self._ever_sent = self._ever_sent, self._ever_sent + 1
         if self._cancellation is not None and self._cancellation.hits(number):
             at_ns = connection.sent_ns + self._cancellation.after_ns
             self._cancellations.append((at_ns, connection, connection.turn))

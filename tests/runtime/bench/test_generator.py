@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 from tests.runtime.bench.conftest import Kserve
 
-from moonpool.runtime.bench.generator.engine import Generator, Tally, Unreachable, Wire
+from moonpool.runtime.bench.generator.engine import (
+    CANCELLED,
+    OUTCOME,
+    SUCCEEDED,
+    Cancellation,
+    Generator,
+    Tally,
+    Unreachable,
+    Wire,
+)
 from moonpool.runtime.bench.generator.grpc import GrpcWire
 from moonpool.runtime.bench.generator.http import HttpWire
 from moonpool.runtime.bench.loads import Rate
@@ -41,6 +50,21 @@ def generator(kserve: Kserve, scheme: str, asked: Question) -> Generator:
 def scheme(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
+
+
+def test_a_small_share_is_cancelled_over_several_windows(kserve: Kserve) -> None:
+    endpoint = kserve.endpoint("http")
+    asked = question("add_sub").as_http(endpoint)
+    pressed = Generator(
+        (endpoint.host, endpoint.port), [lambda: HttpWire(asked)], timeout_s=PATIENCE_S,
+        cancellation=Cancellation(1 / 3, 0),
+    )  # fmt: skip
+    try:
+        tallies = [pressed.open_loop([0], 1, time.perf_counter_ns()) for _ in range(3)]
+    finally:
+        pressed.close()
+
+    assert [tally.log[OUTCOME] for tally in tallies] == [SUCCEEDED, SUCCEEDED, CANCELLED]
 
 
 @pytest.mark.parametrize("elements", [4, 300_000])

@@ -70,6 +70,9 @@ def test_a_load_holds_if_nothing_breaks_it() -> None:
     assert slo.broken(point(100, [5.0] * 90 + [30.0] * 10)) == "p99 30 ms"
     assert slo.broken(point(100, [15.0] * 100)) == "mean 15 ms"
     assert slo.broken(point(200, [5.0] * 100)) == "50% of the rate"
+    late = point(100, [5.0] * 100)
+    late.windows[0].late_ns[:10] = 2_000_000
+    assert slo.broken(late) == "30 of 300 sent late"
     assert slo.broken(Point(Rate(100), [window([5.0] * 100)] * 3, stable=False)) == "not settled"
     assert slo.broken(point(100, [])) == "no request was answered"
 
