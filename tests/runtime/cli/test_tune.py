@@ -160,7 +160,7 @@ def test_an_interrupt_shows_what_was_found(cli: CommandLine, waits: Path) -> Non
         assert process.stderr is not None
         # The first load is measured; others follow.
         while line := process.stderr.readline():
-            if b"as now, 1 callers" in line:
+            if b"as now, 1 caller:" in line:
                 break
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=PATIENCE_S)
