@@ -150,7 +150,8 @@ def rows_in_turns(
             if turn >= 0:
                 busy_s = server.busy_s() - busy_s
                 answered = server.answered(case.model) - answered
-                found[server.name].append(Row(*sample, 1e6 * busy_s / max(1, answered)))
+                times = sample.requests_per_s, sample.p50_us, sample.p99_us
+                found[server.name].append(Row(*times, 1e6 * busy_s / max(1, answered)))
     return found
 
 
