@@ -87,7 +87,8 @@ class HttpWire:
         length = _LENGTH.search(head)
         if length is None:
             if b"\r\ntransfer-encoding: chunked" not in head:
-                raise WireError("an answer has neither a Content-Length nor chunks")
+                line = head.partition(b"\r\n")[0][:80].decode(errors="replace")
+                raise WireError(f"an answer has neither a Content-Length nor chunks: {line}")
             self._length = None
             return self._body()
         if self._status != 200:
