@@ -27,6 +27,9 @@ SCENARIOS = ("SingleStream", "MultiStream", "Server", "Offline")
 SUMMARY, DETAIL = "mlperf_log_summary.txt", "mlperf_log_detail.txt"
 # Samples of a query of MultiStream, as in the rules of MLPerf.
 _MULTI_STREAM_SAMPLES = 8
+# LoadGen makes its queries beforehand, and a run that has used them up before its duration is over is invalid. The guess is from a short
+# window, which a busy machine may slow down, so the streams get queries for a model that is so many times as fast.
+_MARGIN = 8
 
 
 class NoLoadGen(MoonpoolError):
@@ -59,6 +62,21 @@ class LoadGenResult:
     def is_valid(self) -> bool:
         """True if LoadGen calls the result valid and no request failed."""
         return not self.errors and "Result is : VALID" in self.summary
+
+    @property
+    def complaint(self) -> str | None:
+        """The conditions of LoadGen that the run has not met, and what may help; None if it has met all."""
+        unmet = [
+            name.strip().removesuffix(" satisfied")
+            for name, _, text in _lines(self.summary)
+            if text.strip() == "NO"
+        ]
+        if not unmet:
+            return None
+        words = f"LoadGen calls the result invalid. Not satisfied: {', '.join(unmet)}"
+        # More requests do not make a model faster.
+        is_slow = "Performance constraints" in unmet
+        return words if is_slow else f"{words}. A longer run (--seconds) may be valid"
 
 
 def load_generator() -> Any:
@@ -110,12 +128,13 @@ def _settings(generator: Any, plan: LoadGenPlan, guess_per_s: float) -> Any:
     settings.min_duration_ms = max(1, round(plan.seconds * 1000))
     # The duration decides alone.
     settings.min_query_count = 1
-    expected_ns = round(1e9 * plan.threads / guess_per_s)
+    samples = _MULTI_STREAM_SAMPLES if plan.scenario == "MultiStream" else 1
+    expected_ns = max(1, round(1e9 * samples / (_MARGIN * guess_per_s)))
     if plan.scenario == "SingleStream":
         settings.single_stream_expected_latency_ns = expected_ns
     elif plan.scenario == "MultiStream":
-        settings.multi_stream_samples_per_query = _MULTI_STREAM_SAMPLES
-        settings.multi_stream_expected_latency_ns = expected_ns * _MULTI_STREAM_SAMPLES
+        settings.multi_stream_samples_per_query = samples
+        settings.multi_stream_expected_latency_ns = expected_ns
     elif plan.scenario == "Offline":
         # All requests are sent at once, so that a guess that is too low would end the run too early.
         settings.offline_expected_qps = 2 * guess_per_s
@@ -181,12 +200,17 @@ class _System:
             self._generator.QuerySamplesComplete([response])
 
 
+def _lines(summary: str) -> list[tuple[str, str, str]]:
+    return [line.partition(":") for line in summary.splitlines()]
+
+
 def facts_of(result: LoadGenResult) -> Mapping[str, object]:
     """Return the figures of a result for a file."""
-    lines = [line.partition(":") for line in result.summary.splitlines()]
     return {
         "loadgen": result.version,
         "valid": result.is_valid,
         "failed": result.errors.total(),
-        "summary": {name.strip(): text.strip() for name, colon, text in lines if colon},
+        "summary": {
+            name.strip(): text.strip() for name, colon, text in _lines(result.summary) if colon
+        },
     }

@@ -41,11 +41,17 @@ class Tls(NamedTuple):
 
         try:
             context = ssl.create_default_context(cafile=self.ca)
+        except (OSError, ValueError) as error:
+            raise BadAddress(f"no certificates can be read from {self.ca}: {error}") from error
+        try:
             if self.certificate is not None:
                 context.load_cert_chain(self.certificate, self.key)
         except (OSError, ValueError) as error:
-            files = ", ".join(name for name in self if name)
-            raise BadAddress(f"no certificates can be read from {files}: {error}") from error
+            files = self.certificate if self.key is None else f"{self.certificate} and {self.key}"
+            raise BadAddress(
+                f"no certificate of our own with its key can be read from {files}: {error}"
+                + (". Is the key in another file (--client-key)?" if self.key is None else "")
+            ) from error
         context.set_alpn_protocols([protocol])
         return context
 

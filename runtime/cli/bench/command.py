@@ -153,9 +153,12 @@ def _loadgen(options: Options, plan: LoadGenPlan) -> int:
         about = _about(options, asked, subject)
         is_made_up = options.requests.is_made_up
         show_requests(Terminal(sys.stdout), about, asked.size_bytes, is_made_up=is_made_up)
-        guess = subject.window(Concurrency(plan.threads), options.warm_up_s or options.seconds)
+        load, length_s = Concurrency(plan.threads), options.warm_up_s or options.seconds
+        # The first window also starts the generator's processes, so its rate may be far too low.
+        subject.window(load, length_s)
+        guess = subject.window(load, length_s)
         if not guess.requests_per_s:
-            return _told_of_failures([Point(Concurrency(plan.threads), [guess], stable=False)])
+            return _told_of_failures([Point(load, [guess], stable=False)])
         folder = target or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
         found = run_loadgen(plan, subject.ask, asked.count, guess.requests_per_s, folder)
@@ -171,6 +174,8 @@ def _loadgen(options: Options, plan: LoadGenPlan) -> int:
             harmless(f"moonpool: {found.errors.total()} requests failed, {count} with: {text}"),
             file=sys.stderr,
         )
+    if found.complaint is not None:
+        print(harmless(f"moonpool: {found.complaint}"), file=sys.stderr)
     return 0 if found.is_valid else 1
 
 

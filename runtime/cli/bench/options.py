@@ -576,14 +576,16 @@ def _hosts(arguments: argparse.Namespace) -> list[str]:
         "--isolation": arguments.isolation,
         "--async": arguments.is_async or None,
     }
-    if len(hosts) > 1:
-        others |= {
-            "--kill-every": arguments.kill_every,
-            "--stop-every": arguments.stop_every,
-            "--hang": arguments.hang,
-        }
     if given := [name for name, value in others.items() if value is not None]:
         raise UsageError(f"--hosts and {given[0]} cannot be measured together")
+    faults = {
+        "--kill-every": arguments.kill_every,
+        "--stop-every": arguments.stop_every,
+        "--hang": arguments.hang,
+    }
+    given = [name for name, value in faults.items() if value is not None]
+    if given and hosts not in (["moonpool"], ["triton"]):
+        raise UsageError(f"{given[0]} harms one host: give --hosts moonpool or --hosts triton")
     return hosts
 
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.runtime.bench.conftest import Kserve, kserve
 from tests.runtime.cli.shell import MODELS, CommandLine
+
+from moonpool.runtime.bench import loadgen
+from moonpool.runtime.bench.loadgen import LoadGenPlan, LoadGenResult
 
 __all__ = ["kserve"]
 
@@ -52,6 +58,47 @@ def test_a_scenario_is_run(cli: CommandLine, kserve: Kserve, scenario: str, wher
     # LoadGen may call a run of a busy machine too short.
     assert ended.returncode == (0 if facts["valid"] else 1), ended.stderr
     assert (logs / "mlperf_log_detail.txt").stat().st_size
+
+
+class _FakeLoadGen:
+    """LoadGen as far as a scenario is set; keeps the settings."""
+
+    def __init__(self) -> None:
+        self.settings = SimpleNamespace()
+        names = {name: name for name in loadgen.SCENARIOS}
+        self.TestScenario = SimpleNamespace(**names)
+        self.TestMode = SimpleNamespace(PerformanceOnly=0)
+
+    def TestSettings(self) -> Any:  # noqa: N802 - as LoadGen has it
+        return self.settings
+
+
+@pytest.mark.parametrize(("scenario", "samples"), [("SingleStream", 1), ("MultiStream", 8)])
+def test_a_model_may_be_faster_than_the_guess(scenario: str, samples: int) -> None:
+    guess_per_s = 1000.0
+    fake = _FakeLoadGen()
+    loadgen._settings(fake, LoadGenPlan(scenario, samples, 0.2), guess_per_s)
+    expected = {name: each for name, each in vars(fake.settings).items() if "expected" in name}
+
+    [expected_ns] = expected.values()
+    # LoadGen would run out of queries.
+    assert expected_ns <= 1e9 * samples / guess_per_s / 4
+
+
+@pytest.mark.parametrize(
+    ("unmet", "words"),
+    [
+        ("", None),
+        ("Early stopping satisfied: NO", "Not satisfied: Early stopping. A longer run (--seconds)"),
+        ("Performance constraints satisfied : NO", "Not satisfied: Performance constraints"),
+    ],
+)
+def test_an_invalid_result_has_a_reason(unmet: str, words: str | None) -> None:
+    summary = f"Result is : X\n  Min queries satisfied : Yes\n  {unmet}\n"
+    found = LoadGenResult(summary, "6", Counter()).complaint
+
+    assert (found is None) if words is None else (found is not None and words in found)
+    assert "(--seconds)" not in (found or "") or "Performance" not in unmet
 
 
 @needs_loadgen

@@ -105,6 +105,12 @@ def test_files_that_are_no_certificates_are_refused(cli: CommandLine, secure: Se
 
         assert ended.returncode == 1
         assert "no certificates can be read from bad.pem" in ended.stderr
+        ended = cli(
+            "bench", "add_sub", "--url", secure.url(scheme), "--client-certificate", "bad.pem"
+        )
+        assert ended.returncode == 1
+        assert "from bad.pem" in ended.stderr
+        assert "--client-key" in ended.stderr
 
 
 @pytest.mark.promise(
