@@ -209,13 +209,19 @@ def _key(backend: str, name: str) -> str:
     return _TEMPLATE if name == "template" else _THREADS.get(backend, "MOONPOOL_THREADS")
 
 
-def written(text: str, values: Mapping[str, Value], backend: str, file: str) -> str:
+def written(text: str, values: Mapping[str, Value], measured: Raw, file: str) -> str:
     """Return the text of a `config.pbtxt` with other values of settings. All else in it stays as it is.
 
+    `measured` is the whole configuration at the start, of which the text may leave parts to be found out.
     Raises `ConfigError` for a text that cannot be read, and `Unwritable` if the new text would not mean what it should.
     """
     before, _ = pbtxt.parse(text, file)
+    backend = measured["backend"]
     changed = {name: value for name, value in values.items() if value is not None}
+    batching = measured.get("dynamic_batching")
+    if "max_batch" in changed and batching is not None and "dynamic_batching" not in before:
+        # A backend adds batching only to a configuration that says nothing of batches.
+        changed.setdefault("delay", int(batching.get("max_queue_delay_microseconds", 0)))
     for name, value in changed.items():
         text = _edited(text, backend, name, value)
     try:

@@ -72,7 +72,7 @@ def line_of(tuner: Tuner, each: Measured) -> str:
     words = harmless(in_words(tuner.values_at(each.place)))
     if each.callers == 0:
         return f"{words}: fails: {harmless((each.broken or '').splitlines()[0])}"
-    broken = "" if each.broken is None else f", {harmless(each.broken)}"
+    broken = "" if each.broken is None else f", does not hold: {harmless(each.broken)}"
     return (
         f"{words}, {_callers(each)}: {figure(each.rate)}/s, "
         f"{tuner.figure} {time_words(each.latency_us)}{broken}"
@@ -206,7 +206,7 @@ class Report:
             path = self._repository / model / CONFIG_FILENAME
             try:
                 text = path.read_text(encoding="utf-8") if path.exists() else ""
-                new = written(text, values, self._tuner.raws[model]["backend"], str(path))
+                new = written(text, values, self._tuner.raws[model], str(path))
             except (Unwritable, ConfigError, UnicodeDecodeError) as error:
                 print(f"moonpool: {harmless(str(error))}", file=sys.stderr)
                 continue
@@ -216,7 +216,11 @@ class Report:
     def _diff(self, path: Path, text: str, new: str) -> str:
         name = f"{path.parent.name}/{path.name}"
         lines = difflib.unified_diff(
-            text.splitlines(keepends=True), new.splitlines(keepends=True), f"a/{name}", f"b/{name}"
+            text.splitlines(keepends=True),
+            new.splitlines(keepends=True),
+            # So `git apply` and `patch` make a file that is not there.
+            f"a/{name}" if path.exists() else os.devnull,
+            f"b/{name}",
         )
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
 

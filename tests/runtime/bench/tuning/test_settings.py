@@ -17,6 +17,7 @@ from moonpool.runtime.bench.tuning.settings import (
 from moonpool.runtime.model.config import pbtxt
 from moonpool.runtime.model.config.model import ModelConfig
 
+PYTHON = {"backend": "python"}
 BOUNDS = SettingBounds(instances=8, batch=16, delay_us=1500, cores=4)
 TENSORS = """\
 input [ { name: "X" data_type: TYPE_FP32 dims: [ 3 ] } ]  # three of them
@@ -122,7 +123,7 @@ CHANGES: dict[str, Value] = {
 
 def test_a_text_changes_in_the_lines_of_its_settings_alone() -> None:
     assert (
-        written(BATCHED, CHANGES, "python", "config.pbtxt")
+        written(BATCHED, CHANGES, PYTHON, "config.pbtxt")
         == f"""\
 # A comment at the head.
 name: "m"
@@ -157,7 +158,7 @@ parameters {{ key: "MOONPOOL_THREADS" value: {{ string_value: "2" }} }}
 )
 def test_the_new_text_means_the_new_configuration(text: str) -> None:
     before, _ = pbtxt.parse(text, "config.pbtxt")
-    after, _ = pbtxt.parse(written(text, CHANGES, "python", "config.pbtxt"), "config.pbtxt")
+    after, _ = pbtxt.parse(written(text, CHANGES, PYTHON, "config.pbtxt"), "config.pbtxt")
 
     assert after == with_values(before, CHANGES, "python")
     assert after["instance_group"][0]["count"] == 3
@@ -171,12 +172,23 @@ def test_a_text_that_is_not_understood_is_refused() -> None:
     text = 'parameters { key: "MOONPOOL_THREADS" value: { string_value: "1" "2" } }'
 
     with pytest.raises(Unwritable, match="set threads = 4 by hand"):
-        written(text, {"threads": 4}, "python", "config.pbtxt")
+        written(text, {"threads": 4}, PYTHON, "config.pbtxt")
 
 
 def test_a_broken_text_is_refused_with_its_line() -> None:
     with pytest.raises(MoonpoolError, match=r"config\.pbtxt:2"):
-        written("\nmax_batch_size: x", {"max_batch": 2}, "python", "config.pbtxt")
+        written("\nmax_batch_size: x", {"max_batch": 2}, PYTHON, "config.pbtxt")
+
+
+def test_batching_that_was_found_out_is_written_with_a_largest_batch() -> None:
+    measured = {"backend": "onnxruntime", "max_batch_size": 4, "dynamic_batching": {}}
+
+    said = "max_batch_size: 16\ndynamic_batching {\n  max_queue_delay_microseconds: 0\n}\n"
+    assert written("", {"max_batch": 16}, measured, "f") == said
+    # The backend still finds it out if nothing is said of batches, and a text that says it has it already.
+    assert "dynamic_batching" not in written("", {"threads": 2}, measured, "f")
+    own = "max_batch_size: 4\ndynamic_batching { }\n"
+    assert written(own, {"max_batch": 16}, measured, "f") == own.replace("4", "16")
 
 
 def test_the_largest_preferred_batch_follows_the_largest_batch() -> None:
