@@ -87,8 +87,9 @@ class HttpWire:
         length = _LENGTH.search(head)
         if length is None:
             if b"\r\ntransfer-encoding: chunked" not in head:
-                line = head.partition(b"\r\n")[0][:80].decode(errors="replace")
-                raise WireError(f"an answer has neither a Content-Length nor chunks: {line}")
+                raise WireError(
+                    f"an answer HTTP {self._status} has neither a Content-Length nor chunks"
+                )
             self._length = None
             return self._body()
         if self._status != 200:

@@ -194,7 +194,7 @@ def test_where_nobody_listens_the_window_ends() -> None:
     ("said", "error"),
     [
         (b"SSH-2.0-server\r\n\r\n", "the server's answer is not HTTP: b'ssh-2.0-server'"),
-        (b"HTTP/1.1 200 OK\r\n\r\n", "an answer has neither a Content-Length nor chunks"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", "an answer HTTP 200 has neither a Content-Length nor chunks"),
         (
             b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nab",
             "a server sent more than the Content-Length of its answer",
