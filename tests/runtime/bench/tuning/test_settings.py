@@ -185,8 +185,9 @@ def test_batching_that_was_found_out_is_written_with_a_largest_batch() -> None:
 
     said = "max_batch_size: 16\ndynamic_batching {\n  max_queue_delay_microseconds: 0\n}\n"
     assert written("", {"max_batch": 16}, measured, "f") == said
-    # The backend still finds it out if nothing is said of batches, and a text that says it has it already.
+    # A text without a largest batch leaves batching to the backend.
     assert "dynamic_batching" not in written("", {"threads": 2}, measured, "f")
+    # A text that has batching keeps its own.
     own = "max_batch_size: 4\ndynamic_batching { }\n"
     assert written(own, {"max_batch": 16}, measured, "f") == own.replace("4", "16")
 
