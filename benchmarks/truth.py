@@ -136,24 +136,34 @@ def _another_generator(report: Report, quick: bool) -> None:
                 sums = {"INPUT0": 4, "INPUT1": 4}
                 busy = Case(protocol, "add_sub", "FP32", sums, True, callers)
                 for case, words, goal in ((known, "sleeps", _WITHIN_5), (busy, "adds", "")):
+                    subject = f"a model that {words}"
                     try:
                         ratios, shares = _in_turns(case, server, other, own, quick)
                     except Failed as error:
-                        report.skipped(
-                            f"perf_analyzer, {protocol}, a model that {words}", str(error)
-                        )
-                        continue
-                    column = f"{protocol.upper()}, {callers} caller{'s' if callers > 1 else ''}"
-                    for name, values in ratios.items():
-                        what = f"{name} over perf_analyzer's, a model that {words}"
-                        report.ratio(what, values, column=column, goal=goal, headline=True)
-                    for words_of, values in shares.items():
-                        what = f"the generator's share, a model that {words}, {words_of}"
-                        report.figure(what, "cores", values, column=column, headline=True)
+                        report.skipped(f"perf_analyzer, {protocol}, {subject}", str(error))
+                    else:
+                        _show_turns(report, case, subject, goal, ratios, shares)
     report.note(
         "With few cores, a generator takes processors from a server that computes. So the figures of a model that adds "
         "tell how much each generator slows the server down; those of a model that sleeps tell if they agree."
     )
+
+
+def _show_turns(
+    report: Report,
+    case: Case,
+    subject: str,
+    goal: str,
+    ratios: dict[str, list[float]],
+    shares: dict[str, list[float]],
+) -> None:
+    column = f"{case.protocol.upper()}, {case.callers} caller{'s' if case.callers > 1 else ''}"
+    for name, values in ratios.items():
+        what = f"{name} over perf_analyzer's, {subject}"
+        report.ratio(what, values, column=column, goal=goal, headline=True)
+    for generator, values in shares.items():
+        what = f"the generator's share, {subject}, {generator}"
+        report.figure(what, "cores", values, column=column, headline=True)
 
 
 def _in_turns(

@@ -49,16 +49,10 @@ class RequestSource:
         else:
             arrays = made_up(interface, self.batch, self.shapes)
         datatypes = {tensor.name: tensor.datatype for tensor in interface.inputs}
-        return DataMix(
-            [
-                RequestData(
-                    [
-                        QuestionTensor.of(name, datatypes[name], array)
-                        for name, array in arrays.items()
-                    ]
-                )
-            ]
-        )
+        tensors = [
+            QuestionTensor.of(name, datatypes[name], array) for name, array in arrays.items()
+        ]
+        return DataMix([RequestData(tensors)])
 
 
 def add_requests(group: argparse._ArgumentGroup) -> None:

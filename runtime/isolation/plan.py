@@ -302,7 +302,7 @@ def _alone_in(root: Path) -> Iterator[None]:
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     end_s = time.monotonic() + _ALONE_S
     try:
-        while not _is_locked(descriptor):
+        while not _try_lock(descriptor):
             if time.monotonic() >= end_s:
                 what = f"another process has had {root} locked for {_ALONE_S:g} s"
                 raise LoadFailed(f"{what}: end it, and load the model again", stage="start")
@@ -312,7 +312,7 @@ def _alone_in(root: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _is_locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     """Lock a file, or return False if another process has it locked. Raises OSError."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
