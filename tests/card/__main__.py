@@ -1,0 +1,305 @@
+"""Runs stages on a machine with a card:   python -m tests.card FOLDER [STAGE… | TESTFILE…]
+
+Theory of operation. This process asks the driver for nothing, so nothing can hold it up. Each step is a process in a session of
+its own. Its output comes through a pipe, and its end through a descriptor of the process; one selector waits for both, until
+the earliest limit. At its limit a step is killed with all that descends from it. Stubs and their like have sessions of their
+own, so a process group would not be enough: orphans become children of this process, which kills what a round has left, and
+records that it did. A process that waits within the driver may not even die then; it is named and left alone.
+
+If this process is killed, the kernel kills the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import select
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from tests.card import results, stages
+from tests.card.stages import Stage, Step
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None)
+# A killed process is gone after this time, unless it waits in the driver.
+_DEATH_S = 3.0
+# The log of one step ends here. Nobody reads more, and a machine may not give back large files.
+_MOST_LOGGED_BYTES = 1 << 20
+
+
+def _dies_with_the_runner() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+@dataclass
+class _Running:
+    """A step that has started."""
+
+    step: Step
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    began: float
+    ends: float
+    logged_bytes: int = 0
+    part: bytes = b""
+    last_line: str = ""
+    problems: list[str] = field(default_factory=list)
+
+
+class Runner:
+    """Runs stages one after the other, and says in the folder what became of each step."""
+
+    def __init__(self, folder: Path, total_s: float = stages.TOTAL_S) -> None:
+        self._folder = folder
+        self._began = time.monotonic()
+        self._ends = self._began + total_s
+        self._log: BinaryIO = open(folder / "log.txt", "ab", buffering=0)  # noqa: SIM115
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def run(self, chosen: Sequence[Stage]) -> None:
+        """Run the stages. The last one has its time whatever the others take."""
+        *others, last = chosen
+        try:
+            for stage in others:
+                self._stage(stage, self._ends - last.limit_s)
+            self._stage(last, max(self._ends, time.monotonic() + last.limit_s))
+        finally:
+            _kill_all(_descendants(os.getpid()))
+
+    def _stage(self, stage: Stage, ends: float) -> None:
+        for steps in stage.rounds:
+            left_s = ends - time.monotonic()
+            if left_s < 1:
+                for step in steps:
+                    self._add(stage, f"step {step.name}", None, text="left out: no time is left")
+                continue
+            self._round(stage, steps, left_s)
+
+    def _add(
+        self, stage: Stage, name: str, ok: bool | None, value: float | None = None,
+        unit: str = "", expected: str = "", text: str = "",
+    ) -> None:  # fmt: skip
+        results.add(
+            self._folder, stage.name, name, ok, value, unit, expected, text, self._began
+        )  # fmt: skip
+
+    def _round(self, stage: Stage, steps: Sequence[Step], left_s: float) -> None:
+        before = len(results.read(self._folder))
+        with selectors.DefaultSelector() as selector:
+            running = [self._start(stage, step, left_s, selector) for step in steps]
+            while running:
+                first = min(each.ends for each in running)
+                for key, _ in selector.select(max(0.0, first - time.monotonic())):
+                    each: _Running = key.data
+                    if key.fileobj != each.pidfd:
+                        self._copy(each, selector)
+                for each in [*running]:
+                    if self._is_over(each):
+                        self._end(stage, each, selector, before)
+                        running.remove(each)
+        left = _kill_all(_descendants(os.getpid()))
+        _reap()
+        if left:
+            self._add(
+                stage, "leaves no process behind", False, len(left), "processes", "0",
+                "; ".join(left),
+            )  # fmt: skip
+
+    def _start(
+        self, stage: Stage, step: Step, left_s: float, selector: selectors.BaseSelector
+    ) -> _Running:
+        limit_s = min(step.limit_s, left_s)
+        self._say(f"=== {stage.name}: {step.name}, at most {limit_s:.0f} s")
+        environment = {
+            **os.environ,
+            results.RESULTS: str(self._folder),
+            results.STAGE: stage.name,
+            results.BEGAN: str(self._began),
+            results.SHARE: str(results.share()),
+            results.LIMIT_S: str(limit_s),
+        }
+        began = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-m", step.module, *step.arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_dies_with_the_runner,
+        )
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        each = _Running(step, process, os.pidfd_open(process.pid), began, began + limit_s)
+        selector.register(process.stdout, selectors.EVENT_READ, each)
+        selector.register(each.pidfd, selectors.EVENT_READ, each)
+        return each
+
+    def _copy(self, each: _Running, selector: selectors.BaseSelector) -> None:
+        """Copy what a step has printed to the log, in whole lines. Each has the name of the step, as several write at once."""
+        pipe = each.process.stdout
+        assert pipe is not None
+        while True:
+            try:
+                read = os.read(pipe.fileno(), 1 << 16)
+            except BlockingIOError:
+                return
+            if not read:
+                selector.unregister(pipe)
+                self._write(each, each.part + b"\n" if each.part else b"")
+                each.part = b""
+                return
+            whole, newline, each.part = (each.part + read).rpartition(b"\n")
+            if len(each.part) > 1 << 16:
+                whole, newline, each.part = whole + newline + each.part, b"\n", b""
+            self._write(each, whole + newline)
+
+    def _write(self, each: _Running, lines: bytes) -> None:
+        if not lines or each.logged_bytes > _MOST_LOGGED_BYTES:
+            return
+        each.logged_bytes += len(lines)
+        each.last_line = (
+            lines.rstrip().rpartition(b"\n")[2].decode(errors="replace") or each.last_line
+        )
+        name = f"[{each.step.name}] ".encode()
+        if each.logged_bytes > _MOST_LOGGED_BYTES:
+            lines = b"It has printed more than the log has room for: the rest is left out.\n"
+        self._log.write(b"".join(name + line for line in lines.splitlines(keepends=True)))
+
+    def _is_over(self, each: _Running) -> bool:
+        return each.process.poll() is not None or time.monotonic() >= each.ends
+
+    def _end(
+        self, stage: Stage, each: _Running, selector: selectors.BaseSelector, before: int
+    ) -> None:
+        """Kill a step that has not ended, and record how it ended."""
+        process, limit_s = each.process, each.ends - each.began
+        took_s = time.monotonic() - each.began
+        if process.poll() is None:
+            each.problems.append(f"killed at its limit of {limit_s:.0f} s")
+            _kill_all([process.pid, *_descendants(process.pid)])
+            if process.poll() is None:
+                each.problems.append("does not die: it waits in the kernel")
+        elif process.returncode:
+            each.problems.append(f"ended with {process.returncode}")
+        selector.unregister(each.pidfd)
+        os.close(each.pidfd)
+        assert process.stdout is not None
+        if process.stdout in selector.get_map():
+            self._copy(each, selector)
+        # An orphan that keeps the pipe open cannot hold up the next step.
+        if process.stdout in selector.get_map():
+            selector.unregister(process.stdout)
+        process.stdout.close()
+        lines = [
+            line for line in results.read(self._folder)[before:] if line["stage"] == stage.name
+        ]
+        if all(line["name"].startswith("step ") for line in lines):
+            each.problems.append("recorded nothing")
+        if each.problems and each.last_line:
+            each.problems.append(f"its last line: {each.last_line}")
+        failed = sum(line["ok"] is False for line in lines)
+        text = ", ".join(each.problems)
+        self._add(
+            stage, f"step {each.step.name}", not each.problems, round(took_s, 2), "s",
+            f"at most {limit_s:.0f}", text,
+        )  # fmt: skip
+        self._say(f"=== {stage.name}: {each.step.name}, {took_s:.1f} s, {text or 'ended'}, "
+                  f"{failed} of {len(lines)} results failed")  # fmt: skip
+
+    def _say(self, line: str) -> None:
+        written = f"{line}\n"
+        self._log.write(written.encode())
+        sys.stdout.write(written)
+        sys.stdout.flush()
+
+
+def _parents() -> dict[int, int]:
+    """Return the parent of each process, those that have ended and wait for theirs left out."""
+    found = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            try:
+                with open(f"/proc/{entry.name}/stat", "rb") as file:
+                    state, parent, *_ = file.read().rpartition(b")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if state != b"Z":
+                found[int(entry.name)] = int(parent)
+    return found
+
+
+def _descendants(of: int) -> list[int]:
+    parents, found = _parents(), [of]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found[1:]
+
+
+def _command(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return str(pid)
+    return f"{pid} {b' '.join(words).decode(errors='replace')[:120]}"
+
+
+def _kill_all(pids: Sequence[int]) -> list[str]:
+    """Kill processes and what becomes of their children, and wait until they are gone. Returns the commands of those killed."""
+    killed: dict[int, str] = {}
+    ends = time.monotonic() + _DEATH_S
+    while pids and time.monotonic() < ends:
+        for pid in pids:
+            killed.setdefault(pid, _command(pid))
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        # Their children are now this process's, if they were not among them.
+        select.select([], [], [], 0.01)
+        pids = [pid for pid in _parents() if pid in killed]
+    return [*killed.values()]
+
+
+def _reap() -> None:
+    """Have the kernel forget the orphans that have ended. No step may be running, or how it ended would be lost."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bash .ci/gpu", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("stages", nargs="*", metavar="STAGE|TESTFILE")
+    arguments = parser.parse_args()
+    try:
+        chosen = stages.chosen(arguments.stages)
+    except ValueError as error:
+        parser.error(str(error))
+    folder: Path = arguments.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    before = len(results.read(folder))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    Runner(folder).run(chosen)
+    failed = [line for line in results.read(folder)[before:] if line["ok"] is False]
+    if failed:
+        names = sorted({line["stage"] for line in failed})
+        sys.exit(f"{len(failed)} results failed, in: {' '.join(names)}")
+
+
+if __name__ == "__main__":
+    main()

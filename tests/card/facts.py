@@ -1,0 +1,1 @@
+"""Facts of the machine: what it has, before anything of moonpool runs."""
