@@ -43,6 +43,7 @@ from moonpool.runtime.residency.policy import Resident
 from moonpool.runtime.schedule.callers import FutureWaiter, response_of, wait_for_response
 from moonpool.runtime.schedule.rate_limiter import limiter_of
 from moonpool.runtime.schedule.response_cache import cache_of
+from moonpool.runtime.schedule.scheduler import ABANDONED_S
 from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.stubs.handle import StubSharing
 from moonpool.runtime.stubs.output import PRINTER
@@ -199,9 +200,9 @@ class Runtime:
     def unload(self, name: str) -> None:
         """Finish the present requests, finalize all versions and end their processes.
 
-        Raises `ModelNotFound`.
+        Waits as `close` does. Raises `ModelNotFound`.
         """
-        self._models.unload(name)
+        self._models.unload_patiently(name)
 
     def models(self) -> dict[str, list[int]]:
         """Return the names of the loaded models, each with its versions."""
@@ -433,23 +434,36 @@ class Runtime:
     def close(self) -> None:
         """Unload all models and finalize the backends. May be called many times, by several threads.
 
-        A runtime that nobody refers to any more is closed as well, and one that is open when the program ends.
+        Requests that somebody waits for have `drain_timeout_s` to end, all others a second. If it takes longer than a second, the log says
+        what it waits for. Ctrl-C ends it at once, without `finalize`. A runtime that nobody refers to any more is closed as well, and one that
+        is open when the program ends. Leaving `with` by an exception other than SystemExit gives all requests a second only.
         """
+        self._close()
+
+    def _close(self, drain_timeout_s: float | None = None) -> None:
         self._forgotten.detach()
-        self._models.close()
+        self._models.close(drain_timeout_s)
         _open_registries.discard(self._models)
         PRINTER.wait()
 
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close(_drain_after(kind))
 
     def __repr__(self) -> str:
         if self._models.is_closed:
             return "<moonpool.Runtime, closed>"
         return f"<moonpool.Runtime with models {sorted(self._models.names())}>"
+
+
+def _drain_after(kind: type[BaseException] | None) -> float | None:
+    """Return the most seconds that requests have when `with` is left; None for as many as the runtime gives them.
+
+    After an exception, the program goes on elsewhere. SystemExit is an orderly end, also of `exit_on_sigterm`.
+    """
+    return None if kind is None or issubclass(kind, SystemExit) else ABANDONED_S
 
 
 @atexit.register

@@ -16,6 +16,7 @@ from moonpool.runtime.model.config.options import by_pattern, read_model_option
 from moonpool.runtime.process.terminal import harmless
 from moonpool.runtime.repository.grants import as_flag, read_grant
 from moonpool.runtime.runtime import Runtime
+from moonpool.runtime.schedule.scheduler import ABANDONED_S
 
 
 class UsageError(MoonpoolError):
@@ -119,7 +120,9 @@ def session(
     shown = Progress()
     with _log_to(shown, verbose, quiet):
         listener = shown if progress else None
-        with Runtime(repository, models=(), listener=listener, **(hosting or {})) as runtime:
+        with Runtime(
+            repository, models=(), listener=listener, drain_timeout_s=ABANDONED_S, **(hosting or {})
+        ) as runtime:
             runtime.registry.rules = replace(runtime.registry.rules, grant_form=as_flag)
             yield runtime
 

@@ -142,7 +142,12 @@ class EnsembleScheduler(Scheduler):
             run.fail(own(error))
 
     def wait_empty(self, deadline: float) -> bool:
-        return self._changed.wait_for(lambda: not self._runs, deadline)
+        self._changed.wait_for(lambda: self._hurries or not self._runs, deadline)
+        return not self._runs
+
+    @property
+    def wanted_count(self) -> int:
+        return len(self._runs)
 
     @property
     def is_used(self) -> bool:

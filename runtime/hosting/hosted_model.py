@@ -119,7 +119,10 @@ class HostedModel:
         # The duration of the load.
         self.load_s = 0.0
         self._lock = threading.Lock()
+        # True once there are a scheduler and a supervisor.
         self._is_starting = False
+        # True if an unload waits for nothing.
+        self._must_end = False
         self._has_given_up = False
         self.machine = Machine(str(self), MODEL, time.monotonic(), "not loaded yet")
 
@@ -521,14 +524,17 @@ class HostedModel:
         self.scheduler.refuse(error)
         if not is_awake:
             self.scheduler.drop(error)
+        if self._must_end:
+            self.end_at_once()
+        began_s = time.monotonic()
         wait_elsewhere = self._sharing.drain(self.model, error, drain_timeout_s)
-        if not self.scheduler.wait_empty(time.monotonic() + drain_timeout_s):
+        if not self.scheduler.wait_empty(began_s + drain_timeout_s):
             _log.warning(
-                "%s: %d requests are still queued and %d instances execute after %g s",
+                "%s: %d requests are still queued and %d instances execute after %.1f s",
                 self,
                 self.scheduler.queued,
                 self.scheduler.executing,
-                drain_timeout_s,
+                time.monotonic() - began_s,
             )
             self.scheduler.drop(error)
         wait_elsewhere()
@@ -539,6 +545,34 @@ class HostedModel:
         self._leave_limiter()
         self._finalize_model()
         self._move(ModelState.UNAVAILABLE, "unloaded")
+
+    def stop_draining(self) -> None:
+        """Let the wait of `unload` for requests end now. From any thread."""
+        if self._is_starting:
+            self.scheduler.hurry()
+
+    def end_at_once(self) -> None:
+        """Let a load fail, and an unload end, without a wait for requests or for `finalize`. From any thread, and again and again."""
+        self._must_end = True
+        self.stop_draining()
+        reason = ModelUnavailable(f"model '{self.name}' was ended at once")
+        if self.machine.state is ModelState.LOADING:
+            self.give_up_loading()
+        elif self.machine.state is ModelState.UNLOADING:
+            self.supervisor.abort_all(reason)
+            self._backend.model_abort(self.model, reason)
+
+    @property
+    def waits_for(self) -> str:
+        """The reason why a load or an unload takes its time, for people. Empty if none does, or not for long."""
+        if self.machine.state is ModelState.LOADING:
+            return "is loading"
+        if self.machine.state is not ModelState.UNLOADING:
+            return ""
+        count = self.scheduler.wanted_count
+        if count:
+            return f"has {count} request{'s' * (count > 1)} to finish (drain_timeout_s)"
+        return "" if self.scheduler.executing else "finalizes (MOONPOOL_FINALIZE_TIMEOUT_S)"
 
     def forget_responses(self) -> None:
         """Drop what the response cache has of this version. It goes on keeping what comes."""

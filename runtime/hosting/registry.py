@@ -27,6 +27,10 @@ for are given up, as the models that wait for them are to be unloaded, and so ar
 ones are waited for, the backends are finalized, and at last the threads and the reactor end. A second `close` waits for the
 first. A finalizer must not wait and not take a lock, so `close_soon` hands the work to the reactor, and that to a thread.
 
+*Who waits for a close or an unload.* The work has a thread of its own, where no signal handler runs, so nothing is left half done. The
+caller waits for that thread (`_patiently`). If it waits for long, the log says for what. If a signal handler raises in it, as after
+Ctrl-C, all models that are loading or unloading end at once, and the handler's exception is raised after that.
+
 *Fork.* In a fork of the process, locks may be held for ever, by threads that do not exist there. `disown` replaces them, and
 forgets the models: their stubs belong to the parent.
 """
@@ -37,6 +41,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -84,6 +89,7 @@ _log = logging.getLogger("moonpool")
 _GRACE_S = 1.0
 # The time between two looks of a closing runtime for loads that have begun meanwhile.
 _STILL_S = 0.2
+_TAKES_LONG = "%s takes its time: %s. Ctrl-C ends it at once."
 
 
 class ModelLocks:
@@ -249,6 +255,8 @@ class ModelRegistry:
         self._locks = ModelLocks(self._changed)
         # Models that a thread will unload as soon as it gets their model locks.
         self._leaving: set[str] = set()
+        # All that is alive, for a close.
+        self._hosted: weakref.WeakSet[HostedModel] = weakref.WeakSet()
         # The number of replaced models that are not unloaded yet.
         self._retiring = 0
         # Versions that load now, each with the name of the model that asked for it, if one did.
@@ -472,6 +480,8 @@ class ModelRegistry:
                     limiter=self.limiter,
                     residency=self.residency,
                 )
+                with self._lock:
+                    self._hosted.add(hosted)
                 if isinstance(hosted, HostedEnsemble):
                     hosted.find = self.find
                 loading = (hosted, asker)
@@ -593,6 +603,10 @@ class ModelRegistry:
             self._forget_responses(each)
 
     # Unload
+
+    def unload_patiently(self, name: str) -> None:
+        """Do what `unload` does for a caller in this process, on whose thread signal handlers may run. Raises as `unload`."""
+        self._patiently(f"unload of '{name}'", name, lambda: self.unload(name))
 
     def unload(self, name: str, asker: str | None = None, *, with_members: bool = False) -> None:
         """Drain and finalize all versions, and the ensembles that have the model in a step.
@@ -790,17 +804,23 @@ class ModelRegistry:
 
     # End
 
-    def close(self) -> None:
+    def close(self, drain_timeout_s: float | None = None) -> None:
         """Unload all models, also those that are being loaded, and finalize the backends.
 
-        A second call returns when the first one is done.
+        Requests have `drain_timeout_s` at most, in place of a longer time that they would have had. A second call returns when the first one is done.
         """
-        if self._disowned:
-            return
+        if not self._disowned:
+            self._patiently("close", None, lambda: self._close(drain_timeout_s))
+
+    def _close(self, drain_timeout_s: float | None) -> None:
+        if drain_timeout_s is not None and drain_timeout_s < self.drain_timeout_s:
+            self.drain_timeout_s = drain_timeout_s
+            # Unloads that began before have the time that they were given.
+            self._reactor.call_later(drain_timeout_s, self._stop_draining)
         with self._lock:
-            first = not self._closed
+            is_first = not self._closed
             self._closed = True
-        if not first:
+        if not is_first:
             self._ended.wait()
             return
         self._closing.set()
@@ -813,8 +833,37 @@ class ModelRegistry:
             finally:
                 self._finalize_all()
         finally:
-            # Also if a signal handler raised: a second `close` must not wait for ever.
             self._ended.set()
+
+    def _patiently(self, doing: str, name: str | None, act: Callable[[], None]) -> None:
+        """Act on another thread and wait for it, and log for what, if it takes long. `name` is the model's if it is about one.
+
+        If a signal handler raises here, the models that it is about end at once, without another wait.
+        """
+
+        def concerned() -> list[HostedModel]:
+            with self._lock:
+                return [hosted for hosted in self._hosted if name in (None, hosted.name)]
+
+        def end_at_once() -> None:
+            if name is None:
+                self.repositories.give_up()
+            for hosted in concerned():
+                hosted.end_at_once()
+
+        def say() -> None:
+            waits = [(str(hosted), hosted.waits_for) for hosted in concerned()]
+            named = sorted(f"{each} {why}" for each, why in waits if why)
+            if named:
+                _log.warning(_TAKES_LONG, doing, "; ".join(named))
+
+        in_parallel(lambda _: act(), [None], "moonpool-end", end_at_once, takes_long=say)
+
+    def _stop_draining(self) -> None:
+        with self._lock:
+            hosted_now = list(self._hosted)
+        for hosted in hosted_now:
+            hosted.stop_draining()
 
     def close_soon(self) -> None:
         """Close on a new thread. For a finalizer, which must not wait and not take a lock."""

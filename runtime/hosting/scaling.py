@@ -33,7 +33,7 @@ from moonpool.runtime.hosting.instance_record import InstanceRecord
 from moonpool.runtime.model.backend import ModelInstance
 from moonpool.runtime.model.config.model import InstanceGroup, RateLimits
 from moonpool.runtime.model.states import InstanceState
-from moonpool.runtime.schedule.scheduler import Scheduler
+from moonpool.runtime.schedule.scheduler import ABANDONED_S, Scheduler
 
 # The interval in which an instance that is to leave is asked for again.
 _AGAIN_S = 0.1
@@ -141,6 +141,8 @@ class Leave:
             # If it executes, the scheduler asks when it comes back.
             if not self._has_left.is_set() and self._scheduler.take(self._record.instance):
                 self._scheduler.add(self._record.instance)
+            if self._scheduler.is_abandoned(self._record.instance):
+                deadline = min(deadline, time.monotonic() + ABANDONED_S)
             left_s = deadline - time.monotonic()
             if self._has_left.wait(min(_AGAIN_S, max(0.0, left_s))) or left_s <= 0:
                 return

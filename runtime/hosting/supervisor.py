@@ -557,6 +557,11 @@ class Supervisor:
         self._stopping.set()
         in_parallel(self.stop, self.records, "moonpool-stop")
 
+    def abort_all(self, reason: BaseException) -> None:
+        """Let the processes of all instances end at once, without `finalize`. Does not wait."""
+        for record in self.records:
+            self._backend.abort(record.instance, reason)
+
     def end_all(self) -> None:
         """Finalize all instances, which the scheduler has given up, in parallel. Others may be started after that with `grow`."""
         ended = self.records

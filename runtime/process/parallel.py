@@ -2,7 +2,8 @@
 
 Theory of operation. Each call has a thread. The calling thread waits for all of them, and may be interrupted at any moment by a signal
 handler that raises. It must not leave then: its caller cleans up after the exception, and must find no thread still at work. So the
-exception is kept, calls that have not begun are cancelled, `interrupted` asks those that run to end sooner, and the wait goes on.
+exception is kept, calls that have not begun are cancelled, `interrupted` asks those that run to end sooner, and the wait goes on. A second
+signal may come at any moment of that. So all of it happens inside of the `try`, and an exception only begins another turn.
 
 A thread that starts and `cancel` race for the item of a task. It lies in a list, and the one that pops it decides, as
 `pop` is atomic. If no thread can be started, the call runs in the calling thread.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -24,6 +26,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 # A signal that comes right before a wait begins is noticed after this time.
 _NOTICE_S = 0.5
+# The time after which somebody should be told what is waited for.
+PATIENCE_S = 1.0
+# An `interrupted` that raises itself is not called for ever.
+_MOST_TOLD = 10
 
 
 def in_parallel(
@@ -31,29 +37,38 @@ def in_parallel(
     items: Sequence[T],
     name: str,
     interrupted: Callable[[], object] | None = None,
+    *,
+    takes_long: Callable[[], object] | None = None,
 ) -> list[R]:
     """Call `function` for each item in a thread of its own, and return the results in the order of the items.
 
     Raises the first exception after all calls have ended. An exception of a signal handler comes first. In that case
-    `interrupted` is called at once, to make the calls end sooner.
+    `interrupted` is called at once, to make the calls end sooner. `takes_long` is called once, if they have not ended after `PATIENCE_S`.
     """
     tasks = [_Task(function, item, f"{name}-{index}") for index, item in enumerate(items)]
     signals: list[BaseException] = []
+    told = 0
     unstarted = iter(tasks)
+    patience_ends = time.monotonic() + PATIENCE_S
     while True:
         try:
+            if told < len(signals) <= _MOST_TOLD:
+                for task in tasks:
+                    task.cancel()
+                if interrupted is not None:
+                    interrupted()
+                told = len(signals)
             for task in unstarted:
                 task.start()
             for task in tasks:
-                task.wait()
+                while not task.wait():
+                    if takes_long is not None and time.monotonic() > patience_ends:
+                        tell, takes_long = takes_long, None
+                        tell()
             break
         except BaseException as error:
             # Raised later, because the code that cleans up after it must find all calls done.
             signals.append(error)
-            for task in tasks:
-                task.cancel()
-            if interrupted is not None:
-                interrupted()
     for task in tasks:
         task.join()
     errors = [*signals, *(task.error for task in tasks if task.error is not None)]
@@ -98,10 +113,10 @@ class _Task(Generic[T, R]):
             self._waiting.pop()
             self._ended.set()
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
+        """Wait a moment for the end of the call. Returns False if it has not ended."""
         # Not `Thread.join`: after an interruption by a signal handler, Python 3.11 takes the thread for ended.
-        while not self._ended.wait(_NOTICE_S):
-            pass
+        return self._ended.wait(_NOTICE_S)
 
     def join(self) -> None:
         """Wait for the last steps of the thread after the call has ended."""

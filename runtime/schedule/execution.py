@@ -97,6 +97,11 @@ class Execution:
                 self.instance.backend.cancel(self.instance, request)
         return None
 
+    @property
+    def wanted_count(self) -> int:
+        """The number of its requests that somebody waits for."""
+        return sum(not (request.left or request.fills_place) for request in self.requests)
+
     def began_before(self, time_ns: int) -> bool:
         """Return True if the instance began to execute this batch before that time.
 

@@ -289,6 +289,13 @@ class OpenRequests:
         """Return True if an instance has open requests."""
         return instance in self._instance_of.values()
 
+    def wanted_count(self, instance: ModelInstance | None = None) -> int:
+        """Return the number of open requests of an instance, or of all, whose callers have not left."""
+        return sum(
+            not request.left and instance in (None, its_instance)
+            for request, its_instance in list(self._instance_of.items())
+        )
+
     def take(self, instance: ModelInstance | None = None) -> list[InferenceRequest]:
         """Forget the open requests of an instance, or all, and return them."""
         taken = [

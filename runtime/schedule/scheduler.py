@@ -56,7 +56,8 @@ meet the refusal `ASLEEP`. A model that is awake pays nothing for that: a caller
 `wanted` is called, with the lock held, until `open`. So no request is lost between the two, in either order.
 
 *Order of closing.* `refuse` ends what comes in, `wait_empty` waits for what is here, and `drop` fails what is left when
-the time is over. The instances stop after that, and a last `drop` fails what was queued again in between.
+the time is over. The instances stop after that, and a last `drop` fails what was queued again in between. Requests whose callers have
+all left are waited for only `ABANDONED_S`, in which a model that looks at `is_cancelled` can end well. `hurry` ends these waits.
 """
 
 from __future__ import annotations
@@ -107,6 +108,9 @@ Pair = tuple[InferenceRequest, Outcome | None]
 Note = Callable[[BaseException | str, str, str, int], None]
 
 _LEFT = ModelUnavailable("the caller left")
+# The time that an instance which is to end has for requests that nobody waits for any more. It is over before anybody is told that an
+# end takes long (`process/parallel.py`).
+ABANDONED_S = 0.9
 
 
 def _broken(instance: ModelInstance, error: Exception) -> MoonpoolError:
@@ -170,6 +174,7 @@ class Scheduler:
         self._wake_at_ns: int | None = None
         # Called for each request while the model sleeps, with the lock held.
         self.wanted: Callable[[], object] = _nobody_listens
+        self._hurries = False
         # About the least time that an instance needs for a batch, as the drivers see it.
         self.pace_ns = 0
 
@@ -727,11 +732,46 @@ class Scheduler:
         return self._changed.watch(tell)
 
     def wait_empty(self, deadline: float) -> bool:
-        """Wait until no request is queued, executing or open. Returns False at the deadline."""
-        return self._changed.wait_for(
-            lambda: not len(self._queue) and not self._busy and not len(self.open_requests),
-            deadline,
-        )
+        """Wait until no request is queued, executing or open. Returns False if somebody still waits for one at the deadline.
+
+        Requests that nobody waits for have `ABANDONED_S` at most.
+        """
+
+        def is_empty() -> bool:
+            return not len(self._queue) and not self._busy and not len(self.open_requests)
+
+        return self._wait_for(is_empty, lambda: bool(self.wanted_count), deadline)
+
+    def _wait_for(
+        self, is_over: Callable[[], bool], is_wanted: Callable[[], bool], deadline: float | None
+    ) -> bool:
+        """Wait until `is_over`, or `ABANDONED_S` from the moment when the work is not `is_wanted` any more.
+
+        Returns False at the deadline, and after `hurry`, while it is wanted.
+        """
+        self._changed.wait_for(lambda: self._hurries or is_over() or not is_wanted(), deadline)
+        end = time.monotonic() + ABANDONED_S
+        end = end if deadline is None else min(end, deadline)
+        self._changed.wait_for(lambda: self._hurries or is_over(), end)
+        return is_over() or not is_wanted()
+
+    def hurry(self) -> None:
+        """Let all waits for requests end now, those that begin later, too. For a model that is to end soon."""
+        with self._lock:
+            self._hurries = True
+            self._changed.notify_all()
+
+    @property
+    def wanted_count(self) -> int:
+        """The number of requests inside that somebody waits for. Needs the lock, or may be wrong the next moment."""
+        executing = sum(execution.wanted_count for execution in list(self._busy.values()))
+        return len(self._queue) + executing + self.open_requests.wanted_count()
+
+    def is_abandoned(self, instance: ModelInstance) -> bool:
+        """Return True if an instance executes a batch that nobody waits for any more, or the model is to end soon."""
+        with self._lock:
+            execution = self._busy.get(instance)
+            return self._hurries or (execution is not None and not execution.wanted_count)
 
     # Instances
 
@@ -807,11 +847,13 @@ class Scheduler:
         return self._changed.wait_for(lambda: instance not in self._busy, deadline)
 
     def wait_closed(self, instance: ModelInstance, deadline: float | None) -> bool:
-        """Wait until an instance has no open request, or broke. Returns False at the deadline."""
-        has_open = self.open_requests.has
-        return self._changed.wait_for(
-            lambda: instance.broken is not None or not has_open(instance), deadline
-        )
+        """Wait until an instance has no open request, or broke. Returns as `wait_empty` does."""
+        is_open = self.open_requests
+
+        def is_over() -> bool:
+            return instance.broken is not None or not is_open.has(instance)
+
+        return self._wait_for(is_over, lambda: bool(is_open.wanted_count(instance)), deadline)
 
     @property
     def is_used(self) -> bool:

@@ -28,6 +28,8 @@ class TritonPythonModel:
                 for r in requests]
 
     def finalize(self):
+        while os.path.exists(os.path.join(os.path.dirname(__file__), "stuck")):
+            pass
         open(os.path.join(os.path.dirname(__file__), f"finalized {os.getpid()}"), "w").close()
 """
 
@@ -44,8 +46,8 @@ config = {
 }
 X = np.ones(2, np.float32)
 
-def load():
-    runtime = moonpool.Runtime()
+def load(**options):
+    runtime = moonpool.Runtime(**options)
     runtime.load("model", sys.argv[1], config=config, instances=2)
     return runtime
 
@@ -60,6 +62,13 @@ def tell(runtime):
 
 # The signal comes once the stubs are told, and must not come before `with` has begun.
 WAITS = "    tell(runtime)\n    threading.Event().wait()\n"
+# A call that would wait for a request for ever.
+CALLS = """
+runtime = load(drain_timeout_s=1e6)
+request = runtime.submit('model', {{'X': X}})
+tell(runtime)
+{}
+"""
 BODIES = {
     "inside exit_on_sigterm": "with moonpool.exit_on_sigterm(), load() as runtime:\n" + WAITS,
     "inside with": "with load() as runtime:\n" + WAITS,
@@ -79,6 +88,12 @@ BODIES = {
     "in a request": (
         "with moonpool.exit_on_sigterm(), loaded() as runtime:\n"
         "    runtime.infer('model', {'X': X})\n"
+    ),
+    "in a finalize": "with load() as runtime:\n" + WAITS,
+    "in a close": CALLS.format("runtime.close()"),
+    "in an unload": CALLS.format("runtime.unload('model')"),
+    "in a later close": CALLS.format(
+        "threading.Thread(target=runtime.close).start(); runtime.close()"
     ),
 }
 
@@ -214,3 +229,34 @@ def test_a_request_that_runs_when_the_program_is_told_to_end_is_finished(
     assert program.finalized() == sorted(program.stubs)
     if body == "while a request runs":
         assert program.line().startswith("answered <Response OUT_X")
+
+
+@pytest.mark.promise(
+    "Lifecycle",
+    "Closing a runtime, unloading a model and leaving `with` say after a second what they wait for, and Ctrl-C ends that at once: "
+    "requests fail, processes end without `finalize`, and KeyboardInterrupt is raised.",
+)
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("in a finalize", "finalizes (MOONPOOL_FINALIZE_TIMEOUT_S)"),
+        ("in a close", "has 1 request to finish (drain_timeout_s)"),
+        ("in an unload", "has 1 request to finish (drain_timeout_s)"),
+        ("in a later close", "has 1 request to finish (drain_timeout_s)"),
+    ],
+)
+def test_ctrl_c_ends_a_wait_at_the_end_whose_reason_is_told(
+    start: Callable[[str], Program], tmp_path: Path, body: str, why: str
+) -> None:
+    (tmp_path / "stuck").touch()
+    program = start(body)
+    if body == "in a finalize":
+        program.process.send_signal(signal.SIGINT)
+    wait_until(lambda: f"takes its time: model:1 {why}" in program.errors(), 60.0, "a line")
+
+    program.process.send_signal(signal.SIGINT)
+
+    assert program.end() == -signal.SIGINT, program.errors()
+    assert program.errors().rstrip().endswith("KeyboardInterrupt")
+    assert program.is_alone()
+    assert program.finalized() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from moonpool import (
     ModelNotFound,
     ModelUnavailable,
     QueueFull,
+    RequestTimedOut,
     Runtime,
     SequenceLost,
 )
@@ -146,6 +148,43 @@ def test_what_does_not_end_in_time_is_ended_with_its_instance(folder: Path) -> N
         assert outcomes[0] in (0, 1)
         assert isinstance(outcomes[1], ModelUnavailable)
         assert names(runtime) == ["m_0_0"]
+    backend.check_pairs()
+
+
+FOR_EVER_S = 1e6
+
+
+def leave_by_an_exception(runtime: Runtime) -> None:
+    """Leave `with` by an exception while somebody waits for a request."""
+    runtime.submit("m", x(1))
+    with pytest.raises(KeyError), runtime:
+        raise KeyError("on purpose")
+
+
+@pytest.mark.promise(
+    "Lifecycle",
+    "An instance that is to end does not wait for a batch whose callers have all left, nor, if `with` is left by an exception, "
+    "for more than a second.",
+)
+@pytest.mark.parametrize(
+    "end",
+    [
+        Runtime.close,
+        leave_by_an_exception,
+        lambda runtime: runtime.unload("m"),
+        lambda runtime: runtime.scale("m", 1),
+    ],
+    ids=["close", "with", "unload", "scale"],
+)
+def test_an_end_does_not_wait_for_what_nobody_wants(
+    folder: Path, end: Callable[[Runtime], object]
+) -> None:
+    with holding(folder, drain_timeout_s=FOR_EVER_S, **counted(2)) as (backend, runtime):
+        for count in (1, 2):
+            with pytest.raises(RequestTimedOut):
+                runtime.infer("m", x(count), timeout_s=0.01)
+        end(runtime)
+        assert backend.aborted
     backend.check_pairs()
 
 
