@@ -187,4 +187,9 @@ class Wheel(bdist_wheel):
         return interpreter, abi, platform
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": Build, "bdist_wheel": Wheel, "sdist": Sdist})
+# tests/card takes what is defined here without building anything.
+if __name__ == "__main__":
+    setup(
+        ext_modules=extensions(),
+        cmdclass={"build_ext": Build, "bdist_wheel": Wheel, "sdist": Sdist},
+    )

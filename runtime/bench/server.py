@@ -17,8 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import posix_ipc
-
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.bench.control_client import (
     HttpControlClient,
@@ -54,6 +52,8 @@ class LoadRegion:
 
     def __init__(self, size_bytes: int, contents: bytes = b"") -> None:
         """Make the region and fill it. Raises `NoSharedMemory`."""
+        import posix_ipc  # few runs need it, and all commands import this module
+
         self.name = f"moonpool-bench-{os.getpid()}-{next(_numbers)}"
         self.key = f"/{self.name}"
         # A region cannot be empty, but tensors can.
@@ -71,6 +71,8 @@ class LoadRegion:
             memory.close_fd()
 
     def close(self) -> None:
+        import posix_ipc
+
         posix_ipc.unlink_shared_memory(self.key)
 
 

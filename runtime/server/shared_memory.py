@@ -24,7 +24,6 @@ import threading
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import posix_ipc
 from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError, OutOfMemory
@@ -151,6 +150,8 @@ class SystemSharedMemory:
             raise SharedMemoryError(
                 f"shared memory region '{name}': {key!r:.80} is no name of a shared memory object"
             )
+        import posix_ipc  # only for a client on this machine
+
         try:
             # glibc opens it with O_NOFOLLOW and O_CLOEXEC.
             memory = posix_ipc.SharedMemory("/" + key.removeprefix("/"))

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from tests.card import results, stages
+from tests.card import prepared, results, stages
 from tests.card.stages import Stage, Step
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -62,16 +62,32 @@ class Runner:
         self._folder = folder
         self._began = time.monotonic()
         self._ends = self._began + total_s
+        self._patience = stages.patience()
         self._log: BinaryIO = open(folder / "log.txt", "ab", buffering=0)  # noqa: SIM115
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def begin(self, chosen: Sequence[Stage]) -> None:
+        """Say what will run, and have steps use the prepared folder if it is there."""
+        words = " ".join(stage.name for stage in chosen)
+        self._add(results.START, "stages", True, text=words)
+        if not prepared.place().is_dir():
+            text = f"{prepared.place()} is not here: `bash .ci/gpu prepare` makes it elsewhere"
+            self._add(results.START, "prepared folder", None, text=text)
+            return
+        path = [os.environ.get("PYTHONPATH", ""), str(prepared.packages())]
+        os.environ["PYTHONPATH"] = ":".join(filter(None, path))
+        left_out = prepared.put_into_tree()
+        text = "; ".join(left_out)
+        self._add(results.START, "prepared folder", not left_out, str(prepared.place()), text=text)
 
     def run(self, chosen: Sequence[Stage]) -> None:
         """Run the stages. The last one has its time whatever the others take."""
         *others, last = chosen
+        last_s = last.limit_s * self._patience
         try:
             for stage in others:
-                self._stage(stage, self._ends - last.limit_s)
-            self._stage(last, max(self._ends, time.monotonic() + last.limit_s))
+                self._stage(stage, self._ends - last_s)
+            self._stage(last, max(self._ends, time.monotonic() + last_s))
         finally:
             _kill_all(_descendants(os.getpid()))
 
@@ -80,16 +96,18 @@ class Runner:
             left_s = ends - time.monotonic()
             if left_s < 1:
                 for step in steps:
-                    self._add(stage, f"step {step.name}", None, text="left out: no time is left")
+                    self._add(
+                        stage.name, f"step {step.name}", None, text="left out: no time is left"
+                    )
                 continue
             self._round(stage, steps, left_s)
 
     def _add(
-        self, stage: Stage, name: str, ok: bool | None, value: float | None = None,
+        self, stage: str, name: str, ok: bool | None, value: float | str | None = None,
         unit: str = "", expected: str = "", text: str = "",
     ) -> None:  # fmt: skip
         results.add(
-            self._folder, stage.name, name, ok, value, unit, expected, text, self._began
+            self._folder, stage, name, ok, value, unit, expected, text, self._began
         )  # fmt: skip
 
     def _round(self, stage: Stage, steps: Sequence[Step], left_s: float) -> None:
@@ -110,14 +128,14 @@ class Runner:
         _reap()
         if left:
             self._add(
-                stage, "leaves no process behind", False, len(left), "processes", "0",
+                stage.name, "leaves no process behind", False, len(left), "processes", "0",
                 "; ".join(left),
             )  # fmt: skip
 
     def _start(
         self, stage: Stage, step: Step, left_s: float, selector: selectors.BaseSelector
     ) -> _Running:
-        limit_s = min(step.limit_s, left_s)
+        limit_s = min(step.limit_s * self._patience, left_s)
         self._say(f"=== {stage.name}: {step.name}, at most {limit_s:.0f} s")
         environment = {
             **os.environ,
@@ -210,7 +228,7 @@ class Runner:
         failed = sum(line["ok"] is False for line in lines)
         text = ", ".join(each.problems)
         self._add(
-            stage, f"step {each.step.name}", not each.problems, round(took_s, 2), "s",
+            stage.name, f"step {each.step.name}", not each.problems, round(took_s, 2), "s",
             f"at most {limit_s:.0f}", text,
         )  # fmt: skip
         self._say(f"=== {stage.name}: {each.step.name}, {took_s:.1f} s, {text or 'ended'}, "
@@ -294,7 +312,9 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     before = len(results.read(folder))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    Runner(folder).run(chosen)
+    runner = Runner(folder)
+    runner.begin(chosen)
+    runner.run(chosen)
     failed = [line for line in results.read(folder)[before:] if line["ok"] is False]
     if failed:
         names = sorted({line["stage"] for line in failed})

@@ -23,6 +23,8 @@ STAGE = "MOONPOOL_CARD_STAGE"
 BEGAN = "MOONPOOL_CARD_BEGAN"
 SHARE = "MOONPOOL_CARD_SHARE"
 LIMIT_S = "MOONPOOL_CARD_LIMIT_S"
+# The stage of what the runner itself has to say, and of the first line of each run.
+START = "start"
 # No line is longer than a page of memory: the rest of a long text is in the log.
 _MOST_TEXT = 1500
 _MOST_NAME = 200

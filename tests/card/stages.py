@@ -6,11 +6,19 @@ such a machine is there for.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 # All of it takes no longer, whatever hangs.
 TOTAL_S = 540
+# The limits are for a machine of so many processors, or more. One that has fewer, as for a dry run, gets more time for each step.
+_PROCESSORS = 8
+
+
+def patience() -> float:
+    """Return what the limits are multiplied with on this machine, 1 or more."""
+    return max(1.0, _PROCESSORS / len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)

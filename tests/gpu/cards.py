@@ -92,7 +92,10 @@ class Fake:
     def environment(self, **settings: object) -> dict[str, str]:
         """Return an environment in which a process finds the fake driver. `settings` have the names in its source."""
         given = {name: str(value) for name, value in settings.items()}
-        return {**os.environ, "LD_LIBRARY_PATH": str(self.library.parent), **given}
+        # Where it stands in for a card, it is known by its name alone, and the loader finds it already.
+        if self.library.is_absolute():
+            given["LD_LIBRARY_PATH"] = str(self.library.parent)
+        return {**os.environ, **given}
 
     def run(self, program: str, *arguments: str, **settings: object) -> str:
         """Run a program that finds moonpool and the fake driver, and return its output."""

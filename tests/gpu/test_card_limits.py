@@ -171,7 +171,7 @@ def test_a_process_without_descriptors_left_gets_an_error_and_goes_on(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_many_round_trips_leave_nothing_behind(host: Host) -> None:
-    rounds = 2_000 if isinstance(host, FakeHost) else 100_000
+    rounds = 2_000 if isinstance(host, FakeHost) else 5_000
     host.load()
     x = Foreign(VALUES)
     process = process_of(host)
