@@ -89,7 +89,7 @@ class Runner:
                 self._stage(stage, self._ends - last_s)
             self._stage(last, max(self._ends, time.monotonic() + last_s))
         finally:
-            _kill_all(_descendants(os.getpid()))
+            _kill_all(descendants(os.getpid()))
 
     def _stage(self, stage: Stage, ends: float) -> None:
         for steps in stage.rounds:
@@ -124,7 +124,7 @@ class Runner:
                     if self._is_over(each):
                         self._end(stage, each, selector, before)
                         running.remove(each)
-        left = _kill_all(_descendants(os.getpid()))
+        left = _kill_all(descendants(os.getpid()))
         _reap()
         if left:
             self._add(
@@ -204,7 +204,7 @@ class Runner:
         took_s = time.monotonic() - each.began
         if process.poll() is None:
             each.problems.append(f"killed at its limit of {limit_s:.0f} s")
-            _kill_all([process.pid, *_descendants(process.pid)])
+            _kill_all([process.pid, *descendants(process.pid)])
             if process.poll() is None:
                 each.problems.append("does not die: it waits in the kernel")
         elif process.returncode:
@@ -256,7 +256,8 @@ def _parents() -> dict[int, int]:
     return found
 
 
-def _descendants(of: int) -> list[int]:
+def descendants(of: int) -> list[int]:
+    """Return the children of a process, theirs, and so on."""
     parents, found = _parents(), [of]
     for pid in found:
         found += [child for child, parent in parents.items() if parent == pid]
@@ -299,6 +300,11 @@ def _reap() -> None:
             return
 
 
+def end_on_request() -> None:
+    """Have SIGTERM end this process with its steps."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bash .ci/gpu", description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -311,7 +317,7 @@ def main() -> None:
     folder: Path = arguments.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     before = len(results.read(folder))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    end_on_request()
     runner = Runner(folder)
     runner.begin(chosen)
     runner.run(chosen)

@@ -1,0 +1,38 @@
+"""Stands in for a step in tests of the runner:   python -m tests.card.stand_in KIND"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from tests.card.results import record
+
+_HANGS = "import signal; print('hangs', flush=True); signal.pause()"
+
+
+def _start_one_that_hangs() -> int:
+    # It is in another session, and has this process's output open.
+    return subprocess.Popen([sys.executable, "-c", _HANGS], start_new_session=True).pid
+
+
+def main(kind: str) -> None:
+    record("process", True, os.getpid())
+    if kind == "hangs":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        record("process", True, _start_one_that_hangs())
+        signal.pause()
+    elif kind == "leaves":
+        record("process", True, _start_one_that_hangs())
+    elif kind == "lacks":
+        import package_that_no_machine_has  # type: ignore[import-not-found]  # noqa: F401
+    elif kind == "writes":
+        for number in range(100):
+            record(f"line {number}", True, number, text="a" * 1000)
+    elif kind == "prints":
+        sys.stdout.write("a line of a step\n" * 100_000)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
