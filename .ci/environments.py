@@ -1,9 +1,11 @@
 """Makes environments of other Pythons than this one for the tests of models under them.
 
     python .ci/environments.py FOLDER
+    python .ci/environments.py --find 3.12
 
 Makes one for each version from 3.9 up that this machine has, in a folder of that name. If the machine has none, it uses
-Debian's python3, or this Python. Each environment has numpy and nothing else.
+Debian's python3, or this Python. Each environment has numpy and nothing else. `--find` prints an interpreter of that version, or
+this one if the machine has none, and makes nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +59,20 @@ def environment(python: str, version: tuple[int, ...], folder: str) -> None:
     subprocess.run([f"{root}/bin/python", "-c", "import numpy"], check=True)
 
 
+def find(wanted: str) -> str:
+    """Return an interpreter of that version, or this one."""
+    fitting = [
+        python
+        for version, python in others().items()
+        if ".".join(map(str, version)).startswith(f"{wanted}.")
+    ]
+    return fitting[0] if fitting else sys.executable
+
+
 def main() -> None:
+    if sys.argv[1] == "--find":
+        print(find(sys.argv[2]))  # noqa: T201
+        return
     folder = os.path.abspath(sys.argv[1])
     found = others()
     if not found and shutil.which("apt-get"):

@@ -12,15 +12,15 @@ If this process is killed, the kernel kills the steps.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
-import select
 import selectors
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -31,7 +31,7 @@ from tests.card.stages import Stage, Step
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
 # A killed process is gone after this time, unless it waits in the driver.
-_DEATH_S = 3.0
+_DEATH_S = 5.0
 # The log of one step ends here. Nobody reads more, and a machine may not give back large files.
 _MOST_LOGGED_BYTES = 1 << 20
 
@@ -63,6 +63,8 @@ class Runner:
         self._began = time.monotonic()
         self._ends = self._began + total_s
         self._patience = stages.patience()
+        # They wait in the kernel, and are not waited for again.
+        self._undying: set[int] = set()
         self._log: BinaryIO = open(folder / "log.txt", "ab", buffering=0)  # noqa: SIM115
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -124,12 +126,18 @@ class Runner:
                     if self._is_over(each):
                         self._end(stage, each, selector, before)
                         running.remove(each)
-        left = _kill_all(descendants(os.getpid()))
+        # What one of them had started while the others died is a child of this process by now.
+        left: dict[int, str] = {}
+        ends = time.monotonic() + 2 * _DEATH_S
+        while (found := set(descendants(os.getpid())) - self._undying) and time.monotonic() < ends:
+            commands, undying = _kill_all(found)
+            left |= commands
+            self._undying |= undying
         _reap()
         if left:
             self._add(
                 stage.name, "leaves no process behind", False, len(left), "processes", "0",
-                "; ".join(left),
+                "; ".join(left.values()),
             )  # fmt: skip
 
     def _start(
@@ -204,7 +212,8 @@ class Runner:
         took_s = time.monotonic() - each.began
         if process.poll() is None:
             each.problems.append(f"killed at its limit of {limit_s:.0f} s")
-            _kill_all([process.pid, *descendants(process.pid)])
+            _, undying = _kill_all([process.pid, *descendants(process.pid)])
+            self._undying |= undying
             if process.poll() is None:
                 each.problems.append("does not die: it waits in the kernel")
         elif process.returncode:
@@ -272,21 +281,16 @@ def _command(pid: int) -> str:
     return f"{pid} {b' '.join(words).decode(errors='replace')[:120]}"
 
 
-def _kill_all(pids: Sequence[int]) -> list[str]:
-    """Kill processes and what becomes of their children, and wait until they are gone. Returns the commands of those killed."""
-    killed: dict[int, str] = {}
+def _kill_all(pids: Iterable[int]) -> tuple[dict[int, str], set[int]]:
+    """Kill processes, and wait until they are gone. Returns the command of each, and those that do not die."""
+    commands = {pid: _command(pid) for pid in pids}
+    for pid in commands:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     ends = time.monotonic() + _DEATH_S
-    while pids and time.monotonic() < ends:
-        for pid in pids:
-            killed.setdefault(pid, _command(pid))
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        # Their children are now this process's, if they were not among them.
-        select.select([], [], [], 0.01)
-        pids = [pid for pid in _parents() if pid in killed]
-    return [*killed.values()]
+    while (left := commands.keys() & _parents().keys()) and time.monotonic() < ends:
+        time.sleep(0.01)
+    return commands, left
 
 
 def _reap() -> None:

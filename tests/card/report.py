@@ -67,13 +67,14 @@ def _facts(found: Sequence[Line]) -> list[str]:
         for name in wanted
         if name in by_name and by_name[name]["ok"]
     ]
+    cards = by_name.get("nvidia-smi before", {"text": ""})["text"].splitlines()[:1]
     forms = [
         f"{name.rpartition(' ')[2]}: {line['value'] or 'pure Python'}"
         for name, line in by_name.items()
         if name.startswith("compiled forms in use")
     ]
     return [
-        f"{'; '.join(lines)}.",
+        f"{'; '.join([*cards, *lines])}.",
         "",
         f"Compiled forms in use: {'; '.join(forms) or 'not known'}.",
     ]
