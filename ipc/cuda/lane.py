@@ -21,6 +21,10 @@ A peer may die before the device has come to its event, and then the event may n
 *lost*: no other stream may wait for it (`enter` raises, `order` leaves it out), and a thread that waits for its work does so
 by looking again and again (`reach`), so that it can give up.
 
+The collector finalizes a cycle in any order, so a lane may be gone before the leases that name its stream, and the driver takes the
+handle of a destroyed stream for whatever occupies that memory now. So the stream is kept, and another lane gets it once its work is
+done. Only the stream of a lost lane is destroyed; from then on (`is_over`) nothing names it, and memory that it may touch stays.
+
 No method takes a lock. Lanes are found in a dictionary by weak reference, and the deque of kept objects is used by
 `append` and `popleft`, which are atomic. If two threads release at the same time, one of them finds it empty.
 """
@@ -69,13 +73,15 @@ class Lane:
 
     def __init__(self, device: Device, *, shares_events: bool = True) -> None:
         self.device = device
-        self.stream = device.new_stream()
+        self.stream = device.rested_stream()
         _lanes[self.stream] = self
         # Objects that must live until work on the lane is done, each with the events of that work.
         self._kept: deque[tuple[list[int], object]] = deque()
         self._own = self._peers = 0
         # The event of a peer that died before the device came to the event, which may never happen.
         self._missed = 0
+        # True after the stream was destroyed.
+        self.is_over = False
         # The handle for EVENT; empty if events cannot be shared.
         self.handle = b""
         if shares_events:
@@ -255,8 +261,12 @@ class Lane:
     def __del__(self) -> None:
         if hasattr(self, "stream"):  # else it was never made
             self.close()
-            with suppress(CudaError):
-                self.device.close_stream(self.stream)
+            with suppress(CudaError, OutOfMemory):
+                if self.is_lost:
+                    self.is_over = True
+                    self.device.close_stream(self.stream)
+                else:
+                    self.device.rest(self.stream)
 
 
 def _died() -> CudaError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.gpu.cards import Fake, settle
 from tests.gpu.late import SIZE, block, fill, fill_at_once, host_waits, peek
 
 from moonpool.ipc.cuda.array import DeviceArray
+from moonpool.ipc.cuda.device import device
 from moonpool.ipc.cuda.lane import Lane, lane_of
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.errors import CudaError
@@ -297,3 +299,23 @@ def test_a_stream_that_was_destroyed_too_early_breaks_nobody_else_s_work(
     settle(region.device)
     assert not region.device.dying
     lane.close()
+
+
+def test_a_lease_that_is_collected_together_with_its_lane_gives_its_memory_back(fake: Fake) -> None:
+    where = device(0)
+
+    def live_after_a_cycle() -> dict[str, int]:
+        lane, region = Lane(where), DeviceRegion.create(9, SIZE, where)
+        cycle: list[object] = [lane, block(region, lane)]
+        cycle.append(cycle)
+        region.close()
+        del lane, region, cycle
+        gc.collect()
+        settle(where)
+        live = fake.live()
+        del live["events"]
+        return live
+
+    first = live_after_a_cycle()
+
+    assert live_after_a_cycle() == first
