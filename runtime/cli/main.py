@@ -33,6 +33,7 @@ from moonpool.runtime.cli.completion import offer_completions
 from moonpool.runtime.cli.shared import UsageError
 from moonpool.runtime.cli.tune import command as tune
 from moonpool.runtime.model.config.schema import suggestion
+from moonpool.runtime.model.gpus import EXPERIMENTAL
 from moonpool.runtime.process.sigterm import exit_on_sigterm
 from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.version import VERSION
@@ -78,7 +79,9 @@ _COMMANDS = (
     tune,
     completion,
 )
-_EPILOG = """\
+_EPILOG = f"""\
+{EXPERIMENTAL}
+
 exit codes: 0 success, 1 failure, 2 wrong command line, 130 interrupted
 
 example:

@@ -8,6 +8,7 @@ import sys
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.cli.shared import UsageError
+from moonpool.runtime.model.gpus import EXPERIMENTAL
 from moonpool.runtime.process.extras import EXTRAS, how_to_install, name_of
 from moonpool.runtime.server.options.sources import (
     CONFIG,
@@ -21,10 +22,12 @@ from moonpool.runtime.server.options.table import ServerOptions
 
 NAME = "serve"
 HELP = "serve the models of repositories over HTTP and gRPC"
-DESCRIPTION = """\
+DESCRIPTION = f"""\
 Serve the models of one or more repositories to every client of the KServe v2 protocol, with tritonserver's
 ports and flags: HTTP at 8000, gRPC at 8001, metrics at 8002. A browser shows a page of the server on the port for
 HTTP. tritonserver's other flags are accepted without effect; docs/SERVE_OPTIONS.md says why.
+
+{EXPERIMENTAL}
 """
 EXAMPLES = """\
 examples:

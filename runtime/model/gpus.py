@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from uuid import UUID
 
 from moonpool.ipc.errors import MoonpoolError
@@ -11,6 +12,9 @@ from moonpool.ipc.policy import is_contained
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ModelConfig
 
+_log = logging.getLogger("moonpool")
+# Shown wherever a user meets GPUs, until the tests and figures of a card are in docs/GPU.md.
+EXPERIMENTAL = "Support for GPUs is experimental: it was tried on a fake driver and never on a card (docs/GPU.md)."
 _BUS_ID_BYTES = 32
 
 
@@ -61,4 +65,13 @@ def placed(model: Model) -> ModelConfig:
     if "GPU" not in kinds and (stays or "AUTO" not in kinds):
         return config.placed(())
     present, why_none = usable_gpus()
-    return config.placed(present, why_none)
+    config = config.placed(present, why_none)
+    if config.uses_gpu:
+        _warn()
+    return config
+
+
+@functools.cache
+def _warn() -> None:
+    """Log once in this process that what its user is about to do is experimental."""
+    _log.warning(EXPERIMENTAL)

@@ -10,6 +10,7 @@ import pytest
 from moonpool.ipc.cuda import driver
 from moonpool.ipc.errors import CudaUnavailable
 from moonpool.ipc.messages import NO_DEVICE
+from moonpool.runtime.cli.main import make_parser
 from moonpool.runtime.model import gpus
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ConfigError, minimal
@@ -94,6 +95,29 @@ def test_a_gpu_where_there_is_none_is_an_error_that_says_why(
             gpus.placed(model({"kind": "KIND_GPU"}))
     finally:
         gpus.usable_gpus.cache_clear()
+
+
+@pytest.mark.promise(
+    "GPUs in the runtime",
+    "Until a card has run it, the help, the first load of a model on a GPU and the page say that it is experimental.",
+)
+@pytest.mark.usefixtures("two_gpus")
+def test_that_gpus_are_experimental_is_said_once_where_a_user_meets_them(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus._warn.cache_clear()
+    kinds(model({"kind": "KIND_CPU"}))
+    assert caplog.messages == []
+    for name in range(2):
+        kinds(model({"kind": "KIND_GPU", "gpus": [name]}))
+    assert caplog.messages == [gpus.EXPERIMENTAL]
+
+    for command in ((), ("serve",)):
+        with pytest.raises(SystemExit):
+            make_parser().parse_args([*command, "--help"])
+        assert capsys.readouterr().out.count(gpus.EXPERIMENTAL) == 1
+    page = Path(__file__).parents[3] / "docs" / "GPU.md"
+    assert not page.exists() or page.read_text().count(gpus.EXPERIMENTAL.partition(" (")[0]) == 1
 
 
 @pytest.mark.promise("GPUs in the runtime", "A contained instance gets the nodes …")
