@@ -14,11 +14,12 @@ The current context belongs to a thread. `with device` pushes the context and po
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from ctypes import byref, c_int, c_size_t, c_void_p
+from ctypes import byref, c_int, c_size_t, c_ulonglong, c_void_p
 from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Protocol
 
@@ -43,6 +44,9 @@ class Dying(Protocol):
 _lock = threading.Lock()
 _pinning = threading.Lock()
 _devices: dict[int, Device] = {}
+_MOST_LOOKS = 4
+# The granularity of regions that are shared by handle.
+_USUAL_GRANULARITY = 1 << 21
 
 
 def device_count() -> int:
@@ -117,12 +121,13 @@ class Device:
             ) from error
         self.name = name.value.decode(errors="replace")
         self.context = context.value
-        # True if regions are shared by descriptor, False if by the older handle.
-        self.has_descriptors = self._has(api.HAS_VIRTUAL_MEMORY) and self._has(api.HAS_DESCRIPTORS)
-        self.granularity_bytes = self._granularity() if self.has_descriptors else 1 << 21
+        # Why regions are shared by the older handle, and not by descriptor; empty if they are shared by descriptor.
+        self.granularity_bytes, self.why_no_descriptors = self._way()
         # Events that are free to be recorded.
         self._events: deque[int] = deque()
         self._streams: deque[int] = deque()
+        # Streams of lanes that are gone, each with an event for the work that was left.
+        self._resting: deque[tuple[int, list[int]]] = deque()
         # Mappings without references that queued work may still touch.
         self.dying: deque[Dying] = deque()
 
@@ -186,6 +191,23 @@ class Device:
         """Destroy a stream. The driver still does the work queued on it."""
         with self:
             self.driver.cuStreamDestroy_v2(stream)
+
+    def rest(self, stream: int) -> None:
+        """Take over a stream that nobody needs any more, for `rested_stream`. Never waits, and takes no lock."""
+        self._resting.append((stream, self.mark([stream])))
+
+    def rested_stream(self) -> int:
+        """Return a stream that does not wait for any other and has nothing to do."""
+        # One that waits for a dead process may never be done. A few are looked at, so that many of them cost no time.
+        for _ in range(min(_MOST_LOOKS, len(self._resting))):
+            try:
+                stream, events = self._resting.popleft()
+            except IndexError:  # another thread takes streams, too
+                break
+            if self.are_done(events):
+                return stream
+            self._resting.append((stream, events))
+        return self.new_stream()
 
     def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
         """Queue a copy between addresses of devices."""
@@ -304,13 +326,37 @@ class Device:
                 self.driver.cuEventCreate(byref(event), flags)
             return event.value or 0
 
+    @property
+    def has_descriptors(self) -> bool:
+        """True if regions are shared by descriptor, False if by the older handle."""
+        return not self.why_no_descriptors
+
+    def _way(self) -> tuple[int, str]:
+        """Return the granularity of regions, and why they cannot be shared by descriptor.
+
+        Some machines refuse the descriptors that their driver says it has, so a small one is made.
+        """
+        if not (self._has(api.HAS_VIRTUAL_MEMORY) and self._has(api.HAS_DESCRIPTORS)):
+            return _USUAL_GRANULARITY, "its driver has no POSIX descriptors of memory"
+        granularity, properties = c_size_t(), api.device_properties(self.ordinal)
+        allocation, fd = c_ulonglong(), c_int(-1)
+        driver = self.driver
+        try:
+            driver.cuMemGetAllocationGranularity(byref(granularity), byref(properties), api.MINIMUM)
+            with self:
+                driver.cuMemCreate(byref(allocation), granularity.value, byref(properties), 0)
+                try:
+                    driver.cuMemExportToShareableHandle(byref(fd), allocation, api.DESCRIPTOR, 0)
+                finally:
+                    driver.cuMemRelease(allocation)
+            os.close(fd.value)
+        except OutOfMemory:  # a device that is full now may have room later
+            return granularity.value, ""
+        except CudaError as error:
+            return _USUAL_GRANULARITY, str(error)
+        return granularity.value, ""
+
     def _has(self, attribute: int) -> bool:
         value = c_int()
         self.driver.cuDeviceGetAttribute(byref(value), attribute, self.ordinal)
         return bool(value.value)
-
-    def _granularity(self) -> int:
-        found = c_size_t()
-        properties = api.device_properties(self.ordinal)
-        self.driver.cuMemGetAllocationGranularity(byref(found), byref(properties), api.MINIMUM)
-        return found.value

@@ -23,6 +23,8 @@ from typing import Any
 from moonpool.ipc.errors import CudaError, CudaUnavailable, OutOfMemory
 
 LIBRARY = "libcuda.so.1"
+# The oldest driver, by the version of CUDA that it reports, and in words.
+_OLDEST, _NEEDED = 12_000, "moonpool needs NVIDIA's driver 525 or later, which is of CUDA 12.0"
 HANDLE_BYTES = 64
 
 # CUresult
@@ -227,21 +229,44 @@ def load() -> Driver:
 
 def _load() -> Driver:
     try:
-        driver = Driver(ctypes.CDLL(LIBRARY))
+        library = ctypes.CDLL(LIBRARY)
     except OSError as error:
         raise CudaUnavailable(
-            f"there is no driver of NVIDIA here ({error}); install it, start the container with its GPUs "
+            f"there is no driver of NVIDIA here ({error}), and {_NEEDED}; install it, start the container with its GPUs "
             "(docker run --gpus all), or let the model run with KIND_CPU"
         ) from error
+    version = _version(library)
+    try:
+        driver = Driver(library)
     except AttributeError as error:
-        raise CudaUnavailable(
-            f"NVIDIA's driver is too old ({error}); update it, or let the model run with KIND_CPU"
-        ) from error
+        raise _too_old(f"is {_of(version)} and lacks a function ({error})") from error
+    if version < _OLDEST:
+        raise _too_old(f"is {_of(version)}")
     try:
         driver.cuInit(0)
-    except CudaError as error:
+    except (CudaError, OutOfMemory) as error:
         raise CudaUnavailable(
-            f"no GPU can be used: {error}; look whether nvidia-smi lists one here and whether "
+            f"no GPU can be used: {error}; the driver is {_of(version)}; look whether nvidia-smi lists a GPU here and whether "
             "CUDA_VISIBLE_DEVICES leaves it visible"
         ) from error
     return driver
+
+
+def _version(library: Any) -> int:
+    """Return the version of CUDA that a driver reports, such as 12040 for 12.4; 0 if it reports none."""
+    version = c_int()
+    try:
+        library.cuDriverGetVersion(ctypes.byref(version))
+    except AttributeError:
+        return 0
+    return version.value
+
+
+def _of(version: int) -> str:
+    return f"of CUDA {version // 1000}.{version % 1000 // 10}" if version else "of no version"
+
+
+def _too_old(found: str) -> CudaUnavailable:
+    return CudaUnavailable(
+        f"NVIDIA's driver here is too old: it {found}, and {_NEEDED}; update it, or let the model run with KIND_CPU"
+    )

@@ -31,7 +31,13 @@ import numpy as np
 from moonpool.ipc.cuda import driver as api
 from moonpool.ipc.cuda.device import Device
 from moonpool.ipc.cuda.lane import Lane, lane_of, order
-from moonpool.ipc.errors import Closed, CudaError, OutOfMemory, RemoteProtocolError
+from moonpool.ipc.errors import (
+    Closed,
+    CudaError,
+    CudaUnavailable,
+    OutOfMemory,
+    RemoteProtocolError,
+)
 from moonpool.ipc.memory import Region
 
 
@@ -68,6 +74,8 @@ class Mapping:
     def end(self) -> bool:
         """Unmap it, and return True, unless queued work may still touch it. For `Device.tidy`."""
         device = self.device
+        if any(lane.is_over for lane in self.lanes):
+            return False
         if not self._is_marked:
             self._is_marked = True
             for lane in self.lanes:
@@ -163,7 +171,7 @@ class DeviceLease:
         """Let the next user of the block wait for the work queued on a stream until now."""
         if self.lane is None:
             self.mapping.wait_for(stream, lane)
-        else:
+        elif not self.lane.is_over:
             order(self.mapping.device, stream, self.lane.stream)
 
     def __del__(self) -> None:
@@ -205,7 +213,10 @@ class DeviceRegion(Region):
 
     @classmethod
     def create(cls, region_id: int, size_bytes: int, device: Device) -> DeviceRegion:
-        """Make a new region of `device.rounded(size_bytes)` bytes, all zeros. Raises `OutOfMemory`, `CudaError`."""
+        """Make a new region of `device.rounded(size_bytes)` bytes, all zeros.
+
+        Raises `OutOfMemory`, `CudaError`; `CudaUnavailable` if the device shares no memory.
+        """
         device.tidy()
         size_bytes = device.rounded(size_bytes)
         try:
@@ -391,7 +402,14 @@ def _create_legacy(device: Device, size_bytes: int) -> tuple[Mapping, bytes]:
     address, handle = c_ulonglong(), api.IpcHandle()
     device.driver.cuMemAlloc_v2(byref(address), size_bytes)
     mapping = Mapping(device, address.value, size_bytes, Origin.ALLOCATED)
-    device.driver.cuIpcGetMemHandle(byref(handle), address)
+    try:
+        device.driver.cuIpcGetMemHandle(byref(handle), address)
+    except CudaError as error:
+        raise CudaUnavailable(
+            f"device {device.ordinal} ({device.name}) shares memory with other processes neither by descriptor "
+            f"({device.why_no_descriptors}) nor by handle ({error}), and moonpool needs one of them; let the model run with "
+            "KIND_CPU"
+        ) from error
     return mapping, bytes(handle)
 
 

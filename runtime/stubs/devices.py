@@ -33,7 +33,13 @@ from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.device import device
 from moonpool.ipc.cuda.lane import Lane
 from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
-from moonpool.ipc.errors import Closed, CudaError, OutOfMemory, RemoteProtocolError
+from moonpool.ipc.errors import (
+    Closed,
+    CudaError,
+    CudaUnavailable,
+    OutOfMemory,
+    RemoteProtocolError,
+)
 from moonpool.runtime.stubs.allotment import next_number
 
 # Seconds until EVENT must have come. The stub makes its context on the device first.
@@ -98,7 +104,13 @@ class Lanes:
             with self._changed:
                 lane = self._lanes.get(gpu)
                 if lane is None:
-                    lane = Lane(device(gpu), shares_events=self._gpus is None)
+                    where = device(gpu)
+                    if self._gpus is not None and not where.has_descriptors:
+                        raise CudaUnavailable(
+                            f"device {gpu} ({where.name}) does not share memory by descriptor ({where.why_no_descriptors}), "
+                            "and a contained model needs that; use tensors in ordinary memory, or MOONPOOL_SANDBOX: standard"
+                        )
+                    lane = Lane(where, shares_events=self._gpus is None)
                     self._send_event(number, lane.handle)
                     self._lanes[gpu] = lane
         return lane

@@ -14,7 +14,10 @@
  * FAKE_CUDA_MEMORY_BYTES    what each has, for each process (1 GiB)
  * FAKE_CUDA_DELAY_US        see above (0)
  * FAKE_CUDA_BY_CHANCE       only every other piece of work is late, by chance: where all is late alike, much is in order that nobody ordered
+ * FAKE_CUDA_VERSION         the version of CUDA that it reports (12020)
  * FAKE_CUDA_NO_DESCRIPTORS  memory cannot be exported as a descriptor
+ * FAKE_CUDA_NO_EXPORT       the same, although the attributes of the device say that it can be
+ * FAKE_CUDA_NO_HANDLES      memory cannot be shared by handle
  * FAKE_CUDA_NO_EVENTS       events cannot be shared between processes
  * CUDA_VISIBLE_DEVICES      as for the real one, with numbers alone
  *
@@ -472,7 +475,9 @@ CUresult cuInit(unsigned flags) {
     LEAVE(device_count_here ? SUCCESS : NO_DEVICE);
 }
 
-CUresult cuDriverGetVersion(int *found) { *found = 12020; return SUCCESS; }
+CUresult cuDriverGetVersion(int *found) { *found = setting("FAKE_CUDA_VERSION", 12020); return SUCCESS; }
+
+static int has_no_descriptors(void) { return getenv("FAKE_CUDA_NO_DESCRIPTORS") || getenv("FAKE_CUDA_NO_EXPORT"); }
 
 CUresult cuDeviceGetCount(int *found) {
     ENTER(); NEEDS_INIT();
@@ -775,6 +780,7 @@ CUresult cuMemFree_v2(CUdeviceptr address) {
 
 CUresult cuIpcGetMemHandle(Handle *found, CUdeviceptr address) {
     ENTER(); NEEDS_CONTEXT();
+    if (getenv("FAKE_CUDA_NO_HANDLES")) LEAVE(NOT_SUPPORTED);
     Range *range = range_from((void *)address, ALLOCATED);
     if (!range) LEAVE(INVALID_VALUE);
     *found = (Handle){.magic = MAGIC, .kind = 'm', .token = range->token, .size = range->size, .pid = getpid(),
@@ -867,7 +873,7 @@ CUresult cuMemExportToShareableHandle(void *found, Allocation handle, int type, 
     ENTER(); NEEDS_INIT();
     Object *object = object_of(handle);
     if (!object || object->is_released || flags) LEAVE(INVALID_VALUE);
-    if (type != 1 || getenv("FAKE_CUDA_NO_DESCRIPTORS")) LEAVE(NOT_SUPPORTED);
+    if (type != 1 || has_no_descriptors()) LEAVE(NOT_SUPPORTED);
     int fd = fcntl(object->fd, F_DUPFD_CLOEXEC, 0);
     if (fd < 0) LEAVE(OUT_OF_MEMORY);
     *(int *)found = fd;

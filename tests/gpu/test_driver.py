@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import threading
 from ctypes import byref, c_int, c_size_t, c_ulonglong, c_void_p
 from pathlib import Path
 
 import pytest
+from tests.e2e.hosting import MODELS
 from tests.gpu.cards import Fake, driven_by, run
 
 from moonpool.ipc.cuda import driver as api
@@ -20,14 +22,72 @@ from moonpool.ipc.errors import CudaError, CudaUnavailable, OutOfMemory
 def test_a_machine_without_a_driver_has_no_devices(tmp_path: Path) -> None:
     with driven_by(str(tmp_path / "libcuda.so.1")):
         assert device_count() == 0
-        with pytest.raises(CudaUnavailable, match=r"no driver of NVIDIA here .* KIND_CPU"):
+        with pytest.raises(
+            CudaUnavailable, match=r"no driver of NVIDIA here .* 525 or later.* KIND_CPU"
+        ):
             device(0)
 
 
 def test_a_driver_that_lacks_a_function_is_too_old() -> None:
     # libc exists and is not a driver.
-    with driven_by("libc.so.6"), pytest.raises(CudaUnavailable, match="too old"):
+    with (
+        driven_by("libc.so.6"),
+        pytest.raises(CudaUnavailable, match=r"too old: .*cuGetErrorName.* 525 or later"),
+    ):
         api.load()
+
+
+def test_a_driver_that_is_too_old_is_told_by_its_version(fake: Fake) -> None:
+    words = fake.run(
+        """
+        import moonpool
+        config = {"instance_group": [{"kind": "KIND_GPU"}]}
+        with moonpool.Runtime() as runtime:
+            try:
+                runtime.load("m", sys.argv[1], config=config)
+            except moonpool.ConfigError as error:
+                print(error)
+        """,
+        str(MODELS / "on_device.py"),
+        FAKE_CUDA_VERSION=11_080,
+    )
+
+    assert re.search(
+        r"KIND_GPU but no GPUs are available: .* is of CUDA 11\.8, and .* 525 or later", words
+    )
+    assert "\n" not in words
+
+
+SHARES = """
+    from moonpool.ipc.cuda.device import device
+    from moonpool.ipc.cuda.region import DeviceRegion
+    from moonpool.ipc.errors import CudaUnavailable
+    try:
+        region = DeviceRegion.create(1, 1, device(0))
+    except CudaUnavailable as error:
+        print(error)
+    else:
+        print(region.fd >= 0, len(region.handle), region.device.why_no_descriptors)
+    """
+
+
+def test_memory_is_shared_in_the_way_that_the_driver_allows_whatever_it_says_of_itself(
+    fake: Fake,
+) -> None:
+    assert fake.run(SHARES) == "True 0"
+    assert fake.run(SHARES, FAKE_CUDA_NO_DESCRIPTORS=1).startswith("False 64 its driver has no")
+    refused = (
+        "cuMemExportToShareableHandle: operation not supported (CUDA_ERROR_NOT_SUPPORTED, 801)"
+    )
+    assert fake.run(SHARES, FAKE_CUDA_NO_EXPORT=1) == f"False 64 {refused}"
+
+
+def test_a_driver_that_shares_no_memory_is_told_by_both_refusals(fake: Fake) -> None:
+    words = fake.run(SHARES, FAKE_CUDA_NO_EXPORT=1, FAKE_CUDA_NO_HANDLES=1)
+
+    assert words.startswith("device 0 (Fake GPU 0) shares memory with other processes neither by ")
+    assert re.search(r"cuMemExportTo.* nor by handle \(cuIpcGetMemHandle.*needs one of them", words)
+    assert "\n" not in words
 
 
 @pytest.mark.promise("Device memory", "No part of the driver …")

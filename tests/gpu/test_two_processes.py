@@ -258,7 +258,7 @@ def test_a_wait_for_a_peer_that_died_at_work_ends_with_an_error(
 def test_memory_of_the_older_kind_is_opened_once_by_its_handle(
     gpu: Device, peer_of: Callable[..., Peer]
 ) -> None:
-    gpu.has_descriptors = False
+    gpu.why_no_descriptors = "this test has none"
     region = DeviceRegion.create(7, SIZE, gpu)
     assert (region.fd, len(region.handle)) == (-1, 64)
     peer = peer_of(region)

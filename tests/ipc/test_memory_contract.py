@@ -68,7 +68,7 @@ def _adopted_on_device() -> Region:
 
 
 def _on_device_in_the_older_way() -> Region:
-    device(0).has_descriptors = False
+    device(0).why_no_descriptors = "this test has none"
     return DeviceRegion.create(ID, SIZE_BYTES, device(0))
 
 

@@ -11,6 +11,8 @@ from tests.e2e.hosting import MODELS
 from tests.gpu.cards import Fake
 from tests.runtime.devices.conftest import FakeHost, Foreign, Host, on_host
 
+import moonpool
+from moonpool.ipc.errors import CudaUnavailable
 from moonpool.runtime.isolation import gpu_access
 
 pytestmark = pytest.mark.promise(
@@ -39,6 +41,24 @@ def test_arrays_on_a_device_go_in_and_out_by_descriptor(strict: Host, how: str) 
         y, _ = strict.infer(x, how)
 
         assert (on_host(y) == VALUES + (how == "add")).all()
+
+
+def test_device_memory_without_descriptors_is_an_error_of_the_request_and_the_instance_lives(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_NO_DESCRIPTORS", "1")
+    strict: Host = request.getfixturevalue("strict")
+    process = strict.runtime.instances("m")[0]["pid"]
+    needed = r"device 0 \(Fake GPU 0\) does not share memory by descriptor .* MOONPOOL_SANDBOX"
+
+    with pytest.raises(CudaUnavailable, match=needed):
+        strict.infer(strict.on_device(VALUES))
+    with pytest.raises(moonpool.ModelError, match=needed):
+        strict.infer(VALUES, "add")
+    y, _ = strict.infer(VALUES)
+
+    assert (on_host(y) == VALUES).all()
+    assert strict.runtime.instances("m")[0]["pid"] == process
 
 
 def test_it_is_said_what_it_was_given(strict: Host) -> None:
