@@ -9,6 +9,7 @@ import ctypes
 import glob
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -181,6 +182,16 @@ def _packages() -> None:
             record(f"package {name}", True, version, text=str(module.__file__))
 
 
+def _libraries() -> None:
+    """Import what takes long. A case for a card has the files in memory afterwards, and its own limit to itself."""
+    for name in ("torch", "cupy"):
+        if importlib.util.find_spec(name) is None:
+            continue
+        began = time.monotonic()
+        importlib.import_module(name)
+        record(f"import {name}", True, round(time.monotonic() - began, 1), "s")
+
+
 def _sandbox() -> None:
     status, words = said([sys.executable, "-m", "moonpool", "sandbox"], limit_s() - 2)
     print(words)
@@ -248,6 +259,7 @@ _QUESTIONS: dict[str, Callable[[], None]] = {
     "nvidia": _nvidia,
     "driver": _driver,
     "packages": _packages,
+    "libraries": _libraries,
     "sandbox": _sandbox,
     "moonpool": _moonpool,
     "compiled": _compiled,

@@ -72,20 +72,20 @@ _TESTS = Stage(
     (
         (
             *_tests(
-                60,
+                55,
                 "tests/gpu/test_driver.py",
                 "tests/gpu/test_lane.py",
                 "tests/gpu/test_device_array.py",
                 "tests/gpu/test_card_processes.py",
                 "tests/gpu/test_libraries.py",
             ),
-            *_tests(60, "tests/ipc/test_memory_contract.py", workers=4),
+            *_tests(55, "tests/ipc/test_memory_contract.py", workers=4),
         ),
         (
-            *_tests(50, "tests/gpu/test_two_processes.py"),
-            *_tests(50, "tests/runtime/devices", "tests/gpu/test_card_libraries.py", workers=4),
+            *_tests(45, "tests/gpu/test_two_processes.py"),
+            *_tests(45, "tests/runtime/devices", "tests/gpu/test_card_libraries.py", workers=4),
         ),
-        _tests(30, "tests/gpu/test_card_limits.py"),
+        _tests(40, "tests/gpu/test_card_limits.py"),
     ),
 )
 

@@ -15,7 +15,7 @@ import pytest
 from tests.card import results
 
 # A case that takes longer hangs. Its worker ends, with the stacks of its threads in the log, and another one goes on.
-_CASE_S = max(20, int(results.limit_s() / 3))
+_CASE_S = results.limit_s() / 2.5
 
 
 class _Recorder:
@@ -50,10 +50,12 @@ class _Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:
             return
-        name = report.nodeid if report.when == "call" else f"{report.nodeid} ({report.when})"
+        # A worker that is gone reports no part of its case.
+        part = f" ({report.when})" if report.when in ("setup", "teardown") else ""
+        name = f"{report.nodeid}{part}"
         ok = None if report.skipped else report.passed
         text = "" if report.passed else _words_of(report)
-        results.record(name, ok, round(report.duration, 3), "s", f"at most {_CASE_S}", text)
+        results.record(name, ok, round(report.duration, 3), "s", f"at most {_CASE_S:.0f}", text)
 
 
 def _words_of(report: pytest.TestReport) -> str:
@@ -71,7 +73,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out most cases where a stage has less than its usual time: every tenth one stays in a tenth of it."""
+    """Give each case its limit, and leave out most of them where a stage has less than its usual time: a tenth of it is for every tenth."""
+    if config.pluginmanager.hasplugin("timeout"):
+        # Whatever a case is given elsewhere. A thread ends what waits within the driver, where no signal is seen.
+        for item in items:
+            item.add_marker(pytest.mark.timeout(_CASE_S, method="thread"), append=False)
     every = round(1 / results.share())
     left_out = [item for number, item in enumerate(items) if number % every]
     if left_out:
@@ -79,21 +85,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = items[::every]
 
 
-def _options(workers: int) -> list[str]:
-    here: list[str] = []
-    if importlib.util.find_spec("xdist"):
-        here += ["-n", str(min(workers, len(os.sched_getaffinity(0))))]
-    if importlib.util.find_spec("pytest_timeout"):
-        # A thread ends what waits within the driver, where no signal is seen.
-        here += [f"--timeout={_CASE_S}", "--timeout-method=thread"]
-    return here
+def _workers(wanted: int) -> list[str]:
+    if importlib.util.find_spec("xdist") is None:
+        return []
+    return ["-n", str(min(wanted, len(os.sched_getaffinity(0))))]
 
 
 def main(file: str, workers: int) -> Any:
     status = pytest.main(
         [
             file, "-m", "gpu", "-p", "tests.card.suite", "-p", "no:cacheprovider",
-            "--continue-on-collection-errors", "--durations=10", *_options(workers),
+            "--continue-on-collection-errors", "--durations=10", *_workers(workers),
         ]
     )  # fmt: skip
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
