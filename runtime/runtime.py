@@ -12,6 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import numpy as np
@@ -152,7 +153,7 @@ class Runtime:
     def load(
         self,
         name: str,
-        source: str | os.PathLike[str] | type | None = None,
+        source: str | os.PathLike[str] | type | FunctionType | None = None,
         *,
         instances: int | None = None,
         config: Mapping[str, Any] | None = None,
@@ -164,8 +165,8 @@ class Runtime:
         """Load a model, and return when all its instances are ready.
 
         Without `source`, this loads the repository's model of that name, in the versions of its policy. `source` is
-        a model's directory, its address in the cloud (`s3://bucket/models/m`), one Python file, or a class. A class may come from a cell of a notebook: its source is
-        copied, with everything that it uses. `files` are the contents of a directory by path, such as `1/model.py`, and
+        a model's directory, its address in the cloud (`s3://bucket/models/m`), one Python file, a class or function in it (`"two.py:A"`), or
+        a class or function itself. It may come from a cell of a notebook: its source is copied, with everything that it uses. `files` are the contents of a directory by path, such as `1/model.py`, and
         are written into a private one. `instances` and `config` (in the JSON form of `config.pbtxt`) take precedence
         over the directory's configuration, field by field, and over its `parameters` key by key.
 

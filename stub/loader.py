@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.stub import pb_utils
@@ -36,7 +36,8 @@ def load_triton(model_file: str, version_dir: str, model_dir: str, backend_dir: 
 
     `model_file` is a path, or a name within `version_dir`. A file in `version_dir` is imported as
     `<version>.<stem>`, so that it can import its neighbours both as `from . import helper` and as
-    `import helper`; a file elsewhere, which serves several models, as `<stem>`.
+    `import helper`; a file elsewhere, which serves several models, as `<stem>`. In a folder that is no version, the package has
+    a name of its own (`_package_name`).
 
     Changes `sys.path` and `sys.modules` for good; a process loads one model. Raises LoadError.
     """
@@ -117,15 +118,24 @@ def _import_in_package(stem: str, version_dir: str) -> ModuleType:
     Without a package of our own, a folder called "1" elsewhere on the path would be part of the same package.
     """
     folder = os.path.realpath(version_dir)
-    version = os.path.basename(folder)
-    package = importlib.util.module_from_spec(_package_spec(version, folder))
-    sys.modules[version] = package
+    parent = _package_name(os.path.basename(folder))
+    package = importlib.util.module_from_spec(_package_spec(parent, folder))
+    sys.modules[parent] = package
     if package.__spec__ is not None and package.__spec__.loader is not None:
         package.__spec__.loader.exec_module(package)
-    name = f"{version}.{stem}"
-    if _is_hidden(folder):
+    if _is_hidden(folder) or "." in stem:
+        # A dot in the name would make a part of the file's name a package.
+        name = f"{parent}.{stem.replace('.', '_')}"
         return _import_file(name, os.path.join(folder, f"{stem}.py"))
-    return _import_module(name)
+    return _import_module(f"{parent}.{stem}")
+
+
+def _package_name(folder_name: str) -> str:
+    """Return the name of the package that a folder is imported as.
+
+    A version keeps its name. The name of another folder may be no name for Python, such as "v1.2", or hide a module, such as "json".
+    """
+    return folder_name if folder_name.isdecimal() else "_model_folder"
 
 
 def _package_spec(name: str, folder: str) -> ModuleSpec:
@@ -149,7 +159,7 @@ def _import_module(name: str) -> ModuleType:
 
 def _import_alone(stem: str, path: str) -> ModuleType:
     """Import `<stem>`, even if the sandbox forbids to list its folder."""
-    if _is_hidden(os.path.dirname(path)):
+    if _is_hidden(os.path.dirname(path)) or "." in stem:
         return _import_file(stem, path)
     return _import_module(stem)
 
@@ -193,12 +203,25 @@ def _find(module: ModuleType, path: str, qualname: str | None) -> Callable[..., 
     ]
     if len(models) != 1:
         names = ", ".join(model.__name__ for model in models) or "none"
+        example = f"{os.path.basename(path)}:{_example(module, models)}"
         raise LoadError(
             "class",
             f"{path} must have exactly one class that defines __call__, and has {names}; "
-            "name the one to use.",
+            f"name the one to use: '{example}' as the source of a load, or as default_model_filename in config.pbtxt.",
         )
     return models[0]
+
+
+def _example(module: ModuleType, models: Sequence[type]) -> str:
+    """Return the name of a class or function that may be the model that is meant."""
+    if models:
+        return models[-1].__name__
+    own = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__
+    ]
+    return own[-1] if own else "NAME"
 
 
 def _classes_of(module: ModuleType) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, KeysView, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -94,7 +94,7 @@ class Shapes:
 
 
 class Response:
-    """The answer of a model to a request.
+    """The answer of a model to a request: `response["Y"]` is an output.
 
     `outputs` maps names to arrays. They are zero-copy views of shared memory, which is reused once you drop them, so copy what
     you keep for long. BYTES outputs are object arrays of `bytes`.
@@ -111,6 +111,22 @@ class Response:
         self.outputs = outputs
         self.parameters = parameters or {}
         self.request_id = request_id
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        outputs = self.outputs
+        if name not in outputs:
+            raise KeyError(f"the response has no output {name!r}; it has {list(outputs)}")
+        return outputs[name]
+
+    def keys(self) -> KeysView[str]:
+        """Return the names of the outputs. With these, `dict(response)` is a dictionary of arrays."""
+        return self.outputs.keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys()
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in self.outputs.items())

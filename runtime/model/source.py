@@ -1,17 +1,24 @@
-"""The source of a model's code: a version directory of a repository, a file, or a class."""
+"""The source of a model's code: a version directory of a repository, a file, a class, or a function."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FunctionType
 
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.process.files import read_file
 
 # The largest file of a model in Python. It is code, not data.
 _MOST_BYTES = 64 << 20
+_TRITONS = "TritonPythonModel"
+# A file, and the name of a class or a function in it: `two.py:A`.
+_NAMED = re.compile(r"(.*\.py):([^\W\d][\w.]*)", re.DOTALL)
+# A class or a function that is a model.
+Definition = type | FunctionType
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,15 @@ class ModelSource:
     # A digest of all files, if the directory was made for one load. The next load of the same files has another one.
     content: str = ""
 
+    def within(self, model_directory: Path, version_directory: Path) -> ModelSource:
+        """Return the same source as a part of a model's directory."""
+        return replace(
+            self,
+            model_directory=model_directory,
+            version_directory=version_directory,
+            is_directory=True,
+        )
+
     def without_links(self) -> ModelSource:
         """Return the same source by its real paths, for a process that does not see the links on the way."""
         return replace(
@@ -42,8 +58,20 @@ class ModelSource:
         )
 
 
+def split_name(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
+    """Split `two.py:A` into a file and the name of the model in it, which is None for a file. A file that has such a name is one."""
+    named = _NAMED.fullmatch(os.fspath(path))
+    if named is None or os.path.exists(path):
+        return Path(path), None
+    return Path(named[1]), named[2]
+
+
 def of_file(path: str | os.PathLike[str]) -> ModelSource:
-    """Describe one Python file. It is of Triton's kind if it contains `TritonPythonModel`. Raises `LoadFailed`."""
+    """Describe one Python file, or one model in it (`two.py:A`). Raises `LoadFailed`.
+
+    A file is of Triton's kind if it contains `TritonPythonModel`.
+    """
+    path, name = split_name(path)
     file = Path(os.path.abspath(path))
     if not file.is_file():
         raise LoadFailed(f"Python model file not found in '{file}'", stage="find")
@@ -51,26 +79,37 @@ def of_file(path: str | os.PathLike[str]) -> ModelSource:
         text = read_file(file, _MOST_BYTES)
     except OSError as error:
         raise LoadFailed(f"cannot read '{file}': {error.strerror}", stage="find") from error
-    kind = "triton" if b"TritonPythonModel" in text else "native"
-    return ModelSource(kind, file, None, file.parent, file.parent)
+    is_tritons = _TRITONS.encode() in text if name is None else name == _TRITONS
+    kind = "triton" if is_tritons else "native"
+    return ModelSource(kind, file, name if kind == "native" else None, file.parent, file.parent)
 
 
-def file_of_class(model_class: type) -> Path | None:
-    """Return the file that a class is defined in; None for a class that was typed into a session."""
+def file_of(definition: Definition) -> Path | None:
+    """Return the file that a class or function is defined in; None for one that was typed into a session."""
     try:
-        found = inspect.getsourcefile(model_class)
+        found = inspect.getsourcefile(definition)
     except (TypeError, OSError):
         found = None
     return None if found is None or not os.path.isfile(found) else Path(os.path.abspath(found))
 
 
-def of_class(model_class: type, file: Path) -> ModelSource:
-    """Describe a class, which the stub imports anew from a file. Raises `LoadFailed`."""
-    if "<locals>" in model_class.__qualname__:
+def kind_of(definition: Definition) -> str:
+    """Return the word for a definition in errors."""
+    return "class" if isinstance(definition, type) else "function"
+
+
+def of_definition(definition: Definition, file: Path) -> ModelSource:
+    """Describe a class or a function, which the stub imports anew from a file. Raises `LoadFailed`."""
+    if "<" in definition.__qualname__:
+        where = (
+            "is defined inside a function"
+            if "<locals>" in definition.__qualname__
+            else "has no name"
+        )
         raise LoadFailed(
-            f"class {model_class.__qualname__} is defined inside a function; a stub cannot reach it "
+            f"{kind_of(definition)} {definition.__qualname__} {where}; a stub cannot reach it "
             "there, so move it to the top level of its file",
             stage="find",
         )
-    kind = "triton" if model_class.__name__ == "TritonPythonModel" else "native"
-    return ModelSource(kind, file, model_class.__qualname__, file.parent, file.parent)
+    kind = "triton" if definition.__name__ == _TRITONS else "native"
+    return ModelSource(kind, file, definition.__qualname__, file.parent, file.parent)

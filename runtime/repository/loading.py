@@ -1,4 +1,4 @@
-"""Turns what a caller names (a repository's model, a directory, a file, a class, files in memory) into models ready to be
+"""Turns what a caller names (a repository's model, a directory, a file, a class, a function, files in memory) into models ready to be
 hosted.
 
 Several people have a say in a model's options, and they are trusted differently. The operator set `HostingRules` at the
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moonpool.ipc.policy import LEVELS, is_contained
-from moonpool.runtime.errors import InvalidRequest, ModelNotFound
+from moonpool.runtime.errors import InvalidRequest, LoadFailed, ModelNotFound
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.ensembles import ENSEMBLE
 from moonpool.runtime.model.config.limits import ConfigLimits
@@ -45,7 +45,13 @@ from moonpool.runtime.model.config.options import (
 )
 from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.model.gpus import placed
-from moonpool.runtime.model.source import ModelSource, file_of_class, of_class, of_file
+from moonpool.runtime.model.source import (
+    Definition,
+    ModelSource,
+    file_of,
+    of_definition,
+    of_file,
+)
 from moonpool.runtime.process.files import DEEPEST, stamp_of
 from moonpool.runtime.repository.cloud_address import is_address
 from moonpool.runtime.repository.folder_cache import FolderLease
@@ -59,6 +65,7 @@ from moonpool.runtime.repository.repository import (
 )
 from moonpool.runtime.repository.session_source import source_of
 
+_NO_SOURCE = "model '{}': a {} is no source of a model: give a directory, an address, a file, a class or a function"
 # Returns the file that serves all models of a backend; None if each model has its own.
 Locate = Callable[[ModelConfig], Path | None]
 
@@ -74,7 +81,7 @@ class Wanted:
     """
 
     name: str
-    source: str | os.PathLike[str] | type | None = None
+    source: str | os.PathLike[str] | Definition | None = None
     instances: int | None = None
     config: Mapping[str, Any] | None = None
     files: Mapping[str, bytes] | None = None
@@ -308,12 +315,14 @@ def _prepare(
         return _of_files(wanted, changes, locate, limits)
     if isinstance(source, str) and is_address(source):
         directory = repository.find_at(source)
-    elif isinstance(source, type) or (source is not None and not Path(source).is_dir()):
+    elif source is not None and not isinstance(source, str | os.PathLike | Definition):
+        raise LoadFailed(_NO_SOURCE.format(name, type(source).__name__), stage="find")
+    elif isinstance(source, Definition) or (source is not None and not Path(source).is_dir()):
         limits.check(changes, Source())
-        if not isinstance(source, type):
+        if not isinstance(source, Definition):
             where = of_file(source)
-        elif (file := file_of_class(source)) is not None:
-            where = of_class(source, file)
+        elif (file := file_of(source)) is not None:
+            where = of_definition(source, file)
         else:
             return _of_session(name, source, changes)
         return PreparedModel([model_of(name, where, minimal(name), None, 1, changes)], None)
@@ -347,15 +356,15 @@ def _wrapped(value: object) -> object:
     return {"string_value": value} if isinstance(value, str) else value
 
 
-def _of_session(name: str, model_class: type, changes: Mapping[str, Any]) -> PreparedModel:
-    """Write a class of a session into a file, with everything that it uses from the session."""
+def _of_session(name: str, definition: Definition, changes: Mapping[str, Any]) -> PreparedModel:
+    """Write a class or function of a session into a file, with everything that it uses from the session."""
     if problem := name_problem(name):
         raise RepositoryError(problem)
-    content = source_of(model_class).encode()
-    file_name = f"{model_class.__name__}.py"
+    content = source_of(definition).encode()
+    file_name = f"{definition.__name__}.py"
     made = _write_directory(name, {file_name: content})
     try:
-        where = of_class(model_class, made / name / file_name)
+        where = of_definition(definition, made / name / file_name)
         model = model_of(name, replace(where, is_directory=True), minimal(name), None, 1, changes)
     except BaseException:
         _remove(made)
@@ -407,12 +416,12 @@ def _versions(
     for version in versions:
         folder = directory.version_directory(version)
         if config.backend == PYTHON_BACKEND:
-            file = directory.model_file(version, config.default_model_filename)
-            kind = of_file(file).kind
+            where = of_file(directory.model_file(version, config.default_model_filename))
         else:
             # The backend knows which files a version must have.
-            file, kind = shared or folder / config.default_model_filename, "triton"
-        where = ModelSource(kind, file, None, directory.path, folder, is_directory=True)
+            file = shared or folder / config.default_model_filename
+            where = ModelSource("triton", file, None, folder, folder)
+        where = where.within(directory.path, folder)
         models.append(model_of(wanted.name, where, raw, source, version, changes))
         if wanted.asker is not None:
             check_not_looser(models[-1], wanted.asker)

@@ -31,6 +31,7 @@ from moonpool.runtime.model.config.model import (
     name_problem,
     normalise,
 )
+from moonpool.runtime.model.source import split_name
 from moonpool.runtime.process.files import RepositoryError, check_no_loop, directories
 from moonpool.runtime.repository.cloud_address import is_address
 from moonpool.runtime.repository.cloud_copies import CloudCopies
@@ -214,12 +215,16 @@ class ModelDirectory:
         return self.path / str(version)
 
     def model_file(self, version: int, filename: str = MODEL_FILENAME) -> Path:
-        """Return the absolute path of a version's Python file. Raises `RepositoryError` unless it can be read."""
+        """Return the absolute path of a version's Python file, which may name a model in it (`two.py:A`).
+
+        Raises `RepositoryError` unless the file can be read.
+        """
         path = self.version_directory(version) / filename
-        if not os.path.isfile(path):
-            raise RepositoryError(f"Python model file not found in '{path}'", "NOT_FOUND")
-        if not os.access(path, os.R_OK):
-            raise RepositoryError(f"the model file '{path}' cannot be read: check its permissions")
+        file, _ = split_name(path)
+        if not os.path.isfile(file):
+            raise RepositoryError(f"Python model file not found in '{file}'", "NOT_FOUND")
+        if not os.access(file, os.R_OK):
+            raise RepositoryError(f"the model file '{file}' cannot be read: check its permissions")
         return path
 
     def implied_backend(self) -> str:

@@ -1,4 +1,4 @@
-"""Finds the source of a class that was typed into a session: into the cells of a notebook, or at Python's prompt.
+"""Finds the source of a class or function that was typed into a session: into the cells of a notebook, or at Python's prompt.
 
 A stub imports a model from a file. A session keeps its inputs as text, so the class is cut out of that text, with the
 imports, functions, classes and constants that it uses. Nothing is run or pickled for this. A name whose value is the result
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moonpool.runtime.errors import LoadFailed
+from moonpool.runtime.model.source import Definition, kind_of
 
 # The inputs of Python's own prompt, from 3.13 on.
 _PROMPT = re.compile(r"<python-input-\d+>")
@@ -50,20 +51,22 @@ class _Statement(NamedTuple):
     node: ast.stmt
 
 
-def source_of(model_class: type) -> str:
-    """Return the text of a file with this class and everything that it uses from its session. Raises `LoadFailed`."""
-    namespace = vars(sys.modules.get(model_class.__module__, builtins))
-    root = model_class.__qualname__.partition(".")[0]
+def source_of(definition: Definition) -> str:
+    """Return the text of a file with this class or function and everything that it uses from its session. Raises `LoadFailed`."""
+    namespace = vars(sys.modules.get(definition.__module__, builtins))
+    root = definition.__qualname__.partition(".")[0]
     try:
-        if "<locals>" in model_class.__qualname__:
+        if "<locals>" in definition.__qualname__:
             raise _Unreachable("it is defined inside a function")
+        if "<" in root:
+            raise _Unreachable("it has no name")
         return _Session(_cells(namespace), namespace).cut(root)
     except _Unreachable as error:
-        file = f"{root.lower()}.py"
+        file, kind = f"{root.lower()}.py", kind_of(definition)
         raise LoadFailed(
-            f"class {model_class.__qualname__} cannot be taken out of this session: {error}. A stub is another "
-            "process and imports the model from a file, so put the class into a file and load that:\n"
-            f"  %%writefile {file}          (the first line of the cell with the class and its imports)\n"
+            f"{kind} {definition.__qualname__} cannot be taken out of this session: {error}. A stub is another "
+            f"process and imports the model from a file, so put the {kind} into a file and load that:\n"
+            f"  %%writefile {file}          (the first line of the cell with the {kind} and its imports)\n"
             f'  runtime.load("{root.lower()}", "{file}")',
             stage="find",
         ) from error

@@ -188,7 +188,7 @@ def _source(config: ModelConfig, directory: Path, version: int, backend: Path) -
             raise LoadFailed(f"Python backend file not found in '{file}'", stage="find")
         return ModelSource("triton", file, None, directory, folder, is_directory=True)
     file = folder / (config.default_model_filename or MODEL_FILENAME)
-    return ModelSource(of_file(file).kind, file, None, directory, folder, is_directory=True)
+    return of_file(file).within(directory, folder)
 
 
 def _object(text: str, subject: str) -> dict[str, Any]:

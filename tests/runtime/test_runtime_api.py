@@ -46,14 +46,17 @@ def test_every_way_to_ask_gives_the_same_answer(runtime: Runtime) -> None:
     async def ask() -> list[Any]:
         outputs = await runtime.ainfer("add", rows(1, 2))
         response = await runtime.arequest("add", rows(1, 2))
-        return [outputs["SUM"], response.outputs["SUM"]]
+        return [outputs["SUM"], response["SUM"]]
 
     answers = [
         runtime.infer("add", rows(1, 2))["SUM"],
         runtime.request("add", rows(1, 2)).outputs["SUM"],
         runtime.submit("add", rows(1, 2)).result(PATIENCE_S).outputs["SUM"],
+        runtime.submit("add", rows(1, 2)).result(PATIENCE_S)["SUM"],
+        *(response["SUM"] for response in runtime.stream("add", rows(1, 2))),
         *asyncio.run(ask()),
     ]
+    assert len(answers) == 7
     for answer in answers:
         assert answer.dtype == np.float32
         assert answer.tolist() == [[2, 3]]
@@ -68,6 +71,11 @@ def test_a_request_may_want_some_outputs_and_say_things(runtime: Runtime) -> Non
     assert response.request_id == "first"
     assert response.parameters == {"id": "first", **parameters}
     assert repr(response) == "<Response SUM float32[1, 1]>"
+    assert "SUM" in response
+    assert "sum" not in response
+    assert dict(response) == response.outputs
+    with pytest.raises(KeyError, match=r"no output 'sum'; it has \['SUM'\]"):
+        response["sum"]
 
 
 def test_options_of_request_are_those_of_infer(runtime: Runtime) -> None:

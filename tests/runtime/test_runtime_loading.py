@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from tests.runtime.recorder import PATIENCE_S, tensor
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool import Model, Runtime
+from moonpool import Model, Runtime, testing
 
 ROOT = Path(__file__).parents[2]
 NATIVE = """
@@ -176,6 +178,68 @@ def _square() -> type:
     square = module.Square
     assert isinstance(square, type)
     return square
+
+
+TWO = """
+from moonpool import Batch, Float32
+
+class A:
+    def __call__(self, X: Float32[Batch, 1]) -> Float32[Batch, 1]:
+        return X + 1
+
+class B:
+    def __call__(self, X: Float32[Batch, 1]) -> Float32[Batch, 1]:
+        return X + 2
+
+def triple(X: Float32[Batch, 1]) -> Float32[Batch, 1]:
+    return 3 * X
+"""
+
+
+@pytest.mark.promise(
+    "Models",
+    "One of several classes in a file, or a function in it, is named as `two.py:A`, also in a directory's configuration, or given itself.",
+)
+@pytest.mark.parametrize("is_in_stub", [True, False])
+def test_a_class_or_a_function_of_a_file_is_named(tmp_path: Path, *, is_in_stub: bool) -> None:
+    folder = tmp_path / "m"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "two.py").write_text(TWO)
+    spec = importlib.util.spec_from_file_location("two_of_a_test", folder / "1" / "two.py")
+    assert spec is not None
+    assert spec.loader is not None
+    two = importlib.util.module_from_spec(spec)
+    sys.modules["two_of_a_test"] = two
+    spec.loader.exec_module(two)
+    load = testing.load_in_stub if is_in_stub else testing.load
+    sources: list[tuple[Any, float]] = [
+        (f"{folder}/1/two.py:A", 6),
+        (folder / "1" / "two.py:triple", 15),
+        (two.B, 7),
+        (two.triple, 15),
+    ]
+    for source, answer in sources:
+        with load(source, name="m") as model:
+            assert model.infer(X=[[5]])["OUTPUT0"].tolist() == [[answer]]
+    with pytest.raises(moonpool.LoadFailed, match=r"name the one to use: 'two\.py:B'"):
+        load(folder / "1" / "two.py")
+    (folder / "1" / "two.py").rename(folder / "1" / "model.py")
+    with load(folder, config={"default_model_filename": "model.py:A"}) as model:
+        assert model.infer(X=[[5]])["OUTPUT0"].tolist() == [[6]]
+    (folder / "config.pbtxt").write_text('default_model_filename: "model.py:B"')
+    with load(folder) as model:
+        assert model.infer(X=[[5]])["OUTPUT0"].tolist() == [[7]]
+
+
+def test_what_is_no_source_of_a_model_is_named() -> None:
+    bad: list[tuple[Any, str]] = [
+        (len, "a builtin_function_or_method is no source of a model"),
+        (lambda x: x, "<lambda> is defined inside a function"),
+    ]
+    with Runtime() as runtime:
+        for source, why in bad:
+            with pytest.raises(moonpool.LoadFailed, match=why):
+                runtime.load("m", source)
 
 
 # Several at once

@@ -99,6 +99,21 @@ def test_a_folder_of_the_same_name_elsewhere_is_not_looked_into(
     assert load(tmp_path).who == "model"
 
 
+@pytest.mark.parametrize("folder", ["v1.2", "json", "my model", "class"])
+@pytest.mark.parametrize("file", ["model.py", "my.model.py"])
+def test_a_folder_and_a_file_may_have_names_that_python_has_other_uses_for(
+    tmp_path: Path, folder: str, file: str
+) -> None:
+    write(
+        tmp_path / "m" / folder,
+        model="from . import near\nimport json\nclass TritonPythonModel: said = near.word, json.dumps(1)",
+        near="word = 'near'",
+    )
+    (tmp_path / "m" / folder / "model.py").rename(tmp_path / "m" / folder / file)
+
+    assert load(tmp_path, file, folder).said == ("near", "1")
+
+
 def test_the_version_may_be_an_ordinary_package(tmp_path: Path) -> None:
     write(
         tmp_path / "m" / "1",

@@ -165,7 +165,7 @@ def _implied_backend(raw: Raw) -> str:
     if raw["platform"] in _PLATFORMS:
         return _PLATFORMS[raw["platform"]]
     for backend, filename in FILENAMES.items():
-        if raw["default_model_filename"] == filename:
+        if raw["default_model_filename"].partition(":")[0] == filename:
             return backend
     return ""
 
@@ -432,10 +432,14 @@ def _seen_by_model(io: Raw) -> list[int]:
     return dims
 
 
+# One that a class or a function of the file may follow: `two.py:A`.
+_PYTHON_FILE = re.compile(r".*\.py(:[^\W\d][\w.]*)?", re.DOTALL)
+
+
 def _check_filename(filename: str, field: str, backend: str, source: Source) -> None:
     if "/" in filename or "\0" in filename or filename in (".", ".."):
         raise source.error(field, f"must be a file name without directories, not {filename!r}")
-    if backend == PYTHON_BACKEND and not filename.endswith(".py"):
+    if backend == PYTHON_BACKEND and not _PYTHON_FILE.fullmatch(filename):
         what = f"Model name must end with '.py'. Model name is \"{filename}\"."
         raise source.error(field, what)
 

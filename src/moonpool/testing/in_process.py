@@ -43,6 +43,7 @@ from moonpool.runtime.model.request import InferenceRequest as CheckedRequest
 from moonpool.runtime.model.request import Response as Outputs
 from moonpool.runtime.model.reshaping import of_outputs
 from moonpool.runtime.model.signature import Signature
+from moonpool.runtime.model.source import Definition
 from moonpool.runtime.observe.log_settings import LogSettings
 from moonpool.runtime.schedule.request_queue import RequestQueue
 from moonpool.runtime.schedule.sequence_controls import SequenceControls
@@ -290,14 +291,14 @@ class InProcessModel(LoadedModel):
     def __init__(
         self,
         description: Description,
-        model_class: type | None,
+        definition: Definition | None,
         host: RecordingHost,
         timeout_s: float | None,
         *,
         backend_dir: str,
         checks_outputs: bool,
     ) -> None:
-        """Use `model_class` as it is; without it, import the class from the file of the description."""
+        """Use `definition` as it is; without it, import the class from the file of the description."""
         super().__init__(description.config, description.version)
         self.host = host
         self._timeout_s = timeout_s
@@ -320,7 +321,7 @@ class InProcessModel(LoadedModel):
                 start = start_of(
                     description, name, kind, 0, "complete", backend_dir=backend_dir, log=log
                 )
-                found = model_class or import_class(start)
+                found = definition or import_class(start)
                 answer = json.loads(Model(start, found).complete())
                 self.config = description.config = completed(description.config, answer)
                 start = start_of(

@@ -16,7 +16,7 @@ from moonpool.runtime.hosting.ensembles import scheduling_of
 from moonpool.runtime.model.backend import Model as Description
 from moonpool.runtime.model.config.ensembles import EnsembleStep
 from moonpool.runtime.model.config.model import PYTHON_BACKEND, ModelConfig, minimal, name_problem
-from moonpool.runtime.model.source import ModelSource, file_of_class
+from moonpool.runtime.model.source import Definition, ModelSource, file_of
 from moonpool.runtime.repository.loading import Wanted, model_of, prepare
 from moonpool.runtime.repository.repository import ModelRepositories
 from moonpool.runtime.runtime import Runtime
@@ -28,7 +28,7 @@ from moonpool.testing.in_stub import StubModel
 from moonpool.testing.metrics import Metrics
 from moonpool.testing.model import LoadedModel
 
-Source = str | os.PathLike[str] | type
+Source = str | os.PathLike[str] | Definition
 
 
 def load(
@@ -128,11 +128,11 @@ def load_any(
         source: Source, name: str, config: Mapping[str, Any], within: Sequence[str] = ()
     ) -> InProcessModel | EnsembleModel:
         description = _description(source, name, config, backends)
-        if description.config.ensemble is not None and not isinstance(source, type):
+        if description.config.ensemble is not None and not isinstance(source, Definition):
             return ensemble(description, Path(source), (*within, name))
         return InProcessModel(
             description,
-            source if isinstance(source, type) else None,
+            source if isinstance(source, Definition) else None,
             RecordingHost(targets, models or {}, metrics),
             timeout_s,
             backend_dir=backends.python_folder(),
@@ -222,7 +222,7 @@ def load_in_stub(
                 )
             runtime.load(other, target)
         chosen = name or _name_of(source)
-        if not isinstance(source, type):
+        if not isinstance(source, Definition):
             backends = BackendDirectory(backend_directory)
             _load_members(runtime, source, _changes(config, version), backends, [chosen])
         runtime.load(chosen, source, config=_changes(config, version))
@@ -253,7 +253,7 @@ def _load_members(
 
 
 def _name_of(source: Source) -> str:
-    if isinstance(source, type):
+    if isinstance(source, Definition):
         return source.__name__
     return Path(os.path.abspath(source)).stem
 
@@ -273,17 +273,17 @@ def _description(
             return None
         return backends.find(found.backend, found.raw["runtime"], [PYTHON_BACKEND])
 
-    if isinstance(source, type):
-        return _of_class(source, name, config)
+    if isinstance(source, Definition):
+        return _of_definition(source, name, config)
     return prepare(Wanted(name, source, config=config), ModelRepositories(()), locate).models[-1]
 
 
-def _of_class(model_class: type, name: str, config: Mapping[str, Any]) -> Description:
-    """Describe any class. It is not imported again, so it may have been made in a function."""
-    file = file_of_class(model_class) or Path(os.path.abspath(model_class.__name__))
-    is_tritons = model_class.__name__ == CLASS_NAME or hasattr(model_class, "execute")
+def _of_definition(definition: Definition, name: str, config: Mapping[str, Any]) -> Description:
+    """Describe any class or function. It is not imported again, so it may have been made in a function."""
+    file = file_of(definition) or Path(os.path.abspath(definition.__name__))
+    is_tritons = definition.__name__ == CLASS_NAME or hasattr(definition, "execute")
     kind = "triton" if is_tritons else "native"
-    source = ModelSource(kind, file, model_class.__qualname__, file.parent, file.parent)
+    source = ModelSource(kind, file, definition.__qualname__, file.parent, file.parent)
     return model_of(name, source, minimal(name), None, 1, config)
 
 

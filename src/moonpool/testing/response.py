@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import KeysView, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
 from moonpool.runtime.errors import ModelError
+from moonpool.runtime.model.request import Response as Answered
 from moonpool.stub.pb_utils.errors import TritonError
 
 
-class Response:
+class Response(Answered):
     """Either outputs by name, with parameters, or an error.
 
     `response["Y"]` is an output. If the response is an error, it raises the error that the client would see.
@@ -25,8 +26,7 @@ class Response:
         cause: BaseException | None = None,
         unknown: Sequence[str] = (),
     ) -> None:
-        self.outputs = dict(outputs)
-        self.parameters = dict(parameters or {})
+        super().__init__(dict(outputs), dict(parameters or {}))
         self.error = error
         # The exception behind the error, if a model in this process raised one.
         self.cause = cause
@@ -44,13 +44,13 @@ class Response:
         return self
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        outputs = self.check().outputs
-        if name not in outputs:
-            raise KeyError(f"the response has no output '{name}'; it has {list(outputs)}")
-        return outputs[name]
+        self.check()
+        return super().__getitem__(name)
+
+    def keys(self) -> KeysView[str]:
+        return self.check().outputs.keys()
 
     def __repr__(self) -> str:
         if self.error is not None:
             return f"<Response {self.error!r}>"
-        shown = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in self.outputs.items())
-        return f"<Response {shown}>"
+        return super().__repr__()
