@@ -7,7 +7,8 @@
  *
  * Work is queued on streams. By default it is done in the call. With FAKE_CUDA_DELAY_US every piece of work starts so much later,
  * on a thread for each stream, so that whoever forgets to wait sees bytes that are not there yet, or overwrites some that are
- * still to be read. Events of other processes are counters in a page that both have mapped.
+ * still to be read. Events of other processes are counters in a page that both have mapped. A kernel is always late: it takes its time
+ * after the call. No PTX is run; two names of kernels are known, `spin` and `poke`, and what those of tests/card/cuda.py do is done here.
  *
  * FAKE_CUDA_DEVICES         how many devices there are (1)
  * FAKE_CUDA_NAME            what they are called; with another name than "Fake GPU", tests take them for a card's
@@ -47,7 +48,8 @@ typedef uint64_t Allocation;
 
 enum {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
-    INVALID_CONTEXT = 201, MAP_FAILED_HERE = 205, OPERATING_SYSTEM = 304, INVALID_HANDLE = 400, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
+    INVALID_IMAGE = 200, INVALID_CONTEXT = 201, MAP_FAILED_HERE = 205, OPERATING_SYSTEM = 304, INVALID_HANDLE = 400, NOT_FOUND = 500,
+    NOT_READY = 600, ILLEGAL_ADDRESS = 700,
     ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, NOT_SUPPORTED = 801,
 };
 static const struct { int number; const char *name, *text; } ERRORS[] = {
@@ -57,10 +59,12 @@ static const struct { int number; const char *name, *text; } ERRORS[] = {
     {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
     {NO_DEVICE, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
     {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
+    {INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
     {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
     {MAP_FAILED_HERE, "CUDA_ERROR_MAP_FAILED", "mapping of buffer object failed"},
     {OPERATING_SYSTEM, "CUDA_ERROR_OPERATING_SYSTEM", "OS call failed or operation not supported on this OS"},
     {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
     {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
     {ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "part or all of the requested memory range is already mapped"},
@@ -96,7 +100,7 @@ typedef struct Event {
 
 typedef struct Work {
     struct Work *next;
-    enum { COPY, SET, RECORD, WAIT, CALL } kind;
+    enum { COPY, SET, RECORD, WAIT, CALL, SPIN, POKE, WRITE_WORD, WAIT_WORD } kind;
     void *target;
     const void *source;
     void *staged;     /* bytes of memory that is not pinned, taken at once */
@@ -124,7 +128,7 @@ typedef struct Range {
     char *base;
     size_t size;
     int ordinal, fd, holds;
-    int is_mapped, has_access;
+    int is_mapped, access; /* CU_MEM_ACCESS_FLAGS: 1 to read, 2 more to write */
     uint64_t token, object;
 } Range;
 
@@ -138,6 +142,7 @@ typedef struct Object {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_condattr_t monotonic;
 static int is_initialized, device_count_here, physical[MAX_DEVICES];
+static pid_t initialized_in;
 static long delay_us;
 static int by_chance;
 static int fault;
@@ -168,8 +173,9 @@ static int names;
         calls[slot_].count++; \
     } while (0)
 #define LEAVE(result) do { CUresult r_ = (result); pthread_mutex_unlock(&lock); return r_; } while (0)
-#define NEEDS_CONTEXT() do { if (!is_initialized) LEAVE(NOT_INITIALIZED); if (depth == 0) LEAVE(INVALID_CONTEXT); if (fault) LEAVE(fault); } while (0)
-#define NEEDS_INIT() do { if (!is_initialized) LEAVE(NOT_INITIALIZED); } while (0)
+/* A fork of a process that has used the driver cannot use it. */
+#define NEEDS_INIT() do { if (!is_initialized || initialized_in != getpid()) LEAVE(NOT_INITIALIZED); } while (0)
+#define NEEDS_CONTEXT() do { NEEDS_INIT(); if (depth == 0) LEAVE(INVALID_CONTEXT); if (fault) LEAVE(fault); } while (0)
 
 /* How often a function was called in this process. */
 long fakeCalls(const char *name) {
@@ -222,11 +228,11 @@ static Range *range_from(const void *address, int kind) {
     return found && found->base == address && (int)found->kind == kind ? found : NULL;
 }
 
-static int lies_within(const void *address, size_t size, int is_device) {
+static int lies_within(const void *address, size_t size, int is_device, int is_written) {
     Range *found = range_at(address);
     if (!found || size > (size_t)(found->base + found->size - (const char *)address)) return 0;
     if (found->kind == REGISTERED) return !is_device;
-    return is_device && (found->kind != RESERVED || (found->is_mapped && found->has_access));
+    return is_device && (found->kind != RESERVED || (found->is_mapped && (found->access & (is_written ? 2 : 1))));
 }
 
 static Range *add_range(int kind, void *base, size_t size, int ordinal, int fd) {
@@ -288,16 +294,40 @@ static struct timespec in_us(long microseconds) {
 
 static int is_done(Event *event, uint64_t count) { return atomic_load(&event->page->done[count % RECORDS]) >= count; }
 
-static int is_due(const Work *work) { return work->kind != WAIT || is_done(work->event, work->count); }
+/* CUstreamWaitValue_flags: greater or equal, equal, and, nor. */
+static int is_there(const Work *work) {
+    uint32_t found = atomic_load((_Atomic uint32_t *)work->target), wanted = (uint32_t)work->value;
+    switch (work->count) {
+        case 0: return (int32_t)(found - wanted) >= 0;
+        case 1: return found == wanted;
+        case 2: return (found & wanted) != 0;
+        default: return ~(found | wanted) != 0;
+    }
+}
+
+static int is_due(const Work *work) {
+    if (work->kind == WAIT_WORD) return is_there(work);
+    return work->kind != WAIT || is_done(work->event, work->count);
+}
 
 /* Without the lock: the bytes are nobody's of ours. */
 static void perform(Work *work) {
+    if (work->kind == SPIN) {
+        struct timespec left = {.tv_sec = work->count / 1000000000, .tv_nsec = work->count % 1000000000};
+        while (nanosleep(&left, &left) && errno == EINTR);
+    }
+    if (work->kind == WRITE_WORD) atomic_store((_Atomic uint32_t *)work->target, (uint32_t)work->value);
     if (work->kind == COPY) memmove(work->target, work->staged ? work->staged : work->source, work->size);
     if (work->kind == SET) memset(work->target, work->value, work->size);
     if (work->kind == CALL) work->call(work->target);
 }
 
 static void finish(Stream *stream, Work *work) {
+    if (work->kind == POKE) {
+        /* A kernel that writes where nothing is breaks the context. */
+        if (lies_within(work->target, 4, 1, 1)) memset(work->target, 1, 1);
+        else fault = ILLEGAL_ADDRESS;
+    }
     if (work->kind == RECORD) atomic_store(&work->event->page->done[work->count % RECORDS], work->count);
     if (work->event) { work->event->holds--; drop_event(work->event); }
     free(work->staged);
@@ -369,8 +399,9 @@ static void enqueue(Stream *stream, Work *work) {
         if (each->context == stream->context && !(each->flags & 1)) wait_for(stream, each);
     if (!is_legacy && !(stream->flags & 1)) wait_for(stream, &legacy[stream->context->ordinal]);
     if (work->event) work->event->holds++;
-    long delay = work->kind == WAIT ? 0 : next_delay();
-    if (delay == 0 && !stream->first && is_due(work)) {
+    long delay = work->kind == WAIT || work->kind == WAIT_WORD ? 0 : next_delay();
+    int is_kernel = work->kind == SPIN || work->kind == POKE;
+    if (delay == 0 && !stream->first && is_due(work) && !is_kernel) {
         stream->queued++;
         pthread_mutex_unlock(&lock);
         perform(work);
@@ -434,7 +465,9 @@ static void *idle(void *descriptor) {
 static int begin(void) {
     static int lasting;
     struct sockaddr_un name = {.sun_family = AF_UNIX};
-    snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "fake-cuda-uvmfd-%d", getpid());
+    struct stat space = {0};
+    stat("/proc/self/ns/pid", &space); /* two processes may have one number in two namespaces */
+    snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "fake-cuda-uvmfd-%lu-%d", (unsigned long)space.st_ino, getpid());
     int end = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     int is_listening = end >= 0 && !bind(end, (struct sockaddr *)&name, sizeof name) && !listen(end, 16);
     if (end >= 0) close(end); /* the real one keeps it */
@@ -447,6 +480,7 @@ static int begin(void) {
 CUresult cuInit(unsigned flags) {
     ENTER();
     if (flags) LEAVE(INVALID_VALUE);
+    if (is_initialized && initialized_in != getpid()) LEAVE(NOT_INITIALIZED);
     if (is_initialized) LEAVE(device_count_here ? SUCCESS : NO_DEVICE);
     int there = setting("FAKE_CUDA_DEVICES", 1);
     const char *visible = getenv("CUDA_VISIBLE_DEVICES");
@@ -471,6 +505,7 @@ CUresult cuInit(unsigned flags) {
         start_stream(&legacy[i], &contexts[i], 0);
     }
     is_initialized = 1;
+    initialized_in = getpid();
     if (device_count_here && !begin()) { is_initialized = device_count_here = 0; LEAVE(OPERATING_SYSTEM); }
     LEAVE(device_count_here ? SUCCESS : NO_DEVICE);
 }
@@ -503,7 +538,7 @@ CUresult cuDeviceGetName(char *name, int length, CUdevice device) {
 CUresult cuDeviceGetAttribute(int *found, int attribute, CUdevice device) {
     ENTER(); NEEDS_INIT();
     if (device < 0 || device >= device_count_here) LEAVE(INVALID_DEVICE);
-    *found = attribute == 41 || attribute == 102;
+    *found = attribute == 41 || attribute == 99 || attribute == 102 || attribute == 113;
     if (attribute == 103) *found = !getenv("FAKE_CUDA_NO_DESCRIPTORS");
     if (attribute == 125) *found = !getenv("FAKE_CUDA_NO_EVENTS");
     LEAVE(SUCCESS);
@@ -619,7 +654,7 @@ CUresult cuStreamSynchronize(Stream *handle) {
     Stream *stream = stream_of(handle);
     if (!stream) LEAVE(INVALID_HANDLE);
     drain(stream);
-    LEAVE(SUCCESS);
+    LEAVE(fault);
 }
 
 /* A function of the processor's in a stream: what stands for a kernel here. */
@@ -629,6 +664,62 @@ CUresult cuLaunchHostFunc(Stream *handle, void (*call)(void *), void *argument) 
     if (!stream || !call) LEAVE(stream ? INVALID_VALUE : INVALID_HANDLE);
     Work *work = calloc(1, sizeof *work);
     *work = (Work){.kind = CALL, .call = call, .target = argument};
+    enqueue(stream, work);
+    LEAVE(SUCCESS);
+}
+
+static CUresult queue_word(Stream *handle, CUdeviceptr address, uint32_t value, unsigned flags, int kind) {
+    Stream *stream = stream_of(handle);
+    if (!stream) return INVALID_HANDLE;
+    if (address % 4 || flags > (kind == WAIT_WORD ? 3u : 1u) || !lies_within((void *)address, 4, 1, kind == WRITE_WORD)) return INVALID_VALUE;
+    Work *work = calloc(1, sizeof *work);
+    *work = (Work){.kind = kind, .target = (void *)address, .value = (int)value, .count = flags};
+    enqueue(stream, work);
+    return SUCCESS;
+}
+
+CUresult cuStreamWriteValue32_v2(Stream *stream, CUdeviceptr address, uint32_t value, unsigned flags) {
+    ENTER(); NEEDS_CONTEXT();
+    LEAVE(queue_word(stream, address, value, flags, WRITE_WORD));
+}
+
+CUresult cuStreamWaitValue32_v2(Stream *stream, CUdeviceptr address, uint32_t value, unsigned flags) {
+    ENTER(); NEEDS_CONTEXT();
+    LEAVE(queue_word(stream, address, value, flags, WAIT_WORD));
+}
+
+/* ---- kernels ---- */
+
+static const struct { const char *entry; int kind; } KERNELS[] = {{".entry spin(", SPIN}, {".entry poke(", POKE}};
+
+CUresult cuModuleLoadData(char **found, const char *image) {
+    ENTER(); NEEDS_CONTEXT();
+    if (!strstr(image, ".version")) LEAVE(INVALID_IMAGE);
+    *found = strdup(image);
+    LEAVE(SUCCESS);
+}
+
+CUresult cuModuleGetFunction(const int **found, const char *module, const char *name) {
+    ENTER(); NEEDS_CONTEXT();
+    for (size_t i = 0; i < sizeof KERNELS / sizeof *KERNELS; i++)
+        if (!strncmp(KERNELS[i].entry + 7, name, strlen(name)) && KERNELS[i].entry[7 + strlen(name)] == '(' && strstr(module, KERNELS[i].entry)) {
+            *found = &KERNELS[i].kind;
+            LEAVE(SUCCESS);
+        }
+    LEAVE(NOT_FOUND);
+}
+
+CUresult cuLaunchKernel(const int *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                        unsigned block_z, unsigned shared_bytes, Stream *handle, void **arguments, void **extra) {
+    ENTER(); NEEDS_CONTEXT();
+    (void)shared_bytes;
+    Stream *stream = stream_of(handle);
+    if (!stream) LEAVE(INVALID_HANDLE);
+    if (!grid_x || !grid_y || !grid_z || !block_x || !block_y || !block_z || !arguments || extra) LEAVE(INVALID_VALUE);
+    uint64_t argument;
+    memcpy(&argument, arguments[0], sizeof argument);
+    Work *work = calloc(1, sizeof *work);
+    *work = (Work){.kind = *function, .target = (void *)argument, .count = argument};
     enqueue(stream, work);
     LEAVE(SUCCESS);
 }
@@ -936,7 +1027,7 @@ CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, Allocation ha
         LEAVE(INVALID_VALUE);
     if (mmap(range->base, size, PROT_NONE, MAP_SHARED | MAP_FIXED, object->fd, 0) == MAP_FAILED) LEAVE(OUT_OF_MEMORY);
     range->is_mapped = 1;
-    range->has_access = 0;
+    range->access = 0;
     range->ordinal = object->ordinal;
     range->object = handle;
     object->mappings++;
@@ -948,7 +1039,7 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
     Range *range = range_from((void *)address, RESERVED);
     if (!range || range->size != size || !range->is_mapped) LEAVE(INVALID_VALUE);
     mmap(range->base, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-    range->is_mapped = range->has_access = 0;
+    range->is_mapped = range->access = 0;
     Object *object = object_of(range->object);
     object->mappings--;
     drop_object(object);
@@ -962,7 +1053,7 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const Access *access, 
     if (access->location.type != 1 || access->location.id < 0 || access->location.id >= device_count_here) LEAVE(INVALID_DEVICE);
     int protection = access->flags == 3 ? PROT_READ | PROT_WRITE : access->flags == 1 ? PROT_READ : PROT_NONE;
     if (mprotect(range->base, size, protection)) LEAVE(INVALID_VALUE);
-    range->has_access = access->flags == 3;
+    range->access = access->flags;
     LEAVE(SUCCESS);
 }
 
@@ -991,15 +1082,15 @@ static CUresult copy(Stream *handle, void *target, const void *source, size_t si
     Stream *stream = stream_of(handle);
     if (!stream) return INVALID_HANDLE;
     if (size == 0) return SUCCESS;
-    if ((to_device && !lies_within(target, size, 1)) || (from_device && !lies_within(source, size, 1))) return INVALID_VALUE;
+    if ((to_device && !lies_within(target, size, 1, 1)) || (from_device && !lies_within(source, size, 1, 0))) return INVALID_VALUE;
     Work *work = calloc(1, sizeof *work);
     *work = (Work){.kind = COPY, .target = target, .source = source, .size = size};
-    if (!from_device && !lies_within(source, size, 0)) {
+    if (!from_device && !lies_within(source, size, 0, 0)) {
         /* Ordinary memory that is not pinned is read before the call returns. */
         work->staged = malloc(size);
         memcpy(work->staged, source, size);
     }
-    int waits = !to_device && !lies_within(target, size, 0);
+    int waits = !to_device && !lies_within(target, size, 0, 0);
     enqueue(stream, work);
     if (waits) drain(stream); /* and written before it returns */
     return SUCCESS;
@@ -1030,7 +1121,7 @@ CUresult cuMemsetD8Async(CUdeviceptr target, unsigned char value, size_t size, S
     ENTER(); NEEDS_CONTEXT();
     Stream *stream = stream_of(handle);
     if (!stream) LEAVE(INVALID_HANDLE);
-    if (!lies_within((void *)target, size, 1)) LEAVE(INVALID_VALUE);
+    if (!lies_within((void *)target, size, 1, 1)) LEAVE(INVALID_VALUE);
     Work *work = calloc(1, sizeof *work);
     *work = (Work){.kind = SET, .target = (void *)target, .value = value, .size = size};
     enqueue(stream, work);
