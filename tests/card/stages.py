@@ -91,9 +91,9 @@ _TESTS = Stage(
 
 STAGES = (
     _stage("facts", ("", 15)),
-    _stage("probe", ("", 45)),
+    _stage("probe", ("", 60)),
     _TESTS,
-    _stage("strict", ("", 60), ("hostile", 30)),
+    _stage("strict", ("", 60), ("hostile", 40)),
     _stage("figures", ("", 60)),
     _stage("breadth", ("", 50)),
     _stage("soak", ("", 30)),
