@@ -10,6 +10,7 @@ import os
 import numpy as np
 import triton_python_backend_utils as pb_utils
 import tries_files
+import tries_gpu
 import tries_kernel
 import tries_memory
 import tries_network
@@ -20,6 +21,7 @@ import tries_self
 
 MODULES = {
     "files": tries_files,
+    "gpu": tries_gpu,
     "kernel": tries_kernel,
     "memory": tries_memory,
     "network": tries_network,
