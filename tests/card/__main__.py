@@ -34,6 +34,8 @@ _libc = ctypes.CDLL(None)
 _DEATH_S = 5.0
 # The log of one step ends here. Nobody reads more, and a machine may not give back large files.
 _MOST_LOGGED_BYTES = 1 << 20
+# Of a step's last line, so much is in its result.
+_MOST_SAID = 300
 
 
 def _dies_with_the_runner() -> None:
@@ -91,7 +93,7 @@ class Runner:
                 self._stage(stage, self._ends - last_s)
             self._stage(last, max(self._ends, time.monotonic() + last_s))
         finally:
-            _kill_all(descendants(os.getpid()))
+            _kill_all(_descendants(os.getpid()))
 
     def _stage(self, stage: Stage, ends: float) -> None:
         for steps in stage.rounds:
@@ -129,7 +131,7 @@ class Runner:
         # What one of them had started while the others died is a child of this process by now.
         left: dict[int, str] = {}
         ends = time.monotonic() + 2 * _DEATH_S
-        while (found := set(descendants(os.getpid())) - self._undying) and time.monotonic() < ends:
+        while (found := set(_descendants(os.getpid())) - self._undying) and time.monotonic() < ends:
             commands, undying = _kill_all(found)
             left |= commands
             self._undying |= undying
@@ -190,12 +192,11 @@ class Runner:
             self._write(each, whole + newline)
 
     def _write(self, each: _Running, lines: bytes) -> None:
+        last_line = lines.rstrip().rpartition(b"\n")[2].decode(errors="replace")
+        each.last_line = last_line[:_MOST_SAID] or each.last_line
         if not lines or each.logged_bytes > _MOST_LOGGED_BYTES:
             return
         each.logged_bytes += len(lines)
-        each.last_line = (
-            lines.rstrip().rpartition(b"\n")[2].decode(errors="replace") or each.last_line
-        )
         name = f"[{each.step.name}] ".encode()
         if each.logged_bytes > _MOST_LOGGED_BYTES:
             lines = b"It has printed more than the log has room for: the rest is left out.\n"
@@ -212,7 +213,7 @@ class Runner:
         took_s = time.monotonic() - each.began
         if process.poll() is None:
             each.problems.append(f"killed at its limit of {limit_s:.0f} s")
-            _, undying = _kill_all([process.pid, *descendants(process.pid)])
+            _, undying = _kill_all([process.pid, *_descendants(process.pid)])
             self._undying |= undying
             if process.poll() is None:
                 each.problems.append("does not die: it waits in the kernel")
@@ -265,7 +266,7 @@ def _parents() -> dict[int, int]:
     return found
 
 
-def descendants(of: int) -> list[int]:
+def _descendants(of: int) -> list[int]:
     """Return the children of a process, theirs, and so on."""
     parents, found = _parents(), [of]
     for pid in found:

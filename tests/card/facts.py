@@ -59,14 +59,16 @@ def said(command: list[str], timeout_s: float = 10) -> tuple[int | None, str]:
     return ended.returncode, ended.stdout.strip()
 
 
-def used_memory_mib() -> tuple[float | None, str]:
+def used_memory_mib(timeout_s: float = 5) -> tuple[float | None, str]:
     """Return the memory in use on all cards as nvidia-smi tells it, with its words about cards and processes."""
-    status, cards = said(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"])
+    status, cards = said(
+        ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"], timeout_s
+    )
     if status != 0:
         return None, cards
     used = [float(found) for found in re.findall(r"^[^,]+,[^,]+, (\d+) MiB", cards, re.MULTILINE)]
     asked = ["nvidia-smi", "--query-compute-apps=pid,name,used_memory", "--format=csv,noheader"]
-    processes = said(asked)[1]
+    processes = said(asked, timeout_s)[1]
     return sum(used), f"{cards}\n{processes or 'no process uses a card'}"
 
 

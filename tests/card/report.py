@@ -55,7 +55,9 @@ def _stage(name: str, found: Sequence[Line]) -> str:
     # A step that was killed says more than the result that it had not come to.
     failed.sort(key=lambda line: not _is_step(line))
     first = f"{failed[0]['name']}: {failed[0]['text'] or _value(failed[0])}" if failed else ""
-    took_s = sum(line["value"] or 0 for line in steps)
+    # Steps of a round run side by side.
+    ran = [(line["at_s"], line["value"]) for line in steps if line["value"] is not None]
+    took_s = max(at_s for at_s, _ in ran) - min(at_s - value for at_s, value in ran) if ran else 0
     return f"| {name} | {' | '.join(map(str, counts))} | {took_s:.0f} | {_cell(first)} |"
 
 
@@ -127,8 +129,9 @@ def summary(found: Sequence[Line], after: tuple[float | None, str]) -> list[str]
 def main() -> None:
     folder = Path(os.environ[results.RESULTS])
     found = last_of_each_stage(results.read(folder))
-    after = used_memory_mib()
-    before = used_before(found)
+    # nvidia-smi may never answer.
+    _write(folder, summary(found, (None, "nvidia-smi has not answered")))
+    after, before = used_memory_mib(results.limit_s() / 4), used_before(found)
     if after[0] is None or before is None:
         results.record("nvidia-smi after", None, after[0], "MiB", text=after[1])
     else:
@@ -137,11 +140,15 @@ def main() -> None:
         results.record(
             "nvidia-smi after", is_clean, after[0], "MiB", f"at most {before + 16:.0f}", after[1]
         )
-    page = "\n".join(summary(found, after)) + "\n"
+    page = summary(found, after)
+    _write(folder, page)
+    print("\n".join(page))
+
+
+def _write(folder: Path, page: Sequence[str]) -> None:
     made = folder / f".{NAME}"
-    made.write_text(page)
+    made.write_text("\n".join([*page, ""]))
     os.replace(made, folder / NAME)
-    print(page)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ def add(
         "text": _cut(text, _MOST_TEXT),
         "at_s": round(time.monotonic() - began, 3),
     }
-    written = json.dumps(line, allow_nan=False).encode() + b"\n"
+    # What is no value of JSON's, as a number of numpy's, must not cost a stage its other results.
+    written = json.dumps(line, allow_nan=False, default=str).encode() + b"\n"
     fd = os.open(folder / NAME, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -92,9 +92,10 @@ def _workers(wanted: int) -> list[str]:
 
 
 def main(file: str, workers: int) -> Any:
+    # Libraries of the machine may warn of each other's old names, which is no failure there.
     status = pytest.main(
         [
-            file, "-m", "gpu", "-p", "tests.card.suite", "-p", "no:cacheprovider",
+            file, "-m", "gpu", "-p", "tests.card.suite", "-p", "no:cacheprovider", "-W", "default",
             "--continue-on-collection-errors", "--durations=10", *_workers(workers),
         ]
     )  # fmt: skip

@@ -31,6 +31,7 @@ def test_a_stage_has_its_counts_and_a_step_that_was_killed_before_other_failures
         line("tests", "a", True),
         line("tests", "b", False, text="E   assert 1 | 2\nE   more"),
         line("tests", "c", None),
+        line("tests", "step y", True, 50.0),
         line("tests", "step x", False, 60.02, text="killed at its limit of 60 s"),
     ]
     page = report.summary(found, NO_CARD)

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from tests.card import results, stages
-from tests.card.__main__ import descendants
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -90,10 +89,11 @@ def killed(process: subprocess.Popen[bytes]) -> list[int]:
     """Kill a runner, and return the steps that it had begun."""
     process.send_signal(signal.SIGSTOP)
     wait_until(lambda: _state(process.pid) == "T", what="the runner to stop")
-    begun = descendants(process.pid)
+    # Those that have ended are among them.
+    begun = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     process.wait()
-    return begun
+    return [*map(int, begun)]
 
 
 def wait_for_results(folder: Path, number: int) -> None:
