@@ -186,7 +186,7 @@ def _adds(runtime: moonpool.Runtime) -> None:
 
 
 class Scene:
-    """What a hostile model is to reach: things of the runtime's that it was not sent."""
+    """Things of the runtime's that a hostile model was not sent, and is to reach."""
 
     def __init__(self, folder: Path) -> None:
         self.device: Device = device(0)

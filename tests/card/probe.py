@@ -1,4 +1,4 @@
-"""What the driver of this card does, asked by ctypes alone: a line for each question that the GPU's page leaves open.
+"""Asks this card's driver by ctypes alone: a line for each question that the GPU's page leaves open.
 
     python -m tests.card.probe
 

@@ -64,7 +64,7 @@ class Call:
 
 @dataclass
 class Run:
-    """How a workload went, and what it called."""
+    """Outcome of a workload, and its calls."""
 
     outcome: str = _NOTHING
     text: str = ""

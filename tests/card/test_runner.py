@@ -68,7 +68,7 @@ def run(folder: Path, table: Table, **settings: float) -> list[Mapping[str, Any]
 
 
 def steps(found: list[Mapping[str, Any]]) -> dict[str, tuple[bool | None, str]]:
-    """How each step ended."""
+    """Return how each step ended."""
     return {
         line["name"].removeprefix("step "): (line["ok"], line["text"])
         for line in found
