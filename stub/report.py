@@ -186,10 +186,29 @@ def _about_modules(error: BaseException, text: str, policy: Policy) -> str:  # n
     if not isinstance(error, ModuleNotFoundError):
         return ""
     name = f"{error.name or 'it'}".partition(".")[0][:_MOST_NAME]
+    folder = _folder_beside(name)
+    if folder:
+        return (
+            f"{name} lies in {folder}, in which the runtime was started; models import nothing from there unless the runtime's "
+            f"PYTHONPATH has it: PYTHONPATH={folder}"
+        )
     return (
         f"install {name} for {sys.executable}, under which the model runs, or name an environment that has it in "
         "EXECUTION_ENV_PATH"
     )
+
+
+def _folder_beside(name: str) -> str:
+    """Return the working folder if a module of this name lies there; "" for a module that lies elsewhere.
+
+    Triton's stub imports from its working folder, so such models worked there.
+    """
+    try:
+        folder = os.getcwd()
+        names = os.listdir(folder)
+    except OSError:  # it was deleted, or may not be read
+        return ""
+    return folder if name in names or f"{name}.py" in names else ""
 
 
 # The beginnings of variables with credentials for repositories in the cloud.

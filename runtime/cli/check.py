@@ -20,7 +20,7 @@ from moonpool.runtime.errors import BadEnvironment, LoadFailed
 from moonpool.runtime.isolation.hints import closed_files
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.limits import ConfigLimits
-from moonpool.runtime.model.config.model import ModelConfig, unused_fields
+from moonpool.runtime.model.config.model import ModelConfig, remarks
 from moonpool.runtime.model.config.source import ConfigError
 from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.repository.cloud_address import is_address
@@ -166,11 +166,11 @@ def _configuration(directory: ModelDirectory, rules: HostingRules) -> Iterator[F
     if config.ensemble is not None:
         for line in drawn(config.ensemble):
             yield Finding("step", directory.name, "", line)
-    for field in unused_fields(config.raw):
+    for field, what in remarks(config.raw):
         place = _shown(source.file, source.line(field)) if source.file else ""
-        yield Finding("warning", directory.name, place, f"{field}: has no effect in moonpool yet")
+        yield Finding("warning", directory.name, place, f"{field}: {what}")
     for ignored in directory.ignored():
-        what = "is no version: versions are numbers above 0 without leading zeros"
+        what = "is no version: versions are numbers without leading zeros"
         yield Finding("warning", directory.name, _shown(directory.path / ignored), what)
 
 

@@ -60,7 +60,8 @@ class BackendDirectory:
         absent = f"; there is no backend directory {self.path}" if self._is_absent() else ""
         raise LoadFailed(
             f"unable to find backend library for backend '{name}', try specifying runtime on the model "
-            f"configuration. (There is no {' and no '.join(looked)}{absent}; there are: {known})",
+            f"configuration. (There is no {' and no '.join(looked)}{absent}; there are: {known}. A backend in C++ runs in a "
+            "tritonserver, and `moonpool triton overlay` gives that server's Python models to moonpool.)",
             stage="backend",
         )
 

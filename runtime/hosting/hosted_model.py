@@ -35,7 +35,7 @@ from moonpool.runtime.hosting.supervisor import Supervisor
 from moonpool.runtime.hosting.warmup import Warmup
 from moonpool.runtime.model.backend import Backend, Model, ModelInstance
 from moonpool.runtime.model.config.live import with_count, with_live_options, with_live_parts
-from moonpool.runtime.model.config.model import ModelConfig, unused_fields
+from moonpool.runtime.model.config.model import ModelConfig, remarks
 from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.model.states import MODEL, InstanceState, Machine, ModelState
@@ -167,8 +167,8 @@ class HostedModel:
 
     def _start(self) -> None:
         model = self.model
-        for field in unused_fields(model.config.raw):
-            _log.warning("model '%s': %s has no effect in moonpool yet", model.name, field)
+        for remark in remarks(model.config.raw):
+            _log.warning("model '%s': %s %s", model.name, *remark)
         if model.config.response_cache and self._cache is None:
             _log.warning(_NO_CACHE, model.name)
         instances = [] if model.is_asleep else self._made(specs_of(model.config.instance_groups))

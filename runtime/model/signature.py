@@ -344,7 +344,8 @@ class Signature:
                     f"unexpected inference output '{name}' for model '{self._model}'"
                 )
             indices.append(index)
-        return details._replace(outputs=indices)
+        # One that is asked for twice comes once, as in Triton. The stub takes their number for a proof that all are wanted.
+        return details._replace(outputs=list(dict.fromkeys(indices)))
 
     def _check_count(self, inputs: Mapping[str, object]) -> None:
         for name in inputs:

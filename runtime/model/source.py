@@ -19,6 +19,8 @@ _TRITONS = "TritonPythonModel"
 _NAMED = re.compile(r"(.*\.py):([^\W\d][\w.]*)", re.DOTALL)
 # A class or a function that is a model.
 Definition = type | FunctionType
+# Each classification reads the labels anew.
+_LABELS_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,15 @@ class ModelSource:
             version_directory=version_directory,
             is_directory=True,
         )
+
+    def read_labels(self, filename: str) -> list[str]:
+        """Return the lines of a file with labels. Raises OSError and ValueError.
+
+        Clients get these lines, so it must be a file of the model's own: `LeadsOut` is raised for any other.
+        """
+        own = (self.model_directory, self.version_directory)
+        data = read_file(self.model_directory / filename, _LABELS_BYTES, own)
+        return data.decode(errors="replace").splitlines()
 
     def without_links(self) -> ModelSource:
         """Return the same source by its real paths, for a process that does not see the links on the way."""

@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from moonpool.ipc.policy import LEVELS, is_contained
 from moonpool.runtime.errors import LoadFailed, NotGranted
@@ -148,7 +149,8 @@ def read_grant(text: str) -> str:
 
 def _read(text: str) -> tuple[str, list[tuple[str, object]] | None]:
     """Return the model, and the values that it is granted by key; None for all."""
-    name, colon, rest = text.partition(":")
+    quoted_name, colon, rest = text.partition(":")
+    name = unquote(quoted_name)
     if problem := name_problem(name):
         raise ValueError(f"must be MODEL or MODEL:KEY=VALUE ({problem})")
     return name, [_one_grant(part) for part in _NEXT.split(rest)] if colon else None
@@ -219,7 +221,12 @@ def check_ungranted(
 
 def paste(name: str, found: Iterable[Ask]) -> str:
     """Return the text that grants all this, if all of it is pastable."""
-    return f"{name}:" + ",".join(f"{ask.key}={ask.text}" for ask in found)
+    return f"{_quoted_name(name)}:" + ",".join(f"{ask.key}={ask.text}" for ask in found)
+
+
+def _quoted_name(name: str) -> str:
+    """Quote a name as in an address: without that, its first colon would end it."""
+    return quote(name, safe="+,=@")
 
 
 def as_flag(grant: str) -> str:

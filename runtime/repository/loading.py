@@ -457,7 +457,22 @@ def model_of(
 ) -> Model:
     """Make one version of a model. Raises `ConfigError`."""
     config = ModelConfig.from_dict(_merged(name, raw, changes), source=source, partial=True)
+    _check_labels(config, where)
     return Model(config, ModelOptions.from_parameters(config), version, where)
+
+
+def _check_labels(config: ModelConfig, where: ModelSource) -> None:
+    """Read all files with labels, so that a load and not a classification fails for want of one. Raises `ConfigError`."""
+    for index, output in enumerate(config.raw["output"]):
+        if filename := output["label_filename"]:
+            try:
+                where.read_labels(filename)
+            except (OSError, ValueError) as error:
+                why = getattr(error, "strerror", None) or error
+                what = (
+                    f"failed to open text file for read {where.model_directory / filename}: {why}"
+                )
+                raise config.source.error(f"output[{index}].label_filename", what) from error
 
 
 def _merged(name: str, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from moonpool.runtime.model.config import pbtxt
 from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.model import (
     FILENAMES,
+    FILENAMES_ELSEWHERE,
     MODEL_FILENAME,
     ConfigError,
     ModelConfig,
@@ -188,7 +189,7 @@ class ModelDirectory:
         return ModelConfig.from_dict(raw, source=source, partial=partial)
 
     def versions(self) -> list[int]:
-        """List the versions, ascending: directories whose name is a number above 0.
+        """List the versions, ascending: directories whose name is a number, 0 included.
 
         Other names are ignored, also numbers with leading zeros, which `ignored` lists.
         """
@@ -235,6 +236,9 @@ class ModelDirectory:
             for name in (filename, f"{filename}2") if backend == "pytorch" else (filename,):
                 if any(os.path.exists(folder / name) for folder in folders):
                     return backend
+        for backend, filename in FILENAMES_ELSEWHERE.items():
+            if any(os.path.exists(folder / filename) for folder in folders):
+                return backend
         return ""
 
     def _nothing_there(self, file: Path) -> NoReturn:
@@ -262,7 +266,7 @@ def configurations(folder: Path) -> list[str]:
 def is_version(name: str) -> bool:
     """Tell if a folder of this name is a version of its model."""
     # Eighteen digits fit the 64-bit number that a version is.
-    return re.fullmatch(r"[1-9][0-9]{0,17}", name) is not None
+    return re.fullmatch(r"0|[1-9][0-9]{0,17}", name) is not None
 
 
 def _check_directory(path: Path, title: str) -> None:

@@ -103,8 +103,8 @@ class Metadata:
             "name": name,
             "versions": [str(hosted.model.version)] if version else [str(n) for n in versions],
             "platform": config.raw["platform"] or config.backend,
-            "inputs": _tensors(config.inputs, config.max_batch_size),
-            "outputs": _tensors(config.outputs, config.max_batch_size),
+            "inputs": _tensors(config.declared("input"), config.max_batch_size),
+            "outputs": _tensors(config.declared("output"), config.max_batch_size),
         }
 
     def model_config(self, name: str, version: str = "") -> dict[str, Any]:

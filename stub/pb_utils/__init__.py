@@ -8,6 +8,9 @@ so a model can be tested like any other Python class:
 
 from __future__ import annotations
 
+# Models of Triton's find these three in this module, too.
+import json  # noqa: F401
+import struct  # noqa: F401
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, overload
 
@@ -81,6 +84,13 @@ __all__ = [
     "unload_model",
     "using_decoupled_model_transaction_policy",
 ]
+
+
+def __dir__() -> list[str]:
+    """List what models may use, and not what this module is made of."""
+    hidden = (name for name in globals() if name.startswith("__"))
+    return sorted({*__all__, "json", "np", "struct", *hidden} - {"__all__", "__dir__"})
+
 
 COUNTER = MetricKind.COUNTER
 GAUGE = MetricKind.GAUGE

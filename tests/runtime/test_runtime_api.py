@@ -78,6 +78,10 @@ def test_a_request_may_want_some_outputs_and_say_things(runtime: Runtime) -> Non
         response["sum"]
 
 
+def test_an_output_that_is_asked_for_twice_comes_once_and_alone(runtime: Runtime) -> None:
+    assert set(runtime.infer("add", rows(1), outputs=["SUM", "SUM"])) == {"SUM"}
+
+
 def test_options_of_request_are_those_of_infer(runtime: Runtime) -> None:
     outputs = runtime.infer("add", rows(1), outputs=["VERSION"], request_id="x", priority=1)
     assert {name: array.tolist() for name, array in outputs.items()} == {"VERSION": [[1]]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,22 @@ def test_a_missing_module_leads_to_the_environment_of_the_model(level: str) -> N
     assert first_line(raised.value) == (
         "ModuleNotFoundError: No module named 'nothing_of_that_name'; install nothing_of_that_name for "
         f"{sys.executable}, under which the model runs, or name an environment that has it in EXECUTION_ENV_PATH"
+    )
+
+
+def test_a_module_in_the_working_folder_leads_to_the_path(
+    level: str,  # noqa: ARG001
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "lies_beside.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(ModuleNotFoundError) as raised:
+        import lies_beside  # type: ignore[import-not-found]  # noqa: F401
+    assert first_line(raised.value) == (
+        f"ModuleNotFoundError: No module named 'lies_beside'; lies_beside lies in {tmp_path}, in which the runtime was started; "
+        f"models import nothing from there unless the runtime's PYTHONPATH has it: PYTHONPATH={tmp_path}"
     )
 
 

@@ -14,6 +14,7 @@ from tests.triton.server import BACKENDS
 
 import moonpool
 from moonpool import MoonpoolError
+from moonpool.runtime.server.metadata import Metadata
 
 TIMEOUT_S = 60.0
 _LINE = re.compile(r"^\[\w+\] (.*) \((model\.py:\d+)\)$", re.DOTALL)
@@ -102,6 +103,10 @@ class MoonpoolSide:
         """The configuration as moonpool completed it, in its JSON form."""
         config: dict[str, Any] = json.loads(self._runtime.config(model).json)
         return config
+
+    def metadata(self, model: str) -> dict[str, Any]:
+        """The metadata in its JSON form, as a server has it."""
+        return Metadata(self._runtime).model_metadata(model)
 
     def metrics(self) -> str:
         """The exposition of all metrics."""

@@ -275,3 +275,24 @@ def test_a_generator_is_a_wrong_return(both: Both) -> None:
         "Failed to process the request(s) for model 'returns_0_0', message: Expected a list in the "
         "execute return, found type '<class 'generator'>'.",
     )
+
+
+# The module's own names, and those of moonpool that docs/TRITON_MODELS.md explains.
+MORE = {
+    "COUNTER",
+    "GAUGE",
+    "HISTOGRAM",
+    "InferenceResponseSender",
+    "InferenceTrace",
+    "MemoryType",
+    "Metric",
+    "MetricKind",
+    "ResponseIterator",
+    "empty",
+}
+
+
+def test_the_module_lists_tritons_names_and_few_of_its_own(both: Both) -> None:
+    theirs, ours = both.said("' '.join(name for name in dir(pb_utils) if not name.startswith('_'))")
+
+    assert {*ours.strip("'").split()} == {*theirs.strip("'").split(), *MORE}

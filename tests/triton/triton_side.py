@@ -134,6 +134,17 @@ class TritonSide:
         """The configuration as the server completed it, as a message."""
         return self._stub.ModelConfig(pb.ModelConfigRequest(name=model), timeout=TIMEOUT_S).config
 
+    def metadata(self, model: str) -> dict[str, Any]:
+        """The metadata in its JSON form."""
+        found = self._stub.ModelMetadata(pb.ModelMetadataRequest(name=model), timeout=TIMEOUT_S)
+        sides = {"inputs": found.inputs, "outputs": found.outputs}
+        return {
+            "name": found.name,
+            "versions": list(found.versions),
+            "platform": found.platform,
+            **{side: [_tensor(each) for each in tensors] for side, tensors in sides.items()},
+        }
+
     def metrics(self) -> str:
         """The exposition of all metrics."""
         address = f"http://127.0.0.1:{self.server.metrics_port}/metrics"
@@ -180,6 +191,10 @@ def _load_failure(failure: Failure) -> Failure:
         return failure
     code = found[1].upper().replace(" ", "_")
     return Failure(CODES.get(code, code), found[2])
+
+
+def _tensor(found: Any) -> dict[str, Any]:
+    return {"name": found.name, "datatype": found.datatype, "shape": list(found.shape)}
 
 
 def _request(

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from moonpool.ipc.messages import MAX_DIMS
 from moonpool.runtime.model.checksums import Checksum, checksums
@@ -132,7 +134,19 @@ MODEL_FILENAME = "model.py"
 FILENAMES = {PYTHON_BACKEND: MODEL_FILENAME, "onnxruntime": "model.onnx", "pytorch": "model.pt"}
 # The backends of moonpool that run a library's own format. They act on fields that Triton's Python backend ignores.
 _OF_LIBRARIES = FILENAMES.keys() - {PYTHON_BACKEND}
-_PLATFORMS = {"onnxruntime_onnx": "onnxruntime", "pytorch_libtorch": "pytorch"}
+# Files of backends that moonpool does not have. With their names the error says which backend is missing, as in Triton.
+FILENAMES_ELSEWHERE = {
+    "tensorrt": "model.plan",
+    "tensorflow": "model.savedmodel",
+    "openvino": "model.xml",
+}
+_PLATFORMS = {
+    "onnxruntime_onnx": "onnxruntime",
+    "pytorch_libtorch": "pytorch",
+    "tensorrt_plan": "tensorrt",
+    "tensorflow_graphdef": "tensorflow",
+    "tensorflow_savedmodel": "tensorflow",
+}
 _SEQUENCE_IDLE_MICROSECONDS = 1_000_000
 
 
@@ -220,10 +234,20 @@ _ACTED_ON: dict[str, frozenset[str]] = {
     "ModelVersionPolicy.All": frozenset(),
     "ModelVersionPolicy.Specific": frozenset(["versions"]),
     "ModelInput": frozenset(
-        ["name", "data_type", "dims", "reshape", "optional", "allow_ragged_batch"]
+        [
+            "name",
+            "data_type",
+            "format",
+            "dims",
+            "reshape",
+            "is_shape_tensor",
+            "allow_ragged_batch",
+            "optional",
+            "is_non_linear_format_io",
+        ]
     ),
     "ModelTensorReshape": frozenset(["shape"]),
-    "ModelOutput": frozenset(["name", "data_type", "dims", "reshape", "label_filename"]),
+    "ModelOutput": frozenset(MESSAGES["ModelOutput"]),
     "ModelDynamicBatching": frozenset(MESSAGES["ModelDynamicBatching"]),
     "ModelQueuePolicy": frozenset(MESSAGES["ModelQueuePolicy"]),
     **{name: frozenset(MESSAGES[name]) for name in MESSAGES if name.startswith("ModelSequence")},
@@ -238,10 +262,30 @@ _ACTED_ON: dict[str, frozenset[str]] = {
 }
 
 
+class Remark(NamedTuple):
+    """A field of a configuration that does something else than its author may expect, or nothing."""
+
+    field: str
+    what: str
+
+
+def remarks(raw: Mapping[str, object]) -> list[Remark]:
+    """Return what the log and `moonpool check` say of a configuration that can be used."""
+    found = [Remark(field, "has no effect in moonpool") for field in unused_fields(raw)]
+    for side in ("input", "output"):
+        names = Counter(io["name"] for io in normalise(raw)[side])
+        found += [
+            Remark(side, f"declares '{name}' {count} times, and the first one counts")
+            for name, count in names.items()
+            if count > 1
+        ]
+    return found
+
+
 def unused_fields(raw: Mapping[str, object]) -> list[str]:
     """Return the fields that are set and that moonpool does not act on.
 
-    They are paths without indices, such as `input.format`, in the order of the schema, each once. A field
+    They are paths without indices, such as `optimization.cuda`, in the order of the schema, each once. A field
     at its default counts as not set.
     """
     full = normalise(raw)
@@ -285,7 +329,6 @@ _FILLED_IN = {
         "gather_kernel_buffer_threshold": 0,
         "eager_batching": False,
     },
-    "input.format": "FORMAT_NONE",
 }
 
 
@@ -297,8 +340,10 @@ def _is_set(path: str, value: object) -> bool:
     return value is not None and value not in ("", 0, False, [], {})
 
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-# The longest name of a tensor, an instance group and so on. Together with the number of an instance it fits any message.
+# Triton serves these signs unquoted over HTTP and gRPC. It fails or hangs with spaces and other alphabets.
+_NAME = re.compile(r"[A-Za-z0-9_.+,=@:-]+")
+_BACKEND = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# The longest name of a model, a tensor, an instance group and so on. Together with the number of an instance it fits any message.
 MAX_NAME_BYTES = 512
 _IS_NAME = re.compile("(^|_)(name|filename)$")
 _ILLEGAL = frozenset(";|&$`<>()[]{}\\\"'*?~#!")
@@ -310,8 +355,8 @@ def name_problem(name: str) -> str:
         return "model configuration must specify 'name'"
     if _ILLEGAL.intersection(name):
         return "Invalid stub name: contains invalid characters"
-    if not _NAME.fullmatch(name) or name in (".", ".."):
-        return f"model name {name[:80]!r} must be 1 to 64 letters, digits, '_', '.' or '-'"
+    if not _NAME.fullmatch(name) or len(name) > MAX_NAME_BYTES or name in (".", ".."):
+        return f"model name {name[:80]!r} must be 1 to {MAX_NAME_BYTES} letters, digits and signs of '_.-+,=@:'"
     return ""
 
 
@@ -348,9 +393,12 @@ def _check_names(raw: Raw, source: Source) -> None:
     if platform == ENSEMBLE:
         return
     if not backend:
-        what = f"unexpected platform type '{platform}' for {name}; specify backend: \"python\""
+        what = (
+            f"unexpected platform type '{platform}' for {name}; specify as backend one of {', '.join(FILENAMES)}, or the name of "
+            "a Python-based backend"
+        )
         raise source.error("backend", what)
-    if not _NAME.fullmatch(backend) or backend in (".", ".."):
+    if not _BACKEND.fullmatch(backend) or backend in (".", ".."):
         raise source.error("backend", f"is no name of a backend: {backend[:80]!r} for {name}")
     _check_filename(raw["default_model_filename"], "default_model_filename", backend, source)
     _check_filename(raw["runtime"], "runtime", "", source)
@@ -454,19 +502,25 @@ def _max_batch_size(raw: Raw, source: Source) -> int:
 
 def _tensors(raw: Raw, side: str, source: Source, *, partial: bool) -> tuple[TensorConfig, ...]:
     """Read the inputs or the outputs. `side` is "input" or "output"."""
-    seen: set[str] = set()
     result = []
     for index, io in enumerate(raw[side]):
         path = f"{side}[{index}]"
-        tensor = _tensor(io, raw, f"model {side} ", path, source, partial=partial)
-        if tensor.name in seen:
-            what = f"model {side} '{tensor.name}' is specified twice for {raw['name']}"
-            raise source.error(f"{path}.name", what)
-        seen.add(tensor.name)
-        result.append(tensor)
+        result.append(_tensor(io, raw, f"model {side} ", path, source, partial=partial))
+        is_known = bool(io["dims"]) or not partial
+        if is_known and io.get("format", "FORMAT_NONE") != "FORMAT_NONE" and len(io["dims"]) != 3:
+            what = f"model input NHWC/NCHW require 3 dims for {raw['name']}"
+            raise source.error(f"{path}.format", what)
     if not partial:
         _check_present(raw, side, source)
     return tuple(result)
+
+
+def _once(tensors: Iterable[TensorConfig]) -> tuple[TensorConfig, ...]:
+    """Return the first tensor of each name."""
+    found: dict[str, TensorConfig] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.name, tensor)
+    return tuple(found.values())
 
 
 def _check_present(raw: Raw, side: str, source: Source) -> None:
@@ -477,6 +531,13 @@ def _check_present(raw: Raw, side: str, source: Source) -> None:
     if side == "input" and not raw["input"] and raw["max_batch_size"] > 0:
         what = f"a model with max_batch_size > 0 needs an input to batch for {name}"
         raise source.error(side, what)
+
+
+# Fields of tensors that only TensorRT acts on, with Triton's texts for all other backends.
+_OF_TENSORRT = {
+    "is_shape_tensor": "shape tensors are only supported for TensorRT platform",
+    "is_non_linear_format_io": "Non-linear IO format is only supported for the TensorRT platform",
+}
 
 
 def _tensor(
@@ -495,6 +556,9 @@ def _tensor(
     if rank > MAX_DIMS:
         what = f"{prefix}has {rank} dimensions with the batch; at most {MAX_DIMS}{suffix}"
         raise source.error(f"{path}.dims", what)
+    for name, what in _OF_TENSORRT.items():
+        if io[name]:
+            raise source.error(f"{path}.{name}", f"{what}{suffix}")
     datatype = io["data_type"].removeprefix("TYPE_")
     return TensorConfig(
         name=io["name"],
@@ -552,8 +616,8 @@ def _version_policy(raw: Raw, source: Source) -> VersionPolicy:
     policy = raw["version_policy"]
     if "specific" in policy:
         versions = tuple(policy["specific"]["versions"])
-        if any(version < 1 for version in versions):
-            what = f"versions must be integer >= 1 for {raw['name']}"
+        if any(version < 0 for version in versions):
+            what = f"versions must be integer >= 0 for {raw['name']}"
             raise source.error("version_policy.specific.versions", what)
         return VersionPolicy("specific", 0, versions)
     if "latest" in policy:
@@ -748,6 +812,7 @@ class ModelConfig:
     name: str
     backend: str
     max_batch_size: int
+    # By name, each once.
     inputs: tuple[TensorConfig, ...]
     outputs: tuple[TensorConfig, ...]
     instance_groups: tuple[InstanceGroup, ...]
@@ -798,8 +863,8 @@ class ModelConfig:
             name=full["name"],
             backend=full["backend"] if ensemble is None else ENSEMBLE,
             max_batch_size=_max_batch_size(full, source),
-            inputs=_tensors(full, "input", source, partial=partial),
-            outputs=_tensors(full, "output", source, partial=partial),
+            inputs=_once(_tensors(full, "input", source, partial=partial)),
+            outputs=_once(_tensors(full, "output", source, partial=partial)),
             instance_groups=groups,
             dynamic_batching=_dynamic_batching(full, source, partial=partial),
             sequence_batching=sequence_batching(
@@ -825,6 +890,10 @@ class ModelConfig:
         """The states of sequences that moonpool keeps for the model."""
         batching = self.sequence_batching
         return () if batching is None or self.has_states_elsewhere else batching.states
+
+    def declared(self, side: str) -> tuple[TensorConfig, ...]:
+        """Return the tensors of `input` or `output` as they are declared: one that is there twice is listed twice."""
+        return _tensors(self.raw, side, self.source, partial=True)
 
     @property
     def uses_gpu(self) -> bool:

@@ -756,8 +756,8 @@ def _shown(option: Option) -> str:
 
 SANDBOX_KEY = "MOONPOOL_SANDBOX"
 _BY_KEY = {option.key: option for option in OPTIONS}
-# A name of a model has none but these characters and no star, so a colon ends it and a star makes a pattern.
-_PATTERN = re.compile(r"[A-Za-z0-9_.*-]+")
+# A colon ends the name, and a star makes a pattern, which also fits names with `:`, `,` or `=`.
+_PATTERN = re.compile(r"[A-Za-z0-9_.+@*-]+")
 
 
 @dataclass(frozen=True, slots=True)

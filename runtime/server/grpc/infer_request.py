@@ -110,14 +110,14 @@ class GrpcRequestPlan(RequestPlan):
         if place is not None:
             self.places[output.name] = place
 
-    def _details(self, request_id: str, forwarded: dict[str, Parameter] | None) -> Details | None:
+    def _details(self, request_id: str, forwarded: Mapping[str, str] | None) -> Details | None:
         own = self.parameters
         custom = {**own.custom, **forwarded} if forwarded else own.custom
         return details_of(
             request_id, own.sequence_id, own.flags, own.timeout_us, own.priority, custom
         )
 
-    def details_of(self, request_id: str, forwarded: dict[str, Parameter] | None) -> Details | None:
+    def details_of(self, request_id: str, forwarded: Mapping[str, str] | None) -> Details | None:
         """Return the details of one of these requests. Raises `InvalidRequest`."""
         if not (request_id or forwarded):
             return self.details
@@ -206,7 +206,7 @@ class InferMessage:
         return self.plan
 
     def request(
-        self, service: Service, hosted: Hosted, forwarded: dict[str, Parameter] | None = None
+        self, service: Service, hosted: Hosted, forwarded: Mapping[str, str] | None = None
     ) -> InferenceRequest:
         """Return the request for this model. Its inputs are views on the message.
 

@@ -10,14 +10,13 @@ request was submitted: if the client has gone by then, it cancels the request at
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from functools import partial
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import ModelNotFound
 from moonpool.runtime.hosting.model_control import version_of
-from moonpool.runtime.model.request import InferenceRequest, Parameter, Response
+from moonpool.runtime.model.request import InferenceRequest, Response
 from moonpool.runtime.process.threads import TaskPool
 from moonpool.runtime.server.grpc.call import GrpcCall, Message, Metadata
 from moonpool.runtime.server.grpc.infer_request import GrpcRequestPlan, InferMessage
@@ -26,6 +25,7 @@ from moonpool.runtime.server.grpc.options import GrpcOptions
 from moonpool.runtime.server.grpc.status import UNREADABLE, Status, status_of
 from moonpool.runtime.server.grpc.wire import BadProtobuf
 from moonpool.runtime.server.inference.call import InferCall, Inference
+from moonpool.runtime.server.inference.forwarding import ForwardedHeaders
 from moonpool.runtime.server.inference.request import (
     Hosted,
     check_has_one_response,
@@ -46,8 +46,7 @@ class GrpcInference(Inference):
         self, service: Service, loop: asyncio.AbstractEventLoop, options: GrpcOptions
     ) -> None:
         super().__init__(service, loop, TaskPool(_COPYING_THREADS, "moonpool-grpc-copying"))
-        pattern = options.header_forward_pattern
-        self._forwards = re.compile(pattern) if pattern else None
+        self._forwarding = ForwardedHeaders(options.header_forward_pattern)
 
     def find(self, message: InferMessage) -> Hosted:
         """Return the model that is asked. Raises `ModelNotFound`, `ModelUnavailable`, `InvalidRequest`."""
@@ -65,15 +64,11 @@ class GrpcInference(Inference):
         check_has_one_response(hosted, "ModelInfer RPC")
         return hosted
 
-    def forwarded(self, metadata: Metadata) -> dict[str, Parameter] | None:
-        """Return the headers that models get as parameters."""
-        if self._forwards is None:
-            return None
-        return {
-            key: value
-            for key, value in metadata
-            if isinstance(value, str) and self._forwards.fullmatch(key)
-        }
+    def _forwarded(self, metadata: Metadata) -> dict[str, str]:
+        """Return the headers that models get as parameters. Raises `InvalidRequest` for reserved names."""
+        return self._forwarding.choose(
+            (key, value) for key, value in metadata if isinstance(value, str)
+        )
 
     def trace(
         self, call: GrpcCall, hosted: Hosted, message: InferMessage, request: InferenceRequest
@@ -131,7 +126,10 @@ class GrpcInference(Inference):
         refuse: Callable[[BaseException], object],
     ) -> None:
         """Give the request for this model to `take`, or the error to `refuse`."""
-        make = partial(message.request, self.service, hosted, self.forwarded(metadata))
+
+        def make() -> InferenceRequest:
+            return message.request(self.service, hosted, self._forwarded(metadata))
+
         self.work(make, take, refuse, is_long=self._copied_bytes(message, hosted) > LARGE_BYTES)
 
     def _copied_bytes(self, message: InferMessage, hosted: Hosted) -> int:

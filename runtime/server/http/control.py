@@ -13,7 +13,7 @@ from typing import Any
 from moonpool.runtime.errors import InvalidRequest, ModelError
 from moonpool.runtime.server.http.generate import generate, generate_stream
 from moonpool.runtime.server.http.head import JSON, TEXT, Headers
-from moonpool.runtime.server.http.json_text import NotJson, member
+from moonpool.runtime.server.http.json_text import NotJson, dumps, member
 from moonpool.runtime.server.http.options import HttpOptions
 from moonpool.runtime.server.http.routes import (
     Endpoint,
@@ -54,16 +54,17 @@ class Endpoints:
 
     async def live(self, _: RouteRequest) -> RouteReply:
         """Answer while the server answers at all."""
-        return RouteReply(200, TEXT)
+        return reply({"live": True})
 
     async def ready(self, _: RouteRequest) -> RouteReply:
         """Tell whether the server takes requests."""
-        return RouteReply(200 if self._service.metadata.is_ready() else 400, TEXT)
+        is_ready = self._service.metadata.is_ready()
+        return RouteReply(200 if is_ready else 400, JSON, dumps({"ready": is_ready}))
 
     async def model_ready(self, request: RouteRequest) -> RouteReply:
         """Tell whether a model takes requests."""
         if await self._elsewhere(self._service.metadata.model_ready, *request.model):
-            return RouteReply(200, TEXT)
+            return reply({"name": request.model[0], "ready": True})
         return failure(400, "Model version not ready", TEXT)
 
     async def server(self, _: RouteRequest) -> RouteReply:

@@ -131,25 +131,47 @@ def _request(hosted: Hosted, body: bytes, forwarded: Mapping[str, str]) -> Infer
         request_id = member(root, "id", str) or ""
     except NotJson as error:
         raise NotJson(f"Unable to parse 'id': {error}") from None
-    inputs: dict[str, Input] = {}
-    parameters: dict[str, Parameter] = {}
-    for key, value in root.items():
-        if key in tensors:
-            inputs[key] = _input(tensors[key], value, config.max_batch_size > 0)
-        elif key == "parameters":
-            if not isinstance(value, dict):
-                raise NotJson(
-                    "Expected JSON object for keyword: 'parameters': attempt to access JSON "
-                    "non-object as object"
-                )
-            try:
-                parameters |= {inner: _parameter(inner, each) for inner, each in value.items()}
-            except InvalidRequest as error:
-                raise InvalidRequest(f"Converting keyword: 'parameters': {error}") from None
-        else:
-            parameters[key] = _parameter(key, value)
-    details = details_of(request_id, 0, 0, 0, 0, parameters)
-    return make_request(hosted, inputs, None, with_parameters(details, forwarded))
+    members = _Members(tensors, config.max_batch_size > 0)
+    members.read(root, nested="parameters")
+    details = details_of(request_id, 0, 0, 0, 0, members.parameters)
+    return make_request(hosted, members.inputs, None, with_parameters(details, forwarded))
+
+
+class _Members:
+    """Inputs and parameters of one request.
+
+    A member with the name of an input is that input, at the top and inside `"parameters"`, where the clients of vLLM and TensorRT-LLM
+    put flags that their models declare as inputs. Every other member is a parameter.
+    """
+
+    def __init__(self, tensors: Mapping[str, TensorConfig], is_batch: bool) -> None:
+        self.inputs: dict[str, Input] = {}
+        self.parameters: dict[str, Parameter] = {}
+        self._tensors = tensors
+        self._is_batch = is_batch
+
+    def read(self, members: Mapping[str, Any], *, nested: str = "") -> None:
+        """Add the members of an object, and those of its member `nested`. Raises `InvalidRequest`, `NotJson`, `BadJson`."""
+        for key, value in members.items():
+            if key in self._tensors:
+                if key in self.inputs:
+                    raise InvalidRequest(f"input '{key}' already exists in request")
+                self.inputs[key] = _input(self._tensors[key], value, self._is_batch)
+            elif key == nested:
+                self._read_nested(key, value)
+            else:
+                self.parameters[key] = _parameter(key, value)
+
+    def _read_nested(self, key: str, value: object) -> None:
+        if not isinstance(value, dict):
+            raise NotJson(
+                f"Expected JSON object for keyword: '{key}': attempt to access JSON non-object as object"
+            )
+        try:
+            self.read(value)
+        except MoonpoolError as error:
+            kind = InvalidRequest if isinstance(error, InvalidRequest) else NotJson
+            raise kind(f"Converting keyword: '{key}': {error}") from None
 
 
 def _parameter(key: str, value: object) -> Parameter:
@@ -176,10 +198,7 @@ def _input(tensor: TensorConfig, value: Any, is_batch: bool) -> Input:
         )
     if is_batch:
         shape.insert(0, 1)
-    try:
-        return of_values(tensor.name, CODES[tensor.datatype], shape, values)
-    except NotJson as error:
-        raise NotJson(str(error)) from None
+    return of_values(tensor.name, CODES[tensor.datatype], shape, values)
 
 
 def _shown(hosted: Hosted, response: Response, most_bytes: int) -> bytes:

@@ -9,12 +9,14 @@ from http import HTTPStatus
 from typing import NamedTuple, Protocol
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.hosting.model_control import version_of
 from moonpool.runtime.server.http.connection import HttpExchange, http_status
-from moonpool.runtime.server.http.head import TEXT, BadHttpMessage, Head, Headers, path_of
+from moonpool.runtime.server.http.head import JSON, TEXT, BadHttpMessage, Head, Headers, path_of
 from moonpool.runtime.server.http.inference import HttpInference, InferTarget
 from moonpool.runtime.server.http.routes import RouteTable
 from moonpool.runtime.server.http.turns import LONG_BYTES
+from moonpool.runtime.server.inference.forwarding import ForwardedHeaders
 from moonpool.runtime.server.page.content import PAGE
 from moonpool.runtime.server.restriction import Origins, Restriction, refused_type
 
@@ -74,8 +76,7 @@ class HttpHandler:
         self._others = others
         self._restriction = restriction
         self._origins = origins
-        pattern = header_forward_pattern
-        self._forwards = re.compile(pattern) if pattern else None
+        self._forwarding = ForwardedHeaders(header_forward_pattern)
 
     def handle(self, exchange: HttpExchange) -> None:
         """Answer the request, or give it to the part that answers it."""
@@ -115,11 +116,11 @@ class HttpHandler:
 
     def _make_plan(self, head: Head) -> _Plan:
         path = path_of(head)
-        if self._forwards is not None:
-            headers = ((k.decode("latin-1"), v.decode("latin-1")) for k, v in head.headers.items())
-            head.forwarded = {key: text for key, text in headers if self._forwards.fullmatch(key)}
         found = _INFER.fullmatch(path)
-        refusal = self._refusal(head, path, "inference" if found else _api_of(path))
+        api = "inference" if found else _api_of(path)
+        refusal = self._refusal(head, path, api)
+        if refusal is None and api == "inference":
+            refusal = self._forward(head)
         if refusal is not None or found is None:
             return _Plan(refusal, None)
         if head.method != "POST":
@@ -130,6 +131,15 @@ class HttpHandler:
         except MoonpoolError as error:
             return _Plan((http_status(error), str(error), TEXT), None)
         return _Plan(None, InferTarget(model, number, head.headers))
+
+    def _forward(self, head: Head) -> tuple[int, str, Headers] | None:
+        """Keep the headers that the model gets, or return the refusal of one."""
+        headers = ((k.decode("latin-1"), v.decode("latin-1")) for k, v in head.raw_headers)
+        try:
+            head.forwarded = self._forwarding.choose(headers)
+        except InvalidRequest as error:
+            return http_status(error), str(error), JSON
+        return None
 
     def _refusal(self, head: Head, path: str, api: str | None) -> tuple[int, str, Headers] | None:
         header = header_of(head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -15,6 +16,7 @@ _MEMORABLE_BYTES = 2048
 # This header says how much of a body is JSON. Without it, all of the body is.
 HEADER_LENGTH = b"inference-header-content-length"
 _VERSIONS = ("1.0", "1.1")
+_WHOLE_URL = re.compile(rb"https?://([^/?]*)(.*)", re.IGNORECASE | re.DOTALL)
 # Headers that decide where a request ends, who sent it and how it is read.
 _SINGLE = frozenset(
     (
@@ -73,9 +75,10 @@ class Head:
         self.method = method
         self.target = target
         self.version = version
+        # As they were sent.
         self.raw_headers = raw
         # By lower-case name. Several values of one name are joined with commas.
-        self.headers = dict(raw)
+        self.headers = {name.lower(): value for name, value in raw}
         if len(self.headers) != len(raw):
             self.headers = _joined(raw)
         self.content_length = int(self.headers.get(b"content-length", b"0"))
@@ -103,13 +106,16 @@ class HeadParser:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called by httptools."""
-        self._headers.append((name.lower(), value))
+        self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """Called by httptools."""
         parser = self._parser
         method = parser.get_method().decode()
-        self.head = Head(method, self._target, parser.get_http_version(), self._headers)
+        host, target = _parts_of(self._target)
+        self.head = Head(method, target, parser.get_http_version(), self._headers)
+        if host is not None:
+            self.head.headers[b"host"] = host
         self.head.keeps_alive = parser.should_keep_alive()
 
     def feed(self, piece: bytes) -> None:
@@ -153,7 +159,7 @@ class HeadParser:
 def _joined(raw: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
     values: defaultdict[bytes, list[bytes]] = defaultdict(list)
     for name, value in raw:
-        values[name].append(value)
+        values[name.lower()].append(value)
     return {name: b", ".join(given) for name, given in values.items()}
 
 
@@ -163,7 +169,8 @@ def _check_repeated(head: Head) -> None:
     A proxy in front of this server may go by the other one.
     """
     seen = set()
-    for name, _ in head.raw_headers:
+    for sent, _ in head.raw_headers:
+        name = sent.lower()
         if name in seen and name in _SINGLE:
             raise BadHttpMessage(
                 HTTPStatus.BAD_REQUEST, f"malformed request: two headers '{name.decode()}'"
@@ -192,6 +199,19 @@ class Heads:
         if len(raw) <= _MEMORABLE_BYTES:
             self._known.keep(raw, head)
         return head
+
+
+def _parts_of(target: bytes) -> tuple[bytes | None, bytes]:
+    """Return the host, if the target names one, and the path with its query.
+
+    Clients of a proxy send a whole URL, and a server has to accept it; its host counts and the header `Host` does not (RFC 9112,
+    section 3.2.2). The forms of CONNECT and of `OPTIONS *` stay as they are: no path is equal to them.
+    """
+    found = _WHOLE_URL.fullmatch(target)
+    if found is None:
+        return None, target
+    host, path = found.groups()
+    return host, path if path.startswith(b"/") else b"/" + path
 
 
 def path_of(head: Head) -> str:

@@ -16,13 +16,12 @@ from moonpool.ipc.tensors import BF16, BYTES, CODES, DTYPES, NAMES, encode_bytes
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.request import WireTensor
-from moonpool.runtime.process.files import LeadsOut, read_file
+from moonpool.runtime.process.files import LeadsOut
 from moonpool.runtime.server.inference.tensors import to_bytes
 from moonpool.runtime.stubs.regions import is_clients
 
 _UNCOUNTABLE = (CODES["BOOL"], CODES["FP16"], BYTES, BF16)
 # A file of labels is read for each request that asks for classes.
-_LABELS_BYTES = 4 << 20
 
 
 def copied_bytes(outputs: Iterable[WireTensor]) -> int:
@@ -93,18 +92,14 @@ def read_labels(find: FindModel, model: Model, output: str) -> list[str]:
     filename = described[0].get("label_filename", "") if described else ""
     if not filename:
         return _labels_of_step(find, model, output)
-    source = model.source
     try:
-        # Clients get its lines, so it must be a file of the model's own.
-        own = (source.model_directory, source.version_directory)
-        data = read_file(source.model_directory / filename, _LABELS_BYTES, own)
+        return model.source.read_labels(filename)
     except LeadsOut as error:
         what = "their file is not in the model's directory"
         raise ModelError(f"cannot read the labels of output '{output}': {what}") from error
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ModelError(f"cannot read the labels of output '{output}': {why}") from error
-    return data.decode(errors="replace").splitlines()
 
 
 def _labels_of_step(find: FindModel, model: Model, tensor: str) -> list[str]:

@@ -281,7 +281,7 @@ http-address text: The address to listen at; `0.0.0.0` is all of IPv4, `::` all 
 http-port port: The port; 0 takes a free one.
 reuse-http-port boolean: Let several servers listen at the same port.
 http-restricted-api text*: `<api,api,…>:<header>=<value>`: requests for these APIs must have this header. The APIs are health, metadata, inference, shared-memory, model-config, model-repository, statistics, trace, logging.
-http-header-forward-pattern regex: Headers whose whole name, in lower case, matches this regular expression become parameters of requests.
+http-header-forward-pattern regex: Headers whose name matches this regular expression, in any case and in any part, become parameters of requests. Names of Triton's own parameters are refused.
 http-server-cert path: A certificate in PEM form. With it, the port speaks TLS.
 http-server-key path: The private key of the certificate.
 http-max-input-size positive: The largest body of a request, before and after decompression. Larger ones are refused with Triton's text. JSON may be as large, unless `--http-max-json-bytes` is given. Without this option the next three limits hold.
@@ -297,7 +297,7 @@ allow-grpc boolean: Serve gRPC.
 grpc-address text: The address to listen at.
 grpc-port port: The port; 0 takes a free one.
 reuse-grpc-port boolean: Let several servers listen at the same port.
-grpc-header-forward-pattern regex: Headers whose whole name matches this regular expression become parameters of requests.
+grpc-header-forward-pattern regex: Headers whose name matches this regular expression, in any case and in any part, become parameters of requests. Names of Triton's own parameters are refused.
 grpc-use-ssl boolean: Speak TLS.
 grpc-use-ssl-mutual boolean: Speak TLS, and require certificates of clients.
 grpc-server-cert path: The certificate in PEM form.

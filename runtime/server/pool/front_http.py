@@ -182,7 +182,7 @@ def _cancel(task: asyncio.Task[None]) -> None:
 
 def _request(head: Head, body_bytes: int) -> bytes:
     lines = [b"%b %b HTTP/1.1" % (head.method.encode(), head.target)]
-    lines += [b"%b: %b" % pair for pair in head.raw_headers if pair[0] not in _OWN_HEADERS]
+    lines += [b"%b: %b" % pair for pair in head.raw_headers if pair[0].lower() not in _OWN_HEADERS]
     if body_bytes or head.method not in ("GET", "HEAD"):
         lines.append(b"content-length: %d" % body_bytes)
     return b"\r\n".join([*lines, b"", b""])

@@ -192,14 +192,14 @@ class TestConfig:
 
 
 class TestVersions:
-    def test_versions_are_numbers_above_zero(self, tmp_path: Path) -> None:
+    def test_versions_are_numbers_without_leading_zeros(self, tmp_path: Path) -> None:
         add(tmp_path, "m", CONFIG, "10", "2", "0", "003", "-1", "abc", "1.5", "²", "9" * 19)
         (tmp_path / "m" / "7").write_text("a file")
 
         model = ModelRepository(tmp_path).find("m")
 
-        assert model.versions() == [2, 10]
-        assert model.ignored() == ["0", "003", "9" * 19, "²"]
+        assert model.versions() == [0, 2, 10]
+        assert model.ignored() == ["003", "9" * 19, "²"]
 
     @pytest.mark.parametrize(
         ("policy", "chosen"),

@@ -147,6 +147,21 @@ def test_a_parameter_that_json_does_not_have_is_refused(serve: Serve) -> None:
             stub.ModelInfer(asked, timeout=TIMEOUT_S)
 
 
+def test_a_forwarded_header_has_no_reserved_name(serve: Serve) -> None:
+    stub = serve("told", header_forward_pattern="PRIO").stub()
+    asked = messages.ModelInferRequest(model_name="told")
+    asked.inputs.add(name="X", datatype="FP32", shape=[1])
+    asked.raw_input_contents.append(bytes(4))
+
+    text = "Header 'priority' is reserved for Triton usage and cannot be forwarded."
+    with pytest.raises(grpc.RpcError, match=text) as caught:
+        stub.ModelInfer(asked, timeout=TIMEOUT_S, metadata=(("priority", "5"),))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    metadata = (("priority", "5"),)
+    (answer,) = stub.ModelStreamInfer(iter([asked]), timeout=TIMEOUT_S, metadata=metadata)
+    assert answer.error_message == text
+
+
 def test_a_model_is_told_what_came_with_the_request(serve: Serve) -> None:
     stub = serve("told", header_forward_pattern="my-.*").stub()
     asked = messages.ModelInferRequest(model_name="told", id="seven")

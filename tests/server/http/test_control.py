@@ -47,13 +47,13 @@ def controlled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 @pytest.mark.parametrize(
     ("path", "media_type"),
     [
-        ("/v2/health/live", "text/plain"),
-        ("/v2/health/ready", "text/plain"),
+        ("/v2/health/live", "application/json"),
+        ("/v2/health/ready", "application/json"),
         ("/v2", "application/json"),
         (SUMS, "application/json"),
         (SUMS + "/versions/1", "application/json"),
         (SUMS + "/versions/01/config", "application/json"),
-        (SUMS + "/ready", "text/plain"),
+        (SUMS + "/ready", "application/json"),
         (SUMS + "/config", "application/json"),
         (SUMS + "/stats", "application/json"),
         ("/v2/models/stats", "application/json"),
@@ -62,7 +62,7 @@ def controlled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         ("/v2/trace/setting", "application/json"),
         (SUMS + "/trace/setting", "application/json"),
         ("/v2/logging", "application/json"),
-        ("/v2/health/live?x=1", "text/plain"),
+        ("/v2/health/live?x=1", "application/json"),
     ],
 )
 def test_read_only_routes_answer_get_only(serving: Serving, path: str, media_type: str) -> None:
@@ -74,6 +74,14 @@ def test_read_only_routes_answer_get_only(serving: Serving, path: str, media_typ
         refused = serving.ask(method, path)
         assert refused.status == 405
         assert method == "HEAD" or refused.error == "Method Not Allowed"
+
+
+@pytest.mark.promise("HTTP", "Health checks are answered in the JSON form of KServe v2.")
+def test_health_is_told_as_json(serving: Serving) -> None:
+    assert serving.get("/v2/health/live").value == {"live": True}
+    assert serving.get("/v2/health/ready").value == {"ready": True}
+    name = SUMS.rpartition("/")[2]
+    assert serving.get(f"{SUMS}/ready").value == {"name": name, "ready": True}
 
 
 @pytest.mark.promise("HTTP", "Each path answers only its methods. …")

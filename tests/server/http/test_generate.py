@@ -72,6 +72,18 @@ def test_keys_that_are_not_inputs_are_parameters(serving: Serving) -> None:
     }
 
 
+@pytest.mark.promise(
+    "HTTP", "In `generate`, a member of `parameters` with the name of an input is that input."
+)
+def test_inputs_may_lie_in_the_parameters(serving: Serving) -> None:
+    reply = serving.post(MANY, {"text_input": "hi", "parameters": {"count": 2, "temperature": 0}})
+    assert [json.loads(event["told"]) for event in events(reply.body)] == [{"temperature": 0}] * 2
+
+    twice = serving.post(ONE, {"text_input": "a", "parameters": {"text_input": "b"}})
+    text = "Converting keyword: 'parameters': input 'text_input' already exists in request"
+    assert (twice.status, twice.error) == (400, text)
+
+
 @pytest.mark.parametrize(
     ("count", "status", "error"), [(2, 200, _NOT_ONE), (-1, 400, "on purpose")]
 )

@@ -55,6 +55,25 @@ def test_a_restricted_api_asks_for_its_header(guarded: Serving) -> None:
     assert guarded.get("/v2/health/live").status == 200
 
 
+@pytest.mark.promise("HTTP", "A request line may name the whole URL, whose path and host count.")
+def test_a_whole_url_is_what_its_path_is(guarded: Serving) -> None:
+    def status(target: str, host: str = "localhost", headers: str = "") -> int:
+        with Client(guarded.port) as client:
+            client.send(f"GET {target} HTTP/1.1\r\nHost: {host}\r\n{headers}\r\n".encode())
+            return client.answer().status
+
+    url = f"http://localhost:{guarded.port}"
+    assert status(f"{url}/v2/health/live") == 200
+    assert status("HTTP://localhost/v2/health/live?x=http://a/b") == 200
+    assert status(f"{url}/v2/models/add_sub/stats") == 403
+    assert status(f"{url}/v2/models/add_sub/stats", headers="Admin-Key: v\r\n") == 200
+    assert status(url) == status("/")
+    assert status("ftp://localhost/v2/health/live") == 404
+    # Only its host counts for requests of pages.
+    assert status("http://evil.example/v2", headers="User-Agent: Mozilla/5.0\r\n") == 403
+    assert status(f"{url}/v2", "evil.example", headers="User-Agent: Mozilla/5.0\r\n") == 200
+
+
 @pytest.mark.promise("HTTP", "A request is refused if it …")
 def test_a_header_that_stands_twice_is_not_the_one_that_is_asked_for(guarded: Serving) -> None:
     for values in (("wrong", "v"), ("v", "wrong")):

@@ -14,7 +14,7 @@ from tests.server.wire import Reply
 
 # These headers are about the connection, which each server handles in its own way.
 _OF_THE_CONNECTION = {"connection", "content-length", "date", "server", "transfer-encoding"}
-_ID = re.compile(r"^\[request id: .*?\] ")
+_ID = re.compile(r"(?:^|(?<=Converting keyword: 'parameters': ))\[request id: .*?\] ")
 # Each JSON parser has its own words for a mistake and its place.
 _PARSER = re.compile(r"(failed to parse the request JSON buffer: ).*", re.DOTALL)
 # Measured values are never the same twice.

@@ -113,6 +113,32 @@ GENERATE: list[Case] = [
     *_posts("/v2/models/told/generate", {"X": 1.5, "y": 1, "parameters": {"z": 2}}),
     *_posts("/v2/models/told/generate", {"X": 1.5, "priority": 1, "timeout": 5000000}),
     *_posts("/v2/models/told/generate", {"X": True}),
+    *_says(
+        "generate",
+        {"parameters": _HI},
+        {**_HI, "parameters": _HI},
+        b'{"parameters":{"text_input":"a"},"text_input":"b"}',
+    ),
+    *_says(
+        "generate",
+        {**_HI, "parameters": {"count": 2}},
+        {**_HI, "parameters": {"count": "no number"}},
+    ),
+    *_says(
+        "generate",
+        {**_HI, "parameters": {"count": [1], "temperature": 0}},
+        {**_HI, "parameters": {"id": "7"}},
+    ),
+    *_says(
+        "generate",
+        {**_HI, "parameters": {"parameters": {"a": 1}}},
+        {**_HI, "parameters": {"parameters": 1}},
+    ),
+    *_says("generate_stream", {**_HI, "parameters": {"count": 2}}),
+    *_posts(
+        "/v2/models/add_sub/generate",
+        {"parameters": {"INPUT0": [1, 2, 3, 4], "INPUT1": [1, 1, 1, 1]}},
+    ),
     *_posts(
         "/v2/models/every/generate", {"IN_FP16": 1.5}, {"IN_BOOL": True}, {"IN_FP64": [1, 2.5]}
     ),

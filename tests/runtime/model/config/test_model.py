@@ -178,8 +178,13 @@ class TestRefused:
              " dimension for m"),
             ('input { name: "I" data_type: TYPE_FP32 dims: -2 }', 2, "input[0].dims",
              "model input 'I' dimension must be integer >= 1, or -1"),
-            (TENSORS + 'input {\n data_type: TYPE_FP32 dims: 1\n name: "IN" }', 6, "input[1].name",
-             "model input 'IN' is specified twice for m"),
+            ('input { name: "I" data_type: TYPE_FP32 dims: 4\n format: FORMAT_NCHW }', 3, "input[0].format",
+             "model input NHWC/NCHW require 3 dims for m"),
+            ('output { name: "O" data_type: TYPE_FP32 dims: 4\n is_shape_tensor: true }', 3,
+             "output[0].is_shape_tensor", "shape tensors are only supported for TensorRT platform for m"),
+            ('input { name: "I" data_type: TYPE_FP32 dims: 4\n is_non_linear_format_io: true }', 3,
+             "input[0].is_non_linear_format_io",
+             "Non-linear IO format is only supported for the TensorRT platform for m"),
             ('input { name: "I" data_type: TYPE_FP32 dims: 4\n reshape { shape: [ 2, 3 ] } }',
              3, "input[0].reshape", "model input 'I' has different size for dims and reshape for m"),
             ('input { name: "I" data_type: TYPE_FP32 dims: [ -1, 4, -1 ]\n'
@@ -239,7 +244,7 @@ class TestRefused:
              "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true"
              " for m"),
             ("version_policy { specific { versions: [ 1, -3 ] } }\n" + TENSORS, 2,
-             "version_policy.specific.versions", "versions must be integer >= 1 for m"),
+             "version_policy.specific.versions", "versions must be integer >= 0 for m"),
             ("max_batch_size: 2 output { name: \"O\" data_type: TYPE_FP32 dims: 1 }", None, "input",
              "a model with max_batch_size > 0 needs an input to batch for m"),
             ("", None, "input", "must specify inputs and outputs for m"),
@@ -260,8 +265,8 @@ class TestRefused:
             ("", "name: model configuration must specify 'name'"),
             *((f"a{c}b", "name: Invalid stub name: contains invalid characters")
               for c in ";|&$`<>()[]{}\\\"'*?~#!"),
-            *((name, "must be 1 to 64 letters")
-              for name in ("a/b", "..", ".", "x" * 65, "a b", "a\nb", "é", "a\0")),
+            *((name, "must be 1 to 512 letters")
+              for name in ("a/b", "..", ".", "a b", "a\nb", "é", "a\0")),
         ],
     )  # fmt: skip
     def test_a_name_that_could_do_harm_is_refused(self, name: str, what: str) -> None:

@@ -286,7 +286,7 @@ def test_a_program_s_configuration_changes_parameters_one_by_one(tmp_path: Path)
 # Names
 
 
-@pytest.mark.parametrize("name", ["*", "m*", "m:MOONPOOL_SANDBOX=off", "m,n", "m=n", "m;n", "m\nn"])
+@pytest.mark.parametrize("name", ["*", "m*", "m;n", "m\nn", "m%3An"])
 def test_no_model_has_a_name_that_options_would_read_as_something_else(
     tmp_path: Path, name: str
 ) -> None:
