@@ -54,17 +54,23 @@ def _named(size_bytes: int) -> str:
 # What the driver is
 
 
-def hang(cell: Cell, seconds: float) -> None:
-    """Stay in one call, as a call of the driver can. For a test of the cells themselves."""
-    cell._box.note("a call that does not return")
+def hang(cell: Cell) -> None:
+    """Stay in a call of the driver, which waits for what does not come. For a test of the cells themselves."""
+    found = cell.cuda()
+    memory, stream = KINDS["descriptor"](found, SMALL_BYTES), found.stream()
+    memory.make()
+    found.fill(memory.address, 0, SMALL_BYTES, stream)
+    found("cuStreamWaitValue32_v2", stream, memory.address, 1, 0)
     cell.helper("idle")
-    time.sleep(seconds)
+    found("cuStreamSynchronize", stream)
 
 
 def crash(cell: Cell) -> None:
-    """End as a process does whose driver fails. For a test of the cells themselves."""
-    cell._box.note("a call that fails")
-    os.kill(os.getpid(), signal.SIGSEGV)
+    """Have the driver write where nothing is. For a test of the cells themselves."""
+    found = cell.cuda()
+    memory = KINDS["descriptor"](found, SMALL_BYTES)
+    memory.make()
+    found("cuMemcpyDtoHAsync_v2", 64, memory.address, 64, found.stream())
 
 
 def idle(_: Cell, talk: Talk) -> None:
@@ -495,15 +501,18 @@ def reader(cell: Cell, talk: Talk) -> None:
     found = cell.cuda()
     event, memory = c_void_p(), KINDS["descriptor"](found, SMALL_BYTES)
     handle = Handle.from_buffer_copy(bytes.fromhex(request["event"]))
+    took_us = []
 
     def open_both() -> None:
         found("cuIpcOpenEventHandle", byref(event), handle)
+        took_us.append(found.us)
         memory.open(b"", fds, cuda.READ_WRITE)
 
     outcome, text = _outcome(open_both)
     if outcome == WORKS:
         early, late = found.stream(), found.stream()
         found.first_byte(memory.address, early)
+        text = f"cuIpcOpenEventHandle takes {took_us[0]:.0f} µs"
     talk.send({"outcome": outcome, "text": text})
     if outcome != WORKS:
         return

@@ -63,19 +63,17 @@ def run(found: Found, *cells: Cell, at_once: int = 4, limit_s: float = 60) -> No
 
 
 def test_a_call_that_does_not_return_costs_its_own_cell(found: Found) -> None:
-    run(found, Cell("stuck", "hang", {"seconds": 600}, limit_s=1), Cell("fork", "forks"))
+    run(found, Cell("stuck", "hang", limit_s=5), Cell("fork", "forks"))
 
     assert found["stuck"]["ok"] is False
-    assert (
-        "no end within 1.0 s, killed, hang in a call that does not return" in found["stuck"]["text"]
-    )
+    assert "no end within 5.0 s, killed, hang in cuStreamSynchronize" in found["stuck"]["text"]
     assert found["fork: cuInit"]["value"] == "CUDA_ERROR_NOT_INITIALIZED"
 
 
 def test_a_driver_that_takes_its_process_with_it_is_named(found: Found) -> None:
     run(found, Cell("dies", "crash"))
 
-    assert found["dies"]["text"] == "ended with SIGSEGV, crash in a call that fails"
+    assert found["dies"]["text"] == "ended with SIGSEGV, crash in cuMemcpyDtoHAsync_v2"
 
 
 def test_an_error_that_nobody_thought_of_is_a_result(found: Found) -> None:
@@ -172,6 +170,8 @@ def test_strict_runs_through(tmp_path: Path, part: str) -> None:
     else:
         assert values["driver, at strict"] == "works"
         assert values["driver, calls beyond the tables"] == 0
+        # The sandbox itself tries this call, to see whether event loops can have it.
+        assert '"epoll_create1": ()' in [line["value"] for line in lines]
 
 
 def test_what_the_tables_lack_is_said_as_a_rule(tmp_path: Path) -> None:
