@@ -88,7 +88,7 @@ def have_ended(pids: list[int]) -> None:
 def killed(process: subprocess.Popen[bytes]) -> list[int]:
     """Kill a runner, and return the steps that it had begun."""
     process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: _state(process.pid) == "T", what="the runner to stop")
+    wait_until(lambda: _state(process.pid) in "TZ", what="the runner to stop")
     # Those that have ended are among them.
     begun = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
@@ -102,10 +102,11 @@ def wait_for_results(folder: Path, number: int) -> None:
 
 
 def _runs(pid: int) -> bool:
+    runs = _state(pid) not in "ZX"
     # This process is the parent of orphans if it is the first one of its namespace.
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
-    return _state(pid) not in "ZX"
+    return runs
 
 
 def _state(pid: int) -> str:
