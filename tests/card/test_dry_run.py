@@ -116,7 +116,7 @@ class Visit:
 @pytest.fixture(scope="module")
 def bare(room: Path, tree: Path, python: str) -> Visit:
     """A visit with nothing but the tree. It comes first, since the other one puts compiled files into the tree."""
-    return Visit(room, tree, python, room / "nothing", "facts", "tests/runtime/devices")
+    return Visit(room, tree, python, room / "nothing", "facts", "tests/gpu/test_driver.py")
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_without_the_folder_it_goes_on_in_pure_python(bare: Visit) -> None:
     assert bare.ok("compiled runtime.quick._quick") is None
     assert {bare.ok(f"package {package}") for package in prepared.PACKAGES} == {None}
     assert bare.ok("moonpool sandbox") is True
-    assert bare.ok("step tests/runtime/devices") is True
+    assert bare.ok("step tests/gpu/test_driver.py") is True
 
 
 def test_cases_that_ran_on_the_card_were_of_every_file(whole: Visit) -> None:
