@@ -40,10 +40,15 @@ class Site:
 
     def load(self, name: str) -> int:
         """Load a model of the repository, and return the answer's status."""
-        return self.post(f"/v2/repository/models/{quote(name)}/load", {})
+        return self.post(f"/v2/repository/models/{_quoted(name)}/load", {})
 
     def unload(self, name: str) -> int:
-        return self.post(f"/v2/repository/models/{quote(name)}/unload", {})
+        return self.post(f"/v2/repository/models/{_quoted(name)}/unload", {})
 
     def post(self, path: str, body: object) -> int:
         return self.server.get(path, "POST", json.dumps(body).encode())[0]
+
+
+def _quoted(name: str) -> str:
+    """Quote what is no name of a model. The server decodes nothing, and takes these signs as they are."""
+    return quote(name, safe="+,=@:")

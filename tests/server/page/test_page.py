@@ -234,8 +234,12 @@ def test_a_load_that_fails_is_shown_with_its_traceback(
 # The form
 
 
-def test_a_request_from_the_form_is_answered(tab: Tab, site: Site) -> None:
-    page = open_model(tab, site, "add_sub")
+def test_a_request_from_the_form_is_answered(tab: Tab, site: Site, repository: Path) -> None:
+    # All signs that a name may have.
+    name = "add-sub_.+,=@:"
+    shutil.copytree(repository / "add_sub", repository / name)
+    assert site.load(name) == 200
+    page = open_model(tab, site, name)
     page.fill("#input-0", "[[1, 2, 3, 4], [5, 6, 7, 8]]")
     page.fill("#input-1", '{"shape": [2, 4], "fill": 0.5}')
     page.click("#more summary")
