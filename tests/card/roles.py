@@ -12,7 +12,7 @@ import select
 import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref, c_int, c_uint64, c_void_p
 from functools import partial
 from typing import Any
@@ -49,6 +49,31 @@ def _rounded(size_bytes: int) -> int:
 
 def _named(size_bytes: int) -> str:
     return f"{size_bytes >> 20} MiB" if size_bytes < 1 << 30 else f"{size_bytes / (1 << 30):g} GiB"
+
+
+def _shared(found: Cuda) -> tuple[Memory, dict[str, str], list[int]]:
+    """Make memory for a question about order, by descriptor, or by the older way if the driver exports none.
+
+    Returns it with the message and the descriptors that open it in another process.
+    """
+    for kind in ("descriptor", "legacy handle"):
+        memory = KINDS[kind](found, SMALL_BYTES)
+        try:
+            memory.make()
+            data, fds = memory.export()
+        except Refused:
+            if kind == "legacy handle":
+                raise
+            continue
+        return memory, {"kind": kind, "data": data.hex()}, fds
+    raise AssertionError("there are two kinds")
+
+
+def _opened_as(found: Cuda, request: Mapping[str, str], fds: Sequence[int]) -> Memory:
+    """Open what `_shared` has made in another process."""
+    memory = KINDS[request["kind"]](found, SMALL_BYTES)
+    memory.open(bytes.fromhex(request["data"]), fds, cuda.READ_WRITE)
+    return memory
 
 
 # What the driver is
@@ -443,9 +468,8 @@ def owner(cell: Cell, talk: Talk, kind: str) -> None:
 def orders(cell: Cell, guise: str, expected: str, busy_s: float) -> None:
     """Write to shared memory behind a kernel, record an event, and have another process read after the event."""
     found = cell.cuda()
-    memory = KINDS["descriptor"](found, SMALL_BYTES)
+    memory, request, fds = _shared(found)
     stream, event, handle = found.stream(), found.event(), Handle()
-    memory.make()
     found.fill(memory.address, OLD, SMALL_BYTES, stream)
     found("cuStreamSynchronize", stream)
     found.spin(0.001, stream)
@@ -456,7 +480,7 @@ def orders(cell: Cell, guise: str, expected: str, busy_s: float) -> None:
         cell.judge("opens", outcome, expected, text)
         return
     helper = cell.helper("reader", guise, nodes_of(found))
-    helper.send({"event": bytes(handle).hex()}, memory.export()[1])
+    helper.send({"event": bytes(handle).hex(), **request}, fds)
     try:
         answer = helper.answer()
     except Ended as ended:
@@ -499,20 +523,15 @@ def reader(cell: Cell, talk: Talk) -> None:
     """Open an event and memory; read with and without a wait; record the event."""
     request, fds = talk.receive()
     found = cell.cuda()
-    event, memory = c_void_p(), KINDS["descriptor"](found, SMALL_BYTES)
+    event = c_void_p()
     handle = Handle.from_buffer_copy(bytes.fromhex(request["event"]))
-    took_us = []
-
-    def open_both() -> None:
-        found("cuIpcOpenEventHandle", byref(event), handle)
-        took_us.append(found.us)
-        memory.open(b"", fds, cuda.READ_WRITE)
-
-    outcome, text = _outcome(open_both)
+    outcome, text = _outcome(lambda: found("cuIpcOpenEventHandle", byref(event), handle))
+    took_us = found.us
     if outcome == WORKS:
+        memory = _opened_as(found, request, fds)
         early, late = found.stream(), found.stream()
         found.first_byte(memory.address, early)
-        text = f"cuIpcOpenEventHandle takes {took_us[0]:.0f} µs"
+        text = f"cuIpcOpenEventHandle takes {took_us:.0f} µs"
     talk.send({"outcome": outcome, "text": text})
     if outcome != WORKS:
         return
@@ -533,12 +552,12 @@ def reader(cell: Cell, talk: Talk) -> None:
 def killed(cell: Cell, busy_s: float, looks_s: Sequence[float], *, at_once: bool) -> None:
     """Kill a process with a kernel in flight, and look at a stream that waits for its event."""
     found = cell.cuda()
-    event, memory = c_void_p(), KINDS["descriptor"](found, SMALL_BYTES)
-    memory.make()
+    event = c_void_p()
+    memory, request, fds = _shared(found)
     waiting, other = found.stream(), found.stream()
     found.first_byte(memory.address, other)
     helper = cell.helper("victim", busy_s=busy_s)
-    helper.send({}, memory.export()[1])
+    helper.send(request, fds)
     handle = Handle.from_buffer_copy(bytes.fromhex(helper.answer()["event"]))
     found("cuIpcOpenEventHandle", byref(event), handle)
     helper.send({})
@@ -581,24 +600,22 @@ def _still_works(cell: Cell, found: Cuda) -> None:
     """Check that a context can be used after another process has died."""
 
     def use() -> None:
-        stream, memory = found.stream(), KINDS["descriptor"](found, SMALL_BYTES)
-        memory.make()
+        # It is not freed: to free memory can mean to wait for all streams.
+        stream, memory = found.stream(), _shared(found)[0]
         found.fill(memory.address, MARK, SMALL_BYTES, stream)
         found("cuStreamSynchronize", stream)
         found.spin(0.001, stream)
         found("cuStreamSynchronize", stream)
-        memory.close()
 
     outcome, text = _outcome(use)
     cell.judge("the survivor's context", outcome, WORKS, text)
 
 
 def victim(cell: Cell, talk: Talk, busy_s: float) -> None:
-    """Run a kernel and record an event behind it, write a word behind that, and wait to be killed."""
-    _, fds = talk.receive()
+    """Run a kernel and record an event behind it, and wait to be killed."""
+    request, fds = talk.receive()
     found = cell.cuda()
-    memory = KINDS["descriptor"](found, SMALL_BYTES)
-    memory.open(b"", fds, cuda.READ_WRITE)
+    _opened_as(found, request, fds)
     stream, event, handle = found.stream(), found.event(), Handle()
     found.spin(0.001, stream)
     found("cuStreamSynchronize", stream)
@@ -614,13 +631,12 @@ def victim(cell: Cell, talk: Talk, busy_s: float) -> None:
 def killed_word(cell: Cell, busy_s: float) -> None:
     """Kill a process that was to write a word that a stream waits for, and write it in its place."""
     found = cell.cuda()
-    memory = KINDS["descriptor"](found, SMALL_BYTES)
-    memory.make()
+    memory, request, fds = _shared(found)
     waiting, other = found.stream(), found.stream()
     found.fill(memory.address, 0, SMALL_BYTES, other)
     found("cuStreamSynchronize", other)
     helper = cell.helper("victim", busy_s=busy_s)
-    helper.send({}, memory.export()[1])
+    helper.send(request, fds)
     helper.answer()
     helper.send({})
     helper.answer()
@@ -648,13 +664,12 @@ def killed_word(cell: Cell, busy_s: float) -> None:
 def words(cell: Cell, guise: str, rounds: int) -> None:
     """Pass a word to and fro between the streams of two processes."""
     found = cell.cuda()
-    memory = KINDS["descriptor"](found, SMALL_BYTES)
-    memory.make()
+    memory, request, fds = _shared(found)
     stream = found.stream()
     found.fill(memory.address, 0, SMALL_BYTES, stream)
     found("cuStreamSynchronize", stream)
     helper = cell.helper("echo_words", guise, nodes_of(found), rounds=rounds)
-    helper.send({}, memory.export()[1])
+    helper.send(request, fds)
     helper.answer()
     began = time.perf_counter()
     _pass_words(found, stream, memory.address, memory.address + 256, rounds, writes_first=True)
@@ -671,10 +686,9 @@ def words(cell: Cell, guise: str, rounds: int) -> None:
 
 def echo_words(cell: Cell, talk: Talk, rounds: int) -> None:
     """Answer each word with another one."""
-    _, fds = talk.receive()
+    request, fds = talk.receive()
     found = cell.cuda()
-    memory = KINDS["descriptor"](found, SMALL_BYTES)
-    memory.open(b"", fds, cuda.READ_WRITE)
+    memory = _opened_as(found, request, fds)
     stream = found.stream()
     talk.send({})
     _pass_words(found, stream, memory.address + 256, memory.address, rounds, writes_first=False)
