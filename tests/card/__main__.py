@@ -1,8 +1,8 @@
 """Runs stages on a machine with a card:   python -m tests.card FOLDER [STAGE… | TESTFILE…]
 
 Theory of operation. This process asks the driver for nothing, so nothing can hold it up. Each step is a process in a session of
-its own. Its output comes through a pipe, and its end through a descriptor of the process; one selector waits for both, until
-the earliest limit. At its limit a step is killed with all that descends from it. Stubs and their like have sessions of their
+its own. Its output comes through a pipe; one selector waits for those of a round, and looks after the processes several times a
+second. At its limit a step is killed with all that descends from it. Stubs and their like have sessions of their
 own, so a process group would not be enough: orphans become children of this process, which kills what a round has left, and
 records that it did. A process that waits within the driver may not even die then; it is named and left alone.
 
@@ -32,6 +32,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
 # A killed process is gone after this time, unless it waits in the driver.
 _DEATH_S = 5.0
+_LOOK_S = 0.05
 # The log of one step ends here. Nobody reads more, and a machine may not give back large files.
 _MOST_LOGGED_BYTES = 1 << 20
 # Of a step's last line, so much is in its result.
@@ -48,7 +49,6 @@ class _Running:
 
     step: Step
     process: subprocess.Popen[bytes]
-    pidfd: int
     began: float
     ends: float
     logged_bytes: int = 0
@@ -119,11 +119,8 @@ class Runner:
         with selectors.DefaultSelector() as selector:
             running = [self._start(stage, step, left_s, selector) for step in steps]
             while running:
-                first = min(each.ends for each in running)
-                for key, _ in selector.select(max(0.0, first - time.monotonic())):
-                    each: _Running = key.data
-                    if key.fileobj != each.pidfd:
-                        self._copy(each, selector)
+                for key, _ in selector.select(_LOOK_S):
+                    self._copy(key.data, selector)
                 for each in [*running]:
                     if self._is_over(each):
                         self._end(stage, each, selector, before)
@@ -167,9 +164,8 @@ class Runner:
         )
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
-        each = _Running(step, process, os.pidfd_open(process.pid), began, began + limit_s)
+        each = _Running(step, process, began, began + limit_s)
         selector.register(process.stdout, selectors.EVENT_READ, each)
-        selector.register(each.pidfd, selectors.EVENT_READ, each)
         return each
 
     def _copy(self, each: _Running, selector: selectors.BaseSelector) -> None:
@@ -219,8 +215,6 @@ class Runner:
                 each.problems.append("does not die: it waits in the kernel")
         elif process.returncode:
             each.problems.append(f"ended with {process.returncode}")
-        selector.unregister(each.pidfd)
-        os.close(each.pidfd)
         assert process.stdout is not None
         if process.stdout in selector.get_map():
             self._copy(each, selector)
