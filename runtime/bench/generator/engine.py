@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import random
 import select
 import socket
 import time
 from array import array
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moonpool.ipc.errors import MoonpoolError
 
@@ -87,6 +88,58 @@ class Unreachable(MoonpoolError):
     code = "UNAVAILABLE"
 
 
+class Target:
+    """The address of the server, and how connections to it are made. Shared by all connections of a generator."""
+
+    def __init__(self, address: tuple[str, int], tls: ssl.SSLContext | None) -> None:
+        self.host, self.port = address
+        self.tls = tls
+        # The family and address of the first connection. Later ones go there and ask nobody for its name.
+        self._peer: tuple[int, Any] | None = None
+
+    def connected(self) -> socket.socket | TlsSocket:
+        """Return a connection that can be used. Waits for it, so not while others are measured. Raises `Unreachable`."""
+        try:
+            sock = socket.create_connection((self.host, self.port), _CONNECT_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._peer = sock.family, sock.getpeername()
+            if self.tls is None:
+                sock.setblocking(False)
+                return sock
+            try:
+                wrapped = self.tls.wrap_socket(sock, server_hostname=self.host)
+            except OSError:
+                sock.close()
+                raise
+            wrapped.setblocking(False)
+            return TlsSocket(wrapped)
+        except OSError as error:
+            raise self.unreachable(error) from error
+
+    def connecting(self) -> socket.socket:
+        """Return a socket that connects meanwhile. Raises `Unreachable`."""
+        if self._peer is None:
+            raise RuntimeError("the first connection must be made by `connected`")
+        family, peer = self._peer
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        except OSError as error:
+            raise self.unreachable(error) from error
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        code = sock.connect_ex(peer)
+        if code not in (0, errno.EINPROGRESS):
+            sock.close()
+            raise self.unreachable(OSError(code, os.strerror(code)))
+        return sock
+
+    def unreachable(self, error: OSError) -> Unreachable:
+        """Return the error for a connection that cannot be made."""
+        what = f"no server answers at {self.host}:{self.port}"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            what = f"there can be no more connections to {self.host}:{self.port} (ulimit -n)"
+        return Unreachable(f"{what}: {error}")
+
+
 class TlsSocket:
     """A socket with TLS, with the calls of a plain one that never blocks.
 
@@ -97,6 +150,23 @@ class TlsSocket:
         self._sock = sock
         self.fileno = sock.fileno
         self.close = sock.close
+
+    @classmethod
+    def around(cls, sock: socket.socket, tls: ssl.SSLContext, host: str) -> TlsSocket:
+        """Return a connection that has still to shake hands."""
+        return cls(tls.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False))
+
+    def shake_hands(self) -> int:
+        """Go on with the handshake; return the events to wait for, 0 when it is done. Raises OSError."""
+        import ssl
+
+        try:
+            self._sock.do_handshake()
+        except ssl.SSLWantReadError:
+            return select.EPOLLIN
+        except ssl.SSLWantWriteError:
+            return select.EPOLLOUT
+        return 0
 
     def send(self, data: bytes | memoryview) -> int:
         import ssl
@@ -130,19 +200,14 @@ class TlsSocket:
 class LoadConnection:
     """A socket that never blocks, and the protocol on it. It can be opened again after it was closed."""
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        make_wire: Callable[[], Wire],
-        poller: select.epoll,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        self._address = address
-        self._tls = tls
+    def __init__(self, target: Target, make_wire: Callable[[], Wire], poller: select.epoll) -> None:
+        self._target = target
         self._make_wire = make_wire
         self._poller = poller
         self._socket: socket.socket | TlsSocket | None = None
         self._waiting: deque[memoryview] = deque()
+        # True while it connects or shakes hands; what is to be sent waits.
+        self._is_opening = False
         self.wire: Wire = make_wire()
         # The time from which the latency of the request in flight counts: when it was sent, or planned.
         self.begin_ns = 0
@@ -156,38 +221,48 @@ class LoadConnection:
         self.sequence = self.length = self.position = 0
 
     def open(self) -> int:
-        """Connect, and return the descriptor to poll. Raises `Unreachable`."""
-        host, port = self._address
-        try:
-            sock = socket.create_connection(self._address, _CONNECT_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket = self._ready(sock, host)
-        except OSError as error:
-            what = f"no server answers at {host}:{port}"
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                what = f"there can be no more connections to {host}:{port} (ulimit -n)"
-            raise Unreachable(f"{what}: {error}") from error
-        self.wire = self._make_wire()
-        self._poller.register(self._socket, select.EPOLLIN)
-        self._send(self.wire.opening())
-        return self._socket.fileno()
+        """Connect, and return the descriptor to poll. Waits until the connection is there. Raises `Unreachable`."""
+        return self._begin_polling(self._target.connected(), select.EPOLLIN)
 
-    def _ready(self, sock: socket.socket, host: str) -> socket.socket | TlsSocket:
-        """Shake hands if there is TLS, which may block, and let nothing block from then on. Raises OSError, with the socket closed."""
-        if self._tls is None:
-            sock.setblocking(False)
-            return sock
+    def open_meanwhile(self) -> int:
+        """Begin to connect, and return the descriptor to poll, without waiting. Raises `Unreachable`."""
+        self._is_opening = True
+        return self._begin_polling(self._target.connecting(), select.EPOLLOUT)
+
+    def _begin_polling(self, sock: socket.socket | TlsSocket, events: int) -> int:
+        self._socket = sock
+        self.wire = self._make_wire()
+        self._poller.register(sock, events)
+        self._send(self.wire.opening())
+        return sock.fileno()
+
+    def go_on_opening(self) -> None:
+        """Connect and shake hands as far as that goes now; in the end, send what waits. Raises OSError and `Unreachable`."""
+        sock, target = self._socket, self._target
         try:
-            wrapped = self._tls.wrap_socket(sock, server_hostname=host)
-        except OSError:
-            sock.close()
-            raise
-        wrapped.setblocking(False)
-        return TlsSocket(wrapped)
+            if isinstance(sock, socket.socket):
+                if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    raise OSError(code, os.strerror(code))
+                if target.tls is not None:
+                    sock = self._socket = TlsSocket.around(sock, target.tls, target.host)
+            wanted = sock.shake_hands() if isinstance(sock, TlsSocket) else 0
+        except OSError as error:
+            raise target.unreachable(error) from error
+        if wanted and sock is not None:
+            self._poller.modify(sock, wanted)
+            return
+        self._is_opening = False
+        self.flush()
+        if self._waiting and sock is not None:
+            self._poller.modify(sock, select.EPOLLIN | select.EPOLLOUT)
 
     @property
     def is_open(self) -> bool:
         return self._socket is not None
+
+    @property
+    def is_opening(self) -> bool:
+        return self._is_opening
 
     def close(self) -> None:
         """Close the socket. The request in flight is lost."""
@@ -195,6 +270,7 @@ class LoadConnection:
             self._poller.unregister(self._socket)
             self._socket.close()
             self._socket = None
+        self._is_opening = False
         self._waiting.clear()
 
     def begin(self, kind: int) -> None:
@@ -215,6 +291,9 @@ class LoadConnection:
     def _send(self, buffers: Sequence[bytes | memoryview]) -> None:
         sock = self._socket
         if not buffers or sock is None:
+            return
+        if self._is_opening:
+            self._waiting.extend(memoryview(data) for data in buffers)
             return
         if not self._waiting and len(buffers) == 1:
             # Nearly all requests are one small piece, which is sent at once.
@@ -393,10 +472,10 @@ class Generator:
         self._cancellations: deque[tuple[int, LoadConnection, int]] = deque()
         self._kinds: Sequence[int] = (0,)
         self._sent = 0
-        self._address = address
-        self._tls = tls
+        self._target = Target(address, tls)
         self._wires = wires
         self._timeout_s = timeout_s
+        self._timeout_ns = round(timeout_s * _NS)
         self._is_stream = is_stream
         self._poller = select.epoll()
         self._stop_descriptor = stop_descriptor
@@ -405,6 +484,8 @@ class Generator:
         self._connections: list[LoadConnection] = []
         self._open: dict[int, LoadConnection] = {}
         self._tally = Tally()
+        # The deadlines of the requests in flight, the next one first: each begins after the ones before it.
+        self._deadlines_ns: OrderedDict[LoadConnection, int] = OrderedDict()
         # Connections whose request could not be sent; the next `_step` returns them.
         self._lost: list[LoadConnection] = []
 
@@ -428,7 +509,7 @@ class Generator:
             for connection in flying:
                 self._begin(connection, _clock())
             while flying:
-                ended = self._step(self._timeout_s, flying)
+                ended = self._step(flying)
                 now_ns = _clock()
                 for connection in ended:
                     if now_ns < end_ns:
@@ -446,6 +527,7 @@ class Generator:
         after the last planned time the requests that are left are given up as unsent. Raises `Unreachable`.
         """
         self._kinds = kinds
+        self._connect(1)
         with self._window(begin_ns) as tally:
             flying: set[LoadConnection] = set()
             idle = list(self._connections[:most])
@@ -457,8 +539,7 @@ class Generator:
                     if not idle:
                         if len(self._connections) >= most:
                             break
-                        self._connect(len(self._connections) + 1)
-                        idle.append(self._connections[-1])
+                        idle.append(self._add())
                     due = begin_ns + due_ns[sent]
                     connection = idle.pop()
                     flying.add(connection)
@@ -469,14 +550,13 @@ class Generator:
                 if now_ns >= give_up_ns and sent < len(due_ns):
                     tally.unsent = len(due_ns) - sent
                     sent = len(due_ns)
-                wait_s = self._timeout_s
+                next_ns: int | None = None
                 if sent < len(due_ns):
                     can_send = idle or len(self._connections) < most
                     next_ns = begin_ns + due_ns[sent] if can_send else give_up_ns
-                    wait_s = min(wait_s, max(0.0, (next_ns - now_ns) / _NS))
                 elif not flying:
                     break
-                ended = self._step(wait_s, flying, is_precise=sent < len(due_ns))
+                ended = self._step(flying, next_ns)
                 flying.difference_update(ended)
                 idle += ended
         return tally
@@ -486,6 +566,7 @@ class Generator:
         tally = self._tally = Tally()
         self._lost.clear()
         self._cancellations.clear()
+        self._deadlines_ns.clear()
         self._sent = 0
         time.sleep(max(0.0, (begin_ns - _clock()) / _NS))
         busy_s = time.process_time()
@@ -493,21 +574,26 @@ class Generator:
         tally.busy_s = time.process_time() - busy_s
         tally.seconds = (_clock() - begin_ns) / _NS
 
+    def _add(self) -> LoadConnection:
+        """Return one more connection, which is not open yet."""
+        make_wire = self._wires[len(self._connections) % len(self._wires)]
+        self._connections.append(LoadConnection(self._target, make_wire, self._poller))
+        return self._connections[-1]
+
     def _connect(self, count: int) -> None:
+        """Open so many connections, before the window."""
         while len(self._connections) < count:
-            make_wire = self._wires[len(self._connections) % len(self._wires)]
-            self._connections.append(
-                LoadConnection(self._address, make_wire, self._poller, self._tls)
-            )
+            self._add()
         for connection in self._connections[:count]:
             if not connection.is_open:
                 self._open[connection.open()] = connection
 
     def _begin(self, connection: LoadConnection, begin_ns: int) -> None:
         if not connection.is_open:
-            self._open[connection.open()] = connection
+            self._open[connection.open_meanwhile()] = connection
         connection.begin_ns = begin_ns
         connection.sent_ns = _clock()
+        self._deadlines_ns[connection] = connection.sent_ns + self._timeout_ns
         number, self._sent = self._sent, self._sent + 1
         kind = self._kinds[number % len(self._kinds)]
         try:
@@ -552,6 +638,7 @@ class Generator:
 
     def _note(self, connection: LoadConnection, outcome: int) -> None:
         """Write the request that has ended into the log."""
+        del self._deadlines_ns[connection]
         kind = connection.kind
         if self._sequences is not None:
             kind %= self._sequences.kinds
@@ -567,31 +654,29 @@ class Generator:
         )
 
     def _step(
-        self, wait_s: float, flying: set[LoadConnection], *, is_precise: bool = False
+        self, flying: set[LoadConnection], planned_ns: int | None = None
     ) -> list[LoadConnection]:
         """Wait for events and handle them; return the connections whose request has ended.
 
-        A precise wait ends on time, for the next planned request. Any other wait is the timeout of answers: if it passes
-        without an event, all requests in flight have failed.
+        Ends in time for the next planned request, and for the deadline of each request in flight.
         """
         if self._lost:
             lost, self._lost = self._lost, []
             return lost
+        now_ns = _clock()
         if self._cancellations:
-            left_s = (self._cancellations[0][0] - _clock()) / _NS
-            if left_s <= 0:
+            cancel_ns = self._cancellations[0][0]
+            if cancel_ns <= now_ns:
                 return self._cancel(flying)
-            if left_s < wait_s:
-                wait_s, is_precise = left_s, True
-        if is_precise:
+            planned_ns = cancel_ns if planned_ns is None else min(planned_ns, cancel_ns)
+        deadline_ns = next(iter(self._deadlines_ns.values()), None)
+        if planned_ns is not None and (deadline_ns is None or planned_ns < deadline_ns):
             # epoll's timeout is in milliseconds, and a planned time must not wait for the next one.
-            select.select([self._poller], [], [], wait_s)
-            wait_s = 0.0
+            select.select([self._poller], [], [], max(0.0, (planned_ns - now_ns) / _NS))
+            wait_s: float | None = 0.0
+        else:
+            wait_s = None if deadline_ns is None else max(0.0, (deadline_ns - now_ns) / _NS)
         events = self._poller.poll(wait_s)
-        if not events and not is_precise:
-            for connection in flying:
-                self._lose(connection, f"no answer within {self._timeout_s:g} s")
-            return list(flying)
         ended = []
         for descriptor, event in events:
             if descriptor == self._stop_descriptor:
@@ -602,7 +687,19 @@ class Generator:
                 connection.close()
             elif self._has_ended(connection, event):
                 ended.append(connection)
-        return ended
+        return ended + self._expired()
+
+    def _expired(self) -> list[LoadConnection]:
+        """Count the requests as failed whose deadline has passed, whatever other connections did meanwhile."""
+        expired = []
+        now_ns = _clock()
+        while self._deadlines_ns:
+            connection, deadline_ns = next(iter(self._deadlines_ns.items()))
+            if deadline_ns > now_ns:
+                break
+            self._lose(connection, f"no answer within {self._timeout_s:g} s")
+            expired.append(connection)
+        return expired
 
     def _cancel(self, flying: set[LoadConnection]) -> list[LoadConnection]:
         """Cancel the request whose time has come, if it is still in flight."""
@@ -623,6 +720,9 @@ class Generator:
         wire = connection.wire
         before = wire.responses
         try:
+            if connection.is_opening:
+                connection.go_on_opening()
+                return False
             if event & select.EPOLLOUT:
                 connection.flush()
             outcome = connection.receive() if event & ~select.EPOLLOUT else None

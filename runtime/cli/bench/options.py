@@ -233,7 +233,7 @@ def _add_subject(group: argparse._ArgumentGroup) -> None:
         metavar="S",
         type=float,
         default=60.0,
-        help="wait at most so many seconds for an answer; default %(default)s",
+        help="the deadline of each request, in seconds after it was sent; default %(default)s",
     )
     _add_tls(group)
     _add_hosts(group)

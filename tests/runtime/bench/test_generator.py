@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -148,14 +150,14 @@ def test_an_open_loop_sends_when_the_time_has_come(
     "were late or never sent are counted, and the report says so.",
 )
 def test_an_open_loop_counts_from_when_a_request_was_due(silent: tuple[str, int]) -> None:
-    pressed = Generator(silent, [lambda: HttpWire(b"GET / HTTP/1.1\r\n\r\n")], timeout_s=0.2)
+    pressed = Generator(silent, [lambda: HttpWire(b"GET / HTTP/1.1\r\n\r\n")], timeout_s=0.6)
     try:
-        # The second request has no connection until the first one is given up.
+        # The second request has no connection until the first one is given up, and then it is too late for it.
         tally = pressed.open_loop([0, 1_000_000], 1, time.perf_counter_ns())
     finally:
         pressed.close()
 
-    assert tally.errors == {"no answer within 0.2 s": 1}
+    assert tally.errors == {"no answer within 0.6 s": 1}
     assert tally.unsent == 1
 
 
@@ -175,6 +177,92 @@ def test_an_answer_that_does_not_come_is_an_error(silent: tuple[str, int]) -> No
         pressed.close()
 
     assert tally.errors == {"no answer within 0.1 s": 2}
+
+
+def read_request(connection: socket.socket) -> bool:
+    """Read one request without a body; false where the client has closed the connection."""
+    received = b""
+    while not received.endswith(b"\r\n\r\n"):
+        data = connection.recv(4096)
+        if not data:
+            return False
+        received += data
+    return True
+
+
+@contextlib.contextmanager
+def half_silent(listener: socket.socket) -> Iterator[None]:
+    """Answer on every other connection, and read what comes on the others."""
+
+    def serve(connection: socket.socket, answers: bool) -> None:
+        with connection, contextlib.suppress(OSError):
+            while read_request(connection):
+                if answers:
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            for number in itertools.count():
+                connection, _ = listener.accept()
+                threads.append(threading.Thread(target=serve, args=(connection, number % 2)))
+                threads[-1].start()
+
+    threads = [threading.Thread(target=accept)]
+    threads[0].start()
+    try:
+        yield
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)", "Each request has its own deadline, whatever others do."
+)
+def test_a_request_fails_at_its_deadline_while_others_are_answered() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, half_silent(listener):
+        wire = [lambda: HttpWire(b"GET / HTTP/1.1\r\n\r\n")]
+        pressed = Generator(listener.getsockname(), wire, timeout_s=0.1)
+        try:
+            tally = pressed.closed_loop(2, 0.5, time.perf_counter_ns())
+        finally:
+            pressed.close()
+
+    assert list(tally.errors) == ["no answer within 0.1 s"]
+    assert tally.errors["no answer within 0.1 s"] >= 2
+    assert tally.latencies_ns
+
+
+def test_a_connection_that_cannot_be_made_holds_up_no_other() -> None:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1))
+
+        def serve() -> None:
+            with listener.accept()[0] as kept, listener.accept()[0] as dropped:
+                # Nobody accepts any more. When the backlog is full, the kernel lets connections wait.
+                for _ in range(4):
+                    filler = stack.enter_context(socket.socket())
+                    filler.setblocking(False)
+                    filler.connect_ex(listener.getsockname())
+                read_request(dropped)
+                dropped.close()
+                while read_request(kept):
+                    kept.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+        server = threading.Thread(target=serve)
+        server.start()
+        wire = [lambda: HttpWire(b"GET / HTTP/1.1\r\n\r\n")]
+        pressed = Generator(listener.getsockname(), wire, timeout_s=0.1)
+        try:
+            tally = pressed.closed_loop(2, 0.5, time.perf_counter_ns())
+        finally:
+            pressed.close()
+            server.join()
+
+    assert tally.errors["the server closed the connection"] == 1
+    assert tally.errors["no answer within 0.1 s"] >= 2
+    assert tally.latencies_ns
 
 
 def test_where_nobody_listens_the_window_ends() -> None:
