@@ -13,7 +13,7 @@ from pathlib import Path
 from moonpool.runtime.bench.loads import BadLoad, seconds_of
 from moonpool.runtime.bench.slo import Slo
 from moonpool.runtime.bench.tuning.settings import SETTINGS, SettingBounds
-from moonpool.runtime.bench.tuning.tuner import BudgetSpent, Measured, Plan, Tuner
+from moonpool.runtime.bench.tuning.tuner import BudgetSpent, Confirmation, Plan, Tuner
 from moonpool.runtime.cli.load_options import (
     RequestSource,
     add_requests,
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
         with Tuner(plan) as tuner:
             introduce(tuner)
             budget.begin(tuner)
-            pairs: list[tuple[Measured, Measured]] = []
+            confirmation = Confirmation()
             try:
                 try:
                     tuner.search(
@@ -147,12 +147,12 @@ def run(arguments: argparse.Namespace) -> int:
                 except BudgetSpent:
                     was_cut = True
                 budget.has_end = False
-                pairs = tuner.confirm()
+                confirmation = tuner.confirm()
             except KeyboardInterrupt:
                 was_interrupted = True
             budget.clear()
             code = Report(tuner, plan.slo, repository.path).show(
-                pairs,
+                confirmation,
                 was_cut=was_cut,
                 is_written=arguments.write and not was_interrupted,
                 html=arguments.html,

@@ -13,7 +13,7 @@ from pathlib import Path
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.bench.slo import Slo, time_words
 from moonpool.runtime.bench.tuning.settings import Unwritable, Value, written
-from moonpool.runtime.bench.tuning.tuner import Measured, Tuner
+from moonpool.runtime.bench.tuning.tuner import Confirmation, Measured, Tuner
 from moonpool.runtime.cli.bench.page import (
     BOTTOM,
     HEIGHT,
@@ -88,7 +88,7 @@ class Report:
 
     def show(
         self,
-        pairs: Sequence[tuple[Measured, Measured]],
+        confirmation: Confirmation,
         *,
         was_cut: bool,
         is_written: bool,
@@ -97,18 +97,23 @@ class Report:
         """Show what was found, and whether the budget cut the search short; return the exit code. Raises OSError, `Unwritable`, `ConfigError`."""
         tuner, best = self._tuner, self._tuner.best
         if best is None:
-            raise MoonpoolError("nothing was measured; give the search more time (--budget)")
+            more = (
+                "; give the search more time (--budget)"
+                if was_cut
+                else ", because it was interrupted"
+            )
+            raise MoonpoolError(f"nothing was measured{more}")
         rows = [self._row(each) for each in tuner.front()]
         head = ["requests/s", tuner.figure, "callers", "holds", "settings"]
         for line in table([head, *rows], align=">>><<"):
             self._terminal.line(line)
-        verdict, holds = self._verdict(best, pairs, was_cut=was_cut)
+        verdict, is_proposed = self._verdict(best, confirmation, was_cut=was_cut)
         self._terminal.line()
         for line in verdict:
             self._terminal.line(harmless(line))
         texts: dict[Path, tuple[str, str]] = {}
         diff = ""
-        if holds:
+        if is_proposed:
             texts = self._texts(best)
             diff = "".join(self._diff(path, *text) for path, text in texts.items())
             front_ends = tuner.values_at(best.place).get("", {}).get("frontends")
@@ -121,7 +126,7 @@ class Report:
         if html is not None:
             html.write_text(self._page(verdict, [head, *rows], diff), encoding="utf-8")
             self._terminal.line(str(html))
-        return 0 if holds else 1
+        return 0 if best.broken is None and confirmation.is_within_limits else 1
 
     def _page(self, verdict: Sequence[str], front: Sequence[Sequence[str]], diff: str) -> str:
         tuner = self._tuner
@@ -152,9 +157,9 @@ class Report:
         ]
 
     def _verdict(
-        self, best: Measured, pairs: Sequence[tuple[Measured, Measured]], *, was_cut: bool
+        self, best: Measured, confirmation: Confirmation, *, was_cut: bool
     ) -> tuple[list[str], bool]:
-        """Say in a few lines what was found; the second is True if there is a place that holds."""
+        """Say in a few lines what was found; the second is True if the best place is proposed."""
         tuner, slo = self._tuner, self._slo
         limits = f" within {slo.words}" if slo else ""
         at = f"{figure(best.rate)} requests/s, {tuner.figure} {time_words(best.latency_us)}, {_callers(best)}"
@@ -179,11 +184,16 @@ class Report:
                 f"Nothing better was found{limits} than the present settings: {at}.",
             ], True
         lines.append(f"Best{limits}: {at}, with {in_words(tuner.values_at(best.place))}.")
-        if pairs:
+        if (alike := confirmation.as_good) is not None:
+            lines.append(
+                f"With {_callers(alike)}, the present settings are as good: {figure(alike.rate)}/s at {tuner.figure} "
+                f"{time_words(alike.latency_us)}. So nothing is proposed."
+            )
+            return lines, False
+        if pairs := confirmation.pairs:
             ratios = " and ".join(
                 f"{theirs.rate / ours.rate:.2f}" for ours, theirs in pairs if ours.rate
             )
-            held = all(theirs.broken is None for _, theirs in pairs)
             now = ", ".join(
                 f"{figure(ours.rate)}/s at {tuner.figure} {time_words(ours.latency_us)}"
                 for ours, _ in pairs
@@ -191,11 +201,12 @@ class Report:
             lines.append(
                 f"Measured again in turns with the present settings ({now}): {ratios} times the rate."
             )
-            if not held:
-                lines.append(
-                    "It did not hold every time: measure it again with `moonpool bench --slo`."
-                )
-        return lines, True
+        if not confirmation.holds:
+            lines.append(
+                "It was not better within the limits every time, so nothing is proposed: measure it again with "
+                "`moonpool bench --slo`."
+            )
+        return lines, confirmation.holds
 
     def _texts(self, best: Measured) -> dict[Path, tuple[str, str]]:
         """Return the texts of the configurations that change, as they are and as they should be."""
