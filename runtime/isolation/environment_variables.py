@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping
 
 from moonpool.ipc.policy import is_contained
+from moonpool.runtime.model.config.patterns import fits_any
 from moonpool.runtime.process.terminal import harmless
 
 # The variables that a contained model sees. Any other may be a secret.
@@ -64,11 +64,11 @@ def inherited(
     variables = {
         name: value
         for name, value in given.items()
-        if _matches(name, allowed) or not _matches(name, withheld)
+        if fits_any(allowed, name) or not fits_any(withheld, name)
     }
     if is_contained(sandbox):
         patterns = (*_HARMLESS, *allowed)
-        variables = {name: value for name, value in variables.items() if _matches(name, patterns)}
+        variables = {name: value for name, value in variables.items() if fits_any(patterns, name)}
     if own:
         for name in leading:
             variables.pop(name, None)
@@ -84,7 +84,3 @@ def unseen(given: Mapping[str, str], seen: Mapping[str, str]) -> str:
     listed = [harmless(name[:_MOST_NAME]) for name in names[:_MOST_NAMES]]
     more = len(names) - len(listed)
     return ", ".join(listed) + (f" and {more} more" if more else "")
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -137,7 +137,7 @@ LAUNCHER: dict[IntEnum, Message] = {
             "log_lines_per_s": _ID,
             # Renew an instance after this many requests.
             "recycle_requests": Maybe(Int(1)),
-            # The models that it may ask for, load and unload: patterns as of fnmatch(3); nil: all.
+            # The models that it may ask for, load and unload: patterns, in which * stands for any characters; nil: all.
             "may_ask": Maybe(ListOf(_NAME, _MAX_PATTERNS)),
             # True if a request may have no response, or several.
             "is_decoupled": Flag(),

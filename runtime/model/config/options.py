@@ -19,6 +19,7 @@ from typing import Any
 from moonpool.ipc.extension import PURE, pure
 from moonpool.ipc.policy import LEVELS, is_contained
 from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.model.config.patterns import fits
 from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.model.config.source import ConfigError
 from moonpool.runtime.process.usage import machine_memory_bytes
@@ -771,10 +772,9 @@ class ModelOption:
     def __str__(self) -> str:
         return f"{self.pattern}:{self.key}={self.value}"
 
-    def fits(self, name: str) -> bool:
+    def is_for(self, name: str) -> bool:
         """Return True if it is for the model of this name."""
-        parts = map(re.escape, self.pattern.split("*"))
-        return re.fullmatch(".*".join(parts), name) is not None
+        return fits(self.pattern, name)
 
     @property
     def rank(self) -> tuple[bool, int]:
@@ -852,12 +852,12 @@ class OperatorOptions:
 
     def of(self, name: str) -> dict[str, str]:
         """Return the options of a model, by key."""
-        return {option.key: option.value for option in self._given if option.fits(name)}
+        return {option.key: option.value for option in self._given if option.is_for(name)}
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """Return the names and patterns that fit none of these models."""
         known = list(names)
-        unfit = (o.pattern for o in self._given if not any(o.fits(name) for name in known))
+        unfit = (o.pattern for o in self._given if not any(o.is_for(name) for name in known))
         return list(dict.fromkeys(unfit))
 
 
