@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -50,8 +51,10 @@ from moonpool.runtime.schedule.scheduler import Pair, Scheduler
 
 _log = logging.getLogger("moonpool")
 _NO_DETAILS = Details()
-# About what an entry takes beside the bytes of its tensors, and each of its tensors and parameters.
-_ENTRY_BYTES, _PART_BYTES = 512, 256
+# About what an entry takes beside its tensors and parameters, and each of these beside its bytes and texts: objects, and places in tables.
+_ENTRY_BYTES, _TENSOR_BYTES, _PARAMETER_BYTES = 1024, 512, 128
+# A number of a shape.
+_NUMBER_BYTES = 32
 
 Key = tuple[int, bytes]
 
@@ -78,9 +81,18 @@ class CachedResponse(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """The memory that it takes, about."""
-        tensors = sum(tensor.raw.nbytes + _PART_BYTES for tensor in self.outputs.values())
-        texts = sum(len(str(value)) + _PART_BYTES for value in self.parameters.values())
-        return _ENTRY_BYTES + tensors + texts
+        tensors = sum(
+            _text_bytes(name)
+            + _NUMBER_BYTES * len(tensor.shape)
+            + tensor.raw.nbytes
+            + _TENSOR_BYTES
+            for name, tensor in self.outputs.items()
+        )
+        parameters = sum(
+            _text_bytes(name) + _text_bytes(value) + _PARAMETER_BYTES
+            for name, value in self.parameters.items()
+        )
+        return _ENTRY_BYTES + tensors + parameters
 
     def answer(self, request: InferenceRequest) -> Response:
         """Make the response to a request. A caller who may write to the outputs gets copies."""
@@ -88,6 +100,14 @@ class CachedResponse(NamedTuple):
         if not request.wants_wire:
             outputs = {name: _array(tensor) for name, tensor in self.outputs.items()}
         return Response(outputs, dict(self.parameters), request.request_id)
+
+
+def _text_bytes(value: Parameter) -> int:
+    """Return the memory of a text, or of another value. A model chooses it, and may choose characters that take four bytes each."""
+    if not isinstance(value, str) or value.isascii():
+        return sys.getsizeof(value)
+    # CPython keeps its UTF-8 beside it, once somebody has asked for that.
+    return sys.getsizeof(value) + 4 * len(value)
 
 
 def _array(tensor: WireTensor) -> Any:

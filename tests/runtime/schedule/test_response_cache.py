@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -220,7 +222,7 @@ TestCacheAgainstPlainModel.settings = settings(max_examples=60, stateful_step_co
 )
 def test_the_oldest_response_goes_first(folder: Path) -> None:
     backend = Recorder()
-    with cached(folder, backend, size=2000) as runtime:
+    with cached(folder, backend, size=4000) as runtime:
         for value in (1, 2, 1, 3, 1, 2):
             runtime.infer("m", x(value))
         # Two fit. When 3 came, 2 was the one that nobody had asked for the longest.
@@ -435,3 +437,60 @@ def test_models_that_cannot_have_one_are_refused(more: dict[str, Any], why: str)
 def test_a_size_is_a_number_of_bytes(size: Any) -> None:
     with pytest.raises(ValueError, match="must be a number of bytes above 0"):
         Runtime(response_cache_bytes=size)
+
+
+def _parameters(count: int, name: str, value: object) -> Any:
+    return lambda number: Response({}, {f"{name}{number}{i}": value for i in range(count)})
+
+
+def _outputs(count: int, name: str, *shape: int) -> Any:
+    raw = np.zeros(int(np.prod(shape)), np.uint8)
+    return lambda number: Response(
+        {f"{name}{number}{i}": WireTensor(1, shape, raw) for i in range(count)}
+    )
+
+
+# What a model chooses of its responses, and what an estimate could leave out.
+CHOSEN: dict[str, Any] = {
+    "nothing": _parameters(0, "", ""),
+    "numbers": _parameters(200, "p", 1 << 62),
+    "long names": _parameters(50, "n" * 1000, True),
+    "wide names": _parameters(50, "\N{GRINNING FACE}" + "n" * 1000, True),
+    "wide texts": lambda number: Response({}, {"p": f"{number}\N{GRINNING FACE}" + "t" * 9999}),
+    "accents": lambda number: Response(
+        {}, {"p": f"{number}" + "\N{LATIN SMALL LETTER E WITH ACUTE}" * 9999}
+    ),
+    "many outputs": _outputs(200, "o", 1),
+    "wide names of outputs": _outputs(50, "\N{GRINNING FACE}" + "n" * 1000, 1),
+    "many dimensions": _outputs(20, "o", *[1] * 16),
+    "no values of large dimensions": _outputs(50, "o", 0, *[1 << 40] * 15),
+    "large outputs": _outputs(2, "o", 1 << 16),
+}
+
+
+@pytest.mark.promise(
+    "Requests",
+    "The response cache takes no more memory than it was given, whatever models put into their responses: names, parameters and shapes count.",
+)
+@pytest.mark.parametrize("what", CHOSEN)
+def test_an_entry_takes_no_more_memory_than_is_counted(what: str) -> None:
+    cache = ResponseCache(1 << 30)
+    owner, make = cache.join(), CHOSEN[what]
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(10):
+            kept = CachedResponse.of(make(number))
+            assert kept is not None
+            cache.keep((owner, number.to_bytes(32, "little")), kept)
+            # CPython keeps the UTF-8 of texts for which a protocol has asked.
+            orjson.dumps([*kept.parameters.items(), *kept.outputs])
+            del kept
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+
+    assert len(cache) == 10
+    assert taken <= cache.used_bytes
+    # An estimate that is far too large would make the cache useless. Small entries have a margin.
+    assert cache.used_bytes <= 5 * taken + 10 * 2048
