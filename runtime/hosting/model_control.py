@@ -43,11 +43,15 @@ class Registry(Protocol):
     def check_controllable(self) -> None:
         """Raise `ModelUnavailable` if models may not load and unload."""
 
-    def load(self, wanted: Wanted, asker: str | None = None) -> None:
-        """Load or reload a model."""
+    def load(
+        self, wanted: Wanted, asker: str | None = None, *, may: Callable[[str], object]
+    ) -> None:
+        """Load or reload a model, and others with it for which `may` does not raise."""
 
-    def begin_unload(self, name: str, *, with_members: bool = False) -> None:
-        """Unload a model in the background."""
+    def begin_unload(
+        self, name: str, *, may: Callable[[str], object], with_members: bool = False
+    ) -> None:
+        """Unload a model in the background, and others with it for which `may` does not raise."""
 
 
 class ModelControl:
@@ -83,7 +87,7 @@ class ModelControl:
             # An ensemble asks the models of its steps, and must not ask more for this model than it may ask itself.
             for member in _members_of(wanted):
                 check_may_ask(self.asker, member)
-            self._registry.load(wanted, self.asker.name)
+            self._registry.load(wanted, self.asker.name, may=self._check_may_change)
 
     def begin_unload(self, name: str, *, with_members: bool = False) -> None:
         """Unload a model in the background, which may be the asking one. A model that is not loaded is no error.
@@ -91,9 +95,13 @@ class ModelControl:
         `with_members` is as in `ModelRegistry`.
         """
         self._registry.check_controllable()
+        self._check_may_change(name)
+        self._registry.begin_unload(name, may=self._check_may_change, with_members=with_members)
+
+    def _check_may_change(self, name: str) -> None:
+        """Raise `NotGranted` unless the model may unload another one, or load it because of a third one. It may unload itself."""
         if name != self.asker.name:
             check_may_ask(self.asker, name)
-        self._registry.begin_unload(name, with_members=with_members)
 
     def ask_ready(self, name: str, version: str, answer: Callable[[bool], object]) -> None:
         """Ask whether a request to a model could run now, and the model itself says that it is ready.
@@ -127,19 +135,27 @@ def loading(name: str) -> Iterator[None]:
     except (RuntimeClosed, ModelUnavailable):
         raise
     except MoonpoolError as error:
-        code = "INVALID_ARG"
-        if isinstance(error, NoVersion | Unfit):
-            what = f"load failed for model '{name}': {error}\n"
-        elif isinstance(error, RepositoryError | ConfigError | ModelNotFound):
-            what = f"failed to load '{name}', failed to poll from model repository: {error}"
-            code = "INTERNAL"
-        else:
-            version = getattr(error, "version", None)
-            where = "" if version is None else f"version {version} is at UNAVAILABLE state: "
-            what = f"load failed for model '{name}': {where}{with_code(error)};\n"
-        failure = LoadFailed(what)
-        failure.code = code
+        failure = LoadFailed(_of_load(name, error, str(error)))
+        is_of_files = isinstance(error, _OF_FILES) and not isinstance(error, NoVersion)
+        failure.code = "INTERNAL" if is_of_files else "INVALID_ARG"
+        if error.public_message is not None:
+            failure.public_message = _of_load(name, error, error.public_message)
         raise failure from error
+
+
+# Errors that Triton has before it begins to load.
+_OF_FILES = (RepositoryError, ConfigError, ModelNotFound)
+
+
+def _of_load(name: str, error: MoonpoolError, text: str) -> str:
+    """Return Triton's text for a load that ended with an error of this text."""
+    if isinstance(error, NoVersion | Unfit):
+        return f"load failed for model '{name}': {text}\n"
+    if isinstance(error, _OF_FILES):
+        return f"failed to load '{name}', failed to poll from model repository: {text}"
+    version = getattr(error, "version", None)
+    where = "" if version is None else f"version {version} is at UNAVAILABLE state: "
+    return f"load failed for model '{name}': {where}{with_code(error, text)};\n"
 
 
 def wanted_of(

@@ -10,11 +10,13 @@ import threading
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.hosting.hosted_model import HostedModel
+from moonpool.runtime.isolation.public_text import public_text, scrubbed
 from moonpool.runtime.model.states import ModelState
 
 # The number of names that are remembered.
 _MOST = 10_000
 _UNLOADED = "unloaded"
+_GIVEN_UP = "every instance gave up; see the server's log"
 _ASLEEP = "asleep: the next request loads it"
 _DORMANT = "asleep with its processes: the next request wakes it"
 _WORDS = {
@@ -29,9 +31,9 @@ _WORDS = {
 }
 
 
-def with_code(error: MoonpoolError) -> str:
-    """Return the text of an error behind its code, as Triton shows it."""
-    return f"{_WORDS.get(error.code, 'Internal')}: {error}"
+def with_code(error: MoonpoolError, text: str | None = None) -> str:
+    """Return the text of an error, or another one for it, behind its code, as Triton shows it."""
+    return f"{_WORDS.get(error.code, 'Internal')}: {error if text is None else text}"
 
 
 class VersionStatus:
@@ -54,14 +56,17 @@ class VersionStatus:
 
     @property
     def reason(self) -> str:
-        """The reason why it is UNAVAILABLE, or that it is asleep; empty in all other states."""
+        """The reason why it is UNAVAILABLE, or that it is asleep, for clients; empty in all other states."""
         if self.state is ModelState.READY and self._model.is_asleep:
             return _DORMANT if self._hosted.is_dormant else _ASLEEP
         if self.state is not ModelState.UNAVAILABLE:
             return ""
         if self.is_unloaded:
             return _UNLOADED
-        return self._machine.because if self.failure is None else with_code(self.failure)
+        if self.failure is not None:
+            return with_code(self.failure, public_text(self.failure))
+        # What the process said last is for the log.
+        return _GIVEN_UP if self._hosted.has_given_up else scrubbed(self._machine.because)
 
     @property
     def is_unloaded(self) -> bool:

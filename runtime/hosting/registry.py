@@ -51,6 +51,7 @@ from moonpool.runtime.errors import (
     LoadFailed,
     ModelNotFound,
     ModelUnavailable,
+    NotGranted,
     OutOfThreads,
     RuntimeClosed,
 )
@@ -90,6 +91,14 @@ _GRACE_S = 1.0
 # The time between two looks of a closing runtime for loads that have begun meanwhile.
 _STILL_S = 0.2
 _TAKES_LONG = "%s takes its time: %s. Ctrl-C ends it at once."
+
+
+# Raises an error unless somebody may load or unload the model of a name.
+CheckName = Callable[[str], object]
+
+
+def _anything(_: str) -> None:
+    """Let everything be loaded and unloaded."""
 
 
 class ModelLocks:
@@ -297,13 +306,15 @@ class ModelRegistry:
         wanted: Wanted,
         asker: str | None = None,
         *,
+        may: CheckName = _anything,
         again: bool = True,
         is_implied: bool = False,
     ) -> None:
         """Load a model, or replace a loaded one. Does nothing if what is wanted is loaded already.
 
         A model that is replaced serves until the new one is ready; then it finishes its requests in the background.
-        `asker` is the model whose stub waits for this. Without `again`, a model that failed before is not tried a
+        `asker` is the model whose stub waits for this. `may` raises for each model that is not to be loaded with this one, or to follow
+        it, though nobody has named it. Without `again`, a model that failed before is not tried a
         second time until it changes. `is_implied`: it is loaded for an ensemble alone. Raises what `prepare` raises, `LoadFailed` and other errors of the load,
         `ModelUnavailable` if this load would wait for itself, `RuntimeClosed`.
         """
@@ -312,7 +323,7 @@ class ModelRegistry:
             self._check_open()
             status = ModelStatus()
             try:
-                unload = self._replace(wanted, asker, status, again=again)
+                unload = self._replace(wanted, asker, status, may, again=again)
             except MoonpoolError as error:
                 status.failure = error
                 self._statuses.note(name, status)
@@ -325,7 +336,13 @@ class ModelRegistry:
         self._follow(name, asker)
 
     def _replace(
-        self, wanted: Wanted, asker: str | None, status: ModelStatus, *, again: bool
+        self,
+        wanted: Wanted,
+        asker: str | None,
+        status: ModelStatus,
+        may: CheckName,
+        *,
+        again: bool,
     ) -> Callable[[float], None] | None:
         """Load what is wanted, unless it is loaded. Returns the unload of what it replaced, if anything."""
         name = wanted.name
@@ -340,6 +357,12 @@ class ModelRegistry:
         ):
             prepared.discard()
             return None
+        try:
+            # Ensembles follow what changes below them.
+            self._check_all(self._above([] if before is None else [name]), may)
+        except BaseException:
+            prepared.discard()
+            raise
         is_shared = self.stubs.sharing.is_there
         if before is not None and before.may_become(prepared, is_shared=is_shared):
             self._statuses.note(name, status)
@@ -349,7 +372,7 @@ class ModelRegistry:
                 prepared.discard()
         try:
             if prepared.models[0].config.ensemble is not None:
-                self._prepare_ensemble(prepared.models)
+                self._prepare_ensemble(prepared.models, may)
             self._statuses.note(name, status)
             versions = self._load_versions(prepared.models, asker, status)
         except BaseException:
@@ -531,28 +554,25 @@ class ModelRegistry:
 
     # Ensembles
 
-    def _prepare_ensemble(self, models: Sequence[Model]) -> None:
-        """Load the members that are not loaded, and check the versions of an ensemble against them. Raises `Unfit`."""
+    def _prepare_ensemble(self, models: Sequence[Model], may: CheckName) -> None:
+        """Load the members that are not loaded, and check the versions of an ensemble against them. Raises `Unfit`, and what `may` raises."""
         name, config = models[0].name, models[0].config
         check_no_circle(name, lambda each: self._members_of(each, name, config))
         missing = []
-        for member in scheduling_of(config).models:
-            if member in self._models:
-                continue
+        absent = [each for each in scheduling_of(config).models if each not in self._models]
+        self._check_all(absent, may)
+        for member in absent:
             try:
-                self.load(Wanted(member), name, is_implied=True)
+                self.load(Wanted(member), name, may=may, is_implied=True)
+            except NotGranted:
+                raise
             except ModelNotFound:
                 missing.append(member)
             except MoonpoolError as error:
                 if isinstance(error, RepositoryError) and error.code == "NOT_FOUND":
                     missing.append(member)
                     continue
-                version = getattr(error, "version", None)
-                where = "" if version is None else f"version {version} is at UNAVAILABLE state: "
-                raise Unfit(
-                    f"ensemble '{name}' depends on '{member}' which has no loaded version. Model '{member}' loading "
-                    f"failed with error: {where}{with_code(error)};"
-                ) from error
+                raise _unfit(name, member, error) from error
         if missing:
             shown = ", ".join(missing)
             raise Unfit(
@@ -608,14 +628,22 @@ class ModelRegistry:
         """Do what `unload` does for a caller in this process, on whose thread signal handlers may run. Raises as `unload`."""
         self._patiently(f"unload of '{name}'", name, lambda: self.unload(name))
 
-    def unload(self, name: str, asker: str | None = None, *, with_members: bool = False) -> None:
+    def unload(
+        self,
+        name: str,
+        asker: str | None = None,
+        *,
+        may: CheckName = _anything,
+        with_members: bool = False,
+    ) -> None:
         """Drain and finalize all versions, and the ensembles that have the model in a step.
 
         `asker` is that of `load`. `with_members`: if it is an ensemble, models go with it that were loaded for it alone.
-        Raises `ModelNotFound`.
+        Raises `ModelNotFound`, and what `may` raises for a model that must not go with it; then nothing has changed.
         """
         with self._locks.hold(name, asker):
             with self._lock:
+                self._check_all(self._going_with(name, with_members=with_members), may)
                 members = self._alone(name) if with_members else []
                 taken = self._take_all(name)
             if not taken:
@@ -625,16 +653,20 @@ class ModelRegistry:
             with contextlib.suppress(ModelNotFound):  # another thread unloads it
                 self.unload(member, with_members=True)
 
-    def begin_unload(self, name: str, *, with_members: bool = False) -> None:
+    def begin_unload(
+        self, name: str, *, may: CheckName = _anything, with_members: bool = False
+    ) -> None:
         """Unload a model in the background, and with it the ensembles that have it in a step. From now on nobody finds them.
 
-        `with_members` is that of `unload`. A model that is just being loaded is unloaded after that. Nothing happens if there is no such model. Raises `OutOfThreads`; then the model goes on.
+        `with_members` is that of `unload`. A model that is just being loaded is unloaded after that. Nothing happens if there is no such model.
+        `may` raises for each other model that must not go with it; then nothing has changed. Raises `OutOfThreads`; then the model goes on.
         """
         with self._lock:
             if name in self._leaving:
                 return
+            self._check_all(self._going_with(name, with_members=with_members), may)
             if name in self._locks.names:
-                self._start(name, lambda: self._unload_if_there(name))
+                self._start(name, lambda: self._unload_if_there(name, may))
                 self._leaving.add(name)
                 return
             members = self._alone(name) if with_members else []
@@ -692,6 +724,28 @@ class ModelRegistry:
         """Return the loaded ensembles that have this model in a step."""
         # Other threads change the table meanwhile. To copy it is atomic.
         return dependents_of(name, [(each, it.config) for each, it in list(self._models.items())])
+
+    def _above(self, names: Sequence[str]) -> list[str]:
+        """Return the loaded ensembles that depend on one of these models, also through others."""
+        found: list[str] = []
+        reached = list(names)
+        while reached:
+            new = [each for each in self._dependents(reached.pop()) if each not in found]
+            found += new
+            reached += new
+        return found
+
+    def _going_with(self, name: str, *, with_members: bool) -> list[str]:
+        """Return all other models that an unload of this one takes with it. Needs the lock."""
+        going = [name]
+        for each in going if with_members else ():
+            going += [member for member in self._alone(each) if member not in going]
+        return [each for each in (*going[1:], *self._above(going)) if each != name]
+
+    @staticmethod
+    def _check_all(names: Iterable[str], may: CheckName) -> None:
+        for each in names:
+            may(each)
 
     def _alone(self, name: str) -> list[str]:
         """Return the models that were loaded for this ensemble and that no other one has in a step. Needs the lock."""
@@ -884,9 +938,15 @@ class ModelRegistry:
         self._executor.shutdown()
         self._reactor.close()
 
-    def _unload_if_there(self, name: str) -> None:
-        with contextlib.suppress(ModelNotFound):  # another thread unloads it
-            self.unload(name)
+    def _unload_if_there(self, name: str, may: CheckName = _anything) -> None:
+        try:
+            self.unload(name, may=may)
+        except ModelNotFound:  # another thread unloads it
+            pass
+        except (
+            NotGranted
+        ) as error:  # an ensemble was loaded meanwhile; who asked does not wait for this
+            _log.error("model '%s' is not unloaded: %s", name, error)
 
     def disown(self) -> None:
         """Forget the models, in a fork of the process that they belong to."""
@@ -917,6 +977,20 @@ def _is_fit(loaded: LoadedVersions) -> bool:
         return all(each.is_fit() for each in versions if isinstance(each, HostedEnsemble))
     except MoonpoolError:
         return False
+
+
+def _unfit(name: str, member: str, error: MoonpoolError) -> Unfit:
+    """Make the error of an ensemble one of whose members cannot be loaded."""
+    version = getattr(error, "version", None)
+    where = "" if version is None else f"version {version} is at UNAVAILABLE state: "
+    begin = (
+        f"ensemble '{name}' depends on '{member}' which has no loaded version. Model '{member}' loading "
+        f"failed with error: {where}"
+    )
+    failure = Unfit(f"{begin}{with_code(error)};")
+    if error.public_message is not None:
+        failure.public_message = f"{begin}{with_code(error, error.public_message)};"
+    return failure
 
 
 def _apart(act: Callable[[], None], name: str) -> None:

@@ -7,7 +7,6 @@ the grant that would allow it.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from moonpool.runtime.errors import LoadFailed, NotGranted
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import name_problem
 from moonpool.runtime.model.config.options import OPTIONS, ModelOptions, hardened
+from moonpool.runtime.model.config.patterns import fits_any
 from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.process.files import is_within
 from moonpool.runtime.repository.environment import expanded
@@ -52,7 +52,7 @@ def check_may_ask(asker: Model, name: str) -> None:
     options = asker.options
     if not is_contained(options.sandbox):
         return
-    if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.sandbox_models):
+    if not fits_any(options.sandbox_models, name):
         raise NotGranted(
             f"the sandbox of model '{asker.name}' does not let it ask for model '{name}'; "
             "MOONPOOL_SANDBOX_MODELS in its configuration names those that it may"

@@ -849,6 +849,9 @@ _NAME = "moonpool-residency"
 
 def _unavailable(text: str, cause: BaseException, retry_after_s: float) -> ModelUnavailable:
     error = ModelUnavailable(text)
+    public = getattr(cause, "public_message", None)
+    if public is not None:
+        error.public_message = text.replace(str(cause), public)
     error.__cause__ = cause
     error.retry_after_s = retry_after_s
     return error

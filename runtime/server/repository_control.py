@@ -27,6 +27,7 @@ from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.process.parallel import in_parallel
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.repository.loading import Wanted
+from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.repository.repository import Listing
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.schedule.failures import missing_file_line
@@ -262,7 +263,7 @@ def _entries(name: str, status: ModelStatus | None, *, ready_only: bool) -> list
         return entries
     if status is None or status.failure is None:
         return [{"name": name}]
-    return [{"name": name, "state": "UNAVAILABLE", "reason": str(status.failure)}]
+    return [{"name": name, "state": "UNAVAILABLE", "reason": public_text(status.failure)}]
 
 
 def _log_failure(error: MoonpoolError) -> None:

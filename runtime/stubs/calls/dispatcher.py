@@ -44,11 +44,13 @@ from moonpool.ipc.codec import calls_codec, encode
 from moonpool.ipc.errors import Closed, MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import MAX_CALL_BYTES, MAX_CALLS, Kind, Side
 from moonpool.runtime.errors import BackendError, ModelError, ModelUnavailable, OutOfThreads
+from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.model.budgets import (
     COPIED_BYTES,
     COPIED_LOADS_BYTES,
     COSTS,
     JSON_FACTOR,
+    LONGEST_ERROR,
     MAX_TASKS,
     SHORT_MESSAGE,
     UNREAD_ANSWER_BYTES,
@@ -118,6 +120,8 @@ class CallDispatcher:
         self._link = link
         self._reactor = reactor
         self._models = models
+        # Regions of contained models are private.
+        self._is_contained = link.borrowed_blocks.is_private
         self._metrics = metrics
         self._codec = calls_codec(Side.RUNTIME)
         self._send_queue = StubSendQueue(channel, reactor)
@@ -396,8 +400,13 @@ class CallDispatcher:
             execution.drive_in_reactor()
 
     def _refuse(self, call: ModelCall, error: MoonpoolError) -> None:
-        words = f"Model {call.model} - Error when running inference: {error}"
+        # The other error has the code, and what kind of text it is does not show any more in this one.
+        text = public_text(error, is_for_contained=self._is_contained)
+        words = f"Model {call.model} - Error when running inference: {text}"
         self._answer(call, ModelError(words, error.code), True)
+
+    def _wire_error(self, error: BaseException, most: int = LONGEST_ERROR) -> list[object]:
+        return wire_error(error, most, is_for_contained=self._is_contained)
 
     def _release(self, fields: list[Any]) -> None:
         if self._link.lanes is not None:
@@ -431,9 +440,9 @@ class CallDispatcher:
             except Exception as failure:  # a backend may answer with any object
                 self._unlend(blocks)
                 blocks, rows = [], []
-                error = wire_error(failure)
+                error = self._wire_error(failure)
         elif outcome is not None:
-            error = wire_error(outcome)
+            error = self._wire_error(outcome)
         del outcome
         released: list[object] = self._link.take_released() if self._link.released else []
         try:
@@ -444,7 +453,7 @@ class CallDispatcher:
         except MoonpoolError as failure:  # the memory is too small, or a value cannot be encoded
             self._unlend(blocks)
             self._link.released.extend(released)
-            short = wire_error(failure, SHORT_MESSAGE)
+            short = self._wire_error(failure, SHORT_MESSAGE)
             self._send(Kind.REPLY, call.number, is_last, [], [], [], None, short)
         if not is_last and self._send_queue.is_full:
             self._end(call, ModelUnavailable("the model that asked leaves responses unread"))
@@ -562,7 +571,7 @@ class CallDispatcher:
                 # Popped, so that the files of a load are freed before the budget is released.
                 tasks.pop()()
             except Exception as failure:
-                error = wire_error(failure, SHORT_MESSAGE)
+                error = self._wire_error(failure, SHORT_MESSAGE)
                 _clear_frames(failure)
             self._tasks.discard(number)
             self._send_done(number, error, {})
@@ -577,7 +586,7 @@ class CallDispatcher:
     def _done(
         self, number: int, error: BaseException | None, values: dict[str, Any] | None = None
     ) -> None:
-        short = None if error is None else wire_error(error, SHORT_MESSAGE)
+        short = None if error is None else self._wire_error(error, SHORT_MESSAGE)
         self._send_done(number, short, values or {})
 
     def _send_done(self, number: int, error: list[object] | None, values: dict[str, Any]) -> None:

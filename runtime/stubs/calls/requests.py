@@ -225,11 +225,14 @@ class Fetching:
             go_on(error)
 
 
-def wire_error(error: BaseException, most: int = LONGEST_ERROR) -> list[object]:
-    """Describe an error for a model: its code and at most `most` characters of text."""
+def wire_error(
+    error: BaseException, most: int = LONGEST_ERROR, *, is_for_contained: bool
+) -> list[object]:
+    """Describe an error for a model, which may be contained: its code and at most `most` characters of text."""
     code = getattr(error, "code", "INTERNAL")
     # The model gets no more than a client would: it may be foreign, too.
-    message = public_text(error)[:most].encode("utf-8", "replace").decode()
+    message = public_text(error, is_for_contained=is_for_contained)[:most]
+    message = message.encode("utf-8", "replace").decode()
     return [CODES.index(code) if code in CODES else CODES.index("INTERNAL"), message]
 
 

@@ -1,18 +1,19 @@
 #include "calls.h"
 
-#include <fnmatch.h>
 #include <poll.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <sstream>
 #include <system_error>
 #include <thread>
 #include <utility>
 
 #include "inference.h"
 #include "parameters.h"
+#include "pattern.h"
 #include "stub.h"
 
 namespace moonpool {
@@ -377,7 +378,20 @@ Calls::Write Calls::only(const Failure& failure, size_t most) {
   };
 }
 
-void Calls::fail(uint64_t call, const Failure& failure) noexcept { reply(call, true, only(failure)); }
+void Calls::fail(uint64_t call, const Failure& failure) noexcept { reply(call, true, only(readable(failure))); }
+
+Failure Calls::readable(const Failure& failure) const noexcept {
+  if (!model_.facts().is_private) return failure;
+  try {
+    // The server's texts may have any bytes. Those that are not UTF-8 would break the launcher's protocol.
+    std::string text;
+    std::istringstream lines(std::string(failure.what()).substr(0, wire::kLongestError / 8));
+    for (std::string line; std::getline(lines, line);) text += (text.empty() ? "" : "\n") + one_line(line);
+    return Failure(failure.code, model_.scrubbed(text));
+  } catch (const std::exception&) {  // the launcher has ended
+    return Failure(failure.code, "internal error; see the server's log");
+  }
+}
 
 bool Calls::send_reply(uint64_t call, bool is_final, const Write& write) {
   stub_->answers().take_released(&released_, wire::kMaxPlacesInPacket);
@@ -440,6 +454,8 @@ void Calls::load(const wire::LoadModel& asked) {
 void Calls::unload(const wire::UnloadModel& asked) {
   const std::string name(asked.model);
   if (name != model_.name()) check_may_ask(name);
+  // Only the server knows which models these are, and it asks nobody.
+  if (asked.dependents) check_may_ask_all("unload the members of model '" + name + "' with it");
   spend_time(asked.call, [=, dependents = asked.dependents, server = model_.server()] {
     check(dependents ? triton::ServerUnloadModelAndDependents(server, name.c_str())
                      : triton::ServerUnloadModel(server, name.c_str()));
@@ -484,13 +500,14 @@ void Calls::spend_time(uint64_t call, std::function<Write()> task, uint64_t copi
 }
 
 void Calls::done(uint64_t call, const Failure* failure, const Write& values) noexcept {
+  const auto public_failure = failure ? std::make_optional(readable(*failure)) : std::nullopt;
   std::lock_guard lock(mutex_);
   tasks_.erase(call);
   if (!stub_) return;
   try {
     begin<Kind::DONE>(call);
-    if (failure) {
-      error_of(*failure, wire::kShortMessage).write(message_);
+    if (public_failure) {
+      error_of(*public_failure, wire::kShortMessage).write(message_);
     } else {
       message_.nil();
     }
@@ -527,11 +544,22 @@ void Calls::check_may_ask(const std::string& name) const {
     throw Failure(triton::kNotFound, "no model has a name with control characters in it, as '" + one_line(name) + "'");
   }
   for (const std::string_view pattern : *patterns) {
-    if (fnmatch(std::string(pattern).c_str(), name.c_str(), FNM_NOESCAPE) == 0) return;
+    if (fits(pattern, name)) return;
   }
   throw Failure(triton::kUnavailable, "the sandbox of model '" + model_.name() + "' does not let it ask for model '" +
                                           name +
                                           "'; MOONPOOL_SANDBOX_MODELS in its configuration names those that it may");
+}
+
+void Calls::check_may_ask_all(const std::string& what) const {
+  const auto& patterns = model_.facts().may_ask;
+  if (!patterns) return;
+  for (const std::string_view pattern : *patterns) {
+    if (!pattern.empty() && pattern.find_first_not_of('*') == std::string_view::npos) return;
+  }
+  throw Failure(triton::kUnavailable, "the sandbox of model '" + model_.name() + "' does not let it " + what +
+                                          "; inside of tritonserver this takes MOONPOOL_SANDBOX_MODELS=*, and each model "
+                                          "can be unloaded by its own name");
 }
 
 template <Kind kind>

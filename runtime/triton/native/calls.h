@@ -78,6 +78,8 @@ class Calls : public std::enable_shared_from_this<Calls> {
   bool reply(uint64_t call, bool is_final, const Write& write) noexcept;
   // Returns a writer for a response that is an error, with a text of at most `most` bytes.
   static Write only(const Failure& failure, size_t most = wire::kLongestError);
+  // Returns an error as the model may read it: a contained one learns nothing of the machine.
+  Failure readable(const Failure& failure) const noexcept;
   // End a call with an error, unless it is over.
   void fail(uint64_t call, const Failure& failure) noexcept;
 
@@ -111,6 +113,8 @@ class Calls : public std::enable_shared_from_this<Calls> {
   void done(uint64_t call, const Failure* failure, const Write& values = {}) noexcept;
   void check_new(uint64_t call);
   void check_may_ask(const std::string& name) const;
+  // Throws Failure unless the model may ask for all models; `what` says what takes that.
+  void check_may_ask_all(const std::string& what) const;
   // Throws Failure if kMaxTasks threads are running already.
   void check_tasks();
 

@@ -252,7 +252,7 @@ class Inference : public std::enable_shared_from_this<Inference> {
     try {
       if (triton::Error* error = response ? triton::InferenceResponseError(response) : nullptr) {
         const Failure failure(triton::ErrorCode(error), triton::ErrorMessage(error));
-        calls_->reply(call_, is_final, Calls::only(failure));
+        calls_->reply(call_, is_final, Calls::only(calls_->readable(failure)));
         return;
       }
       const Said said(response);

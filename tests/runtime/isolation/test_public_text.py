@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool import InvalidRequest, ModelError, OutOfMemory, StubDied
+from moonpool import InvalidRequest, LoadFailed, ModelError, OutOfMemory, StubDied
 from moonpool.ipc.denials import OPEN, WRITE, would_allow
-from moonpool.runtime.errors import own
+from moonpool.ipc.errors import BadTensor, MoonpoolError
+from moonpool.runtime.errors import BadEnvironment, HookFailed, own
+from moonpool.runtime.hosting.model_control import loading
 from moonpool.runtime.isolation.public_text import public_text, scrubbed
+from moonpool.runtime.model.config.source import ConfigError
+from moonpool.runtime.process.files import RepositoryError
 from moonpool.runtime.schedule.failures import no_instance_left
 
 pytestmark = pytest.mark.promise(
@@ -84,6 +90,44 @@ def test_a_path_is_cut_to_its_last_name_wherever_it_stands(names: list[str], aro
 def test_others_texts_stay_as_they_are() -> None:
     for error in (ModelError(TRACEBACK), InvalidRequest("no '/a/b/c'")):
         assert public_text(error) == str(error)
+
+
+# Those whose texts are what the reader has sent, and those of models that are not contained. All others lose their folders.
+AS_THEY_ARE = {
+    "client": (InvalidRequest, BadTensor, ModelError),
+    "contained": (InvalidRequest, BadTensor),
+}
+
+
+def kinds(of: type[MoonpoolError] = MoonpoolError) -> list[type[MoonpoolError]]:
+    below = [kind for each in of.__subclasses__() for kind in kinds(each)]
+    return [of, *below] if of.__module__.startswith("moonpool.") else below
+
+
+@pytest.mark.parametrize("reader", AS_THEY_ARE)
+def test_every_kind_of_error_has_one_redaction_for_every_reader(reader: str) -> None:
+    """Also of kinds that come later: what is not in the table has no folder for anybody."""
+    assert {LoadFailed, ConfigError, RepositoryError, BadEnvironment, HookFailed} <= set(kinds())
+    text = f"{TRACEBACK}\nat 0x7f2c4d1e9a90, models/m/config.pbtxt:3: no"
+    for kind in kinds():
+        error = kind.__new__(kind, text)
+        error.args = (text,)
+        shown = public_text(error, is_for_contained=reader == "contained")
+        if issubclass(kind, AS_THEY_ARE[reader]):
+            assert shown == str(error), kind
+        else:
+            assert not re.search("srv|etc|secret|7f2c|models/", shown), kind
+            assert "config.pbtxt:3: no" in shown, kind
+
+
+def test_a_failed_load_tells_no_last_words_of_its_process() -> None:
+    died = StubDied("It exited with 1; /usr/bin/python said: secret", "It exited with 1")
+
+    with pytest.raises(LoadFailed) as raised, loading("m"):
+        raise died
+    assert "secret" in str(raised.value)
+    told = "load failed for model 'm': Internal: It exited with 1;\n; see the server's log"
+    assert public_text(raised.value) == told
 
 
 def test_moonpool_s_own_words_have_no_paths_at_any_level() -> None:
