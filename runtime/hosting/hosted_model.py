@@ -325,6 +325,13 @@ class HostedModel:
         pids = [each.pid for each in processes if each is not None and each.is_running]
         return [*pids, *self._backend.model_processes(self.model)]
 
+    @property
+    def shared_bytes(self) -> int:
+        """The shared memory that counts for the model: what its processes were sent, and what callers write into."""
+        states = [record.instance.state for record in self.supervisor.records]
+        given = sum(getattr(each, "counted_bytes", 0) for each in states)
+        return given + self._backend.model_shared_bytes(self.model)
+
     def wake(self) -> None:
         """Start the instances of a model that sleeps. Requests that wait run as soon as the first one is ready. Raises as `load`."""
         began_s = time.monotonic()

@@ -187,6 +187,9 @@ class PythonBackend(Backend):
         pid = None if state.template is None else state.template.pid
         return [] if pid is None else [pid]
 
+    def model_shared_bytes(self, model: Model) -> int:
+        return self.memory_of(model).counted_bytes
+
     def model_wake(self, model: Model) -> None:
         if model.options.has_template:
             self._start_template(model)

@@ -218,6 +218,10 @@ class Backend(ABC):
         """Return the processes that a model has beside its instances."""
         return []
 
+    def model_shared_bytes(self, model: Model) -> int:  # noqa: ARG002
+        """Return the size of the shared memory that callers write into for a model."""
+        return 0
+
     def model_wake(self, model: Model) -> None:  # noqa: B027 - optional
         """Take back what `model_sleep` gave up, before the instances start. Raises as `model_initialize`."""
 

@@ -54,23 +54,50 @@ def with_descendants(pids: Iterable[int]) -> list[int]:
     return list(found)
 
 
-def proportional_bytes(pid: int) -> int:
-    """Return the part of the machine's memory that a process has; 0 if it has ended.
+class ProcessMemory(NamedTuple):
+    """The part of the machine's memory that a process has."""
+
+    own_bytes: int
+    """Its own pages, and those of files."""
+    shared_bytes: int
+    """Shared memory, as far as the process has touched it."""
+
+
+_NO_MEMORY = ProcessMemory(0, 0)
+
+
+def memory_of(pid: int) -> ProcessMemory:
+    """Return the part of the machine's memory that a process has; nothing if it has ended.
 
     A page that several processes share counts for each with its part, so the sum over all of them has it once. The kernel shows that to the
     owner of a process alone. Of a process that hides it, all resident pages count, which is never too little.
     """
     try:
-        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("Pss:"):
-                    return int(line.split()[1]) << 10
+        rows = _rows(f"/proc/{pid}/smaps_rollup")
+        shared_bytes = rows.get("Pss_Shmem", 0)
+        return ProcessMemory(rows.get("Pss", 0) - shared_bytes, shared_bytes)
     except PermissionError:
-        usage = usage_of(pid)
-        return 0 if usage is None else usage.rss_bytes
+        pass
     except OSError:  # it has ended
-        return 0
-    return 0
+        return _NO_MEMORY
+    try:
+        rows = _rows(f"/proc/{pid}/status")
+    except OSError:
+        return _NO_MEMORY
+    return ProcessMemory(rows.get("RssAnon", 0) + rows.get("RssFile", 0), rows.get("RssShmem", 0))
+
+
+def proportional_bytes(pid: int) -> int:
+    """Return the sum of what `memory_of` returns."""
+    return sum(memory_of(pid))
+
+
+def _rows(path: str) -> dict[str, int]:
+    """Return the rows of such a file that are sizes, in bytes."""
+    # The name of a command, in the first row of one of them, may have any bytes.
+    with open(path, encoding="ascii", errors="replace") as file:
+        parts = (line.split() for line in file)
+        return {part[0][:-1]: int(part[1]) << 10 for part in parts if part[2:] == ["kB"]}
 
 
 def available_memory_bytes() -> int:

@@ -57,7 +57,7 @@ from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.process.usage import (
     Reading,
     available_memory_bytes,
-    proportional_bytes,
+    memory_of,
     reading,
     spare_cores,
     with_descendants,
@@ -178,6 +178,10 @@ class Sleeper(Protocol):
 
     def pids(self) -> Iterable[int]:
         """Return the processes."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """The shared memory that the runtime has made for it, which its processes may not have mapped."""
 
 
 class ModelLocker(Protocol):
@@ -747,9 +751,11 @@ class Residency:
     def _need_of(self, entry: ResidentModel) -> Need:
         family = with_descendants(entry.sleeper.pids())
         on_gpus = {} if self._gpus is None else self._gpus.bytes_by_process()
-        return Need(
-            sum(map(proportional_bytes, family)), sum(on_gpus.get(pid, 0) for pid in family)
-        )
+        parts = [memory_of(pid) for pid in family]
+        # What its processes have touched of the memory that they were given is in both figures.
+        shared_bytes = max(sum(each.shared_bytes for each in parts), entry.sleeper.shared_bytes)
+        own_bytes = sum(each.own_bytes for each in parts)
+        return Need(own_bytes + shared_bytes, sum(on_gpus.get(pid, 0) for pid in family))
 
     # Scaling
 

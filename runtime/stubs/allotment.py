@@ -91,6 +91,11 @@ class Allotment:
         """The bytes that the process was ever sent, and may still have."""
         return self._given_bytes
 
+    @property
+    def counted_bytes(self) -> int:
+        """The bytes that count for the process: all that a contained one was ever sent, of another one those in use."""
+        return self._given_bytes - (0 if self._is_contained else self._idle_bytes)
+
     def region(self, present_bytes: int, needed_bytes: int) -> SharedRegion:
         """Make another region. See `RegionSource.region`."""
         number = next_number()
@@ -184,8 +189,7 @@ class Allotment:
     def _room(self, present_bytes: int, needed_bytes: int) -> int:
         """Return the size of a new file. Raises `OutOfMemory`."""
         in_use_bytes = self._given_bytes - self._idle_bytes
-        counted_bytes = self._given_bytes if self._is_contained else in_use_bytes
-        others_bytes = max(0, counted_bytes - present_bytes)
+        others_bytes = max(0, self.counted_bytes - present_bytes)
         try:
             return growth_bytes(present_bytes, needed_bytes, self.limit_bytes, others_bytes)
         except OutOfMemory:

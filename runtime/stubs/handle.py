@@ -285,6 +285,11 @@ class StubHandle(StubConnection):
         """The bytes of all shared memory that was made for the process and sent to it."""
         return sum(each.given_bytes for each in self.allotments.values())
 
+    @property
+    def counted_bytes(self) -> int:
+        """The bytes of shared memory that count for the process, whether or not it has mapped or touched them."""
+        return sum(each.counted_bytes for each in self.allotments.values())
+
     def notify_exit(self, callback: Callable[[], None]) -> None:
         """Run `callback` on the reactor's thread when the process has ended, also if it has already."""
 

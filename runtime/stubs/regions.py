@@ -139,6 +139,12 @@ class CallerMemory:
         """The size of all regions together."""
         return self._arena.size_bytes
 
+    @property
+    def counted_bytes(self) -> int:
+        """The bytes that count for the model."""
+        source = self.source
+        return source.counted_bytes if isinstance(source, Allotment) else self.size_bytes
+
     def close(self) -> None:
         """Close the regions. Arrays that callers hold stay valid."""
         with self._lock:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tests
 from tests.compiled import compiled
 from tests.runtime.triton.library import NATIVE
 
-import tests
 from moonpool.runtime.model.config.options import ModelOption
 from moonpool.runtime.model.config.patterns import fits, fits_any
 
