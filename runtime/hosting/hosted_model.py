@@ -391,7 +391,7 @@ class HostedModel:
             self.is_dormant = False
         elif self.machine.state is not ModelState.READY or not self.scheduler.doze():
             return False
-        elif may_stay and self.supervisor.can_sleep:
+        elif may_stay and self.supervisor.can_sleep and not self.scheduler.has_deserted:
             try:
                 self._note_hook(self.supervisor.sleep_all())
             except BaseException:  # a signal handler raised; all hooks have ended
@@ -409,6 +409,7 @@ class HostedModel:
     def _end_instances(self) -> None:
         """End all instances, and let requests wait, and wake the model, from now on."""
         self.supervisor.end_all()
+        self.scheduler.forget_deserted()
         # An instance that was being restarted may have been given up meanwhile, and requests be refused. From here on no thread is
         # left that could do so.
         self._return("it fell asleep", self.scheduler.sleep)

@@ -56,6 +56,7 @@ from moonpool.runtime.schedule.failures import (
     as_load_failure,
     as_moonpool_error,
     is_shortage,
+    kept_too_long,
     no_instance_left,
     notify_callers,
     took_too_long,
@@ -506,7 +507,7 @@ class Supervisor:
     # Watching
 
     def watch_deadlines(self) -> None:
-        """End executions that take too long, if the model's options have a limit by now."""
+        """End instances whose executions take too long, or that keep requests for as long after all callers have left, if there is a limit."""
         with self._lock:
             if self._is_checking or self._model.options.execute_timeout_s is None:
                 return
@@ -524,6 +525,8 @@ class Supervisor:
             if execution.began_before(since_ns):
                 instance = execution.instance
                 self._backend.abort(instance, took_too_long(instance.name, limit_s))
+        for instance in self._scheduler.deserted_since(since_ns):
+            self._backend.abort(instance, kept_too_long(instance.name, limit_s))
         self._reactor.call_later(limit_s / _CHECKS_PER_LIMIT, self._check_overdue)
 
     def _tidy(self) -> None:

@@ -62,6 +62,14 @@ def took_too_long(instance: str, limit_s: float) -> ExecuteTimedOut:
     )
 
 
+def kept_too_long(instance: str, limit_s: float) -> ExecuteTimedOut:
+    """Make the error of an instance that keeps requests open for which nobody waits."""
+    return ExecuteTimedOut(
+        f"Stub process '{instance}' kept requests open for longer than {limit_s:g} s after their callers had left, and was ended "
+        "(MOONPOOL_EXECUTE_TIMEOUT_S)"
+    )
+
+
 def no_instance_left(model: str, why: str) -> ModelUnavailable:
     """Make the error for requests of a model that has no instance left."""
     public = f"Request for model '{model}' which has no instance left"

@@ -256,13 +256,20 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self._instance_of: dict[InferenceRequest, ModelInstance] = {}
+        # Those of them whose callers have left, each with the time since which nobody waits for it here.
+        self._deserted_ns: dict[InferenceRequest, int] = {}
         # Requests that had their last response before the answer to their batch.
         self._ended: set[InferenceRequest] = set()
 
     def __len__(self) -> int:
         return len(self._instance_of)
 
-    def open(self, request: InferenceRequest, instance: ModelInstance) -> None:
+    @property
+    def has_wanted(self) -> bool:
+        """True if somebody waits for one of the requests."""
+        return len(self._instance_of) > len(self._deserted_ns)
+
+    def open(self, request: InferenceRequest, instance: ModelInstance, now_ns: int) -> None:
         """Note a request that the answer to its batch left open, unless it has had its last response already.
 
         A request that fills a place has no caller and is never open.
@@ -271,9 +278,26 @@ class OpenRequests:
             self._ended.remove(request)
         elif not request.fills_place:
             self._instance_of[request] = instance
+            if request.left:
+                self._deserted_ns[request] = now_ns
+
+    def desert(self, request: InferenceRequest, now_ns: int) -> None:
+        """Note that the caller of a request has left, if it is open."""
+        if request in self._instance_of:
+            self._deserted_ns.setdefault(request, now_ns)
+
+    def deserted_since(self, time_ns: int) -> set[ModelInstance]:
+        """Return the instances that have open requests, and none whose caller has left after that time, or is there."""
+        kept = {
+            instance
+            for request, instance in self._instance_of.items()
+            if self._deserted_ns.get(request, time_ns) >= time_ns
+        }
+        return set(self._instance_of.values()) - kept
 
     def end(self, request: InferenceRequest, *, is_executing: bool) -> bool:
         """Note the last response of a request. Returns False if the request has ended before."""
+        self._deserted_ns.pop(request, None)
         if self._instance_of.pop(request, None) is not None:
             return True
         if is_executing and request not in self._ended:
@@ -305,6 +329,7 @@ class OpenRequests:
         ]
         for request in taken:
             del self._instance_of[request]
+            self._deserted_ns.pop(request, None)
         return taken
 
     def without_ended(self, requests: Iterable[InferenceRequest]) -> list[InferenceRequest]:

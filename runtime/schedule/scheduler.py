@@ -49,9 +49,10 @@ instance to be idle must find the recovery. Requests that did not reach the inst
 supervisor's to fail or to retry.
 
 *Open requests.* A model may answer a request apart from its batch. Those responses arrive on another channel, so the last
-one can come before the answer to the batch. `OpenRequests` knows both orders and counts a request once.
+one can come before the answer to the batch. `OpenRequests` knows both orders and counts a request once. A model may also leave a request open for
+ever. So a request counts as a use of the model while its caller waits, and no longer: otherwise a model could keep itself awake.
 
-*Sleep.* A model that sleeps has no instances. `doze` takes them out, if nothing is inside, in the same hold of the lock after which requests
+*Sleep.* A model that sleeps has no instances. `doze` takes them out, if nobody waits for anything, in the same hold of the lock after which requests
 meet the refusal `ASLEEP`. A model that is awake pays nothing for that: a caller who finds a refusal looks which one it is. For `ASLEEP` the request is queued, and
 `wanted` is called, with the lock held, until `open`. So no request is lost between the two, in either order.
 
@@ -284,6 +285,7 @@ class Scheduler:
                 self.statistics.record_failures(now_ms, 1, fail_ns, "CANCELED")
                 resolved = self._departures.done([request], [_LEFT])
             inside, instance = self._find(request)
+            self.open_requests.desert(request, now_ns)
             self._changed.notify_all()
         self._hand_out(resolved)
         if instance is not None:
@@ -473,7 +475,7 @@ class Scheduler:
             del self._busy[instance]
             started, rejected = self._form(now_ns)
             if execution.has_deferred or self._departures.in_order:
-                resolved = self._settled(execution, answers)
+                resolved = self._settled(execution, answers, now_ns)
             else:
                 resolved = zip(requests, answers, strict=True)  # type: ignore[arg-type]
             if self._changed.waiting:
@@ -493,13 +495,15 @@ class Scheduler:
             if execution.has_traces:
                 execution.end_traces()
 
-    def _settled(self, execution: Execution, answers: Sequence[Answer]) -> Iterable[Pair]:
+    def _settled(
+        self, execution: Execution, answers: Sequence[Answer], now_ns: int
+    ) -> Iterable[Pair]:
         """Return the outcomes of a batch that may leave now, and note requests that it left open. Needs the lock."""
         done: list[InferenceRequest] = []
         outcomes: list[Outcome | None] = []
         for request, answer in zip(execution.requests, answers, strict=True):
             if answer is LATER:
-                self.open_requests.open(request, execution.instance)
+                self.open_requests.open(request, execution.instance, now_ns)
             elif answer is not AGAIN:
                 done.append(request)
                 outcomes.append(answer)  # type: ignore[arg-type]
@@ -679,13 +683,13 @@ class Scheduler:
             self._refusal = None
 
     def doze(self) -> bool:
-        """Take all instances out, if nothing is inside: no request, no sequence. Requests that come from now on wait, and wake the model.
+        """Take all instances out, if nobody waits for anything here: no request, no sequence. Requests that come from now on wait, and wake
+        the model.
 
-        Returns False, and changes nothing, if something is inside.
+        Returns False, and changes nothing, if somebody waits. Requests whose callers have left may be in the instances (`has_deserted`).
         """
         with self._lock:
-            is_used = len(self._queue) or self._busy or self._taken or len(self.open_requests)
-            if is_used or self._queue.has_sequences or self._refusal is not None:
+            if self.is_used or self._taken or self._refusal is not None:
                 return False
             for instance in self._idle:
                 self._queue.retire(instance)
@@ -857,9 +861,31 @@ class Scheduler:
 
     @property
     def is_used(self) -> bool:
-        """True if a request is inside, or a sequence. Needs no lock, so it may be wrong the next moment."""
-        inside = len(self._queue) or self._busy or len(self.open_requests)
-        return bool(inside) or self._queue.has_sequences
+        """True if a request is inside for which somebody waits, or a sequence. Without the lock it may be wrong the next moment."""
+        return (
+            bool(len(self._queue))
+            or self.open_requests.has_wanted
+            or self._queue.has_sequences
+            # Another thread may change it meanwhile, and to copy it is atomic.
+            or any(execution.wanted_count for execution in list(self._busy.values()))
+        )
+
+    @property
+    def has_deserted(self) -> bool:
+        """True if instances have requests, though `is_used` is False: their callers have left."""
+        return bool(self._busy or len(self.open_requests))
+
+    def forget_deserted(self) -> None:
+        """Forget the open requests of a model whose instances have ended after `doze`. Nobody waits for them."""
+        with self._lock:
+            gone = self.open_requests.take()
+        self.fail(gone, _LEFT)
+
+    def deserted_since(self, time_ns: int) -> list[ModelInstance]:
+        """Return the instances that execute nothing, and whose requests are all open and without a caller since that time."""
+        with self._lock:
+            instances = self.open_requests.deserted_since(time_ns)
+            return [each for each in instances if each not in self._busy]
 
     def executing_since(self, started_ns: int) -> list[Execution]:
         """Return the executions that were started before that time and are not settled."""

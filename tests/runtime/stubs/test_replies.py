@@ -99,7 +99,7 @@ def test_a_batch_is_deserted_when_nobody_waits_for_anything() -> None:
 def test_a_request_ends_once() -> None:
     opened, (request,) = OpenRequests(), requests(1)
     instance = cast(Any, object())
-    opened.open(request, instance)
+    opened.open(request, instance, 0)
     assert opened.instance_of(request) is instance
     assert opened.end(request, is_executing=False)
     assert not opened.end(request, is_executing=False)
@@ -110,7 +110,7 @@ def test_a_request_that_ended_while_its_batch_executed_is_not_open_afterwards() 
     opened, (request,) = OpenRequests(), requests(1)
     assert opened.end(request, is_executing=True)
     assert not opened.end(request, is_executing=True)
-    opened.open(request, cast(Any, object()))
+    opened.open(request, cast(Any, object()), 0)
     assert len(opened) == 0
 
 
@@ -124,8 +124,40 @@ def test_ended_requests_of_a_lost_batch_do_not_fail() -> None:
 def test_the_requests_of_an_instance_are_taken_from_it_alone() -> None:
     opened, (a, b) = OpenRequests(), requests(2)
     one, other = cast(Any, object()), cast(Any, object())
-    opened.open(a, one)
-    opened.open(b, other)
+    opened.open(a, one, 0)
+    opened.open(b, other, 0)
     assert opened.take(one) == [a]
     assert opened.take() == [b]
     assert opened.take() == []
+
+
+def test_an_instance_is_deserted_when_the_last_caller_has_left() -> None:
+    opened, (a, b, c) = OpenRequests(), requests(3)
+    one, other = cast(Any, object()), cast(Any, object())
+    for request, instance in ((a, one), (b, one), (c, other)):
+        opened.open(request, instance, 0)
+    assert opened.has_wanted
+    assert opened.deserted_since(100) == set()
+    opened.desert(a, 10)
+    assert opened.deserted_since(100) == set()
+    opened.desert(b, 20)
+    opened.desert(b, 99)
+    assert opened.deserted_since(100) == {one}
+    assert opened.deserted_since(20) == set()
+    opened.desert(c, 30)
+    assert not opened.has_wanted
+    opened.end(a, is_executing=False)
+    opened.take()
+    assert not opened.has_wanted
+    assert opened.deserted_since(100) == set()
+
+
+def test_a_request_may_be_left_before_its_batch_is_answered() -> None:
+    opened, (request,) = OpenRequests(), requests(1)
+    opened.desert(request, 5)
+    request.left = True
+    instance = cast(Any, object())
+    opened.open(request, instance, 10)
+    assert not opened.has_wanted
+    assert opened.deserted_since(11) == {instance}
+    assert opened.deserted_since(10) == set()
