@@ -67,6 +67,8 @@ _log = logging.getLogger("moonpool")
 _S = InstanceState
 # The number of checks within the time limit of an execution. One over the limit is noticed with the next check.
 _CHECKS_PER_LIMIT = 20
+# A model may have any limit, and must not have the reactor check all the time.
+_LEAST_CHECK_S = 0.005
 _TIDY_S = 5.0
 # An execution that nobody drives after this time is given to the reactor.
 _STRANDED_NS = 1_000_000_000
@@ -527,7 +529,9 @@ class Supervisor:
                 self._backend.abort(instance, took_too_long(instance.name, limit_s))
         for instance in self._scheduler.deserted_since(since_ns):
             self._backend.abort(instance, kept_too_long(instance.name, limit_s))
-        self._reactor.call_later(limit_s / _CHECKS_PER_LIMIT, self._check_overdue)
+        self._reactor.call_later(
+            max(_LEAST_CHECK_S, limit_s / _CHECKS_PER_LIMIT), self._check_overdue
+        )
 
     def _tidy(self) -> None:
         """Let idle instances give back what they have not needed lately, every few seconds."""

@@ -44,6 +44,7 @@ def granted(options: ModelOptions, gpus: Sequence[int] = ()) -> tuple[str, ...]:
         *(f"see {pattern} of the environment" for pattern in options.environment),
         *(["share a template with its other instances"] if options.has_template else []),
         *(["keep what it compiles"] if options.compile_cache else []),
+        *(["stay in memory"] if options.pin else []),
     )
 
 
@@ -87,7 +88,11 @@ class Ask:
 def asks(model: Model, said: Collection[str] = ()) -> Iterator[Ask]:
     """List all things that a model's configuration gives it beyond its level, without the options `said` by the operator."""
     options, parameters = model.options, model.config.parameters
-    usual = hardened(replace(type(options)(), sandbox=options.sandbox))
+    # What the runtime keeps for the model follows the memory that the operator has given its process.
+    memory_bytes = options.memory_limit_bytes if _MEMORY in said else None
+    usual = hardened(
+        replace(type(options)(), sandbox=options.sandbox, memory_limit_bytes=memory_bytes)
+    )
     yield from _links(model)
     for key, attribute in _GRANTS.items():
         value = getattr(options, attribute)
@@ -106,6 +111,15 @@ def asks(model: Model, said: Collection[str] = ()) -> Iterator[Ask]:
         if key not in said and _exceeds(value, most):
             text = parameters.get(key, "").strip()
             yield Ask(key, text, value, f"parameters[{key}]", f"more than {most}")
+    for key, (attribute, least) in _FLOORS.items():
+        value = getattr(options, attribute)
+        if key not in said and value is not None and value < least:
+            text = parameters.get(key, "").strip()
+            yield Ask(key, text, value, f"parameters[{key}]", f"less than {least:g}")
+    idle_us = _sequence_idle_us(model)
+    if idle_us > _MOST_SEQUENCE_IDLE_US:
+        field, more = _SEQUENCE_IDLE_FIELD, f"more than {_MOST_SEQUENCE_IDLE_US}"
+        yield Ask(_SEQUENCE_IDLE, str(idle_us), idle_us, field, more)
 
 
 class Grants:
@@ -174,8 +188,10 @@ def _one_grant(part: str) -> tuple[str, object]:
 
 
 def _is_within(ask: Ask, granted: Sequence[object]) -> bool:
-    if ask.key in _LIMITS:
+    if ask.key in _LIMITS or ask.key == _SEQUENCE_IDLE:
         return any(not _exceeds(ask.value, most) for most in granted)  # type: ignore[arg-type]
+    if ask.key in _FLOORS:
+        return any(not _exceeds(least, ask.value) for least in granted)  # type: ignore[arg-type]
     if ask.key == _GPUS and None in granted:
         return True
     if isinstance(ask.value, tuple):
@@ -277,6 +293,18 @@ def _gpus(model: Model) -> tuple[int, ...] | None:
     return tuple(sorted({gpu for group in groups for gpu in group.gpus}))
 
 
+def _sequence_idle_us(model: Model) -> int:
+    """Return the time for which a sequence may be without requests; 0 for a model without sequences."""
+    batching = model.config.sequence_batching
+    return 0 if batching is None else batching.max_idle_us
+
+
+def _read_idle_us(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,20}", text):
+        raise ValueError("must be a number of microseconds")
+    return int(text)
+
+
 def _read_gpus(text: str) -> tuple[int, ...] | None:
     if text == "all":
         return None
@@ -319,19 +347,14 @@ def check_not_looser(model: Model, asker: ModelOptions) -> None:
             is_unset = key in _DEADLINES and key not in model.config.parameters
             if not is_unset and _exceeds(_amount(options, attribute), _amount(asker, bound)):
                 raise source.error(f"parameters[{key}]", what)
+        for key, (attribute, least) in _FLOORS.items():
+            value, own = getattr(options, attribute), getattr(asker, attribute)
+            if value is not None and value < (least if own is None else min(least, own)):
+                raise source.error(f"parameters[{key}]", what)
+        if _sequence_idle_us(model) > _MOST_SEQUENCE_IDLE_US:
+            raise source.error(_SEQUENCE_IDLE_FIELD, what)
 
 
-_GRANTS = {
-    # The interpreter is contained like the model, but the model can read all files of the environment.
-    "EXECUTION_ENV_PATH": "execution_env_path",
-    "MOONPOOL_SANDBOX_PATHS": "sandbox_paths",
-    "MOONPOOL_SANDBOX_PORTS": "sandbox_ports",
-    "MOONPOOL_SANDBOX_SYSCALLS": "sandbox_syscalls",
-    "MOONPOOL_SANDBOX_MODELS": "sandbox_models",
-    "MOONPOOL_ENVIRONMENT": "environment",
-    "MOONPOOL_PREFORK": "template",
-    "MOONPOOL_COMPILE_CACHE": "compile_cache",
-}
 # Loads and unloads wait so long, and the start and the end of a server with them.
 _DEADLINES = {
     "MOONPOOL_LOAD_TIMEOUT_S": "load_timeout_s",
@@ -351,12 +374,53 @@ _LIMITS = {
     "MOONPOOL_SCRATCH_BYTES": ("scratch_bytes", "scratch_bytes"),
     "MOONPOOL_CPU_WEIGHT": ("cpu_weight", "cpu_weight"),
     "MOONPOOL_LOG_LINES_PER_S": ("log_lines_per_s", "log_lines_per_s"),
+    "MOONPOOL_STATE_LIMIT_BYTES": ("state_limit_bytes", "state_limit_bytes"),
+    "MOONPOOL_MAX_RESTARTS": ("max_restarts", "max_restarts"),
+    "MOONPOOL_CONCURRENT_BATCHES": ("concurrent_batches", "concurrent_batches"),
 }
+# Options that cost the runtime something if they are small, each with the least that it may be: restarts, and starts after a sleep.
+_FLOORS = {
+    "MOONPOOL_RESTART_WINDOW_S": ("restart_window_s", ModelOptions().restart_window_s),
+    "MOONPOOL_RESTART_BACKOFF_S": ("restart_backoff_s", ModelOptions().restart_backoff_s),
+    "MOONPOOL_RESTART_BACKOFF_MAX_S": (
+        "restart_backoff_max_s",
+        ModelOptions().restart_backoff_max_s,
+    ),
+    "MOONPOOL_RECYCLE_REQUESTS": ("recycle_requests", 1000),
+    "MOONPOOL_IDLE_S": ("idle_s", 60.0),
+}
+# Options that may have any value without a grant, since they give the model nothing that it lacks. Whatever is in none of these tables
+# needs a grant, also an option that is yet to come.
+HARMLESS = {
+    "FORCE_CPU_ONLY_INPUT_TENSORS": "where inputs lie that it gets anyway",
+    "MOONPOOL_SANDBOX": "a lower level than the operator's is not taken",
+    "MOONPOOL_EXECUTE_TIMEOUT_S": "its own batches end earlier; the value of the operator goes before",
+    "MOONPOOL_RETRY": "one more attempt for requests to itself",
+    "MOONPOOL_CPUS": "fewer processors",
+    "MOONPOOL_THREADS": "its own threads, which MOONPOOL_TASK_LIMIT counts",
+    "MOONPOOL_INSTANCES_PER_PROCESS": "its own threads, which MOONPOOL_TASK_LIMIT counts",
+    "MOONPOOL_STATE_SURVIVES": "states that MOONPOOL_STATE_LIMIT_BYTES counts",
+    "MOONPOOL_GPU_AS_NUMPY": "its own memory",
+    "MOONPOOL_INSTANCES": "no more instances than `instance_group` may have",
+    "MOONPOOL_WAIT_TARGET_MS": "no more instances than `instance_group` may have",
+}
+# What a template does, and not how the process was started: a blank one gives a model nothing.
+_ATTRIBUTES = {"MOONPOOL_PREFORK": "template"}
+_GRANTS = {
+    option.key: _ATTRIBUTES.get(option.key, option.attribute)
+    for option in OPTIONS
+    if option.key not in (*HARMLESS, *_LIMITS, *_FLOORS)
+}
+_MEMORY = "MOONPOOL_MEMORY_LIMIT_BYTES"
+# A sequence keeps the model awake, and its state in the runtime, for so long after its last request.
+_SEQUENCE_IDLE, _MOST_SEQUENCE_IDLE_US = "SEQUENCE_IDLE_US", 600_000_000
+_SEQUENCE_IDLE_FIELD = "sequence_batching.max_sequence_idle_microseconds"
 # The functions that read the values of grants, by key.
 _GPUS = "GPUS"
 _GRANTABLE: dict[str, Callable[[str], object]] = {
-    **{option.key: option.kind.read for option in OPTIONS if option.key in (*_GRANTS, *_LIMITS)},
+    **{option.key: option.kind.read for option in OPTIONS if option.key not in HARMLESS},
     _GPUS: _read_gpus,
+    _SEQUENCE_IDLE: _read_idle_us,
 }
 _EXAMPLES = {
     "EXECUTION_ENV_PATH": "/envs/one",

@@ -705,7 +705,7 @@ class Residency:
             least_s = min(least_s, 4 * _SAMPLE_S) if is_scaled else least_s
             with self._lock:
                 if not self._is_closed:
-                    self._changed.wait(min(_TICK_S, least_s / 4))
+                    self._changed.wait(min(_TICK_S, max(_LOOK_S, least_s / 4)))
 
     def _look_after(self, entry: ResidentModel, now_s: float) -> None:
         sleeper, uses = entry.sleeper, entry.sleeper.uses

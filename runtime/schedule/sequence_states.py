@@ -16,6 +16,7 @@ them back, perhaps in the garbage collector, where no lock may be taken. So it a
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
@@ -30,6 +31,7 @@ from moonpool.ipc.tensors import BYTES, CODES, DTYPES, ITEMSIZE, NAMES, check_by
 from moonpool.runtime.errors import InvalidRequest, LoadFailed, ModelError
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ModelConfig, SequenceState
+from moonpool.runtime.model.config.options import USUAL_STATE_BYTES
 from moonpool.runtime.model.request import (
     Details,
     InferenceRequest,
@@ -44,6 +46,8 @@ FOLDER = "initial_state"
 _MOST_BYTES = 1 << 31
 # A string is its length and its bytes.
 _LENGTH_BYTES = 4
+# About what a value takes beside its bytes: objects, and its shape.
+VALUE_BYTES = 512
 _A = TypeVar("_A")
 
 
@@ -73,8 +77,8 @@ class State:
 
     @property
     def size_bytes(self) -> int:
-        """The size of all values."""
-        return sum(value.raw.nbytes for value in self.values)
+        """The memory of all values."""
+        return sum(map(_size_of, self.values))
 
     def blank(self) -> State:
         """Return zeros and empty strings in the same shapes."""
@@ -120,8 +124,12 @@ class SequenceStates:
         config = model.config
         if not config.states:
             return None
-        initial = [_initial(state, model) for state in config.states]
-        return cls(config, initial, model.options.state_limit_bytes)
+        limit_bytes = model.options.state_limit_bytes or USUAL_STATE_BYTES
+        initial: list[WireTensor] = []
+        for state in config.states:
+            used_bytes = sum(_size_of(value) for value in initial)
+            initial.append(_initial(state, model, limit_bytes - used_bytes))
+        return cls(config, initial, limit_bytes)
 
     @property
     def count(self) -> int:
@@ -182,7 +190,7 @@ class SequenceStates:
             for name, output in found.items():
                 place = self._names[name]
                 values[place] = self._checked(self._states[place], output)
-            size_bytes = sum(value.raw.nbytes for value in values)
+            size_bytes = sum(map(_size_of, values))
             mine.new = State(values, self._charge(size_bytes))
         except (BadTensor, OutOfMemory) as error:
             return ModelError(str(error), error.code)
@@ -231,20 +239,36 @@ def _zeros(datatype: int, shape: tuple[int, ...]) -> WireTensor:
     return WireTensor(datatype, shape, np.zeros(shape, DTYPES[datatype]))
 
 
-def _initial(state: SequenceState, model: Model) -> WireTensor:
-    """Return the value of a state at the start of a sequence. Raises `LoadFailed`, `InvalidRequest`."""
+def _size_of(value: WireTensor) -> int:
+    return VALUE_BYTES + value.raw.nbytes
+
+
+def _check_initial(state: SequenceState, size_bytes: int, most_bytes: int) -> None:
+    if size_bytes > most_bytes:
+        raise LoadFailed(
+            f"the initial value of state '{state.input_name}' takes {size_bytes} bytes, and MOONPOOL_STATE_LIMIT_BYTES leaves {most_bytes} for it"
+        )
+
+
+def _initial(state: SequenceState, model: Model, most_bytes: int) -> WireTensor:
+    """Return the value of a state at the start of a sequence, which may take so much memory. Raises `LoadFailed`, `InvalidRequest`."""
     code = CODES[state.datatype]
     has_rows = model.config.max_batch_size > 0
     shape = (1, *state.initial_dims) if has_rows else state.initial_dims
+    # Before anything is allocated.
+    least_bytes = prod(shape) * (ITEMSIZE.get(code) or _LENGTH_BYTES)
+    _check_initial(state, VALUE_BYTES + least_bytes, most_bytes)
     if not state.file:
         return _zeros(code, shape)
     folder = model.source.model_directory
     path = folder / FOLDER / state.file
     try:
         # The runtime reads it, which may read more than the model may. So no link may lead out of the model's folder.
-        data = read_file(path, _MOST_BYTES, [folder])
+        data = read_file(path, min(_MOST_BYTES, most_bytes), [folder])
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            why = f"{why}, and MOONPOOL_STATE_LIMIT_BYTES leaves no more for it"
         raise LoadFailed(f"failed to open text file for read {path}: {why}") from error
     if code == BYTES:
         raw = np.frombuffer(data, np.uint8)

@@ -15,6 +15,9 @@ Only a region that its giver has retired is emptied and given again, because its
 of a front end that has ended are not touched: an honest model may have kept inputs there, or may still write an answer there.
 The kernel frees such a file when the process lets go of it.
 
+The processes of a contained model share one limit (`ModelMemory`), since a configuration may ask for many of them. Their allotments share its
+lock, too.
+
 If the needs of an honest process vary, it may reach its limit while none of its files is large enough. Then it `is_worn`:
 the next process will have the room that this one has lost.
 """
@@ -69,13 +72,32 @@ class _File(NamedTuple):
     fd: int
 
 
+class ModelMemory:
+    """The shared memory of all processes of a contained model in one direction."""
+
+    __slots__ = ("__weakref__", "given_bytes", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        # What their allotments have given, of processes that have not ended.
+        self.given_bytes = 0
+
+
 class Allotment:
     """The `RegionSource` of one process in one direction. Any thread may call any method."""
 
-    def __init__(self, limit_bytes: int | None, *, is_contained: bool) -> None:
+    def __init__(
+        self,
+        limit_bytes: int | None,
+        *,
+        is_contained: bool,
+        of_model: ModelMemory | None = None,
+    ) -> None:
+        """With `of_model`, the limit is for all processes of a contained model together."""
         self.limit_bytes = limit_bytes
         self._is_contained = is_contained
-        self._lock = threading.Lock()
+        self._of_model = of_model or ModelMemory()
+        self._lock = self._of_model.lock
         # The bytes that were ever given, and those of them that are not in use.
         self._given_bytes = self._idle_bytes = 0
         # By size, the smallest first.
@@ -158,13 +180,14 @@ class Allotment:
             spare = self._fitting_spare(present_bytes, needed_bytes)
             if spare is None:
                 size_bytes = self._room(present_bytes, needed_bytes)
-                self._given_bytes += size_bytes
+                self._give(size_bytes)
         if spare is None:
             try:
                 return _File(size_bytes, set_aside(number, size_bytes))
             except OutOfMemory:
                 with self._lock:
-                    self._given_bytes -= size_bytes
+                    if not self._is_closed:
+                        self._give(-size_bytes)
                 raise
         try:
             fill(spare.fd, spare.size_bytes)
@@ -188,13 +211,20 @@ class Allotment:
 
     def _room(self, present_bytes: int, needed_bytes: int) -> int:
         """Return the size of a new file. Raises `OutOfMemory`."""
-        in_use_bytes = self._given_bytes - self._idle_bytes
-        others_bytes = max(0, self.counted_bytes - present_bytes)
+        given_bytes = self._of_model.given_bytes
+        in_use_bytes = given_bytes - self._idle_bytes
+        counted_bytes = given_bytes if self._is_contained else in_use_bytes
+        others_bytes = max(0, counted_bytes - present_bytes)
         try:
             return growth_bytes(present_bytes, needed_bytes, self.limit_bytes, others_bytes)
         except OutOfMemory:
             self.is_worn |= needed_bytes <= (self.limit_bytes or 0) - in_use_bytes
             raise
+
+    def _give(self, size_bytes: int) -> None:
+        """Count what is given, or was not given after all. Needs the lock."""
+        self._given_bytes += size_bytes
+        self._of_model.given_bytes += size_bytes
 
     def _put(self, file: _File) -> None:
         """Keep or close a file that is not in use any more."""
@@ -212,6 +242,8 @@ class Allotment:
     def close(self) -> None:
         """Close all files that are not in use, since the process has ended. Regions in use stay valid."""
         with self._lock:
+            if not self._is_closed:
+                self._of_model.given_bytes -= self._given_bytes
             self._is_closed = True
             files = [*self._spares, *self._elsewhere.values()]
             self._spares.clear()

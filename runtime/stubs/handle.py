@@ -35,6 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from socket import socket
 from typing import Any
+from weakref import WeakValueDictionary
 
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
@@ -60,7 +61,7 @@ from moonpool.runtime.process.diagnose import exec_failure, start_failure
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.quick import learn
 from moonpool.runtime.schedule.scheduler import Scheduler
-from moonpool.runtime.stubs.allotment import Allotment
+from moonpool.runtime.stubs.allotment import Allotment, ModelMemory
 from moonpool.runtime.stubs.calls.dispatcher import BROKE, CallDispatcher
 from moonpool.runtime.stubs.calls.requests import Callees
 from moonpool.runtime.stubs.connection import StubConnection
@@ -121,7 +122,11 @@ class StubHandle(StubConnection):
         self._began_s = time.monotonic()
         # The memory that all processes of the runtime together give to this process, by the side that writes there.
         self.allotments = {
-            side: Allotment(options.region_limit_bytes, is_contained=is_contained(options.sandbox))
+            side: Allotment(
+                options.region_limit_bytes,
+                is_contained=is_contained(options.sandbox),
+                of_model=stubs.memory_of(model, side),
+            )
             for side in Side
         }
         try:
@@ -583,6 +588,16 @@ class Stubs:
         self.blank_templates = BlankTemplates(reactor)
         self._log_changing = threading.Lock()
         self._alive: set[StubHandle] = set()
+        # The memory of contained models, as long as a process of theirs has some.
+        self._memory: WeakValueDictionary[tuple[str, Side], ModelMemory] = WeakValueDictionary()
+        self._memory_lock = threading.Lock()
+
+    def memory_of(self, model: Model, side: Side) -> ModelMemory | None:
+        """Return the memory that all processes of a contained model share, in all its versions; None for other models."""
+        if not is_contained(model.options.sandbox):
+            return None
+        with self._memory_lock:
+            return self._memory.setdefault((model.name, side), ModelMemory())
 
     def add(self, stub: StubHandle) -> None:
         """Add a stub that was started."""

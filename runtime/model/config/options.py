@@ -244,6 +244,8 @@ PREFORK = OptionKind(
 
 
 PREFIX = "MOONPOOL_"
+# The memory for states of a model that sets no limit.
+USUAL_STATE_BYTES = 1 << 30
 # The limits of a contained model that sets none.
 _CONTAINED_TASKS = 512
 # Each may hold some hundred kilobytes of kernel memory, which no other limit counts.
@@ -288,7 +290,7 @@ class ModelOptions:
     threads: int | None = None
     concurrent_batches: int = 64
     state_survives: bool = False
-    state_limit_bytes: int = 1 << 30
+    state_limit_bytes: int | None = None
     instances_per_process: int = 1
     environment: tuple[str, ...] = ()
     copies_gpu_to_numpy: bool = False
@@ -394,7 +396,8 @@ OPTIONS = (
         "MOONPOOL_EXECUTE_TIMEOUT_S",
         "execute_timeout_s",
         TIMEOUT,
-        "The time that one batch may take. After it, the requests fail and the instance is restarted.",
+        "The time that one batch may take. After it, the requests fail and the instance is restarted; so is one that keeps nothing but requests whose"
+        " callers have left for that long.",
     ),
     Option(
         "MOONPOOL_FINALIZE_TIMEOUT_S",
@@ -552,7 +555,8 @@ OPTIONS = (
         "MOONPOOL_REGION_LIMIT_BYTES",
         "region_limit_bytes",
         LIMIT,
-        "The most shared memory that an instance may have in each direction. At strict half of the machine's memory by default. See LIMITS.md.",
+        "The most shared memory that an instance may have in each direction; at strict the instances of a model together, and by default as much as"
+        " `MOONPOOL_MEMORY_LIMIT_BYTES` says for one of them. See LIMITS.md.",
     ),
     Option(
         "MOONPOOL_LOG_LINES_PER_S",
@@ -584,7 +588,8 @@ OPTIONS = (
         "MOONPOOL_STATE_LIMIT_BYTES",
         "state_limit_bytes",
         SIZE,
-        "The most memory for the states of all sequences of a model. A response with states beyond it becomes an error.",
+        "The most memory for the states of all sequences of a model, 1 GiB by default; at strict no more than `MOONPOOL_MEMORY_LIMIT_BYTES`. A response"
+        " with states beyond it becomes an error.",
     ),
     Option(
         "MOONPOOL_INSTANCES_PER_PROCESS",
@@ -644,11 +649,13 @@ def hardened(options: ModelOptions) -> ModelOptions:
     """Return the options. A contained model that sets no limits gets those of `strict`."""
     if not is_contained(options.sandbox):
         return options
-    half_bytes = default_memory_bytes()
+    # What the runtime keeps for the model follows the limit of its process, or an operator's limit would be none.
+    memory_bytes = options.memory_limit_bytes or default_memory_bytes()
     return replace(
         options,
-        memory_limit_bytes=options.memory_limit_bytes or half_bytes,
-        region_limit_bytes=options.region_limit_bytes or max(half_bytes, options.region_bytes),
+        memory_limit_bytes=memory_bytes,
+        region_limit_bytes=options.region_limit_bytes or max(memory_bytes, options.region_bytes),
+        state_limit_bytes=options.state_limit_bytes or min(memory_bytes, USUAL_STATE_BYTES),
         task_limit=options.task_limit or _CONTAINED_TASKS,
         open_files=options.open_files or _CONTAINED_OPEN_FILES,
     )

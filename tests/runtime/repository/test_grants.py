@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,17 @@ import pytest
 from moonpool.runtime.errors import NotGranted
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ConfigError, minimal
+from moonpool.runtime.model.config.options import OPTIONS, hardened
 from moonpool.runtime.model.source import ModelSource
-from moonpool.runtime.repository.grants import Grants, as_argument, as_flag, check_may_ask, granted
+from moonpool.runtime.repository.grants import (
+    HARMLESS,
+    Grants,
+    as_argument,
+    as_flag,
+    check_may_ask,
+    check_ungranted,
+    granted,
+)
 from moonpool.runtime.repository.loading import HostingRules, model_of
 
 GRANTS = [
@@ -33,6 +43,18 @@ GRANTS = [
     ("FINALIZE_TIMEOUT_S", "none"),
     ("SLEEP_TIMEOUT_S", "31"),
     ("WAKE_TIMEOUT_S", "none"),
+    ("COMPILE_CACHE", "yes"),
+    ("REGION_BYTES", "1T"),
+    ("STATE_LIMIT_BYTES", "1025M"),
+    ("PIN", "yes"),
+    ("MAX_RESTARTS", "6"),
+    ("RESTART_WINDOW_S", "59"),
+    ("RESTART_BACKOFF_S", "0"),
+    ("RESTART_BACKOFF_MAX_S", "1"),
+    ("RECYCLE_REQUESTS", "999"),
+    ("RECYCLE_RSS_BYTES", "1G"),
+    ("IDLE_S", "59"),
+    ("CONCURRENT_BATCHES", "65"),
 ]
 TIGHTER = {
     "MEMORY_LIMIT_BYTES": "64M",
@@ -46,13 +68,28 @@ TIGHTER = {
     "FINALIZE_TIMEOUT_S": "30",
     "SLEEP_TIMEOUT_S": "30",
     "WAKE_TIMEOUT_S": "1",
+    "REGION_BYTES": "4K",
+    "STATE_LIMIT_BYTES": "1024M",
+    "PIN": "no",
+    "MAX_RESTARTS": "0",
+    "RESTART_WINDOW_S": "61",
+    "RESTART_BACKOFF_S": "60",
+    "RESTART_BACKOFF_MAX_S": "600",
+    "RECYCLE_REQUESTS": "1000",
+    "RECYCLE_RSS_BYTES": "none",
+    "IDLE_S": "60",
+    "CONCURRENT_BATCHES": "1",
 }
+
+
+# Options with names of Triton's.
+OTHERS = {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"}
 
 
 def model(**options: str) -> Model:
     raw = minimal("m")
     raw["parameters"] = {
-        key if key == "EXECUTION_ENV_PATH" else f"MOONPOOL_{key}": {"string_value": value}
+        key if key in OTHERS else f"MOONPOOL_{key}": {"string_value": value}
         for key, value in options.items()
     }
     here = Path("/models/m")
@@ -80,6 +117,68 @@ def test_a_template_that_knows_no_model_is_nothing_to_grant(value: str, level: s
     asking = model(PREFORK=value)
     HostingRules(level).apply_to(asking)
     assert granted(asking.options) == ()
+
+
+# A value for each option that needs no grant, as large as it may be.
+FREELY = {
+    "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
+    "MOONPOOL_SANDBOX": "off",
+    "MOONPOOL_EXECUTE_TIMEOUT_S": "0.000001",
+    "MOONPOOL_RETRY": "yes",
+    "MOONPOOL_CPUS": "0-9999",
+    "MOONPOOL_THREADS": "999999999",
+    "MOONPOOL_INSTANCES_PER_PROCESS": "999999999",
+    "MOONPOOL_STATE_SURVIVES": "yes",
+    "MOONPOOL_GPU_AS_NUMPY": "copy",
+    "MOONPOOL_INSTANCES": "1..999999",
+    "MOONPOOL_WAIT_TARGET_MS": "0.000001",
+}
+
+
+@pytest.mark.promise(
+    "The sandbox",
+    "Where the operator set a level, each option of a model needs a grant, unless it is in a list of harmless ones.",
+)
+def test_an_option_needs_a_grant_unless_it_is_harmless() -> None:
+    """A new option is refused until somebody has thought about it, and has put a value of it into a table here."""
+    of_table = {f"MOONPOOL_{key}" for key, _ in GRANTS} | {"EXECUTION_ENV_PATH"}
+    assert set(FREELY) == set(HARMLESS)
+    assert of_table | set(FREELY) == {option.key for option in OPTIONS}
+    assert not of_table & set(FREELY)
+    for key, value in FREELY.items():
+        HostingRules("strict").apply_to(model(**{key.removeprefix("MOONPOOL_"): value}))
+
+
+def test_what_is_kept_for_a_model_follows_the_memory_that_the_operator_gave_it() -> None:
+    said = {"MOONPOOL_MEMORY_LIMIT_BYTES": "256M"}
+    for key in ("REGION_BYTES", "REGION_LIMIT_BYTES", "STATE_LIMIT_BYTES"):
+        for value, is_too_much in (("256M", False), ("257M", True)):
+            # The operator's value has taken the place of the configuration's.
+            asking = model(SANDBOX="strict", MEMORY_LIMIT_BYTES="256M", **{key: value})
+            refused = pytest.raises(ConfigError, match=f"MOONPOOL_{key}.*more than {256 << 20}")
+            with refused if is_too_much else nullcontext():
+                check_ungranted(asking, Grants(), as_flag, said=said)
+    limited = hardened(model(SANDBOX="strict", MEMORY_LIMIT_BYTES="256M").options)
+    assert limited.region_limit_bytes == limited.state_limit_bytes == 256 << 20
+
+
+def sequences(idle_us: int) -> Model:
+    raw = minimal("m") | {"sequence_batching": {"max_sequence_idle_microseconds": idle_us}}
+    here = Path("/models/m")
+    return model_of(
+        "m", ModelSource("triton", here / "model.py", None, here, here), raw, None, 1, {}
+    )
+
+
+def test_a_sequence_that_is_idle_for_long_needs_a_grant() -> None:
+    """It keeps the model awake as `MOONPOOL_PIN` does."""
+    HostingRules("strict").apply_to(sequences(600_000_000))
+    with pytest.raises(ConfigError, match=r"max_sequence_idle.*SEQUENCE_IDLE_US=600000001"):
+        HostingRules("strict").apply_to(sequences(600_000_001))
+    rules = HostingRules("strict", grants=Grants(["m:SEQUENCE_IDLE_US=3600000000"]))
+    rules.apply_to(sequences(3_600_000_000))
+    with pytest.raises(ConfigError, match="max_sequence_idle"):
+        rules.apply_to(sequences(3_600_000_001))
 
 
 def test_a_granted_deadline_is_for_that_long() -> None:
@@ -159,6 +258,13 @@ VALUES = [
     ("EXECUTION_ENV_PATH", "/env", ["/env"], ["/env/..", "/", "/env2"]),
     ("MOONPOOL_MEMORY_LIMIT_BYTES", "2T", ["1T", "2T"], ["3T"]),
     ("MOONPOOL_CPU_WEIGHT", "200", ["150", "200"], ["201"]),
+    ("MOONPOOL_MAX_RESTARTS", "9", ["9", "3"], ["10"]),
+    ("MOONPOOL_PIN", "yes", ["yes"], []),
+]
+# Of these, a smaller value is more.
+FLOORS = [
+    ("MOONPOOL_RESTART_WINDOW_S", "5", ["5", "30"], ["4.9"]),
+    ("MOONPOOL_RECYCLE_REQUESTS", "10", ["10", "2000"], ["9"]),
 ]
 
 
@@ -166,7 +272,7 @@ def named(key: str) -> str:
     return key.removeprefix("MOONPOOL_")
 
 
-@pytest.mark.parametrize(("key", "value", "within", "beyond"), VALUES)
+@pytest.mark.parametrize(("key", "value", "within", "beyond"), VALUES + FLOORS)
 def test_a_grant_is_for_its_value_and_for_no_more(
     key: str, value: str, within: list[str], beyond: list[str]
 ) -> None:
@@ -175,7 +281,7 @@ def test_a_grant_is_for_its_value_and_for_no_more(
     for asked in within:
         rules.apply_to(model(**{named(key): asked}))
     for asked in beyond:
-        with pytest.raises(ConfigError, match="cannot give it more"):
+        with pytest.raises(ConfigError, match="cannot give it (more|less)"):
             rules.apply_to(model(**{named(key): asked}))
 
 

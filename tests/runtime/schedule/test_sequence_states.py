@@ -21,7 +21,7 @@ from moonpool.runtime.model.request import (
     Shapes,
     WireTensor,
 )
-from moonpool.runtime.schedule.sequence_states import SequenceStates
+from moonpool.runtime.schedule.sequence_states import VALUE_BYTES, SequenceStates
 
 pytestmark = pytest.mark.promise(
     "Sequences",
@@ -101,7 +101,7 @@ def test_a_state_is_a_copy_of_what_fits_and_an_error_otherwise(
     array[...] = 0  # the stub writes into its memory
     assert value.shape == expected.shape
     assert value.raw.tobytes() == expected.tobytes()
-    assert states.used_bytes == expected.nbytes
+    assert states.used_bytes == expected.nbytes + VALUE_BYTES
 
 
 @given(texts=st.lists(st.binary(max_size=8), min_size=1, max_size=5), cut=st.integers(-4, 4))
@@ -128,8 +128,12 @@ def test_an_answer_that_is_no_tensor_is_an_error_of_its_request(output: Any) -> 
 
 def test_memory_is_counted_until_nothing_refers_to_it() -> None:
     states = states_of()
-    kept = [accepted(states, np.zeros((1, 1024), np.float32)) for _ in range(LIMIT // 4096)]
-    assert states.used_bytes == LIMIT
+    count = LIMIT // (4096 + VALUE_BYTES)
+    kept = [accepted(states, np.zeros((1, 1024), np.float32)) for _ in range(count)]
+    # Small values count with what they take beside their bytes.
+    least = range((LIMIT - states.used_bytes) // (4 + VALUE_BYTES))
+    kept += [accepted(states, np.zeros((1, 1), np.float32)) for _ in least]
+    assert LIMIT - VALUE_BYTES - 4 < states.used_bytes <= LIMIT
     late = request_of(states)
     answer = states.accept(late, Response({"O": np.zeros((1, 1), np.float32)}))
     assert isinstance(answer, ModelError)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moonpool.ipc.errors import Closed, OutOfMemory
 from moonpool.ipc.region import SharedRegion
-from moonpool.runtime.stubs.allotment import Allotment
+from moonpool.runtime.stubs.allotment import Allotment, ModelMemory
 
 pytestmark = pytest.mark.promise(
     "Containment",
@@ -223,3 +223,29 @@ def test_no_more_memory_is_given_than_the_limit_in_any_order(
         memory.close()
         for fd in kept:
             os.close(fd)
+
+
+def test_the_processes_of_a_contained_model_share_one_limit() -> None:
+    of_model = ModelMemory()
+    first, second, third = (
+        Allotment(4 * MiB, is_contained=True, of_model=of_model) for _ in range(3)
+    )
+    try:
+        first.retire(first.region(0, 2 * MiB))
+        second.region(0, MiB).close()
+        # What the first one was sent counts, though nothing of it is in use any more.
+        with pytest.raises(OutOfMemory, match="MOONPOOL_REGION_LIMIT_BYTES"):
+            third.region(0, 2 * MiB)
+        assert not third.is_worn
+        third.region(0, MiB).close()
+        with pytest.raises(OutOfMemory):
+            second.region(MiB, MiB)
+        # Its own file is given again, which takes nothing of the others.
+        first.region(0, 2 * MiB).close()
+        first.close()
+        second.region(MiB, MiB).close()
+        assert of_model.given_bytes == 3 * MiB
+    finally:
+        for each in (first, second, third):
+            each.close()
+    assert of_model.given_bytes == 0
