@@ -10,17 +10,20 @@ An instance may die in its warm-up, or the load may be given up, which ends its 
 becomes readable and raises. A response that would come later never does, so `_Caller.wait` looks every moment whether
 the instance broke.
 
-The data is made once, when the model is loaded, and is the same for all instances and after each restart. A file that
-changes later does not make a restart fail.
+The data of a sample is made when the sample is sent, and dropped when the stub has its copy, which lies in memory that counts for
+the model. One sample of a model has data at a time (`_making`), whatever the number of its samples and instances: they are the
+configuration's, and the memory is the runtime's. The load checks all samples without their data, except for files, and the size of all together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +31,7 @@ from numpy.typing import NDArray
 from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.tensors import BYTES, CODES, DTYPES, ITEMSIZE
 from moonpool.runtime.errors import BackendError, InvalidRequest, LoadFailed
+from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.model.backend import Model, ModelInstance, Pending
 from moonpool.runtime.model.config.warmup import WarmupInput, WarmupSample
 from moonpool.runtime.model.request import (
@@ -52,14 +56,19 @@ _MOST_BYTES = 1 << 31
 _NOTICE_S = 0.1
 _LENGTH_BYTES = 4
 
+# The elements of random data that are made at once.
+_PIECE = 1 << 18
+
 Respond = Callable[[InferenceRequest, Outcome | None, int], None]
+# Makes the data of an input from its datatype, the numbers of its elements and bytes, and random numbers.
+Fill = Callable[[int, int, int, np.random.Generator], NDArray[np.uint8]]
 
 
 class Warmup:
     """The samples of one model version. Any thread may call any method."""
 
     def __init__(self, model: Model, signature: Signature) -> None:
-        """Make the data of all samples. Raises `InvalidRequest` for data that does not fit, `LoadFailed` for a missing file."""
+        """Check all samples. Raises `InvalidRequest` for data that does not fit, `LoadFailed` for a missing file, or too much data."""
         self._model = model
         self._signature = signature
         sequences = model.config.sequence_batching
@@ -68,9 +77,13 @@ class Warmup:
         controls += [state.input_name for state in model.config.states]
         # The control inputs of sequences and their states, with their places behind the inputs that callers give.
         self._controls = {name: len(model.config.inputs) + i for i, name in enumerate(controls)}
-        self._samples = [(sample, self._data(sample)) for sample in model.config.warmup]
-        for _, data in self._samples:
+        self._samples = model.config.warmup
+        self._making = threading.Lock()
+        total_bytes = 0
+        for sample in self._samples:
+            data = self._data(sample, _zeros, total_bytes)
             self._request(data)
+            total_bytes += sum(tensor.raw.nbytes for tensor in data.values())
 
     def route(self, respond: Respond) -> Respond:
         """Return the function that gets all responses of an instance, and passes those of callers to `respond`."""
@@ -91,7 +104,7 @@ class Warmup:
         Raises `LoadFailed` for errors that the model answers with. If the instance broke, or the deadline has passed, it is
         not healthy any more.
         """
-        for sample, data in self._samples:
+        for sample in self._samples:
             # Batches that come one after the other reach all objects of a process in turn.
             for iteration in range(1, sample.count * self._model.options.instances_per_process + 1):
                 _log.debug(
@@ -101,22 +114,62 @@ class Warmup:
                     sample.name,
                     iteration,
                 )
-                requests = [self._request(data) for _ in range(sample.batch_size)]
                 try:
-                    errors = _too_many(instance, requests) or _execute(instance, requests, deadline)
+                    errors = _too_many(instance, sample) or self._execute(
+                        instance, sample, deadline
+                    )
+                except (InvalidRequest, LoadFailed):  # a file has changed since the load
+                    raise
                 except Exception as error:
                     raise _failure(sample, [_broken(instance, error)]) from error
                 if errors:
                     raise _failure(sample, errors) from errors[0]
 
+    def _execute(
+        self, instance: ModelInstance, sample: WarmupSample, deadline: float | None
+    ) -> list[BaseException]:
+        """Execute one batch, wait for all responses, and return the errors among them. Raises what broke the instance."""
+        if deadline is not None and time.monotonic() > deadline:
+            raise _TooLong
+        is_apart = isinstance(instance.backend, PythonBackend)
+        # Others may block, or read their requests until they have answered.
+        with self._making if is_apart else contextlib.nullcontext():
+            data = self._data(sample, _random)
+            requests = [self._request(data) for _ in range(sample.batch_size)]
+            try:
+                result = instance.backend.model_instance_execute(instance, requests)
+            except (PeerGone, RemoteProtocolError):
+                raise
+            except Exception as error:
+                return [error]
+            if is_apart:
+                # The stub has its copy.
+                del data
+                for request in requests:
+                    request.arrays = []
+        return _errors_of(result, instance, requests, deadline)
+
     # Data
 
-    def _data(self, sample: WarmupSample) -> dict[str, WireTensor]:
+    def _data(
+        self, sample: WarmupSample, fill: Fill, others_bytes: int = 0
+    ) -> dict[str, WireTensor]:
+        """Make the data of a sample. Raises `LoadFailed` if it is too much together with that of others."""
         # The same data each time: a model that fails with it fails again.
         random = np.random.default_rng(0)
-        return {given.name: self._tensor(given, random) for given in sample.inputs}
+        data, total_bytes = {}, others_bytes
+        most_bytes = self._model.options.region_limit_bytes
+        for given in sample.inputs:
+            data[given.name] = tensor = self._tensor(given, random, fill)
+            total_bytes += tensor.raw.nbytes
+            if most_bytes is not None and total_bytes > most_bytes:
+                raise LoadFailed(
+                    f"the warmup samples of model '{self._model.name}' up to '{sample.name}' take {total_bytes} bytes or more, "
+                    f"and MOONPOOL_REGION_LIMIT_BYTES allows {most_bytes}"
+                )
+        return data
 
-    def _tensor(self, given: WarmupInput, random: np.random.Generator) -> WireTensor:
+    def _tensor(self, given: WarmupInput, random: np.random.Generator, fill: Fill) -> WireTensor:
         is_batched = self._model.config.max_batch_size > 0
         shape = (1, *given.dims) if is_batched else given.dims
         code, elements = CODES.get(given.datatype, 0), int(np.prod(given.dims, dtype=np.int64))
@@ -125,14 +178,15 @@ class Warmup:
             return WireTensor(code, shape, self._file(given, code, size_bytes))
         if given.source == "zero_data" or code == BYTES:
             return WireTensor(code, shape, np.zeros(size_bytes, np.uint8))
-        return WireTensor(code, shape, _random(code, elements, size_bytes, random))
+        return WireTensor(code, shape, fill(code, elements, size_bytes, random))
 
     def _file(self, given: WarmupInput, code: int, size_bytes: int) -> NDArray[np.uint8]:
         folder = self._model.source.model_directory
         path = folder / FOLDER / given.file
         try:
             # The runtime reads it, which may read more than the model may. So no link may lead out of the model's folder.
-            data = read_file(path, _MOST_BYTES, [folder])
+            limit_bytes = self._model.options.region_limit_bytes or _MOST_BYTES
+            data = read_file(path, min(_MOST_BYTES, limit_bytes), [folder])
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise LoadFailed(f"failed to open text file for read {path}: {why}") from error
@@ -172,15 +226,26 @@ class Warmup:
         request.shapes = Shapes(tensors, shapes.batch_size, shapes.signature, is_shared=False)
 
 
+def _zeros(_: int, __: int, size_bytes: int, ___: np.random.Generator) -> NDArray[np.uint8]:
+    """Stand in for random data while a sample is checked. The kernel gives pages of zeros nobody reads no memory."""
+    return np.zeros(size_bytes, np.uint8)
+
+
 def _random(
     code: int, elements: int, size_bytes: int, random: np.random.Generator
 ) -> NDArray[np.uint8]:
-    dtype = DTYPES[code]
-    if dtype.kind == "b":
-        return random.integers(0, 2, elements, np.uint8)
-    if dtype.kind in "fV":  # numbers, where random bytes would also be NaN and infinities
-        return random.random(elements).astype(dtype).view(np.uint8)
-    return np.frombuffer(random.bytes(size_bytes), np.uint8)
+    dtype, made = DTYPES[code], np.empty(size_bytes, np.uint8)
+    values = made.view(np.uint8 if dtype.kind == "b" else dtype)
+    # In pieces, as the numbers that they are made of are larger.
+    for start in range(0, elements, _PIECE):
+        part = values[start : start + _PIECE]
+        if dtype.kind == "b":
+            part[:] = random.integers(0, 2, len(part), np.uint8)
+        elif dtype.kind in "fV":  # numbers, where random bytes would also be NaN and infinities
+            part[:] = random.random(len(part)).astype(dtype)
+        else:
+            part[:] = np.frombuffer(random.bytes(part.nbytes), dtype)
+    return made
 
 
 class _Caller(Waiter):
@@ -210,25 +275,22 @@ class _Caller(Waiter):
         return self._error
 
 
-def _too_many(instance: ModelInstance, requests: Sequence[InferenceRequest]) -> list[BaseException]:
+def _too_many(instance: ModelInstance, sample: WarmupSample) -> list[BaseException]:
     """Return an error for each request of a batch that is larger than any that the model takes."""
-    most = instance.model.config.max_batch_size
-    if not most or len(requests) <= most:
+    most, size = instance.model.config.max_batch_size, sample.batch_size
+    if not most or size <= most:
         return []
-    what = f"batch size {len(requests)} for '{instance.name}', max allowed is {most}"
-    return [InvalidRequest(what) for _ in requests]
+    what = f"batch size {size} for '{instance.name}', max allowed is {most}"
+    return [InvalidRequest(what) for _ in range(size)]
 
 
-def _execute(
-    instance: ModelInstance, requests: Sequence[InferenceRequest], deadline: float | None
+def _errors_of(
+    result: Any,
+    instance: ModelInstance,
+    requests: Sequence[InferenceRequest],
+    deadline: float | None,
 ) -> list[BaseException]:
-    """Execute one batch, wait for all responses, and return the errors among them. Raises what broke the instance."""
-    try:
-        result = instance.backend.model_instance_execute(instance, requests)
-    except (PeerGone, RemoteProtocolError):
-        raise
-    except Exception as error:
-        return [error]
+    """Wait for all responses, and return the errors among them. Raises what broke the instance."""
     answers = result if isinstance(result, list) else _answers(result, requests, deadline)
     if len(answers) != len(requests):
         return [BackendError(f"{len(answers)} responses to {len(requests)} requests")]

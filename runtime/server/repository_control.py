@@ -23,11 +23,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.hosting.model_control import loading, wanted_of
 from moonpool.runtime.hosting.model_statuses import ModelStatus
+from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.process.parallel import in_parallel
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.repository.loading import Wanted
-from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.repository.repository import Listing
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.schedule.failures import missing_file_line

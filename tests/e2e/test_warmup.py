@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -309,3 +310,55 @@ def in_background() -> Any:
 
     with ThreadPoolExecutor(1) as threads:
         yield threads.submit
+
+
+@pytest.mark.promise(
+    "Models",
+    "The data of warm-up samples takes memory for one sample at a time, and all samples together are no larger than `MOONPOOL_REGION_LIMIT_BYTES`.",
+)
+def test_all_samples_together_have_a_limit_that_names_its_option(
+    runtime: moonpool.Runtime, tmp_path: Path
+) -> None:
+    limit = {"parameters": {"MOONPOOL_REGION_LIMIT_BYTES": "3M"}}
+    with hosted(runtime, "m", quiet(tmp_path), large(3, 1 << 20) | limit):
+        pass
+    with pytest.raises(LoadFailed, match=r"up to 'S3' take 4194304 bytes.*MOONPOOL_REGION_LIMIT"):
+        runtime.load("m", quiet(tmp_path), config=large(4, 1 << 20) | limit)
+
+
+def test_one_sample_is_in_memory_at_a_time(runtime: moonpool.Runtime, tmp_path: Path) -> None:
+    # To read the file of a model takes 64 MiB for a moment.
+    size_bytes = 40 << 20
+    tracemalloc.start()
+    try:
+        with hosted(runtime, "m", quiet(tmp_path), large(4, size_bytes), instances=2):
+            current, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert current < size_bytes
+    # Its data, and the numbers that a piece of it is made of.
+    assert size_bytes < peak < 2 * size_bytes
+
+
+def quiet(folder: Path) -> Path:
+    """Write a model that takes anything and writes nothing down."""
+    file = folder / "quiet.py"
+    file.write_text(
+        "import triton_python_backend_utils as pb_utils\n"
+        "class TritonPythonModel:\n"
+        "    def execute(self, requests):\n"
+        "        return [pb_utils.InferenceResponse([]) for _ in requests]\n"
+    )
+    return file
+
+
+def large(count: int, size_bytes: int) -> dict[str, Any]:
+    samples = [
+        sample(f"S{number}", X=given("FP32", size_bytes // 4, random_data=True))
+        for number in range(count)
+    ]
+    return {
+        "input": [tensor("X", "FP32", -1)],
+        "output": [tensor("Y", "FP32", -1)],
+        "model_warmup": samples,
+    }
