@@ -84,6 +84,8 @@ class Warmup:
             data = self._data(sample, _zeros, total_bytes)
             self._request(data)
             total_bytes += sum(tensor.raw.nbytes for tensor in data.values())
+            # Before the next one is made.
+            del data
 
     def route(self, respond: Respond) -> Respond:
         """Return the function that gets all responses of an instance, and passes those of callers to `respond`."""
