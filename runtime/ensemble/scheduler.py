@@ -25,6 +25,7 @@ leaves may do the last: any other one would take an execution away from a thread
 
 from __future__ import annotations
 
+import contextlib
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -148,6 +149,14 @@ class EnsembleScheduler(Scheduler):
     @property
     def wanted_count(self) -> int:
         return len(self._runs)
+
+    @property
+    def limited(self) -> list[Any]:
+        found: list[Any] = []
+        for number in range(len(self.graph.steps)):
+            with contextlib.suppress(MoonpoolError):  # the request meets that, too
+                found += self.member(number).hosted.scheduler.limited
+        return found
 
     @property
     def is_used(self) -> bool:

@@ -21,6 +21,11 @@ resources are free, go at once.
 *Locks.* The lock of `RateLimiter` is taken inside a scheduler's lock, and nothing is called with it held. `wake` is called after
 that, but perhaps with the lock of another scheduler held, so it only gives the reactor something to do.
 
+*Circles.* An instance that asks another model while it executes keeps its permit, and the other model may need the same resources. Its request
+would wait for ever. `ask` finds that: all that is *stuck* are the instances with a permit whose answers depend on the new request. If no
+instance of the asked model can get its resources from what they leave, the request is refused. Each circle closes with such a request, and the
+reactor's thread submits all of them, so nothing comes between the look and the note.
+
 *Signals.* Permits concern other callers, so an interruptible thread neither takes nor returns one. The reactor does. No signal handler runs
 inside the quick forms (`runtime.quick`), so they do both on any thread: they start a request at once, and return its permit with its answer,
 while nobody waits for a resource and no other request waits in the queue.
@@ -32,10 +37,11 @@ import re
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+from moonpool.runtime.errors import ModelUnavailable
 from moonpool.runtime.model.backend import ModelInstance
 from moonpool.runtime.model.config.model import RateLimits
 from moonpool.runtime.model.request import Answer, InferenceRequest
@@ -190,6 +196,23 @@ class ResourcePool(Generic[MemberT]):
         state = self._members.get(member)
         return state is not None and state.is_holding
 
+    @property
+    def holders(self) -> list[MemberT]:
+        """The members that hold their resources."""
+        return [member for member, state in self._members.items() if state.is_holding]
+
+    def can_get(self, member: MemberT, stuck: Collection[MemberT]) -> bool:
+        """Return True if a member could get its resources though these others never return theirs."""
+        state = self._members.get(member)
+        if state is None:
+            return True
+        left = dict(self.limits)
+        for each in stuck:
+            held = self._members.get(each)
+            for resource, count in held.needs.items() if held and held.is_holding else ():
+                left[resource] -= count
+        return all(left[resource] >= count for resource, count in state.needs.items())
+
     def rank(self, member: MemberT) -> int:
         """Return the executions of a member so far, times its priority. The least one goes first."""
         state = self._members.get(member)
@@ -280,6 +303,21 @@ def _needs(limits: RateLimits, device: int) -> dict[Resource, int]:
     }
 
 
+class _Ask(NamedTuple):
+    """A request of an instance that executes to a model with resources. `is_open` tells if the instance still waits for it."""
+
+    asker: ModelInstance
+    request: InferenceRequest
+    target: LimitedScheduler
+    is_open: Callable[[], bool]
+
+
+_CIRCLE = (
+    "Request of model '{}' to model '{}' would wait for ever: it needs resources of the rate limiter that {} until it is answered; "
+    "give these models different resources"
+)
+
+
 class RateLimiter:
     """The resources of one runtime, for the instances of all its models. Any thread may call any method."""
 
@@ -288,6 +326,51 @@ class RateLimiter:
         self._pool: ResourcePool[ModelInstance] = ResourcePool(given)
         self._wakes: dict[ModelInstance, Callable[[], None]] = {}
         self._lock = threading.Lock()
+        # For the reactor's thread alone.
+        self._asks: list[_Ask] = []
+
+    def ask(
+        self,
+        request: InferenceRequest,
+        targets: Sequence[LimitedScheduler],
+        is_asker: Callable[[ModelInstance], bool],
+        is_open: Callable[[], bool],
+    ) -> None:
+        """Note that an instance asks a model, whose request may wait for the resources of these schedulers. On the reactor's thread.
+
+        Raises `ModelUnavailable` if it would wait for what the instance keeps until it has the answer.
+        """
+        with self._lock:
+            holders = self._pool.holders
+        asker = next((each for each in holders if is_asker(each)), None)
+        self._asks = [each for each in self._asks if each.asker in holders and each.is_open()]
+        if asker is None:
+            return
+        stuck = {asker}
+        while more := {each.asker for each in self._asks if self._depends(each, stuck)} - stuck:
+            stuck |= more
+        for target in targets:
+            if not self._can_get(target, stuck):
+                names = ", ".join(sorted({f"'{each.model.name}'" for each in stuck}))
+                verb = "models {} keep" if "," in names else "model {} keeps"
+                asked = target.name
+                raise ModelUnavailable(_CIRCLE.format(asker.model.name, asked, verb.format(names)))
+        # Which of the steps of an ensemble has the request now is not known here.
+        if len(targets) == 1:
+            self._asks.append(_Ask(asker, request, targets[0], is_open))
+
+    def _depends(self, ask: _Ask, stuck: set[ModelInstance]) -> bool:
+        """Return True if an instance gets no answer before one of those that are stuck has one."""
+        place = ask.target.place_of(ask.request)
+        return not self._can_get(ask.target, stuck) if place is None else place in stuck
+
+    def _can_get(self, target: LimitedScheduler, stuck: set[ModelInstance]) -> bool:
+        members = target.members
+        with self._lock:
+            # One that has none yet has no process either, and starts some.
+            return not members or any(
+                each not in stuck and self._pool.can_get(each, stuck) for each in members
+            )
 
     def join(self, instances: Sequence[ModelInstance], wake: Callable[[], None]) -> None:
         """Take in instances. Raises `ConfigError` if they need more than there is; then none has joined.
@@ -378,6 +461,32 @@ class LimitedScheduler(Scheduler):
         self._waiting: set[ModelInstance] = set()
         # Those that execute with a permit, or did a moment ago.
         self._used: set[ModelInstance] = set()
+
+    @property
+    def name(self) -> str:
+        """The name of the model."""
+        return self._name
+
+    @property
+    def members(self) -> set[ModelInstance]:
+        """The instances that may need a permit, as they are now."""
+        return self._members.copy()
+
+    @property
+    def limiter(self) -> RateLimiter:
+        return self._limiter
+
+    @property
+    def limited(self) -> tuple[LimitedScheduler, ...]:
+        return (self,)
+
+    def place_of(self, request: InferenceRequest) -> ModelInstance | None:
+        """Return the instance that executes a request; None if it waits. It may be elsewhere the next moment."""
+        # Other threads change the table meanwhile, and to copy it is atomic.
+        for instance, execution in list(self._busy.items()):
+            if request in execution.requests:
+                return instance
+        return self.open_requests.instance_of(request)
 
     def join(self, instances: Sequence[ModelInstance]) -> None:
         """Let the limiter know new instances. Raises `ConfigError`; then it knows none of them."""

@@ -67,7 +67,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from typing import Literal
+from typing import Any, Literal
 
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import AGAIN as _AGAIN
@@ -216,6 +216,11 @@ class Scheduler:
         if execution is None:
             return self._launch(started, rejected, request)
         return execution if self._send(execution, request) else None
+
+    @property
+    def limited(self) -> Sequence[Any]:
+        """The schedulers whose instances a request may wait for while others have their resources (`rate_limiter.py`)."""
+        return ()
 
     @property
     def has_idle(self) -> bool:

@@ -57,10 +57,11 @@ from moonpool.runtime.model.budgets import (
     UNREAD_BYTES,
     USUAL_CALL_COST,
 )
-from moonpool.runtime.model.request import Outcome, Response
+from moonpool.runtime.model.request import InferenceRequest, Outcome, Response
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.quick import forms, learn, learn_object
+from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.borrowed_blocks import BorrowedBlocks
 from moonpool.runtime.stubs.calls.requests import (
     Callee,
@@ -226,6 +227,7 @@ class CallDispatcher:
         if scheduler is None or request is None:
             raise ValueError("a call that has no request yet")
         try:
+            self._check_circle(call, scheduler, request)
             execution = scheduler.submit(request)
         except Exception as error:
             self._not_submitted(call, error)
@@ -385,19 +387,35 @@ class CallDispatcher:
             if isinstance(inputs, MoonpoolError):
                 raise inputs
             request = make_call_request(hosted, fields, inputs, self._link)
-            if packet:
+            # A quick form does not look for circles.
+            if packet and not hosted.scheduler.limited:
                 self._usual.learn(packet, fields, hosted, inputs, request)
             request.waiter = call
             if request.details is not None and request.details.trace is not None:
                 self._link.replies.watch(request, hosted.model, request.details)
             request.is_cancelled = call.is_cancelled
             call.request, call.scheduler = request, hosted.scheduler
+            self._check_circle(call, hosted.scheduler, request)
             execution = hosted.scheduler.submit(request)
         except MoonpoolError as error:
             self._refuse(call, error)
             return
         if execution is not None:
             execution.drive_in_reactor()
+
+    def _check_circle(
+        self, call: ModelCall, scheduler: Scheduler, request: InferenceRequest
+    ) -> None:
+        """Raise `ModelUnavailable` if a request would wait for resources that the batch of its asker keeps until it is answered."""
+        targets = scheduler.limited if call.batch else ()
+        if targets:
+            link = self._link
+            targets[0].limiter.ask(
+                request,
+                targets,
+                lambda instance: getattr(instance.state, "link", None) is link,
+                lambda: self._is_open(call),
+            )
 
     def _refuse(self, call: ModelCall, error: MoonpoolError) -> None:
         # The other error has the code, and what kind of text it is does not show any more in this one.
