@@ -30,6 +30,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from typing import Any
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.ensemble.chain import ChainRun

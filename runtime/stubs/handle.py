@@ -121,14 +121,7 @@ class StubHandle(StubConnection):
         self._has_exited = self._is_mute = False
         self._began_s = time.monotonic()
         # The memory that all processes of the runtime together give to this process, by the side that writes there.
-        self.allotments = {
-            side: Allotment(
-                options.region_limit_bytes,
-                is_contained=is_contained(options.sandbox),
-                of_model=stubs.memory_of(model, side),
-            )
-            for side in Side
-        }
+        self.allotments = stubs.allotments_of(model)
         try:
             with ExitStack() as undo, ExitStack() as started:
                 undo.callback(plan.release)
@@ -592,12 +585,19 @@ class Stubs:
         self._memory: WeakValueDictionary[tuple[str, Side], ModelMemory] = WeakValueDictionary()
         self._memory_lock = threading.Lock()
 
-    def memory_of(self, model: Model, side: Side) -> ModelMemory | None:
-        """Return the memory that all processes of a contained model share, in all its versions; None for other models."""
+    def allotments_of(self, model: Model) -> dict[Side, Allotment]:
+        """Make the allotments of another process of a model. Those of a contained one have one limit together, in all its versions."""
+        limit_bytes = model.options.region_limit_bytes
         if not is_contained(model.options.sandbox):
-            return None
+            return {side: Allotment(limit_bytes, is_contained=False) for side in Side}
         with self._memory_lock:
-            return self._memory.setdefault((model.name, side), ModelMemory())
+            shared = {
+                side: self._memory.setdefault((model.name, side), ModelMemory()) for side in Side
+            }
+        return {
+            side: Allotment(limit_bytes, is_contained=True, of_model=memory)
+            for side, memory in shared.items()
+        }
 
     def add(self, stub: StubHandle) -> None:
         """Add a stub that was started."""

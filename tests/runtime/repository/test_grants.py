@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moonpool.runtime.errors import NotGranted
 from moonpool.runtime.model.backend import Model
-from moonpool.runtime.model.config.model import ConfigError, minimal
+from moonpool.runtime.model.config.limits import ConfigLimits
+from moonpool.runtime.model.config.model import ConfigError, Source, minimal
 from moonpool.runtime.model.config.options import OPTIONS, hardened
+from moonpool.runtime.model.config.schema import MESSAGES
 from moonpool.runtime.model.source import ModelSource
 from moonpool.runtime.repository.grants import (
     HARMLESS,
@@ -390,3 +393,77 @@ def test_links_lead_a_granted_path_in_the_model_s_own_directory_nowhere(tmp_path
     (folder / "env").symlink_to(other)
     with pytest.raises(ConfigError, match="the files at the end of the link"):
         rules.apply_to(asking)
+
+
+# Fields of a configuration
+
+# All numbers that a configuration may have, each with what bounds the memory and the time that it costs the runtime. Lists and maps have
+# limits of their own (`ConfigLimits`), and texts those of the whole.
+GRANT, LIMIT, OWN, UNUSED = "needs a grant", "has a limit", "is the model's own", "has no effect"
+NUMBERS = {
+    "ModelConfig.max_batch_size": OWN,
+    "ModelVersionPolicy.Latest.num_versions": LIMIT,
+    "ModelOptimizationPolicy.gather_kernel_buffer_threshold": UNUSED,
+    "ModelOptimizationPolicy.Graph.level": UNUSED,
+    "ModelOptimizationPolicy.Cuda.GraphSpec.batch_size": UNUSED,
+    "ModelOptimizationPolicy.Cuda.GraphSpec.LowerBound.batch_size": UNUSED,
+    # Requests wait longer, and their callers leave when they like.
+    "ModelDynamicBatching.max_queue_delay_microseconds": OWN,
+    "ModelDynamicBatching.priority_levels": LIMIT,
+    "ModelDynamicBatching.default_priority_level": OWN,
+    "ModelQueuePolicy.default_timeout_microseconds": OWN,
+    "ModelQueuePolicy.max_queue_size": OWN,
+    "ModelSequenceBatching.max_sequence_idle_microseconds": GRANT,
+    "ModelSequenceBatching.StrategyDirect.max_queue_delay_microseconds": OWN,
+    "ModelSequenceBatching.StrategyDirect.minimum_slot_utilization": OWN,
+    # A slot takes memory once a client has begun a sequence.
+    "ModelSequenceBatching.StrategyOldest.max_candidate_sequences": OWN,
+    "ModelSequenceBatching.StrategyOldest.max_queue_delay_microseconds": OWN,
+    "ModelEnsembling.max_inflight_requests": OWN,
+    "ModelEnsembling.Step.model_version": OWN,
+    "ModelInstanceGroup.count": LIMIT,
+    "ModelInstanceGroup.SecondaryDevice.device_id": UNUSED,
+    "ModelRateLimiter.priority": OWN,
+    "ModelRateLimiter.Resource.count": OWN,
+    "ModelWarmup.batch_size": LIMIT,
+    # The deadline of the load.
+    "ModelWarmup.count": LIMIT,
+}
+
+
+def test_each_number_of_a_configuration_has_something_that_bounds_its_cost() -> None:
+    """A new field fails here until somebody has said what bounds it."""
+    kinds = ("int32", "int64", "uint32", "uint64", "float", "double")
+    found = {
+        f"{message}.{field}"
+        for message, fields in MESSAGES.items()
+        for field, kind in fields.items()
+        if kind.rstrip("?") in kinds
+    }
+    assert found == set(NUMBERS)
+
+
+def checked(raw: dict[str, Any]) -> None:
+    """Check a stranger's configuration as a load does."""
+    here = Path("/models/m")
+    ConfigLimits().check(raw, Source())
+    source = ModelSource("triton", here / "model.py", None, here, here)
+    asking = model_of("m", source, minimal("m") | raw, None, 1, {})
+    ConfigLimits().check_instances(asking.config.instance_groups, 1, asking.config.source)
+    HostingRules("strict").apply_to(asking)
+
+
+@pytest.mark.parametrize(
+    ("raw", "what"),
+    [
+        ({"instance_group": [{"kind": "KIND_CPU", "count": 1 << 30}]}, r"instance_group.*count"),
+        ({"dynamic_batching": {"priority_levels": 1 << 40}}, "priority_levels"),
+        ({"model_warmup": [{"name": "s", "batch_size": 1 << 30}]}, "batch_size"),
+        ({"instance_group": [{"kind": "KIND_GPU"}]}, "GPUS=all"),
+        ({"input": [{"name": "X"}] * 5000}, "input"),
+        ({"parameters": {f"p{i}": {"string_value": ""} for i in range(5000)}}, "parameters"),
+    ],
+)
+def test_numbers_and_lists_that_are_too_large_are_refused(raw: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        checked(raw)

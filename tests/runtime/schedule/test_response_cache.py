@@ -439,12 +439,12 @@ def test_a_size_is_a_number_of_bytes(size: Any) -> None:
         Runtime(response_cache_bytes=size)
 
 
-def _parameters(count: int, name: str, value: object) -> Any:
+def _parameters(count: int, name: str, value: Any) -> Any:
     return lambda number: Response({}, {f"{name}{number}{i}": value for i in range(count)})
 
 
 def _outputs(count: int, name: str, *shape: int) -> Any:
-    raw = np.zeros(int(np.prod(shape)), np.uint8)
+    raw: Any = np.zeros(int(np.prod(shape)), np.uint8)
     return lambda number: Response(
         {f"{name}{number}{i}": WireTensor(1, shape, raw) for i in range(count)}
     )
