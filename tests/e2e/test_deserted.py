@@ -13,7 +13,7 @@ from tests.waiting import wait_until
 import moonpool
 
 pytestmark = pytest.mark.promise(
-    "Residency",
+    "Lifecycle",
     "A model is in use while somebody outside of it waits for an answer. A request that it keeps, and whose caller has left, keeps no model awake.",
 )
 KEEPS = """

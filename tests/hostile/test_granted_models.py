@@ -102,7 +102,7 @@ def refuses(name: str) -> str:
 
 
 @pytest.mark.promise(
-    "The sandbox",
+    "Hostile models",
     "A grant for a model covers this model and no other: not the members of an ensemble, and not the ensembles that depend on it.",
 )
 def test_what_goes_or_comes_with_a_model_needs_a_grant_of_its_own(

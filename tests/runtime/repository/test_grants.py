@@ -139,7 +139,7 @@ FREELY = {
 
 
 @pytest.mark.promise(
-    "The sandbox",
+    "Hostile models",
     "Where the operator set a level, each option of a model needs a grant, unless it is in a list of harmless ones.",
 )
 def test_an_option_needs_a_grant_unless_it_is_harmless() -> None:
