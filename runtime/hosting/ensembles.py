@@ -15,6 +15,7 @@ from moonpool.runtime.ensemble.graph import EnsembleGraph, Unfit
 from moonpool.runtime.ensemble.scheduler import EnsembleScheduler
 from moonpool.runtime.errors import BackendError
 from moonpool.runtime.hosting.hosted_model import HostedModel
+from moonpool.runtime.hosting.model_statuses import with_code
 from moonpool.runtime.model.backend import Backend, Model, ModelInstance
 from moonpool.runtime.model.config.ensembles import ENSEMBLE, EnsembleScheduling, EnsembleStep
 from moonpool.runtime.model.config.model import DECOUPLED, ModelConfig, uncached
@@ -177,3 +178,17 @@ def dependents_of(name: str, ensembles: Iterable[tuple[str, ModelConfig]]) -> li
         for each, config in ensembles
         if config.ensemble is not None and name in config.ensemble.models
     ]
+
+
+def member_failed(name: str, member: str, error: MoonpoolError) -> Unfit:
+    """Make the error of an ensemble one of whose members cannot be loaded."""
+    version = getattr(error, "version", None)
+    where = "" if version is None else f"version {version} is at UNAVAILABLE state: "
+    begin = (
+        f"ensemble '{name}' depends on '{member}' which has no loaded version. Model '{member}' loading "
+        f"failed with error: {where}"
+    )
+    failure = Unfit(f"{begin}{with_code(error)};")
+    if error.public_message is not None:
+        failure.public_message = f"{begin}{with_code(error, error.public_message)};"
+    return failure

@@ -62,11 +62,12 @@ from moonpool.runtime.hosting.ensembles import (
     check_no_circle,
     checked,
     dependents_of,
+    member_failed,
     scheduling_of,
 )
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.model_control import ModelControl
-from moonpool.runtime.hosting.model_statuses import ModelStatus, ModelStatuses, with_code
+from moonpool.runtime.hosting.model_statuses import ModelStatus, ModelStatuses
 from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.model.backend import Backend, Model
 from moonpool.runtime.model.config.live import fixed_part, waits_alike, with_count
@@ -572,7 +573,7 @@ class ModelRegistry:
                 if isinstance(error, RepositoryError) and error.code == "NOT_FOUND":
                     missing.append(member)
                     continue
-                raise _unfit(name, member, error) from error
+                raise member_failed(name, member, error) from error
         if missing:
             shown = ", ".join(missing)
             raise Unfit(
@@ -977,20 +978,6 @@ def _is_fit(loaded: LoadedVersions) -> bool:
         return all(each.is_fit() for each in versions if isinstance(each, HostedEnsemble))
     except MoonpoolError:
         return False
-
-
-def _unfit(name: str, member: str, error: MoonpoolError) -> Unfit:
-    """Make the error of an ensemble one of whose members cannot be loaded."""
-    version = getattr(error, "version", None)
-    where = "" if version is None else f"version {version} is at UNAVAILABLE state: "
-    begin = (
-        f"ensemble '{name}' depends on '{member}' which has no loaded version. Model '{member}' loading "
-        f"failed with error: {where}"
-    )
-    failure = Unfit(f"{begin}{with_code(error)};")
-    if error.public_message is not None:
-        failure.public_message = f"{begin}{with_code(error, error.public_message)};"
-    return failure
 
 
 def _apart(act: Callable[[], None], name: str) -> None:

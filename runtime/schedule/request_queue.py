@@ -264,11 +264,6 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._instance_of)
 
-    @property
-    def has_wanted(self) -> bool:
-        """True if somebody waits for one of the requests."""
-        return len(self._instance_of) > len(self._deserted_ns)
-
     def open(self, request: InferenceRequest, instance: ModelInstance, now_ns: int) -> None:
         """Note a request that the answer to its batch left open, unless it has had its last response already.
 

@@ -867,13 +867,7 @@ class Scheduler:
     @property
     def is_used(self) -> bool:
         """True if a request is inside for which somebody waits, or a sequence. Without the lock it may be wrong the next moment."""
-        return (
-            bool(len(self._queue))
-            or self.open_requests.has_wanted
-            or self._queue.has_sequences
-            # Another thread may change it meanwhile, and to copy it is atomic.
-            or any(execution.wanted_count for execution in list(self._busy.values()))
-        )
+        return bool(self.wanted_count) or self._queue.has_sequences
 
     @property
     def has_deserted(self) -> bool:

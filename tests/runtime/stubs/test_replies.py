@@ -136,7 +136,6 @@ def test_an_instance_is_deserted_when_the_last_caller_has_left() -> None:
     one, other = cast(Any, object()), cast(Any, object())
     for request, instance in ((a, one), (b, one), (c, other)):
         opened.open(request, instance, 0)
-    assert opened.has_wanted
     assert opened.deserted_since(100) == set()
     opened.desert(a, 10)
     assert opened.deserted_since(100) == set()
@@ -145,10 +144,9 @@ def test_an_instance_is_deserted_when_the_last_caller_has_left() -> None:
     assert opened.deserted_since(100) == {one}
     assert opened.deserted_since(20) == set()
     opened.desert(c, 30)
-    assert not opened.has_wanted
     opened.end(a, is_executing=False)
+    assert opened.deserted_since(100) == {one, other}
     opened.take()
-    assert not opened.has_wanted
     assert opened.deserted_since(100) == set()
 
 
@@ -158,6 +156,6 @@ def test_a_request_may_be_left_before_its_batch_is_answered() -> None:
     request.left = True
     instance = cast(Any, object())
     opened.open(request, instance, 10)
-    assert not opened.has_wanted
+    assert not opened.wanted_count()
     assert opened.deserted_since(11) == {instance}
     assert opened.deserted_since(10) == set()
