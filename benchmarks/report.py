@@ -17,11 +17,22 @@ _ALONE = "median (10th to 90th percentile)"
 
 
 class Report:
-    """One run of one benchmark. Measures the load of the machine before the first measurement and after the last."""
+    """One run of one benchmark. Measures the load of the machine before the first measurement and after the last.
 
-    def __init__(self, benchmark: str, question: str, quick: bool) -> None:
+    `heard` gets each line as soon as it is known, for runs that may not come to their end.
+    """
+
+    def __init__(
+        self,
+        benchmark: str,
+        question: str,
+        quick: bool,
+        heard: Callable[[Mapping[str, object]], object] = lambda _: None,
+    ) -> None:
         self._machine = facts()
-        self._lines: list[dict[str, object]] = [
+        self._heard = heard
+        self._lines: list[dict[str, object]] = []
+        self._add(
             {
                 "kind": "run",
                 "benchmark": benchmark,
@@ -29,7 +40,7 @@ class Report:
                 "quick": quick,
                 "machine": self._machine,
             }
-        ]
+        )
         self._looks = 1 if quick else 20
         self._before = listen(self._looks)
 
@@ -45,7 +56,7 @@ class Report:
     ) -> Figure:
         """Add a quantity that was measured once or more."""
         figure = figure_of(name, column, unit, values, goal, headline)
-        self._lines.append({"kind": "figure", **figure._asdict()})
+        self._add({"kind": "figure", **figure._asdict()})
         return figure
 
     def ratio(
@@ -61,19 +72,28 @@ class Report:
         return self.figure(name, "", values, column=column, goal=goal, headline=headline)
 
     def skipped(self, name: str, reason: str) -> None:
-        """Note that something could not be measured, and why."""
-        self._lines.append({"kind": "skipped", "name": name, "reason": reason})
+        """Note that something cannot be measured here, and why."""
+        self._add({"kind": "skipped", "name": name, "reason": reason})
+
+    def failed(self, name: str, reason: str) -> None:
+        """Note that something that can be measured here was not, and why."""
+        self._add({"kind": "skipped", "name": name, "reason": reason, "failed": True})
 
     def note(self, text: str) -> None:
         """Add a sentence that a reader of the figures must know."""
-        self._lines.append({"kind": "note", "text": text})
+        self._add({"kind": "note", "text": text})
+
+    def _add(self, line: dict[str, object]) -> None:
+        self._lines.append(line)
+        self._heard(line)
 
     def close(self) -> list[dict[str, object]]:
         """Return all lines. The last one says how noisy the machine was."""
         after = listen(self._looks)
         noise = {"before": self._before._asdict(), "after": after._asdict()}
         noisy = self._before.is_noisy or after.is_noisy
-        return [*self._lines, {"kind": "noise", "noisy": noisy, **noise}]
+        self._add({"kind": "noise", "noisy": noisy, **noise})
+        return self._lines
 
 
 def table(lines: Iterable[Mapping[str, object]], *, headlines_only: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,14 +47,19 @@ def time_us(call: Callable[[], object], count: int) -> list[float]:
     return times
 
 
-def in_turns(cases: Mapping[Key, Callable[[], Sequence[float]]], rounds: int) -> dict[Key, Series]:
+def in_turns(
+    cases: Mapping[Key, Callable[[], Sequence[float]]], rounds: int, most_s: float = math.inf
+) -> dict[Key, Series]:
     """Measure each case once a round; the first one changes from round to round.
 
-    A first round is thrown away, so that memory is mapped and caches are warm.
+    A first round is thrown away, so that memory is mapped and caches are warm. After `most_s` no round but the second begins.
     """
     names = list(cases)
     found = {name: Series([]) for name in names}
+    ends = time.monotonic() + most_s
     for turn in range(-1, rounds):
+        if turn > 0 and time.monotonic() > ends:
+            break
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             values = list(cases[name]())
@@ -63,11 +69,11 @@ def in_turns(cases: Mapping[Key, Callable[[], Sequence[float]]], rounds: int) ->
 
 
 def calls_in_turns(
-    cases: Mapping[str, Callable[[], object]], rounds: int, calls: int
+    cases: Mapping[str, Callable[[], object]], rounds: int, calls: int, most_s: float = math.inf
 ) -> dict[str, Series]:
     """Time single calls in turns as `in_turns` does, `calls` of each case a round; in microseconds."""
 
     def timed(call: Callable[[], object]) -> Callable[[], Sequence[float]]:
         return lambda: time_us(call, calls)
 
-    return in_turns({name: timed(call) for name, call in cases.items()}, rounds)
+    return in_turns({name: timed(call) for name, call in cases.items()}, rounds, most_s)

@@ -103,7 +103,7 @@ def test_trips_to_a_gpu_are_measured_where_there_is_one(fake: Fake) -> None:
         ("by handle over through ordinary memory", "1 MB"),
         ("by handle over on the CPU", "16 B"),
         ("by handle over 16 B by handle", "1 MB"),
-        ("time of an array that is not moonpool's over a copy alone", "1 MB"),
+        ("bytes a second of an array that is not moonpool's over a copy alone", "1 MB"),
     } <= figures
 
 

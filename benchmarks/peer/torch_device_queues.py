@@ -8,6 +8,9 @@ from typing import Any
 from benchmarks.peer.peer import Unavailable
 from benchmarks.peer.standard_library import end_queues
 
+# The other process imports torch and makes its context first.
+_TIMEOUT_S = 40.0
+
 
 class TorchDeviceQueues:
     """Queues to a process that made its answers beforehand, so nothing is computed or copied."""
@@ -30,7 +33,7 @@ class TorchDeviceQueues:
     def call(self, size: int) -> None:
         """Send a tensor of so many bytes, and receive one."""
         self._asked.put(self._tensors[size])
-        self._answered.get()
+        self._answered.get(timeout=_TIMEOUT_S)
 
     def close(self) -> None:
         """End the other process."""
