@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from ctypes import byref, c_void_p
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.card import cuda, results
+from tests.card.nodes import nodes_known
 from tests.card.strict import WORKLOADS
 from tests.e2e.hosting import MODELS, tensor
 from tests.hostile.attacker import (
@@ -40,9 +41,7 @@ from moonpool.ipc.cuda.device import Device, device
 from moonpool.ipc.cuda.driver import HANDLE_BYTES, IpcHandle
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.runtime.hosting import python_backend
-from moonpool.runtime.isolation import gpu_access
 from moonpool.runtime.isolation.plan import IsolationPlan, plan_for
-from moonpool.runtime.model.gpus import bus_id
 
 GPU = [{"kind": "KIND_GPU", "count": 1, "gpus": [0]}]
 X = np.arange(16, dtype=np.float32)
@@ -58,23 +57,6 @@ def _config(**parameters: object) -> dict[str, Any]:
         "instance_group": GPU,
         "parameters": {key: {"string_value": str(value)} for key, value in parameters.items()},
     }
-
-
-@contextlib.contextmanager
-def nodes_known() -> Iterator[None]:
-    """Let a GPU have a node where the driver does not say which one: the fake driver of the tests has none."""
-    if os.path.isdir("/proc/driver/nvidia"):
-        yield
-        return
-    results.record("device nodes", None, text="/proc/driver/nvidia is not here; node 0 is assumed")
-    with tempfile.TemporaryDirectory(prefix="moonpool-card-") as folder:
-        place = Path(folder, bus_id(0))
-        place.mkdir()
-        (place / "information").write_text("Device Minor: 0\n")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gpu_access, "_INFORMATION", f"{folder}/{{}}/information")
-            patch.setattr(gpu_access, "uuid", str)
-            yield
 
 
 def _recorded(name: str, attempt: Callable[[], object], expected: str = "works") -> bool:

@@ -94,8 +94,36 @@ STAGES = (
     _stage("probe", ("", 60)),
     _TESTS,
     _stage("strict", ("", 60), ("hostile", 40)),
-    _stage("figures", ("", 60)),
-    _stage("breadth", ("", 50)),
+    _stage(
+        "figures",
+        ("sizes", 28),
+        ("forms pure", 10),
+        ("torch", 22),
+        ("callers", 18),
+        ("pipeline", 10),
+        ("strict", 11),
+        ("kill", 12),
+        ("sleep", 24),
+    ),
+    Stage(
+        "breadth",
+        (
+            tuple(
+                step
+                for each in (
+                    "onnx",
+                    "torch",
+                    "torch expandable",
+                    "cupy",
+                    "cupy asynchronous",
+                    "cuda_core",
+                    "pipeline",
+                )
+                for (step,) in _stage("breadth", (each, 25)).rounds
+            ),
+            *_stage("breadth", ("full", 25)).rounds,
+        ),
+    ),
     _stage("soak", ("", 30)),
     _stage("report", ("", 10)),
 )
