@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -186,8 +186,8 @@ def by_size(report: Report, runtime: moonpool.Runtime, where: Device, pace: Pace
     trips.load("handles")
     trips.load("bytes", on_device=False)
     sizes = sizes_on(where, pace)
-    events = EventPingPong(where)
-    try:
+    with contextlib.ExitStack() as stack:
+        events = _events(report, stack, where)
         for name, size in sizes.items():
             with _tried(report, f"there and back{_FORM}, {name}"):
                 _by_size(report, trips, events, (name, size), pace.part(0.75 / len(sizes)))
@@ -197,24 +197,37 @@ def by_size(report: Report, runtime: moonpool.Runtime, where: Device, pace: Pace
         )
         with _tried(report, f"copied on the card{_FORM}, {name}"):
             _copies(report, trips, name, pace.part(0.25))
-    finally:
-        events.close()
-    if not events.shares_events:
+    if events is not None and not events.shares_events:
         report.note("Events could not be shared: both processes waited for their own work.")
     report.note("A trip is over when the caller has the answer; nobody waited for the device.")
     report.note("Through ordinary memory: two copies, and the caller's wait for them.")
 
 
+def _events(report: Report, stack: contextlib.ExitStack, where: Device) -> EventPingPong | None:
+    try:
+        events = EventPingPong(where)
+    except (moonpool.MoonpoolError, OSError) as error:
+        report.failed(f"there and back{_FORM}, events alone", f"{type(error).__name__}: {error}")
+        return None
+    stack.callback(events.close)
+    return events
+
+
 def _by_size(
-    report: Report, trips: Trips, events: EventPingPong, named: tuple[str, int], pace: Pace
+    report: Report,
+    trips: Trips,
+    events: EventPingPong | None,
+    named: tuple[str, int],
+    pace: Pace,
 ) -> None:
     name, size = named
     alone = BareCopy(trips.where, size)
     cases: dict[str, Callable[[], object]] = {
         "by handle": trips.by_handle(size),
-        "events alone": events,
         "a copy alone": alone,
     }
+    if events is not None:
+        cases["events alone"] = events
     if size <= _LARGEST_COPIED:
         cases["through ordinary memory"] = trips.through_ordinary_memory(size)
     if name == SMALL:
@@ -604,7 +617,7 @@ PARTS: dict[str, Callable[[Report, moonpool.Runtime, Device, Pace], None]] = {
 
 
 @contextlib.contextmanager
-def _tried(report: Report, name: str) -> Any:
+def _tried(report: Report, name: str) -> Iterator[None]:
     """Report an error of the block, and go on after it."""
     try:
         yield

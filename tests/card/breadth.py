@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tests.card import figures
-from tests.card.results import record, share
+from tests.card.results import record, recorded, share
 
 if TYPE_CHECKING:
     from moonpool.ipc.cuda.device import Device
@@ -66,9 +66,9 @@ def tried(name: str, attempt: Callable[[], object], expected: str = "works") -> 
 
 def is_fake() -> bool:
     """Return True if the device is the fake driver's."""
-    from moonpool.ipc.cuda.device import device
+    from moonpool.ipc.cuda.device import device, device_count
 
-    return figures.is_fake(device(0).name)
+    return device_count() > 0 and figures.is_fake(device(0).name)
 
 
 def equal(found: Any, expected: Any, what: str) -> None:
@@ -350,4 +350,5 @@ PARTS: dict[str, Callable[..., None]] = {
 
 
 if __name__ == "__main__":
-    PARTS[sys.argv[1]](*sys.argv[2:])
+    with recorded(sys.argv[1]):
+        PARTS[sys.argv[1]](*sys.argv[2:])

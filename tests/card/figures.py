@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.card.results import RESULTS, record, share
+from tests.card.results import RESULTS, record, recorded, share
 
 NAME = "gpu.jsonl"
 # The seconds in which a part measures. Imports, the first contexts, loads and the end of all processes take as long again.
@@ -71,8 +71,8 @@ def meets(value: float, goal: str) -> bool:
     return value <= limit if found[1] == "most" else value >= limit
 
 
-def main(part: str) -> None:
-    """Measure a part, and end with a result whatever happens."""
+def measure(part: str) -> None:
+    """Measure a part."""
     # Imported here, since what they import depends on MOONPOOL_PURE.
     from benchmarks import gpu
     from benchmarks.report import Report
@@ -103,4 +103,5 @@ def is_fake(name: str) -> bool:
 if __name__ == "__main__":
     if "pure" in sys.argv[2:]:
         os.environ["MOONPOOL_PURE"] = "1"
-    main(sys.argv[1])
+    with recorded(sys.argv[1]):
+        measure(sys.argv[1])

@@ -6,12 +6,13 @@ line is written by one call under the file's lock, and whoever comes next remove
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,15 @@ def record(
         raise SystemExit(f"{RESULTS} does not name a folder; run: bash .ci/gpu FOLDER STAGE")
     began = float(os.environ.get(BEGAN) or time.monotonic())
     add(Path(place), os.environ.get(STAGE, ""), name, ok, value, unit, expected, text, began)
+
+
+@contextlib.contextmanager
+def recorded(name: str) -> Iterator[None]:
+    """Record an error of the block as a failure of this name, and go on after the block."""
+    try:
+        yield
+    except Exception as error:
+        record(name, False, text=f"{type(error).__name__}: {error}")
 
 
 def add(

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from tests.card import figures
-from tests.card.results import record, share
+from tests.card.results import record, recorded, share
 
 _CALLERS, _INSTANCES = 16, 4
 _SIZES = (16, 4 << 10, 1 << 20, 1 << 24, 1 << 26)
@@ -145,7 +145,7 @@ def _settled(before: dict[str, float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Soak, and end with a result whatever happens."""
+    """Soak this process."""
     from benchmarks import gpu
 
     import moonpool
@@ -163,22 +163,19 @@ def main() -> None:
     sizes = [size for size in _SIZES if size <= most]
     seconds = _SOAK_S * share()
     again: dict[str, Any] = {"MOONPOOL_MAX_RESTARTS": 100_000, "MOONPOOL_RESTART_BACKOFF_S": 0}
-    with moonpool.Runtime(drain_timeout_s=1) as runtime:
-        try:
-            given = gpu.config(on_device=True, count=_INSTANCES, **again)
-            runtime.load("m", gpu.MODELS / "device_identity.py", config=given)
-            soak = Soak(runtime, sizes)
-            # Whatever is made once is made by then.
-            hanging = soak.run(seconds / 4)
-            _until_ready(runtime)
-            first = held()
-            hanging = hanging or soak.run(seconds)
-            record("callers that do not come back", not hanging, hanging, "callers", "0")
-            _report_requests(soak)
-            _until_ready(runtime)
-            _report_growth(first, _settled(first))
-        except Exception as error:
-            record("soak", False, text=f"{type(error).__name__}: {error}")
+    with moonpool.Runtime(drain_timeout_s=1) as runtime, recorded("soak"):
+        given = gpu.config(on_device=True, count=_INSTANCES, **again)
+        runtime.load("m", gpu.MODELS / "device_identity.py", config=given)
+        soak = Soak(runtime, sizes)
+        # Whatever is made once is made by then.
+        hanging = soak.run(seconds / 4)
+        _until_ready(runtime)
+        first = held()
+        hanging = hanging or soak.run(seconds)
+        record("callers that do not come back", not hanging, hanging, "callers", "0")
+        _report_requests(soak)
+        _until_ready(runtime)
+        _report_growth(first, _settled(first))
     if is_fake:
         record("device memory of other processes", None, text="the fake driver does not count it")
 
@@ -215,4 +212,5 @@ def _report_growth(first: dict[str, float], last: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with recorded("soak"):
+        main()
