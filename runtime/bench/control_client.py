@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.tensors import CODES
+from moonpool.runtime.bench.export import MissingPackage
 from moonpool.runtime.bench.generator.engine import Unreachable
 from moonpool.runtime.bench.request import Endpoint, Question, QuestionTensor
 from moonpool.runtime.model.config.model import TensorConfig
+from moonpool.runtime.process.extras import how_to_install
 
 
 class Refused(MoonpoolError):
@@ -279,16 +281,15 @@ class GrpcControlClient:
     def __init__(
         self, endpoint: Endpoint, headers: Sequence[tuple[str, str]], timeout_s: float
     ) -> None:
-        # These imports take longer than all others of a command, and HTTP does not need them.
-        from tritonclient.grpc import service_pb2, service_pb2_grpc
+        # Only gRPC needs this.
+        from moonpool.runtime.model.protobuf import service_messages
 
         self._endpoint = endpoint
-        self._messages = service_pb2
+        self._messages = service_messages()
         self._metadata = [(name.lower(), value) for name, value in headers]
         self._timeout_s = timeout_s
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         self._channel = _channel(endpoint, options)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def metadata(self, model: str, version: str) -> Mapping[str, Any]:
         request = self._messages.ModelMetadataRequest(name=model, version=version)
@@ -350,10 +351,15 @@ class GrpcControlClient:
     def _ask(self, method: str, request: Any) -> Any:
         import grpc
 
+        from moonpool.runtime.model.protobuf import SERVICE
+
+        call = self._channel.unary_unary(
+            f"/inference.{SERVICE}/{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=getattr(self._messages, f"{method}Response").FromString,
+        )
         try:
-            return getattr(self._stub, method)(
-                request, timeout=self._timeout_s, metadata=self._metadata
-            )
+            return call(request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             code, text = error.code(), error.details()
             if code == grpc.StatusCode.UNAVAILABLE:
@@ -362,8 +368,11 @@ class GrpcControlClient:
 
 
 def _channel(endpoint: Endpoint, options: Sequence[tuple[str, int]]) -> Any:
-    import grpc
-
+    try:
+        import grpc
+    except ModuleNotFoundError as error:
+        needs = how_to_install("serve", "grpcio")
+        raise MissingPackage(f"{endpoint.url} needs the package grpcio: {needs}") from error
     if endpoint.tls is None:
         return grpc.insecure_channel(endpoint.authority, options)
     # The files are checked as for HTTP, since gRPC reports bad ones by a connection that fails.

@@ -241,9 +241,11 @@ class Question:
 
     def as_grpc(self, *, is_stream: bool = False) -> bytes:
         """Serialize the request as a ModelInferRequest. For a stream it asks for a response that marks the end."""
-        from tritonclient.grpc import service_pb2
+        from moonpool.runtime.model.protobuf import service_messages
 
-        message = service_pb2.ModelInferRequest(model_name=self.model, model_version=self.version)
+        message = service_messages().ModelInferRequest(
+            model_name=self.model, model_version=self.version
+        )
         for tensor in self.inputs:
             described = message.inputs.add()
             described.name, described.datatype = tensor.name, tensor.datatype

@@ -48,9 +48,10 @@ def digests_of_configuration(configuration: Mapping[str, Any]) -> dict[str, str]
     configuration is first read as Triton's protobuf message. Raises ValueError if it does not fit that message.
     """
     from google.protobuf import json_format
-    from tritonclient.grpc import model_config_pb2
 
-    message = model_config_pb2.ModelConfig()
+    from moonpool.runtime.model.protobuf import config_messages
+
+    message = config_messages().ModelConfig()
     try:
         json_format.ParseDict(dict(configuration), message, ignore_unknown_fields=True)
     except json_format.Error as error:

@@ -36,7 +36,8 @@ examples:
   moonpool serve --model-repository=models --model-control-mode=explicit --load-model=add_sub
   MOONPOOL_SERVE_LOG_FORMAT=json moonpool serve models --config=server.toml
 """
-_EXTRA = {name_of(requirement) for requirement in EXTRAS["serve"]}
+# By the names of the modules. That of grpcio has another one.
+_EXTRA = {name_of(requirement) for requirement in EXTRAS["serve"]} | {"grpc"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

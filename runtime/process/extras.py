@@ -16,13 +16,14 @@ EXTRAS = {
     "parquet": ("pyarrow>=15",),
     "plot": ("matplotlib>=3.8",),
     "ray": (
-        "grpcio-reflection<1.82",
+        "grpcio>=1.60",
         "httptools>=0.6",
         "orjson>=3.10",
         "prometheus_client>=0.20",
         "ray[serve]>=2.54",
     ),
     "serve": (
+        "grpcio>=1.60",
         "httptools>=0.6",
         "orjson>=3.10",
         "prometheus_client>=0.20",

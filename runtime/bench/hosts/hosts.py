@@ -202,12 +202,14 @@ def copy_of_model(folder: Path, target: Path, instances: int | None) -> None:
     if instances is None:
         return
     from google.protobuf import text_format
-    from tritonclient.grpc import model_config_pb2
 
+    from moonpool.runtime.model.protobuf import config_messages
+
+    messages = config_messages()
     path = target / "config.pbtxt"
-    config = model_config_pb2.ModelConfig()
+    config = messages.ModelConfig()
     if path.exists():
         text_format.Parse(path.read_text(encoding="utf-8"), config)
     del config.instance_group[:]
-    config.instance_group.add(count=instances, kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)
+    config.instance_group.add(count=instances, kind=messages.ModelInstanceGroup.KIND_CPU)
     path.write_text(text_format.MessageToString(config), encoding="utf-8")

@@ -37,14 +37,12 @@ def read_with_source(
 
 def parse(text: str, file: str, limits: ConfigLimits | None = None) -> tuple[Raw, Source]:
     """Parse the text of a configuration; `file` only names it in errors."""
+    from google.protobuf import json_format, text_format
+
+    from moonpool.runtime.model.protobuf import config_messages
+
     try:
-        from google.protobuf import json_format, text_format
-        from tritonclient.grpc import model_config_pb2
-    except ImportError as error:
-        what = f"reading it needs the package tritonclient[grpc] ({error}): pip install it"
-        raise ConfigError(what, file=file) from error
-    try:
-        message = text_format.Parse(text, model_config_pb2.ModelConfig())
+        message = text_format.Parse(text, config_messages().ModelConfig())
     except text_format.ParseError as error:
         raise _located(error, text, file) from None
     source = Source.scan(file, text)

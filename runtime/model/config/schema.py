@@ -1,11 +1,11 @@
 """The schema of a model configuration, without protobuf, and the check of a raw configuration against it.
 
-`MESSAGES` and `ENUMS` repeat the schema of `config.pbtxt`: names, types and enum values. Models that are loaded from Python, and
-configurations that a model completes, must be checked without importing protobuf. A test compares every line with the
-protobuf descriptors.
+`FIELDS` and `ENUMS` are the schema of `config.pbtxt`: names, types, numbers and enum values. Models that are loaded from Python, and
+configurations that a model completes, must be checked without importing protobuf. `runtime/model/protobuf.py` makes protobuf's messages
+of the same tables. A test compares every line with those of Triton's client.
 
-A type is a scalar (`string bool int32 int64 uint32 uint64 float double`), an enum or a message. `*` is repeated, `?` a scalar
-that may be absent, `{K}V` a map from K to V.
+A field is `name:type=number`, or `name:type=number/group` if at most one field of the group may be set. A type is a scalar
+(`string bytes bool int32 int64 uint32 uint64 float double`), an enum or a message. `*` is repeated, `{K}V` a map from K to V.
 """
 
 from __future__ import annotations
@@ -13,101 +13,107 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from moonpool.runtime.model.config.source import Source
 
-_MESSAGES = """
-ModelConfig = name:string platform:string backend:string runtime:string
-    version_policy:ModelVersionPolicy max_batch_size:int32 input:ModelInput* output:ModelOutput*
-    batch_input:BatchInput* batch_output:BatchOutput* optimization:ModelOptimizationPolicy
-    dynamic_batching:ModelDynamicBatching sequence_batching:ModelSequenceBatching
-    ensemble_scheduling:ModelEnsembling instance_group:ModelInstanceGroup*
-    default_model_filename:string cc_model_filenames:{string}string metric_tags:{string}string
-    parameters:{string}ModelParameter model_warmup:ModelWarmup* model_operations:ModelOperations
-    model_transaction_policy:ModelTransactionPolicy
-    model_repository_agents:ModelRepositoryAgents response_cache:ModelResponseCache
-    model_metrics:ModelMetrics
-ModelVersionPolicy = latest:ModelVersionPolicy.Latest all:ModelVersionPolicy.All
-    specific:ModelVersionPolicy.Specific
-ModelVersionPolicy.Latest = num_versions:uint32
+_FIELDS = """
+ModelConfig = name:string=1 platform:string=2 backend:string=17 runtime:string=25
+    version_policy:ModelVersionPolicy=3 max_batch_size:int32=4 input:ModelInput*=5
+    output:ModelOutput*=6 batch_input:BatchInput*=20 batch_output:BatchOutput*=21
+    optimization:ModelOptimizationPolicy=12
+    dynamic_batching:ModelDynamicBatching=11/scheduling_choice
+    sequence_batching:ModelSequenceBatching=13/scheduling_choice
+    ensemble_scheduling:ModelEnsembling=15/scheduling_choice instance_group:ModelInstanceGroup*=7
+    default_model_filename:string=8 cc_model_filenames:{string}string=9
+    metric_tags:{string}string=10 parameters:{string}ModelParameter=14
+    model_warmup:ModelWarmup*=16 model_operations:ModelOperations=18
+    model_transaction_policy:ModelTransactionPolicy=19
+    model_repository_agents:ModelRepositoryAgents=23 response_cache:ModelResponseCache=24
+    model_metrics:ModelMetrics=26
+ModelVersionPolicy = latest:ModelVersionPolicy.Latest=1/policy_choice
+    all:ModelVersionPolicy.All=2/policy_choice
+    specific:ModelVersionPolicy.Specific=3/policy_choice
+ModelVersionPolicy.Latest = num_versions:uint32=1
 ModelVersionPolicy.All =
-ModelVersionPolicy.Specific = versions:int64*
-ModelInput = name:string data_type:DataType format:ModelInput.Format dims:int64*
-    reshape:ModelTensorReshape is_shape_tensor:bool allow_ragged_batch:bool optional:bool
-    is_non_linear_format_io:bool
-ModelTensorReshape = shape:int64*
-ModelOutput = name:string data_type:DataType dims:int64* reshape:ModelTensorReshape
-    label_filename:string is_shape_tensor:bool is_non_linear_format_io:bool
-BatchInput = kind:BatchInput.Kind target_name:string* data_type:DataType source_input:string*
-BatchOutput = target_name:string* kind:BatchOutput.Kind source_input:string*
-ModelOptimizationPolicy = graph:ModelOptimizationPolicy.Graph
-    priority:ModelOptimizationPolicy.ModelPriority cuda:ModelOptimizationPolicy.Cuda
-    execution_accelerators:ModelOptimizationPolicy.ExecutionAccelerators
-    input_pinned_memory:ModelOptimizationPolicy.PinnedMemoryBuffer
-    output_pinned_memory:ModelOptimizationPolicy.PinnedMemoryBuffer
-    gather_kernel_buffer_threshold:uint32 eager_batching:bool
-ModelOptimizationPolicy.Graph = level:int32
-ModelOptimizationPolicy.Cuda = graphs:bool busy_wait_events:bool
-    graph_spec:ModelOptimizationPolicy.Cuda.GraphSpec* output_copy_stream:bool
-ModelOptimizationPolicy.Cuda.GraphSpec = batch_size:int32
-    input:{string}ModelOptimizationPolicy.Cuda.GraphSpec.Shape
-    graph_lower_bound:ModelOptimizationPolicy.Cuda.GraphSpec.LowerBound
-ModelOptimizationPolicy.Cuda.GraphSpec.Shape = dim:int64*
-ModelOptimizationPolicy.Cuda.GraphSpec.LowerBound = batch_size:int32
-    input:{string}ModelOptimizationPolicy.Cuda.GraphSpec.Shape
+ModelVersionPolicy.Specific = versions:int64*=1
+ModelInput = name:string=1 data_type:DataType=2 format:ModelInput.Format=3 dims:int64*=4
+    reshape:ModelTensorReshape=5 is_shape_tensor:bool=6 allow_ragged_batch:bool=7 optional:bool=8
+    is_non_linear_format_io:bool=9
+ModelTensorReshape = shape:int64*=1
+ModelOutput = name:string=1 data_type:DataType=2 dims:int64*=3 reshape:ModelTensorReshape=5
+    label_filename:string=4 is_shape_tensor:bool=6 is_non_linear_format_io:bool=7
+BatchInput = kind:BatchInput.Kind=1 target_name:string*=2 data_type:DataType=3
+    source_input:string*=4
+BatchOutput = target_name:string*=1 kind:BatchOutput.Kind=2 source_input:string*=3
+ModelOptimizationPolicy = graph:ModelOptimizationPolicy.Graph=1
+    priority:ModelOptimizationPolicy.ModelPriority=2 cuda:ModelOptimizationPolicy.Cuda=3
+    execution_accelerators:ModelOptimizationPolicy.ExecutionAccelerators=4
+    input_pinned_memory:ModelOptimizationPolicy.PinnedMemoryBuffer=5
+    output_pinned_memory:ModelOptimizationPolicy.PinnedMemoryBuffer=6
+    gather_kernel_buffer_threshold:uint32=7 eager_batching:bool=8
+ModelOptimizationPolicy.Graph = level:int32=1
+ModelOptimizationPolicy.Cuda = graphs:bool=1 busy_wait_events:bool=2
+    graph_spec:ModelOptimizationPolicy.Cuda.GraphSpec*=3 output_copy_stream:bool=4
+ModelOptimizationPolicy.Cuda.GraphSpec = batch_size:int32=1
+    input:{string}ModelOptimizationPolicy.Cuda.GraphSpec.Shape=2
+    graph_lower_bound:ModelOptimizationPolicy.Cuda.GraphSpec.LowerBound=3
+ModelOptimizationPolicy.Cuda.GraphSpec.Shape = dim:int64*=1
+ModelOptimizationPolicy.Cuda.GraphSpec.LowerBound = batch_size:int32=1
+    input:{string}ModelOptimizationPolicy.Cuda.GraphSpec.Shape=2
 ModelOptimizationPolicy.ExecutionAccelerators =
-    gpu_execution_accelerator:ModelOptimizationPolicy.ExecutionAccelerators.Accelerator*
-    cpu_execution_accelerator:ModelOptimizationPolicy.ExecutionAccelerators.Accelerator*
-ModelOptimizationPolicy.ExecutionAccelerators.Accelerator = name:string
-    parameters:{string}string
-ModelOptimizationPolicy.PinnedMemoryBuffer = enable:bool
-ModelDynamicBatching = preferred_batch_size:int32* max_queue_delay_microseconds:uint64
-    preserve_ordering:bool priority_levels:uint64 default_priority_level:uint64
-    default_queue_policy:ModelQueuePolicy priority_queue_policy:{uint64}ModelQueuePolicy
-ModelQueuePolicy = timeout_action:ModelQueuePolicy.TimeoutAction
-    default_timeout_microseconds:uint64 allow_timeout_override:bool max_queue_size:uint32
-ModelSequenceBatching = direct:ModelSequenceBatching.StrategyDirect
-    oldest:ModelSequenceBatching.StrategyOldest max_sequence_idle_microseconds:uint64
-    control_input:ModelSequenceBatching.ControlInput* state:ModelSequenceBatching.State*
-    iterative_sequence:bool
-ModelSequenceBatching.StrategyDirect = max_queue_delay_microseconds:uint64
-    minimum_slot_utilization:float
-ModelSequenceBatching.StrategyOldest = max_candidate_sequences:int32 preferred_batch_size:int32*
-    max_queue_delay_microseconds:uint64 preserve_ordering:bool
-ModelSequenceBatching.ControlInput = name:string control:ModelSequenceBatching.Control*
-ModelSequenceBatching.Control = kind:ModelSequenceBatching.Control.Kind int32_false_true:int32*
-    fp32_false_true:float* bool_false_true:bool* data_type:DataType
-ModelSequenceBatching.State = input_name:string output_name:string data_type:DataType
-    dims:int64* initial_state:ModelSequenceBatching.InitialState*
-    use_same_buffer_for_input_output:bool use_growable_memory:bool
-ModelSequenceBatching.InitialState = data_type:DataType dims:int64* zero_data:bool?
-    data_file:string? name:string
-ModelEnsembling = step:ModelEnsembling.Step* max_inflight_requests:uint32
-ModelEnsembling.Step = model_name:string model_version:int64 input_map:{string}string
-    output_map:{string}string model_namespace:string
-ModelInstanceGroup = name:string kind:ModelInstanceGroup.Kind count:int32
-    rate_limiter:ModelRateLimiter gpus:int32*
-    secondary_devices:ModelInstanceGroup.SecondaryDevice* profile:string* passive:bool
-    host_policy:string
-ModelRateLimiter = resources:ModelRateLimiter.Resource* priority:uint32
-ModelRateLimiter.Resource = name:string global:bool count:uint32
-ModelInstanceGroup.SecondaryDevice = kind:ModelInstanceGroup.SecondaryDevice.SecondaryDeviceKind
-    device_id:int64
-ModelParameter = string_value:string
-ModelWarmup = name:string batch_size:uint32 inputs:{string}ModelWarmup.Input count:uint32
-ModelWarmup.Input = data_type:DataType dims:int64* zero_data:bool? random_data:bool?
-    input_data_file:string?
-ModelOperations = op_library_filename:string*
-ModelTransactionPolicy = decoupled:bool
-ModelRepositoryAgents = agents:ModelRepositoryAgents.Agent*
-ModelRepositoryAgents.Agent = name:string parameters:{string}string
-ModelResponseCache = enable:bool
-ModelMetrics = metric_control:ModelMetrics.MetricControl*
-ModelMetrics.MetricControl = metric_identifier:ModelMetrics.MetricControl.MetricIdentifier
-    histogram_options:ModelMetrics.MetricControl.HistogramOptions
-ModelMetrics.MetricControl.MetricIdentifier = family:string
-ModelMetrics.MetricControl.HistogramOptions = buckets:double*
+    gpu_execution_accelerator:ModelOptimizationPolicy.ExecutionAccelerators.Accelerator*=1
+    cpu_execution_accelerator:ModelOptimizationPolicy.ExecutionAccelerators.Accelerator*=2
+ModelOptimizationPolicy.ExecutionAccelerators.Accelerator = name:string=1
+    parameters:{string}string=2
+ModelOptimizationPolicy.PinnedMemoryBuffer = enable:bool=1
+ModelDynamicBatching = preferred_batch_size:int32*=1 max_queue_delay_microseconds:uint64=2
+    preserve_ordering:bool=3 priority_levels:uint64=4 default_priority_level:uint64=5
+    default_queue_policy:ModelQueuePolicy=6 priority_queue_policy:{uint64}ModelQueuePolicy=7
+ModelQueuePolicy = timeout_action:ModelQueuePolicy.TimeoutAction=1
+    default_timeout_microseconds:uint64=2 allow_timeout_override:bool=3 max_queue_size:uint32=4
+ModelSequenceBatching = direct:ModelSequenceBatching.StrategyDirect=3/strategy_choice
+    oldest:ModelSequenceBatching.StrategyOldest=4/strategy_choice
+    max_sequence_idle_microseconds:uint64=1 control_input:ModelSequenceBatching.ControlInput*=2
+    state:ModelSequenceBatching.State*=5 iterative_sequence:bool=6
+ModelSequenceBatching.StrategyDirect = max_queue_delay_microseconds:uint64=1
+    minimum_slot_utilization:float=2
+ModelSequenceBatching.StrategyOldest = max_candidate_sequences:int32=1
+    preferred_batch_size:int32*=2 max_queue_delay_microseconds:uint64=3 preserve_ordering:bool=4
+ModelSequenceBatching.ControlInput = name:string=1 control:ModelSequenceBatching.Control*=2
+ModelSequenceBatching.Control = kind:ModelSequenceBatching.Control.Kind=1
+    int32_false_true:int32*=2 fp32_false_true:float*=3 bool_false_true:bool*=5
+    data_type:DataType=4
+ModelSequenceBatching.State = input_name:string=1 output_name:string=2 data_type:DataType=3
+    dims:int64*=4 initial_state:ModelSequenceBatching.InitialState*=5
+    use_same_buffer_for_input_output:bool=6 use_growable_memory:bool=7
+ModelSequenceBatching.InitialState = data_type:DataType=1 dims:int64*=2
+    zero_data:bool=3/state_data data_file:string=4/state_data name:string=5
+ModelEnsembling = step:ModelEnsembling.Step*=1 max_inflight_requests:uint32=2
+ModelEnsembling.Step = model_name:string=1 model_version:int64=2 input_map:{string}string=3
+    output_map:{string}string=4 model_namespace:string=5
+ModelInstanceGroup = name:string=1 kind:ModelInstanceGroup.Kind=4 count:int32=2
+    rate_limiter:ModelRateLimiter=6 gpus:int32*=3
+    secondary_devices:ModelInstanceGroup.SecondaryDevice*=8 profile:string*=5 passive:bool=7
+    host_policy:string=9
+ModelRateLimiter = resources:ModelRateLimiter.Resource*=1 priority:uint32=2
+ModelRateLimiter.Resource = name:string=1 global:bool=2 count:uint32=3
+ModelInstanceGroup.SecondaryDevice = kind:ModelInstanceGroup.SecondaryDevice.SecondaryDeviceKind=1
+    device_id:int64=2
+ModelParameter = string_value:string=1
+ModelWarmup = name:string=1 batch_size:uint32=2 inputs:{string}ModelWarmup.Input=3 count:uint32=4
+ModelWarmup.Input = data_type:DataType=1 dims:int64*=2 zero_data:bool=3/input_data_type
+    random_data:bool=4/input_data_type input_data_file:string=5/input_data_type
+ModelOperations = op_library_filename:string*=1
+ModelTransactionPolicy = decoupled:bool=1
+ModelRepositoryAgents = agents:ModelRepositoryAgents.Agent*=1
+ModelRepositoryAgents.Agent = name:string=1 parameters:{string}string=2
+ModelResponseCache = enable:bool=1
+ModelMetrics = metric_control:ModelMetrics.MetricControl*=1
+ModelMetrics.MetricControl = metric_identifier:ModelMetrics.MetricControl.MetricIdentifier=1
+    histogram_options:ModelMetrics.MetricControl.HistogramOptions=2/metric_options
+ModelMetrics.MetricControl.MetricIdentifier = family:string=1
+ModelMetrics.MetricControl.HistogramOptions = buckets:double*=1
 """
 
 _ENUMS = """
@@ -126,32 +132,51 @@ ModelInstanceGroup.Kind = KIND_AUTO KIND_GPU KIND_CPU KIND_MODEL
 ModelInstanceGroup.SecondaryDevice.SecondaryDeviceKind = KIND_NVDLA
 """
 
-# At most one field of each group may be set.
-ONE_OF = {
-    "ModelConfig": ("dynamic_batching", "sequence_batching", "ensemble_scheduling"),
-    "ModelVersionPolicy": ("latest", "all", "specific"),
-    "ModelSequenceBatching": ("direct", "oldest"),
-    "ModelSequenceBatching.InitialState": ("zero_data", "data_file"),
-    "ModelWarmup.Input": ("zero_data", "random_data", "input_data_file"),
-}
+
+class FieldRow(NamedTuple):
+    """One field of a message, as the tables have it. `group` is empty for a field that excludes no other."""
+
+    name: str
+    type: str
+    number: int
+    group: str
 
 
-def _records(table: str) -> dict[str, list[str]]:
+def read_table(table: str) -> dict[str, list[str]]:
+    """Read the records of a table: a name, `=`, and words."""
     joined = table.strip().replace("\n    ", " ")
     pairs = (line.split("=", 1) for line in joined.splitlines())
     return {name.strip(): rest.split() for name, rest in pairs}
 
 
-def _fields(record: list[str]) -> dict[str, str]:
-    pairs = (item.split(":", 1) for item in record)
-    return dict(pairs)
+def read_fields(table: str) -> dict[str, list[FieldRow]]:
+    """Read the fields of messages."""
+    return {name: [_row(word) for word in words] for name, words in read_table(table).items()}
 
 
-MESSAGES: dict[str, dict[str, str]] = {
-    name: _fields(record) for name, record in _records(_MESSAGES).items()
-}
+def _row(word: str) -> FieldRow:
+    name, _, rest = word.partition(":")
+    type_, _, rest = rest.partition("=")
+    number, _, group = rest.partition("/")
+    return FieldRow(name, type_, int(number), group)
+
+
+FIELDS = read_fields(_FIELDS)
 # The position of a value in its list is its number.
-ENUMS: dict[str, list[str]] = _records(_ENUMS)
+ENUMS: dict[str, list[str]] = read_table(_ENUMS)
+# The types of fields by their names. A scalar of a group may be absent, and has a `?`.
+MESSAGES: dict[str, dict[str, str]] = {
+    message: {
+        row.name: row.type + "?" * (bool(row.group) and row.type not in FIELDS) for row in rows
+    }
+    for message, rows in FIELDS.items()
+}
+# At most one of these fields of a message may be set. No message has several groups.
+ONE_OF: dict[str, tuple[str, ...]] = {
+    message: names
+    for message, rows in FIELDS.items()
+    if len(names := tuple(row.name for row in rows if row.group)) > 1
+}
 
 
 # A configuration in the form of JSON, as Triton prints it. What has passed `shaped` has the types of `MESSAGES`.

@@ -8,14 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from google.protobuf.json_format import ParseDict
-from tritonclient.grpc import model_config_pb2, service_pb2
 
 from moonpool.runtime.errors import InvalidRequest, ModelError
+from moonpool.runtime.model.protobuf import config_messages, service_messages
 from moonpool.runtime.server.grpc.reflection import HealthCheckResponse
 from moonpool.runtime.server.log import check_parameters
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.tracing.settings import changes_of_lists
 
+kserve = service_messages()
 _NOT_SERVING, _SERVING = 2, 1
 
 
@@ -29,14 +30,14 @@ class GrpcControl:
     # Health
 
     def server_live(self, _: Any) -> Any:
-        return service_pb2.ServerLiveResponse(live=True)
+        return kserve.ServerLiveResponse(live=True)
 
     def server_ready(self, _: Any) -> Any:
-        return service_pb2.ServerReadyResponse(ready=self._is_ready())
+        return kserve.ServerReadyResponse(ready=self._is_ready())
 
     def model_ready(self, asked: Any) -> Any:
         is_ready = self._service.metadata.model_ready(asked.name, asked.version)
-        return service_pb2.ModelReadyResponse(ready=is_ready)
+        return kserve.ModelReadyResponse(ready=is_ready)
 
     def check(self, _: Any) -> Any:
         """Answer `grpc.health.v1.Health`, which load balancers and probes ask of every gRPC server."""
@@ -58,8 +59,8 @@ class GrpcControl:
     def model_config(self, asked: Any) -> Any:
         config = self._service.metadata.model_config(asked.name, asked.version)
         # Fields that this schema does not know were accepted when the model was loaded.
-        message = ParseDict(config, model_config_pb2.ModelConfig(), ignore_unknown_fields=True)
-        return service_pb2.ModelConfigResponse(config=message)
+        message = ParseDict(config, config_messages().ModelConfig(), ignore_unknown_fields=True)
+        return kserve.ModelConfigResponse(config=message)
 
     def model_statistics(self, asked: Any) -> Any:
         statistics = self._service.metadata.statistics(asked.name, asked.version)
@@ -87,7 +88,7 @@ class GrpcControl:
             else:
                 raise InvalidRequest(f"unrecognized load parameter '{name}'.")
         self._service.repository.load(asked.model_name, config, files or None)
-        return service_pb2.RepositoryModelLoadResponse()
+        return kserve.RepositoryModelLoadResponse()
 
     def repository_model_unload(self, asked: Any) -> Any:
         _check_repository(asked)
@@ -99,7 +100,7 @@ class GrpcControl:
             _check_kind(f"'{name}' parameter", kind, "bool_param")
             dependents = parameter.bool_param
         self._service.repository.unload(asked.model_name, unload_dependents=dependents)
-        return service_pb2.RepositoryModelUnloadResponse()
+        return kserve.RepositoryModelUnloadResponse()
 
     # Shared memory
 
@@ -111,18 +112,18 @@ class GrpcControl:
     def system_shared_memory_register(self, asked: Any) -> Any:
         memory = self._service.shared_memory
         memory.register(asked.name, asked.key, asked.offset, asked.byte_size)
-        return service_pb2.SystemSharedMemoryRegisterResponse()
+        return kserve.SystemSharedMemoryRegisterResponse()
 
     def system_shared_memory_unregister(self, asked: Any) -> Any:
         self._service.shared_memory.unregister(asked.name)
-        return service_pb2.SystemSharedMemoryUnregisterResponse()
+        return kserve.SystemSharedMemoryUnregisterResponse()
 
     def cuda_shared_memory_status(self, asked: Any) -> Any:
         if asked.name:
             raise ModelError(
                 f"Unable to find cuda shared memory region: '{asked.name}'", "NOT_FOUND"
             )
-        return service_pb2.CudaSharedMemoryStatusResponse()
+        return kserve.CudaSharedMemoryStatusResponse()
 
     def cuda_shared_memory_register(self, asked: Any) -> Any:
         self._service.shared_memory.check_enabled()
@@ -133,13 +134,13 @@ class GrpcControl:
 
     def cuda_shared_memory_unregister(self, _: Any) -> Any:
         self._service.shared_memory.check_enabled()
-        return service_pb2.CudaSharedMemoryUnregisterResponse()
+        return kserve.CudaSharedMemoryUnregisterResponse()
 
     # Settings
 
     def trace_setting(self, asked: Any) -> Any:
         given = {name: list(each.value) for name, each in asked.settings.items()}
-        message = service_pb2.TraceSettingResponse()
+        message = kserve.TraceSettingResponse()
         settings = self._service.traces.settings(asked.model_name, changes_of_lists(given))
         for name, value in settings.items():
             message.settings[name].value.extend(value if isinstance(value, list) else [str(value)])
@@ -150,7 +151,7 @@ class GrpcControl:
         for name, each in asked.settings.items():
             kind = each.WhichOneof("parameter_choice")
             given[name] = None if kind is None else getattr(each, kind)
-        message = service_pb2.LogSettingsResponse()
+        message = kserve.LogSettingsResponse()
         for name, value in self._service.logs.settings(check_parameters(given)).items():
             if isinstance(value, bool):
                 message.settings[name].bool_param = value
@@ -162,7 +163,7 @@ class GrpcControl:
 
 
 def _message(kind: str, shown: dict[str, Any]) -> Any:
-    return ParseDict(shown, getattr(service_pb2, kind)())
+    return ParseDict(shown, getattr(kserve, kind)())
 
 
 def _check_repository(asked: Any) -> None:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
-from tritonclient.grpc import service_pb2 as kserve
 
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.messages import MAX_PARAMETERS
 from moonpool.ipc.tensors import BYTES, CODES, DTYPES, MAX_DIMS
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.details import details_of
+from moonpool.runtime.model.protobuf import service_messages
 from moonpool.runtime.model.request import Details, InferenceRequest, Parameter
 from moonpool.runtime.server.grpc.wire import BadProtobuf, Parts, parse, split, tensors_from
 from moonpool.runtime.server.inference.request import (
@@ -32,6 +32,7 @@ from moonpool.runtime.server.inference.request import (
 from moonpool.runtime.server.inference.tensors import Input, WrongSize, of_bytes
 from moonpool.runtime.server.service import Service
 
+kserve = service_messages()
 # Heads are remembered only if they are small, so that clients cannot make the server remember much.
 _MEMORABLE_BYTES = 2048
 _MANY_BYTES = 1 << 18

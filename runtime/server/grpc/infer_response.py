@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from tritonclient.grpc import service_pb2 as kserve
-
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.tensors import NAMES
 from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.protobuf import service_messages
 from moonpool.runtime.model.request import Response, WireTensor
 from moonpool.runtime.server.grpc.call import Message
 from moonpool.runtime.server.grpc.infer_request import GrpcRequestPlan
@@ -15,6 +14,7 @@ from moonpool.runtime.server.inference.response import classified
 from moonpool.runtime.server.inference.tensors import to_bytes
 from moonpool.runtime.server.service import Service
 
+kserve = service_messages()
 _ID = 3
 _IN_STREAM = bytes([2 << 3 | 2])
 _NOTHING = memoryview(b"")

@@ -7,10 +7,10 @@ from concurrent.futures import Executor
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from tritonclient.grpc import service_pb2
 
 from moonpool.ipc.errors import Closed
 from moonpool.runtime.errors import OutOfThreads
+from moonpool.runtime.model.protobuf import service_messages
 from moonpool.runtime.server.grpc.call import GrpcCall, Handler, Method
 from moonpool.runtime.server.grpc.control import GrpcControl
 from moonpool.runtime.server.grpc.inference import GrpcInference
@@ -19,6 +19,7 @@ from moonpool.runtime.server.grpc.status import UNREADABLE, Status, status_of
 from moonpool.runtime.server.grpc.stream import Streams
 from moonpool.runtime.server.grpc.wire import SMALL_BYTES, BadProtobuf, parse
 
+kserve = service_messages()
 _SERVICE = "inference.GRPCInferenceService"
 # By API: the method, whether it changes the server, and whether it waits for models.
 _CONTROL: dict[str, tuple[tuple[str, bool, bool], ...]] = {
@@ -55,12 +56,12 @@ def methods(
     found: dict[bytes, Method] = {}
     for api, members in _CONTROL.items():
         for name, is_change, is_slow in members:
-            kind = getattr(service_pb2, f"{name}Request")
+            kind = getattr(kserve, f"{name}Request")
             handle = _unary(kind, getattr(control, _snake(name)), slow if is_slow else quick)
             found[_path(name)] = Method(handle, api, is_change)
     # On the loop's thread: no busy thread must keep a probe waiting.
     for name in ("ServerLive", "ServerReady"):
-        kind = getattr(service_pb2, f"{name}Request")
+        kind = getattr(kserve, f"{name}Request")
         found[_path(name)] = Method(_unary(kind, getattr(control, _snake(name))), "health")
     check = _unary(HealthCheckRequest, control.check)
     found[f"/{HEALTH_SERVICE}/Check".encode()] = Method(check, "health")

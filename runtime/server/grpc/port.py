@@ -25,7 +25,6 @@ from moonpool.runtime.process.event_loop import watches_of
 from moonpool.runtime.server.clients import Clients, relieve
 from moonpool.runtime.server.grpc.call import OpenCalls
 from moonpool.runtime.server.grpc.connection import GrpcConnection
-from moonpool.runtime.server.grpc.grpcio import GrpcioPort
 from moonpool.runtime.server.grpc.options import GrpcOptions
 from moonpool.runtime.server.listening import bound_sockets
 from moonpool.runtime.server.tls import TlsServer
@@ -71,6 +70,9 @@ def make_port(
         make_session = nghttp2()
     except (ImportError, OSError) as error:
         _log.warning("%s", without_nghttp2(error))
+        # A large package, which nothing else in a server needs.
+        from moonpool.runtime.server.grpc.grpcio import GrpcioPort
+
         return GrpcioPort(calls, options)
     return Http2Port(calls, options, clients, pool, make_session)
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
-from tritonclient.grpc import service_pb2
 
+from moonpool.runtime.model.config.schema import read_fields
+from moonpool.runtime.model.protobuf import SERVICE, FileWriter, described_files
 from moonpool.runtime.server.grpc.call import GrpcCall, Method
 from moonpool.runtime.server.grpc.status import ENDING, UNREADABLE, Status
 
@@ -22,84 +23,53 @@ HEALTH_SERVICE = "grpc.health.v1.Health"
 # Questions are names.
 _MOST_BYTES = 64 << 10
 _NOT_FOUND = Status("NOT_FOUND", "not found")
-_FIELD = descriptor_pb2.FieldDescriptorProto
-_KINDS = {"string": _FIELD.TYPE_STRING, "bytes": _FIELD.TYPE_BYTES, "int32": _FIELD.TYPE_INT32}
-# Fields as `kind name = number`, a `*` for many. Those behind `|` are of a oneof, whose name comes first.
-_HEALTH = {
-    "HealthCheckRequest": "string service = 1",
-    "HealthCheckResponse": "ServingStatus status = 1",
+# Tables as in `config/schema.py`.
+_HEALTH = """
+HealthCheckRequest = service:string=1
+HealthCheckResponse = status:HealthCheckResponse.ServingStatus=1
+"""
+_STATUSES = {
+    "HealthCheckResponse.ServingStatus": ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 }
-_STATUSES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
-_REFLECTION = {
-    "ServerReflectionRequest": "string host = 1 | message_request, string file_by_filename = 3, string file_containing_symbol = 4, "
-    "ExtensionRequest file_containing_extension = 5, string all_extension_numbers_of_type = 6, string list_services = 7",
-    "ExtensionRequest": "string containing_type = 1, int32 extension_number = 2",
-    "ServerReflectionResponse": "string valid_host = 1, ServerReflectionRequest original_request = 2 | message_response, "
-    "FileDescriptorResponse file_descriptor_response = 4, ExtensionNumberResponse all_extension_numbers_response = 5, "
-    "ListServiceResponse list_services_response = 6, ErrorResponse error_response = 7",
-    "FileDescriptorResponse": "bytes* file_descriptor_proto = 1",
-    "ExtensionNumberResponse": "string base_type_name = 1, int32* extension_number = 2",
-    "ListServiceResponse": "ServiceResponse* service = 1",
-    "ServiceResponse": "string name = 1",
-    "ErrorResponse": "int32 error_code = 1, string error_message = 2",
-}
+_REFLECTION = """
+ServerReflectionRequest = host:string=1 file_by_filename:string=3/message_request
+    file_containing_symbol:string=4/message_request file_containing_extension:ExtensionRequest=5/message_request
+    all_extension_numbers_of_type:string=6/message_request list_services:string=7/message_request
+ExtensionRequest = containing_type:string=1 extension_number:int32=2
+ServerReflectionResponse = valid_host:string=1 original_request:ServerReflectionRequest=2
+    file_descriptor_response:FileDescriptorResponse=4/message_response
+    all_extension_numbers_response:ExtensionNumberResponse=5/message_response
+    list_services_response:ListServiceResponse=6/message_response error_response:ErrorResponse=7/message_response
+FileDescriptorResponse = file_descriptor_proto:bytes*=1
+ExtensionNumberResponse = base_type_name:string=1 extension_number:int32*=2
+ListServiceResponse = service:ServiceResponse*=1
+ServiceResponse = name:string=1
+ErrorResponse = error_code:int32=1 error_message:string=2
+"""
 
 
-def _add_fields(message: Any, package: str, fields: str) -> None:
-    plain, _, chosen = fields.partition(" | ")
-    group, *members = chosen.split(", ") if chosen else [""]
-    if group:
-        message.oneof_decl.add(name=group)
-    for each in (*plain.split(", "), *members):
-        kind, name, _, number = each.split()
-        many = _FIELD.LABEL_REPEATED if kind.endswith("*") else _FIELD.LABEL_OPTIONAL
-        field = message.field.add(name=name, number=int(number), label=many)
-        kind = kind.rstrip("*")
-        if kind in _KINDS:
-            field.type = _KINDS[kind]
-        elif kind == "ServingStatus":
-            field.type, field.type_name = (
-                _FIELD.TYPE_ENUM,
-                f".{package}.{message.name}.ServingStatus",
-            )
-        else:
-            field.type, field.type_name = _FIELD.TYPE_MESSAGE, f".{package}.{kind}"
-        if each in members:
-            field.oneof_index = 0
+def _health_file() -> Any:
+    file = FileWriter("grpc/health/v1/health.proto", "grpc.health.v1")
+    file.add(read_fields(_HEALTH), _STATUSES)
+    service = file.described.service.add(name="Health")
+    messages = "HealthCheckRequest", "HealthCheckResponse"
+    file.add_method(service, "Check", *messages, is_stream=False)
+    return file.described
 
 
-def _file(name: str, package: str, messages: dict[str, str], *method: str) -> Any:
-    """Describe a file with one service, which has one method: service, method, request, response."""
-    file = descriptor_pb2.FileDescriptorProto(name=name, package=package, syntax="proto3")
-    for kind, fields in messages.items():
-        message = file.message_type.add(name=kind)
-        if "ServingStatus" in fields:
-            status = message.enum_type.add(name="ServingStatus")
-            for number, word in enumerate(_STATUSES):
-                status.value.add(name=word, number=number)
-        _add_fields(message, package, fields)
-    service, rpc, asked, answered = method
-    file.service.add(name=service).method.add(
-        name=rpc,
-        input_type=f".{package}.{asked}",
-        output_type=f".{package}.{answered}",
-        client_streaming=service != "Health",
-        server_streaming=service != "Health",
-    )
-    return file
+def _reflection_file(package: str) -> Any:
+    file = FileWriter(f"{package.replace('.', '/')}/reflection.proto", package)
+    file.add(read_fields(_REFLECTION), {})
+    service = file.described.service.add(name="ServerReflection")
+    messages = "ServerReflectionRequest", "ServerReflectionResponse"
+    file.add_method(service, "ServerReflectionInfo", *messages, is_stream=True)
+    return file.described
 
 
 def _make_pool() -> descriptor_pool.DescriptorPool:
     pool = descriptor_pool.DescriptorPool()
-    served = service_pb2.DESCRIPTOR
-    for each in (*served.dependencies, served):
-        pool.AddSerializedFile(each.serialized_pb)
-    health = ("Health", "Check", "HealthCheckRequest", "HealthCheckResponse")
-    pool.Add(_file("grpc/health/v1/health.proto", "grpc.health.v1", _HEALTH, *health))
-    asking = ("ServerReflectionInfo", "ServerReflectionRequest", "ServerReflectionResponse")
-    for package in _PACKAGES:
-        path = f"{package.replace('.', '/')}/reflection.proto"
-        pool.Add(_file(path, package, _REFLECTION, "ServerReflection", *asking))
+    for each in (*described_files(), _health_file(), *map(_reflection_file, _PACKAGES)):
+        pool.Add(each)
     return pool
 
 
@@ -113,7 +83,7 @@ _pool = _make_pool()
 _SERVICES = tuple(
     sorted(
         (
-            "inference.GRPCInferenceService",
+            f"inference.{SERVICE}",
             HEALTH_SERVICE,
             *(f"{each}.ServerReflection" for each in _PACKAGES),
         )

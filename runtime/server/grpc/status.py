@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-import grpc
-
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.isolation.public_text import public_text
 
@@ -23,8 +21,13 @@ _CODES = {
     "ALREADY_EXISTS": "ALREADY_EXISTS",
     "CANCELLED": "CANCELLED",
 }
-# They travel as numbers.
-_NUMBERS: dict[str, int] = {code.name: code.value[0] for code in grpc.StatusCode}
+# They travel as numbers: the place in this list.
+_NAMES = (
+    "OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE",
+    "DATA_LOSS", "UNAUTHENTICATED",
+)  # fmt: skip
+_NUMBERS = {name: number for number, name in enumerate(_NAMES)}
 
 
 class Status(NamedTuple):

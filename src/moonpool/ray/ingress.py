@@ -4,8 +4,8 @@ Ray's proxies receive requests on every node and give them to a replica of this 
 gRPC at the fields before the tensors, and the bytes go on as they came. The model's replica answers with the handlers of `moonpool serve`. What is about
 no model, or about one that the application does not have, is answered here, by the same handlers over a runtime without models.
 
-RPCs come without generated classes: `add_servicer` has Ray's proxies leave messages as bytes. Ray would pickle messages of tritonclient's by the
-names of its modules, under which nobody can import them.
+RPCs come without generated classes: `add_servicer` has Ray's proxies leave messages as bytes. Ray would pickle messages by the
+names of their modules, under which nobody can import them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.responses import StreamingResponse
-from tritonclient.grpc import service_pb2
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ray.handle import ModelHandle, translated
@@ -32,6 +31,7 @@ from moonpool.ray.replica import Failure
 from moonpool.ray.rpc_stream import RpcStream
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.isolation.public_text import public_text
+from moonpool.runtime.model.protobuf import service_messages
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.server.grpc.infer_request import InferMessage
 from moonpool.runtime.server.grpc.status import UNREADABLE, status_of
@@ -46,6 +46,7 @@ from moonpool.runtime.server.repository_control import RepositoryControl
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.shared_memory import SystemSharedMemory
 
+kserve = service_messages()
 _log = logging.getLogger("moonpool")
 SERVICE = "inference.GRPCInferenceService"
 # The fields that name the model, by RPC.
@@ -231,10 +232,10 @@ class Ingress:
 
     async def _own_rpc(self, name: str) -> RpcReply | None:
         if name == "ServerReady":
-            ready = service_pb2.ServerReadyResponse(ready=await self._is_ready())
+            ready = kserve.ServerReadyResponse(ready=await self._is_ready())
             return RpcReply(ready.SerializeToString())
         if name == "RepositoryIndex":
-            index = service_pb2.RepositoryIndexResponse()
+            index = kserve.RepositoryIndexResponse()
             for entry in await self._index():
                 index.models.add(**entry)
             return RpcReply(index.SerializeToString())
@@ -400,15 +401,11 @@ def _model_of(name: str, message: bytes) -> str:
     field = _NAMES.get(name)
     if not field:
         return ""
-    kind = getattr(service_pb2, f"{name}Request")
+    kind = getattr(kserve, f"{name}Request")
     found: str = getattr(parse(kind, message), field)
     return found
 
 
 def _has_settings(name: str, message: bytes) -> bool:
-    kind = (
-        service_pb2.TraceSettingRequest
-        if name == "TraceSetting"
-        else service_pb2.LogSettingsRequest
-    )
+    kind = kserve.TraceSettingRequest if name == "TraceSetting" else kserve.LogSettingsRequest
     return bool(parse(kind, message).settings)

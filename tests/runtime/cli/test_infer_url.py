@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 from tests.runtime.bench.conftest import Kserve, kserve
 from tests.runtime.cli.shell import MODELS, CommandLine
 from tests.server.running import RunningServer, running
+
+from moonpool.runtime.cli.main import main
 
 __all__ = ["kserve"]
 
@@ -114,6 +117,17 @@ def test_options_that_do_not_fit_together_are_refused(
 
     assert ended.returncode == 2
     assert error in ended.stderr
+
+
+def test_grpc_without_its_package_is_an_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "grpc", None)
+
+    assert main(["infer", "m", "--url", "grpc://localhost:8001"]) == 1
+
+    assert "needs the package grpcio" in (told := capsys.readouterr().err)
+    assert "pip install 'grpcio>=1.60'" in told
 
 
 OUTPUT = {"name": "Y", "datatype": "FP32", "shape": [2], "data": [1, 2]}
