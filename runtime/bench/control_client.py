@@ -13,7 +13,7 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.tensors import CODES
 from moonpool.runtime.bench.export import MissingPackage
 from moonpool.runtime.bench.generator.engine import Unreachable
-from moonpool.runtime.bench.request import Endpoint, Question, QuestionTensor
+from moonpool.runtime.bench.request import STREAM_METHOD, Endpoint, Question, QuestionTensor
 from moonpool.runtime.model.config.model import TensorConfig
 from moonpool.runtime.process.extras import how_to_install
 
@@ -59,6 +59,9 @@ class ControlClient(Protocol):
 
     def infer(self, question: Question) -> list[QuestionTensor]:
         """Send a request; return the outputs in the server's order."""
+
+    def stream(self, question: Question) -> Iterator[list[QuestionTensor]]:
+        """Send a request to a decoupled model; yield the outputs of each response when it comes."""
 
     def overview(self) -> Mapping[str, Any]:
         """Return what a moonpool server shows of itself."""
@@ -191,12 +194,35 @@ class HttpControlClient:
             offset += int(size)
         return found
 
+    def stream(self, question: Question) -> Iterator[list[QuestionTensor]]:
+        """Use Triton's generate extension, which takes one row, and leaves out the shapes of outputs: each has one dimension."""
+        metadata = self.metadata(question.model, question.version)
+        datatypes = {output["name"]: output["datatype"] for output in metadata["outputs"]}
+        path, body, headers = self._parts_of(question.as_generate_stream(self._endpoint))
+        with self._connected("POST", path, body, headers) as response:
+            for line in response:
+                if not line.startswith(b"data:"):
+                    continue
+                event = json.loads(line.removeprefix(b"data:"))
+                if "error" in event:
+                    raise Refused(f"{self._endpoint.url}{path}: {event['error']}")
+                yield [
+                    QuestionTensor.of_values(name, datatypes[name], (len(values),), values)
+                    for name, value in event.items()
+                    if name in datatypes
+                    for values in [value if isinstance(value, list) else [value]]
+                ]
+
+    def _parts_of(self, request: bytes) -> tuple[str, bytes, dict[str, str]]:
+        """Split a serialized request into its path, below that of the endpoint, its body and its headers."""
+        head, _, body = request.partition(b"\r\n\r\n")
+        lines = head.decode().split("\r\n")
+        path = lines[0].split(" ")[1].removeprefix(self._endpoint.path)
+        return path, body, dict(line.split(": ", 1) for line in lines[1:])
+
     def _answer(self, question: Question) -> tuple[list[dict[str, Any]], bytes]:
         """Return the outputs in the answer's JSON, and the bytes behind it."""
-        head, _, body = question.as_http(self._endpoint).partition(b"\r\n\r\n")
-        lines = head.decode().split("\r\n")
-        headers = dict(line.split(": ", 1) for line in lines[1:])
-        path = lines[0].split(" ")[1].removeprefix(self._endpoint.path)
+        path, body, headers = self._parts_of(question.as_http(self._endpoint))
         answered, answer = self._ask("POST", path, body, headers)
         length = answered.get("inference-header-content-length")
         size = len(answer) if length is None else int(length)
@@ -226,6 +252,15 @@ class HttpControlClient:
     def _ask(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None = None
     ) -> tuple[dict[str, str], bytes]:
+        with self._connected(method, path, body, headers) as response:
+            answer = response.read()
+            return {name.lower(): value for name, value in response.getheaders()}, answer
+
+    @contextlib.contextmanager
+    def _connected(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None = None
+    ) -> Iterator[Any]:
+        """Send a request, and have its response inside, which is a good one."""
         # Importing it takes a fifth of the time that a command needs to start.
         import http.client
 
@@ -242,16 +277,15 @@ class HttpControlClient:
                 method, self._endpoint.path + path, body, {**self._headers, **(headers or {})}
             )
             response = connection.getresponse()
-            answer = response.read()
+            if response.status != 200:
+                raise Refused(f"{url}: {response.status}: {_error(response.read())}")
+            yield response
         except OSError as error:
             raise Unreachable(f"no server answers at {url}: {error}") from error
         except http.client.HTTPException as error:
             raise Refused(f"{url}: what answers there does not speak HTTP") from error
         finally:
             connection.close()
-        if response.status != 200:
-            raise Refused(f"{url}: {response.status}: {_error(answer)}")
-        return {name.lower(): value for name, value in response.getheaders()}, answer
 
 
 def _model_in(overview: Mapping[str, Any], model: str, version: str) -> Mapping[str, Any]:
@@ -336,21 +370,27 @@ class GrpcControlClient:
 
     def infer(self, question: Question) -> list[QuestionTensor]:
         request = self._messages.ModelInferRequest.FromString(question.as_grpc())
-        answer = self._ask("ModelInfer", request)
-        if len(answer.raw_output_contents) != len(answer.outputs):
-            raise Refused("the server has no raw outputs: its tensors are typed contents")
-        contents = zip(answer.outputs, answer.raw_output_contents, strict=True)
-        return [
-            QuestionTensor(output.name, output.datatype, tuple(output.shape), data)
-            for output, data in contents
-        ]
+        return _outputs_of(self._ask("ModelInfer", request))
+
+    def stream(self, question: Question) -> Iterator[list[QuestionTensor]]:
+        messages = self._messages
+        call = self._channel.stream_stream(
+            STREAM_METHOD,
+            request_serializer=None,
+            response_deserializer=messages.ModelStreamInferResponse.FromString,
+        )
+        request = question.as_grpc(is_stream=True)
+        with self._refusals("ModelStreamInfer"):
+            for answer in call(iter([request]), timeout=self._timeout_s, metadata=self._metadata):
+                if answer.error_message:
+                    raise Refused(f"{self._endpoint.url}: {answer.error_message}")
+                if answer.infer_response.outputs:
+                    yield _outputs_of(answer.infer_response)
 
     def close(self) -> None:
         self._channel.close()
 
     def _ask(self, method: str, request: Any) -> Any:
-        import grpc
-
         from moonpool.runtime.model.protobuf import SERVICE
 
         call = self._channel.unary_unary(
@@ -358,13 +398,31 @@ class GrpcControlClient:
             request_serializer=type(request).SerializeToString,
             response_deserializer=getattr(self._messages, f"{method}Response").FromString,
         )
-        try:
+        with self._refusals(method):
             return call(request, timeout=self._timeout_s, metadata=self._metadata)
+
+    @contextlib.contextmanager
+    def _refusals(self, method: str) -> Iterator[None]:
+        """Turn the errors of RPCs inside into `Unreachable` and `Refused`."""
+        import grpc
+
+        try:
+            yield
         except grpc.RpcError as error:
             code, text = error.code(), error.details()
             if code == grpc.StatusCode.UNAVAILABLE:
                 raise Unreachable(f"no server answers at {self._endpoint.url}: {text}") from error
             raise Refused(f"{self._endpoint.url}: {method}: {code.name}: {text}") from error
+
+
+def _outputs_of(answer: Any) -> list[QuestionTensor]:
+    if len(answer.raw_output_contents) != len(answer.outputs):
+        raise Refused("the server has no raw outputs: its tensors are typed contents")
+    contents = zip(answer.outputs, answer.raw_output_contents, strict=True)
+    return [
+        QuestionTensor(output.name, output.datatype, tuple(output.shape), data)
+        for output, data in contents
+    ]
 
 
 def _channel(endpoint: Endpoint, options: Sequence[tuple[str, int]]) -> Any:
@@ -397,6 +455,8 @@ class Interface:
     max_batch_size: int
     inputs: tuple[TensorConfig, ...]
     decoupled: bool
+    # True if its requests belong to sequences.
+    has_sequences: bool
 
 
 def interface(
@@ -422,14 +482,16 @@ def interface(
     if configuration is None:
         is_batched = bool(tensors) and all(tensor.dims[:1] == (-1,) for tensor in tensors)
         max_batch_size, optional, is_decoupled = int(is_batched), set(), False
+        has_sequences = False
     else:
         max_batch_size = int(configuration.get("max_batch_size", 0))
         optional = {t["name"] for t in configuration.get("input", []) if t.get("optional")}
         policy = configuration.get("model_transaction_policy", {})
         is_decoupled = bool(policy.get("decoupled", False))
+        has_sequences = "sequence_batching" in configuration
     inputs = tuple(
         TensorConfig(t.name, t.datatype, t.dims[1:] if max_batch_size else t.dims)
         for t in tensors
         if with_optional or t.name not in optional
     )
-    return Interface(model, max_batch_size, inputs, is_decoupled)
+    return Interface(model, max_batch_size, inputs, is_decoupled, has_sequences)

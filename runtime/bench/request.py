@@ -165,10 +165,10 @@ class Question:
     # Over HTTP: send tensors as JSON, for servers without the binary extension.
     is_json: bool = False
     # The id of a sequence, and whether the request is its first and its last one.
-    sequence: tuple[int, bool, bool] | None = None
+    sequence: tuple[int | str, bool, bool] | None = None
 
     @property
-    def _sequence(self) -> dict[str, int | bool]:
+    def _sequence(self) -> dict[str, int | str | bool]:
         if self.sequence is None:
             return {}
         return dict(
@@ -226,7 +226,7 @@ class Question:
                 described["parameters"] = {"binary_data_size": len(tensor.data)}
                 binary.append(tensor.data)
             inputs.append(described)
-        parameters: dict[str, int | bool] = self._sequence
+        parameters: dict[str, int | str | bool] = self._sequence
         request: dict[str, object] = {"inputs": inputs}
         if self.output_places:
             request["outputs"] = [
@@ -259,7 +259,9 @@ class Question:
             wanted.name = name
             _set(wanted.parameters, place)
         for name, value in self._sequence.items():
-            if name == "sequence_id":
+            if isinstance(value, str):
+                message.parameters[name].string_param = value
+            elif name == "sequence_id":
                 message.parameters[name].int64_param = value
             else:
                 message.parameters[name].bool_param = bool(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from moonpool.runtime.cli.shared import (
     session,
 )
 from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.model.signature import RequestOptions
 from moonpool.runtime.process.terminal import harmless
 
 # The wait for a server's answer if the command line names no time.
@@ -32,7 +34,8 @@ NAME = "infer"
 HELP = "send one request to a model and print its answer"
 DESCRIPTION = """\
 Send one request to a model, and print its outputs or write them to files. With REPO, the model is loaded for this
-request. With --url, any server of the KServe v2 protocol gets the request.
+request. With --url, any server of the KServe v2 protocol gets the request. Of a decoupled model, each response is
+printed when it comes. A request to a model with sequences is a whole sequence, unless --sequence says otherwise.
 
 An input is JSON, or @ and a .npy file. A model with batches takes rows: [[1, 2]] is one row of two elements.
 """
@@ -42,6 +45,7 @@ examples:
   moonpool infer models normalise --input X=@rows.npy --output-dir results
   moonpool infer add_sub --url http://localhost:8000 --input 'INPUT0=[[1,2,3,4]]' --input 'INPUT1=[[5,6,7,8]]'
   moonpool infer models sentence_embedding --input 'TEXT=[["A cat sleeps."]]' --json
+  moonpool infer counter --url grpc://localhost:8001 --sequence 7 --sequence-start --input 'X=[[1]]'
 """
 
 
@@ -67,10 +71,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="the value of an input, as NAME=JSON or NAME=@FILE.npy; once for each input",
     )
+    _add_sequence(parser)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--output-dir", metavar="DIR", help="write each output to DIR/NAME.npy")
     where.add_argument(
-        "--json", action="store_true", help="print one JSON object with all outputs by name"
+        "--output-dir",
+        metavar="DIR",
+        help="write each output to DIR/NAME.npy, those of a decoupled model to DIR/1/NAME.npy, DIR/2/NAME.npy and so on",
+    )
+    where.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object with all outputs by name, in a line for each response",
     )
     parser.add_argument(
         "--version", metavar="N", type=int, help="the version of the model; default the latest"
@@ -83,30 +94,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_sequence(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sequence", metavar="ID", help="the id of the sequence that the request is part of"
+    )
+    parser.add_argument(
+        "--sequence-start", action="store_true", help="the request is the first of its sequence"
+    )
+    parser.add_argument(
+        "--sequence-end", action="store_true", help="the request is the last of its sequence"
+    )
+
+
+def _sequence(
+    options: argparse.Namespace, *, has_sequences: bool
+) -> tuple[int | str, bool, bool] | None:
+    """Return the id of the request's sequence, and whether it starts and ends there; None for no sequence."""
+    if options.sequence is not None:
+        is_number = options.sequence.isascii() and options.sequence.isdecimal()
+        identity = int(options.sequence) if is_number else options.sequence
+        return identity, options.sequence_start, options.sequence_end
+    # Others may have sequences in the same server. The number fits every datatype that a model may take it in.
+    return (1 + secrets.randbelow(2**31 - 1), True, True) if has_sequences else None
+
+
 def run(options: argparse.Namespace) -> int:
     values = parse_inputs(options.input)
     if options.timeout is not None and not options.timeout > 0:
         raise UsageError(f"--timeout must be more than 0 seconds, not {options.timeout:g}")
     _check_place(options)
     if options.url is not None:
-        outputs, datatypes = _ask(options, values)
-        _deliver(options, outputs, datatypes)
+        _ask(options, values)
         return 0
     with session(options.repository, hosting_of(options), verbose=options.verbose) as runtime:
         runtime.load(options.model)
         config = runtime.config(options.model, options.version)
-        outputs = runtime.infer(
+        part: RequestOptions = {"outputs_in": "cpu"}
+        sequence = _sequence(options, has_sequences=config.sequence_batching is not None)
+        if sequence is not None:
+            part["correlation_id"], starts, ends = sequence
+            part["flags"] = starts + 2 * ends
+        responses = runtime.stream(
             options.model,
             as_arrays(values, config),
             version=options.version,
             timeout_s=options.timeout,
-            outputs_in="cpu",
+            **part,
         )
-        _deliver(options, outputs, datatypes_of(config))
+        with responses:
+            for number, response in enumerate(responses, 1):
+                place = number if config.decoupled else 0
+                _deliver(options, response.outputs, datatypes_of(config), place)
     return 0
 
 
 def _check_place(options: argparse.Namespace) -> None:
+    if options.sequence is None and (options.sequence_start or options.sequence_end):
+        raise UsageError("--sequence-start and --sequence-end need --sequence")
     if options.url is None:
         if options.repository is None:
             raise UsageError("say where the model is: REPO MODEL, or MODEL --url URL")
@@ -118,10 +162,8 @@ def _check_place(options: argparse.Namespace) -> None:
     check_no_hosting(options)
 
 
-def _ask(
-    options: argparse.Namespace, values: Mapping[str, object]
-) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """Ask a server's model; return its outputs by name, and their datatypes."""
+def _ask(options: argparse.Namespace, values: Mapping[str, object]) -> None:
+    """Ask a server's model, and deliver each of its responses."""
     from moonpool.runtime.bench.control_client import control_client, interface, understood
     from moonpool.runtime.bench.request import Question, QuestionTensor
 
@@ -135,25 +177,42 @@ def _ask(
         arrays = as_arrays(values, taken)
         datatypes = {tensor.name: tensor.datatype for tensor in taken.inputs}
         inputs = [QuestionTensor.of(name, datatypes[name], array) for name, array in arrays.items()]
+        sequence = _sequence(options, has_sequences=taken.has_sequences)
+        question = Question(options.model, version, inputs, sequence=sequence)
         with understood(f"the answer of {endpoint.url}"):
-            outputs = asked.infer(Question(options.model, version, inputs))
-            found = {output.name: output.array() for output in outputs}
+            responses = asked.stream(question) if taken.decoupled else [asked.infer(question)]
+            for number, outputs in enumerate(responses, 1):
+                found = {output.name: output.array() for output in outputs}
+                kinds = {output.name: output.datatype for output in outputs}
+                _deliver(options, found, kinds, number if taken.decoupled else 0)
     finally:
         asked.close()
-    return found, {output.name: output.datatype for output in outputs}
 
 
 def _deliver(
     options: argparse.Namespace,
     outputs: dict[str, NDArray[Any]],
     datatypes: Mapping[str, str],
+    number: int,
 ) -> None:
+    """Print or write one response. `number` is that of a decoupled model's response, counted from 1, else 0."""
     if options.output_dir is not None:
-        _write(outputs, Path(options.output_dir))
+        folder = Path(options.output_dir)
+        _write(outputs, folder / str(number) if number else folder)
     elif options.json:
-        print(json.dumps({name: plain(array) for name, array in outputs.items()}))
+        print(json.dumps({name: plain(array) for name, array in outputs.items()}), flush=True)
     else:
-        show(outputs, datatypes)
+        show_response(outputs, datatypes, number)
+
+
+def show_response(
+    outputs: Mapping[str, NDArray[Any]], datatypes: Mapping[str, str], number: int
+) -> None:
+    """Print a response. `number` is that of a decoupled model's response, counted from 1, else 0."""
+    if number:
+        print(f"response {number}")
+    show(outputs, datatypes)
+    sys.stdout.flush()
 
 
 def datatypes_of(config: ModelConfig) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from moonpool.runtime.cli.infer import datatypes_of, plain, show
+from moonpool.runtime.cli.infer import datatypes_of, plain, show_response
 from moonpool.runtime.cli.inputs import as_arrays, parse_inputs
 from moonpool.runtime.cli.shared import UsageError, logged_to
 from moonpool.runtime.model.config.model import ModelConfig
@@ -85,20 +85,21 @@ def run(options: argparse.Namespace) -> int:
             with _debugged(enabled=options.debug):
                 responses = model.stream(as_arrays(values, model.config))
                 for number, response in enumerate(responses, 1):
-                    if model.config.decoupled and not options.json:
-                        print(f"response {number}")
-                    _print(response.check().outputs, model.config, as_json=options.json)
+                    place = number if model.config.decoupled else 0
+                    _print(response.check().outputs, model.config, place, as_json=options.json)
     except BdbQuit:
         Terminal(sys.stderr).line("moonpool: the debugger was quit")
         return 1
     return 0
 
 
-def _print(outputs: dict[str, NDArray[Any]], config: ModelConfig, *, as_json: bool) -> None:
+def _print(
+    outputs: dict[str, NDArray[Any]], config: ModelConfig, number: int, *, as_json: bool
+) -> None:
     if as_json:
         print(json.dumps({name: plain(array) for name, array in outputs.items()}))
     else:
-        show(outputs, datatypes_of(config))
+        show_response(outputs, datatypes_of(config), number)
 
 
 def _models(arguments: Sequence[str]) -> dict[str, str]:

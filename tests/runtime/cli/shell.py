@@ -63,6 +63,69 @@ sys.exit(main())
 """
 
 
+# Answers with as many numbers as X says, each in a response of its own.
+COUNTS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            for number in range(int(request.inputs()[0].as_numpy().flat[0])):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("N", np.array([number], np.int32))]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+COUNTS_CONFIG = """
+backend: "python"
+model_transaction_policy { decoupled: true }
+input { name: "X" data_type: TYPE_INT32 dims: 1 }
+output { name: "N" data_type: TYPE_INT32 dims: 1 }
+"""
+# Adds up what comes in a sequence.
+SUMS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    sums = {}
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            x, start, id = [each.as_numpy().flat[0] for each in request.inputs()]
+            self.sums[id] = x + (0 if start else self.sums[id])
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.array([[self.sums[id]]], np.int32))]))
+        return responses
+"""
+SUMS_CONFIG = """
+backend: "python"
+max_batch_size: 1
+input { name: "X" data_type: TYPE_INT32 dims: 1 }
+output { name: "Y" data_type: TYPE_INT32 dims: 1 }
+sequence_batching {
+  max_sequence_idle_microseconds: 120000000
+  control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [0, 1] } }
+  control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
+}
+"""
+# One step, which counts.
+STEPS_CONFIG = """
+platform: "ensemble"
+model_transaction_policy { decoupled: true }
+input { name: "X" data_type: TYPE_INT32 dims: 1 }
+output { name: "N" data_type: TYPE_INT32 dims: 1 }
+ensemble_scheduling { step { model_name: "counts" model_version: -1 input_map { key: "X" value: "X" } output_map { key: "N" value: "N" } } }
+"""
+
+
+def write_kinds(models: Path) -> None:
+    """Write a decoupled model, an ensemble of it, and a model with sequences."""
+    write_model(models, "counts", COUNTS, COUNTS_CONFIG)
+    write_model(models, "sums", SUMS, SUMS_CONFIG)
+    write_model(models, "steps", "", STEPS_CONFIG)
+
+
 class WarmCommands:
     """A process that has imported the command line, and forks commands one after the other."""
 

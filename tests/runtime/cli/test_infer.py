@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.runtime.cli.shell import MODELS, CommandLine, write_model
+from tests.runtime.cli.shell import MODELS, CommandLine, write_kinds, write_model
 
 from moonpool import InvalidRequest
 from moonpool.runtime.cli.inputs import as_arrays, made_up, parse_inputs
@@ -100,6 +100,27 @@ def test_an_output_cannot_choose_another_folder(cli: CommandLine) -> None:
     assert ended.returncode == 1
     assert "'../out'" in ended.stderr
     assert not (cli.folder / "out.npy").exists()
+
+
+@pytest.mark.promise(
+    "The command line",
+    "`moonpool infer` asks models of each kind, in this process and over HTTP and gRPC: it prints each response of decoupled models and "
+    "ensembles, and makes a whole sequence of a request to a model with sequences.",
+)
+def test_models_of_each_kind_are_asked(cli: CommandLine) -> None:
+    write_kinds(cli.folder / "models")
+
+    for model in ("counts", "steps"):
+        ended = cli("infer", "models", model, "--input", "X=[2]")
+        assert ended.stdout == "response 1\nN  INT32 [1]\n[0]\nresponse 2\nN  INT32 [1]\n[1]\n"
+    ended = cli("infer", "models", "counts", "--input", "X=[2]", "--json")
+    assert ended.stdout == '{"N": [0]}\n{"N": [1]}\n'
+    ended = cli("infer", "models", "counts", "--input", "X=[2]", "--output-dir", "out")
+    assert ended.stdout == "out/1/N.npy\nout/2/N.npy\n"
+    ended = cli("infer", "models", "sums", "--input", "X=[[5]]")
+    assert ended.stdout == "Y  INT32 [1,1]\n[[5]]\n"
+    ended = cli("infer", "models", "sums", "--input", "X=[[5]]", "--sequence", "7")
+    assert "sequence 7 to model 'sums' must specify the START flag" in ended.stderr
 
 
 CONFIG = ModelConfig.from_dict(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.runtime.bench.conftest import Kserve, kserve
-from tests.runtime.cli.shell import MODELS, CommandLine
+from tests.runtime.cli.shell import MODELS, CommandLine, write_kinds
 from tests.server.running import RunningServer, running
 
 from moonpool.runtime.cli.main import main
@@ -32,6 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         shutil.copytree(
             Path(MODELS) / name, repository / name, ignore=shutil.ignore_patterns("*.pyc")
         )
+    write_kinds(repository)
     with running(
         repository, "--http-restricted-api=model-config:the-key=v", serves=["http", "grpc"]
     ) as started:
@@ -53,6 +54,21 @@ def test_a_server_is_asked_as_a_repository_is(cli: CommandLine, url: str) -> Non
 
     assert ended.stderr == ""
     assert ended.stdout == SHOWN
+
+
+@pytest.mark.promise("The command line", "`moonpool infer` asks models of each kind, …")
+def test_models_of_each_kind_are_asked(cli: CommandLine, url: str) -> None:
+    there = ("--url", url, "--header", "the-key=v")
+    for model in ("counts", "steps"):
+        ended = cli("infer", model, *there, "--input", "X=[2]")
+        assert ended.stdout == "response 1\nN  INT32 [1]\n[0]\nresponse 2\nN  INT32 [1]\n[1]\n"
+    ended = cli("infer", "sums", *there, "--input", "X=[[5]]", "--json")
+    assert ended.stdout == '{"Y": [[5]]}\n'
+    part = ("sums", *there, "--input", "X=[[5]]", "--json", "--sequence", "7")
+    assert cli("infer", *part, "--sequence-start").stdout == '{"Y": [[5]]}\n'
+    ended = cli("infer", *part, "--sequence-end")
+    assert ended.stderr == ""
+    assert ended.stdout == '{"Y": [[10]]}\n'
 
 
 def test_texts_go_in_and_come_out(cli: CommandLine, url: str) -> None:
