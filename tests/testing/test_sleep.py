@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.dispositions import default_signals
 from tests.waiting import wait_until
 
 from moonpool import InvalidRequest, MoonpoolError, testing
@@ -125,7 +126,7 @@ def test_an_interrupt_while_a_hook_runs_leaves_a_model_that_answers(
             model.sleep()
         with ThreadPoolExecutor(1) as thread:
             interrupting = thread.submit(interrupt_when, begun.exists)
-            with pytest.raises(KeyboardInterrupt):
+            with default_signals(), pytest.raises(KeyboardInterrupt):
                 getattr(model, hook)()
             interrupting.result()
         if isinstance(model, testing.InProcessModel):
