@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -180,6 +181,12 @@ def table(rows: Sequence[Sequence[str]], *, align: str, indent: int = 0) -> list
         ]
         lines.append(" " * indent + "  ".join(cells).rstrip())
     return lines
+
+
+def load_in_words(load_average: float) -> str:
+    """Say how busy the machine is: a figure that was measured beside other programs is no figure of the server."""
+    cores = len(os.sched_getaffinity(0))
+    return f"load average {load_average:.2f} on {cores} core{'' if cores == 1 else 's'} before the measurement"
 
 
 def figure(value: float, digits: int = 3) -> str:

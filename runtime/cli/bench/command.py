@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -428,6 +429,7 @@ def _about(options: Options, asked: _Asked, subject: Subject) -> dict[str, Any]:
         "streaming": options.is_stream,
         "json_tensors": options.is_json,
         "processes": options.processes,
+        "load_average": round(os.getloadavg()[0], 2),
         "instances": options.instances,
         "window_s": options.seconds,
         "inputs": asked.inputs,

@@ -41,7 +41,8 @@ def page_of(found: Mapping[str, Any]) -> str:
     title = f"{found['model']}: {found.get('label') or found['where']}"
     facts = [
         f"{found['where']}, {found['date']}, moonpool {found.get('moonpool', '?')}, "
-        f"Python {found.get('python', '?')}, {found.get('machine', '?')}, {found.get('cores', '?')} cores",
+        f"Python {found.get('python', '?')}, {found.get('machine', '?')}, {found.get('cores', '?')} cores, "
+        f"load average {found.get('load_average', '?')}",
         f"each request: {described(found['inputs'])}",
     ]
     if host := found.get("host"):

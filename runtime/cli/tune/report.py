@@ -25,7 +25,7 @@ from moonpool.runtime.cli.bench.page import (
     round_up,
     table_of,
 )
-from moonpool.runtime.cli.shared import figure, table
+from moonpool.runtime.cli.shared import figure, load_in_words, table
 from moonpool.runtime.model.config.source import ConfigError
 from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.repository.repository import CONFIG_FILENAME
@@ -42,6 +42,7 @@ def introduce(tuner: Tuner) -> None:
         terminal.line(harmless(line))
     for (model, name), why in tuner.left_out.items():
         terminal.line(harmless(f"left out: {_name(model, name)}: {why}"))
+    terminal.line(load_in_words(os.getloadavg()[0]))
     terminal.line()
 
 
