@@ -93,6 +93,12 @@ class QueueFull(MoonpoolError):
         super().__init__("Exceeds maximum queue size")
 
 
+class BacklogFull(MoonpoolError):
+    """Too many responses to the request waited for a reader that is too slow. The text names the option."""
+
+    code = "UNAVAILABLE"
+
+
 class QueueTimeout(MoonpoolError):
     """The request waited longer than its policy allows; it was not executed."""
 

@@ -57,6 +57,11 @@ class EnsembleExecution(Generic[T]):
         # The response of an ensemble that is not decoupled. It is given when nothing runs any more.
         self._answer: dict[str, T] | None = None
 
+    @property
+    def waiting_count(self) -> int:
+        """The number of calls that have not ended, and of those that wait for more tensors."""
+        return self._running + len(self._collected)
+
     def begin(self, given: Mapping[str, T]) -> StepProgress[T]:
         """Begin with the inputs that the caller gave, by the names of their tensors. To be called first, and once."""
         calls: list[StepCall[T]] = []

@@ -17,6 +17,9 @@ happens on the reactor's thread. `_Step` brings it there.
 
 *Who leaves.* A run that is over leaves the steps that have not ended. A step is noted before it is submitted. If the run is over by the
 time that it was submitted, the thread that submitted it leaves it again, so no order of the two loses it.
+
+*What waits.* A decoupled model may answer faster than the steps that read its tensors, and each of its responses becomes a request of such
+a step. A `ResponseBacklog` bounds them, on the reactor's thread.
 """
 
 from __future__ import annotations
@@ -39,12 +42,15 @@ from moonpool.runtime.ensemble.members import (
 from moonpool.runtime.errors import ModelError, own
 from moonpool.runtime.model.request import InferenceRequest, Outcome, RequestTrace, Response, Waiter
 from moonpool.runtime.process.reactor import Reactor
+from moonpool.runtime.schedule.backlog import RESPONSE_BYTES, ResponseBacklog
 from moonpool.runtime.schedule.callers import ThreadWaiter
 from moonpool.runtime.schedule.execution import Execution
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.calls.requests import Fetching
 
 _NOTHING: dict[str, Any] = {}
+# A step that waits takes more than its request: its tensors, their leases, and its place in a queue.
+_STEP_BYTES = 4 * RESPONSE_BYTES
 
 
 class Run(Protocol):
@@ -73,6 +79,8 @@ class Run(Protocol):
 class RunOwner(Protocol):
     """The scheduler of an ensemble, as its runs see it. `ensemble.scheduler` says what each method is for."""
 
+    name: str
+    backlog_bytes: int
     reactor: Reactor
     caller: EnsembleCaller
     fetching: Fetching
@@ -110,6 +118,8 @@ class GraphRun:
     """One request of an ensemble of any form."""
 
     __slots__ = (
+        "_backlog",
+        "_counted",
         "_is_submitting",
         "_is_thread",
         "_lock",
@@ -144,6 +154,11 @@ class GraphRun:
         self.has_sequences = False
         # Sums over the steps: compute input, infer and output.
         self.durations_ns = [0, 0, 0]
+        # None if each step runs once. `_counted` steps wait or run, as the backlog knows them.
+        self._backlog: ResponseBacklog | None = None
+        self._counted = 0
+        if owner.is_decoupled:
+            self._backlog = ResponseBacklog(owner.name, owner.backlog_bytes, self.fail)
 
     def begin(self) -> Execution | None:
         """Submit the first steps. Returns an execution, claimed, that the caller should drive, if there is one."""
@@ -178,12 +193,24 @@ class GraphRun:
             if progress.calls:
                 self._todo += progress.calls
             is_busy, self._is_submitting = self._is_submitting, True
+            waiting = self._machine.waiting_count
+        if self._backlog is not None:
+            self._count(self._backlog, waiting)
         if is_last and self.owner.has_gates:
             self.owner.leave_gates((step,))
         if progress.responses or progress.is_over:
             self._deliver(progress)
         if not is_busy:
             self._submit_all()
+
+    def _count(self, backlog: ResponseBacklog, waiting: int) -> None:
+        """Count the steps that wait or run. Too many of them end the run."""
+        more, self._counted = waiting - self._counted, waiting
+        if more < 0:
+            backlog.taken_bytes -= more * _STEP_BYTES
+        elif more:
+            backlog.came_bytes += more * _STEP_BYTES
+            backlog.look()
 
     # Responses
 
@@ -204,6 +231,8 @@ class GraphRun:
                     request.waiter.respond(outcome)
         if progress.is_over:
             self.is_over = True
+            if self._backlog is not None:
+                self._backlog.close()
             self.owner.ended(self, None if self.owner.is_decoupled else outcome)
 
     def fail(self, error: BaseException) -> None:
@@ -231,6 +260,8 @@ class GraphRun:
             steps = list(self._steps)
             self._steps.clear()
             self._todo.clear()
+        if self._backlog is not None:
+            self._backlog.close()
         self.owner.leave_gates(steps)
         for step in steps:
             step.leave(driver)

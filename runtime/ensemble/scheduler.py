@@ -91,7 +91,7 @@ class EnsembleScheduler(Scheduler):
 
     def submit(self, request: InferenceRequest) -> Execution | None:
         if self.is_decoupled:
-            check_many(self._name, request)
+            check_many(self.name, request)
         request.queued_ns = time.monotonic_ns()
         flow = self._whole if request.details is None else self._flow_of(request.details)
         is_usual = flow.chain and request.trace is None and not self.has_gates

@@ -124,6 +124,11 @@ def machine_memory_bytes() -> int:
     return min(limits)
 
 
+def part_of_memory(part: int, most_bytes: int) -> int:
+    """Return a bound in bytes: one `part`th of the machine's memory, and `most_bytes` at most."""
+    return min(machine_memory_bytes() // part, most_bytes)
+
+
 # The columns of /proc/stat, after the name, for time that a processor was idle or waited for a disk.
 _IDLE, _IOWAIT = 3, 4
 _GROUPS = "/sys/fs/cgroup"

@@ -372,6 +372,7 @@ _LIMITS = {
     "MOONPOOL_TASK_LIMIT": ("task_limit", "task_limit"),
     "MOONPOOL_OPEN_FILES": ("open_files", "open_files"),
     "MOONPOOL_SCRATCH_BYTES": ("scratch_bytes", "scratch_bytes"),
+    "MOONPOOL_BACKLOG_BYTES": ("backlog_bytes", "backlog_bytes"),
     "MOONPOOL_CPU_WEIGHT": ("cpu_weight", "cpu_weight"),
     "MOONPOOL_LOG_LINES_PER_S": ("log_lines_per_s", "log_lines_per_s"),
     "MOONPOOL_STATE_LIMIT_BYTES": ("state_limit_bytes", "state_limit_bytes"),

@@ -463,11 +463,6 @@ class LimitedScheduler(Scheduler):
         self._used: set[ModelInstance] = set()
 
     @property
-    def name(self) -> str:
-        """The name of the model."""
-        return self._name
-
-    @property
     def members(self) -> set[ModelInstance]:
         """The instances that may need a permit, as they are now."""
         return self._members.copy()
@@ -514,7 +509,7 @@ class LimitedScheduler(Scheduler):
             if usual is not False:
                 return usual
         if self._decoupled:
-            check_many(self._name, request)
+            check_many(self.name, request)
         with self._lock:
             self._add(request, time.monotonic_ns())
             if request.waiter.interruptible:

@@ -322,7 +322,7 @@ class CachingScheduler(Scheduler):
             try:
                 self._keep(*missed, outcome)
             except Exception:  # the caller must get its response whatever is wrong with it
-                _log.exception("a response of model '%s' cannot be kept", self._name)
+                _log.exception("a response of model '%s' cannot be kept", self.name)
         if not request.left:
             request.waiter.resolve(outcome)
 

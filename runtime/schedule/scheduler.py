@@ -152,7 +152,8 @@ class Scheduler:
         """
         config = model.config
         batching = config.dynamic_batching or config.sequence_batching
-        self._name, self._decoupled = config.name, config.decoupled
+        self._decoupled = config.decoupled
+        self.name, self.backlog_bytes = config.name, model.options.backlog_bytes
         self.reactor = reactor
         self._executor, self._on_lost = executor, on_lost
         self._lock = threading.Lock()
@@ -192,7 +193,7 @@ class Scheduler:
             if usual is not False:
                 return usual
         if self._decoupled:
-            check_many(self._name, request)
+            check_many(self.name, request)
         waiter, idle, queue = request.waiter, self._idle, self._queue
         execution = None
         with self._lock:
@@ -260,7 +261,7 @@ class Scheduler:
 
     def _add(self, request: InferenceRequest, now_ns: int) -> None:
         if self._decoupled:
-            check_many(self._name, request)
+            check_many(self.name, request)
         if self._refusal is not None:
             self._refuse()
         request.queued_ns = now_ns

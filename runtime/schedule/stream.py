@@ -8,6 +8,9 @@ for each of them. So the reactor wakes the consumer when it has taken in all tha
 at most one at a time however many responses come. The waiter does not refer to the stream, so a stream that nobody has any
 more is collected, and that cancels the request. A collector may run in the middle of anything, under any lock, so
 `__del__` leaves the cancelling to the reactor.
+
+Responses that nobody takes are bounded by a `ResponseBacklog`. When it is full, the waiter drops what waits and ends the stream with an error, and what the
+stub still sends is dropped. So a consumer that has seen a response in the deque may find none.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from moonpool.runtime.errors import RequestTimedOut
+from moonpool.runtime.errors import BacklogFull, RequestTimedOut
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
 from moonpool.runtime.process.reactor import Reactor
+from moonpool.runtime.schedule.backlog import ResponseBacklog, held_bytes
 from moonpool.runtime.schedule.callers import is_interruptible, response_of
 from moonpool.runtime.schedule.scheduler import Scheduler
 
@@ -40,12 +45,25 @@ _MANY = 16
 class StreamWaiter(Waiter):
     """Collects responses until somebody takes them."""
 
-    __slots__ = ("_count", "_reactor", "bell", "interruptible", "waiting", "wake")
+    __slots__ = (
+        "_count",
+        "_reactor",
+        "backlog",
+        "bell",
+        "give_up",
+        "interruptible",
+        "waiting",
+        "wake",
+    )
     takes_many = True
 
-    def __init__(self, reactor: Reactor) -> None:
-        """Use `reactor` for waking the consumer after a turn of it."""
+    def __init__(self, reactor: Reactor, name: str, backlog_bytes: int) -> None:
+        """Use `reactor` for waking the consumer after a turn of it. At most `backlog_bytes` wait, an option of the model `name`."""
         self._reactor = reactor
+        # It refers to this object until it is closed.
+        self.backlog = ResponseBacklog(name, backlog_bytes, self._overflow)
+        # Cancels the request if nobody takes its responses. It refers to this object, too, and goes when the request ends.
+        self.give_up: Callable[[], None] | None = None
         # The responses since the consumer was woken last; -1 before the first one.
         self._count = -1
         self.interruptible = is_interruptible()
@@ -56,14 +74,27 @@ class StreamWaiter(Waiter):
         self.wake: Callable[[], None] | None = None
 
     def respond(self, outcome: Outcome) -> None:
+        backlog = self.backlog
+        if backlog.is_closed:  # it was full, or nobody reads any more
+            return
         self.waiting.append(outcome)
+        backlog.came_bytes += held_bytes(outcome)
+        backlog.look()
         self._count += 1
         if self._count == 1:
             self._reactor.call_soon(self._ring)
         elif not self._count or self._count == _MANY:
             self._ring()
 
+    def _overflow(self, error: BacklogFull) -> None:
+        self.waiting.clear()
+        give_up = self.give_up
+        self.resolve(error)
+        if give_up is not None:
+            self._reactor.call_soon(give_up)
+
     def resolve(self, outcome: Outcome | None) -> None:
+        self.give_up = None
         if outcome is not None:
             self.waiting.append(outcome)
         self.waiting.append(_END)
@@ -96,7 +127,10 @@ class ResponseStream:
         self._scheduler = scheduler
         self._request = request
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._waiter = request.waiter = StreamWaiter(scheduler.reactor)
+        self._waiter = request.waiter = StreamWaiter(
+            scheduler.reactor, scheduler.name, scheduler.backlog_bytes
+        )
+        self._waiter.give_up = partial(scheduler.leave, request)
         self._has_ended = False
         execution = scheduler.submit(request)
         if execution is not None:
@@ -117,18 +151,31 @@ class ResponseStream:
             raise StopIteration
         if self._deadline is not None:
             self._check_time()
-        waiting = self._waiter.waiting
-        while not waiting:
+        outcome = self._next()
+        while outcome is None:
             left_s = -1.0 if self._deadline is None else self._deadline - time.monotonic()
             if (self._deadline and left_s <= 0) or not self._waiter.bell.acquire(timeout=left_s):
                 self._time_out()
-        outcome = waiting.popleft()
+            outcome = self._next()
         if type(outcome) is Response:
             return outcome
         if isinstance(outcome, _End):
-            self._has_ended = True
             raise StopIteration
         return response_of(outcome)
+
+    def _next(self) -> Outcome | _End | None:
+        """Take the next outcome, if there is one."""
+        waiter = self._waiter
+        try:
+            outcome = waiter.waiting.popleft()
+        except IndexError:
+            return None
+        if isinstance(outcome, _End):
+            self._has_ended = True
+            waiter.backlog.close()
+        else:
+            waiter.backlog.taken_bytes += held_bytes(outcome)
+        return outcome
 
     # For event loops
 
@@ -140,12 +187,9 @@ class ResponseStream:
         if self._has_ended:
             raise StopAsyncIteration
         self._check_time()
-        waiting = self._waiter.waiting
-        if not waiting:
+        while (outcome := self._next()) is None:
             await self._wait()
-        outcome = waiting.popleft()
         if isinstance(outcome, _End):
-            self._has_ended = True
             raise StopAsyncIteration
         return response_of(outcome)
 
@@ -182,6 +226,7 @@ class ResponseStream:
         """Take no more responses. Cancels the request if the last one has not come. Any thread may call it."""
         if not self._has_ended:
             self._has_ended = True
+            self._waiter.backlog.close()
             if _END not in self._waiter.waiting:
                 self._scheduler.leave(self._request)
             self._waiter.waiting.clear()
@@ -207,7 +252,9 @@ class ResponseStream:
     def __del__(self) -> None:
         # A collector may run this in the middle of anything, so this takes no lock.
         if not getattr(self, "_has_ended", True):
-            scheduler, request = self._scheduler, self._request
+            scheduler, request, waiter = self._scheduler, self._request, self._waiter
+            waiter.backlog.close()
+            waiter.give_up = None
             scheduler.reactor.call_soon(lambda: scheduler.leave(request))
 
 

@@ -286,6 +286,7 @@ class ModelOptions:
     compile_cache: bool = False
     region_bytes: int = 1 << 20
     region_limit_bytes: int | None = None
+    backlog_bytes: int = 64 << 20
     log_lines_per_s: int = 1000
     threads: int | None = None
     concurrent_batches: int = 64
@@ -557,6 +558,13 @@ OPTIONS = (
         LIMIT,
         "The most shared memory that an instance may have in each direction; at strict the instances of a model together, and by default as much as"
         " `MOONPOOL_MEMORY_LIMIT_BYTES` says for one of them. See LIMITS.md.",
+    ),
+    Option(
+        "MOONPOOL_BACKLOG_BYTES",
+        "backlog_bytes",
+        SIZE,
+        "The most memory of the runtime for responses to one request that wait for a slow reader: a client, or the next step of an ensemble. Each counts"
+        " some 2 KiB, beside the memory of the instance. Beyond it the request ends. See LIMITS.md.",
     ),
     Option(
         "MOONPOOL_LOG_LINES_PER_S",

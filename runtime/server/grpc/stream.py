@@ -165,7 +165,10 @@ class Stream:
     def _refuse(self, message: InferMessage, error: BaseException) -> None:
         """Answer a message that became no request, in its turn."""
         with self._lock:
-            self._in_order.append(_Refused(_early_error(message, error)))
+            refused = _Refused(_early_error(message, error))
+            self._in_order.append(refused)
+            if not self._is_over:
+                self._count(len(refused.last))
             self._release()
         self._flush()
         self._go_on()
@@ -201,6 +204,9 @@ class Stream:
                     self._put(last)
             else:
                 request.last = last
+                # It waits from now on, until it was sent, for the answers to earlier requests and for the client.
+                if last is not None and not self._is_over:
+                    self._count(len(last))
                 self._release()
         self._flush()
         self._read_on()
@@ -210,8 +216,8 @@ class Stream:
         """Send the messages whose turn has come. Called with the lock held."""
         while self._in_order and self._in_order[0] not in self._open:
             message = self._in_order.popleft().last
-            if message is not None:
-                self._put(message)
+            if message is not None and not self._is_over:
+                self._messages.append(message)
 
     def ends_at(self, status: Status) -> bool:
         """End the stream at an error of a model if the client wants that, and return whether it does."""
@@ -316,7 +322,7 @@ class _Refused:
     __slots__ = ("last",)
 
     def __init__(self, message: bytes) -> None:
-        self.last: bytes | None = message
+        self.last: bytes = message
 
 
 def _early_error(message: InferMessage, error: BaseException) -> bytes:

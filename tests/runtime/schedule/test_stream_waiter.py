@@ -37,7 +37,7 @@ def turns() -> Turns:
 
 @pytest.fixture
 def waiter(turns: Turns) -> StreamWaiter:
-    return StreamWaiter(cast(Reactor, turns))
+    return StreamWaiter(cast(Reactor, turns), "m", 1 << 20)
 
 
 def rings(waiter: StreamWaiter) -> bool:
@@ -92,7 +92,7 @@ def test_the_last_one_wakes_it_at_once(waiter: StreamWaiter, outcome: Any) -> No
 def test_a_consumer_that_sleeps_after_each_response_misses_none() -> None:
     reactor = Reactor()
     try:
-        waiter = StreamWaiter(reactor)
+        waiter = StreamWaiter(reactor, "m", 1 << 20)
         taken: list[object] = []
         count = 10 * stream._MANY + 3
 

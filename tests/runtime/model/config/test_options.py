@@ -63,6 +63,7 @@ def test_every_option_is_read() -> None:
         MOONPOOL_COMPILE_CACHE="yes",
         MOONPOOL_REGION_BYTES="64K",
         MOONPOOL_REGION_LIMIT_BYTES="1.5M",
+        MOONPOOL_BACKLOG_BYTES="2M",
         MOONPOOL_LOG_LINES_PER_S="7",
         MOONPOOL_THREADS="1",
     )
@@ -72,7 +73,7 @@ def test_every_option_is_read() -> None:
         "strict", (("/data", False), ("/out", True)), (443, 53), ("fork",), ("a*", "b"),
         0, 1000.0, 0.0, 10.0, True,
         2 << 30, 64, 100, (0, 1, 2, 5), 10, 1 << 20, 1000, 1 << 30, "imports", True,
-        64 << 10, 3 << 19, 7, 1,
+        64 << 10, 3 << 19, 2 << 20, 7, 1,
     )  # fmt: skip
     assert given == expected
 
