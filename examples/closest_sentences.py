@@ -2,8 +2,8 @@
 
     python examples/closest_sentences.py [SENTENCE ...]
 
-Embeds real sentences with a real model, MiniLM, which runs in an environment of its own; how to make that
-is written in models/sentence_embedding/config.pbtxt.
+Embeds real sentences with a real model, MiniLM, which runs in an environment of its own;
+models_with_torch/sentence_embedding/config.pbtxt says how to make that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SENTENCES = [
 
 
 def main(sentences: list[str]) -> int:
-    models = Path(__file__).parent / "models"
+    models = Path(__file__).parent / "models_with_torch"
     texts = np.array([[sentence.encode()] for sentence in sentences], dtype=object)
     try:
         with moonpool.Runtime(

@@ -44,7 +44,7 @@ examples:
   moonpool infer models add_sub --input 'INPUT0=[[1,2,3,4]]' --input 'INPUT1=[[5,6,7,8]]'
   moonpool infer models normalise --input X=@rows.npy --output-dir results
   moonpool infer add_sub --url http://localhost:8000 --input 'INPUT0=[[1,2,3,4]]' --input 'INPUT1=[[5,6,7,8]]'
-  moonpool infer models sentence_embedding --input 'TEXT=[["A cat sleeps."]]' --json
+  moonpool infer models primes --input 'LIMIT=[[100]]' --json
   moonpool infer counter --url grpc://localhost:8001 --sequence 7 --sequence-start --input 'X=[[1]]'
 """
 

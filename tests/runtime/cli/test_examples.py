@@ -14,11 +14,12 @@ from tests.waiting import wait_until
 
 import moonpool
 
-SENTENCES = MODELS / "sentence_embedding" / "env"
+WITH_TORCH = MODELS.with_name("models_with_torch")
+SENTENCES = WITH_TORCH / "sentence_embedding" / "env"
 HAS_SENTENCES = SENTENCES.exists()
 no_sentences = pytest.mark.skipif(
     not HAS_SENTENCES,
-    reason="its environment is not made; see examples/models/sentence_embedding/config.pbtxt",
+    reason="its environment is not made; see examples/models_with_torch/sentence_embedding/config.pbtxt",
 )
 
 
@@ -69,7 +70,7 @@ def test_torch_linear_answers_every_row_as_if_it_were_alone() -> None:
         parameters["EXECUTION_ENV_PATH"] = {"string_value": str(SENTENCES)}
     rows = np.random.default_rng(1).normal(size=(3, 16)).astype(np.float32)
     with moonpool.Runtime() as runtime:
-        runtime.load("torch_linear", MODELS / "torch_linear", config={"parameters": parameters})
+        runtime.load("torch_linear", WITH_TORCH / "torch_linear", config={"parameters": parameters})
 
         together = runtime.infer("torch_linear", {"X": rows})["Y"]
         alone = [runtime.infer("torch_linear", {"X": row[None]})["Y"] for row in rows]
