@@ -23,6 +23,7 @@ import yaml
 from tests.waiting import wait_until
 
 import moonpool
+from moonpool.runtime.cli.main import make_parser
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -379,9 +380,7 @@ def test_the_readme_hosts_what_you_do_not_trust_as_it_says(copy: Path) -> None:
             ["sh", "-c", f"exec {serve}"], cwd=copy, env=environment, stdout=log, stderr=log
         )
     try:
-        # Some examples need more than is installed here.
-        opened = re.compile(r"\] (Ready|Listening, but not ready)")
-        wait_until(lambda: opened.search((copy / "log").read_text()), 120.0)
+        wait_until(lambda: re.search(r"\] Ready", (copy / "log").read_text()), 120.0)
         text = (copy / "log").read_text()
         assert re.search(r"primes .*READY .*strict", text)
         server.send_signal(signal.SIGTERM)
@@ -389,3 +388,91 @@ def test_the_readme_hosts_what_you_do_not_trust_as_it_says(copy: Path) -> None:
     finally:
         server.kill()
         server.wait()
+
+
+# Pages whose blocks have a test that knows what they shall print.
+RUN_BY = {
+    "README.md": Path(__file__),
+    "docs/TESTING_MODELS.md": ROOT / "tests" / "testing" / "test_testing_docs.py",
+}
+BLOCK = re.compile(
+    r"^(?:<!-- not run: (?P<why>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def blocks(path: Path) -> list[tuple[str, str, bool]]:
+    """Return the language and the text of each block of a page, and whether its mark says why it is not run."""
+    page = path.read_text(encoding="utf-8")
+    found = list(BLOCK.finditer(page))
+    assert 2 * len(found) == len(re.findall(r"^```", page, re.MULTILINE))
+    return [(each["language"], each["text"], each["why"] is not None) for each in found]
+
+
+# Runs what is given as if it were typed into one session, and then loads each model that the page shows with a configuration.
+SESSION = """
+import pathlib, sys
+import moonpool
+from moonpool.runtime.cli.main import make_parser
+from moonpool import testing
+
+with testing.utilities():
+    typed = {"__name__": "__main__"}
+    for number, text in enumerate(sys.argv[1:]):
+        exec(compile(text, f"block {number}", "exec"), typed)
+    with moonpool.Runtime() as models:
+        for file in sorted(pathlib.Path().glob("*/config.pbtxt")):
+            models.load(file.parent.name, file.parent)
+if "runtime" in typed:
+    typed["runtime"].close()
+"""
+
+
+def run_page(path: Path, folder: Path) -> str:
+    """Run the blocks of a page in a folder with the examples, and return what went wrong."""
+    programs, commands = [], []
+    for language, text, is_left_out in blocks(path):
+        named = re.match(r"# ([\w/]+\.(?:py|pbtxt))\n", text)
+        if named:
+            (folder / named[1]).parent.mkdir(parents=True, exist_ok=True)
+            (folder / named[1]).write_text(text, encoding="utf-8")
+        elif language == "python" and not is_left_out:
+            programs.append(text)
+        elif language in ("sh", "bash") and not is_left_out:
+            commands.append(["bash", "-e", "-c", text])
+    if programs or any(folder.glob("*/config.pbtxt")):
+        commands.insert(0, [sys.executable, "-c", SESSION, *programs])
+    (folder / "models").symlink_to(ROOT / "examples" / "models")
+    bin_ = folder / ".venv" / "bin"
+    environment = {
+        **os.environ,
+        "PATH": f"{bin_}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(next(iter(moonpool.__path__))).parent),
+    }
+    ended = [
+        subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        for command in commands
+    ]
+    return "".join(each.stdout + each.stderr for each in ended if each.returncode)
+
+
+@pytest.mark.promise(
+    "The tree",
+    "The programs and commands on the pages run as they stand, or the page's source says why not.",
+)
+@EACH_PAGE
+def test_the_blocks_of_a_page_run(path: Path, copy: Path) -> None:
+    if run_by := RUN_BY.get(str(path.relative_to(ROOT))):
+        assert path.name in run_by.read_text(encoding="utf-8")
+    else:
+        assert run_page(path, copy) == ""
+
+
+@EACH_PAGE
+def test_the_command_line_knows_each_command_and_option_of_a_page(path: Path) -> None:
+    shown = "".join(text for language, text, _ in blocks(path) if language in ("sh", "bash"))
+    for words in re.findall(r"^(?:\.venv/bin/)?moonpool (.+)$", shown, re.MULTILINE):
+        # What is unknown ends the test with argparse's complaint.
+        make_parser().parse_args(shlex.split(words, comments=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,11 @@ def test_the_tests_of_the_examples_pass(tmp_path: Path) -> None:
     said = run(tmp_path, "-m", "pytest", "-p", "no:cacheprovider")
 
     assert re.search(r"^=+ 20 passed in", said, re.MULTILINE), said
+
+
+@no_page
+def test_the_command_of_the_page_runs(folder: Path) -> None:
+    (command,) = re.findall(r"```sh\nmoonpool (.*?)\n```", PAGE.read_text(), re.DOTALL)
+    said = run(folder, "-m", "moonpool", *shlex.split(command))
+
+    assert re.search(r"OUTPUT0.*6.*8.*10.*12", said, re.DOTALL), said
