@@ -108,6 +108,7 @@ class GrpcRequestPlan(RequestPlan):
                     "output can't set both 'shared_memory_region' and 'classification'"
                 )
             self.classes[output.name] = parameter.int64_param
+            self.has_classes = True
         if place is not None:
             self.places[output.name] = place
 

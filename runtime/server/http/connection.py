@@ -183,6 +183,11 @@ class HttpExchange:
         return self._connection.limits
 
     @property
+    def writing(self) -> asyncio.Lock:
+        """Who writes a long answer as JSON holds it. One for all clients of the port."""
+        return self._connection.writing
+
+    @property
     def begun_ns(self) -> int:
         """The time of `time.monotonic_ns` when the head was complete, if the body came later, else now."""
         return time.monotonic_ns() if self._begun_ns is None else self._begun_ns
@@ -574,6 +579,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         """The limits of the port."""
         return self._port.limits
 
+    @property
+    def writing(self) -> asyncio.Lock:
+        """The lock of the port for long answers."""
+        return self._port.writing
+
     def write(self, data: Part) -> None:
         """Send bytes after those that were sent before."""
         self._transport.write(data)
@@ -707,6 +717,7 @@ class HttpPort:
         """Make no connection yet."""
         self.loop = loop
         self.watches = watches_of(loop)
+        self.writing = asyncio.Lock()
         self.handler = handler
         self.limits = limits
         self.handshake_timeout_s = limits.head_timeout_s

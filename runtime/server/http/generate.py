@@ -16,9 +16,10 @@ from moonpool.runtime.model.config.model import TensorConfig
 from moonpool.runtime.model.details import check_finite, details_of, with_parameters
 from moonpool.runtime.model.request import InferenceRequest, Parameter, Response, WireTensor
 from moonpool.runtime.schedule.stream import ResponseStream
-from moonpool.runtime.server.http.connection import error_body
+from moonpool.runtime.server.http.connection import HttpExchange, error_body
 from moonpool.runtime.server.http.head import JSON, Headers
 from moonpool.runtime.server.http.inference import LOAD_FORM, begin_trace, with_load
+from moonpool.runtime.server.http.json_pieces import is_long, values_of, write
 from moonpool.runtime.server.http.json_text import (
     NotJson,
     check_values,
@@ -29,7 +30,7 @@ from moonpool.runtime.server.http.json_text import (
 )
 from moonpool.runtime.server.http.routes import RouteReply, RouteRequest
 from moonpool.runtime.server.inference.request import Hosted, make_request
-from moonpool.runtime.server.inference.tensors import Input, of_values, to_values
+from moonpool.runtime.server.inference.tensors import Input, of_values
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.tracing.trace import Trace
 
@@ -54,7 +55,7 @@ async def generate(service: Service, request: RouteRequest) -> RouteReply:
                 count += 1
                 if count > 1:
                     break
-                text = _shown(hosted, response, exchange.limits.json_bytes)
+                text = await _shown(hosted, response, exchange)
         except MoonpoolError as error:
             text, status, count = error_body(public_text(error)), _FAILED, 1
     if trace is not None:
@@ -79,7 +80,7 @@ async def generate_stream(service: Service, request: RouteRequest) -> None:
             status = 200
             try:
                 response = await anext(stream)
-                event = _event(_shown(hosted, response, exchange.limits.json_bytes))
+                event = _event(await _shown(hosted, response, exchange))
             except StopAsyncIteration:
                 break
             except MoonpoolError as error:
@@ -201,8 +202,11 @@ def _input(tensor: TensorConfig, value: Any, is_batch: bool) -> Input:
     return of_values(tensor.name, CODES[tensor.datatype], shape, values)
 
 
-def _shown(hosted: Hosted, response: Response, most_bytes: int) -> bytes:
-    """Return one JSON object, its names sorted. Outputs of one element are values, others are arrays."""
+async def _shown(hosted: Hosted, response: Response, exchange: HttpExchange) -> bytes:
+    """Return one JSON object, its names sorted. Outputs of one element are values, others are arrays.
+
+    It is empty if the client goes meanwhile. Raises `MoonpoolError` for outputs that cannot be sent as JSON.
+    """
     outputs: Mapping[str, WireTensor] = response.outputs  # type: ignore[assignment]
     shown: dict[str, Any] = {
         "model_name": hosted.model.name,
@@ -212,8 +216,13 @@ def _shown(hosted: Hosted, response: Response, most_bytes: int) -> bytes:
         shown["id"] = response.request_id
     check_finite(response.parameters)
     shown |= response.parameters
+    most_bytes = exchange.limits.json_bytes
     check_values(sum(output.raw.nbytes for output in outputs.values()), most_bytes)
     for name, output in outputs.items():
-        values = to_values(name, output)
-        shown[name] = values[0] if len(values) == 1 else values
-    return dumps(dict(sorted(shown.items())))
+        shown[name] = values_of(name, output, is_flat=True)
+    document = dict(sorted(shown.items()))
+    if is_long(document):
+        return b"".join(await write(exchange, document, most_bytes))
+    text = dumps(document)
+    check_values(len(text), most_bytes)
+    return text

@@ -94,6 +94,7 @@ class HttpRequestPlan(RequestPlan):
             name: each.place for name, each in self.wanted.items() if each.place is not None
         }
         self.outputs = list(self.wanted) or None
+        self.has_classes = self.rest.classes > 0 or any(w.classes for w in self.wanted.values())
         # If the JSON of the response has no values of outputs.
         self.is_plain = all(
             (each.is_binary or each.place is not None) and not each.classes

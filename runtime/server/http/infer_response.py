@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.tensors import NAMES
@@ -12,9 +12,10 @@ from moonpool.runtime.model.details import check_finite
 from moonpool.runtime.model.request import Parameter, Response, WireTensor
 from moonpool.runtime.server.http.head import JSON, Headers, Part
 from moonpool.runtime.server.http.infer_request import HttpRequestPlan, OutputPlan
+from moonpool.runtime.server.http.json_pieces import is_long, values_of
 from moonpool.runtime.server.http.json_text import check_values, dumps
 from moonpool.runtime.server.inference.response import classified
-from moonpool.runtime.server.inference.tensors import to_bytes, to_values
+from moonpool.runtime.server.inference.tensors import to_bytes
 from moonpool.runtime.server.service import Service
 
 _MEMORABLE_ID = 64
@@ -24,10 +25,17 @@ _Shape = tuple[str, int, tuple[int, ...], int | None]
 _known: Memo[tuple[str, int, str, tuple[_Shape, ...]], tuple[bytes, Headers]] = Memo(512)
 
 
+class LongAnswer(NamedTuple):
+    """An answer whose JSON has to be written in pieces. `parts` follow it."""
+
+    document: dict[str, Any]
+    parts: list[Part]
+
+
 def render(
     service: Service, model: Model, plan: HttpRequestPlan, response: Response, most_json_bytes: int
-) -> tuple[Headers, list[Part]]:
-    """Return headers and body. Outputs are views on the response, except for those in the JSON.
+) -> tuple[Headers, list[Part]] | LongAnswer:
+    """Return headers and body, or what they are to be made of. Outputs are views on the response, except for those in the JSON.
 
     Writes outputs into memory of the client that the request names for them. Raises `MoonpoolError` for outputs that cannot be
     written there, and for outputs in JSON that have more than `most_json_bytes` bytes.
@@ -57,8 +65,18 @@ def render(
             values_bytes += output.raw.nbytes
             check_values(values_bytes, most_json_bytes)
         described.append(_describe(service, name, output, how, parts))
-    text = dumps(_root(model, plan.request_id, described, response.parameters))
-    return _headers(text, parts), [text, *parts]
+    root = _root(model, plan.request_id, described, response.parameters)
+    if is_long(described):
+        return LongAnswer(root, parts)
+    text = dumps(root)
+    if values_bytes:
+        check_values(len(text), most_json_bytes)
+    return finished([text], parts)
+
+
+def finished(text: list[bytes], parts: list[Part]) -> tuple[Headers, list[Part]]:
+    """Return headers and body of an answer with this JSON, which may come in pieces."""
+    return _headers(sum(map(len, text)), parts), [*text, *parts]
 
 
 def _plain(
@@ -73,7 +91,7 @@ def _plain(
             for name, datatype, shape, size_bytes in shapes
         ]
         text = dumps(_root(model, request_id, described, {}))
-        known = text, _headers(text, parts)
+        known = text, _headers(len(text), parts)
         if len(request_id) <= _MEMORABLE_ID:
             _known.keep(key, known)
     text, headers = known
@@ -110,14 +128,14 @@ def _describe(
         parts.append(data)
         described["parameters"] = {"binary_data_size": len(data)}
     else:
-        described["data"] = to_values(name, output)
+        described["data"] = values_of(name, output)
     return described
 
 
-def _headers(text: bytes, parts: list[Part]) -> Headers:
+def _headers(text_bytes: int, parts: list[Part]) -> Headers:
     if not parts:
         return JSON
     return (
         (b"Content-Type", b"application/octet-stream"),
-        (b"Inference-Header-Content-Length", b"%d" % len(text)),
+        (b"Inference-Header-Content-Length", b"%d" % text_bytes),
     )

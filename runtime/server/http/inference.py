@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
@@ -44,7 +44,8 @@ from moonpool.runtime.server.http.head import (
     Part,
 )
 from moonpool.runtime.server.http.infer_request import HttpRequestPlan, raw_plan, read_plan
-from moonpool.runtime.server.http.infer_response import render
+from moonpool.runtime.server.http.infer_response import LongAnswer, finished, render
+from moonpool.runtime.server.http.json_pieces import write
 from moonpool.runtime.server.http.json_text import too_much_json
 from moonpool.runtime.server.http.options import HttpLimits
 from moonpool.runtime.server.http.turns import LONG_BYTES, Turns
@@ -113,6 +114,14 @@ class HttpInference(Inference):
         self.limits = limits
         self.turns = Turns(loop)
         self._plans: Memo[bytes, HttpRequestPlan] = Memo(512)
+        # The loop itself refers to tasks only weakly.
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, answer: Coroutine[Any, Any, None]) -> None:
+        """Go on with an answer in a task, which raises nothing. If the client goes, it ends by itself."""
+        task = self.loop.create_task(answer)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def handle(self, exchange: HttpExchange, target: InferTarget) -> None:
         """Answer the request, now or later."""
@@ -316,15 +325,30 @@ class HttpInferCall(InferCall):
             self.trace.mark("HTTP_SEND_START")
         self._refuse(error, TEXT)
 
-    def render(self, response: Response) -> tuple[Headers, list[Part]]:
+    def render(self, response: Response) -> tuple[Headers, list[Part]] | LongAnswer:
         inference = self._inference
         most_bytes = inference.limits.json_bytes
         return render(inference.service, self.hosted.model, self.plan, response, most_bytes)
 
-    def reply(self, rendered: tuple[Headers, list[Part]]) -> None:
+    def reply(self, rendered: tuple[Headers, list[Part]] | LongAnswer) -> None:
+        if isinstance(rendered, LongAnswer):
+            self._inference.start(self._write(rendered))
+        else:
+            self._respond(*rendered)
+
+    async def _write(self, answer: LongAnswer) -> None:
+        """Write the JSON of a long answer, with turns for others, and send it."""
+        try:
+            text = await write(self._exchange, answer.document, self._inference.limits.json_bytes)
+        except Exception as error:
+            self.fail(error)
+        else:
+            if text:
+                self._respond(*finished(text, answer.parts))
+
+    def _respond(self, headers: Headers, parts: list[Part]) -> None:
         if self.trace is not None:
             self.trace.mark("HTTP_SEND_START")
-        headers, parts = rendered
         exchange, target = self._exchange, self._target
         if target.load_form:
             headers = with_load(self._inference.service, headers, target.load_form)

@@ -48,10 +48,10 @@ def too_much_json(size_bytes: int, most_bytes: int) -> str:
 
 
 def check_values(size_bytes: int, most_bytes: int) -> None:
-    """Raise `InvalidRequest` if outputs have more bytes than may be sent as JSON."""
+    """Raise `InvalidRequest` if outputs have more bytes, or their text has, than may be sent as JSON."""
     if size_bytes > most_bytes:
         raise InvalidRequest(
-            f"the outputs have {size_bytes} bytes, and as JSON at most {most_bytes} are sent: ask for binary data, or "
+            f"the outputs have more than {most_bytes} bytes, which is the most that is sent as JSON: ask for binary data, or "
             "raise --http-max-json-bytes on the server"
         )
 

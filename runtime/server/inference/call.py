@@ -171,7 +171,8 @@ class InferCall(LoopWaiter):
             self.fail(outcome)  # type: ignore[arg-type]  # None is for those who take many
             return
         outputs: Mapping[str, WireTensor] = outcome.outputs  # type: ignore[assignment]
-        if self.plan.places and copied_bytes(outputs.values()) > LONG_COPY_BYTES:
+        plan = self.plan
+        if (plan.places or plan.has_classes) and copied_bytes(outputs.values()) > LONG_COPY_BYTES:
             self._inference.work(partial(self.render, outcome), self.reply, self.fail)
             return
         try:

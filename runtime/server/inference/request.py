@@ -88,7 +88,15 @@ class InputPlan(NamedTuple):
 class RequestPlan:
     """Everything that requests with the same JSON, or the same message but for tensors and id, have in common."""
 
-    __slots__ = ("details", "inputs", "is_repeatable", "outputs", "places", "prepared")
+    __slots__ = (
+        "details",
+        "has_classes",
+        "inputs",
+        "is_repeatable",
+        "outputs",
+        "places",
+        "prepared",
+    )
 
     def __init__(self) -> None:
         self.details: Details | None = None
@@ -97,6 +105,8 @@ class RequestPlan:
         self.outputs: list[str] | None = None
         # Outputs that go into memory that the client shares.
         self.places: dict[str, RegionPlace] = {}
+        # If an output is wanted as its best classes, for which all of it is sorted.
+        self.has_classes = False
         # If nothing but bytes of tensors may differ between requests of this plan.
         self.is_repeatable = True
         self.prepared: PreparedRequest | None = None

@@ -227,28 +227,38 @@ def to_bytes(output: WireTensor) -> memoryview:
 
 def to_values(name: str, output: WireTensor) -> list[Any]:
     """Return the values of an output for JSON, flat. Raises `ModelError` for values that JSON cannot hold."""
-    code = output.datatype
-    if code in (FP16, BF16):
-        raise ModelError(
-            f"sending {NAMES[code]} data via JSON is not supported. "
-            f"Please use the binary data format for output '{name}'",
-            "INVALID_ARG",
-        )
-    data = to_bytes(output)
+    check_in_json(name, output)
+    code, data = output.datatype, to_bytes(output)
     if code == BYTES:
-        return _texts(name, output.shape, data)
+        return texts_of(name, output.shape, data)
     values: list[Any] = np.frombuffer(data, DTYPES[code]).tolist() if len(data) else []
     return values
 
 
-def _texts(name: str, shape: Sequence[int], data: memoryview) -> list[str]:
+def check_in_json(name: str, output: WireTensor) -> None:
+    """Raise `ModelError` for an output of a datatype that JSON cannot hold."""
+    if output.datatype in (FP16, BF16):
+        raise ModelError(
+            f"sending {NAMES[output.datatype]} data via JSON is not supported. "
+            f"Please use the binary data format for output '{name}'",
+            "INVALID_ARG",
+        )
+
+
+def no_utf8(name: str) -> ModelError:
+    """Return the error of an output with a string that JSON cannot hold."""
+    return ModelError(
+        f"output '{name}' has a string that is no UTF-8, which JSON cannot carry: ask for binary data",
+        "INVALID_ARG",
+    )
+
+
+def texts_of(name: str, shape: Sequence[int], data: memoryview) -> list[str]:
+    """Return strings of an output as texts. Raises `ModelError` for those that JSON cannot hold."""
     try:
         strings = decode_bytes(data, shape, name).ravel()
         return [string.decode() for string in strings]
     except UnicodeDecodeError:
-        raise ModelError(
-            f"output '{name}' has a string that is no UTF-8, which JSON cannot carry: ask for binary data",
-            "INVALID_ARG",
-        ) from None
+        raise no_utf8(name) from None
     except BadTensor as error:
         raise ModelError(f"output '{name}': {error}") from None

@@ -97,6 +97,23 @@ def test_outputs_over_the_limit_are_not_sent_as_json(limited: Serving) -> None:
     assert "ask for binary data" in reply.error
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "JSON over the limit is refused …",
+)
+@pytest.mark.parametrize("count", [900, 60_000])
+def test_the_text_of_outputs_counts_and_not_their_bytes(count: int) -> None:
+    """Each value takes one byte, and four as text."""
+    body, headers = binary(count)
+    body = body[:-count] + b"\xff" * count
+    text_bytes = 4 * count
+    for most_bytes, status in ((text_bytes - 1, 400), (text_bytes + 200, 200)):
+        with served("plain", limits=HttpLimits(json_bytes=most_bytes)) as serving:
+            reply = serving.post(PLAIN, body, headers)
+        assert reply.status == status
+        assert status == 200 or "--http-max-json-bytes" in reply.error
+
+
 INPUT_SIZE = "exceeds the maximum allowed value of 2000 bytes. Use --http-max-input-size to increase the limit."
 
 
@@ -136,7 +153,7 @@ def test_a_request_over_tritons_limit_is_refused_in_tritons_words(sized: Serving
         assert INPUT_SIZE in json.loads(answer.body)["error"]
     assert sized.post("/v2/logging", {"x": "y" * MOST}).status == 400
     assert sized.post(PLAIN, asking(10)).status == 200
-    assert sized.post(PLAIN, *binary(1000)).status == 200
+    assert sized.post(PLAIN, *binary(900)).status == 200
 
 
 @pytest.mark.promise("HTTP", "`--http-max-input-size` limits a request as it …")
