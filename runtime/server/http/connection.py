@@ -184,7 +184,7 @@ class HttpExchange:
 
     @property
     def writing(self) -> asyncio.Lock:
-        """Who writes a long answer as JSON holds it. One for all clients of the port."""
+        """The lock of who writes a long answer as JSON. All clients of the port share it."""
         return self._connection.writing
 
     @property
