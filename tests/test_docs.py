@@ -134,7 +134,7 @@ def promises() -> list[tuple[str, str]]:
     tables = re.findall(r"^\| promise \| test \|\n((?:\|.*\|\n)+)", page, flags=re.MULTILINE)
     rows = re.findall(r"^\| (?!---)(.+?) \| (.+?) \|$", "".join(tables), flags=re.MULTILINE)
     return [
-        (promise, where) for promise, tests in rows for where in re.findall(r"`([^`]+)`", tests)
+        (promise, where) for promise, tests in rows for where in re.findall(r'"([^"]+)"', tests)
     ]
 
 

@@ -35,7 +35,7 @@ class Tls(NamedTuple):
     key: str | None = None
 
     def context(self, protocol: str) -> ssl.SSLContext:
-        """Make the context of a client of that protocol of ALPN. Raises `BadAddress` for files that are none."""
+        """Return a TLS client context for one ALPN protocol. Raises `BadAddress` if a file is unusable."""
         # Few commands need it.
         import ssl
 

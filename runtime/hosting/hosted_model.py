@@ -429,7 +429,7 @@ class HostedModel:
         try:
             self._backend.model_sleep(self.model)
         except Exception as error:
-            _log.exception("%s: what it has beside its instances does not end: %s", self, error)
+            _log.exception("%s: cannot end the processes beside its instances: %s", self, error)
 
     def rest(self, error: MoonpoolError) -> None:
         """Fail all requests that wait, and refuse others."""

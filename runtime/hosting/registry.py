@@ -947,7 +947,7 @@ class ModelRegistry:
         except (
             NotGranted
         ) as error:  # an ensemble was loaded meanwhile; who asked does not wait for this
-            _log.error("model '%s' is not unloaded: %s", name, error)
+            _log.error("model '%s' could not be unloaded: %s", name, error)
 
     def disown(self) -> None:
         """Forget the models, in a fork of the process that they belong to."""

@@ -81,7 +81,7 @@ class Bounds:
         try:
             Path(f"/proc/{process.pid}/oom_score_adj").write_text(str(_OOM_SCORE), encoding="ascii")
         except OSError as error:
-            _log.debug("[%s] its score for the out-of-memory killer stays: %s", self._name, error)
+            _log.debug("[%s] cannot set oom_score_adj: %s", self._name, error)
 
     def hold(self, process: ChildProcess, end: Callable[[BaseException], object]) -> None:
         """Put the limits on. Call it before foreign code runs in the process. Raises `LoadFailed`.

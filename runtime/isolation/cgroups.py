@@ -243,7 +243,7 @@ class Group:
                 return
             except OSError as error:
                 if time.monotonic() > end_s:
-                    _log.error("the group %s cannot be removed: %s", self.path, error)
+                    _log.error("cannot remove the cgroup %s: %s", self.path, error)
                     return
                 time.sleep(_PAUSE_S)
             else:
@@ -267,7 +267,7 @@ class Groups:
                     self._place = find_place(variable=os.environ.get(VARIABLE))
                 except (NotDelegated, OSError) as error:
                     self.refusal = str(error)
-                    _log.debug("instances get no groups of their own: %s", error)
+                    _log.debug("cannot make cgroups for instances: %s", error)
             return self._place
 
     def make(self, limits: Mapping[str, int], cpu_weight: int) -> Group | None:
@@ -279,7 +279,7 @@ class Groups:
         try:
             return Group(place, name, limits, cpu_weight)
         except OSError as error:
-            _log.warning("an instance gets no group of its own: %s", error)
+            _log.warning("cannot make a cgroup for an instance: %s", error)
             return None
 
 

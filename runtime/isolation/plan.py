@@ -324,5 +324,5 @@ def _try_lock(descriptor: int) -> bool:
 def _check_private(root: Path) -> None:
     status = root.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        what = f"the cache {root} must belong to this user and be writable by nobody else"
+        what = f"the cache {root} must belong to this user, and no other user may write to it"
         raise LoadFailed(f"{what}, as models run code from there", stage="start")

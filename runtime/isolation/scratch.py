@@ -49,7 +49,7 @@ def remove(folder: str) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        _log.warning("the scratch folder %s stays: %s", folder, error)
+        _log.warning("cannot remove the scratch folder %s: %s", folder, error)
 
 
 def _emptied(folder: str) -> list[str]:

@@ -194,7 +194,7 @@ class _Template:
                 try:
                     return self._ask(self._channel, name, fds)
                 except _Gone as error:
-                    _log.debug("a template of %s is gone: %s", self._python, error)
+                    _log.debug("a template of %s has ended: %s", self._python, error)
                     self._end()
             return None
         except BaseException:
@@ -219,7 +219,7 @@ class _Template:
             self._is_unfit = bool(why)
         if why:
             self._end()
-            _log.info("no stub is forked from a process of %s: %s", self._python, why)
+            _log.info("cannot fork stubs from a template of %s: %s", self._python, why)
 
     def _start(self, wait_s: float) -> str:
         """Start the process. Returns why it cannot fork, or "" if it can. Raises OSError, and ValueError if it answers with no JSON."""

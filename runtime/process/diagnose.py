@@ -80,10 +80,9 @@ def death_in_words(
     if code == _SIGXFSZ and "file_bytes" in limits:
         return f"{words}: it {reached('file_bytes', limits['file_bytes'])}", ""
     if code == _SIGKILL:
-        who = "by somebody else than moonpool, often the kernel's out-of-memory killer"
         if oom_killed:
             return f"{words}: the kernel's out-of-memory killer was at work", ""
-        return f"{words} {who}", ""
+        return f"{words} (not sent by moonpool; often by the kernel's out-of-memory killer)", ""
     if code == _SIGSYS:
         call = fatal_call()
         which = f": {call}" if call else ""

@@ -80,7 +80,7 @@ class ProcessTree:
                 with contextlib.suppress(ChildProcessError):
                     os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
             else:
-                _log.error("what a model started does not end: process %d stays", self._keeper)
+                _log.error("cannot kill process %d, which a model started", self._keeper)
             os.close(self._pidfd)
             self._pidfd = -1
             if self._user is not None:
@@ -155,7 +155,7 @@ def _wait_for_end_of(user: int) -> None:
     end_s = time.monotonic() + _END_S
     while left := _parents_of(user):
         if time.monotonic() > end_s:
-            _log.error("what a model started does not end: processes %s of user %d", [*left], user)
+            _log.error("cannot kill processes %s of user %d, which a model started", [*left], user)
             return
         time.sleep(_PAUSE_S)
 

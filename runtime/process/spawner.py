@@ -123,5 +123,5 @@ def forbid_looking_inside() -> None:
         if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "PR_SET_DUMPABLE was refused")
     _log.info(
-        "process %d can be looked into by root alone, as it serves untrusted models", os.getpid()
+        "disabled ptrace and /proc access to process %d: it serves untrusted models", os.getpid()
     )

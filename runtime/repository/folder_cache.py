@@ -260,7 +260,7 @@ class FolderCache:
         if foreign or stat.S_IMODE(info.st_mode) & 0o022:
             # Programs are started from here, so nobody else may put one in place.
             raise self.refusal(
-                f"the cache {folder} must belong to this user and be writable by nobody else"
+                f"the cache {folder} must belong to this user, and no other user may write to it"
             )
 
 

@@ -395,7 +395,7 @@ _FLOORS = {
 HARMLESS = {
     "FORCE_CPU_ONLY_INPUT_TENSORS": "where inputs lie that it gets anyway",
     "MOONPOOL_SANDBOX": "a lower level than the operator's is not taken",
-    "MOONPOOL_EXECUTE_TIMEOUT_S": "its own batches end earlier; the value of the operator goes before",
+    "MOONPOOL_EXECUTE_TIMEOUT_S": "its own batches end earlier; the operator's value takes precedence",
     "MOONPOOL_RETRY": "one more attempt for requests to itself",
     "MOONPOOL_CPUS": "fewer processors",
     "MOONPOOL_THREADS": "its own threads, which MOONPOOL_TASK_LIMIT counts",

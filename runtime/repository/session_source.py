@@ -154,7 +154,7 @@ class _Session:
         )
         if not is_plain:
             raise _Unreachable(
-                f"it uses '{name}', whose value comes of running code; make it in __init__"
+                f"it uses '{name}', whose value is the result of running code; compute it in __init__"
             )
         if not self._is_value_of(value, self._namespace.get(name)):  # type: ignore[arg-type]
             raise _Unreachable(f"it uses '{name}', which was changed after it was set")

@@ -356,7 +356,10 @@ class Residency:
                     self._start(self._look_after_all, _NAME)
                 except OutOfThreads as error:
                     # The model serves. The next one that is loaded starts the thread for all.
-                    _log.error("models stay in memory though nobody uses them: %s", error)
+                    _log.error(
+                        "unused models are not put to sleep, because the thread for that could not start: %s",
+                        error,
+                    )
         return entry
 
     def _needs_looks(self, options: ModelOptions) -> bool:
@@ -821,7 +824,7 @@ class Residency:
             entry.steps["up" if step.instances > before else "down"] += 1
             entry.scaled_because = text
         except Exception as error:
-            _log.error("model '%s' stays as it is: %s, which failed: %s", name, text, error)
+            _log.error("model '%s' was not scaled: %s failed: %s", name, text, error)
             entry.scales_from_s = time.monotonic() + _SCALE_AGAIN_S
         finally:
             with self._lock:

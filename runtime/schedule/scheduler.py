@@ -148,7 +148,7 @@ class Scheduler:
     ) -> None:
         """`on_lost` gets instances that broke, and the requests in them. It must not block, and must not call the scheduler.
 
-        Raises `LoadFailed` and `InvalidRequest` for initial states of sequences that are none, `ConfigError` for buckets that are none.
+        Raises `LoadFailed` and `InvalidRequest` for invalid initial states, `ConfigError` for invalid buckets.
         """
         config = model.config
         batching = config.dynamic_batching or config.sequence_batching

@@ -197,7 +197,7 @@ class RepositoryControl:
         if why != self._unread:
             self._unread = why
             for text in why:
-                _log.error("a repository cannot be read, its models stay as they are: %s", text)
+                _log.error("cannot read a repository; its models are unchanged: %s", text)
 
     def poll(self, *, again: bool = False) -> None:
         """Load models that are new or have changed, and unload those that are gone.

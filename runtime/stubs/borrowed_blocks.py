@@ -207,7 +207,7 @@ class BorrowedBlocks:
     def lanes(self) -> Lanes:
         """The lanes to the stub. Raises `CudaUnavailable` if the stub must not handle device memory."""
         if self._lanes is None:
-            raise CudaUnavailable("this stub is lent no memory of devices")
+            raise CudaUnavailable("this stub may not use device memory of others")
         return self._lanes()
 
     def lend(self, array: np.ndarray, *, keep: bool = False) -> tuple[list[int], int] | None:

@@ -271,7 +271,7 @@ class Printer:
                 self._lines.clear()
                 if self._left_out:
                     lines.append(
-                        f"{self._left_out} lines of models were left out: nobody reads this output"
+                        f"{self._left_out} lines of models were dropped: this output is not being read"
                     )
                     self._left_out = 0
                 context = self._context

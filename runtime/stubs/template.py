@@ -379,7 +379,7 @@ class TemplateStub(StubHandle):
         with self._lock:
             future = self._asked.get(fields[1])
         if future is None or future.done():
-            raise ProtocolError(f"EXITED of process {fields[1]}, which nobody asked for")
+            raise ProtocolError(f"EXITED of process {fields[1]}, which was not requested")
         future.set_result(fields[2])
 
     def _exited(self) -> None:

@@ -86,7 +86,7 @@ class Launcher:
                 (word, *fields), _ = self._peer.receive()
                 self._heard[word](*fields)
         except PeerGone:
-            _log.debug("the server has ended, or needs this backend no more")
+            _log.debug("the server has ended, or no longer needs this backend")
         finally:
             in_parallel(
                 lambda each: each.end(finalizes=False),

@@ -11,8 +11,8 @@ a plan that has not come before is left to the layers, too: they check it, and r
 the runtime passes the same check of its kind as elsewhere.
 
 Two classes have these methods. `CompiledWay` has them in C++ (`_usual.cpp`), in about half of the time. It looks for a while for the next packet where
-that pays, and tells the runtime its core. `usual_way` chooses: START says whether the runtime wants that, and an interpreter that has not the
-extension, or is older than it, gets `UsualWay`. Both are tested against each other.
+that pays, and tells the runtime its core. `usual_way` chooses: START says whether the runtime wants that, and interpreters
+without the extension, or older than 3.11, use `UsualWay`. Both are tested against each other.
 
 For the main thread of a stub without front ends. The control thread reads `Peer.executing` and appends to `Regions.returned` meanwhile.
 """

@@ -101,7 +101,7 @@ def test_a_cache_that_others_may_write_into_is_refused(
     (tmp_path / "cache" / "moonpool" / "compiled").mkdir(parents=True)
     (tmp_path / "cache" / "moonpool" / "compiled").chmod(0o777)
 
-    with pytest.raises(moonpool.LoadFailed, match="writable by nobody else"):
+    with pytest.raises(moonpool.LoadFailed, match="no other user may write to it"):
         runtime.load("one", FILE, config=SIGNATURE | options(COMPILE_CACHE="yes"))
 
 

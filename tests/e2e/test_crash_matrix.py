@@ -19,7 +19,7 @@ from moonpool import ExecuteTimedOut, LoadFailed, ModelError, StubDied
 
 DEATHS = {
     "SIGSEGV": "was killed by SIGSEGV",
-    "SIGKILL": "was killed by SIGKILL by somebody else than moonpool",
+    "SIGKILL": "was killed by SIGKILL (not sent by moonpool; often by",
     "_exit 0": "exited with 0",
     "_exit 3": "exited with 3",
 }

@@ -47,7 +47,7 @@ LIES = {
     "says nothing": "said nothing for 0.5 s",
     "says it is the child": "which is no child of it",
     "forks a grandchild": "which is no child of it",
-    "tells an end that nobody asked for": "which nobody asked for",
+    "tells an end that nobody asked for": "which was not requested",
     "sends a message of the runtime": "broke the protocol and was ended",
     "dies": "the template of model 'm' has ended: <process",
 }

@@ -155,7 +155,7 @@ def test_a_program_whose_output_nobody_reads_goes_on(folder: Path) -> None:
         assert process.stderr.readline() == "all answered\n"
         said = process.stdout.read()
         assert process.wait(PATIENCE_S) == 0
-    assert "lines of models were left out: nobody reads this output" in said
+    assert "lines of models were dropped: this output is not being read" in said
 
 
 # Notebooks

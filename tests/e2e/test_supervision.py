@@ -88,8 +88,8 @@ def test_a_death_while_idle_is_noticed_and_mended_without_a_request(
         assert ask(runtime) != pid
 
     assert (
-        "Stub process 'victim_0' is not healthy. It was killed by SIGKILL by somebody else than "
-        "moonpool, often the kernel's out-of-memory killer while it was idle."
+        "Stub process 'victim_0' is not healthy. It was killed by SIGKILL (not sent by moonpool; "
+        "often by the kernel's out-of-memory killer) while it was idle."
     ) in caplog.text
 
 

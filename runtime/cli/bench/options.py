@@ -361,8 +361,8 @@ def _add_manner(group: argparse._ArgumentGroup) -> None:
     add(
         "--slo",
         metavar="FIGURE=TIME,…",
-        help="limits such as p99=20ms,first=5ms: find the highest request rate that holds, or tell for each load that is given "
-        "if it holds; FIGURE is p50, p90, p95, p99, max, mean, or in streams first or between",
+        help="limits such as p99=20ms,first=5ms: find the highest request rate that keeps them, or say for each given load "
+        "if it does; FIGURE is p50, p90, p95, p99, max, mean, or in streams first or between",
     )
 
 

@@ -123,7 +123,7 @@ def tensors_from(message: memoryview, first: tuple[int, int]) -> list[tuple[int,
             tag, at = varint(message, at)
             if tag != _RAW_INPUT_TAG and tag >> 3 <= _RAW_INPUT_TAG >> 3:
                 raise InvalidRequest(
-                    "a field of the request stands behind its tensors: send the fields in the order of their numbers"
+                    "a field of the request follows its tensors: send the fields in the order of their numbers"
                 )
             if tag & 7 == _LENGTH:
                 size, at = varint(message, at)

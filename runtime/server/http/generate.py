@@ -127,7 +127,7 @@ def _request(hosted: Hosted, body: bytes, forwarded: Mapping[str, str]) -> Infer
     if repeated in tensors:
         raise InvalidRequest(f"input '{repeated}' already exists in request")
     if repeated is not None:
-        raise InvalidRequest(f"the key '{repeated}' stands twice in one object of the request")
+        raise InvalidRequest(f"the key '{repeated}' occurs twice in one object of the request")
     try:
         request_id = member(root, "id", str) or ""
     except NotJson as error:

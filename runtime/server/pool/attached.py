@@ -205,7 +205,7 @@ class AttachedModel:
             start_thread(thread)
         except OutOfThreads as error:
             _log.error(
-                "[%s] stays in service, as no thread can wait for its batches: %s",
+                "[%s] is still used, because no thread could be started to wait for its batches: %s",
                 instance.name,
                 error,
             )

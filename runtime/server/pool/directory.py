@@ -295,7 +295,7 @@ class Directory(StubSharing):
         try:
             self._connect(front_end, stub, number, model_number)
         except LoadFailed as error:
-            _log.error("[%s] is ended and starts again: %s", front_end.name, error)
+            _log.error("[%s] killed, and will be started again: %s", front_end.name, error)
             front_end.process.kill()
 
     # What the runtime reports: see `StubSharing`.

@@ -108,7 +108,10 @@ class FrontEnd:
         self._send(Word.LISTENING)
         is_drained = await self._drain(await self._stopping)
         if not self._reactor.run(self._models.leave, _LEAVE_S):
-            _log.error("the front end left no models within %g s and ends without that", _LEAVE_S)
+            _log.error(
+                "models were not released within %g s; the front end ends without waiting longer",
+                _LEAVE_S,
+            )
             return 1
         return 0 if is_drained else 1
 

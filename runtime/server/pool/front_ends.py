@@ -249,7 +249,9 @@ class FrontEndPool:
             front_end.begin(self._settings)
             self._directory.add(front_end)
         except (MoonpoolError, OSError) as error:
-            _log.error("[%s] cannot be told what there is, and is ended: %s", front_end.name, error)
+            _log.error(
+                "[%s] killed: its initial state could not be sent: %s", front_end.name, error
+            )
             # `_lose` follows, and the front end is started again after a pause.
             front_end.process.kill()
         return front_end

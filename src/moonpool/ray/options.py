@@ -54,7 +54,7 @@ class Options:
     revision: str = ""
     """Any text. Another one replaces the replicas, such as after files of the model have changed."""
     deployment: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of `Deployment.options`, such as `placement_group_bundles`. They go before all others."""
+    """Further options of `Deployment.options`, such as `placement_group_bundles`. They take precedence over all others."""
 
     @property
     def live(self) -> dict[str, Any]:

@@ -122,9 +122,12 @@ def test_a_class_that_was_changed_replaces_the_one_before(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("cell", "why"),
     [
-        ("FACTOR = np.float32(2)", "it uses 'FACTOR', whose value comes of running code"),
-        ("FACTOR = 2\nFACTOR += 1", "it uses 'FACTOR', whose value comes of running code"),
-        ("for FACTOR in [1, 2]: pass", "it uses 'FACTOR', whose value comes of running code"),
+        ("FACTOR = np.float32(2)", "it uses 'FACTOR', whose value is the result of running code"),
+        ("FACTOR = 2\nFACTOR += 1", "it uses 'FACTOR', whose value is the result of running code"),
+        (
+            "for FACTOR in [1, 2]: pass",
+            "it uses 'FACTOR', whose value is the result of running code",
+        ),
         ("FACTOR = [1, 2, 3]\nFACTOR.append(4)", "it uses 'FACTOR', which was changed after"),
         (
             "ONE = 1\nFACTOR = [ONE, 2, 3]\nFACTOR.append(4)",
@@ -144,7 +147,7 @@ def test_a_class_that_was_changed_replaces_the_one_before(tmp_path: Path) -> Non
         ),
         (
             "class FACTOR: n = 1\nFACTOR.n = 2",
-            "it uses 'FACTOR', whose value comes of running code",
+            "it uses 'FACTOR', whose value is the result of running code",
         ),
         ("globals()['FACTOR'] = 2", "it uses 'FACTOR', which nothing that was typed defines"),
     ],

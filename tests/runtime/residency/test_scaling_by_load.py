@@ -92,7 +92,7 @@ def test_a_step_that_fails_changes_nothing_and_is_not_repeated_at_once(
         futures = [runtime.submit("m", x(i)) for i in range(2)]
         entry = entry_of(runtime, "m")
         wait_until(lambda: entry.scales_from_s, PATIENCE_S)
-        assert "stays as it is: 1 → 2 instances" in caplog.text
+        assert "was not scaled: 1 → 2 instances" in caplog.text
         assert len(runtime.instances("m")) == 1
         assert runtime.config("m").instance_groups[0].count == 1
         backend.is_quick = True

@@ -70,7 +70,7 @@ def test_nobody_waits_for_a_stream_that_is_stuck_and_what_is_left_out_is_counted
         assert stuck.getvalue().splitlines() == [
             "first",
             *[f"line {number}" for number in range(10)],
-            "20 lines of models were left out: nobody reads this output",
+            "20 lines of models were dropped: this output is not being read",
         ]
 
 
