@@ -37,6 +37,7 @@ QUICK = --quick
 docs: ## the parts of the pages that are made of code, and their tests
 	.venv/bin/python docs/diagrams.py
 	.venv/bin/python docs/specification.py
+	.venv/bin/python docs/reference.py
 	$(PYTEST) tests/test_docs.py tests/test_layout.py
 
 site: ## the pages as a site with search and the reference of the API: build/site/index.html

@@ -74,6 +74,13 @@ def test_the_specification_is_current() -> None:
     assert written == page, "run python docs/specification.py"
 
 
+def test_the_reference_is_current() -> None:
+    reference = tool("reference")
+    page = reference.PAGE.read_text(encoding="utf-8")
+
+    assert reference.written(page) == page, "run python docs/reference.py"
+
+
 MARKED = """
 import pytest
 

@@ -112,7 +112,8 @@ def complete(_: Sphinx, page: str, source: list[str]) -> None:
     if page == root_doc:
         source[0] += f"\n{contents()}"
     elif page == API:
-        source[0] += f"\n{reference()}"
+        # The site has whole docstrings in place of their first sentences.
+        source[0] = f"{source[0].partition('<!-- names -->')[0]}\n{reference()}"
     elif page == "docs/decisions/README":
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n0*\n```\n"
     source[0] = re.sub(r"\]\(((?!\w+:)[^()\s#]+/)\)", r"](\1README.md)", source[0])
