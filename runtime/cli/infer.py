@@ -34,8 +34,9 @@ NAME = "infer"
 HELP = "send one request to a model and print its answer"
 DESCRIPTION = """\
 Send one request to a model, and print its outputs or write them to files. With REPO, the model is loaded for this
-request. With --url, any server of the KServe v2 protocol gets the request. Of a decoupled model, each response is
-printed when it comes. A request to a model with sequences is a whole sequence, unless --sequence says otherwise.
+request. With --url, any server of the KServe v2 protocol gets the request. The responses of a
+decoupled model are printed as they arrive. A request to a model with sequences is a whole sequence, unless --sequence
+is given.
 
 An input is JSON, or @ and a .npy file. A model with batches takes rows: [[1, 2]] is one row of two elements.
 """
@@ -90,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout",
         metavar="S",
         type=float,
-        help="wait at most so many seconds for the answer; with --url 60 by default, else without end",
+        help="wait at most this many seconds for the answer; default 60 with --url, else no limit",
     )
 
 

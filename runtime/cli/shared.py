@@ -64,7 +64,7 @@ def add_hosting(parser: argparse._ActionsContainer) -> None:
         type=_read_by(read_model_option),
         action="append",
         default=[],
-        help="set an option of a model, whatever its configuration says; * in MODEL stands for any characters; may be "
+        help="set an option of a model in place of its configuration's; * in MODEL stands for any characters; may be "
         "given many times",
     )
 

@@ -77,7 +77,7 @@ class Wanted:
     Without `source`, the model is the repository's. `files` are a whole directory, in place of the repository's.
     `config` replaces the directory's configuration field by field, with `is_whole` entirely. `asker` are the options of a
     model that asks for the load; its configuration may not give another model more than it has itself. `said` are parameters
-    that the operator set, by key. They go before all configurations.
+    that the operator set, by key. They take precedence over all configurations.
     """
 
     name: str
@@ -103,7 +103,7 @@ class HostingRules:
 
     `sandbox` is the least level of their processes, and the level of models that name none; None leaves it to the models.
     From `best-effort` on, models cannot give themselves more than the level does, except for `grants`.
-    `options` are the operator's options by the names of models. They go before the models' own, and MOONPOOL_SANDBOX among them
+    `options` are the operator's options by the names of models. They take precedence over the models' own, and MOONPOOL_SANDBOX among them
     takes the place of `sandbox`. Without `completes`, models are not asked to complete their configuration. `limits` are for
     all configurations.
     """

@@ -145,7 +145,7 @@ class ModelDirectory:
     def __init__(self, path: str | os.PathLike[str], lease: FolderLease | None = None) -> None:
         self.path = Path(os.path.abspath(path))
         self.lease = lease
-        # The name of the configuration that goes before `config.pbtxt`; "" for none.
+        # The name of the configuration that replaces `config.pbtxt`; "" for none.
         self.config_name = ""
         self.name = self.path.name
         _check_directory(self.path, f"model '{self.name}'")
@@ -305,7 +305,7 @@ class ModelRepositories:
         # Folders of models at addresses of their own, by address, and the lock for them.
         self._apart: dict[str, CloudCopies] = {}
         self._lock = threading.Lock()
-        # The name of the configuration that goes before `config.pbtxt` of each model; "" for none.
+        # The name of the configuration that replaces `config.pbtxt` of each model; "" for none.
         self.config_name = ""
 
     def __len__(self) -> int:

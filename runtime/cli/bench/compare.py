@@ -38,7 +38,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         help="exit with 1 if a load of B meets this, as p99>1.1x, requests_per_s<0.95x, p99>20ms or failed>0; a ratio must be "
-        "certain, too: the 95 %% interval of B over A must not have 1; may be given many times",
+        "significant, too: the 95 %% interval of B/A must not contain 1; may be given many times",
     )
 
 

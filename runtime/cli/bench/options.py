@@ -152,7 +152,7 @@ def _add_observation(group: argparse._ArgumentGroup) -> None:
     add(
         "--metrics-url",
         metavar="URL",
-        help="with --resources: where the server has its metrics, for GPUs: http://HOST:8002/metrics",
+        help="with --resources: the address of the server's metrics, for figures of GPUs: http://HOST:8002/metrics",
     )
     add(
         "--kill-every",
@@ -168,7 +168,7 @@ def _add_observation(group: argparse._ArgumentGroup) -> None:
     add(
         "--hang",
         metavar="SHARE[@TIME]",
-        help="likewise, stop one for that TIME whenever that SHARE of requests more was answered, as 1%%@5s; by default for 10s",
+        help="likewise, stop one for TIME each time that a further SHARE of the requests was answered, as 1%%@5s; default 10s",
     )
 
 
@@ -257,7 +257,7 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
         "--instances",
         metavar="N",
         type=int,
-        help="in process: load so many instances, whatever the configuration says",
+        help="in process: load this many instances, in place of the configuration's",
     )
     add(
         "--isolation",
@@ -320,7 +320,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         type=float,
         default=1.0,
-        help="with --schedule and --replay: go through the times so many times as fast; default 1",
+        help="with --schedule and --replay: replay this many times as fast; default 1",
     )
     _add_loadgen(group)
     _add_manner(group)
@@ -373,7 +373,7 @@ def _add_measurement(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         type=int,
         default=1,
-        help="measure all loads so many times, one run after the other, for figures with 95 %% confidence intervals; default 1",
+        help="measure all loads this many times, one run after the other, for figures with 95 %% confidence intervals; default 1",
     )
 
 
@@ -384,7 +384,7 @@ def _add_request(group: argparse._ArgumentGroup) -> None:
         "--replay",
         metavar="FILE",
         type=Path,
-        help="send captured requests at their times: a JSON object on each line, in the form that docs/BENCH.md has",
+        help="send captured requests at their times: a JSON object on each line, as docs/BENCH.md describes",
     )
     add(
         "--shared-memory",

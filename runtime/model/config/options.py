@@ -1,7 +1,7 @@
 """moonpool's own options of a model, in one table.
 
 They are `parameters` of the model's configuration. The operator may set them by the models' names, too, and then they
-go before those of the configurations. `python -m moonpool.runtime.model.config.options` prints the table for
+take precedence over those of the configurations. `python -m moonpool.runtime.model.config.options` prints the table for
 `docs/OPTIONS.md`.
 """
 

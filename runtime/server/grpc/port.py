@@ -80,7 +80,7 @@ def make_port(
 def nghttp2() -> Callable[[int, bool], _http2.Session]:
     """Return the maker of sessions. Raises ImportError without the extension, and OSError without nghttp2.
 
-    The system's library goes before the one in the wheel, as it gets the system's updates.
+    The system's library is preferred to the one in the wheel, because it gets the system's updates.
     """
     if not is_wanted():
         raise ImportError(f"{PURE} leaves out what is compiled")

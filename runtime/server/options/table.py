@@ -253,10 +253,10 @@ log-file path: Append the log to this file instead of writing it to stderr.
 # Models
 model-repository path*: A directory of models, or an [address](CLOUD.md) of one, such as `s3://bucket/models`. A model that is in two of them is served from neither.
 exit-on-error boolean: End with exit code 1 if a model cannot be loaded at the start.
-strict-readiness boolean: `/v2/health/ready` says ready only while every version that should be loaded serves.
-model-control-mode mode: `none`: load all models at the start. `poll`: also follow changes of the repositories. `explicit`: load the models of `--load-model`, and those that clients and models ask for. `demand`: know all models, and [load each when a request comes](RESIDENCY.md).
+strict-readiness boolean: `/v2/health/ready` answers ready only while every version that should be loaded is served.
+model-control-mode mode: `none`: load all models at the start. `poll`: also follow changes of the repositories. `explicit`: load the models of `--load-model`, and those that clients and models ask for. `demand`: register all models, and [load each when a request arrives](RESIDENCY.md).
 repository-poll-secs whole: Seconds between two polls; with 0, only SIGHUP polls.
-resident-models positive: With `demand`, the most models in memory. Those that nobody uses are put to sleep for others.
+resident-models positive: With `demand`, the most models in memory. Unused ones are put to sleep to make room.
 resident-memory size: With `demand`, the most memory that the processes of models take together, as the kernel measures it, such as `8G`.
 resident-gpu-memory size: With `demand`, the most memory of GPUs that they take together, as the driver measures it.
 load-model text*: With `explicit`, a model to load at the start; `*` alone loads all of them. Ignored in other modes.
@@ -266,10 +266,10 @@ disable-auto-complete-config switch: Do not ask models to complete their configu
 backend-directory path: The directory of Python-based backends, each as `<name>/model.py`.
 model-config-limit text*: `<limit>=<number>`: a limit for the configurations of models. The limits are config_bytes (1048576), instances (1024, of all versions), versions (256), inputs (4096), outputs (4096), priority_levels (1024), items (4096, of any other list).
 model-config-name name: A model whose folder has the file `configs/<name>.pbtxt` is configured by that file in place of `config.pbtxt`. All other models have `config.pbtxt`.
-cache-config text*: `local,size=<bytes>`: keep responses of models with `response_cache { enable: true }`, in so many bytes together, and answer equal requests with them.
+cache-config text*: `local,size=<bytes>`: keep responses of models with `response_cache { enable: true }`, in at most so many bytes together, and answer equal requests with them.
 response-cache-byte-size positive: The same as `--cache-config=local,size=…`.
 host-policy host_policy*: `<policy>,cpu-cores=<numbers and ranges>`: instances whose group has this [`host_policy`](TRITON_MODELS.md#host-policies) run on these processors. `<policy>,numa-node=<number>`: on those of this node, whose memory the kernel gives them first. A group without one has the policy `cpu`, `model`, or `gpu_<number>`.
-rate-limit rate_limit: `execution_count`: an instance executes only while the [resources](TRITON_MODELS.md#the-rate-limiter) that its `rate_limiter` names are free; of those that wait, the one that has executed least goes first. `off`: without limits.
+rate-limit rate_limit: `execution_count`: an instance executes only while the [resources](TRITON_MODELS.md#the-rate-limiter) that its `rate_limiter` names are free; of those that wait, the one that has executed least runs first. `off`: without limits.
 rate-limit-resource resource*: `<name>:<count>` or `<name>:<count>:<device>`: the count of a resource, on each device or on one. Without this option, there are as many as the instance has that needs most. Has no effect without `--rate-limit=execution_count`.
 sandbox sandbox: The least sandbox of all models; `MOONPOOL_SANDBOX` of a model may name a stricter one. Without this option, a model may name any, and has `standard` if it names none.
 sandbox-grants grant*: With `best-effort` or `strict`, allows a model's configuration to give the model more than that: paths, ports, system calls, other models, variables, an interpreter, a GPU, larger limits, a template process. `MODEL:KEY=VALUE` grants this value and no other; `MODEL` grants all that the configuration asks for, now and later. `moonpool check REPO --sandbox strict` prints what models ask for in this form.
@@ -284,7 +284,7 @@ http-restricted-api text*: `<api,api,…>:<header>=<value>`: requests for these 
 http-header-forward-pattern regex: Headers whose name matches this regular expression, in any case and in any part, become parameters of requests. Names of Triton's own parameters are refused.
 http-server-cert path: A certificate in PEM form. With it, the port speaks TLS.
 http-server-key path: The private key of the certificate.
-http-max-input-size positive: The largest body of a request, before and after decompression. Larger ones are refused with Triton's text. JSON may be as large, unless `--http-max-json-bytes` is given. Without this option the next three limits hold.
+http-max-input-size positive: The largest body of a request, before and after decompression. Larger ones are refused with Triton's text. JSON may be as large, unless `--http-max-json-bytes` is given. Without this option the next three limits apply.
 http-max-body-bytes whole: The largest body of a request.
 http-max-inflated-bytes whole: The largest body after decompression.
 http-max-json-bytes whole: The largest JSON of a request, and the most bytes of outputs that a response carries as JSON. Binary tensors do not count.
@@ -305,8 +305,8 @@ grpc-server-key path: The private key of the certificate.
 grpc-root-cert path: The root certificate for the certificates of clients.
 grpc-infer-response-compression-level level: The compression of responses.
 grpc-max-connections whole: The most connections at the same time, as with `--http-max-connections`. Further ones are closed.
-grpc-write-timeout whole: Milliseconds without the client taking anything of what waits for it, after which a connection is ended; 0 sets no limit.
-grpc-read-timeout whole: Milliseconds for a large request to come, beyond the time that its bytes take at 16 KiB a second, after which its call is ended; 0 sets no limit.
+grpc-write-timeout whole: A connection is ended after so many milliseconds in which its client reads none of the bytes that wait for it; 0 sets no limit.
+grpc-read-timeout whole: Milliseconds in which a large request must arrive, in addition to the time that its bytes take at 16 KiB a second; then its call is ended; 0 sets no limit.
 grpc-keepalive-time whole: Milliseconds without traffic after which a connection is probed.
 grpc-keepalive-timeout whole: Milliseconds to wait for the answer to a probe.
 grpc-keepalive-permit-without-calls boolean: Probe connections without calls, too.
@@ -315,7 +315,7 @@ grpc-http2-min-recv-ping-interval-without-data whole: The least milliseconds bet
 grpc-http2-max-ping-strikes whole: The number of early probes after which a connection is ended; 0 sets no limit.
 grpc-max-connection-age whole: Milliseconds after which a connection is ended; 0 sets no limit.
 grpc-max-connection-age-grace whole: Milliseconds that calls may take beyond that age; 0 sets no limit.
-grpc-reflection boolean: Tell clients which services, methods and messages there are, as grpcurl and others ask. Triton does not.
+grpc-reflection boolean: Describe services, methods and messages to clients that ask, such as grpcurl. Triton does not.
 grpc-restricted-protocol text*: `<protocol,…>:<header>=<value>`, as `--http-restricted-api`.
 
 # Metrics
@@ -336,9 +336,9 @@ trace-count signed: The same as `--trace-config=count=…`.
 trace-log-frequency whole: The same as `--trace-config=triton,log-frequency=…`.
 
 # Captured requests
-capture path: Write the inputs of requests to this new file, for [`moonpool bench --replay`](BENCH.md#captured-requests). The file has what clients sent, whatever it is; only this user may read it.
-capture-rate positive: One of so many requests is captured.
-capture-byte-size size: The most bytes of the file. Then no more requests are captured.
+capture path: Write the inputs of requests to this new file, for [`moonpool bench --replay`](BENCH.md#captured-requests). The file contains all that clients sent, also secrets; only this user may read it.
+capture-rate positive: Capture one of this many requests.
+capture-byte-size size: The largest size of the file in bytes. Capturing stops there.
 """
 # Options of tritonserver that moonpool accepts and ignores. The log says once why each has no effect.
 _WITHOUT_EFFECT = """
