@@ -88,7 +88,7 @@ class Unreachable(MoonpoolError):
     code = "UNAVAILABLE"
 
 
-class Target:
+class ServerAddress:
     """The address of the server, and how connections to it are made. Shared by all connections of a generator."""
 
     def __init__(self, address: tuple[str, int], tls: ssl.SSLContext | None) -> None:
@@ -200,7 +200,9 @@ class TlsSocket:
 class LoadConnection:
     """A socket that never blocks, and the protocol on it. It can be opened again after it was closed."""
 
-    def __init__(self, target: Target, make_wire: Callable[[], Wire], poller: select.epoll) -> None:
+    def __init__(
+        self, target: ServerAddress, make_wire: Callable[[], Wire], poller: select.epoll
+    ) -> None:
         self._target = target
         self._make_wire = make_wire
         self._poller = poller
@@ -472,7 +474,7 @@ class Generator:
         self._cancellations: deque[tuple[int, LoadConnection, int]] = deque()
         self._kinds: Sequence[int] = (0,)
         self._sent = 0
-        self._target = Target(address, tls)
+        self._target = ServerAddress(address, tls)
         self._wires = wires
         self._timeout_s = timeout_s
         self._timeout_ns = round(timeout_s * _NS)

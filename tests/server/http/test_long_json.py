@@ -81,7 +81,7 @@ def test_a_string_that_is_no_utf8_is_refused(serving: Serving, strings: list[byt
 
 
 class Exchange:
-    """What `write` needs of one."""
+    """Stands for an exchange, with the attributes that `write` needs."""
 
     def __init__(self, writing: asyncio.Lock) -> None:
         self.writing = writing
