@@ -290,7 +290,12 @@ def test_the_model_of_the_page_counts(
 ) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (block,) = [block for block in blocks if block.startswith("# words/1/model.py")]
-    with hosted(runtime, "words", model_file(block), CODE):
-        runtime.infer("words", {"CODE": np.array([b""], np.object_)})
+    config: Config = {
+        "input": [tensor("TEXT", "STRING", 1)],
+        "output": [tensor("COUNT", "INT64", 1)],
+    }
+    with hosted(runtime, "words", model_file(block), config):
+        text = np.array([b"three words here"], np.object_)
+        assert runtime.infer("words", {"TEXT": text})["COUNT"].tolist() == [3]
 
-        assert lines(runtime, "words") == ['words{model="words"} 1']
+        assert lines(runtime, "words") == ['words{model="words"} 3']
