@@ -17,6 +17,7 @@ WITH_SERVERS = (
 # These units take so many seconds although their tests are few. They begin early, so no worker is left alone with one at the
 # end.
 SECONDS = {
+    "tests/card/test_runner.py": 20,
     "tests/chaos/test_chaos.py": 35,
     "tests/chaos/test_chaos_served.py": 15,
     "tests/deploy/test_capabilities.py": 20,

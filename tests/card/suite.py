@@ -7,6 +7,7 @@ result is on the disk before the next case begins. Where the plug-ins for that a
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 from typing import Any
@@ -88,7 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _workers(wanted: int) -> list[str]:
     if importlib.util.find_spec("xdist") is None:
         return []
-    return ["-n", str(min(wanted, len(os.sched_getaffinity(0))))]
+    workers = min(wanted, len(os.sched_getaffinity(0)), math.ceil(wanted * results.share()))
+    return ["-n", str(workers)]
 
 
 def main(file: str, workers: int) -> Any:

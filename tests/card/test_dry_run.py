@@ -22,7 +22,7 @@ from tests.gpu import cards
 ROOT = prepared.ROOT
 # The folder of the environment.
 VARIABLE = "MOONPOOL_TEST_CARD"
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 # A fake driver has no speed, so its figures may miss their goals.
 FIGURES = ("figures",)
 Results = list[Mapping[str, Any]]
@@ -146,10 +146,9 @@ def test_the_prepared_folder_has_the_packages_and_all_that_is_compiled(brought: 
 
 
 def test_every_stage_runs_through(whole: Visit) -> None:
-    ran = [name.removeprefix("step ") for name in (line["name"] for line in whole.found)]
     steps = {step.name for stage in stages.STAGES for each in stage.rounds for step in each}
 
-    assert steps - set(ran) == set()
+    assert {name: whole.ok(f"step {name}") for name in steps} == dict.fromkeys(steps, True)
     assert whole.failures() == [], whole.said
     assert not re.search(r"ImportError|ModuleNotFoundError", whole.log())
 
