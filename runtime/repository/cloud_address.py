@@ -6,13 +6,14 @@ with passwords are refused. Credentials come from Triton's variables, or from th
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, NoReturn
+from urllib.parse import quote_plus
 
-from moonpool.runtime.process.files import RepositoryError, read_file
+from moonpool.runtime.process.files import RepositoryError, parsed_json, read_file
 
 CREDENTIAL_FILE = "TRITON_CLOUD_CREDENTIAL_PATH"
 _MOST_CREDENTIAL_BYTES = 1 << 20
@@ -56,6 +57,30 @@ class CloudAddress:
     def secrets(self) -> tuple[str, ...]:
         """Return patterns of the variables with credentials, which no model may see."""
         return (*self.service.secrets, CREDENTIAL_FILE)
+
+
+# What a library may repeat of a request: who asks, in an address, and what is signed. Azure's texts have their keys as `AccountKey=…`.
+_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/@'\"<>]*@")
+_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s?#'\"<>]*)[?#][^\s'\"<>]*")
+_SIGNED = re.compile(
+    r"\b(AccountKey|SharedAccessSignature|sig|X-Amz-(?:Signature|Credential|Security-Token)|Signature)=[^\s;&'\"<>]+",
+    re.IGNORECASE,
+)
+# The names of variables and options whose values are secrets. The shortest that is looked for in texts.
+_SECRET = re.compile(r"key|secret|token|password|connection_string", re.IGNORECASE)
+_SHORTEST = 6
+
+
+def without_secrets(text: str, address: CloudAddress, environment: Mapping[str, str]) -> str:
+    """Return the text of a store's library without the credentials for an address, and without users and queries of addresses."""
+    secrets = [value for name, value in address.options.items() if _SECRET.search(name)]
+    for name, value in environment.items():
+        if _SECRET.search(name) and any(fnmatchcase(name, each) for each in address.secrets):
+            secrets.append(value)
+    known = {each for each in secrets if isinstance(each, str) and len(each) >= _SHORTEST}
+    for secret in sorted({*known, *map(quote_plus, known)}, key=len, reverse=True):
+        text = text.replace(secret, "…")
+    return _SIGNED.sub(r"\1=…", _QUERY.sub(r"\1?…", _USER.sub(r"\1…@", text)))
 
 
 def is_address(path: object) -> bool:
@@ -111,10 +136,10 @@ class _Credentials:
 def _entry(file: str, scheme: str, url: str) -> Any:
     """Return the entry of the credential file whose name is the longest beginning of the address. None for no need."""
     try:
-        found = json.loads(read_file(file, _MOST_CREDENTIAL_BYTES))
+        found = parsed_json(read_file(file, _MOST_CREDENTIAL_BYTES))
     except OSError as error:
         _refuse(f"{CREDENTIAL_FILE} names {file}, which cannot be read: {error.strerror}")
-    except (ValueError, RecursionError):
+    except ValueError:
         _refuse(f"{CREDENTIAL_FILE} names {file}, which is no JSON")
     section = "as" if scheme == "az" else scheme
     entries = found.get(section, {}) if isinstance(found, dict) else None

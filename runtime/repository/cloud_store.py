@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from moonpool.runtime.process.extras import how_to_install
 from moonpool.runtime.process.files import DEEPEST, RepositoryError
-from moonpool.runtime.repository.cloud_address import CloudAddress
+from moonpool.runtime.repository.cloud_address import CloudAddress, without_secrets
 
 _log = logging.getLogger("moonpool")
 
@@ -136,18 +137,25 @@ class CloudStore:
             except Exception as error:  # each library has errors of its own
                 if pause_s is None or _is_final(error):
                     self._fails(url, error)
-                _log.info("%s cannot be read now, and is asked again: %s", url, _text(error))
+                _log.info("%s cannot be read now, and is asked again: %s", url, self._text(error))
                 stop.wait(pause_s)
         raise RepositoryError(f"{url} was not read")
 
     def _fails(self, url: str, error: Exception) -> NoReturn:
         if isinstance(error, FileNotFoundError):
-            raise RepositoryError(f"there is nothing at {url}", "NOT_FOUND") from error
-        what = f"{url} cannot be read: {_text(error)}"
+            raise RepositoryError(f"there is nothing at {url}", "NOT_FOUND") from None
+        what = f"{url} cannot be read: {self._text(error)}"
         if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
             names = ", ".join(self._address.secrets)
             what = f"{what}; credentials come from {names}"
-        raise RepositoryError(what, "UNAVAILABLE") from error
+        # Not from the error: a traceback would show its whole text.
+        raise RepositoryError(what, "UNAVAILABLE") from None
+
+    def _text(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError) and not str(error):
+            return f"no answer within {_ANSWER_S:g} s"
+        text = without_secrets(str(error), self._address, os.environ)
+        return f"{type(error).__name__}: {text}"[:500]
 
 
 def _call(files: Any, method: str, *arguments: Any, **options: Any) -> Any:
@@ -184,12 +192,6 @@ def _is_final(error: Exception) -> bool:
     kinds = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
     programming = (TypeError, ValueError, AttributeError, NotImplementedError)
     return isinstance(error, (*kinds, *programming)) or "Credential" in type(error).__name__
-
-
-def _text(error: Exception) -> str:
-    if isinstance(error, TimeoutError) and not str(error):
-        return f"no answer within {_ANSWER_S:g} s"
-    return f"{type(error).__name__}: {error}"[:500]
 
 
 def checked_listing(base: str, found: Mapping[str, Mapping[str, Any]]) -> CloudListing:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from pathlib import PurePosixPath
 from typing import Any
+from urllib.parse import quote_plus
 
 import pytest
 from hypothesis import given
@@ -225,3 +227,42 @@ def test_a_missing_package_is_named(
         CloudStore(read_address(url, {}))
     assert f"needs the package {package} (the extra 'cloud')" in str(raised.value)
     assert f"-m pip install '{package}>=" in str(raised.value)
+
+
+SECRETS = ("wJalrXUtnFEMI/K7MDENG", "FwoGZXIvYXdzEJ", "hunter22", "deadbeefsig", "AccountKeyValue1")
+
+
+class Repeats:
+    """A store whose error repeats all that it was sent."""
+
+    async_impl = False
+
+    def invalidate_cache(self) -> None:
+        """Do nothing."""
+
+    def ls(self, *_: object, **__: object) -> None:
+        key, token, password, signature, account = SECRETS
+        raise ValueError(
+            f"PUT https://me:{password}@host/b?X-Amz-Signature={signature}&x=1 with {key} or {quote_plus(key)}, "
+            f"{token}; AccountKey={account};EndpointSuffix=x"
+        )
+
+
+@pytest.mark.promise(
+    "Repositories in the cloud",
+    "What a store's library says of an error is shown without credentials, and without users and queries of addresses.",
+)
+def test_an_error_that_repeats_credentials_is_shown_without_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment = {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SESSION_TOKEN": SECRETS[1]}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRETS[0])
+    monkeypatch.setattr(cloud_store, "_file_system", lambda _: Repeats())
+    store = CloudStore(read_address("s3://http://127.0.0.1:1/b", environment))
+
+    with pytest.raises(RepositoryError, match="https://…@host/b") as raised:
+        store.models(NEVER)
+    shown = "".join(traceback.format_exception(raised.value)) + caplog.text
+    assert not [each for each in SECRETS if each in shown or quote_plus(each) in shown]
