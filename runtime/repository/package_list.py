@@ -27,10 +27,14 @@ _BEGIN, _END = "# /// script", "# ///"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # What a requirement may be: a name, extras, versions, a marker. Only characters that these need: pip takes "file:%2Ftmp" for an
 # address, "x[/../tmp]" for a folder, whose code it runs, ${X} for a variable, and ends a line at more characters than "\n".
+# pip also takes an option wherever a dash follows a space, even in the quotes of a marker.
+_VERSION = r"(?:===|~=|==|!=|<=|>=|<|>)[ \t]*[A-Za-z0-9][A-Za-z0-9.*+!_-]*[ \t]*"
+_VERSIONS = rf"{_VERSION}(?:,[ \t]*{_VERSION})*(?:,[ \t]*)?"
 _REQUIREMENT = re.compile(
+    r"(?!.*[ \t]-)"
     rf"{_NAME.pattern}[ \t]*"
     r"(?:\[[A-Za-z0-9._, \t-]*\][ \t]*)?"
-    r"(?:[(<>=!~][A-Za-z0-9.*+!_,<>=~() \t-]*)?"
+    rf"(?:{_VERSIONS}|\([ \t]*{_VERSIONS}\)[ \t]*)?"
     r"(?:;[A-Za-z0-9.*+!_,<>=~()'\" \t-]*)?"
 )
 # Names that pip takes for a file, if there is one in its working directory.
