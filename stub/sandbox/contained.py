@@ -102,6 +102,10 @@ class Contained:
         version = landlock.abi()
         with self._required("landlock", f"landlock:{version}"):
             self._restrict_files(version)
+        if version > landlock.NEWEST:
+            self._applied.left_out.append(
+                f"what Landlock of version {version} can do beyond version {landlock.NEWEST}, the last that this moonpool knows"
+            )
         self._check_calls()
         with self._required("seccomp"):
             self._filter_calls(scoped=version >= landlock.KNOWS_SCOPES)

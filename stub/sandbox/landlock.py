@@ -24,9 +24,12 @@ _REFER, _TRUNCATE, _IOCTL_DEVICE = 1 << 13, 1 << 14, 1 << 15
 _MAKE_DEVICES = 1 << 6 | 1 << 11
 READ = READ_FILE | READ_DIR
 # The number of rights over files, by ABI.
-_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-_MOST_RIGHTS = 16
-CHANGE = (1 << _MOST_RIGHTS) - 1 & ~(EXECUTE | _MAKE_DEVICES | _IOCTL_DEVICE)
+_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16, 6: 16, 7: 16, 8: 16, 9: 17}
+NEWEST = max(_RIGHTS)
+"""The last version in the table. A newer kernel may know rights that are not taken away."""
+# Connections to sockets by their paths. Nobody has this right.
+_RESOLVE_UNIX = 1 << 16
+CHANGE = (1 << _RIGHTS[NEWEST]) - 1 & ~(EXECUTE | _MAKE_DEVICES | _IOCTL_DEVICE | _RESOLVE_UNIX)
 # The rights of programs that talk to a driver.
 USE_DEVICE = READ_FILE | WRITE_FILE | _IOCTL_DEVICE
 _OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | _TRUNCATE | _IOCTL_DEVICE
@@ -54,7 +57,7 @@ def restrict(version: int, paths: Iterable[tuple[str | int, int]], ports: Iterab
     A number in place of a path is a descriptor, which stays open. Missing files are skipped, and so are ports if this version does
     not know ports. Needs no_new_privs. Raises OSError, with the path if one was the reason.
     """
-    handled = (1 << _RIGHTS.get(version, _MOST_RIGHTS)) - 1
+    handled = (1 << _RIGHTS[min(version, NEWEST)]) - 1
     words = [handled]
     if version >= KNOWS_PORTS:
         words.append(_BIND | _CONNECT)

@@ -183,6 +183,8 @@ def _landlock(_: Policy) -> tuple[str, str]:
             _is_refused("to signal others", lambda: os.kill(os.getppid(), 0), errno.EPERM)
             _is_refused("to reach an abstract socket", lambda: _connect(abstract), errno.EPERM)
             keeps += ["signals", "abstract sockets"]
+        if abi > landlock.NEWEST:
+            keeps.append(f"nothing that is newer than version {landlock.NEWEST}")
     return f"landlock:{abi}", f"version {abi}: {', '.join(keeps)}"
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.stub.sandbox.children import INSTANCE, Identity
 
-from moonpool.stub.sandbox import landlock, rules
+from moonpool.stub.sandbox import kernel, landlock, rules
 
 if landlock.abi() < landlock.KNOWS_TRUNCATE:
     pytest.skip("this kernel has no Landlock, or an old one", allow_module_level=True)
@@ -185,3 +186,27 @@ kernel.call({name!r}, -1, -1, -1, -1, -1)
     ended = Identity(os.geteuid(), sys.executable, code).run(program, str(code))
 
     assert (ended.stdout, ended.returncode) == ("on\n", -31)
+
+
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "From version 9 of Landlock on, a contained process reaches no socket by its path, and rights of versions that moonpool does not know are named.",
+)
+@pytest.mark.parametrize(
+    ("version", "rights"), [(1, 13), (3, 15), (7, 16), (9, 17), (10, 17), (99, 17)]
+)
+def test_landlock_takes_all_rights_that_the_kernel_knows(
+    version: int, rights: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def call(*arguments: Any) -> int:
+        asked.append(arguments)
+        # The ruleset, which `restrict` closes.
+        return os.open("/dev/null", os.O_RDONLY) if len(asked) == 1 else 0
+
+    monkeypatch.setattr(kernel, "call", call)
+    landlock.restrict(version, [("/", landlock.CHANGE | landlock.READ)], [])
+    handled = int.from_bytes(asked[0][1][:8], "little")
+    assert handled == (1 << rights) - 1
+    assert not (landlock.CHANGE | landlock.READ | landlock.USE_DEVICE) >> 16
