@@ -18,12 +18,13 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
+from moonpool.runtime.process.usage import part_of_memory
 from moonpool.runtime.server.metrics import Meter
 
 _log = logging.getLogger("moonpool")
 _LOG_S = 1.0
 # For all clients of a port together: what they do not read.
-_UNSENT_BYTES = 4 << 30
+_UNSENT_BYTES = part_of_memory(8, 4 << 30)
 C = TypeVar("C")
 
 

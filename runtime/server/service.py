@@ -13,10 +13,11 @@ from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.memory import lease_of
 from moonpool.ipc.policy import is_contained
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES, ITEMSIZE
-from moonpool.runtime.errors import ModelError
+from moonpool.runtime.errors import InvalidRequest, ModelError
 from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.request import InferenceRequest, WireTensor
+from moonpool.runtime.process.usage import part_of_memory
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.server.capture import Capture
 from moonpool.runtime.server.inference.tensors import Input, WrongSize, shape_size, to_bytes
@@ -31,6 +32,8 @@ from moonpool.runtime.stubs.regions import CallerMemory, is_clients, overlap
 
 Place = tuple[str, int, int]
 _UINT8 = np.dtype(np.uint8)
+# For one input. Clients may name any number of bytes, as a file of theirs may be a hole.
+_MOST_COPIED_BYTES = part_of_memory(4, 64 << 30)
 
 
 class SharedInput(Protocol):
@@ -127,6 +130,11 @@ class Service:
         # Strings must be counted here, so they are always copied.
         lease = self.shared_memory.lease(*place) if code != BYTES and self.may_lend(model) else None
         if lease is None:
+            if size_bytes > _MOST_COPIED_BYTES:
+                raise InvalidRequest(
+                    f"input '{name}' has {size_bytes} bytes in shared memory region '{region}', and at most {_MOST_COPIED_BYTES} bytes are copied"
+                    " for a model that may not read that memory itself"
+                )
             raw = self._room_for(model, size_bytes)
             self.shared_memory.read(region, offset, raw)
         else:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from moonpool.runtime.process.usage import part_of_memory
+
 # The largest message that gRPC can send, and that Triton takes.
 MAX_MESSAGE_BYTES = 2**31 - 1
 
@@ -53,9 +55,9 @@ class GrpcOptions:
     """A call ends when its large request has not come after so long, and the time that its bytes take at 16 KiB a second. 0 lets it wait."""
     max_calls: int = 10_000
     """More RPCs at once are refused."""
-    max_backlog_bytes: int = 256 << 20
+    max_backlog_bytes: int = part_of_memory(32, 256 << 20)
     """A stream ends when more bytes wait for its client, who does not read them."""
-    max_backlogs_bytes: int = 1 << 30
+    max_backlogs_bytes: int = part_of_memory(16, 1 << 30)
     """When more bytes wait for the clients of all streams, the stream ends for which the most wait."""
 
     def channel_arguments(self) -> tuple[tuple[str, int], ...]:

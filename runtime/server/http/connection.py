@@ -105,7 +105,10 @@ _STATUSES = {
 
 def http_status(error: BaseException) -> int:
     """Return the status of the response for an error. It is 500 for errors that are not moonpool's."""
-    return _STATUSES[error.code] if isinstance(error, MoonpoolError) else 500
+    if not isinstance(error, MoonpoolError):
+        return 500
+    status: int = getattr(error, "http_status", _STATUSES[error.code])
+    return status
 
 
 def error_headers(error: BaseException, headers: Headers) -> Headers:

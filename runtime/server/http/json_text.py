@@ -39,6 +39,12 @@ class NotJson(MoonpoolError):
     """The text is not JSON, or not the JSON that was expected. Triton calls that an internal error."""
 
 
+class TooMuchJson(NotJson):
+    """The JSON has more parts than are read."""
+
+    http_status = 413
+
+
 def too_much_json(size_bytes: int, most_bytes: int) -> str:
     """Return the error text for JSON over the limit."""
     return (
@@ -61,7 +67,7 @@ def _broken(what: str, at: int) -> NotJson:
 
 
 def loads(text: bytes | bytearray | memoryview) -> Any:
-    """Return the value of a JSON text, which may hold `NaN` and `Infinity`. Raises `NotJson`.
+    """Return the value of a JSON text, which may hold `NaN` and `Infinity`. Raises `NotJson`, `TooMuchJson`.
 
     The caller bounds the size of the text: the value takes several times as much memory.
     """
@@ -70,18 +76,18 @@ def loads(text: bytes | bytearray | memoryview) -> Any:
     if len(text) > _MOST_CONTAINERS:
         text = bytes(text)
         if text.count(b"[") + text.count(b"{") > _MOST_CONTAINERS:
-            raise NotJson(
+            raise TooMuchJson(
                 f"the request JSON has more than {_MOST_CONTAINERS} arrays and objects: send flat arrays, or "
                 "binary data"
             )
         if text.count(b":") > _MOST_MEMBERS and any(
             islice(_MEMBER.finditer(text), _MOST_MEMBERS, None)
         ):
-            raise NotJson(f"the request JSON has more than {_MOST_MEMBERS} members of objects")
+            raise TooMuchJson(f"the request JSON has more than {_MOST_MEMBERS} members of objects")
         if text.count(b'"') > 2 * _MOST_STRINGS and any(
             islice(_STRING.finditer(text), _MOST_STRINGS, None)
         ):
-            raise NotJson(
+            raise TooMuchJson(
                 f"the request JSON has more than {_MOST_STRINGS} strings: send binary data"
             )
     try:
