@@ -16,6 +16,7 @@ from moonpool.runtime.bench.generator.engine import Unreachable
 from moonpool.runtime.bench.request import STREAM_METHOD, Endpoint, Question, QuestionTensor
 from moonpool.runtime.model.config.model import TensorConfig
 from moonpool.runtime.process.extras import how_to_install
+from moonpool.runtime.process.files import parsed_json
 
 
 class Refused(MoonpoolError):
@@ -115,7 +116,7 @@ class HttpControlClient:
         if changes is None:
             return self._get(path)
         _, body = self._ask("POST", path, json.dumps(changes).encode())
-        return dict(json.loads(body))
+        return dict(parsed_json(body))
 
     def served(self) -> dict[str, int]:
         """Return the number of requests that each model has answered, also those of ensembles and models."""
@@ -134,7 +135,7 @@ class HttpControlClient:
     def unready(self) -> dict[str, str]:
         """Return the models of the server's repositories of which no version is ready, each with the reason."""
         _, body = self._ask("POST", "/v2/repository/index", b"{}")
-        entries = json.loads(body)
+        entries = parsed_json(body)
         ready = {entry["name"] for entry in entries if entry.get("state") == "READY"}
         return {
             str(entry["name"]): str(entry.get("reason", "it is not loaded"))
@@ -203,7 +204,7 @@ class HttpControlClient:
             for line in response:
                 if not line.startswith(b"data:"):
                     continue
-                event = json.loads(line.removeprefix(b"data:"))
+                event = parsed_json(line.removeprefix(b"data:"))
                 if "error" in event:
                     raise Refused(f"{self._endpoint.url}{path}: {event['error']}")
                 yield [
@@ -227,7 +228,7 @@ class HttpControlClient:
         length = answered.get("inference-header-content-length")
         size = len(answer) if length is None else int(length)
         try:
-            found = json.loads(answer[:size])
+            found = parsed_json(answer[:size])
         except ValueError:
             if length is not None:
                 raise
@@ -242,7 +243,7 @@ class HttpControlClient:
     def _get(self, path: str) -> dict[str, Any]:
         _, body = self._ask("GET", path, None)
         try:
-            found = json.loads(body)
+            found = parsed_json(body)
         except ValueError:
             found = None
         if not isinstance(found, dict):
@@ -304,7 +305,7 @@ def _model(model: str, version: str) -> str:
 
 def _error(body: bytes) -> str:
     try:
-        return str(json.loads(body)["error"])
+        return str(parsed_json(body)["error"])
     except (ValueError, LookupError, TypeError):
         return body.decode(errors="replace").strip()[:300]
 

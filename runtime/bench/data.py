@@ -21,6 +21,7 @@ from moonpool.ipc.tensors import CODES, DTYPES
 from moonpool.runtime.bench.loads import Schedule
 from moonpool.runtime.bench.request import QuestionTensor
 from moonpool.runtime.model.config.model import TensorConfig
+from moonpool.runtime.process.files import parsed_json
 
 
 class BadData(MoonpoolError):
@@ -190,8 +191,8 @@ def _of_json(
 ) -> list[RequestData]:
     """Read perf_analyzer's form. Streams, which are lists of requests, follow one another."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        found = parsed_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise BadData(f"{path} is no JSON: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("data"), list):
         raise BadData(f"{path} has no list `data`, as in perf_analyzer's --input-data")
@@ -332,8 +333,8 @@ def read_capture(path: Path, model: str, speed: float) -> tuple[DataMix, Schedul
 
 def _captured(line: str, where: str) -> dict[str, Any]:
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        entry = parsed_json(line)
+    except ValueError as error:
         raise BadData(f"{where} is no JSON: {error}") from error
     if not isinstance(entry, dict):
         raise BadData(f"{where} is no object")

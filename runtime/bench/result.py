@@ -25,6 +25,7 @@ from moonpool.runtime.bench.loads import LOAD_FIELDS
 from moonpool.runtime.bench.request import QuestionTensor
 from moonpool.runtime.bench.slo import Slo
 from moonpool.runtime.bench.windows import PARTS, PERCENTILES, Point, Window, percentile_us
+from moonpool.runtime.process.files import parsed_json
 from moonpool.runtime.version import VERSION
 
 # Long enough that no two of a person's results agree by chance.
@@ -318,7 +319,7 @@ def _times(times_ns: NDArray[np.int64]) -> dict[str, float | None]:
 def read(path: Path) -> dict[str, Any]:
     """Read a result from its file. Raises `BadResult` and OSError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parsed_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise BadResult(f"{path} is no JSON: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("series"), list):

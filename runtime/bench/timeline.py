@@ -24,6 +24,7 @@ from moonpool.runtime.bench.export import outcome_of
 from moonpool.runtime.bench.generator.engine import DUE, END, KIND, OUTCOME, SENT
 from moonpool.runtime.bench.windows import Point, Window
 from moonpool.runtime.model.request import Answer, InferenceRequest, ModelVersion, RequestTrace
+from moonpool.runtime.process.files import parsed_json
 
 # The most requests that are traced, as a file of more is hard to look at.
 MOST_TRACES = 50_000
@@ -63,7 +64,7 @@ def read_traces(path: Path) -> list[ServerTrace]:
     try:
         text = path.read_text(encoding="utf-8").rstrip()
         # A tritonserver closes the list when it ends.
-        rows = json.loads(f"{text}]" if text.endswith("}") else text)
+        rows = parsed_json(f"{text}]" if text.endswith("}") else text)
         models: dict[int, tuple[str, bool]] = {}
         times: dict[int, dict[str, int]] = {}
         for row in rows:

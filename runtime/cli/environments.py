@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.policy import is_contained
 from moonpool.runtime.cli.shared import UsageError, add_hosting, hosting_of, session, table
-from moonpool.runtime.process.files import read_file
+from moonpool.runtime.process.files import parsed_json, read_file
 from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.repository.environment import EnvironmentCache, resolve
 from moonpool.runtime.repository.environment_builder import NOTE
@@ -107,7 +106,7 @@ def _size(path: Path) -> int:
 def _origin(folder: Path) -> str:
     """Return the list of packages that an environment was built from. Who may write into it may write anything there."""
     try:
-        note = json.loads(read_file(folder / NOTE, _MOST_NOTE_BYTES))
+        note = parsed_json(read_file(folder / NOTE, _MOST_NOTE_BYTES))
         return str(note["list"])
     except (OSError, ValueError, KeyError, TypeError):
         return "an archive"

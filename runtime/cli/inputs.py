@@ -13,6 +13,7 @@ from moonpool.ipc.tensors import CODES, DTYPES
 from moonpool.runtime.cli.shared import UsageError
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.config.model import TensorConfig
+from moonpool.runtime.process.files import parsed_json
 
 # What JSON may hold for a datatype, as numpy's kinds.
 _FITTING_KINDS = {"B": "b", "U": "iu", "I": "iu", "F": "iuf"}
@@ -57,7 +58,7 @@ def _from_file(name: str, path: str) -> NDArray[Any]:
 
 def _from_json(name: str, text: str) -> object:
     try:
-        return json.loads(text)
+        return parsed_json(text)
     except ValueError as error:
         raise UsageError(f"--input {name}: {text!r} is no JSON: {error}") from error
 

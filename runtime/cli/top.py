@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import locale
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.cli.shared import UsageError, figure
+from moonpool.runtime.process.files import parsed_json
 from moonpool.runtime.process.terminal import Terminal, harmless
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ def _get(url: str) -> object:
 
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-            return json.loads(answer.read(_MOST_BYTES))
+            return parsed_json(answer.read(_MOST_BYTES))
     except urllib.error.HTTPError as error:
         error.close()
         if error.code in (401, 403):
@@ -317,7 +317,7 @@ def _get(url: str) -> object:
         raise NoOverview(f"cannot reach {url}: {error!r}") from error
     except http.client.HTTPException as error:
         raise NoOverview(f"cannot reach {url}: what answers there does not speak HTTP") from error
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
@@ -23,6 +22,7 @@ from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.model import ConfigError, ModelConfig
 from moonpool.runtime.model.config.options import ModelOptions
+from moonpool.runtime.process.files import parsed_json
 from moonpool.runtime.repository.grants import check_may_ask
 from moonpool.runtime.repository.loading import HostingRules, Wanted
 from moonpool.runtime.repository.repository import NoVersion, RepositoryError
@@ -179,8 +179,8 @@ def wanted_of(
         return Wanted(name)
     (limits or ConfigLimits()).check_size(len(config.encode(errors="replace")))
     try:
-        parsed = json.loads(config)
-    except (ValueError, RecursionError) as error:
+        parsed = parsed_json(config)
+    except ValueError as error:
         raise RepositoryError(f"Invalid config override: {error}") from error
     if not isinstance(parsed, dict):
         raise RepositoryError("Invalid config override: it is no JSON object")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -22,6 +21,7 @@ from moonpool.runtime.model.config.options import hardened, policy_of, ties_call
 from moonpool.runtime.model.device_intake import DeviceIntake
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.process.child import ChildProcess
+from moonpool.runtime.process.files import parsed_json
 from moonpool.runtime.quick import learn, learn_object
 from moonpool.runtime.repository.environment import Environment, resolve
 from moonpool.runtime.stubs.handle import StubHandle, Stubs
@@ -422,8 +422,8 @@ def _object(text: str, model: str) -> dict[str, Any]:
     """Parse the JSON object that a stub sent. Raises `LoadFailed`."""
     subject = f"the completed configuration of model '{model}'"
     try:
-        completed = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        completed = parsed_json(text)
+    except ValueError as error:
         raise LoadFailed(f"{subject} is no JSON: {error}", stage="auto_complete_config") from error
     if not isinstance(completed, dict):
         raise LoadFailed(f"{subject} is no JSON object", stage="auto_complete_config")

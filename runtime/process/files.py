@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from moonpool.ipc.errors import MoonpoolError
 
@@ -194,3 +195,11 @@ def _add(digest: hashlib._Hash, path: str | os.PathLike[str]) -> None:
     except OSError:
         pass
     digest.update(repr((os.fspath(path), link, *facts)).encode())
+
+
+def parsed_json(text: str | bytes | bytearray) -> Any:
+    """Return the value of a JSON text that others have written. Raises ValueError, also for one that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Sequence
 
 from moonpool.runtime.bench.generator.engine import ANSWERED, WireError
+from moonpool.runtime.process.files import parsed_json
 
 _HEAD_LIMIT_BYTES = 1 << 16
 _ERROR_LIMIT_BYTES = 1 << 20
@@ -119,7 +119,7 @@ class HttpWire:
         text = body.decode(errors="replace").strip()
         # A proxy on the way may answer without the protocol's JSON.
         with contextlib.suppress(ValueError, LookupError, TypeError):
-            text = str(json.loads(text)["error"])
+            text = str(parsed_json(text)["error"])
         return f"HTTP {self._status}: {text[:500]}"
 
 
@@ -187,7 +187,7 @@ class EventWire(HttpWire):
 def _message(text: bytes) -> str:
     """Return the error in an event."""
     try:
-        return str(json.loads(text)["error"])[:500]
+        return str(parsed_json(text)["error"])[:500]
     except (ValueError, LookupError, TypeError):
         return text.decode(errors="replace").strip()[:500]
 

@@ -204,6 +204,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         ("{", "is no JSON"),
+        ("[" * 200_000, "nested too deeply"),
         ("[]", "is no result of `moonpool bench`"),
         ('{"series": [], "format": 99}', "is of format 99"),
         ('{"series": [], "format": 1}', "it has no `model`"),
