@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
-from tests.server.http.served import serving
+from tests.server.http.served import served
 from tests.server.http.serving import Serving
 
 from moonpool.ipc.tensors import BYTES, CODES, encode_bytes
@@ -17,13 +18,18 @@ from moonpool.runtime.errors import ModelError
 from moonpool.runtime.model.request import WireTensor
 from moonpool.runtime.server.http.json_pieces import JsonValues, write
 
-__all__ = ["serving"]
 pytestmark = pytest.mark.promise(
     "What the server bears, and whom it answers like",
     "Large outputs as JSON are written in pieces, one answer at a time, and other clients are answered in between.",
 )
 LONG = ('ab\u00e4\U0001f600\n"' * 60_000).encode()
 COUNT = 20_001
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    with served("echo", "plain", "text") as made:
+        yield made
 
 
 def binary(inputs: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
