@@ -15,14 +15,70 @@ CODES = (
 )
 
 
+# The status of an HTTP response by the code of its error. Triton's frontend answers 400 unless it says otherwise.
+HTTP_STATUSES = {
+    "UNKNOWN": 400,
+    "INTERNAL": 500,
+    "NOT_FOUND": 404,
+    "INVALID_ARG": 400,
+    "UNAVAILABLE": 503,
+    "UNSUPPORTED": 501,
+    "ALREADY_EXISTS": 400,
+    "CANCELLED": 499,
+}
+# Who can do something about an error, by its code, unless its class knows better.
+_FAULTS = {"NOT_FOUND": "caller", "INVALID_ARG": "caller", "UNSUPPORTED": "caller"}
+_FAULTS.update({"ALREADY_EXISTS": "caller", "CANCELLED": "caller", "UNAVAILABLE": "load"})
+
+
 class MoonpoolError(Exception):
-    """The base of all errors that moonpool itself raises. `code` is one of `CODES`."""
+    """The base of all errors that moonpool itself raises.
+
+    `code` is one of Triton's codes. `str(error)` is for you and your log: it may have paths, and lines of a model's code. Show strangers
+    `error.public_text()`.
+    """
+
+    __module__ = "moonpool"
 
     code: str = "INTERNAL"
     # The text for readers outside of the runtime's process, if they may not see the whole text.
     public_message: str | None = None
     # The seconds after which the same request may succeed, if that is known.
     retry_after_s: float | None = None
+    # True if the text names what its reader has sent, and nothing of this machine.
+    _quotes_reader = False
+    # As in `fault`; empty if the code says it.
+    _fault = ""
+
+    @property
+    def http_status(self) -> int:
+        """The status of the response that `moonpool serve` gives over HTTP."""
+        return HTTP_STATUSES[self.code]
+
+    @property
+    def fault(self) -> str:
+        """Whose fault it is: `caller`, `model`, `setup`, `load`, `backend` or `moonpool`. See `help(moonpool.errors)`."""
+        return self._fault or _FAULTS.get(self.code, "moonpool")
+
+    def public_text(self, request_id: str = "", *, is_for_contained: bool = False) -> str:
+        """Return the text that clients of a server get, without folders, addresses and lines of source.
+
+        If it leaves something out, it refers to the server's log, and names `request_id`, so that the entry there can be found. Errors that a
+        model answers with are as in Triton if the model is not contained (`best-effort`, `strict`), except for a reader that is itself.
+        """
+        text = str(self) if self.public_message is None else self.public_message
+        if not self._is_kept(is_for_contained=is_for_contained):
+            from moonpool.ipc.redaction import scrubbed  # a stub shows its errors to nobody
+
+            text = scrubbed(text)
+        if self.public_message is None:
+            return text
+        where = f" (request id: {request_id})" if request_id else ""
+        return f"{text}; see the server's log{where}"
+
+    def _is_kept(self, *, is_for_contained: bool) -> bool:  # noqa: ARG002 - as in ModelError
+        """Return True if the whole text is for readers outside, too."""
+        return self._quotes_reader
 
 
 class ProtocolError(MoonpoolError):
@@ -36,19 +92,26 @@ class LocalProtocolError(ProtocolError):
 class RemoteProtocolError(ProtocolError):
     """The peer broke the rules. Nothing that it sends can be trusted any more."""
 
+    _fault = "model"
+
 
 class PeerGone(MoonpoolError):
     """The process at the other end of the channel has ended or closed it."""
+
+    _fault = "model"
 
 
 class Closed(MoonpoolError):
     """This side closed the object earlier."""
 
     code = "UNAVAILABLE"
+    _fault = "caller"
 
 
 class OutOfMemory(MoonpoolError):
     """No region has room, and none may be added."""
+
+    __module__ = "moonpool"
 
     code = "UNAVAILABLE"
 
@@ -57,10 +120,13 @@ class CudaUnavailable(MoonpoolError):
     """No device can be used: there is no driver, no device of that number, or it cannot share memory."""
 
     code = "UNAVAILABLE"
+    _fault = "setup"
 
 
 class CudaError(MoonpoolError):
     """The driver refused a call. Has the name and the number of the driver's error."""
+
+    _fault = "setup"
 
     def __init__(self, text: str, name: str, number: int) -> None:
         super().__init__(text)
@@ -72,3 +138,4 @@ class BadTensor(MoonpoolError):
     """An array or a tensor description that cannot be a tensor."""
 
     code = "INVALID_ARG"
+    _quotes_reader = True

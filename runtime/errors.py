@@ -13,41 +13,52 @@ from moonpool.ipc.errors import Closed, MoonpoolError
 class InvalidRequest(MoonpoolError):
     """The request does not fit the model: names, datatypes, shapes. Correct it."""
 
+    __module__ = "moonpool"
+    _quotes_reader = True
     code = "INVALID_ARG"
 
 
 class BadEnvironment(MoonpoolError):
     """An execution environment that cannot be used. The text names its path and says what to do."""
 
+    __module__ = "moonpool"
+    _fault = "setup"
     code = "INVALID_ARG"
 
 
 class SequenceLost(MoonpoolError):
     """The instance that had the sequence's state ended. Start the sequence again."""
 
+    __module__ = "moonpool"
     code = "UNAVAILABLE"
 
 
 class ModelNotFound(MoonpoolError):
     """No such model or version is loaded."""
 
+    __module__ = "moonpool"
     code = "NOT_FOUND"
 
 
 class NotGranted(MoonpoolError):
     """A model asked for something that its sandbox does not allow. Its configuration may grant it."""
 
+    _fault = "setup"
     code = "UNAVAILABLE"
 
 
 class ModelUnavailable(MoonpoolError):
     """The model is loading, unloading or has failed for good; the text says why. Try later."""
 
+    __module__ = "moonpool"
     code = "UNAVAILABLE"
 
 
 class LoadFailed(MoonpoolError):
     """A model could not be loaded. `stage` says where in its life, `traceback` is the model's own."""
+
+    __module__ = "moonpool"
+    _fault = "model"
 
     def __init__(self, message: str, *, stage: str = "load", traceback: str = "") -> None:
         super().__init__(message)
@@ -60,6 +71,9 @@ class LoadFailed(MoonpoolError):
 class ModelError(MoonpoolError):
     """The model answered this request with an error; `code` is the model's."""
 
+    __module__ = "moonpool"
+    _fault = "model"
+
     # True if the model is contained, so that addresses and paths of this machine are kept from clients.
     is_confined = False
 
@@ -67,13 +81,21 @@ class ModelError(MoonpoolError):
         super().__init__(message)
         self.code = code
 
+    def _is_kept(self, *, is_for_contained: bool) -> bool:
+        return not (self.is_confined or is_for_contained)
+
 
 class HookFailed(MoonpoolError):
     """The model's `sleep` or `wake` raised, or took longer than its limit. No request was inside."""
 
+    _fault = "model"
+
 
 class StubDied(MoonpoolError):
     """The process of the instance ended while it had this request. Other instances serve on."""
+
+    __module__ = "moonpool"
+    _fault = "model"
 
     def __init__(self, message: str, public_message: str | None = None) -> None:
         super().__init__(message)
@@ -83,10 +105,13 @@ class StubDied(MoonpoolError):
 class ClientCutMemory(StubDied):
     """The process ended because a client truncated memory that it had lent. It counts as no death of the model."""
 
+    _fault = "caller"
+
 
 class QueueFull(MoonpoolError):
     """The queue is full: the request's level holds as many requests as its policy allows."""
 
+    __module__ = "moonpool"
     code = "UNAVAILABLE"
 
     def __init__(self) -> None:
@@ -102,6 +127,7 @@ class BacklogFull(MoonpoolError):
 class QueueTimeout(MoonpoolError):
     """The request waited longer than its policy allows; it was not executed."""
 
+    __module__ = "moonpool"
     code = "UNAVAILABLE"
 
     def __init__(self) -> None:
@@ -111,18 +137,22 @@ class QueueTimeout(MoonpoolError):
 class RequestTimedOut(MoonpoolError, TimeoutError):
     """The time that was set for this request has passed. The model may still be executing it."""
 
+    __module__ = "moonpool"
     code = "UNAVAILABLE"
 
 
 class ExecuteTimedOut(MoonpoolError, TimeoutError):
     """The model took longer than its limit for one execute; its process was ended."""
 
+    __module__ = "moonpool"
+    _fault = "model"
     code = "UNAVAILABLE"
 
 
 class OutOfThreads(MoonpoolError, OSError):
     """The operating system refuses the runtime a thread. The text says for what, and which limits to raise."""
 
+    __module__ = "moonpool"
     code = "UNAVAILABLE"
     # As it is in the error of fork at the same limits.
     errno = EAGAIN
@@ -131,9 +161,13 @@ class OutOfThreads(MoonpoolError, OSError):
 class RuntimeClosed(Closed):
     """The runtime was closed; make another."""
 
+    __module__ = "moonpool"
+
 
 class BackendError(MoonpoolError):
     """A backend broke its contract, or one of its functions raised. The cause is chained."""
+
+    _fault = "backend"
 
 
 def own(error: BaseException) -> BaseException:

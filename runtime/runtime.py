@@ -12,8 +12,9 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ from moonpool.runtime.model.request import Response
 from moonpool.runtime.model.signature import RequestOptions, make_request
 from moonpool.runtime.observe.exposition import expose
 from moonpool.runtime.observe.metrics_options import MetricsOptions
-from moonpool.runtime.process.parallel import in_parallel
+from moonpool.runtime.process.parallel import awaited, in_parallel
 from moonpool.runtime.repository.grants import Grants, as_argument
 from moonpool.runtime.repository.loading import HostingRules, Wanted
 from moonpool.runtime.repository.repository import ModelRepositories
@@ -62,12 +63,25 @@ _ONE_OF_MANY = (
 )
 
 
+class LoadOptions(TypedDict, total=False):
+    """The options of a load, as `Runtime.load` has them."""
+
+    instances: int | None
+    config: Mapping[str, Any] | None
+    files: Mapping[str, bytes] | None
+    sandbox: str | None
+    options: Mapping[str, str | float] | None
+    parameters: Mapping[str, str | float] | None
+
+
 class Runtime:
     """Hosts models in stub processes. Thread-safe; use it as a context manager, or call `close`.
 
         with moonpool.Runtime("models/") as runtime:
             sums = runtime.infer("add_sub", {"INPUT0": a, "INPUT1": b})["OUTPUT0"]
 
+    In an event loop, use `async with`, `aload`, `ainfer`, and `stream` with `async for`. Making a runtime loads the models of its repository
+    and so takes time: `await asyncio.to_thread(moonpool.Runtime, "models/")`.
     A runtime does not survive a fork: use it in the process that made it.
     """
 
@@ -186,6 +200,16 @@ class Runtime:
         said = said_in_a_load(sandbox, options, parameters)
         self._models.load(Wanted(name, source, instances, config, files, said=said))
 
+    async def aload(
+        self,
+        name: str,
+        source: str | os.PathLike[str] | type | FunctionType | None = None,
+        **arguments: Unpack[LoadOptions],
+    ) -> None:
+        """Load a model as `load` does, from an asyncio event loop. Cancelling the task gives the load up, as soon as that is possible."""
+        load = partial(self.load, name, source, **arguments)
+        await awaited(load, "moonpool-aload", partial(self._models.give_up_loading, name))
+
     def scale(self, name: str, instances: int) -> None:
         """Change the number of instances of a loaded model while it serves.
 
@@ -205,6 +229,15 @@ class Runtime:
         """
         self._models.unload_patiently(name)
 
+    async def ascale(self, name: str, instances: int) -> None:
+        """Change the number of instances as `scale` does, from an asyncio event loop. It cannot be cancelled half-way."""
+        await awaited(partial(self.scale, name, instances), "moonpool-ascale", _go_on)
+
+    async def aunload(self, name: str) -> None:
+        """Unload a model as `unload` does, from an asyncio event loop. Cancelling the task ends the wait, as Ctrl-C does."""
+        end = partial(self._models.end_at_once, name)
+        await awaited(partial(self.unload, name), "moonpool-aunload", end)
+
     def models(self) -> dict[str, list[int]]:
         """Return the names of the loaded models, each with its versions."""
         return self._models.names()
@@ -212,7 +245,8 @@ class Runtime:
     def is_ready(self, name: str, version: int | None = None) -> bool:
         """Return True if a request to this model could run now, and the model's `is_ready`, if it has one, agrees.
 
-        Takes as long as `is_ready`, at most some seconds. Returns False for models that are not loaded.
+        Takes as long as `is_ready`, at most some seconds: await `asyncio.to_thread(runtime.is_ready, name)` in an event loop. Returns False
+        for models that are not loaded.
         """
         return self.why_not_ready(name, version) is None
 
@@ -447,8 +481,22 @@ class Runtime:
         _open_registries.discard(self._models)
         PRINTER.wait()
 
+    async def aclose(self) -> None:
+        """Close the runtime as `close` does, from an asyncio event loop. Cancelling the task ends the wait, as Ctrl-C does."""
+        await self._aclose()
+
+    async def _aclose(self, drain_timeout_s: float | None = None) -> None:
+        close = partial(self._close, drain_timeout_s)
+        await awaited(close, "moonpool-aclose", self._models.end_at_once)
+
     def __enter__(self) -> Runtime:
         return self
+
+    async def __aenter__(self) -> Runtime:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await self._aclose(_drain_after(kind))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close(_drain_after(kind))
@@ -465,6 +513,10 @@ def _drain_after(kind: type[BaseException] | None) -> float | None:
     After an exception, the program goes on elsewhere. SystemExit is an orderly end, also of `exit_on_sigterm`.
     """
     return None if kind is None or issubclass(kind, SystemExit) else ABANDONED_S
+
+
+def _go_on() -> None:
+    """Take note of an interruption that cannot be obeyed."""
 
 
 @atexit.register

@@ -172,7 +172,8 @@ class HostedModel:
         if model.config.response_cache and self._cache is None:
             _log.warning(_NO_CACHE, model.name)
         instances = [] if model.is_asleep else self._made(specs_of(model.config.instance_groups))
-        self.signature = Signature(model.config, self._backend.device_intake(model))
+        intake = self._backend.device_intake(model)
+        self.signature = Signature(model.config, intake, is_native=model.source.is_native)
         self.supervisor = Supervisor(
             self._backend,
             model,

@@ -1,4 +1,4 @@
-"""The status of each model that somebody wanted to load, loaded or not.
+"""The versions of each loaded model, and the status of each that somebody wanted to load, loaded or not.
 
 Theory of operation. A lock guards the table of `ModelStatuses`. A `ModelStatus` is appended to by the one thread that loads, and
 read by others without a lock. A version's state is not copied: it is read from the version's own state machine.
@@ -7,11 +7,16 @@ read by others without a lock. A version's state is not copied: it is read from 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.isolation.public_text import public_text, scrubbed
+from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.config.live import fixed_part, waits_alike
+from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.states import ModelState
+from moonpool.runtime.repository.loading import PreparedModel, Wanted
 
 # The number of names that are remembered.
 _MOST = 10_000
@@ -134,3 +139,70 @@ class ModelStatuses:
         """Return all statuses by name."""
         with self._lock:
             return dict(self._by_name)
+
+
+class LoadedVersions:
+    """The versions of a loaded model, by number, and the status of their load. Nothing but `stamp` ever changes."""
+
+    def __init__(
+        self,
+        versions: Sequence[HostedModel],
+        wanted: Wanted,
+        prepared: PreparedModel,
+        status: ModelStatus,
+        before: LoadedVersions | None = None,
+    ) -> None:
+        """`before` are the versions that were updated to these. Their files are in use still."""
+        self.versions = {hosted.model.version: hosted for hosted in versions}
+        self.latest = versions[-1]
+        self.wanted = wanted
+        self.status = status
+        self.stamp = prepared.stamp
+        self._fixed = dict(prepared.fixed)
+        self._discard = prepared.discard
+        if before is not None:
+            self._fixed |= {k: v for k, v in before._fixed.items() if k in self._fixed}
+            self._discard = before._discard
+
+    @property
+    def config(self) -> ModelConfig:
+        """The configuration of the latest version."""
+        return self.latest.model.config
+
+    def is_what(self, prepared: PreparedModel, *, at_least_once: bool) -> bool:
+        """Return True if these versions are what was prepared, and serve now, or did `at_least_once`."""
+        return self.stamp == prepared.stamp and (at_least_once or self._serve())
+
+    def _serve(self) -> bool:
+        return all(hosted.why_not_serving() is None for hosted in self.versions.values())
+
+    def may_become(self, prepared: PreparedModel, *, is_shared: bool) -> bool:
+        """Return True if an update makes these versions what was prepared, with the processes that there are.
+
+        With `is_shared`, front ends have read the configuration, too, and would go on with what they have read.
+        """
+        staying = [each for each in prepared.models if each.version in self.versions]
+        # Files that a client brought again lie elsewhere. Versions that stay have the first ones.
+        is_complete = len(staying) == len(prepared.models) or not prepared.is_made
+        return (
+            is_complete
+            and bool(staying)
+            # An ensemble has no instances, and is checked against its members when it is loaded.
+            and self.config.ensemble is None
+            and self._serve()
+            and all(self._goes_on(each, prepared, is_shared=is_shared) for each in staying)
+        )
+
+    def _goes_on(self, wanted: Model, prepared: PreparedModel, *, is_shared: bool) -> bool:
+        model, fixed = self.versions[wanted.version].model, self._fixed[wanted.version]
+        if is_shared and not waits_alike(model, wanted):
+            return False
+        # A client may bring back the configuration that it has from the server: the one that the model completed.
+        completed = fixed._replace(config=fixed_part(model.config.raw))
+        return prepared.fixed[wanted.version] in (fixed, completed)
+
+    def unload(self, drain_timeout_s: float) -> None:
+        """Drain and finalize all versions, and delete what was prepared for them."""
+        for hosted in self.versions.values():
+            hosted.unload(drain_timeout_s)
+        self._discard()

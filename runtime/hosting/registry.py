@@ -67,10 +67,10 @@ from moonpool.runtime.hosting.ensembles import (
 )
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.model_control import ModelControl
-from moonpool.runtime.hosting.model_statuses import ModelStatus, ModelStatuses
+from moonpool.runtime.hosting.model_statuses import LoadedVersions, ModelStatus, ModelStatuses
 from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.model.backend import Backend, Model
-from moonpool.runtime.model.config.live import fixed_part, waits_alike, with_count
+from moonpool.runtime.model.config.live import with_count
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.observe.exposition import ExposedFamily
 from moonpool.runtime.observe.log_settings import LogSettings
@@ -168,73 +168,6 @@ class ModelLocks:
                 f"model '{name}' is loading or unloading, and that waits for model '{asker}', "
                 "which asked for this"
             )
-
-
-class LoadedVersions:
-    """The versions of a loaded model, by number, and the status of their load. Nothing but `stamp` ever changes."""
-
-    def __init__(
-        self,
-        versions: Sequence[HostedModel],
-        wanted: Wanted,
-        prepared: PreparedModel,
-        status: ModelStatus,
-        before: LoadedVersions | None = None,
-    ) -> None:
-        """`before` are the versions that were updated to these. Their files are in use still."""
-        self.versions = {hosted.model.version: hosted for hosted in versions}
-        self.latest = versions[-1]
-        self.wanted = wanted
-        self.status = status
-        self.stamp = prepared.stamp
-        self._fixed = dict(prepared.fixed)
-        self._discard = prepared.discard
-        if before is not None:
-            self._fixed |= {k: v for k, v in before._fixed.items() if k in self._fixed}
-            self._discard = before._discard
-
-    @property
-    def config(self) -> ModelConfig:
-        """The configuration of the latest version."""
-        return self.latest.model.config
-
-    def is_what(self, prepared: PreparedModel, *, at_least_once: bool) -> bool:
-        """Return True if these versions are what was prepared, and serve now, or did `at_least_once`."""
-        return self.stamp == prepared.stamp and (at_least_once or self._serve())
-
-    def _serve(self) -> bool:
-        return all(hosted.why_not_serving() is None for hosted in self.versions.values())
-
-    def may_become(self, prepared: PreparedModel, *, is_shared: bool) -> bool:
-        """Return True if an update makes these versions what was prepared, with the processes that there are.
-
-        With `is_shared`, front ends have read the configuration, too, and would go on with what they have read.
-        """
-        staying = [each for each in prepared.models if each.version in self.versions]
-        # Files that a client brought again lie elsewhere. Versions that stay have the first ones.
-        is_complete = len(staying) == len(prepared.models) or not prepared.is_made
-        return (
-            is_complete
-            and bool(staying)
-            # An ensemble has no instances, and is checked against its members when it is loaded.
-            and self.config.ensemble is None
-            and self._serve()
-            and all(self._goes_on(each, prepared, is_shared=is_shared) for each in staying)
-        )
-
-    def _goes_on(self, wanted: Model, prepared: PreparedModel, *, is_shared: bool) -> bool:
-        model, fixed = self.versions[wanted.version].model, self._fixed[wanted.version]
-        if is_shared and not waits_alike(model, wanted):
-            return False
-        # A client may bring back the configuration that it has from the server: the one that the model completed.
-        completed = fixed._replace(config=fixed_part(model.config.raw))
-        return prepared.fixed[wanted.version] in (fixed, completed)
-
-    def unload(self, drain_timeout_s: float) -> None:
-        """Drain and finalize all versions, and delete what was prepared for them."""
-        for hosted in self.versions.values():
-            hosted.unload(drain_timeout_s)
-        self._discard()
 
 
 class ModelRegistry:
@@ -527,11 +460,13 @@ class ModelRegistry:
             raise
         return loaded
 
-    def give_up_loading(self) -> None:
-        """Let the loads that are on their way fail soon. For a thread that waits for them and was interrupted."""
-        self.repositories.give_up()
+    def give_up_loading(self, name: str | None = None) -> None:
+        """Let the loads that are on their way fail soon, or those of one model. For a thread that waits for them and was interrupted."""
+        if name is None:
+            self.repositories.give_up()
         for hosted, _ in list(self._loading):
-            hosted.give_up_loading()
+            if name in (None, hosted.name):
+                hosted.give_up_loading()
 
     def _wait_until_still(self) -> None:
         """Wait until nothing is loaded or unloaded any more. Loads that models asked for are given up, and builds of environments."""
@@ -896,28 +831,28 @@ class ModelRegistry:
         If a signal handler raises here, the models that it is about end at once, without another wait.
         """
 
-        def concerned() -> list[HostedModel]:
-            with self._lock:
-                return [hosted for hosted in self._hosted if name in (None, hosted.name)]
-
-        def end_at_once() -> None:
-            if name is None:
-                self.repositories.give_up()
-            for hosted in concerned():
-                hosted.end_at_once()
-
         def say() -> None:
-            waits = [(str(hosted), hosted.waits_for) for hosted in concerned()]
+            waits = [(str(hosted), hosted.waits_for) for hosted in self._concerned(name)]
             named = sorted(f"{each} {why}" for each, why in waits if why)
             if named:
                 _log.warning(_TAKES_LONG, doing, "; ".join(named))
 
-        in_parallel(lambda _: act(), [None], "moonpool-end", end_at_once, takes_long=say)
+        give_up = partial(self.end_at_once, name)
+        in_parallel(lambda _: act(), [None], "moonpool-end", give_up, takes_long=say)
+
+    def end_at_once(self, name: str | None = None) -> None:
+        """Let all loads and unloads end without another wait, or those of one model."""
+        if name is None:
+            self.repositories.give_up()
+        for hosted in self._concerned(name):
+            hosted.end_at_once()
+
+    def _concerned(self, name: str | None) -> list[HostedModel]:
+        with self._lock:
+            return [hosted for hosted in self._hosted if name in (None, hosted.name)]
 
     def _stop_draining(self) -> None:
-        with self._lock:
-            hosted_now = list(self._hosted)
-        for hosted in hosted_now:
+        for hosted in self._concerned(None):
             hosted.stop_draining()
 
     def close_soon(self) -> None:

@@ -78,9 +78,12 @@ class _Input:
 class Signature:
     """Checks requests against a model's configuration. Thread-safe."""
 
-    def __init__(self, config: ModelConfig, intake: DeviceIntake | None = None) -> None:
-        """`intake` is for inputs that lie on devices."""
+    def __init__(
+        self, config: ModelConfig, intake: DeviceIntake | None = None, *, is_native: bool = False
+    ) -> None:
+        """`intake` is for inputs that lie on devices. Authors of `is_native` models write hints, and no configuration."""
         self._model = config.name
+        self._note = _BATCH_NOTE if config.max_batch_size and not is_native else ""
         self._intake = intake or DeviceIntake()
         self._max_batch_size = config.max_batch_size
         self._inputs = {t.name: _Input(i, t) for i, t in enumerate(config.inputs)}
@@ -332,7 +335,7 @@ class Signature:
         expected, got = _shown(wanted), _shown(shape)
         return InvalidRequest(
             f"unexpected shape for input '{spec.name}' for model '{self._model}'. "
-            f"Expected {expected}, got {got}. {_BATCH_NOTE if self._max_batch_size else ''}"
+            f"Expected {expected}, got {got}. {self._note}"
         )
 
     def _with_outputs(self, outputs: Sequence[str], details: Details) -> Details:

@@ -41,6 +41,11 @@ class ModelSource:
     # A digest of all files, if the directory was made for one load. The next load of the same files has another one.
     content: str = ""
 
+    @property
+    def is_native(self) -> bool:
+        """True for moonpool's own kind of model."""
+        return self.kind == "native"
+
     def within(self, model_directory: Path, version_directory: Path) -> ModelSource:
         """Return the same source as a part of a model's directory."""
         return replace(

@@ -33,6 +33,9 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 class RepositoryError(MoonpoolError):
     """A repository, or a model in it, that is missing or cannot be read."""
 
+    __module__ = "moonpool"
+    _fault = "setup"
+
     def __init__(self, what: str, code: str = "INVALID_ARG") -> None:
         super().__init__(what)
         self.code = code

@@ -122,3 +122,42 @@ class _Task(Generic[T, R]):
         """Wait for the last steps of the thread after the call has ended."""
         if self._thread.ident is not None:
             self._thread.join()
+
+
+async def awaited(function: Callable[[], R], name: str, interrupted: Callable[[], object]) -> R:
+    """Call a function on a thread of its own for a task, which goes on when it has ended. Raises what it raises, and `OutOfThreads`.
+
+    If the task is cancelled, `interrupted` is called again and again, to make the call end sooner, and CancelledError is raised after that:
+    the code that cleans up must find nothing at work.
+    """
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    results: list[R] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+        with contextlib.suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(ended.set)
+
+    start_thread(threading.Thread(target=run, name=name))
+    cancellation: asyncio.CancelledError | None = None
+    while not ended.is_set():
+        try:
+            async with asyncio.timeout(None if cancellation is None else _NOTICE_S):
+                await ended.wait()
+        except TimeoutError:
+            interrupted()
+        except asyncio.CancelledError as error:
+            cancellation = error
+            interrupted()
+    if cancellation is not None:
+        raise cancellation
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -72,7 +72,25 @@ def complete_config(model: Callable[..., object], config: ModelConfig) -> ModelC
             config.add_output(tensor)
     if "dynamic_batching" in hinted and "sequence_batching" not in given:
         config.set_dynamic_batching()
+    _check_hints(signature_of(model), config.as_dict())
     return config
+
+
+def _check_hints(signature: Signature, config: Json) -> None:
+    """Raise BadHint for parameters, and for a result, of which neither a hint nor the configuration says what they are."""
+    known = {tensor["name"] for tensor in config.get("input", ())} | _added(config)
+    missing = signature.required - known
+    if missing:
+        name = min(missing)
+        raise BadHint(
+            f"{signature.where}: {_listed(missing)} has no hint; give it one, such as {name}: Float32[Batch, 3], or name the "
+            "input in config.pbtxt"
+        )
+    if not config.get("output"):
+        raise BadHint(
+            f"{signature.where}: nothing says what it returns; give it a hint, such as -> Float32[Batch, 3], or name the "
+            "outputs in config.pbtxt"
+        )
 
 
 def _added(config: Json) -> set[str]:

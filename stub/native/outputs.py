@@ -92,7 +92,10 @@ class NativeOutputs:
                 from moonpool.stub.devices.rows import array_on_device
 
                 return array_on_device(value)
-            return np.asarray(value, (expected.dtype or np.object_) if plain else None)
+            array = np.asarray(value, (expected.dtype or np.object_) if plain else None)
+            if array.dtype == np.object_ and expected.dtype is not None:
+                raise TypeError("it is neither an array nor a number nor a list of numbers")
+            return array
         except Exception as error:
             raise self._error(
                 f"returned {_kind(value)} as output '{name}', and it cannot be made an array "

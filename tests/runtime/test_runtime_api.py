@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.runtime.adders import CONFIG, rows, write_model
 from tests.runtime.recorder import PATIENCE_S
+from tests.waiting import wait_until
 
 import moonpool
 from moonpool import Runtime
@@ -95,6 +96,95 @@ def test_a_call_works_inside_a_running_event_loop(runtime: Runtime) -> None:
         return float(runtime.infer("add", rows(4))["SUM"][0, 0])
 
     assert asyncio.run(cell()) == 5
+
+
+DOUBLE = """
+import os, time
+from moonpool import Batch, Float32
+
+while os.path.exists(os.path.join(os.path.dirname(__file__), "stuck")):
+    time.sleep(0.01)
+
+class Double:
+    def __call__(self, X: Float32[Batch, 1]) -> Float32[Batch, 1]:
+        while X[0, 0] < 0:
+            time.sleep(0.01)
+        return 2 * X
+"""
+AWAITABLE = (
+    "Loading, scaling, unloading and closing have awaitable forms, which do not block the event loop. Cancelling their tasks ends them early, "
+    "and nothing is left at work."
+)
+
+
+@pytest.fixture
+def double(tmp_path: Path) -> Path:
+    file = tmp_path / "double.py"
+    file.write_text(DOUBLE)
+    return file
+
+
+@pytest.mark.promise("Lifecycle", AWAITABLE)
+def test_an_event_loop_goes_on_while_models_come_and_go(double: Path) -> None:
+    stuck = double.with_name("stuck")
+    stuck.touch()
+
+    async def use() -> None:
+        async with Runtime() as runtime:
+            loading = asyncio.ensure_future(runtime.aload("m", double, instances=1))
+            await asyncio.sleep(0)
+            assert not loading.done()
+            stuck.unlink()
+            await loading
+            outputs = await runtime.ainfer("m", {"X": np.ones((1, 1), np.float32)})
+            assert outputs["OUTPUT0"].tolist() == [[2]]
+            await runtime.ascale("m", 2)
+            assert len(runtime.instances("m")) == 2
+            with pytest.raises(moonpool.ModelNotFound):
+                await runtime.aunload("other")
+            await runtime.aunload("m")
+            assert runtime.models() == {}
+        assert repr(runtime) == "<moonpool.Runtime, closed>"
+        await runtime.aclose()
+
+    asyncio.run(use())
+
+
+@pytest.mark.promise("Lifecycle", AWAITABLE[:20] + "…")
+def test_a_cancelled_load_is_given_up(double: Path) -> None:
+    double.with_name("stuck").touch()
+
+    async def use() -> None:
+        async with Runtime() as runtime:
+            loading = asyncio.ensure_future(runtime.aload("m", double))
+            await asyncio.to_thread(wait_until, lambda: runtime._models._loading)
+            loading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await loading
+            assert runtime._models._loading == []
+            with pytest.raises(moonpool.ModelNotFound):
+                runtime.config("m")
+
+    asyncio.run(use())
+
+
+@pytest.mark.promise("Lifecycle", AWAITABLE[:20] + "…")
+@pytest.mark.parametrize("method", ["aclose", "aunload"])
+def test_a_cancelled_end_ends_at_once(double: Path, method: str) -> None:
+    async def use() -> None:
+        async with Runtime(drain_timeout_s=1e6) as runtime:
+            await runtime.aload("m", double)
+            waiting = runtime.submit("m", {"X": np.full((1, 1), -1, np.float32)})
+            end = runtime.aclose() if method == "aclose" else runtime.aunload("m")
+            ending = asyncio.ensure_future(end)
+            await asyncio.sleep(0)
+            ending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await ending
+            with pytest.raises(moonpool.ModelUnavailable):
+                waiting.result(PATIENCE_S)
+
+    asyncio.run(use())
 
 
 def test_several_requests_travel_in_one_message_and_are_answered_each(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ class ConfigError(MoonpoolError):
     and a field that the file leaves out has no line.
     """
 
+    __module__ = "moonpool"
     code = "INVALID_ARG"
+    _fault = "setup"
 
     def __init__(
         self, what: str, *, field: str = "", file: str | None = None, line: int | None = None

@@ -48,7 +48,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Protocol
 
-from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.errors import HTTP_STATUSES, MoonpoolError
 from moonpool.ipc.memo import Memo
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.process.event_loop import watches_of
@@ -90,25 +90,11 @@ _AWAITED_BYTES = 256 << 20
 # The part beyond the limit of connections that is answered with 503. Further ones are closed without an answer.
 _TOLD_PART = 8
 _NO_HEAD = Head("GET", b"", "1.1", ())
-# Triton's HTTP frontend answers 400 unless it says otherwise: https://github.com/triton-inference-server/server
-_STATUSES = {
-    "UNKNOWN": 400,
-    "INTERNAL": 500,
-    "NOT_FOUND": 404,
-    "INVALID_ARG": 400,
-    "UNAVAILABLE": 503,
-    "UNSUPPORTED": 501,
-    "ALREADY_EXISTS": 400,
-    "CANCELLED": 499,
-}
 
 
 def http_status(error: BaseException) -> int:
     """Return the status of the response for an error. It is 500 for errors that are not moonpool's."""
-    if not isinstance(error, MoonpoolError):
-        return 500
-    status: int = getattr(error, "http_status", _STATUSES[error.code])
-    return status
+    return error.http_status if isinstance(error, MoonpoolError) else 500
 
 
 def error_headers(error: BaseException, headers: Headers) -> Headers:
@@ -355,7 +341,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.resume_writing()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            self._port.meter.answered(_STATUSES["CANCELLED"])
+            self._port.meter.answered(HTTP_STATUSES["CANCELLED"])
             exchange.is_gone = True
             # What cancels it refers to it.
             cancel, exchange.cancel = exchange.cancel, None

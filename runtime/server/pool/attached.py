@@ -119,7 +119,7 @@ class AttachedModel:
         requests that it has executed since the last report, if the model is recycled by number.
         """
         self.model = model
-        self.signature = Signature(model.config)
+        self.signature = Signature(model.config, is_native=model.source.is_native)
         self._reactor = reactor
         self._report_lost = report_lost
         self._report_served = report_served

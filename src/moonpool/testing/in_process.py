@@ -334,7 +334,8 @@ class InProcessModel(LoadedModel):
             raise
         self._args: dict[str, str] = start["args"]
         self._input_names: list[str] = start["inputs"]
-        self._signature, self._queue = Signature(self.config), RequestQueue(self.config)
+        self._signature = Signature(self.config, is_native=source.is_native)
+        self._queue = RequestQueue(self.config)
         batching = self.config.sequence_batching
         self._output_names: list[str] = start["outputs"]
         self._states = SequenceStates.of(description)

@@ -101,7 +101,7 @@ AS_THEY_ARE = {
 
 def kinds(of: type[MoonpoolError] = MoonpoolError) -> list[type[MoonpoolError]]:
     below = [kind for each in of.__subclasses__() for kind in kinds(each)]
-    return [of, *below] if of.__module__.startswith("moonpool.") else below
+    return [of, *below] if of.__module__.partition(".")[0] == "moonpool" else below
 
 
 @pytest.mark.parametrize("reader", AS_THEY_ARE)
