@@ -1,4 +1,4 @@
-"""Errors of the wire and of the memory. Their names say which side caused them."""
+"""Errors of the wire and of the memory, and what all errors have: codes, statuses, and texts for readers outside of the process."""
 
 from __future__ import annotations
 
@@ -31,6 +31,35 @@ _FAULTS = {"NOT_FOUND": "caller", "INVALID_ARG": "caller", "UNSUPPORTED": "calle
 _FAULTS.update({"ALREADY_EXISTS": "caller", "CANCELLED": "caller", "UNAVAILABLE": "load"})
 
 
+# A path in quotes may have spaces in it. In other paths, a name ends at a space, or at a character that names rarely have.
+_QUOTED = r"""(["'])(?:file://)?/(?:[^"'\n/]*/)+([^"'\n/]*)\1"""
+_PATH = r"""(?:file:/?/?|(?<![\w./-]))/(?:[^\s/"'(),:;<>=|]+/)+([^\s/"'(),:;<>=|]*)"""
+# A repository may be named by a relative path, and then errors of its configurations are.
+_RELATIVE = r"""(?<![\w./-])(?:[^\s/"'(),:;<>=|]+/)+(config\.pbtxt)\b"""
+_ADDRESS = r"\b0x[0-9a-fA-F]{6,}\b"
+_FRAME = r'\s*File ".*", line \d+'
+_SOURCE = " " * 4
+
+
+def scrubbed(text: str) -> str:
+    """Return the text without folders, addresses and lines of source. The last name of a path stays, and the line of a frame."""
+    import re  # no stub needs it for this
+
+    text = re.sub(_QUOTED, r"\1\2\1", text)
+    text = re.sub(_RELATIVE, r"\1", re.sub(_PATH, r"\1", text))
+    text = re.sub(_ADDRESS, "0x…", text)
+    if 'File "' not in text:
+        return text
+    kept = []
+    is_frame = False
+    for line in text.split("\n"):
+        if is_frame and line.startswith(_SOURCE):
+            continue
+        is_frame = re.match(_FRAME, line) is not None
+        kept.append(line)
+    return "\n".join(kept)
+
+
 class MoonpoolError(Exception):
     """The base of all errors that moonpool itself raises.
 
@@ -57,7 +86,7 @@ class MoonpoolError(Exception):
 
     @property
     def fault(self) -> str:
-        """Whose fault it is: `caller`, `model`, `setup`, `load`, `backend` or `moonpool`. See `help(moonpool.errors)`."""
+        """The one whose fault it is: `caller`, `model`, `setup`, `load`, `backend` or `moonpool`. See `help(moonpool.errors)`."""
         return self._fault or _FAULTS.get(self.code, "moonpool")
 
     def public_text(self, request_id: str = "", *, is_for_contained: bool = False) -> str:
@@ -68,8 +97,6 @@ class MoonpoolError(Exception):
         """
         text = str(self) if self.public_message is None else self.public_message
         if not self._is_kept(is_for_contained=is_for_contained):
-            from moonpool.ipc.redaction import scrubbed  # a stub shows its errors to nobody
-
             text = scrubbed(text)
         if self.public_message is None:
             return text

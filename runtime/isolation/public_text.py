@@ -7,7 +7,7 @@ whole text.
 from __future__ import annotations
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.ipc.redaction import scrubbed as scrubbed
+from moonpool.ipc.errors import scrubbed as scrubbed
 
 
 def public_text(

@@ -111,10 +111,6 @@ class Double:
             time.sleep(0.01)
         return 2 * X
 """
-AWAITABLE = (
-    "Loading, scaling, unloading and closing have awaitable forms, which do not block the event loop. Cancelling their tasks ends them early, "
-    "and nothing is left at work."
-)
 
 
 @pytest.fixture
@@ -124,7 +120,11 @@ def double(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.promise("Lifecycle", AWAITABLE)
+@pytest.mark.promise(
+    "Lifecycle",
+    "Loading, scaling, unloading and closing have awaitable forms, which do not block the event loop. Cancelling their tasks ends them "
+    "early, and nothing is left at work.",
+)
 def test_an_event_loop_goes_on_while_models_come_and_go(double: Path) -> None:
     stuck = double.with_name("stuck")
     stuck.touch()
@@ -150,7 +150,7 @@ def test_an_event_loop_goes_on_while_models_come_and_go(double: Path) -> None:
     asyncio.run(use())
 
 
-@pytest.mark.promise("Lifecycle", AWAITABLE[:20] + "…")
+@pytest.mark.promise("Lifecycle", "Loading, scaling, unloading and closing have …")
 def test_a_cancelled_load_is_given_up(double: Path) -> None:
     double.with_name("stuck").touch()
 
@@ -168,7 +168,7 @@ def test_a_cancelled_load_is_given_up(double: Path) -> None:
     asyncio.run(use())
 
 
-@pytest.mark.promise("Lifecycle", AWAITABLE[:20] + "…")
+@pytest.mark.promise("Lifecycle", "Loading, scaling, unloading and closing have …")
 @pytest.mark.parametrize("method", ["aclose", "aunload"])
 def test_a_cancelled_end_ends_at_once(double: Path, method: str) -> None:
     async def use() -> None:

@@ -260,7 +260,10 @@ GOOD = {"A": rows(2), "B": np.array([1, 2])}
         ),
         ({**GOOD, "B": [1, [2]]}, "returned an object of type list as output 'B', and it cannot"),
         ({**GOOD, "B": "ab"}, "returned an object of type str as output 'B', and it cannot be"),
-        ({**GOOD, "B": object()}, "returned output 'B' as object, and its configuration says"),
+        (
+            {**GOOD, "B": object()},
+            "returned an object of type object as output 'B', and it cannot be made an array of TYPE_INT64: it is neither an array",
+        ),
     ],
     # The address of an object is no part of the test's name.
     ids=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value)),
