@@ -7,6 +7,8 @@ import pytest
 
 def load(config: pytest.Config) -> None:
     """Load the profile of this suite; `--hypothesis-profile=default` tries more examples."""
+    if config.option.markexpr == "gpu":
+        return  # no test for a card uses it, and to import it takes half of the time until the first one begins
     try:
         from hypothesis import HealthCheck, settings
     except ImportError:  # a machine with a card may lack it, and runs no such test

@@ -7,7 +7,6 @@ result is on the disk before the next case begins. Where the plug-ins for that a
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import sys
 from typing import Any
@@ -87,10 +86,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _workers(wanted: int) -> list[str]:
+    """Return the options for so many workers. A tenth of the time is too short for a second process of each file."""
     if importlib.util.find_spec("xdist") is None:
         return []
-    workers = min(wanted, len(os.sched_getaffinity(0)), math.ceil(wanted * results.share()))
-    return ["-n", str(workers)]
+    workers = int(wanted * max(results.share(), 1 / 4))
+    return ["-n", str(min(workers, len(os.sched_getaffinity(0))))]
 
 
 def main(file: str, workers: int) -> Any:
