@@ -1,10 +1,11 @@
 """Runs stages on a machine with a card:   python -m tests.card FOLDER [STAGE… | TESTFILE…]
 
-Theory of operation. This process asks the driver for nothing, so nothing can hold it up. Each step is a process in a session of
-its own. Its output comes through a pipe; one selector waits for those of a round, and looks after the processes several times a
-second. At its limit a step is killed with all that descends from it. Stubs and their like have sessions of their
-own, so a process group would not be enough: orphans become children of this process, which kills what a round has left, and
-records that it did. A process that waits within the driver may not even die then; it is named and left alone.
+Theory of operation. This process asks the driver for nothing, so nothing can hold it up. Each step is a process in a
+session of its own. Its output comes through a pipe; one selector waits for the pipes of a round, and between its waits,
+several times a second, the processes are looked after. At its limit a step is killed with all that descends from it. Stubs
+have sessions of their own, so to kill a process group would not be enough. Orphans become children of this process, which
+kills what a round has left, and records that it did. A process that waits within the driver may not even die then; it is
+named and left alone.
 
 If this process is killed, the kernel kills the steps.
 """
@@ -169,7 +170,7 @@ class Runner:
         return each
 
     def _copy(self, each: _Running, selector: selectors.BaseSelector) -> None:
-        """Copy what a step has printed to the log, in whole lines. Each has the name of the step, as several write at once."""
+        """Copy what a step has printed to the log. Each line has the name of the step, as several print at once."""
         pipe = each.process.stdout
         assert pipe is not None
         while True:

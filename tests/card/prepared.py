@@ -2,8 +2,8 @@
 
     bash .ci/gpu prepare [FOLDER]
 
-makes it elsewhere, with a network and a compiler. On the machine with the card, `.ci/gpu` uses it if it is there, and goes on without
-it. Compiled files serve one tree alone, as each has the checksum of its sources.
+makes it elsewhere, with a network and a compiler. On the machine with the card, `.ci/gpu` uses it if it is there, and
+goes on without it. Compiled files serve one tree alone, as each has the checksum of its sources.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _copy_built(target: Path) -> None:
 
 
 def _is_missing(modules: Iterable[str]) -> str:
-    """Return why a compiled file is missing or older than its sources, empty if none is. A process of its own loads them."""
+    """Return why a compiled file is missing or older than its sources, empty if none is."""
     program = (
         "import sys; from moonpool.ipc.extension import load; [load(each) for each in sys.argv[1:]]"
     )

@@ -1,4 +1,4 @@
-"""Summary of a visit: `summary.md`, a page in Markdown with what failed, the figures beside their goals, and what is left on the card."""
+"""Summary of a visit: `summary.md` has what failed, the figures beside their goals, and what is left on the card."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Results of a machine with a card: one line of JSON each, on the disk the moment that something is known.
 
-The runner and all stages add to `results.jsonl`, several at the same time, and each of them may be killed at any moment. So a
-line is written by one call under the file's lock, and whoever comes next removes what a killed writer has left of a line.
+The runner and all stages add to `results.jsonl`, several at the same time, and each of them may be killed at any moment.
+So a line is written by one call under the file's lock, and the next writer removes what a killed one has left of a line.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 NAME = "results.jsonl"
-# The runner says by these where results go, which stage a process belongs to, when the whole began (on the monotonic clock), which
-# part of its usual time a stage has (1 on a card), and after how many seconds it is killed.
+# The runner says by these where results go, which stage a process belongs to, when the whole began (on the monotonic
+# clock), which part of its usual time a stage has (1 on a card), and after how many seconds it is killed.
 RESULTS = "MOONPOOL_CARD_RESULTS"
 STAGE = "MOONPOOL_CARD_STAGE"
 BEGAN = "MOONPOOL_CARD_BEGAN"

@@ -1,7 +1,7 @@
 """The stages of a visit to a machine with a card, in their order, with the limit of each of their processes.
 
-A stage has rounds, and a round has steps, which are processes side by side. The limits of all rounds together are the time that
-such a machine is there for.
+A stage has rounds, and a round has steps, which are processes side by side. The limits of all rounds together are the
+time that such a machine is there for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 # All of it takes no longer, whatever hangs.
 TOTAL_S = 540
-# The limits are for a machine of so many processors, or more. One that has fewer, as for a dry run, gets more time for each step.
+# The limits are for a machine of so many processors, or more. One that has fewer gets more time for each step.
 _PROCESSORS = 8
 
 
@@ -66,7 +66,8 @@ def _tests(limit_s: float, *files: str, workers: int = 1) -> tuple[Step, ...]:
     return tuple(Step(file, "tests.card.suite", (file, str(workers)), limit_s) for file in files)
 
 
-# Each file runs in processes of its own, so that a broken context or a hang affects one file only. Only the last one fills the card.
+# Each file runs in processes of its own, so that a broken context or a hang affects one file only. Only the last one
+# fills the card.
 _TESTS = Stage(
     "tests",
     (

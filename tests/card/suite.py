@@ -73,7 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give each case its limit, and leave out most of them where a stage has less than its usual time: a tenth of it is for every tenth."""
+    """Give each case its limit, and run every tenth one in a tenth of the usual time."""
     if config.pluginmanager.hasplugin("timeout"):
         # Whatever a case is given elsewhere. A thread ends what waits within the driver, where no signal is seen.
         for item in items:

@@ -1,4 +1,4 @@
-"""The whole visit without a card: all stages on the fake driver, in an environment with exactly the packages of such a machine.
+"""The whole visit without a card: all stages on the fake driver, in an environment with the packages of such a machine.
 
 `bash .ci/run card` makes the environment and runs this.
 """
