@@ -60,12 +60,18 @@ class LoadFailed(MoonpoolError):
     __module__ = "moonpool"
     _fault = "model"
 
+    # False if the text is that of a model which is not contained: clients get it as in Triton.
+    is_confined = True
+
     def __init__(self, message: str, *, stage: str = "load", traceback: str = "") -> None:
         super().__init__(message)
         self.stage = stage
         self.traceback = traceback
         # The version of the model that failed, once that is known.
         self.version: int | None = None
+
+    def _is_kept(self, *, is_for_contained: bool) -> bool:
+        return not (self.is_confined or is_for_contained)
 
 
 class ModelError(MoonpoolError):

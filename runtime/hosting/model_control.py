@@ -137,6 +137,7 @@ def loading(name: str) -> Iterator[None]:
     except MoonpoolError as error:
         failure = LoadFailed(_of_load(name, error, str(error)))
         is_of_files = isinstance(error, _OF_FILES) and not isinstance(error, NoVersion)
+        failure.is_confined = getattr(error, "is_confined", True)
         failure.code = "INTERNAL" if is_of_files else "INVALID_ARG"
         if error.public_message is not None:
             failure.public_message = _of_load(name, error, error.public_message)

@@ -338,6 +338,7 @@ def _failure(sample: WarmupSample, errors: Sequence[BaseException]) -> LoadFaile
     begin = f"failed to run warmup sample '{sample.name}': "
     failure = LoadFailed(begin + "".join(f"{error}; " for error in errors), stage="warmup")
     failure.code = "INVALID_ARG"
+    failure.is_confined = any(getattr(error, "is_confined", True) for error in errors)
     public = [getattr(error, "public_message", None) for error in errors]
     if any(public):
         texts = [known or str(error) for known, error in zip(public, errors, strict=True)]

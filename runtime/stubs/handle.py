@@ -196,7 +196,9 @@ class StubHandle(StubConnection):
             ) from None
         except (PeerGone, ProtocolError) as error:
             reason = self.explain(error, "during start")
-            raise LoadFailed(str(reason), stage="start") from reason
+            failure = LoadFailed(str(reason), stage="start")
+            failure.public_message = getattr(reason, "public_message", None)
+            raise failure from reason
 
     def _expect(self, expected: Kind, deadline: float | None) -> list[Any]:
         """Receive the next message of the start. Raises `LoadFailed`, `TimeoutError`, `PeerGone`, `ProtocolError`."""
@@ -205,7 +207,9 @@ class StubHandle(StubConnection):
             text = message[2] + withheld(message[2], self.plan.policy)
             if message[1] == EXEC_FAILED:
                 text = exec_failure(self.plan.python, message[2]) or text
-            raise LoadFailed(text, stage=message[1], traceback=message[3])
+            failure = LoadFailed(text, stage=message[1], traceback=message[3])
+            failure.is_confined = is_contained(self._model.options.sandbox)
+            raise failure
         if message[0] != expected:
             raise LoadFailed(
                 f"Stub process '{self.name}' broke the protocol and was ended: "

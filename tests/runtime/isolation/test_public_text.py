@@ -120,6 +120,18 @@ def test_every_kind_of_error_has_one_redaction_for_every_reader(reader: str) -> 
             assert "config.pbtxt:3: no" in shown, kind
 
 
+def test_a_load_that_a_plain_model_failed_is_as_in_triton_for_clients() -> None:
+    failure = LoadFailed("ValueError: no\n\nAt:\n  /srv/m/1/model.py(3): initialize\n")
+    failure.is_confined = False
+
+    with pytest.raises(LoadFailed) as raised, loading("m"):
+        raise failure
+    assert "/srv/m/1/model.py(3)" in public_text(raised.value)
+    told = public_text(raised.value, is_for_contained=True)
+    assert "At:\n  model.py(3): initialize" in told
+    assert "/srv" not in told
+
+
 def test_a_failed_load_tells_no_last_words_of_its_process() -> None:
     died = StubDied("It exited with 1; /usr/bin/python said: secret", "It exited with 1")
 
