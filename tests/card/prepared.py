@@ -137,8 +137,9 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=place())
     parser.add_argument("--python", default=PYTHON, help="the version of the machine's Python")
     arguments = parser.parse_args()
+    folder = arguments.folder.absolute()
     os.chdir(ROOT)
-    prepare(arguments.folder.absolute(), arguments.python)
+    prepare(folder, arguments.python)
 
 
 if __name__ == "__main__":
