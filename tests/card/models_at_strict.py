@@ -75,26 +75,34 @@ def _recorded(name: str, attempt: Callable[[], object], expected: str = "works")
 
 
 def plan(file: str) -> None:
-    """Load a model at `strict`, and write what the runtime has planned for its process."""
-    made: list[IsolationPlan] = []
+    """Load a model at `strict`, and write what the runtime has planned for its process.
+
+    It is written before the process starts: what the sandbox lacks is of most use where a model hangs in it.
+    """
 
     def kept(*arguments: Any, **options: Any) -> IsolationPlan:
-        made.append(plan_for(*arguments, **options))
-        return made[-1]
+        planned = plan_for(*arguments, **options)
+        if not Path(file).exists():
+            _write(planned, Path(file))
+        return planned
 
     with pytest.MonkeyPatch.context() as patch, nodes_known():
         patch.setattr(python_backend, "plan_for", kept)
         with moonpool.Runtime(drain_timeout_s=1) as runtime:
             _load_workload(runtime, "driver")
-    if made:
-        planned = made[0]
-        found = {
-            "policy": planned.policy.to_json(),
-            "python": planned.python,
-            "environment": planned.environment,
-            "folder": planned.folder,
-        }
-        Path(file).write_text(json.dumps(found))
+
+
+def _write(planned: IsolationPlan, file: Path) -> None:
+    found = {
+        "policy": planned.policy.to_json(),
+        "python": planned.python,
+        "environment": planned.environment,
+        "folder": planned.folder,
+    }
+    # Whoever reads it may come while it is written.
+    made = file.with_name(f".{file.name}")
+    made.write_text(json.dumps(found))
+    os.replace(made, file)
 
 
 def _load_workload(runtime: moonpool.Runtime, workload: str) -> None:

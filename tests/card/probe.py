@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
-import subprocess
 import time
 import traceback
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 from tests.card import guises, results
 from tests.card.cell import REFUSED, WORKS
 from tests.card.cells import ROOT, Cell, Cells, keeper
+from tests.card.facts import said
 
 # CUdevice_attribute, what it is, and the value that moonpool relies on.
 ATTRIBUTES: tuple[tuple[int, str, int | None], ...] = (
@@ -156,11 +156,11 @@ def present() -> None:
     results.record("nodes in /dev", True, len(nodes), "nodes", text=" ".join(nodes))
     wanted = "mig.mode.current,compute_mode,persistence_mode,ecc.mode.current"
     command = ["nvidia-smi", f"--query-gpu={wanted}", "--format=csv,noheader"]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-        results.record("modes", True, ended.stdout.strip(), text=f"{wanted} {ended.stderr}")
-    except (OSError, subprocess.TimeoutExpired) as error:
-        results.record("modes", None, text=f"nvidia-smi: {error}")
+    status, words = said(command, timeout_s=5)
+    if status == 0:
+        results.record("modes", True, words, text=wanted)
+    else:
+        results.record("modes", None, text=words)
 
 
 def main() -> None:
