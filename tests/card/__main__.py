@@ -21,12 +21,13 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from tests.card import prepared, results, stages
+from tests.card import prepared, report, results, stages
 from tests.card.stages import Stage, Step
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -34,8 +35,10 @@ _libc = ctypes.CDLL(None)
 # A killed process is gone after this time, unless it waits in the driver.
 _DEATH_S = 5.0
 _LOOK_S = 0.05
-# The log of one step ends here. Nobody reads more, and a machine may not give back large files.
-_MOST_LOGGED_BYTES = 1 << 20
+# What the log has of one step, and of all: a machine gives back no file that is larger than 16 MiB.
+_MOST_LOGGED_BYTES, _MOST_LOG_BYTES = 1 << 20, 14 << 20
+# One step that prints without end must not keep the runner from the others, nor from its limit.
+_MOST_READS = 64
 # Of a step's last line, so much is in its result.
 _MOST_SAID = 300
 
@@ -68,6 +71,7 @@ class Runner:
         self._patience = stages.patience()
         # They wait in the kernel, and are not waited for again.
         self._undying: set[int] = set()
+        self._log_bytes = 0
         self._log: BinaryIO = open(folder / "log.txt", "ab", buffering=0)  # noqa: SIM115
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -79,9 +83,12 @@ class Runner:
             text = f"{prepared.place()} is not here: `bash .ci/gpu prepare` makes it elsewhere"
             self._add(results.START, "prepared folder", None, text=text)
             return
-        path = [os.environ.get("PYTHONPATH", ""), str(prepared.packages())]
-        os.environ["PYTHONPATH"] = ":".join(filter(None, path))
         left_out = prepared.put_into_tree()
+        if why := prepared.misfit():
+            left_out.append(why)
+        else:
+            path = [os.environ.get("PYTHONPATH", ""), str(prepared.packages())]
+            os.environ["PYTHONPATH"] = ":".join(filter(None, path))
         text = "; ".join(left_out)
         self._add(results.START, "prepared folder", not left_out, str(prepared.place()), text=text)
 
@@ -91,10 +98,20 @@ class Runner:
         last_s = last.limit_s * self._patience
         try:
             for stage in others:
-                self._stage(stage, self._ends - last_s)
-            self._stage(last, max(self._ends, time.monotonic() + last_s))
+                self._tried(stage, self._ends - last_s)
+            self._tried(last, max(self._ends, time.monotonic() + last_s))
         finally:
             _kill_all(_descendants(os.getpid()))
+
+    def _tried(self, stage: Stage, ends: float) -> None:
+        """Run a stage. Whatever ends it, as a machine that has no room for a process, is said, and the next one runs."""
+        try:
+            self._stage(stage, ends)
+        except Exception as error:
+            traceback.print_exc()
+            _, undying = _kill_all(set(_descendants(os.getpid())) - self._undying)
+            self._undying |= undying
+            self._add(stage.name, "stage", False, type(error).__name__, text=str(error))
 
     def _stage(self, stage: Stage, ends: float) -> None:
         for steps in stage.rounds:
@@ -111,9 +128,11 @@ class Runner:
         self, stage: str, name: str, ok: bool | None, value: float | str | None = None,
         unit: str = "", expected: str = "", text: str = "",
     ) -> None:  # fmt: skip
-        results.add(
-            self._folder, stage, name, ok, value, unit, expected, text, self._began
-        )  # fmt: skip
+        try:
+            results.add(self._folder, stage, name, ok, value, unit, expected, text, self._began)
+        except OSError as error:
+            # On a full disk, what is printed is all that comes back.
+            self._say(f"=== {stage}: {name}: {ok}, {value} {unit}, {text}; not written: {error}")
 
     def _round(self, stage: Stage, steps: Sequence[Step], left_s: float) -> None:
         before = len(results.read(self._folder))
@@ -122,10 +141,12 @@ class Runner:
             while running:
                 for key, _ in selector.select(_LOOK_S):
                     self._copy(key.data, selector)
-                for each in [*running]:
-                    if self._is_over(each):
-                        self._end(stage, each, selector, before)
-                        running.remove(each)
+                over = [each for each in running if self._is_over(each)]
+                if late := [each for each in over if each.process.poll() is None]:
+                    self._kill(late)
+                for each in over:
+                    self._end(stage, each, selector, before)
+                    running.remove(each)
         # What one of them had started while the others died is a child of this process by now.
         left: dict[int, str] = {}
         ends = time.monotonic() + 2 * _DEATH_S
@@ -173,7 +194,7 @@ class Runner:
         """Copy what a step has printed to the log. Each line has the name of the step, as several print at once."""
         pipe = each.process.stdout
         assert pipe is not None
-        while True:
+        for _ in range(_MOST_READS):
             try:
                 read = os.read(pipe.fileno(), 1 << 16)
             except BlockingIOError:
@@ -193,28 +214,41 @@ class Runner:
         each.last_line = last_line[:_MOST_SAID] or each.last_line
         if not lines or each.logged_bytes > _MOST_LOGGED_BYTES:
             return
-        each.logged_bytes += len(lines)
         name = f"[{each.step.name}] ".encode()
+        named = b"".join(name + line for line in lines.splitlines(keepends=True))
+        each.logged_bytes += len(named)
         if each.logged_bytes > _MOST_LOGGED_BYTES:
-            lines = b"It has printed more than the log has room for: the rest is left out.\n"
-        self._log.write(b"".join(name + line for line in lines.splitlines(keepends=True)))
+            words = b"It has printed more than the log has room for: the rest is left out.\n"
+            named = name + words
+        self._into_log(named)
+
+    def _into_log(self, lines: bytes) -> None:
+        self._log_bytes += len(lines)
+        if self._log_bytes <= _MOST_LOG_BYTES:
+            # The results are what counts, and a full disk must not end the visit.
+            with contextlib.suppress(OSError):
+                self._log.write(lines)
 
     def _is_over(self, each: _Running) -> bool:
         return each.process.poll() is not None or time.monotonic() >= each.ends
 
+    def _kill(self, late: Sequence[_Running]) -> None:
+        """Kill steps at their limit, all together: if they do not die, they are waited for once."""
+        for each in late:
+            each.problems.append(f"killed at its limit of {each.ends - each.began:.0f} s")
+        pids = [each.process.pid for each in late]
+        _, undying = _kill_all([*pids, *(child for pid in pids for child in _descendants(pid))])
+        self._undying |= undying
+
     def _end(
         self, stage: Stage, each: _Running, selector: selectors.BaseSelector, before: int
     ) -> None:
-        """Kill a step that has not ended, and record how it ended."""
+        """Record how a step ended."""
         process, limit_s = each.process, each.ends - each.began
         took_s = time.monotonic() - each.began
         if process.poll() is None:
-            each.problems.append(f"killed at its limit of {limit_s:.0f} s")
-            _, undying = _kill_all([process.pid, *_descendants(process.pid)])
-            self._undying |= undying
-            if process.poll() is None:
-                each.problems.append("does not die: it waits in the kernel")
-        elif process.returncode:
+            each.problems.append("does not die: it waits in the kernel")
+        elif process.returncode and not each.problems:
             each.problems.append(f"ended with {process.returncode}")
         assert process.stdout is not None
         if process.stdout in selector.get_map():
@@ -241,9 +275,11 @@ class Runner:
 
     def _say(self, line: str) -> None:
         written = f"{line}\n"
-        self._log.write(written.encode())
-        sys.stdout.write(written)
-        sys.stdout.flush()
+        self._into_log(written.encode())
+        # Nobody may listen any more.
+        with contextlib.suppress(OSError):
+            sys.stdout.write(written)
+            sys.stdout.flush()
 
 
 def _parents() -> dict[int, int]:
@@ -317,10 +353,16 @@ def main() -> None:
     folder: Path = arguments.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     before = len(results.read(folder))
+    page = folder / report.NAME
+    # An earlier run's page would be taken for this one's.
+    page.unlink(missing_ok=True)
     end_on_request()
     runner = Runner(folder)
     runner.begin(chosen)
     runner.run(chosen)
+    if page.exists():
+        # Files may be lost on their way from such a machine.
+        print(page.read_text())
     failed = [line for line in results.read(folder)[before:] if line["ok"] is False]
     if failed:
         names = sorted({line["stage"] for line in failed})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -50,21 +51,41 @@ def checksum(module: str) -> str:
 def put_into_tree() -> list[str]:
     """Put the compiled files beside their sources, and return why any was left out. A file of this tree's own stays."""
     built = place() / "built"
+    why = []
     try:
         checksums = json.loads((built / _CHECKSUMS).read_text())
-    except FileNotFoundError:
-        return []
-    why = []
-    for file, (module, expected) in sorted(checksums.items()):
-        target = ROOT / "src" / "moonpool" / file
-        if checksum(module) != expected:
-            why.append(f"{file} was compiled from other sources than this tree's")
-        elif not target.exists() or target.read_bytes() != (built / file).read_bytes():
-            # A running process may have mapped the old one.
-            made = target.with_name(f".{target.name}-{os.getpid()}")
-            shutil.copy(built / file, made)
-            os.replace(made, target)
+        for file, (module, expected) in sorted(checksums.items()):
+            # A tree that has no such module has no sources of it, either.
+            if checksum(module) != expected:
+                why.append(f"{file} was compiled from other sources than this tree's")
+            else:
+                _put(built / file, ROOT / "src" / "moonpool" / file)
+    except FileNotFoundError as error:
+        if built.exists():
+            why.append(f"{error.filename} is missing")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        # What is wrong with the folder, or a tree that nothing can be written to, costs what is compiled and nothing else.
+        why.append(f"what is compiled could not be put into the tree: {error}")
     return why
+
+
+def _put(file: Path, target: Path) -> None:
+    if target.exists() and target.read_bytes() == file.read_bytes():
+        return
+    # A running process may have mapped the old one.
+    made = target.with_name(f".{target.name}-{os.getpid()}")
+    shutil.copy(file, made)
+    os.replace(made, target)
+
+
+def misfit() -> str:
+    """Return why this Python cannot use the packages, empty if it can. It would find them, and fail to load them."""
+    names = (path.name for path in packages().rglob("*.cpython-*.so"))
+    has = {found[1] for name in names if (found := re.search(r"\.cpython-(\d+)-", name))}
+    own = f"{sys.version_info[0]}{sys.version_info[1]}"
+    if not has or own in has:
+        return ""
+    return f"the packages are for CPython {', '.join(sorted(has))}, and this is {own}"
 
 
 def prepare(folder: Path, python: str) -> None:

@@ -83,7 +83,8 @@ def add(
     line = {
         "stage": stage,
         "name": _cut(name, _MOST_NAME),
-        "ok": ok,
+        # A truth of numpy's is none of JSON's, and a failure must be counted as one.
+        "ok": None if ok is None else bool(ok),
         "value": _cut(value, _MOST_NAME) if isinstance(value, str) else value,
         "unit": unit,
         "expected": _cut(expected, _MOST_NAME),

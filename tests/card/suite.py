@@ -90,7 +90,9 @@ def _workers(wanted: int) -> list[str]:
     if importlib.util.find_spec("xdist") is None:
         return []
     workers = int(wanted * max(results.share(), 1 / 4))
-    return ["-n", str(min(workers, len(os.sched_getaffinity(0))))]
+    # As it is, the fifth worker that a case ends would be the last one.
+    restarts = "--max-worker-restart=1000"
+    return ["-n", str(min(workers, len(os.sched_getaffinity(0)))), restarts]
 
 
 def main(file: str, workers: int) -> Any:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.card import report, results
+
+ROOT = Path(__file__).parents[2]
 
 NO_CARD = (None, "nvidia-smi is not here")
 
@@ -52,6 +59,20 @@ def test_a_stage_that_ran_again_is_reported_as_it_ran_last() -> None:
         ("start", True),
         ("probe", True),
     ]
+
+
+@pytest.mark.slow
+def test_the_page_is_printed_and_an_earlier_one_is_not_taken_for_it(tmp_path: Path) -> None:
+    page = tmp_path / report.NAME
+    page.write_text("of an earlier run\n")
+    ended = subprocess.run(
+        ["bash", ".ci/gpu", str(tmp_path), "report"],
+        cwd=ROOT, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert ended.returncode == 0, ended.stderr
+    assert page.read_text() in ended.stdout
+    assert "of an earlier run" not in ended.stdout
 
 
 def test_what_is_left_on_the_card_is_said() -> None:

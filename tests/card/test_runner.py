@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.card import results, stages
 from tests.waiting import wait_until
@@ -160,6 +161,12 @@ def test_results_have_a_bound_and_are_json_everywhere(tmp_path: Path) -> None:
     assert json.loads(text, parse_constant=pytest.fail)["value"] == "nan"
 
 
+def test_a_truth_of_numpy_s_that_is_false_is_a_failure(tmp_path: Path) -> None:
+    results.add(tmp_path, "s", "n", np.bool_(False), None, "", "", "", 0.0)  # type: ignore[arg-type]
+
+    assert results.read(tmp_path)[0]["ok"] is False
+
+
 NAMES = [stage.name for stage in stages.STAGES]
 
 
@@ -220,6 +227,44 @@ def test_a_step_that_prints_without_end_fills_no_disk(tmp_path: Path) -> None:
     assert steps(found)["facts 0"] == (True, "")
     assert (tmp_path / "log.txt").stat().st_size < 2 << 20
     assert "the rest is left out" in (tmp_path / "log.txt").read_text()
+
+
+# What it prints is there before the runner has read what was there before.
+ENDLESS = """
+import subprocess, sys
+from pathlib import Path
+from tests.card.__main__ import Runner, _Running
+from tests.card.stages import Step
+
+process = subprocess.Popen(["true"])
+process.stdout = open("/dev/zero", "rb", buffering=0)
+Runner(Path(sys.argv[1]))._copy(_Running(Step("prints", ""), process, 0.0, 0.0), None)
+"""
+
+
+def test_a_step_that_prints_faster_than_the_runner_reads_does_not_keep_it(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-c", ENDLESS, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        cwd=ROOT,
+        check=True,
+        timeout=60,
+    )
+
+
+def test_on_a_full_disk_all_stages_run_and_what_they_came_to_is_printed(tmp_path: Path) -> None:
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))\n"
+    table = [("facts", [["quick"]]), ("tests", [["quick"]]), ("report", [["quick"]])]
+    ended = subprocess.run(
+        [sys.executable, "-c", full + PROGRAM, str(tmp_path), "540", "60", json.dumps(table)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert ended.returncode == 0, ended.stderr
+    assert steps(results.read(tmp_path))["facts 0"] == (True, "")
+    assert "report: step report 0: " in ended.stdout
+    assert "not written: " in ended.stdout
 
 
 def test_a_runner_that_is_asked_to_end_kills_its_steps(tmp_path: Path) -> None:

@@ -37,6 +37,19 @@ def test_for_no_card():
 """
 
 
+ENDS = """
+import os
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+@pytest.mark.parametrize("number", range(7))
+def test_that_ends_its_worker(number):
+    if number < 6:
+        os._exit(1)
+"""
+
+
 def results_of(folder: Path, share: float, limit_s: float = 10.0) -> dict[str, tuple[Any, str]]:
     """Run the cases in a folder as a step does, and return what each came to."""
     environment = {
@@ -63,6 +76,7 @@ def test_a_case_that_hangs_and_a_file_that_cannot_be_imported_cost_no_other_case
     tmp_path: Path,
 ) -> None:
     (tmp_path / "test_cases.py").write_text(CASES)
+    (tmp_path / "test_ends.py").write_text(ENDS)
     (tmp_path / "test_broken.py").write_text("import package_that_no_machine_has\n")
     found = results_of(tmp_path, share=1.0)
     hung, words = found["test_that_waits_in_the_driver"]
@@ -75,6 +89,8 @@ def test_a_case_that_hangs_and_a_file_that_cannot_be_imported_cost_no_other_case
     assert found["test_of_many[10]"] == (False, "E       assert 10 != 10")
     assert found["test_of_many[19]"] == (True, "")
     assert found["test_without_a_card"][0] is None
+    assert found["test_that_ends_its_worker[5]"][0] is False
+    assert found["test_that_ends_its_worker[6]"] == (True, "")
     assert found[broken][0] is False
     assert "package_that_no_machine_has" in found[broken][1]
 
