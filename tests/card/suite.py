@@ -12,10 +12,13 @@ import sys
 from typing import Any
 
 import pytest
+from tests import leaks
 from tests.card import results
 
 # A case that takes longer hangs. Its worker ends, with the stacks of its threads in the log, and another one goes on.
 _CASE_S = results.limit_s() / 2.5
+# After this time, what a case has left is a failure.
+_GRACE_S = results.limit_s() / 20
 
 
 class _Recorder:
@@ -67,6 +70,8 @@ def _words_of(report: pytest.TestReport) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A driver may keep what no other driver has kept. To wait for it after each case would cost the others their time.
+    leaks.GRACE_S = min(leaks.GRACE_S, _GRACE_S)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Recorder(config.args[0]))
 

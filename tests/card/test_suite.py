@@ -40,11 +40,14 @@ def test_for_no_card():
 ENDS = """
 import os
 import pytest
+from tests import leaks
 
 pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("number", range(7))
 def test_that_ends_its_worker(number):
+    # With a limit of ten seconds for the file. As a rule it is 20 s.
+    assert leaks.GRACE_S == 0.5
     if number < 6:
         os._exit(1)
 """
