@@ -38,6 +38,8 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 class NotJson(MoonpoolError):
     """The text is not JSON, or not the JSON that was expected. Triton calls that an internal error."""
 
+    _fault = "caller"
+
 
 class TooMuchJson(NotJson):
     """The JSON has more parts than are read."""
