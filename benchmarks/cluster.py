@@ -360,7 +360,7 @@ def measure_starts(report: Report, quick: bool) -> Start:
         for _ in range(1 if quick else 10):
             for mib, (seconds, sizes) in found.items():
                 runtime.infer(f"m{mib}", {"X": np.zeros(1, np.float32)}, timeout_s=_TIMEOUT_S)
-                residence = runtime.registry.find(f"m{mib}").residence
+                residence = runtime._models.find(f"m{mib}").residence
                 if residence is None:
                     raise RuntimeError("the model has no place in memory")
                 seconds.append(residence.start_s)

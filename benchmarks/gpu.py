@@ -599,7 +599,7 @@ def _sleep_and_wake(
 
 def _await_sleep(runtime: moonpool.Runtime, name: str) -> None:
     ends = time.monotonic() + _TIMEOUT_S
-    residence = runtime.registry.find(name).residence
+    residence = runtime._models.find(name).residence
     while residence is None or residence.state is not Residence.DORMANT:
         if time.monotonic() > ends:
             raise TimeoutError(f"{name} did not sleep within {_TIMEOUT_S:.0f} s")

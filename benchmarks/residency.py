@@ -71,7 +71,7 @@ class Crowd:
             if self._pause_s:
                 time.sleep(chance.expovariate(1 / self._pause_s))
             (name,) = chance.choices(self._names, cum_weights=self._weights)
-            residence = self._runtime.registry.find(name).residence
+            residence = self._runtime._models.find(name).residence
             is_warm = residence is not None and residence.state == "AWAKE"
             with self._lock:
                 self.asked.append(name)
@@ -91,7 +91,7 @@ class Crowd:
         ]
         for each in callers:
             each.start()
-        entries = self._runtime.registry.residency.entries()
+        entries = self._runtime._models.residency.entries()
         looks = 0
         while any(each.is_alive() for each in callers):
             present = sum(entry.is_present for entry in entries)
@@ -107,7 +107,7 @@ class Crowd:
 
 def memory_bytes(runtime: moonpool.Runtime) -> int:
     """Measure the memory of all models that are there."""
-    sleepers = [entry.sleeper for entry in runtime.registry.residency.entries()]
+    sleepers = [entry.sleeper for entry in runtime._models.residency.entries()]
     return sum(proportional_bytes(pid) for each in sleepers for pid in each.pids())
 
 

@@ -96,7 +96,7 @@ class Runtime:
         verbose: bool = False,
         listener: Callable[[str, str, str], object] | None = None,
         metrics: MetricsOptions | None = None,
-        sharing: StubSharing | None = None,
+        _sharing: StubSharing | None = None,
         config_limits: Iterable[str] = (),
         sandbox: str | None = None,
         sandbox_grants: Iterable[str] = (),
@@ -109,8 +109,8 @@ class Runtime:
 
         `backends` are found by their names, beside the built-in `python`. `backend_directory` has Python-based backends,
         each as `<name>/model.py`. `listener` gets the name, state and reason of every model version and instance that
-        changes its state, on the thread that changes it. `metrics` asks for metrics that cost something; `sharing` is for
-        servers of several processes. `config_limits`, such as `["instances=2000"]`, raise the most that a configuration may
+        changes its state, on the thread that changes it. `metrics` asks for metrics that cost something.
+        `config_limits`, such as `["instances=2000"]`, raise the most that a configuration may
         ask for. Responses of models with `response_cache { enable: true }` are kept for equal requests, in
         `response_cache_bytes` together. With `rate_limit`, such as `["NAME:COUNT"]` or `[]`, instances execute only while
         the resources of their `rate_limiter` are free.
@@ -132,7 +132,8 @@ class Runtime:
         directory = BackendDirectory(backend_directory)
         cache, limiter = cache_of(response_cache_bytes), limiter_of(rate_limit)
         rules = _rules(sandbox, sandbox_grants, model_options or {}, config_limits)
-        others = drain_timeout_s, verbose, listener, metrics, sharing, resident
+        others = drain_timeout_s, verbose, listener, metrics, _sharing, resident
+        # Servers, commands and tests use it. It is no part of what programs may rely on.
         self._models = ModelRegistry(found, backends, directory, *others)
         self._models.rules = rules
         self._models.cache, self._models.limiter = cache, limiter
@@ -158,11 +159,6 @@ class Runtime:
             raise
 
     # Models
-
-    @property
-    def registry(self) -> ModelRegistry:
-        """The registry of models, for servers."""
-        return self._models
 
     def load(
         self,

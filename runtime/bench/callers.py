@@ -214,7 +214,7 @@ class InProcess:
     @property
     def model(self) -> Model:
         """The model as it is loaded, with its whole configuration."""
-        return self._runtime.registry.find(self._model).model
+        return self._runtime._models.find(self._model).model
 
     def instance_pids(self) -> list[int]:
         """Return the processes of the instances that are ready. From any thread."""
@@ -263,7 +263,7 @@ class InProcess:
         after, now = self._used_s(), _machine()
         if machine is None or now is None or not after or after.keys() != before.keys():
             return None
-        cpus = self._runtime.registry.find(self._model).model.options.cpus
+        cpus = self._runtime._models.find(self._model).model.options.cpus
         used_s = sum(after[pid] - before[pid] for pid in after)
         spare_s = spare_cores(machine, now, cpus) * (now.at_s - machine.at_s)
         return ModelLoad(len(after), used_s, spare_s)
@@ -276,7 +276,7 @@ class InProcess:
         batch = largest_batch(
             config.max_batch_size, has_batching=config.dynamic_batching is not None
         )
-        instances = self._runtime.registry.find(self._model).supervisor.records
+        instances = self._runtime._models.find(self._model).supervisor.records
         compute_us = sum(split.mean_us(part) for part in PARTS if part != "queue")
         load = ModelsLoad(
             model.instances,
@@ -303,7 +303,7 @@ class InProcess:
 
     def _traced(self) -> tuple[HostedModel, InferenceRequest]:
         """Return the next request with its trace, and its model."""
-        hosted = self._runtime.registry.find(self._model)
+        hosted = self._runtime._models.find(self._model)
         request = hosted.signature.request(next(self._inputs))
         if self._recorder is not None:
             request.trace = self._recorder.make(hosted.model)

@@ -103,10 +103,10 @@ def run(options: argparse.Namespace) -> int:
     with session(
         options.repository, hosting_of(options), verbose=options.verbose, quiet=True
     ) as runtime:
-        runtime.registry.rules = replace(runtime.registry.rules, limits=limits)
-        found = runtime.registry.repositories.models()
+        runtime._models.rules = replace(runtime._models.rules, limits=limits)
+        found = runtime._models.repositories.models()
         names = options.models or found
-        for text in runtime.registry.rules.about_none_of(found):
+        for text in runtime._models.rules.about_none_of(found):
             counts["warning"] += 1
             terminal.line(str(Finding("warning", "", _shown(repository), text)))
         for name in names:
@@ -126,12 +126,12 @@ def findings(
     """Yield the findings about a model: its warnings, then `ok` or the first error."""
     folder = Path(os.path.abspath(repository)) / name
     try:
-        directory = runtime.registry.repositories.find(name)
+        directory = runtime._models.repositories.find(name)
         folder = directory.path
-        yield from _configuration(directory, runtime.registry.rules)
+        yield from _configuration(directory, runtime._models.rules)
         models = _with_all_granted(runtime, name)
         yield from _closed(directory, models[0].options.sandbox)
-        if refused := list(_ungranted(runtime.registry.rules, models)):
+        if refused := list(_ungranted(runtime._models.rules, models)):
             yield from refused
             return
         begin_s = time.monotonic()
@@ -139,10 +139,10 @@ def findings(
         took_s = time.monotonic() - begin_s
         parts = _parts(runtime, name)
         versions = ", ".join(map(str, runtime.models()[name]))
-        runtime.registry.unload(name, with_members=True)
+        runtime._models.unload(name, with_members=True)
     except (MoonpoolError, OSError) as error:
         level = "warning" if allow_missing and _is_missing(error) else "error"
-        limits = runtime.registry.rules.limits
+        limits = runtime._models.rules.limits
         yield _as_finding(level, name, folder, error, limits)
     else:
         what = f"version {versions}, {parts}, loaded in {took_s:.1f} s"
@@ -176,7 +176,7 @@ def _configuration(directory: ModelDirectory, rules: HostingRules) -> Iterator[F
 
 def _with_all_granted(runtime: Runtime, name: str) -> list[Model]:
     """Return the versions of a model as a load makes them, with whatever they ask for."""
-    registry = runtime.registry
+    registry = runtime._models
     free = replace(registry.rules, grants=Grants([name]))
     prepared = prepare(Wanted(name), registry.repositories, registry.backends.locate, free)
     prepared.discard()

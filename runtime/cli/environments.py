@@ -115,7 +115,7 @@ def _origin(folder: Path) -> str:
 def _build(options: argparse.Namespace, cache: EnvironmentCache, terminal: Terminal) -> int:
     is_well = True
     with session(options.repository, hosting_of(options), verbose=options.verbose) as runtime:
-        for name in options.models or runtime.registry.repositories.models():
+        for name in options.models or runtime._models.repositories.models():
             begin_s = time.monotonic()
             try:
                 for path in _built(runtime, name, cache):
@@ -129,7 +129,7 @@ def _build(options: argparse.Namespace, cache: EnvironmentCache, terminal: Termi
 
 def _built(runtime: Runtime, name: str, cache: EnvironmentCache) -> Iterator[Path]:
     """Make the environments of a model's versions, and yield the roots of those that are not moonpool's own."""
-    registry = runtime.registry
+    registry = runtime._models
     free = replace(registry.rules, grants=Grants([name]))
     prepared = prepare(Wanted(name), registry.repositories, registry.backends.locate, free)
     try:

@@ -124,7 +124,7 @@ def session(
         with Runtime(
             repository, models=(), listener=listener, drain_timeout_s=ABANDONED_S, **(hosting or {})
         ) as runtime:
-            runtime.registry.rules = replace(runtime.registry.rules, grant_form=as_flag)
+            runtime._models.rules = replace(runtime._models.rules, grant_form=as_flag)
             yield runtime
 
 

@@ -43,7 +43,7 @@ class Metadata:
     def __init__(
         self, runtime: Runtime, *, server_id: str = "moonpool", strict_readiness: bool = True
     ) -> None:
-        self._registry = runtime.registry
+        self._registry = runtime._models
         self._server_id = server_id
         self._strict_readiness = strict_readiness
         # False until the models of the start are loaded, and again after a signal to end. The server is not ready then.

@@ -183,7 +183,7 @@ class Server:
         if self._front_ends is not None:
             self._front_ends.close()
         self._service.overview.close()
-        self._runtime.registry.drain_timeout_s = _LAST_DRAIN_S
+        self._runtime._models.drain_timeout_s = _LAST_DRAIN_S
         self._runtime.close()
         if self._service.capture is not None:
             self._service.capture.close()
@@ -214,11 +214,11 @@ class Server:
         are_all_loaded = loading.result()
         if self._ending.is_set():
             return False
-        table = model_table(self._runtime.registry.statuses())
+        table = model_table(self._runtime._models.statuses())
         _log.info("%s", table, extra={"is_table": True})
         _log.info("%s", option_table(self._options), extra={"is_table": True})
         if not are_all_loaded and self._options.exit_on_error:
-            raise StartFailed(not_all_loaded(self._options, self._runtime.registry.statuses()))
+            raise StartFailed(not_all_loaded(self._options, self._runtime._models.statuses()))
         return True
 
     def _load_models(self) -> bool:
@@ -267,7 +267,7 @@ class Server:
         """Return the ports for clients. With front ends, start them and return theirs."""
         ports = dict(self._http.ports)
         if self._front_ends is not None:
-            await self._apart(self._front_ends.start, self._runtime.registry.stubs.reactor)
+            await self._apart(self._front_ends.start, self._runtime._models.stubs.reactor)
             return ports | self._front_ends.ports
         if self._grpc is not None:
             ports["grpc"] = self._grpc.port
@@ -439,7 +439,7 @@ def _make_runtime(
         verbose=options.log_verbose > 0,
         listener=progress,
         metrics=metrics,
-        sharing=sharing,
+        _sharing=sharing,
         sandbox=options.sandbox or None,
         sandbox_grants=options.sandbox_grants,
         model_options=by_pattern(options.model_option),
@@ -447,7 +447,7 @@ def _make_runtime(
         rate_limit=options.rate_limit_resource if options.rate_limit else None,
         resident=_resident(options),
     )
-    registry = runtime.registry
+    registry = runtime._models
     registry.repositories.config_name = options.model_config_name
     registry.rules = replace(
         registry.rules,
@@ -481,7 +481,7 @@ def make_service(
     except (BadSetting, InvalidRequest) as error:
         raise BadOption(str(error)) from error
     runtime = _make_runtime(options, progress, sharing, metrics, limits)
-    registry = runtime.registry
+    registry = runtime._models
     try:
         return Service(
             runtime,

@@ -56,7 +56,7 @@ class RepositoryControl:
 
         A poll waits for `patience_s` for the models that it loads. Then it ends, and they go on loading.
         """
-        self._registry = runtime.registry
+        self._registry = runtime._models
         self._registry.is_controllable = mode in ("explicit", "demand")
         self._repositories = self._registry.repositories
         self._load_threads = load_threads

@@ -64,7 +64,7 @@ class Service:
     ) -> None:
         """The caller closes the runtime, after the last protocol has ended."""
         self.runtime = runtime
-        self.models = runtime.registry
+        self.models = runtime._models
         self.shared_memory = shared_memory or SystemSharedMemory()
         self.metadata = metadata or Metadata(runtime)
         self.repository = repository or RepositoryControl(runtime)

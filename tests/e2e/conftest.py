@@ -34,7 +34,7 @@ def completes() -> bool:
 def runtime(completes: bool) -> Iterator[moonpool.Runtime]:
     """Make a runtime for the whole module; its tests load and unload their models."""
     with moonpool.Runtime(drain_timeout_s=10.0) as runtime:
-        runtime.registry.rules = HostingRules(completes=completes)
+        runtime._models.rules = HostingRules(completes=completes)
         yield runtime
 
 

@@ -124,7 +124,7 @@ def runtime(repository: Path) -> Iterator[moonpool.Runtime]:
 
 
 def in_flight(runtime: moonpool.Runtime, *names: str) -> int:
-    return sum(runtime.registry.find(name).scheduler.in_flight for name in names)
+    return sum(runtime._models.find(name).scheduler.in_flight for name in names)
 
 
 class TestRequests:
@@ -391,7 +391,7 @@ class TestInTheMiddle:
         with holding(tmp_path) as (runtime, held):
             futures = [runtime.submit("held", {"A": X}) for _ in range(5)]
             wait_until(lambda: in_flight(runtime, "holds") > 0, what="a step to begin")
-            runtime.registry.begin_unload("adds")
+            runtime._models.begin_unload("adds")
             with pytest.raises(moonpool.ModelUnavailable, match=r"'held' which is .* unloading"):
                 runtime.infer("held", {"A": X})
             held.unlink()
@@ -530,9 +530,9 @@ class TestLoading:
         with moonpool.Runtime(repository, models=["failing"]) as runtime:
             runtime.load("adds")
             runtime.load("branches")
-            runtime.registry.begin_unload("failing", with_members=True)
+            runtime._models.begin_unload("failing", with_members=True)
             wait_until(lambda: sorted(runtime.models()) == ["adds", "branches", "fails"])
-            runtime.registry.begin_unload("branches", with_members=True)
+            runtime._models.begin_unload("branches", with_members=True)
             wait_until(lambda: sorted(runtime.models()) == ["adds"])
 
     @pytest.mark.parametrize(
@@ -600,13 +600,13 @@ class TestLoading:
         config = tmp_path / "adds" / "config.pbtxt"
         steps = tmp_path / "three" / "config.pbtxt"
         with moonpool.Runtime(tmp_path) as runtime:
-            before = runtime.registry.find("three")
+            before = runtime._models.find("three")
             runtime.scale("adds", 2)
             config.write_text(config.read_text() + "instance_group [{ count: 3 kind: KIND_CPU }]")
             runtime.load("adds")
             assert len(runtime.instances("adds")) == 3
             assert runtime.infer("three", {"A": X})["B"].tolist() == [5, 8, 9]
-            assert runtime.registry.find("three") is before
+            assert runtime._models.find("three") is before
 
             steps.write_text(ensemble_text(chain(["adds"] * 5)))
             pids = [each["pid"] for each in runtime.instances("adds")]
@@ -744,14 +744,14 @@ class TestCache:
             with pytest.raises(moonpool.ModelError, match="in ensemble 'failing', not today"):
                 runtime.infer("failing", {"A": X})
         assert executions(runtime, "fails") == 2
-        assert len(runtime.registry.find("failing").scheduler._missed) == 0  # type: ignore[attr-defined]
+        assert len(runtime._models.find("failing").scheduler._missed) == 0  # type: ignore[attr-defined]
 
     def test_a_caller_that_leaves_is_forgotten(self, cached: tuple[Path, moonpool.Runtime]) -> None:
         folder, runtime = cached
         held = folder / "holds" / "1" / "HELD"
         held.touch()
         runtime.load("slow")
-        scheduler = runtime.registry.find("slow").scheduler
+        scheduler = runtime._models.find("slow").scheduler
         with pytest.raises(moonpool.RequestTimedOut):
             runtime.infer("slow", {"A": X}, timeout_s=0.05)
         stays = runtime.submit("slow", {"A": X})
@@ -769,7 +769,7 @@ class TestCache:
         held.touch()
         runtime.load("slow")
         before = runtime.submit("slow", {"A": X + 1})
-        executing = runtime.registry.find("holds").scheduler
+        executing = runtime._models.find("holds").scheduler
         wait_until(lambda: executing.executing == 1)
         code = folder / "holds" / "1" / "model.py"
         code.write_text(HOLDS.replace("as_numpy() + 1", "as_numpy() + 10"))

@@ -185,7 +185,7 @@ def test_options_by_name_are_there_for_what_a_runtime_loads_itself(
     with moonpool.Runtime(models, model_options=said) as runtime:
         assert asked(runtime, "one", data) == ["data", ""]
         assert asked(runtime, "two", data) == ["refused", ""]
-        assert runtime.registry.find("one").model.options.memory_limit_bytes == 1 << 30
+        assert runtime._models.find("one").model.options.memory_limit_bytes == 1 << 30
 
 
 def test_a_model_that_loads_others_gives_its_files_none_of_their_grants(

@@ -36,7 +36,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runtime(repository: Path) -> Iterator[moonpool.Runtime]:
     # One after the other, and without completing: each process needs a processor for some seconds to import PyTorch.
     with moonpool.Runtime(repository, models=[]) as runtime:
-        runtime.registry.rules = HostingRules(completes=False)
+        runtime._models.rules = HostingRules(completes=False)
         yield runtime
 
 

@@ -111,7 +111,7 @@ def ask(runtime: moonpool.Runtime, plan: str = "", name: str = "m") -> tuple[Any
 
 
 def state_of(runtime: moonpool.Runtime, name: str = "m") -> Residence:
-    residence = runtime.registry.find(name).residence
+    residence = runtime._models.find(name).residence
     assert residence is not None
     return residence.state
 
@@ -130,7 +130,7 @@ def test_a_model_sleeps_and_wakes_in_its_process(tmp_path: Path, is_async: bool)
     with idle(tmp_path, is_async=is_async) as runtime:
         pid, *_ = ask(runtime)
         falls(runtime, Residence.DORMANT)
-        (status,) = runtime.registry.statuses()["m"].versions
+        (status,) = runtime._models.statuses()["m"].versions
         assert status.reason == "asleep with its processes: the next request wakes it"
         assert [each["pid"] for each in runtime.instances("m")] == [pid]
         # Its own `is_ready` would say no, and is not asked.
@@ -249,7 +249,7 @@ def test_another_number_of_instances_holds_from_the_next_start_on(tmp_path: Path
         falls(runtime, Residence.DORMANT)
         runtime.scale("m", 2)
         ask(runtime)
-        assert len(runtime.registry.find("m").supervisor.records) == 2
+        assert len(runtime._models.find("m").supervisor.records) == 2
 
 
 def test_all_objects_of_a_process_sleep(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_memory_of_gpus_is_freed_without_an_end(
         for _ in range(4):
             wait_until(lambda: len(dormant(runtime, *pids)) == 1, PATIENCE_S)
             (name,) = dormant(runtime, *pids)
-            found = runtime.registry.find(name).residence
+            found = runtime._models.find(name).residence
             assert found is not None
             assert 0 < found.dormant_need.gpu_bytes < 128 * MIB < found.need.gpu_bytes
             assert found.sleeps["memory"] >= 1

@@ -113,7 +113,7 @@ def test_an_instance_is_warmed_up_after_each_restart(
     runtime: moonpool.Runtime, warmed: Warmed
 ) -> None:
     with hosted(runtime, "m", WARMED, warmed.config(sample())):
-        (record,) = runtime.registry.find("m").supervisor.records
+        (record,) = runtime._models.find("m").supervisor.records
         pid = int(warmed.log.read_text().split()[1])
         os.kill(pid, 9)
         wait_until(lambda: record.restarts == 1, PATIENCE_S)
@@ -298,7 +298,7 @@ def test_a_load_may_be_given_up_while_it_warms_up(
 ) -> None:
     loading = in_background(runtime.load, "m", WARMED, config=warmed.config(sample(), does="hang"))
     wait_until(lambda: len(warmed.batches) == 1, PATIENCE_S)
-    runtime.registry.give_up_loading()
+    runtime._models.give_up_loading()
 
     with pytest.raises(LoadFailed, match="the start of 'm_0' was interrupted"):
         loading.result(PATIENCE_S)

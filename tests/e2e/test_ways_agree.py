@@ -154,7 +154,7 @@ def outcome_of(
 
 
 def link_of(runtime: moonpool.Runtime, model: str) -> Link:
-    (record,) = runtime.registry.find(model).supervisor.records
+    (record,) = runtime._models.find(model).supervisor.records
     link: Link = record.instance.state.link
     return link
 

@@ -26,11 +26,11 @@ SAID = "its sandbox did not let it "
 
 
 def counts(attacker: Attacker) -> dict[str, int]:
-    return attacker.runtime.registry.find(attacker.name).model.denials.counts(f"{attacker.name}_0")
+    return attacker.runtime._models.find(attacker.name).model.denials.counts(f"{attacker.name}_0")
 
 
 def latest(attacker: Attacker) -> list[Denial]:
-    return attacker.runtime.registry.find(attacker.name).model.denials.latest(f"{attacker.name}_0")
+    return attacker.runtime._models.find(attacker.name).model.denials.latest(f"{attacker.name}_0")
 
 
 # Acts that are always refused, by the kind of their denial.
@@ -304,7 +304,7 @@ threads = [threading.Thread(target=run, args=[number]) for number in range(4)]
     # The test needs its own model, because refusals of another test may be reported half a second late and would count here.
     runtime.load("floods", written(tmp_path_factory.mktemp("floods") / "floods"), config=CONFIG)
     try:
-        denials = runtime.registry.find("floods").model.denials
+        denials = runtime._models.find("floods").model.denials
         with pytest.raises(moonpool.ModelError):
             runtime.infer("floods", {"CODE": [flood]}, timeout_s=60.0)
 
@@ -456,7 +456,7 @@ def test_refusals_of_a_template_and_of_its_instances_are_told_of_each(
     parameters = CONFIG["parameters"] | {"MOONPOOL_PREFORK": {"string_value": "imports"}}  # type: ignore[operator]
     runtime.load("forked", folder, config=CONFIG | {"parameters": parameters})
     try:
-        denials = runtime.registry.find("forked").model.denials
+        denials = runtime._models.find("forked").model.denials
         with pytest.raises(moonpool.ModelError, match="MOONPOOL_SANDBOX_PATHS=ro:/home"):
             runtime.infer("forked", {"CODE": ["os.listdir('/home')"]}, timeout_s=60.0)
         names = ("forked_0", "forked_template")

@@ -144,7 +144,7 @@ def test_a_runtime_loads_all_models_of_an_address(store: Store) -> None:
         assert runtime.models() == {"good": [3], "other": [1]}
         assert runtime.infer("good", IN)["OUT"].tolist() == [[1.0] * 4]
     with pytest.raises(RepositoryError, match="the runtime was closed"):
-        runtime.registry.repositories.find("good")
+        runtime._models.repositories.find("good")
 
 
 @pytest.mark.promise(
@@ -266,7 +266,7 @@ def test_models_are_loaded_and_unloaded_on_demand(store: Store, runtime: moonpoo
 def test_the_copy_of_a_replaced_model_may_go_when_it_is_unloaded(
     store: Store, runtime: moonpool.Runtime
 ) -> None:
-    cache = runtime.registry.repositories._clouds[0]._copies._cache
+    cache = runtime._models.repositories._clouds[0]._copies._cache
     runtime.load("good")
     store.write("good", ECHO + "\n")
     runtime.load("good")
@@ -320,7 +320,7 @@ def test_one_model_is_loaded_from_its_address(
         store.write("good", ECHO + "\n")
         runtime.load("mine", f"{store.url}/good")
         assert runtime.instances("mine")[0]["pid"] != before
-        repositories = runtime.registry.repositories
+        repositories = runtime._models.repositories
         (copies,) = repositories._apart.values()
     with pytest.raises(RepositoryError, match="the runtime was closed"):
         repositories.find_at(f"{store.url}/good")

@@ -65,7 +65,7 @@ def test_instances_of_a_server_run_on_the_processors_of_their_kind(tmp_path: Pat
 def test_each_group_has_its_policy(tmp_path: Path) -> None:
     write(tmp_path, "m")
     with moonpool.Runtime(tmp_path, models=[]) as runtime:
-        registry = runtime.registry
+        registry = runtime._models
         policies = {"near": (FIRST,), "far": (LAST,), "cpu": (LAST,)}
         registry.rules = replace(registry.rules, host_policies=policies)
         groups = [group(1, "near"), group(1, "far"), group(1), group(1, "unknown")]

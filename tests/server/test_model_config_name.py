@@ -41,7 +41,7 @@ def test_its_instances_change_while_it_serves(tmp_path: Path) -> None:
     write(tmp_path, "m")
     file = named(tmp_path, CONFIG)
     with moonpool.Runtime(tmp_path, models=[]) as runtime:
-        runtime.registry.repositories.config_name = "h100"
+        runtime._models.repositories.config_name = "h100"
         control = RepositoryControl(runtime, mode="poll")
         control.poll()
         (before,) = runtime.instances("m")

@@ -90,7 +90,7 @@ def _wanted(
 ) -> dict[str, Options]:
     """Return the options of each model to serve."""
     given = models if isinstance(models, Mapping) else {}
-    names = list(reader.registry.repositories.models() if models is None else models)
+    names = list(reader._models.repositories.models() if models is None else models)
     if not names:
         raise InvalidRequest("there is no model to serve in the repository")
     if is_packed and given:

@@ -125,7 +125,7 @@ def _said(options: Options) -> dict[str, str] | None:
 
 
 def _prepared(runtime: Runtime, wanted: Wanted, others: Iterable[str] = ()) -> Prepared:
-    registry = runtime.registry
+    registry = runtime._models
     found = describe(wanted, registry.repositories, registry.backends.locate, registry.rules)
     try:
         model: Model = found.models[-1]

@@ -99,7 +99,7 @@ class Replica:
         self._changing = asyncio.Lock()
         self._made_server: LocalServer | None = None
         self._sampler = LoadSampler(target_wait_ms)
-        self._export = _MetricsExport(self._runtime.registry.metric_families)
+        self._export = _MetricsExport(self._runtime._models.metric_families)
         self._packed: Any = None
         if models_per_replica is not None:
             self._packed = _packed(self, models_per_replica)
@@ -280,7 +280,7 @@ class Replica:
         A stub that is being restarted is no reason: it is back in a fraction of a second, and a new replica would take seconds. A packed replica is
         replaced only if all its models have given up.
         """
-        statuses = self._runtime.registry.statuses()
+        statuses = self._runtime._models.statuses()
         versions = [
             (name, version)
             for name, status in statuses.items()
@@ -297,7 +297,7 @@ class Replica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load for `queue_policy`."""
-        return self._sampler.sample(self._runtime.registry.served())
+        return self._sampler.sample(self._runtime._models.served())
 
     def __del__(self) -> None:
         """Unload everything. Ray calls this after the last request."""

@@ -93,7 +93,7 @@ class StubModel(LoadedModel):
         return self.runtime.why_not_ready(self.name)
 
     def sleep(self) -> None:
-        hosted = self.runtime.registry.find(self.name)
+        hosted = self.runtime._models.find(self.name)
         if hosted.is_dormant:
             return
         if not hosted.supervisor.can_sleep:
@@ -105,13 +105,13 @@ class StubModel(LoadedModel):
         self._raise_failure_of_hook()
 
     def wake(self) -> None:
-        hosted = self.runtime.registry.find(self.name)
+        hosted = self.runtime._models.find(self.name)
         if hosted.model.is_asleep:
             hosted.wake()
             self._raise_failure_of_hook()
 
     def _raise_failure_of_hook(self) -> None:
-        failure = self.runtime.registry.find(self.name).hook_failure
+        failure = self.runtime._models.find(self.name).hook_failure
         if failure is not None:
             raise failure
 

@@ -73,7 +73,7 @@ class Host:
 
     def memory_used(self, model: str = "m") -> int:
         """Blocks that callers have on the device."""
-        hosted = self.runtime.registry.find(model, None)
+        hosted = self.runtime._models.find(model, None)
         memory = hosted.model.state.caller_memory.on_device(0)
         memory.empty((1,), 11, 4)
         return len(list(memory._arena.blocks())) - 1

@@ -155,7 +155,7 @@ def test_other_wishes_are_refused(host: Host, wish: str) -> None:
 def test_outputs_for_servers_come_in_ordinary_memory(host: Host, kind: str) -> None:
     """HTTP and gRPC send such outputs on as bytes."""
     host.load(kind=kind)
-    hosted = host.runtime.registry.find("m", None)
+    hosted = host.runtime._models.find("m", None)
     inputs: dict[str, Any] = {"X": host.on_device(VALUES), "HOW": np.array([b"add"], object)}
     request = make_request(hosted, inputs)
 

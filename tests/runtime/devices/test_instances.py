@@ -30,7 +30,7 @@ PROGRAM = """
         except moonpool.ConfigError as error:
             print(json.dumps(str(error)))
             sys.exit()
-        hosted = runtime.registry.find("m", None)
+        hosted = runtime._models.find("m", None)
         found = [record.instance for record in hosted.supervisor.records]
         said = [[each.name, each.kind, each.device_id] for each in found]
         came = []

@@ -82,7 +82,7 @@ def test_a_file_that_is_forged_later_is_not_run_by_a_restart(tmp_path: Path, pre
         )
         os.utime(folder / FILE)
         (folder / FILE).write_text((folder / FILE).read_text().replace("a + b", "a - b"))
-        hosted = runtime.registry.find("m")
+        hosted = runtime._models.find("m")
         state: Any = hosted.supervisor.records[0].instance.state
         state.process.kill()
         wait_until(lambda: "gave up" in str(hosted.why_not_serving()), PATIENCE_S)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.promise(
 
 
 def errors(runtime: moonpool.Runtime) -> list[RecentError]:
-    return runtime.registry.errors.latest()
+    return runtime._models.errors.latest()
 
 
 class Unprintable(Exception):

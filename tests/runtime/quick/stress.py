@@ -114,7 +114,7 @@ def main(folder: Path, seconds: float) -> None:
                 checked(outputs, rows[n])
 
         async def clients(n: int) -> None:
-            hosted: Any = runtime.registry.find("batched")
+            hosted: Any = runtime._models.find("batched")
             service: Any = None
             plan = RequestPlan()
             plan.inputs = [InputPlan("X", CODES["FP32"], [1, n], None, 4 * n)]

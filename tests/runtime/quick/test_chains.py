@@ -37,11 +37,11 @@ parameters [{ key: "MOONPOOL_MAX_RESTARTS" value { string_value: "1000" } },
 
 def is_clean(runtime: moonpool.Runtime, ensemble: str, *members: str) -> bool:
     """Return True if no request is inside, and each model has its instance."""
-    schedulers = [runtime.registry.find(name).scheduler for name in members]
+    schedulers = [runtime._models.find(name).scheduler for name in members]
     is_idle = all(
         len(each._idle) == 1 and not each._busy and not each.queued for each in schedulers
     )
-    return is_idle and not runtime.registry.find(ensemble).scheduler.in_flight
+    return is_idle and not runtime._models.find(ensemble).scheduler.in_flight
 
 
 @pytest.mark.promise(

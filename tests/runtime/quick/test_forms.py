@@ -88,7 +88,7 @@ def test_a_request_under_a_rate_limiter_goes_the_quick_way_and_returns_its_permi
     with moonpool.Runtime(rate_limit=["R:2"]) as runtime:
         for name in ("one", "other"):
             runtime.load(name, tmp_path / "double.py", config={**CONFIG, "instance_group": [group]})
-        limiter = runtime.registry.find("one").scheduler._limiter  # type: ignore[attr-defined]
+        limiter = runtime._models.find("one").scheduler._limiter  # type: ignore[attr-defined]
         runtime.infer("one", {"X": X})
         runtime.infer("one", {"X": X})
         before = quick.forms.counts()
@@ -171,7 +171,7 @@ def test_requests_of_many_threads_and_tasks_go_the_quick_way(model: moonpool.Run
 
 
 def test_a_request_of_a_client_goes_the_quick_way(model: moonpool.Runtime) -> None:
-    hosted = model.registry.find("double")
+    hosted = model._models.find("double")
 
     async def ask() -> WireTensor:
         request = make_request(hosted, {"X": X})
@@ -191,7 +191,7 @@ def test_a_request_of_a_client_goes_the_quick_way(model: moonpool.Runtime) -> No
 def test_a_request_like_one_before_is_made_the_same_by_both_forms(
     model: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hosted: Any = model.registry.find("double")
+    hosted: Any = model._models.find("double")
     service: Any = None
     plan = RequestPlan()
     plan.inputs = [InputPlan("X", CODES["FP32"], [1, 2], None, X.nbytes)]
@@ -236,7 +236,7 @@ def test_strings_for_a_client_are_read_the_quick_way(tmp_path: Path) -> None:
     }
     texts = np.array([["a", "moon"]], object)
     with moonpool.Runtime() as runtime, hosted(runtime, "texts", file, config):
-        model = runtime.registry.find("texts")
+        model = runtime._models.find("texts")
 
         async def ask() -> WireTensor:
             outcome = await wait_for_outcome(
@@ -275,7 +275,7 @@ def test_an_interrupt_at_any_call_of_the_quick_way_leaves_a_usable_model(tmp_pat
         moonpool.Runtime() as runtime,
         hosted(runtime, "double", file, {**CONFIG, "parameters": parameters}),
     ):
-        scheduler = runtime.registry.find("double").scheduler
+        scheduler = runtime._models.find("double").scheduler
 
         def check() -> None:
             assert runtime.infer("double", {"X": X}, timeout_s=PATIENCE_S)["Y"].flat[0] == 2

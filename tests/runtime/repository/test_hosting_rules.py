@@ -70,7 +70,7 @@ def test_a_model_is_not_asked_to_complete_its_configuration_where_that_is_off(
     with moonpool.Runtime(tmp_path, models=()) as runtime:
         with pytest.raises(moonpool.LoadFailed, match="was asked"):
             runtime.load("whole")
-        runtime.registry.rules = HostingRules(completes=False)
+        runtime._models.rules = HostingRules(completes=False)
         runtime.load("whole")
         assert [tensor.name for tensor in runtime.config("whole").outputs] == ["OUT"]
         with pytest.raises(moonpool.ConfigError, match="must specify"):

@@ -107,7 +107,7 @@ def ask(runtime: Runtime, name: str, value: float = 1.0) -> float:
 
 
 def entry_of(runtime: Runtime, name: str) -> ResidentModel:
-    found = runtime.registry.find(name).residence
+    found = runtime._models.find(name).residence
     assert found is not None
     return found
 
@@ -117,7 +117,7 @@ def is_in(runtime: Runtime, name: str, *states: Residence) -> None:
 
 
 def waits(runtime: Runtime, name: str, count: int) -> None:
-    scheduler = runtime.registry.find(name).scheduler
+    scheduler = runtime._models.find(name).scheduler
     wait_until(lambda: scheduler.queued == count, PATIENCE_S)
 
 
@@ -336,7 +336,7 @@ def test_a_model_that_is_given_up_while_it_falls_asleep_can_be_woken(
         assert future.exception(PATIENCE_S) is not None
         restart.wait()
 
-        hosted = runtime.registry.find("m")
+        hosted = runtime._models.find("m")
         end_all = hosted.supervisor.end_all
 
         def give_up_first() -> None:
@@ -514,7 +514,7 @@ def test_a_model_with_a_sequence_stays(tmp_path: Path) -> None:
         runtime.load("m", folder, config=whole, options=idle)
         row = {"X": x(1)["X"].reshape(1, 1)}
         runtime.infer("m", row, correlation_id=1, flags=1, timeout_s=PATIENCE_S)
-        scheduler = runtime.registry.find("m").scheduler
+        scheduler = runtime._models.find("m").scheduler
         assert scheduler.is_used
         assert not scheduler.doze()
         # A look from before the request may just find out that it cannot sleep.

@@ -357,7 +357,7 @@ def test_a_thread_asks_a_stub_that_a_loop_has_watched(tmp_path: Path, run: Any) 
     with Runtime() as runtime:
         runtime.load("plus", tmp_path / "plus.py")
         run(main())
-        [record] = runtime.registry.find("plus").supervisor.records
+        [record] = runtime._models.find("plus").supervisor.records
         assert os.get_blocking(record.instance.state.link.fileno())
         assert runtime.infer("plus", inputs)["Y"].tolist() == [2.0, 3.0, 4.0]
 
@@ -374,7 +374,7 @@ def test_a_stub_that_ends_with_a_request_unread_is_watched_no_more(
         pid = runtime.instances("plus")[0]["pid"]
         os.kill(pid, signal.SIGSTOP)
         asked = asyncio.create_task(runtime.ainfer("plus", inputs))
-        await until(lambda: runtime.registry.find("plus").scheduler.executing)
+        await until(lambda: runtime._models.find("plus").scheduler.executing)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(moonpool.StubDied):
             await asked

@@ -86,7 +86,7 @@ def test_idle_instances_share_the_requests_if_the_model_is_slow(
 ) -> None:
     async def main() -> None:
         await several_at_once(runtime, backend)
-        runtime.registry.find("m").scheduler.pace_ns = pace_ns
+        runtime._models.find("m").scheduler.pace_ns = pace_ns
         tasks = ask(runtime, *range(8))
         await until(lambda: sum(map(len, backend.sent)) == 8)
         for held, _ in list(backend.batches):
@@ -135,7 +135,7 @@ def test_a_request_that_is_refused_gets_its_error(folder: Path) -> None:
 def test_a_model_that_is_unloaded_in_the_same_turn_refuses(folder: Path) -> None:
     async def main() -> None:
         await several_at_once(runtime, backend)
-        scheduler = runtime.registry.find("m").scheduler
+        scheduler = runtime._models.find("m").scheduler
         tasks = ask(runtime, 5, 6)
         asyncio.get_running_loop().call_soon(
             lambda: setattr(scheduler, "_refusal", moonpool.ModelUnavailable("it is gone"))
@@ -150,7 +150,7 @@ def test_a_model_that_is_unloaded_in_the_same_turn_refuses(folder: Path) -> None
 
 def test_a_model_s_pace_is_its_least_time(folder: Path) -> None:
     with holding(folder) as (_, runtime):
-        scheduler = runtime.registry.find("m").scheduler
+        scheduler = runtime._models.find("m").scheduler
         times_ns = iter([1000, 200, 5000, 5000])
 
         class Timed:

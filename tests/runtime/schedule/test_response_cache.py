@@ -249,7 +249,7 @@ def test_an_error_is_not_kept(folder: Path) -> None:
 def test_entries_go_with_their_version(folder: Path) -> None:
     backend = Recorder()
     with cached(folder, backend) as runtime:
-        cache = runtime.registry.cache
+        cache = runtime._models.cache
         assert cache is not None
         runtime.infer("m", x(1))
         assert len(cache) == 1
@@ -269,7 +269,7 @@ def test_a_hit_is_refused_as_any_request_while_the_model_is_unloaded(folder: Pat
         runtime.infer("m", x(1), timeout_s=PATIENCE_S)
         backend.is_quick = False
         caller = Caller(runtime, x(2))
-        hosted, held = runtime.registry.find("m"), backend.wait_for(2)
+        hosted, held = runtime._models.find("m"), backend.wait_for(2)
         unloading = threading.Thread(target=runtime.unload, args=("m",))
         unloading.start()
         request = make_request(hosted.signature, x(1))
@@ -362,7 +362,7 @@ def test_requests_that_come_together_are_looked_for_each_by_itself(folder: Path)
         backend.is_quick = True
         runtime.infer("m", row(1), timeout_s=PATIENCE_S)
         backend.is_quick = False
-        hosted = runtime.registry.find("m")
+        hosted = runtime._models.find("m")
         scheduler = hosted.scheduler
         assert isinstance(scheduler, CachingScheduler)
         requests = [

@@ -79,7 +79,7 @@ def test_a_caller_who_leaves_the_queue_counts_as_cancelled(folder: Path) -> None
         first, second = (runtime.submit("m", x(i)) for i in range(2))
         backend.wait_for(1)
         second.cancel()
-        scheduler = runtime.registry.find("m").scheduler
+        scheduler = runtime._models.find("m").scheduler
         assert scheduler.statistics.fail_counts["CANCELED"] == 1
         assert runtime.statistics("m")["inference_stats"]["fail"]["count"] == 1
         backend.is_quick = True

@@ -61,7 +61,7 @@ class Witness(RequestTrace):
 def test_the_tensors_of_a_trace_become_text_without_the_lock(folder: Path, others: int) -> None:
     batching = {"max_batch_size": 8, "dynamic_batching": {}}
     with holding(folder, **batching) as (backend, runtime):
-        hosted = runtime.registry.find("m")
+        hosted = runtime._models.find("m")
         first = runtime.submit("m", row(0))
         request = make_request(hosted.signature, row(1))
         witness = Witness(hosted)

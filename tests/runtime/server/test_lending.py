@@ -77,7 +77,7 @@ class Client:
 
     def load(self, model: str) -> Any:
         self.runtime.load(model)
-        return self.runtime.registry.find(model)
+        return self.runtime._models.find(model)
 
     def infer(
         self, hosted: Any, output: int = _BYTES, room: int = _BYTES

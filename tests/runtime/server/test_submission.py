@@ -57,7 +57,7 @@ class Call(InferCall):
 
 
 def made(runtime: Runtime, value: float) -> tuple[Any, InferenceRequest]:
-    hosted = runtime.registry.find("m")
+    hosted = runtime._models.find("m")
     inputs = row(value) if hosted.model.config.max_batch_size else x(value)
     return hosted, hosted.signature.request(inputs)
 

@@ -28,7 +28,7 @@ Serve = Callable[..., Served]
 
 
 def idle(served: Served) -> bool:
-    scheduler = served.runtime.registry.find("waits").scheduler
+    scheduler = served.runtime._models.find("waits").scheduler
     return not scheduler.queued and not scheduler.executing and not served.server.calls
 
 
@@ -69,7 +69,7 @@ def test_a_request_in_the_queue_is_never_executed(serve: Serve, tmp_path: Path) 
     one = stub.ModelInfer.future(text("waits", "PATH", str(first)), timeout=6 * TIMEOUT_S)
     wait_until(lambda: first.with_suffix(".begun").exists())
     two = stub.ModelInfer.future(text("waits", "PATH", str(second)), timeout=6 * TIMEOUT_S)
-    scheduler = served.runtime.registry.find("waits").scheduler
+    scheduler = served.runtime._models.find("waits").scheduler
     wait_until(lambda: scheduler.queued == 1)
 
     two.cancel()

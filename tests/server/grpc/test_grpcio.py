@@ -104,7 +104,7 @@ def test_streams_are_answered_in_order(served: Served) -> None:
 def test_clients_that_leave_or_whose_time_is_over_cancel_their_requests(
     served: Served, tmp_path: Path
 ) -> None:
-    scheduler = served.runtime.registry.find("waits").scheduler
+    scheduler = served.runtime._models.find("waits").scheduler
     stub = served.stub()
     for name in ("cancelled", "late", "streamed"):
         path = tmp_path / name

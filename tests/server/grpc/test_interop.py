@@ -203,7 +203,7 @@ def test_timeout_on_sleeping_server(served: Kept, tmp_path: Path) -> None:
     asked.close()
     assert answers.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     wait_until(lambda: not served.server.calls)
-    wait_until(lambda: not served.runtime.registry.find("waits").scheduler.executing)
+    wait_until(lambda: not served.runtime._models.find("waits").scheduler.executing)
 
 
 def test_a_result_is_what_was_computed(served: Kept) -> None:

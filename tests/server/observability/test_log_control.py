@@ -42,7 +42,7 @@ def test_settings_are_shown_as_triton_shows_them() -> None:
 def test_a_change_is_for_the_servers_log_and_for_models() -> None:
     stream = io.StringIO()
     with moonpool.Runtime() as runtime, logged(ServerLog(stream=stream)) as log:
-        control = LogControl(runtime.registry.stubs.change_log, log)
+        control = LogControl(runtime._models.stubs.change_log, log)
         say = logging.getLogger("moonpool").info
         say("first")
         changed = control.settings(

@@ -48,10 +48,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         # Only models that may sleep have some, and those whose memory is limited.
         idle = {"MOONPOOL_IDLE_S": "3600", "MOONPOOL_INSTANCES": "1..2"}
         runtime.load("idle", folder / "doubles", options=idle)
-        found = runtime.registry.find("idle").residence
+        found = runtime._models.find("idle").residence
         assert found is not None
         found.is_measured = True
-        metrics = ServerMetrics(runtime.registry)
+        metrics = ServerMetrics(runtime._models)
         metrics.frontends.http.answered(200)
         yield metrics.text()
         metrics.close()

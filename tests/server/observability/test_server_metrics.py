@@ -72,7 +72,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[moonpool.Runti
 
 @pytest.fixture
 def metrics(runtime: moonpool.Runtime) -> Iterator[ServerMetrics]:
-    metrics = ServerMetrics(runtime.registry)
+    metrics = ServerMetrics(runtime._models)
     yield metrics
     metrics.close()
 
@@ -165,7 +165,7 @@ def test_a_model_and_an_ensemble_count_first_responses_in_buckets_of_their_own(
         for _ in range(4):
             runtime.infer("both", {"A": a})
         assert len(list(runtime.stream("stream", {"A": a}))) == 3
-        metrics = ServerMetrics(runtime.registry)
+        metrics = ServerMetrics(runtime._models)
         found = Scrape(metrics.text())
         metrics.close()
     for model, count in (("adds", 9), ("both", 4)):
@@ -288,7 +288,7 @@ def test_unwanted_metrics_are_missing() -> None:
     options = metrics_options(["counter_latencies=false"], allow_cpu=False, allow_gpu=False)
     with moonpool.Runtime(metrics=options) as runtime:
         runtime.load("m", Path(__file__).parents[2] / "models" / "square.py", config=SQUARE)
-        metrics = ServerMetrics(runtime.registry)
+        metrics = ServerMetrics(runtime._models)
         names = set(Scrape(metrics.text()).values)
         metrics.close()
 

@@ -93,7 +93,7 @@ def ask(
     inputs: dict[str, Any],
     header: str | None,
 ) -> Response:
-    found = runtime.registry.find(model)
+    found = runtime._models.find(model)
     request = make_request(found, inputs)
     request.wants_wire = False
     trace = traces.begin(found.model, "", header)

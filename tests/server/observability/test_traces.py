@@ -47,7 +47,7 @@ def ask(runtime: moonpool.Runtime) -> Ask:
     """Send a request as a protocol does, and return whether it was traced."""
 
     def ask(traces: Traces, model: str, value: float = 1, request_id: str = "") -> bool:
-        hosted = runtime.registry.find(model)
+        hosted = runtime._models.find(model)
         is_stream = hosted.model.config.decoupled
         shape = (4,) if is_stream else (1, 4)
         inputs = {"IN": np.full(shape, value, np.float32)}
@@ -244,7 +244,7 @@ def test_a_trace_is_written_without_the_scheduler_s_lock(
     monkeypatch.setattr(HeldBatch, "finish", lambda _, requests: [LATER] * len(requests))
     decoupled = {"model_transaction_policy": {"decoupled": True}}
     with holding(model_directory(tmp_path / "m", 1), **decoupled) as (backend, runtime):
-        hosted = runtime.registry.find("m")
+        hosted = runtime._models.find("m")
         lock = hosted.scheduler._lock
         trace = traces.begin(hosted.model)
         assert trace is not None

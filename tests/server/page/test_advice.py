@@ -94,7 +94,7 @@ def pressed(runtime: moonpool.Runtime, seconds: float, callers: int = CALLERS) -
         yield
     finally:
         is_over = True
-        hosted = runtime.registry.find("m")
+        hosted = runtime._models.find("m")
         wait_until(lambda: not hosted.scheduler.queued and not hosted.scheduler.executing, 60.0)
 
 
@@ -113,8 +113,8 @@ class Watcher:
         now_s = self._clock()
         if now_s >= self._due_s:
             self._due_s = now_s + 0.2
-            self.adviser.sample(self._runtime.registry.served())
-        return self.adviser.of(str(self._runtime.registry.find("m")))
+            self.adviser.sample(self._runtime._models.served())
+        return self.adviser.of(str(self._runtime._models.find("m")))
 
     def has_seen_a_window(self) -> bool:
         self.advice()
@@ -206,7 +206,7 @@ def test_nothing_is_measured_where_nothing_waits(runtime: moonpool.Runtime, tmp_
     adviser = Adviser(quick, read)
     for _ in range(5):
         runtime.infer("m", {"S": np.zeros(1, np.float32)})
-        adviser.sample(runtime.registry.served())
+        adviser.sample(runtime._models.served())
 
     assert readings == []
 
@@ -218,19 +218,19 @@ def test_a_kernel_that_does_not_say_is_borne(runtime: moonpool.Runtime, tmp_path
     load(runtime, tmp_path, "sleeps")
     adviser = Adviser(quick, read)
     with pressed(runtime, 0.05):
-        hosted = runtime.registry.find("m")
+        hosted = runtime._models.find("m")
         wait_until(lambda: hosted.scheduler.queued > 1, 60.0)
         for _ in range(5):
-            adviser.sample(runtime.registry.served())
+            adviser.sample(runtime._models.served())
 
     assert adviser.of(str(hosted)) is None
 
 
 def test_overview_and_terminal_have_it(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     load(runtime, tmp_path, "sleeps")
-    overview = Overview(runtime.registry, list)
+    overview = Overview(runtime._models, list)
     overview._history = history = History(
-        runtime.registry, Adviser(quick, machine(quick, is_idle=True))
+        runtime._models, Adviser(quick, machine(quick, is_idle=True))
     )
 
     def advised() -> dict[str, object]:

@@ -41,7 +41,7 @@ def overview(runtime: moonpool.Runtime) -> Iterator[Overview]:
         {"name": "other", "version": "9", "state": "UNAVAILABLE", "reason": "unloaded"},
         {"name": "never"},
     ]
-    overview = Overview(runtime.registry, lambda: index)
+    overview = Overview(runtime._models, lambda: index)
     yield overview
     overview.close()
 
@@ -49,7 +49,7 @@ def overview(runtime: moonpool.Runtime) -> Iterator[Overview]:
 @pytest.fixture
 def history(runtime: moonpool.Runtime) -> History:
     """Make an overview whose samples only the test takes."""
-    return History(runtime.registry)
+    return History(runtime._models)
 
 
 def test_models_are_told_with_their_instances_and_the_repository_s_others(
@@ -96,7 +96,7 @@ def test_how_each_instance_is_confined_is_told(
     assert "no_new_privs" in instance["sandbox"]["layers"]
     (shown,) = runtime.instances("add_sub")
     assert shown["sandbox"] == instance["sandbox"]
-    (record,) = runtime.registry.find("add_sub").supervisor.records
+    (record,) = runtime._models.find("add_sub").supervisor.records
     assert "sandbox standard (dies_with_runtime, " in repr(record.instance)
 
 

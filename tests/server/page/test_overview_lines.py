@@ -29,7 +29,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     with moonpool.Runtime(repository) as runtime:
         with pytest.raises(moonpool.ModelError):
             runtime.infer("fails", {"X": np.zeros(4, np.float32)})
-        overview = Overview(runtime.registry, lambda: index)
+        overview = Overview(runtime._models, lambda: index)
         yield overview.snapshot()
         overview.close()
 

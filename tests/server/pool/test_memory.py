@@ -62,7 +62,7 @@ class FrontEnd:
 def directory() -> Iterator[Directory]:
     directory = Directory()
     with moonpool.Runtime() as runtime:
-        runtime.registry.stubs.sharing = directory
+        runtime._models.stubs.sharing = directory
         limits = {"SANDBOX": "strict", "REGION_LIMIT_BYTES": 8 * MiB}
         runtime.load("echo", MODELS / "echo.py", config=ECHO | options(**limits))
         yield directory

@@ -32,7 +32,7 @@ def hall() -> Hall:
 
 @pytest.fixture(scope="module")
 def runtime(hall: Hall) -> Iterator[moonpool.Runtime]:
-    with moonpool.Runtime(sharing=hall) as runtime:
+    with moonpool.Runtime(_sharing=hall) as runtime:
         yield runtime
 
 
@@ -330,7 +330,7 @@ def test_one_that_has_no_thread_to_wait_for_a_drain_asks_again_until_the_time_is
 def test_a_batch_that_waits_for_its_turn_is_not_overdue(hall: Hall) -> None:
     config = {**SHARED_CONFIG, **options(EXECUTE_TIMEOUT_S="0.3")}
     with (
-        moonpool.Runtime(sharing=hall) as other_runtime,
+        moonpool.Runtime(_sharing=hall) as other_runtime,
         hosted(other_runtime, "punctual", SHARED, config, instances=1),
         visiting(hall, "punctual", "punctual_0_0") as one,
         visiting(hall, "punctual", "punctual_0_0") as other,

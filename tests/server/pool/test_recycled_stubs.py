@@ -90,7 +90,7 @@ def test_a_front_end_finishes_what_a_stub_has_before_it_lets_go(
     gate.touch()
     monkeypatch.setenv("GATE", str(gate))
     with (
-        moonpool.Runtime(sharing=hall) as runtime,
+        moonpool.Runtime(_sharing=hall) as runtime,
         hosted(runtime, "shared", SHARED, {**SHARED_CONFIG, **options(ENVIRONMENT="GATE")}),
         visiting(hall, "shared") as visitor,
     ):
@@ -113,7 +113,7 @@ def test_a_front_end_finishes_what_a_stub_has_before_it_lets_go(
 def test_a_front_end_tells_how_many_requests_a_stub_has_executed() -> None:
     hall = Hall()
     with (
-        moonpool.Runtime(sharing=hall) as runtime,
+        moonpool.Runtime(_sharing=hall) as runtime,
         hosted(runtime, "shared", SHARED, {**SHARED_CONFIG, **options(RECYCLE_REQUESTS=32)}),
         visiting(hall, "shared") as visitor,
     ):
@@ -153,7 +153,7 @@ def test_a_front_end_that_released_a_recycled_stub_is_let_in_again() -> None:
     for friend in (quick, slow):
         directory.add(friend)  # type: ignore[arg-type]
     with (
-        moonpool.Runtime(sharing=directory) as runtime,
+        moonpool.Runtime(_sharing=directory) as runtime,
         hosted(runtime, "shared", SHARED, SHARED_CONFIG),
     ):
         stub = runtime._models.find("shared").supervisor.records[0].instance.state
@@ -191,7 +191,7 @@ def test_a_stub_for_which_there_are_no_descriptors_does_not_start_and_may_later(
 ) -> None:
     directory, friend = Directory(), Friend()
     directory.add(friend)  # type: ignore[arg-type]
-    with moonpool.Runtime(sharing=directory) as runtime:
+    with moonpool.Runtime(_sharing=directory) as runtime:
         with monkeypatch.context() as patch:
             patch.setattr(directories, "socket", sockets(1))
             with pytest.raises(
@@ -208,7 +208,7 @@ def test_a_front_end_for_which_there_are_no_descriptors_is_told_nothing_and_may_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     directory, friend = Directory(), Friend()
-    with moonpool.Runtime(sharing=directory) as runtime:
+    with moonpool.Runtime(_sharing=directory) as runtime:
         runtime.load("shared", SHARED, config=SHARED_CONFIG)
         with monkeypatch.context() as patch:
             patch.setattr(directories, "socket", sockets(0))
@@ -223,7 +223,7 @@ def test_a_front_end_that_cannot_have_its_stub_again_is_ended_and_others_have_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     directory, first, second = Directory(), Friend(), Friend()
-    with moonpool.Runtime(sharing=directory) as runtime:
+    with moonpool.Runtime(_sharing=directory) as runtime:
         for friend in (first, second):
             directory.add(friend)  # type: ignore[arg-type]
         runtime.load("shared", SHARED, config=SHARED_CONFIG)

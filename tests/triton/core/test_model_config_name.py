@@ -44,7 +44,7 @@ def test_the_same_file_is_the_configuration(tmp_path: Path) -> None:
     options = ["--model-config-name=mine"]
     with running(interpreter(), repository, tmp_path / "server", options=options) as server:
         triton, moonpool = TritonSide(server), MoonpoolSide(repository)
-        moonpool._runtime.registry.repositories.config_name = "mine"
+        moonpool._runtime._models.repositories.config_name = "mine"
         try:
             loads = load_all(triton, moonpool, list(MODELS))
             theirs = {
