@@ -31,7 +31,8 @@ _FAULTS = {"NOT_FOUND": "caller", "INVALID_ARG": "caller", "UNSUPPORTED": "calle
 _FAULTS.update({"ALREADY_EXISTS": "caller", "CANCELLED": "caller", "UNAVAILABLE": "load"})
 
 
-# A path in quotes may have spaces in it. In other paths, a name ends at a space, or at a character that names rarely have.
+# A path in quotes may have spaces in it. In other paths, a name ends at a space, or at a character that names rarely
+# have.
 _QUOTED = r"""(["'])(?:file://)?/(?:[^"'\n/]*/)+([^"'\n/]*)\1"""
 _PATH = r"""(?:file:/?/?|(?<![\w./-]))/(?:[^\s/"'(),:;<>=|]+/)+([^\s/"'(),:;<>=|]*)"""
 # A repository may be named by a relative path, and then errors of its configurations are.
@@ -63,8 +64,8 @@ def scrubbed(text: str) -> str:
 class MoonpoolError(Exception):
     """The base of all errors that moonpool itself raises.
 
-    `code` is one of Triton's codes. `str(error)` is for you and your log: it may have paths, and lines of a model's code. Show strangers
-    `error.public_text()`.
+    `code` is one of Triton's codes. `str(error)` is for you and your log: it may have paths, and lines of a model's
+    code. Show strangers `error.public_text()`.
     """
 
     __module__ = "moonpool"
@@ -92,8 +93,9 @@ class MoonpoolError(Exception):
     def public_text(self, request_id: str = "", *, is_for_contained: bool = False) -> str:
         """Return the text that clients of a server get, without folders, addresses and lines of source.
 
-        If it leaves something out, it refers to the server's log, and names `request_id`, so that the entry there can be found. Errors that a
-        model answers with are as in Triton if the model is not contained (`best-effort`, `strict`), except for a reader that is itself.
+        If it leaves something out, it refers to the server's log, and names `request_id`, so that the entry there can
+        be found. Errors that a model answers with are as in Triton if the model is not contained (`best-effort`,
+        `strict`), except for a reader that is itself.
         """
         text = str(self) if self.public_message is None else self.public_message
         if not self._is_kept(is_for_contained=is_for_contained):

@@ -80,9 +80,9 @@ class Runtime:
         with moonpool.Runtime("models/") as runtime:
             sums = runtime.infer("add_sub", {"INPUT0": a, "INPUT1": b})["OUTPUT0"]
 
-    In an event loop, use `async with`, `aload`, `ainfer`, and `stream` with `async for`. Making a runtime loads the models of its repository
-    and so takes time: `await asyncio.to_thread(moonpool.Runtime, "models/")`.
-    A runtime does not survive a fork: use it in the process that made it.
+    In an event loop, use `async with`, `aload`, `ainfer`, and `stream` with `async for`. Making a runtime loads the
+    models of its repository and so takes time: `await asyncio.to_thread(moonpool.Runtime, "models/")`. A runtime does
+    not survive a fork: use it in the process that made it.
     """
 
     def __init__(
@@ -174,11 +174,12 @@ class Runtime:
     ) -> None:
         """Load a model, and return when all its instances are ready.
 
-        Without `source`, this loads the repository's model of that name, in the versions of its policy. `source` is
-        a model's directory, its address in the cloud (`s3://bucket/models/m`), one Python file, a class or function in it (`"two.py:A"`), or
-        a class or function itself. It may come from a cell of a notebook: its source is copied, with everything that it uses. `files` are the contents of a directory by path, such as `1/model.py`, and
-        are written into a private one. `instances` and `config` (in the JSON form of `config.pbtxt`) take precedence
-        over the directory's configuration, field by field, and over its `parameters` key by key.
+        Without `source`, this loads the repository's model of that name, in the versions of its policy. `source` is a
+        model's directory, its address in the cloud (`s3://bucket/models/m`), one Python file, a class or function in it
+        (`"two.py:A"`), or a class or function itself. It may come from a cell of a notebook: its source is copied, with
+        everything that it uses. `files` are the contents of a directory by path, such as `1/model.py`, and are written
+        into a private one. `instances` and `config` (in the JSON form of `config.pbtxt`) take precedence over the
+        directory's configuration, field by field, and over its `parameters` key by key.
 
         `options` are options of moonpool by key, such as `{"MOONPOOL_MEMORY_LIMIT_BYTES": "1G"}`, and `parameters` are
         the model's own. Both take precedence over those of its configuration, key by key. `sandbox` is the least level
@@ -202,7 +203,7 @@ class Runtime:
         source: str | os.PathLike[str] | type | FunctionType | None = None,
         **arguments: Unpack[LoadOptions],
     ) -> None:
-        """Load a model as `load` does, from an asyncio event loop. Cancelling the task gives the load up, as soon as that is possible."""
+        """Load a model as `load` does, from an asyncio event loop. Cancelling the task gives the load up, as soon as possible."""
         load = partial(self.load, name, source, **arguments)
         await awaited(load, "moonpool-aload", partial(self._models.give_up_loading, name))
 
@@ -226,11 +227,11 @@ class Runtime:
         self._models.unload_patiently(name)
 
     async def ascale(self, name: str, instances: int) -> None:
-        """Change the number of instances as `scale` does, from an asyncio event loop. It cannot be cancelled half-way."""
+        """Change the number of instances as `scale` does, from an event loop. It cannot be cancelled half-way."""
         await awaited(partial(self.scale, name, instances), "moonpool-ascale", _go_on)
 
     async def aunload(self, name: str) -> None:
-        """Unload a model as `unload` does, from an asyncio event loop. Cancelling the task ends the wait, as Ctrl-C does."""
+        """Unload a model as `unload` does, from an event loop. Cancelling the task ends the wait, as Ctrl-C does."""
         end = partial(self._models.end_at_once, name)
         await awaited(partial(self.unload, name), "moonpool-aunload", end)
 
@@ -241,8 +242,8 @@ class Runtime:
     def is_ready(self, name: str, version: int | None = None) -> bool:
         """Return True if a request to this model could run now, and the model's `is_ready`, if it has one, agrees.
 
-        Takes as long as `is_ready`, at most some seconds: await `asyncio.to_thread(runtime.is_ready, name)` in an event loop. Returns False
-        for models that are not loaded.
+        Takes as long as `is_ready`, at most some seconds: await `asyncio.to_thread(runtime.is_ready, name)` in an event
+        loop. Returns False for models that are not loaded.
         """
         return self.why_not_ready(name, version) is None
 
@@ -465,9 +466,10 @@ class Runtime:
     def close(self) -> None:
         """Unload all models and finalize the backends. May be called many times, by several threads.
 
-        Requests that somebody waits for have `drain_timeout_s` to end, all others a second. If it takes longer than a second, the log says
-        what it waits for. Ctrl-C ends it at once, without `finalize`. A runtime that nobody refers to any more is closed as well, and one that
-        is open when the program ends. Leaving `with` by an exception other than SystemExit gives all requests a second only.
+        Requests that somebody waits for have `drain_timeout_s` to end, all others a second. If it takes longer than a
+        second, the log says what it waits for. Ctrl-C ends it at once, without `finalize`. A runtime that nobody refers
+        to any more is closed as well, and one that is open when the program ends. Leaving `with` by an exception other
+        than SystemExit gives all requests a second only.
         """
         self._close()
 
@@ -478,7 +480,7 @@ class Runtime:
         PRINTER.wait()
 
     async def aclose(self) -> None:
-        """Close the runtime as `close` does, from an asyncio event loop. Cancelling the task ends the wait, as Ctrl-C does."""
+        """Close the runtime as `close` does, from an event loop. Cancelling the task ends the wait, as Ctrl-C does."""
         await self._aclose()
 
     async def _aclose(self, drain_timeout_s: float | None = None) -> None:

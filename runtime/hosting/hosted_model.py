@@ -561,7 +561,7 @@ class HostedModel:
             self.scheduler.hurry()
 
     def end_at_once(self) -> None:
-        """Let a load fail, and an unload end, without a wait for requests or for `finalize`. From any thread, and again and again."""
+        """Let a load fail, and an unload end, without a wait for requests or for `finalize`. Any thread may repeat it."""
         self._must_end = True
         self.stop_draining()
         reason = ModelUnavailable(f"model '{self.name}' was ended at once")

@@ -1,9 +1,9 @@
 """Protobuf's messages of Triton's protocol: the configuration of a model, and the service over gRPC.
 
-Triton publishes both as `.proto` files, and its client for Python has the code that a compiler made of them. That client brings much that
-moonpool does not need, and its code wants certain versions of protobuf. So the messages are made here, when they are first needed, of tables:
-of those in `config/schema.py`, and of the one below. They have a pool of their own, because a program may have that client, too, and a pool
-takes no name twice.
+Triton publishes both as `.proto` files, and its client for Python has the code that a compiler made of them. That
+client brings much that moonpool does not need, and its code wants certain versions of protobuf. So the messages are
+made here, when they are first needed, of tables: of those in `config/schema.py`, and of the one below. They have a pool
+of their own, because a program may have that client, too, and a pool takes no name twice.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _SCALARS = {
 # Each has a request and a response of its name.
 _METHODS = """
 ServerLive ServerReady ModelReady ServerMetadata ModelMetadata ModelInfer ModelConfig ModelStatistics RepositoryIndex
-RepositoryModelLoad RepositoryModelUnload SystemSharedMemoryStatus SystemSharedMemoryRegister SystemSharedMemoryUnregister
-CudaSharedMemoryStatus CudaSharedMemoryRegister CudaSharedMemoryUnregister TraceSetting LogSettings
+RepositoryModelLoad RepositoryModelUnload SystemSharedMemoryStatus SystemSharedMemoryRegister
+SystemSharedMemoryUnregister CudaSharedMemoryStatus CudaSharedMemoryRegister CudaSharedMemoryUnregister TraceSetting
+LogSettings
 """
 # As in `config/schema.py`.
 _SERVICE_FIELDS = """
