@@ -46,11 +46,14 @@ FLAGS = [
     "-Wall",
     "-Wextra",
     "-Wshadow",
+    # A thread of a model or of a caller may have a small stack.
+    "-Wframe-larger-than=8192",
 ]
-# A model's interpreter may have another libstdc++, or none that its sandbox lets it read.
+# A model's interpreter may have another libstdc++, or none that its sandbox lets it read. The unwinder is the process' own, which the C
+# library needs to end a thread; `unwinding.h` tells what it finds here.
 LINK = [
     "-static-libstdc++",
-    "-static-libgcc",
+    "-Wl,--wrap=__gxx_personality_v0",
     "-ldl",
     "-Wl,-z,now",
     "-Wl,--gc-sections",

@@ -2,7 +2,11 @@
 //
 // Theory of operation. The extensions work on the very objects that Python's code works on. An attribute of a class with `__slots__` is
 // one pointer at a fixed place in its instances, which the limited API does not tell. So it is found by a try: an object that is
-// nowhere else is set, and the instance is searched for it. Nothing here knows how CPython arranges slots.
+// nowhere else is set, and the instance is searched for it. Nothing here knows how CPython arranges slots. A place is used only in instances of
+// the class that it was found in, and of classes made from that one, which keep it. In any other object, the attribute is looked up by its name.
+//
+// An object of ours may be missing, as a class is not known yet or an attribute is not set. So what takes objects here takes a null for "not
+// there", and fails with an error set.
 //
 // Everything here needs the interpreter's lock.
 #pragma once
@@ -19,8 +23,11 @@
 #include <cstdint>
 #include <initializer_list>
 #include <new>
+#include <optional>
 #include <utility>
 #include <vector>
+
+#include "unwinding.h"
 
 namespace moonpool::python {
 
@@ -80,6 +87,71 @@ class Bytes {
   bool is_there_;
 };
 
+// Sets an error of ours, if none is set. Returns false.
+template <class... Arguments>
+bool fail(const char* format, Arguments... arguments) {
+  if (PyErr_Occurred() == nullptr) PyErr_Format(PyExc_SystemError, format, arguments...);
+  return false;
+}
+
+// The error that is set, taken away so that other code may run meanwhile. There always is one: if a form failed and has set none, that is a
+// mistake of ours, and a SystemError says so.
+class Raised {
+ public:
+  Raised() {
+    fail("a form failed and set no error");
+    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback != nullptr && value != nullptr) PyException_SetTraceback(value, traceback);
+    type_ = Ref(type);
+    value_ = Ref(value);
+    traceback_ = Ref(traceback);
+  }
+  // The exception itself, borrowed.
+  PyObject* value() const { return value_.get(); }
+  // Sets it again. An error that came meanwhile is reported and dropped.
+  void set_again() {
+    if (PyErr_Occurred()) PyErr_WriteUnraisable(nullptr);
+    PyErr_Restore(type_.release(), value_.release(), traceback_.release());
+  }
+
+ private:
+  Ref type_, value_, traceback_;
+};
+
+// Keeps the error that is set while other code runs, if one is set, and puts it back. An error of that code is reported and dropped.
+class KeptError {
+ public:
+  KeptError() {
+    if (PyErr_Occurred() != nullptr) raised_.emplace();
+  }
+  KeptError(const KeptError&) = delete;
+  KeptError& operator=(const KeptError&) = delete;
+  ~KeptError() {
+    if (raised_) raised_->set_again();
+  }
+
+ private:
+  std::optional<Raised> raised_;
+};
+
+// Lets no allocation collect garbage while it lives. Up to 3.11, any allocation of an object may do so, which runs destructors and lets other
+// threads run. So where a form looks at what other threads change, makes objects, and changes what it looked at, that is one step only with
+// this. Nothing may run meanwhile that waits for another thread.
+class NoCollection {
+ public:
+  NoCollection() : was_enabled_(PyGC_Disable() == 1) {}
+  NoCollection(const NoCollection&) = delete;
+  NoCollection& operator=(const NoCollection&) = delete;
+  ~NoCollection() {
+    if (was_enabled_) PyGC_Enable();
+  }
+
+ private:
+  const bool was_enabled_;
+};
+
 // Reads an int that fits into 64 bits. Returns false, without an error, for anything else.
 inline bool as_number(PyObject* object, int64_t* number) {
   if (object == nullptr || !PyLong_CheckExact(object)) return false;
@@ -95,33 +167,47 @@ class Field {
 
   // Returns the attribute, empty with an error set if there is none.
   Ref get(PyObject* object) const {
-    if (at_ != 0) {
-      PyObject* value = *place(object, at_);
-      if (value != nullptr) return Ref::to(value);
-    }
-    return Ref(PyObject_GetAttr(object, name_));
+    if (PyObject* const value = peek(object)) return Ref::to(value);
+    return is_found_in(object) ? Ref(PyObject_GetAttr(object, name_)) : Ref();
   }
-  // Returns the attribute without a reference of its own; null if it is no slot or not set. For objects that stay where they are.
-  PyObject* peek(PyObject* object) const { return at_ == 0 ? nullptr : *place(object, at_); }
+  // Returns the attribute without a reference of its own; null if it is no slot of this object or not set. For objects that stay where
+  // they are.
+  PyObject* peek(PyObject* object) const { return has_place_in(object) ? *place(object, at_) : nullptr; }
   // Sets the attribute and takes over the reference. Returns false with an error set; also if `value` is null.
   bool set(PyObject* object, PyObject* value) const {
-    if (value == nullptr) return false;
-    if (at_ == 0) return PyObject_SetAttr(object, name_, Ref(value).get()) == 0;
-    Py_XDECREF(std::exchange(*place(object, at_), value));
+    Ref owned(value);
+    if (!owned) return fail("there is nothing that %s could be set to", text_);
+    if (!has_place_in(object)) return is_found_in(object) && PyObject_SetAttr(object, name_, owned.get()) == 0;
+    Py_XDECREF(std::exchange(*place(object, at_), owned.release()));
     return true;
   }
   bool set_to(PyObject* object, PyObject* borrowed) const { return set(object, Ref::to(borrowed).release()); }
-  bool is_true(PyObject* object) const { return get(object).is_true(); }
-  bool is_none(PyObject* object) const { return get(object).is_none(); }
+  // Return false, without an error, if there is no attribute.
+  bool is_true(PyObject* object) const { return is(object, Py_True); }
+  bool is_none(PyObject* object) const { return is(object, Py_None); }
 
  private:
   friend class Kind;
+  bool is(PyObject* object, PyObject* wanted) const {
+    const Ref value = get(object);
+    if (!value) PyErr_Clear();
+    return value.is(wanted);
+  }
+  bool has_place_in(PyObject* object) const {
+    return at_ != 0 && object != nullptr && (Py_TYPE(object) == owner_ || PyType_IsSubtype(Py_TYPE(object), owner_));
+  }
+  // Returns false with an error set if an object has no attributes, or the name is not known.
+  bool is_found_in(PyObject* object) const {
+    return (object != nullptr && name_ != nullptr) || fail("there is no object that has %s", text_);
+  }
   static PyObject** place(PyObject* object, Py_ssize_t at) {
     return reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + at);
   }
 
   bool learn(PyObject* sample, Py_ssize_t size) {
     if (name_ == nullptr) name_ = PyUnicode_InternFromString(text_);
+    at_ = 0;
+    owner_ = Py_TYPE(sample);
     return name_ != nullptr && find(sample, name_, size, &at_);
   }
 
@@ -143,6 +229,8 @@ class Field {
 
   const char* text_;
   PyObject* name_ = nullptr;
+  // The class in which the place was found. Its `Kind` keeps it.
+  PyTypeObject* owner_ = nullptr;
   Py_ssize_t at_ = 0;
 };
 
@@ -186,16 +274,23 @@ class Kind {
   // True for an instance of that very class: one of a subclass may mean something else by the same attributes.
   bool is(PyObject* object) const { return object != nullptr && Py_TYPE(object) == type_; }
   // Returns a new instance with no attribute set, empty with an error set. Only for classes all of whose fields are slots.
-  Ref make() const { return Ref(PyType_GenericAlloc(type_, 0)); }
+  Ref make() const { return is_known() ? Ref(PyType_GenericAlloc(type_, 0)) : Ref(); }
   // Returns a new instance with the attributes of another one, empty with an error set. Only after `learn_slots`.
   Ref copy(PyObject* object) const {
-    Ref made = make();
+    if (!is(object)) fail("there is no object of the class to copy");
+    Ref made = is(object) ? make() : Ref();
     if (!made) return made;
     for (const Py_ssize_t at : slots_) {
       *Field::place(made.get(), at) = Ref::to(*Field::place(object, at)).release();
     }
     return made;
   }
+  // Returns what the class makes of these arguments, empty with an error set.
+  Ref call(PyObject* arguments) const {
+    return is_known() && arguments != nullptr ? Ref(PyObject_Call(type(), arguments, nullptr)) : Ref();
+  }
+  // Returns false with an error set if no class was taken in yet.
+  bool is_known() const { return type_ != nullptr || fail("a form came before a class that it makes objects of"); }
   PyObject* type() const { return reinterpret_cast<PyObject*>(type_); }
 
  private:
@@ -210,14 +305,21 @@ class Kind {
   std::vector<Py_ssize_t> slots_;
 };
 
-// Calls a function that may throw for want of memory, and returns its result, or null with an exception.
+// Calls a function that may throw for want of memory, and returns its result, or null with an exception: Python would meet an exception
+// beside a result at some later time, and take it for that of other code.
 template <class F>
 PyObject* guarded(const F& function) {
+  Ref result;
   try {
-    return function();
+    result = Ref(function());
   } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
   }
+  if (!result) fail("a form failed and set no error");
+  if (PyErr_Occurred() == nullptr) return result.release();
+  const KeptError kept;
+  result = Ref();
+  return nullptr;
 }
 
 // Python's own clock for times in a request.

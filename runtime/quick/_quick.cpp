@@ -110,7 +110,7 @@ bool Constants::make(PyObject* ndarray_type, PyObject* byte_dtype) {
       {&acquire, "acquire"},         {&release, "release"},   {&locked, "locked"},       {&fileno, "fileno"},
       {&popleft, "popleft"},         {&append, "append"},     {&appendleft, "appendleft"}, {&popitem, "popitem"},
       {&move_to_end, "move_to_end"}, {&notify_all, "notify_all"}, {&allocate, "allocate"}, {&end_batch, "end_batch"},
-      {&answered, "answered"},       {&cancel, "cancel"},     {&resolve, "resolve"},     {&appoint, "appoint"},
+      {&cancel, "cancel"},     {&resolve, "resolve"},     {&appoint, "appoint"},
       {&send, "_send"},              {&launch, "_launch"},    {&settle, "settle"},       {&lose, "_lose"},
       {&base, "base"},               {&dtype, "dtype"},       {&nbytes, "nbytes"},     {&shape, "shape"},
       {&drive_in_reactor, "drive_in_reactor"}, {&wait, "wait"}, {&finish, "finish"}, {&submit, "submit"},
@@ -127,7 +127,17 @@ bool Constants::make(PyObject* ndarray_type, PyObject* byte_dtype) {
 namespace {
 
 // True if a form did all, False if it did nothing.
-PyObject* answer_of(Done done) { return done == Done::kError ? nullptr : PyBool_FromLong(done == Done::kYes); }
+PyObject* answer_of(Done done) {
+  if (done == Done::kError) return nullptr;
+  if (done == Done::kNo) PyErr_Clear();
+  return PyBool_FromLong(done == Done::kYes);
+}
+
+// The execution that a form has begun, None if it has queued its request, False if it did nothing.
+PyObject* answer_of(Done done, Ref execution) {
+  if (done != Done::kYes) return answer_of(done);
+  return execution ? execution.release() : Ref::to(Py_None).release();
+}
 
 bool has(const char* function, Py_ssize_t given, Py_ssize_t wanted) {
   if (given == wanted) return true;
@@ -177,7 +187,9 @@ PyObject* py_execute(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 PyObject* py_answers(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (!has("answers", count, 2)) return nullptr;
   Ref answers;
-  if (finish(arguments[0], arguments[1], &answers) == Done::kError) return nullptr;
+  const Done done = finish(arguments[0], arguments[1], &answers);
+  if (done == Done::kError) return nullptr;
+  if (done == Done::kNo) PyErr_Clear();
   return answers ? answers.release() : Ref::to(Py_None).release();
 }
 
@@ -189,9 +201,7 @@ PyObject* py_submit(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (!has("submit", count, 2)) return nullptr;
   Ref execution;
   const Done done = submit(arguments[0], arguments[1], &execution);
-  if (done == Done::kError) return nullptr;
-  if (done == Done::kNo) return Ref::to(Py_False).release();
-  return execution ? execution.release() : Ref::to(Py_None).release();
+  return answer_of(done, std::move(execution));
 }
 
 PyObject* py_finish(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -217,9 +227,7 @@ PyObject* py_chain_step(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   if (!has("chain_step", count, 2)) return nullptr;
   Ref execution;
   const Done done = chain_step(arguments[0], arguments[1], &execution);
-  if (done == Done::kError) return nullptr;
-  if (done == Done::kNo) return Ref::to(Py_False).release();
-  return execution ? execution.release() : Ref::to(Py_None).release();
+  return answer_of(done, std::move(execution));
 }
 
 PyObject* py_response(PyObject*, PyObject* const* arguments, Py_ssize_t count) {

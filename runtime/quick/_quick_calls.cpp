@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <memory>
 #include <string_view>
 #include <vector>
 
@@ -50,14 +51,15 @@ class Ask {
     const Ref inbox = known.channel.inbox.get(channel.get());
     const int fd = descriptor_of(channel.get());
     if (fd < 0 || size_of(inbox) != 0) return call(channel.get(), constants.receive_ready).release();
-    char room[kMaxPacketBytes + 1];
-    const ssize_t size = ::recv(fd, room, sizeof room, MSG_DONTWAIT);
+    // Not on the stack, as a thread may have a small one.
+    const std::unique_ptr<char[]> room(new char[kMaxPacketBytes + 1]);
+    const ssize_t size = ::recv(fd, room.get(), kMaxPacketBytes + 1, MSG_DONTWAIT);
     if (size < 0) {
       if (errno == EAGAIN) Py_RETURN_NONE;
       return call(channel.get(), constants.receive_ready).release();
     }
     const bool is_whole = size > 0 && static_cast<size_t>(size) <= kMaxPacketBytes;
-    const std::string_view bytes(room, static_cast<size_t>(size));
+    const std::string_view bytes(room.get(), static_cast<size_t>(size));
     size_ = size;
     if (is_whole && (attempt([&] { return find(bytes); }) || unmake())) {
       if (!submit_request()) return nullptr;
@@ -65,7 +67,7 @@ class Ask {
       Py_RETURN_TRUE;
     }
     PyErr_Clear();
-    Ref packet(PyBytes_FromStringAndSize(room, size));
+    Ref packet(PyBytes_FromStringAndSize(room.get(), size));
     if (is_whole || !packet) return packet.release();
     // The channel refuses it in its own words.
     if (!call(inbox.get(), constants.append, packet.get())) return nullptr;
@@ -177,12 +179,8 @@ class Ask {
 
   // Has Python answer with the error that the scheduler raised.
   bool not_submitted(PyObject* models_call) {
-    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    if (traceback != nullptr) PyException_SetTraceback(value, traceback);
-    const Ref first(type), error(value), last(traceback);
-    return static_cast<bool>(Ref(PyObject_CallMethodObjArgs(dispatcher_, constants.not_submitted, models_call, value, nullptr)));
+    const Raised raised;
+    return static_cast<bool>(Ref(PyObject_CallMethodObjArgs(dispatcher_, constants.not_submitted, models_call, raised.value(), nullptr)));
   }
 
   PyObject* const dispatcher_;
@@ -371,8 +369,10 @@ bool drive(PyObject* execution) {
   const Ref poller = known.reactor.kind.is(reactor.get()) ? known.reactor.epoll.get(reactor.get()) : Ref();
   const Ref conversation = known.link.kind.is(pending.get()) ? known.link.conversation.get(pending.get()) : Ref();
   const Ref channel = known.conversation.kind.is(conversation.get()) ? known.conversation.channel.get(conversation.get()) : Ref();
+  const Ref finish(pending ? PyObject_GetAttr(execution, constants.finish) : nullptr), drivers(PyList_New(1));
   int64_t ident = 0, epoll_fd = -1;
-  if (known.poller.kind.is(poller.get()) && known.channel.kind.is(channel.get()) && instance &&
+  // All objects that a collection may be made for are made: nobody else runs from here on.
+  if (known.poller.kind.is(poller.get()) && known.channel.kind.is(channel.get()) && instance && finish && drivers &&
       as_number(known.reactor.ident.get(reactor.get()).get(), &ident) &&
       static_cast<unsigned long>(ident) == PyThread_get_thread_ident() &&
       size_of(known.poller.beyond.get(poller.get())) == 0 && size_of(known.channel.inbox.get(channel.get())) == 0) {
@@ -380,8 +380,8 @@ bool drive(PyObject* execution) {
     const Ref number = epoll ? call(epoll.get(), constants.fileno) : Ref();
     const Ref busy = known.scheduler.busy.get(scheduler.get()), once = known.reactor.once.get(reactor.get());
     const int fd = descriptor_of(channel.get());
-    const Ref key(PyLong_FromLong(fd)), finish(PyObject_GetAttr(execution, constants.finish)), drivers(PyList_New(1));
-    if (fd >= 0 && as_number(number.get(), &epoll_fd) && busy && once && key && finish && drivers &&
+    const Ref key(PyLong_FromLong(fd));
+    if (fd >= 0 && as_number(number.get(), &epoll_fd) && busy && once && key &&
         PyDict_GetItemWithError(busy.get(), instance.get()) == execution &&
         PyList_SetItem(drivers.get(), 0, Ref::to(reactor.get()).release()) == 0 && of.drivers.set_to(execution, drivers.get()) &&
         PyDict_SetItem(once.get(), key.get(), finish.get()) == 0) {

@@ -96,19 +96,13 @@ class Step {
 
 // Ends the run with the error that is set, as `ChainRun._follow` does. kError if the error has to go on.
 Done broke(PyObject* run) {
+  fail("a step of an ensemble failed and set no error");
   if (!PyErr_ExceptionMatches(PyExc_Exception)) return Done::kError;
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
-  PyErr_NormalizeException(&type, &value, &traceback);
-  if (traceback != nullptr) PyException_SetTraceback(value, traceback);
-  const Ref is_told = call(run, constants.broke, value);
-  if (is_told.is_true() || !is_told) {
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(traceback);
-    return is_told ? Done::kYes : Done::kError;
-  }
-  PyErr_Restore(type, value, traceback);
+  Raised raised;
+  const Ref is_told = call(run, constants.broke, raised.value());
+  if (!is_told) return Done::kError;
+  if (is_told.is_true()) return Done::kYes;
+  raised.set_again();
   return Done::kError;
 }
 

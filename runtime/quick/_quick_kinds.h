@@ -268,7 +268,7 @@ struct Constants {
       *usual_cost, *submitted, *no_sequence;
   // Names of methods.
   PyObject *acquire, *release, *locked, *fileno, *popleft, *append, *appendleft, *popitem, *move_to_end, *notify_all, *allocate,
-      *end_batch, *answered, *cancel, *resolve, *appoint, *send, *launch, *settle, *lose, *base, *dtype, *nbytes, *shape, *drive_in_reactor, *wait, *finish, *submit,
+      *end_batch, *cancel, *resolve, *appoint, *send, *launch, *settle, *lose, *base, *dtype, *nbytes, *shape, *drive_in_reactor, *wait, *finish, *submit,
       *receive_ready, *find, *signature, *scheduler, *took, *start, *not_submitted, *answer, *self, *reply, *put, *take_back, *answers, *member,
       *leave_step, *offer, *broke, *follow, *begin, *last_tensor;
   PyObject* delivered;  // {"delivered": True}
@@ -292,22 +292,6 @@ inline Ref call(PyObject* object, PyObject* name, PyObject* argument) {
 bool is_locked(const Ref& lock);
 // Returns the descriptor of a channel, -1 if it is closed.
 int descriptor_of(PyObject* channel);
-
-// Keeps the error that is set while other code runs, and puts it back. An error of that code is reported and dropped.
-class KeptError {
- public:
-  KeptError() { PyErr_Fetch(&type_, &value_, &traceback_); }
-  KeptError(const KeptError&) = delete;
-  KeptError& operator=(const KeptError&) = delete;
-  ~KeptError() {
-    if (type_ == nullptr) return;
-    if (PyErr_Occurred()) PyErr_WriteUnraisable(nullptr);
-    PyErr_Restore(type_, value_, traceback_);
-  }
-
- private:
-  PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
-};
 
 // Calls a function that may throw for want of memory. Returns false then, with an error set: nothing that it did may need more than its own
 // destructors.

@@ -15,9 +15,9 @@
 //
 // Theory of operation. The holder of the instance drives the link, as in Python (runtime/stubs/link.py), so nobody else changes
 // what belongs to the driver. `BorrowedBlocks` and `Replies` have locks for the threads that meet the driver there. Where a form
-// changes a few attributes in a row and neither makes nor drops an object that could run code, no other thread can run in between,
-// since the form keeps the interpreter's lock. So it only looks if somebody else holds the other lock, and then calls Python's
-// method, which waits for it.
+// changes a few attributes in a row and drops no object that could run code, no other thread can run in between, since the form
+// keeps the interpreter's lock, and `NoCollection` where it makes objects, too. So it only looks if somebody else holds the other lock, and
+// then leaves it to Python's method, which waits for it.
 //
 // A caller who alone waits for a stub on another core looks for the answer for a moment before it sleeps, as the kernel takes longer to
 // wake it than a quick model to answer. It looks again if that helped, and else only after some requests: where the model takes longer, or
@@ -55,7 +55,8 @@ bool pass_turn(PyObject* conversation, wire::Kind kind) {
   const Ref number(PyLong_FromLong(static_cast<long>(kind)));
   if (!after || !number) return false;
   PyObject* const turn = PyDict_GetItemWithError(after.get(), number.get());
-  return turn != nullptr && known.conversation.turn.set_to(conversation, turn);
+  return (turn != nullptr || fail("a conversation has no turn after message %d", static_cast<int>(kind))) &&
+         known.conversation.turn.set_to(conversation, turn);
 }
 
 // As `SHARED_BYTES` of memory.py: a smaller array in memory of another stub is copied.
@@ -271,19 +272,14 @@ class Down {
     writer.uint(static_cast<uint64_t>(size_bytes_));
   }
 
+  // Keeps the error that is set. Returns false if that could not be done, with an error of its own set.
   bool undo() {
-    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-    PyErr_Fetch(&type, &value, &traceback);
+    std::optional<Raised> raised;
+    if (PyErr_Occurred() != nullptr) raised.emplace();
     bool is_done = released_.give_back(link_);
     const Ref none(PyTuple_New(0));
     is_done = none && call(blocks_.get(), constants.end_batch, none.get()) && is_done;
-    if (is_done) {
-      PyErr_Restore(type, value, traceback);
-    } else {
-      Py_XDECREF(type);
-      Py_XDECREF(value);
-      Py_XDECREF(traceback);
-    }
+    if (is_done && raised) raised->set_again();
     return is_done;
   }
 
@@ -300,8 +296,8 @@ class Down {
 Ref wire_of(PyObject* datatype, PyObject* shape, const Ref& view) {
   static const newfunc make = reinterpret_cast<newfunc>(PyType_GetSlot(&PyTuple_Type, Py_tp_new));
   const Ref fields(PyTuple_Pack(3, datatype, shape, view.get())), arguments(fields ? PyTuple_Pack(1, fields.get()) : nullptr);
-  PyObject* const type = known.wire_tensor.kind.type();
-  return arguments ? Ref(make(reinterpret_cast<PyTypeObject*>(type), arguments.get(), nullptr)) : Ref();
+  if (!arguments || !known.wire_tensor.kind.is_known()) return Ref();
+  return Ref(make(reinterpret_cast<PyTypeObject*>(known.wire_tensor.kind.type()), arguments.get(), nullptr));
 }
 
 // Views the outputs of a response by name. Each row has name, shape, dtype, block and offset of an array. Where that has the bytes of a
@@ -346,18 +342,18 @@ class Up {
   // Makes the answers, or leaves the packet in the inbox.
   Done take(Ref* answers) {
     if (!attempt([this] { return is_usual() && receive(); })) return fail();
-    if (!attempt([this] { return read() && open_blocks(); })) return keep_packet();
-    // From here on nothing is left to Python: leases give back what they are on when they end.
-    if (!is_from_socket_ && !call(inbox_.get(), constants.popleft)) return Done::kError;
-    if (!make_leases()) return Done::kError;
-    Ref made(PyList_New(count_));
-    if (!made) return Done::kError;
-    for (Py_ssize_t i = 0; i < count_; ++i) {
-      Ref response = response_to(i);
-      if (!response || PyList_SetItem(made.get(), i, response.release()) != 0) return Done::kError;
+    Ref made;
+    {
+      // From the look at the requests that ended to the end of the batch, none of them gets a response apart.
+      const NoCollection no_collection;
+      if (!attempt([this] { return read() && open_blocks(); })) return keep_packet();
+      // From here on nothing is left to Python: leases give back what they are on when they end.
+      if (!is_from_socket_ && !call(inbox_.get(), constants.popleft)) return Done::kError;
+      made = responses();
+      if (!made || !pass_turn(conversation_.get(), wire::Kind::ANSWER)) return Done::kError;
+      if (!known.replies.executing.set_to(replies_.get(), constants.no_batch)) return Done::kError;
     }
-    if (!pass_turn(conversation_.get(), wire::Kind::ANSWER) || !end()) return Done::kError;
-    if (!known.link.core.set(link_, PyLong_FromUnsignedLongLong(core_))) return Done::kError;
+    if (!end() || !known.link.core.set(link_, PyLong_FromUnsignedLongLong(core_))) return Done::kError;
     ++counts.answers;
     *answers = std::move(made);
     return Done::kYes;
@@ -481,8 +477,20 @@ class Up {
       if (index < 0 || static_cast<size_t>(index) >= opened_count_) return false;
       if (static_cast<uint64_t>(size) > opened_[index].block.size) return false;
     }
+    // A thread that holds the lock may be about to note that a request ended.
     const Ref ended = known.replies.ended.get(replies_.get());
-    return ended && PySet_Size(ended.get()) == 0;
+    return ended && PySet_Size(ended.get()) == 0 && !is_locked(known.replies.lock.get(replies_.get()));
+  }
+
+  // Makes the responses to all requests, empty with an error set.
+  Ref responses() {
+    Ref made(PyList_New(count_));
+    if (!made || !make_leases()) return Ref();
+    for (Py_ssize_t i = 0; i < count_; ++i) {
+      Ref response = response_to(i);
+      if (!response || PyList_SetItem(made.get(), i, response.release()) != 0) return Ref();
+    }
+    return made;
   }
 
   bool make_leases() {
@@ -510,14 +518,8 @@ class Up {
     return outputs ? response_with(PyList_GetItem(requests_, index), std::move(outputs)) : Ref();
   }
 
-  // Ends the batch: no more responses to it, and its block is put aside or free.
+  // Puts the block of the batch aside, or frees it.
   bool end() {
-    const RepliesKind& replies = known.replies;
-    if (is_locked(replies.lock.get(replies_.get()))) {
-      if (!call(replies_.get(), constants.answered, Py_None)) return false;
-    } else if (!replies.executing.set_to(replies_.get(), constants.no_batch)) {
-      return false;
-    }
     const BorrowedBlocksKind& of = known.borrowed_blocks;
     Ref nothing(PyList_New(0));
     const Ref lent = of.lent.get(blocks_.get());
@@ -635,19 +637,23 @@ class Apart {
   int64_t flags_ = 0, least_bytes_ = 0;
 };
 
+// Returns true if `recv` would not block. It takes nothing: without the interpreter's lock, the number may become another stub's meanwhile.
+bool has_packet(int fd) { return ::recv(fd, nullptr, 0, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EINTR); }
+
 // Waits for a packet and puts it into the inbox, if none is there. Looks for it before it sleeps, for as long as `look_ns`, and says if
 // that was enough. Without `sleeps` it only looks.
 Done wait_for(PyObject* channel, int64_t look_ns, bool* is_there, bool sleeps = true) {
   if (!known.channel.kind.is(channel)) return Done::kNo;
   const Ref inbox = known.channel.inbox.get(channel);
   if (size_of(inbox) != 0) return inbox ? Done::kYes : Done::kError;
-  const int fd = descriptor_of(channel);
-  if (fd < 0) return Done::kNo;
   const std::unique_ptr<char[]> room(new (std::nothrow) char[kRoom]);
   if (!room) return Done::kNo;
   for (;;) {
     // A signal that has come already would not interrupt the call below.
     if (look_ns == 0 && PyErr_CheckSignals() != 0) return Done::kError;
+    // Each time: whoever ran meanwhile may have closed the channel, and its number may be another stub's.
+    const int fd = descriptor_of(channel);
+    if (fd < 0) return Done::kNo;
     ssize_t size = -1;
     int error = EINTR;
     const int64_t end_ns = monotonic_ns() + look_ns;
@@ -655,13 +661,15 @@ Done wait_for(PyObject* channel, int64_t look_ns, bool* is_there, bool sleeps = 
     if (look_ns == 0) {
       size = ::recv(fd, room.get(), kRoom, 0);
       error = errno;
-    }
-    while (look_ns != 0 && size < 0) {
-      size = ::recv(fd, room.get(), kRoom, MSG_DONTWAIT);
-      error = size < 0 && errno == EAGAIN ? EINTR : errno;
-      if (error != EINTR || monotonic_ns() >= end_ns) break;
+    } else {
+      while (!has_packet(fd) && monotonic_ns() < end_ns) {
+      }
     }
     Py_END_ALLOW_THREADS;
+    if (look_ns != 0) {
+      size = ::recv(descriptor_of(channel), room.get(), kRoom, MSG_DONTWAIT);
+      error = size < 0 && errno == EAGAIN ? EINTR : errno;
+    }
     if (size >= 0) {
       *is_there = look_ns != 0;
       // No signal handler runs before the packet is in the inbox.
@@ -678,6 +686,7 @@ Done wait_for(PyObject* channel, int64_t look_ns, bool* is_there, bool sleeps = 
 // `BorrowedBlocks.allocate` of a block that is kept, where the block that was released last has that size. Returns empty, and has
 // done nothing, for any other.
 Ref lend_spare(PyObject* blocks, int64_t size_bytes) {
+  const NoCollection no_collection;
   const BorrowedBlocksKind& of = known.borrowed_blocks;
   if (!of.kind.is(blocks) || is_locked(of.lock.get(blocks)) || !of.rest.is_none(blocks)) return Ref();
   const Ref arena = of.arena.get(blocks), kept = of.kept.get(blocks);
@@ -709,6 +718,7 @@ Ref lend_spare(PyObject* blocks, int64_t size_bytes) {
 // `BorrowedBlocks.take_back` of one block that nobody else holds, and that has the size of those that were released before. Returns false,
 // and has done nothing, for any other.
 bool take_back_one(PyObject* blocks, PyObject* place) {
+  const NoCollection no_collection;
   const BorrowedBlocksKind& of = known.borrowed_blocks;
   if (!of.kind.is(blocks) || is_locked(of.lock.get(blocks))) return false;
   const Ref arena = of.arena.get(blocks), kept = of.kept.get(blocks);
@@ -811,7 +821,7 @@ Ref lease_on(PyObject* link, PyObject* region, PyObject* memory, PyObject* id, P
   const Ref shape(PyTuple_Pack(1, size)), place(PyTuple_Pack(2, id, offset));
   const Ref arguments(shape ? PyTuple_Pack(4, shape.get(), constants.byte, memory, offset) : nullptr);
   if (!arguments || !place) return Ref();
-  Ref lease(PyObject_Call(of.kind.type(), arguments.get(), nullptr));
+  Ref lease = of.kind.call(arguments.get());
   if (!lease || !of.token.set_to(lease.get(), place.get()) || !of.region.set_to(lease.get(), region) ||
       !of.offset.set_to(lease.get(), offset) ||
       // The last one: with it the lease holds the block.

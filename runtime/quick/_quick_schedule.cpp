@@ -96,7 +96,8 @@ bool pop_last(PyObject* list) {
 }
 
 // The permit of an instance of a `LimitedScheduler`, whose lock is held: what `RateLimiter.acquire` and `release` do while nobody waits for
-// a resource. With the rate limiter's lock free, nobody else is in the middle of a change to the pool, and nobody begins one while a form runs.
+// a resource. With the rate limiter's lock free, nobody else is in the middle of a change to the pool, and nobody begins one before this is
+// gone: no other thread runs meanwhile, as nothing here calls Python's code.
 class Permits {
  public:
   explicit Permits(PyObject* scheduler) : used_(known.limited.used.get(scheduler)) {
@@ -200,6 +201,7 @@ class Permits {
     return count >= 0;
   }
 
+  const NoCollection no_collection_;
   const Ref used_;
   Ref members_;
   bool is_usual_ = false;
@@ -225,14 +227,12 @@ Ref start(PyObject* scheduler, PyObject* instance, PyObject* requests, PyObject*
 
 // Passes on what a signal handler raised while a batch was being sent or read, as Python's form does: nobody knows how far it came.
 void lose(PyObject* scheduler, PyObject* execution) {
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
-  PyErr_NormalizeException(&type, &value, &traceback);
+  Raised raised;
   const Ref method(PyObject_GetAttr(scheduler, constants.lose));
-  const Ref arguments(PyTuple_Pack(2, execution, value));
+  const Ref arguments(PyTuple_Pack(2, execution, raised.value()));
   const Ref done(method && arguments ? PyObject_Call(method.get(), arguments.get(), constants.delivered) : nullptr);
   if (!done) PyErr_WriteUnraisable(scheduler);
-  PyErr_Restore(type, value, traceback);
+  raised.set_again();
 }
 
 // `Scheduler._send` and `Execution.take`: kNo if Python has to send, in any way.
@@ -471,17 +471,13 @@ class Settlement {
         return Done::kNo;
       }
       if (interruptible && (PyList_Size(requests_.get()) > 1 || count_of(queue_) != 0)) return Done::kNo;
-      const bool is_limited = known.limited.kind.is(scheduler_);
-      std::optional<Permits> permits;
-      if (is_limited) permits.emplace(scheduler_);
-      // With requests in the queue, there is a next permit to ask for.
-      if (is_limited && (!permits->is_usual() || !permits->holds(instance_.get()) || count_of(queue_) != 0)) return Done::kNo;
+      const Done released = known.limited.kind.is(scheduler_) ? release() : Done::kYes;
+      if (released != Done::kYes) return released;
       if (!record(scheduler_, execution_, instance_.get(), requests_.get(), answered_ns_, now_ns)) return Done::kError;
       if (PySequence_Contains(idle_.get(), instance_.get()) == 0 && PyList_Append(idle_.get(), instance_.get()) != 0) {
         return Done::kError;
       }
       if (PyDict_DelItem(busy.get(), instance_.get()) != 0 || !form(now_ns)) return Done::kError;
-      if (is_limited && !permits->release(instance_.get())) return Done::kError;
       const Ref changed = known.scheduler.changed.get(scheduler_);
       int64_t waiting = 0;
       if (!changed || !as_number(known.condition.waiting.get(changed.get()).get(), &waiting)) return Done::kError;
@@ -534,6 +530,14 @@ class Settlement {
   static bool clear() {
     PyErr_Clear();
     return false;
+  }
+
+  // Returns the permit of the instance.
+  Done release() const {
+    const Permits permits(scheduler_);
+    // With requests in the queue, there is a next permit to ask for.
+    if (!permits.is_usual() || !permits.holds(instance_.get()) || count_of(queue_) != 0) return Done::kNo;
+    return permits.release(instance_.get()) ? Done::kYes : Done::kError;
   }
 
   // Makes room for all batches that may be started: those that left the queue must not be lost for want of memory.
@@ -628,6 +632,13 @@ bool add(const Field& field, PyObject* object, int64_t more) {
   return summand && field.set(object, PyNumber_Add(before.get(), summand.get()));
 }
 
+namespace {
+
+// Returns true for an instance that executes while its caller waits elsewhere.
+bool is_for_this(PyObject* instance) { return known.instance.kind.is(instance) && !known.instance.blocks.is_true(instance); }
+
+}  // namespace
+
 Done submit(PyObject* scheduler, PyObject* request, Ref* execution) {
   const Schedulers& of = known.scheduler;
   if (!is_scheduler(scheduler) || !known.request.kind.is(request) || of.decoupled.is_true(scheduler)) return Done::kNo;
@@ -655,17 +666,18 @@ Done submit(PyObject* scheduler, PyObject* request, Ref* execution) {
     if (done == Done::kYes) ++counts.submit;
     return done;
   }
-  Ref instance = Ref::to(PyList_GetItem(idle.get(), idle_count - 1));
-  std::optional<Permits> permits;
-  if (known.limited.kind.is(scheduler)) {
-    permits.emplace(scheduler);
-    if (!permits->is_usual()) return Done::kNo;
-    instance = Ref::to(permits->next(idle.get()));
-  }
-  if (!known.instance.kind.is(instance.get()) || known.instance.blocks.is_true(instance.get())) return Done::kNo;
   const Ref batch(PyList_New(1));
   if (!batch || PyList_SetItem(batch.get(), 0, Ref::to(request).release()) != 0) return Done::kError;
-  if (permits && !permits->acquire(instance.get())) return Done::kError;
+  Ref instance = Ref::to(PyList_GetItem(idle.get(), idle_count - 1));
+  if (known.limited.kind.is(scheduler)) {
+    const Permits permits(scheduler);
+    if (!permits.is_usual()) return Done::kNo;
+    instance = Ref::to(permits.next(idle.get()));
+    if (!is_for_this(instance.get())) return Done::kNo;
+    if (!permits.acquire(instance.get())) return Done::kError;
+  } else if (!is_for_this(instance.get())) {
+    return Done::kNo;
+  }
   Ref started = start(scheduler, instance.get(), batch.get(), now_ns.get(), waiter.get());
   if (!started || !remove(idle.get(), instance.get())) return Done::kError;
   held.release();
@@ -743,9 +755,9 @@ class Caller {
   // Makes the waiter of the request, as `ThreadWaiter.__init__` does.
   bool begin() {
     const ThreadWaiters& of = known.thread_waiter;
-    Ref bell(PyObject_CallNoArgs(constants.new_lock));
-    if (!bell || !call(bell.get(), constants.acquire)) return false;
     waiter_ = of.kind.make();
+    Ref bell(waiter_ && constants.new_lock != nullptr ? PyObject_CallNoArgs(constants.new_lock) : nullptr);
+    if (!bell || !call(bell.get(), constants.acquire)) return false;
     int64_t main_thread = 0;
     if (!waiter_ || !as_number(constants.main_thread, &main_thread)) return false;
     is_interruptible_ = PyThread_get_thread_ident() == static_cast<unsigned long>(main_thread);

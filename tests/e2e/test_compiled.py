@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.e2e.hosting import Config, hosted, options, tensor
+from tests.other_pythons import WHY_NONE, made
 
 import moonpool
 from moonpool.runtime.model.config.model import ConfigError
@@ -64,6 +65,22 @@ def test_the_operator_chooses_the_form(
         for _ in range(3):
             found = runtime.infer("m", {"X": np.zeros(1, np.float32)})["Y"]
             assert found.tolist() == [expected]
+
+
+# Those that have the compiled forms.
+ENVIRONMENTS = [path for path in made() if int(path.name.split(".")[1]) >= 11]
+
+
+@pytest.mark.skipif(not ENVIRONMENTS, reason=WHY_NONE)
+@pytest.mark.parametrize("path", ENVIRONMENTS, ids=lambda path: path.name)
+def test_a_stub_of_another_python_loads_compiled_code_at_strict(
+    runtime: moonpool.Runtime, file: Path, path: Path
+) -> None:
+    pytest.importorskip("moonpool.stub.peers._usual")
+    config = {**CONFIG, **options(SANDBOX="strict")}
+    config["parameters"]["EXECUTION_ENV_PATH"] = {"string_value": str(path)}
+    with hosted(runtime, "m", file, config):
+        assert runtime.infer("m", {"X": np.zeros(1, np.float32)})["Y"].tolist() == [True]
 
 
 @pytest.mark.parametrize("level", ["standard", "strict"])

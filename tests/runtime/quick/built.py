@@ -18,6 +18,8 @@ from moonpool.runtime import quick
 PACKAGE = Path(moonpool.__path__[0])
 # To optimize takes the compiler more than twice as long, and hides from the sanitizers what it leaves out.
 FLAGS = ["-std=c++17", "-O0", "-g1", "-fPIC", "-shared", "-fno-omit-frame-pointer"]
+# As in setup.py: `unwinding.h` needs it.
+FLAGS += ["-Wl,--wrap=__gxx_personality_v0"]
 
 
 def skip_without_forms() -> None:
