@@ -6,7 +6,8 @@
  * Theory of operation.
  *
  * Who. A session belongs to one thread and never calls Python code: `feed` and `out` collect events in a list, which the caller
- * handles after they have returned. So no callback can change a session while nghttp2 works on it. nghttp2 keeps a pointer to the
+ * handles after they have returned. So no callback can change a session while nghttp2 works on it. But what they drop may have a destructor in
+ * Python, as a lease has, and other threads may run then, with sessions of their own. So all that a session works with is its own. nghttp2 keeps a pointer to the
  * `Stream` of each of its streams. A `Stream` is made when the headers of a request begin and freed when nghttp2 closes the stream,
  * or with the session; `streams` lists all of them for that.
  *
@@ -162,9 +163,19 @@ typedef struct Stream {
     PyObject *details;
 } Stream;
 
+/* What one call of `out` writes, and makes objects of before it returns. Behind the first view, `parts` has all before `parted`, and
+ * `viewed` is the size of the views in it. */
+typedef struct {
+    size_t size, parted, viewed;
+    PyObject *parts;
+    char bytes[PART + BEHIND_PART];
+} Output;
+
 typedef struct {
     PyObject_HEAD
     nghttp2_session *ng;
+    /* Of the call of `out` that runs. */
+    Output *output;
     Stream *streams;
     PyObject *events;
     size_t max_message, unsent;
@@ -179,12 +190,6 @@ typedef struct {
     size_t frame_left;
     int32_t filling;
 } Session;
-
-/* `out` of all sessions writes here, and makes objects of it before it returns. The interpreter's lock guards it. Behind the first
- * view, `parts` has all before `parted`, and `viewed` is the size of the views in it. */
-static char output[PART + BEHIND_PART];
-static size_t output_size, parted, viewed;
-static PyObject *parts;
 
 static void event(Session *s, PyObject *each) {
     if (each == nullptr || (s->events == nullptr && (s->events = PyList_New(0)) == nullptr) || PyList_Append(s->events, each))
@@ -472,42 +477,63 @@ static int on_close(nghttp2_session *session, int32_t id, uint32_t code, void *u
 
 /* --- What goes out --- */
 
+/* The output of the last call, for the next one of any session: the memory is large. */
+static Output *spare_output;
+
+static Output *take_output(void) {
+    Output *output = spare_output;
+    spare_output = nullptr;
+    if (output == nullptr) output = static_cast<Output *>(PyMem_Malloc(sizeof *output));
+    if (output == nullptr) return nullptr;
+    output->size = output->parted = output->viewed = 0;
+    output->parts = nullptr;
+    return output;
+}
+
+static void leave_output(Output *output) {
+    if (spare_output == nullptr)
+        spare_output = output;
+    else
+        PyMem_Free(output);
+}
+
 /* Make a part of the bytes that were written since the last one. */
-static int end_part(void) {
-    if (parts == nullptr && (parts = PyList_New(0)) == nullptr) return -1;
-    if (output_size == parted) return 0;
-    PyObject *part = PyBytes_FromStringAndSize(output + parted, (Py_ssize_t)(output_size - parted));
-    int code = part == nullptr ? -1 : PyList_Append(parts, part);
+static int end_part(Output *o) {
+    if (o->parts == nullptr && (o->parts = PyList_New(0)) == nullptr) return -1;
+    if (o->size == o->parted) return 0;
+    PyObject *part = PyBytes_FromStringAndSize(o->bytes + o->parted, (Py_ssize_t)(o->size - o->parted));
+    int code = part == nullptr ? -1 : PyList_Append(o->parts, part);
     Py_XDECREF(part);
-    parted = output_size;
+    o->parted = o->size;
     return code;
 }
 
-static int put_view(const Piece *piece, size_t from, size_t size) {
-    if (end_part()) return -1;
+static int put_view(Output *o, const Piece *piece, size_t from, size_t size) {
+    if (end_part(o)) return -1;
     PyObject *whole = PyMemoryView_FromObject(piece->bytes.obj);
     PyObject *part = whole == nullptr ? nullptr : PySequence_GetSlice(whole, (Py_ssize_t)from, (Py_ssize_t)(from + size));
-    int code = part == nullptr ? -1 : PyList_Append(parts, part);
+    int code = part == nullptr ? -1 : PyList_Append(o->parts, part);
     Py_XDECREF(whole);
     Py_XDECREF(part);
-    viewed += size;
+    o->viewed += size;
     return code;
 }
 
-static int put(const void *data, size_t size) {
-    if (output_size + size > sizeof output) return ERR_CALLBACK;
-    memcpy(output + output_size, data, size);
-    output_size += size;
+static int put(Output *o, const void *data, size_t size) {
+    if (o->size + size > sizeof o->bytes) return ERR_CALLBACK;
+    memcpy(o->bytes + o->size, data, size);
+    o->size += size;
     return 0;
 }
 
 static ssize_t on_send(nghttp2_session *session, const uint8_t *data, size_t size, int flags, void *user) {
-    (void)session, (void)flags, (void)user;
-    if (output_size + viewed >= PART) return ERR_WOULDBLOCK;
+    Output *o = static_cast<Session *>(user)->output;
+    (void)session, (void)flags;
+    if (o->size + o->viewed >= PART) return ERR_WOULDBLOCK;
     /* A block of headers may be larger than the room behind a part. The rest of it follows. */
-    size_t room = sizeof output - output_size;
+    size_t room = sizeof o->bytes - o->size;
     if (size > room) size = room;
-    put(data, size);
+    put(o, data, size);
     return (ssize_t)size;
 }
 
@@ -515,19 +541,21 @@ static int on_send_data(nghttp2_session *session, nghttp2_frame_hd *frame, const
                         nghttp2_data_source *source, void *user) {
     Session *s = static_cast<Session *>(user);
     Stream *st = static_cast<Stream *>(source->ptr);
+    Output *o = s->output;
     (void)session, (void)frame;
-    if (output_size + viewed >= PART) return ERR_WOULDBLOCK;
-    if (put(head, 9)) return ERR_CALLBACK;
+    if (o->size + o->viewed >= PART) return ERR_WOULDBLOCK;
+    if (put(o, head, 9)) return ERR_CALLBACK;
     while (size) {
         Piece *piece = st->first;
         size_t whole = piece->prefix_size + (size_t)piece->bytes.len, part = whole - piece->sent;
         if (piece->sent < piece->prefix_size) part = piece->prefix_size - piece->sent;
         if (part > size) part = size;
         if (piece->sent < piece->prefix_size) {
-            if (put(piece->prefix + piece->sent, part)) return ERR_CALLBACK;
+            if (put(o, piece->prefix + piece->sent, part)) return ERR_CALLBACK;
         } else {
             size_t from = piece->sent - piece->prefix_size;
-            if (part < VIEWED ? put(static_cast<const char *>(piece->bytes.buf) + from, part) : put_view(piece, from, part)) return ERR_CALLBACK;
+            const char *bytes = static_cast<const char *>(piece->bytes.buf) + from;
+            if (part < VIEWED ? put(o, bytes, part) : put_view(o, piece, from, part)) return ERR_CALLBACK;
         }
         piece->sent += part;
         size -= part;
@@ -663,19 +691,24 @@ static PyObject *filled(Session *s, PyObject *number) {
 
 static PyObject *out(Session *s, PyObject *unused) {
     (void)unused;
-    output_size = parted = viewed = 0;
+    /* A destructor that uses the session in which a message ends, for example. */
+    if (s->output != nullptr) return PyErr_Format(PyExc_RuntimeError, "out was called while it runs");
+    Output *o = s->output = take_output();
+    if (o == nullptr) return PyErr_NoMemory();
     int code = ng.session_send(s->ng);
-    if (code == 0 && parts != nullptr && end_part()) code = ERR_CALLBACK;
-    PyObject *found = parts;
-    parts = nullptr;
-    if (found == nullptr && code == 0) found = PyBytes_FromStringAndSize(output, (Py_ssize_t)output_size);
+    if (code == 0 && o->parts != nullptr && end_part(o)) code = ERR_CALLBACK;
+    PyObject *found = o->parts;
+    size_t size = o->size + o->viewed;
+    if (found == nullptr && code == 0) found = PyBytes_FromStringAndSize(o->bytes, (Py_ssize_t)o->size);
+    s->output = nullptr;
+    leave_output(o);
     PyObject *events = code || s->has_failed || found == nullptr ? nullptr : taken_events(s);
     if (events == nullptr) {
         Py_XDECREF(found);
         return failed(code);
     }
     int is_over = !ng.session_want_read(s->ng) && !ng.session_want_write(s->ng);
-    return Py_BuildValue("NnNO", found, (Py_ssize_t)(output_size + viewed), events, is_over ? Py_True : Py_False);
+    return Py_BuildValue("NnNO", found, (Py_ssize_t)size, events, is_over ? Py_True : Py_False);
 }
 
 static PyObject *take(Session *s, PyObject *number) {

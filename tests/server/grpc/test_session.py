@@ -5,8 +5,11 @@ from __future__ import annotations
 import struct
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.server.grpc.frames import (
     ACK,
@@ -317,3 +320,49 @@ def test_a_library_that_is_none_is_an_error_that_says_so() -> None:
     first, second = ended.stdout.splitlines()
     assert "libnothing.so.1" in first
     assert "nghttp2_" in second
+
+
+class Switching:
+    """Memory whose end lets other threads run, as that of a lease may, which has a destructor."""
+
+    def __del__(self) -> None:
+        time.sleep(0)
+
+
+def of_switching(data: bytes) -> np.ndarray:
+    """Return an array of these bytes whose memory is a `Switching`."""
+    memory = Switching()
+    memory.__array_interface__ = {  # type: ignore[attr-defined]
+        "shape": (len(data),),
+        "typestr": "|u1",
+        "data": (np.frombuffer(data, np.uint8).__array_interface__["data"][0], True),
+        "version": 3,
+    }
+    memory.data = data  # type: ignore[attr-defined]
+    return np.asarray(memory)
+
+
+def test_sessions_of_several_threads_keep_their_output_apart() -> None:
+    wrong: list[tuple[str, int]] = []
+
+    def talk(letter: str) -> None:
+        for _ in range(40):
+            session = Talk()
+            session.begin()
+            data = letter.encode() * 2000
+            # The first piece is copied into the output, and ends with that.
+            session.session.send(1, (of_switching(data), data), False, False, 0, None)
+            data, size_bytes, _, _ = session.session.out()
+            sent = b"".join(data) if isinstance(data, list) else data
+            assert len(sent) == size_bytes
+            body = sent.count(letter.encode() * 1000)
+            other = {"A": b"B", "B": b"A"}[letter]
+            if body < 4 or other * 50 in sent:
+                wrong.append((letter, body))
+
+    threads = [threading.Thread(target=talk, args=(letter,)) for letter in "AB"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert wrong == []
