@@ -15,6 +15,9 @@ are given up again once they are idle (`Idle`). The first of them is kept longer
 to copy a tensor into it, and most models that once had a large tensor will have another one. A block is named by region and offset, and the number of a region that was
 given up is not used for another one, so a late message about a block in it finds nothing.
 
+On the main thread of a stub, a signal handler of the model's may raise anywhere in this code. So the tables change with `at_once`: a block is in
+use and with its new owner, or it is free.
+
 Not thread-safe: one thread at a time owns an arena. Other threads release blocks through a queue that the owner
 drains. A lease may end in any thread, in the middle of a garbage collection, and must not wait for a lock there.
 """
@@ -23,11 +26,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.memory import ALIGNMENT, Region
 from moonpool.ipc.region import headroom_bytes
+from moonpool.ipc.signals import at_once
 
 _PAGE = 4096
 
@@ -50,69 +55,81 @@ class Block:
 class Extents:
     """The free bytes and the blocks of one region."""
 
-    __slots__ = ("_sizes", "_spares", "_starts", "live", "region", "uses")
+    __slots__ = ("_free", "_spares", "live", "region", "uses")
 
     def __init__(self, region: Region) -> None:
         self.region = region
         self.live: dict[int, Block] = {}
         self.uses = 0
-        self._starts = [0]
-        self._sizes = [region.size_bytes]
+        # The start and the size of each extent.
+        self._free = [(0, region.size_bytes)]
         # The blocks that were released last, all of one size. They are in no extent yet.
         self._spares: list[Block] = []
 
-    def take(self, size_bytes: int) -> Block | None:
-        """Return a spare block of that size, or one cut from the first extent that has room; None if none has."""
+    def take(self, size_bytes: int, taken: list[Block]) -> Block | None:
+        """Return a spare block of that size, or one cut from the first extent that has room; None if none has.
+
+        `taken` gets the block, too.
+        """
         if self._spares:
-            if self._spares[-1].size_bytes == size_bytes:
-                block = self._spares.pop()
-                block.holds = 1
-                self.live[block.offset] = block
+            block = self._spares[-1]
+            if block.size_bytes == size_bytes:
                 self.uses += 1
+                at_once(
+                    self._spares.pop,
+                    partial(setattr, block, "holds", 1),
+                    partial(self.live.__setitem__, block.offset, block),
+                    partial(taken.append, block),
+                )
                 return block
             self._join_spares()
-        return self._cut(size_bytes)
+        return self._cut(size_bytes, taken)
 
-    def _cut(self, size_bytes: int) -> Block | None:
-        sizes = self._sizes
-        for i, free in enumerate(sizes):
+    def _cut(self, size_bytes: int, taken: list[Block]) -> Block | None:
+        for i, (start, free) in enumerate(self._free):
             if free >= size_bytes:
-                starts = self._starts
-                offset = starts[i]
-                if free == size_bytes:
-                    del sizes[i], starts[i]
-                else:
-                    sizes[i] = free - size_bytes
-                    starts[i] = offset + size_bytes
-                block = self.live[offset] = Block(self.region, offset, size_bytes)
+                rest = [(start + size_bytes, free - size_bytes)] if free > size_bytes else []
+                block = Block(self.region, start, size_bytes)
                 self.uses += 1
+                at_once(
+                    partial(self._free.__setitem__, slice(i, i + 1), rest),
+                    partial(self.live.__setitem__, start, block),
+                    partial(taken.append, block),
+                )
                 return block
         return None
 
-    def give(self, block: Block) -> None:
-        """Make the bytes of a block free again."""
-        del self.live[block.offset]
+    def give(self, block: Block, *steps: Callable[[], object]) -> None:
+        """Make the bytes of a block free again, and take further steps at once with that."""
         if self._spares and self._spares[-1].size_bytes != block.size_bytes:
             self._join_spares()
-        self._spares.append(block)
+        at_once(
+            partial(self.live.__delitem__, block.offset),
+            partial(setattr, block, "holds", 0),
+            partial(self._spares.append, block),
+            *steps,
+        )
 
     def _join_spares(self) -> None:
         while self._spares:
-            self._join(self._spares.pop())
+            self._join_last_spare()
 
-    def _join(self, block: Block) -> None:
+    def _join_last_spare(self) -> None:
         """Join the bytes of a free block with free neighbours."""
-        starts, sizes = self._starts, self._sizes
+        free, block = self._free, self._spares[-1]
         offset, size = block.offset, block.size_bytes
-        i = bisect_left(starts, offset)
-        if i < len(starts) and offset + size == starts[i]:
-            size += sizes[i]
-            del starts[i], sizes[i]
-        if i and starts[i - 1] + sizes[i - 1] == offset:
-            sizes[i - 1] += size
-        else:
-            starts.insert(i, offset)
-            sizes.insert(i, size)
+        first = last = bisect_left(free, (offset, 0))
+        if last < len(free) and free[last][0] == offset + size:
+            size += free[last][1]
+            last += 1
+        if first and sum(free[first - 1]) == offset:
+            first -= 1
+            offset = free[first][0]
+            size += free[first][1]
+        at_once(
+            self._spares.pop,
+            partial(free.__setitem__, slice(first, last), [(offset, size)]),
+        )
 
 
 class Arena:
@@ -121,29 +138,36 @@ class Arena:
     `create` makes a region of at least that many bytes, in whole pages, or raises `OutOfMemory`.
     """
 
-    __slots__ = ("_create", "_extents", "has_grown")
+    __slots__ = ("_create", "_extents")
 
     def __init__(self, create: Callable[[int], Region]) -> None:
         self._create = create
         self._extents: dict[int, Extents] = {}
-        # True if there is more than the first region.
-        self.has_grown = False
+
+    @property
+    def has_grown(self) -> bool:
+        """True if there is more than the first region."""
+        return len(self._extents) > 1
 
     def add(self, region: Region) -> None:
-        """Allocate in this region from now on. The first one added is never idle."""
-        self._extents[region.id] = Extents(region)
-        self.has_grown = len(self._extents) > 1
+        """Allocate in this region from now on, if it is not known yet. The first one added is never idle."""
+        if region.id not in self._extents:
+            self._extents[region.id] = Extents(region)
 
-    def allocate(self, size_bytes: int) -> Block:
-        """Return a block that the caller holds once. If there is no room, raises what `create` raises."""
+    def allocate(self, size_bytes: int, taken: list[Block] | None = None) -> Block:
+        """Return a block that the caller holds once. If there is no room, raises what `create` raises.
+
+        `taken` gets the block, too: if a signal handler raises, the block is there or was not allocated.
+        """
         size = (size_bytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
+        into = [] if taken is None else taken
         for extents in self._extents.values():
-            block = extents.take(size)
+            block = extents.take(size, into)
             if block is not None:
                 return block
         region = self._create((size + _PAGE - 1) & -_PAGE)
         self.add(region)
-        block = self._extents[region.id].take(size)
+        block = self._extents[region.id].take(size, into)
         if block is None:
             raise ValueError(f"asked for a region of {size} bytes, got one of {region.size_bytes}")
         return block
@@ -154,7 +178,8 @@ class Arena:
         It does what `release_at` and then `allocate` would do, and leaves the tables as they are.
         """
         extents = self._extents.get(place[0])
-        block = None if extents is None or self.has_grown else extents.live.get(place[1])
+        has_grown = len(self._extents) > 1
+        block = None if extents is None or has_grown else extents.live.get(place[1])
         size = (size_bytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
         if extents is None or block is None or block.holds != 1 or block.size_bytes != size:
             return None
@@ -190,21 +215,19 @@ class Arena:
         extents = self._extents.get(region_id)
         return None if extents is None else extents.live.get(offset)
 
-    def release(self, block: Block) -> None:
-        """Count one holder less. After the last one, the bytes are free."""
-        block.holds -= 1
-        if block.holds == 0:
-            self._extents[block.region.id].give(block)
+    def release(self, block: Block, *steps: Callable[[], object]) -> None:
+        """Count one holder less, and take further steps, functions of C, at once with that. After the last holder, the bytes are free."""
+        if block.holds > 1:
+            at_once(partial(setattr, block, "holds", block.holds - 1), *steps)
+        else:
+            self._extents[block.region.id].give(block, *steps)
 
-    def release_at(self, region_id: int, offset: int) -> bool:
-        """Release the block in use that begins at this offset. Returns False if none does."""
-        extents = self._extents.get(region_id)
-        block = None if extents is None else extents.live.get(offset)
-        if extents is None or block is None:
+    def release_at(self, region_id: int, offset: int, *steps: Callable[[], object]) -> bool:
+        """Release the block in use that begins at this offset, as `release` does. Returns False, and does nothing, if none does."""
+        block = self.find(region_id, offset)
+        if block is None:
             return False
-        block.holds -= 1
-        if block.holds == 0:
-            extents.give(block)
+        self.release(block, *steps)
         return True
 
     def idle(self) -> dict[int, int]:
@@ -223,11 +246,13 @@ class Arena:
 
     def retire(self, region_id: int) -> Region:
         """Stop using an idle region. The caller closes it."""
+        return self.retirement(region_id)().region
+
+    def retirement(self, region_id: int) -> Callable[[], Extents]:
+        """Return the function of C that stops using an idle region."""
         if self._extents[region_id].live:
             raise ValueError(f"region {region_id} is in use")
-        region = self._extents.pop(region_id).region
-        self.has_grown = len(self._extents) > 1
-        return region
+        return partial(self._extents.pop, region_id)
 
 
 class Keep(NamedTuple):

@@ -11,7 +11,8 @@ Three things about these sockets are easy to get wrong:
 - *A peer that ended with packets unread.* The kernel then reports ECONNRESET once, before it delivers the last packets that
   the peer sent. So each receiving method tries again after ECONNRESET. Otherwise the reason that a dying stub sends
   would be lost.
-- *A signal handler that raises.* Between the return of `recv` and the next line of Python, a handler may raise
+- *A signal handler that raises.* It may raise an error of the same class as the socket, such as TimeoutError, which says nothing about the
+  peer (`_pass_on`). Between the return of `recv` and the next line of Python, a handler may raise
   KeyboardInterrupt, and the packet would be gone. `wait` receives and stores the packet in a single call of C
   code (`deque.extend` over `map`), so a packet is either in the socket or in the inbox. `send_first` sends and removes in the same way.
 """
@@ -26,9 +27,9 @@ import socket
 import sys
 import termios
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, compress, repeat
-from typing import Any
+from typing import Any, NoReturn
 
 from moonpool.ipc.errors import Closed, LocalProtocolError, PeerGone, RemoteProtocolError
 
@@ -75,6 +76,11 @@ class Channel:
         """Return the descriptor, which is readable when a packet or the end of the peer can be received; -1 if closed."""
         return self._socket.fileno()
 
+    @property
+    def descriptor(self) -> Callable[[], int]:
+        """A function of C that returns what `fileno` returns."""
+        return self._socket.fileno
+
     def send(self, packet: bytes) -> None:
         """Hand a packet to the kernel. Never blocks.
 
@@ -86,14 +92,14 @@ class Channel:
         except BlockingIOError:
             raise
         except OSError as error:
-            raise self._gone(error) from error
+            self._fail(error)
 
     def send_waiting(self, packet: bytes) -> None:
         """Hand a packet to the kernel. Blocks while the socket is full. Not for a channel to a stub."""
         try:
             self._send(packet, _NO_SIGNAL)
         except OSError as error:
-            raise self._gone(error) from error
+            self._fail(error)
 
     def send_first(self, items: deque[Any], count: int, packet: bytes) -> None:
         """Send a packet made of the first `count` items of a queue, as `send_waiting` does, and remove the items.
@@ -107,7 +113,7 @@ class Channel:
         try:
             _NOWHERE.extend(map(_remove_first, compress((items,) * count, sent)))
         except OSError as error:
-            raise self._gone(error) from error
+            self._fail(error)
 
     @property
     def is_half_full(self) -> bool:
@@ -129,7 +135,7 @@ class Channel:
         except BlockingIOError:
             raise
         except OSError as error:
-            raise self._gone(error) from error
+            self._fail(error)
 
     def send_waiting_with(self, packet: bytes, descriptors: Sequence[int]) -> None:
         """Send a packet as `send_waiting` does, with descriptors for the peer. The caller keeps its own."""
@@ -139,7 +145,7 @@ class Channel:
                 [packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else [], _NO_SIGNAL
             )
         except OSError as error:
-            raise self._gone(error) from error
+            self._fail(error)
 
     def wait(self) -> None:
         """Block until `receive` would not block. Raises `PeerGone` if the socket itself is broken.
@@ -150,16 +156,21 @@ class Channel:
             # One call into C: no signal handler runs between the arrival of a packet and its place in the inbox.
             try:
                 self._inbox.extend(map(self._receive, _ROOM))
-            except ConnectionResetError:
+            except ConnectionResetError as error:
                 # The kernel reports it once, before the last packets of a peer that ended with packets unread.
+                _pass_on(error)
                 self.wait()
             except OSError as error:
-                raise self._gone(error) from error
+                self._fail(error)
 
     @property
     def has_received(self) -> bool:
         """True if `wait` has received a packet that `receive` returns without a look at the socket."""
         return bool(self._inbox)
+
+    def first(self) -> bytes:
+        """Return the packet that `wait` has received, and leave it in the inbox. Raises as `receive`."""
+        return self._checked(self._inbox[0])
 
     def receive(self) -> bytes:
         """Return the next packet. Blocks. Raises `PeerGone` at the end of the peer, after its last packet.
@@ -171,10 +182,11 @@ class Channel:
         else:
             try:
                 packet = self._receive(_ROOM[0])
-            except ConnectionResetError:  # as in `wait`
+            except ConnectionResetError as error:  # as in `wait`
+                _pass_on(error)
                 return self.receive()
             except OSError as error:
-                raise self._gone(error) from error
+                self._fail(error)
         return packet if 0 < len(packet) <= MAX_PACKET_BYTES else self._checked(packet)
 
     def receive_ready(self) -> bytes | None:
@@ -188,7 +200,7 @@ class Channel:
         except ConnectionResetError:  # as in `wait`
             return self.receive_ready()
         except OSError as error:
-            raise self._gone(error) from error
+            self._fail(error)
         return packet if 0 < len(packet) <= MAX_PACKET_BYTES else self._checked(packet)
 
     def receive_with_fds(self) -> tuple[bytes, list[int]]:
@@ -203,7 +215,7 @@ class Channel:
         except ConnectionResetError:  # as in `wait`
             return self.receive_with_fds()
         except OSError as error:
-            raise self._gone(error) from error
+            self._fail(error)
         fds = array.array("i")
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -222,12 +234,13 @@ class Channel:
             raise RemoteProtocolError(f"a packet of more than {MAX_PACKET_BYTES} bytes")
         return packet
 
-    def _gone(self, error: OSError) -> Exception:
+    def _fail(self, error: OSError) -> NoReturn:
+        _pass_on(error)
         if self._socket.fileno() < 0:
-            return Closed("this end of the channel was closed")
+            raise Closed("this end of the channel was closed") from error
         if error.errno in (errno.EMSGSIZE, errno.EBADF):  # EBADF is about a descriptor to send
-            return LocalProtocolError(f"a packet cannot be sent: {error.strerror}")
-        return PeerGone(f"the peer closed the channel ({error.strerror})")
+            raise LocalProtocolError(f"a packet cannot be sent: {error.strerror}") from error
+        raise PeerGone(f"the peer closed the channel ({error.strerror})") from error
 
     def wake(self) -> None:
         """Wake a thread that blocks in `receive` on this end: it sees the end of the channel. Any thread may call it."""
@@ -239,3 +252,9 @@ class Channel:
     def close(self) -> None:
         """Close this end. The peer sees the end of the channel. May be called many times."""
         self._socket.close()
+
+
+def _pass_on(error: OSError) -> None:
+    """Raise an error that is not of the socket, but of a signal handler that ran in the call: it has the handler's frame."""
+    if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+        raise error

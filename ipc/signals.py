@@ -1,9 +1,22 @@
-"""Gives a new process the default dispositions of signals: an exec keeps those that its parent ignored or blocked."""
+"""Gives a new process the default dispositions of signals, and takes several steps that no handler of a signal can come between.
+
+An exec keeps the signals that its parent ignored or blocked.
+
+CPython runs handlers between the instructions of Python's code, on the main thread, and a handler may raise. None runs inside a function of C. So
+steps that must all be taken, or none, are functions of C that one other function of C calls.
+"""
 
 from __future__ import annotations
 
 import signal
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+# Drops whatever is put into it.
+NOWHERE: deque[Any] = deque(maxlen=0)
+_call = partial.__call__
 # Every Python ignores these two.
 _PYTHONS_OWN = frozenset((signal.SIGPIPE, signal.SIGXFSZ))
 
@@ -19,3 +32,8 @@ def use_defaults() -> None:
             signal.signal(number, signal.SIG_DFL)
     # Last: what was held back until now has its default effect.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def at_once(*steps: Callable[[], object]) -> None:
+    """Call functions of C in this order. If one raises, those behind it are not called."""
+    NOWHERE.extend(map(_call, map(partial, steps)))

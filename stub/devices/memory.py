@@ -194,10 +194,10 @@ class DeviceMemory:
                 return block
         return None
 
-    def release(self, block: Block) -> None:
-        """Drop one holder of a block."""
+    def release(self, block: Block, *steps: Callable[[], object]) -> None:
+        """Drop one holder of a block, and take further steps at once with that, as `Arena.release`."""
         region = cast(DeviceRegion, block.region)
-        self._arenas[region.device.ordinal].release(block)
+        self._arenas[region.device.ordinal].release(block, *steps)
 
     # The end
 

@@ -20,6 +20,7 @@ from moonpool.ipc.errors import BadTensor
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import ALIGNMENT, SHARED_BYTES, Lease
 from moonpool.ipc.messages import LONG, MAX_DIMS, NO_DETAILS, size_of
+from moonpool.ipc.signals import NOWHERE, at_once
 from moonpool.ipc.tensors import BYTES, DTYPES
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.tensor import Tensor
@@ -38,8 +39,14 @@ class Placed:
 
     __slots__ = ("_regions", "blocks", "has_shared", "ours", "rows")
 
-    def __init__(self, regions: Regions, tensors: Sequence[Tensor]) -> None:
-        """Place the inputs. Tensors in shared memory stay there, others are copied. Raises `OutOfMemory`, `BadTensor`."""
+    def __init__(
+        self, regions: Regions, tensors: Sequence[Tensor], ours: list[Block] | None = None
+    ) -> None:
+        """Place the inputs. Tensors in shared memory stay there, others are copied. Raises `OutOfMemory`, `BadTensor`.
+
+        `ours` gets the blocks of this stub's memory that the runtime holds from now on, each when it is held: `Regions.take_back` is
+        for them if the message is not sent.
+        """
         self._regions = regions
         if any(tensor._is_on_device for tensor in tensors):
             from moonpool.stub.devices.placement import moved
@@ -49,8 +56,7 @@ class Placed:
         self.rows: list[list[Any]] = []
         # True if any input stays where it is.
         self.has_shared = False
-        # Blocks of this stub's memory, which the runtime holds from now on.
-        self.ours: list[Block] = []
+        self.ours: list[Block] = [] if ours is None else ours
         copied: list[tuple[list[Any], np.ndarray]] = []
         size_bytes = 0
         for tensor in tensors:
@@ -68,7 +74,6 @@ class Placed:
                 row[4] = size_bytes
                 copied.append((row, data))
                 size_bytes += (data.nbytes + ALIGNMENT - 1) & -ALIGNMENT
-        regions.hold(self.ours)
         if copied:
             self._copy(copied, size_bytes)
 
@@ -85,28 +90,19 @@ class Placed:
             self._regions.on_devices().touch(lease)
         block = self._regions.block(lease.region.id, lease.offset)
         if block is not None:
-            self.ours.append(block)
+            self._regions.hold([block], self.ours)
         self.has_shared = True
         row[3:5] = len(self.blocks), tensor._offset_in(lease)
         self.blocks.append([lease.region.id, lease.offset, lease.size])
         return True
 
     def _copy(self, copied: list[tuple[list[Any], np.ndarray]], size_bytes: int) -> None:
-        try:
-            block = self._regions.allocate(size_bytes)
-        except BaseException:
-            self.take_back()
-            raise
+        block = self._regions.allocate(size_bytes, taken=self.ours)
         region, start = block.region, block.offset
         for row, data in copied:
             row[3] = len(self.blocks)
             region.write(start + row[4], data)
         self.blocks.append([region.id, start, size_bytes])
-        self.ours.append(block)
-
-    def take_back(self) -> None:
-        """Free the blocks again, as INFER was not sent."""
-        self._regions.returned.extend([(each.region.id, each.offset) for each in self.ours])
 
 
 class CopyPlan(NamedTuple):
@@ -131,9 +127,9 @@ class UsualInputs:
         self.plans: Memo[tuple[object, ...], CopyPlan] = Memo()
 
     def place(
-        self, request: InferenceRequest
-    ) -> tuple[list[list[int]], list[list[Any]], Callable[[], None]] | None:
-        """Copy the inputs into a block. Returns the block and the rows as INFER takes them, and what takes the block back.
+        self, request: InferenceRequest, ours: list[Block] | None = None
+    ) -> tuple[list[list[int]], list[list[Any]]] | None:
+        """Copy the inputs into a block, which `ours` gets. Returns the block and the rows as INFER takes them.
 
         Returns None, and has done nothing, for a request of a new kind. Raises `OutOfMemory`.
         """
@@ -148,12 +144,11 @@ class UsualInputs:
         if plan is None:
             return None
         rows, offsets, size_bytes, _, _ = plan
-        block = self._regions.allocate(size_bytes)
+        block = self._regions.allocate(size_bytes, taken=ours)
         write, start = block.region.write, block.offset
         for array, offset in zip(arrays, offsets):
             write(start + offset, array)
-        place = (block.region.id, start)
-        return [[*place, size_bytes]], rows, partial(self._regions.give_back, place)
+        return [[block.region.id, start, size_bytes]], rows
 
     def learn(self, request: InferenceRequest, placed: Placed) -> None:
         """Remember how a request was placed, which has passed all checks, if all inputs were copied."""
@@ -202,12 +197,17 @@ def read_outputs(
     outputs: Sequence[CallOutput],
     regions: Regions,
     give_back: Callable[[object], object],
+    *steps: Callable[[], object],
 ) -> list[Tensor]:
-    """Return the tensors of a reply: views of blocks that the runtime lent. `give_back` gets the place of each in the end."""
+    """Return the tensors of a reply: views of blocks that the runtime lent. `give_back` gets the place of each in the end.
+
+    The tensors have the blocks from the moment at which the steps, functions of C, are taken. If this raises before, they are not taken.
+    """
     leases: list[Lease | DeviceLease] = [
-        regions.region(region).lease(offset, size_bytes, give_back, (region, offset))
+        regions.region(region).lease(offset, size_bytes, NOWHERE.append, (region, offset))
         for region, offset, size_bytes in blocks
     ]
+    at_once(*steps, *(partial(setattr, lease, "give_back", give_back) for lease in leases))
     if regions.devices is not None:
         regions.devices.order(leases)
     tensors: list[Tensor] = []

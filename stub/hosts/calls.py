@@ -4,11 +4,17 @@ Theory of operation. A hand-over between threads costs more than the trip to the
 the threads that wait, one reads the socket: the *leader*, which holds `_leading`. It puts the answers for others into their inboxes
 and rings their bells. When it has its own answer, it gives up `_leading` and wakes one follower, which becomes the leader.
 
-A thread that cannot lead at once registers as a follower, and tries again before it sleeps. A leader stops leading before it looks for
-followers. So a thread that failed twice is either found by the old leader, or another leader serves it; nobody sleeps while
+A thread that cannot lead at once makes its bell, registers as a follower, and tries again before it sleeps. A leader stops leading before it
+looks for followers. So a thread that failed twice is either found by the old leader, or another leader serves it; nobody sleeps while
 the socket has no reader. A follower has its bell before it looks into its inbox, and the leader fills the inbox before it looks for the
 bell: one of the two sees the other. A bell that rings twice stays rung once, and a thread that wakes without an answer tries to lead
 again.
+
+A signal handler of the model's may raise anywhere in this code on the main thread, and nobody's answer may be lost then. So a step that takes
+something away puts it into its next place in the same call into C (`at_once`). A packet stays in the channel's inbox until its answer is in
+the inbox of its call, an answer stays there until it is a response (`StubHost._response`), and INFER comes into the queue as its call becomes
+one that is open. Whoever led gives `_leading` back and wakes a follower, however it ended; a step that an exception may have left out is
+taken again, as to wake a thread twice does no harm.
 
 Coroutines must not block, so the first of their calls starts the thread `moonpool-calls`, which takes `_leading` and keeps it for good.
 From then on all others are followers.
@@ -23,27 +29,29 @@ encoded before (`prepare`).
 
 Most replies differ from earlier ones in nothing but numbers and blocks. `_replies` knows them by their bytes, and the leader,
 which alone uses it, then has their outputs as they were read the first time. Where moonpool is compiled, the usual call takes its whole way in
-C++, as a leader without a `Call`; what is not usual about it comes here (`adopt`).
+C++, as a leader without a `Call`; what is not usual about it comes here, with a `Call` that the form makes.
 
-If the runtime is gone, the process ends. If memory runs out while an answer is read, some thread would wait for the lost answer
-for ever, so the process ends, too. In a process that the model forked, `disown` closes the channel.
+If the runtime is gone, the process ends. In a process that the model forked, `disown` closes the channel.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
 from moonpool.ipc.codec import KnownCalls, calls_codec, encode
-from moonpool.ipc.errors import PeerGone
+from moonpool.ipc.errors import MoonpoolError, PeerGone
 from moonpool.ipc.messages import MAX_CALL_BYTES, MAX_PLACES_IN_PACKET, Kind, Side
+from moonpool.ipc.signals import at_once
 from moonpool.stub import threads
 from moonpool.stub.hosts.call_tensors import CallOutput, prepared
 from moonpool.stub.pb_utils.errors import TritonModelException
@@ -54,6 +62,10 @@ _REPLY = int(Kind.REPLY)
 _INDIRECT = int(Kind.INDIRECT)
 _CANCEL_CALL = int(Kind.CANCEL_CALL)
 _WITHDRAW = int(Kind.WITHDRAW)
+# The last field of an answer in an inbox: the places of its blocks.
+_places_of = operator.itemgetter(-1)
+# The argument of `acquire` for a lock that is not waited for.
+_AT_ONCE = (False,)
 
 
 def _end() -> None:
@@ -94,15 +106,13 @@ class Call:
             except RuntimeError:  # the bell rings already
                 return
 
-    def sleep(self) -> None:
-        """Wait for `ring`, or for an answer that came before this thread had a bell. One thread at a time."""
+    def make_bell(self) -> threading.Lock:
+        """Return the bell that `ring` rings. An answer that came before it is in the inbox."""
         if self.bell is None:
             bell = threading.Lock()
             bell.acquire()
             self.bell = bell
-        # After the bell: an answer that comes from here on rings it.
-        if not self.inbox:
-            self.bell.acquire()
+        return self.bell
 
 
 class Calls:
@@ -117,6 +127,7 @@ class Calls:
         self._numbers = itertools.count(1)
         self._open: dict[int, Call] = {}
         self._leading = threading.RLock()
+        self._try_to_lead = self._leading.acquire
         self._followers: dict[int, Call] = {}
         self._send_queue = SendQueue(channel, _end)
         self._starting = threading.Lock()
@@ -129,7 +140,7 @@ class Calls:
     # Asking
 
     def open(self, keeps: object = None, notify: Callable[[], None] | None = None) -> Call:
-        """Open a call, which the caller sends then. With `notify`, the thread `moonpool-calls` reads the answers.
+        """Return a call, which is open from `begin` on. With `notify`, the thread `moonpool-calls` reads the answers.
 
         Raises RuntimeError if that thread cannot be started, and `TritonModelException` if this thread may not wait.
         """
@@ -137,33 +148,31 @@ class Calls:
             self._check_may_wait()
         elif not self._has_listener:
             self._start_listener()
-        call = Call(next(self._numbers), keeps, notify)
-        self._open[call.number] = call
-        return call
-
-    def adopt(self, number: int, keeps: object) -> Call:
-        """Take over a call that a compiled form has sent, or is about to send, as the leader."""
-        call = self._open[number] = Call(number, keeps)
-        call.is_sent = True
-        return call
+        return Call(next(self._numbers), keeps, notify)
 
     def parts(self) -> dict[str, object]:
-        """Return the objects with which the compiled form (`_usual_calls.cpp`) works."""
+        """Return the objects with which the compiled form (`_usual_calls.cpp`) works.
+
+        Functions among them are of C, so that no signal handler runs in them, but for those that end the process.
+        """
         channel, queue = self._channel, self._send_queue
+        sent = Call(0, None)
+        sent.is_sent = True
         return {
             "numbers": self._numbers,
             "leads": self._leading._is_owned,  # type: ignore[attr-defined]
             "lead": self._leading.acquire,
             "stop_leading": self._leading.release,
             "followers": self._followers,
-            "appoint": self._appoint,
-            "adopt": self.adopt,
-            "abandon": self.abandon,
-            "send": queue.put,
+            "call": sent,
+            "new_inbox": deque,
+            "open_calls": self._open,
             "queued": queue.items,
-            "fileno": channel.fileno,
+            "queue": queue.items.append,
+            "fileno": channel.descriptor,
             "inbox": channel.inbox,
             "store": channel.inbox.append,
+            "end_process": threads.end_process,
             "replies": self._replies,
             "released": self.released,
             "take_released": self.released.popleft,
@@ -178,11 +187,17 @@ class Calls:
         self._send_queue.put(self._packet(*message))
 
     def begin(self, call: Call, kind: int, *fields: Any) -> None:
-        """Send the message of a call. Blocks and raises as `send`."""
+        """Send the message of a call, which is open then. Blocks and raises as `send`."""
         packet = self._packet(kind, call.number, *fields)
-        # Before it is sent: a signal handler may raise right after.
-        call.is_sent = True
-        self._send_queue.put(packet)
+        self._send_queue.put(
+            packet,
+            partial(self._open.__setitem__, call.number, call),
+            partial(setattr, call, "is_sent", True),
+        )
+
+    def flush(self) -> None:
+        """Send what a compiled form has queued."""
+        self._send_queue.flush()
 
     def _packet(self, *message: Any) -> bytes:
         packet = encode(*message)
@@ -204,7 +219,6 @@ class Calls:
     def abandon(self, call: Call) -> None:
         """Give up a call: its answers are dropped. Destructors may call this."""
         if not call.is_sent:
-            self.forget(call)
             return
         call.is_wanted = False
         self._discard(call)
@@ -214,29 +228,21 @@ class Calls:
         inbox = call.inbox
         with contextlib.suppress(IndexError):  # another thread took the last one
             while inbox:
-                fields = inbox.popleft()
-                if fields[0] == _REPLY:
-                    self.released.extend([(region, offset) for region, offset, _ in fields[4]])
+                # One call into C: the places of an answer are in its fields or released.
+                taken = map(deque.popleft, (inbox,))
+                self.released.extend(itertools.chain.from_iterable(map(_places_of, taken)))
 
     def disown(self) -> None:
         """Close the channel in a process that the model forked: it belongs to the parent."""
         self._open.clear()
         self._channel.close()
 
-    def forget(self, call: Call) -> None:
-        """Remove a call that was not sent."""
-        self._open.pop(call.number, None)
-
-    def take_released(self) -> list[Any]:
-        """Return the places of the blocks of replies that the model has released."""
-        places: list[Any] = []
-        if not self.released:
-            return places
-        try:
-            while self.released:
-                places.append(self.released.popleft())
-        except IndexError:  # another thread took the last one
-            return places
+    def take_released(self, taken: list[Any] | None = None) -> list[Any]:
+        """Return the places of the blocks of replies that the model has released, in `taken` if that is given."""
+        places: list[Any] = [] if taken is None else taken
+        if self.released:
+            with contextlib.suppress(IndexError):  # another thread took the last one
+                places.extend(map(deque.popleft, (self.released,) * len(self.released)))
         return places
 
     def tidy(self) -> None:
@@ -250,20 +256,38 @@ class Calls:
     # Waiting
 
     def wait(self, call: Call) -> list[Any]:
-        """Return the next answer to a call; blocks until it is there. Raises `TritonModelException` if this thread may not wait."""
+        """Block until the next answer to a call is in its inbox, and return it, but leave it there.
+
+        Its fields are those of the message, and the places of the blocks in it.
+
+        Raises `TritonModelException` if this thread may not wait.
+        """
         self._check_may_wait()
-        inbox = call.inbox
-        if self._leading.acquire(blocking=False):
-            try:
-                while not inbox:
-                    self._receive()
-            finally:
-                self._leading.release()
-                if self._followers:
+        try:
+            if not self._lead(call):
+                self._follow(call)
+        finally:
+            if self._followers:
+                try:
                     self._appoint()
-        else:
-            self._follow(call)
-        return inbox.popleft()
+                except BaseException:
+                    self._appoint()
+                    raise
+        return call.inbox[0]
+
+    def _lead(self, call: Call) -> bool:
+        """Read packets until a call has its answer. Returns False if another thread leads."""
+        inbox = call.inbox
+        leads: list[bool] = []
+        try:
+            # One call into C takes the lock and notes it: no signal handler runs in between.
+            leads.extend(map(self._try_to_lead, _AT_ONCE))
+            while leads[0] and not inbox:
+                self._receive()
+            return leads[0]
+        finally:
+            if leads and leads[0]:
+                self._leading.release()
 
     def _check_may_wait(self) -> None:
         if self._leading._is_owned():  # type: ignore[attr-defined]
@@ -273,23 +297,15 @@ class Calls:
 
     def _follow(self, call: Call) -> None:
         """Wait until the leader has brought an answer, or lead when it stops."""
-        inbox, followers = call.inbox, self._followers
-        # Before the second attempt to lead: a thread that stops leading must find all threads that wait.
-        followers[call.number] = call
+        inbox, bell = call.inbox, call.make_bell()
         try:
+            # Before the second attempt to lead: a thread that stops leading must find all threads that wait.
+            self._followers[call.number] = call
             while not inbox:
-                if self._leading.acquire(blocking=False):
-                    try:
-                        while not inbox:
-                            self._receive()
-                    finally:
-                        self._leading.release()
-                else:
-                    call.sleep()
+                if not self._lead(call) and not inbox:
+                    bell.acquire()
         finally:
-            del followers[call.number]
-            if followers:
-                self._appoint()
+            self._followers.pop(call.number, None)
 
     def _appoint(self) -> None:
         """Wake a follower, which becomes the leader unless another thread has."""
@@ -311,32 +327,53 @@ class Calls:
     def _receive(self) -> None:
         """Read a packet and put it into the inbox of its call."""
         try:
-            packet = self._channel.receive()
+            self._channel.wait()
+            packet = self._channel.first()
         except PeerGone:
             _end()
-        try:
-            self._take(packet)
-        except MemoryError:  # the packet is lost, and a thread waits for it
-            threads.end_process()
+        self._take(packet)
 
     def _take(self, packet: bytes) -> None:
+        """Take the packet at the head of the channel's inbox."""
+        steps: list[Callable[[], object]] = [self._channel.inbox.popleft]
         known = self._replies.find(packet)
         if known is not None:
             number, released, blocks, (is_last, outputs) = known
             fields: list[Any] = [_REPLY, number, is_last, released, blocks, outputs, None, None]
         else:
-            fields = self._read(packet)
+            try:
+                fields, place = self._read(packet)
+            except MoonpoolError:
+                self._channel.inbox.popleft()
+                raise
+            if place is not None:
+                steps.append(partial(self.released.append, place))
         is_last = True
+        places: list[tuple[int, int]] = []
         if fields[0] == _REPLY:
             is_last = fields[2]
             if fields[3]:
-                self._regions.returned.extend(map(tuple, fields[3]))
-        call = self._open.pop(fields[1], None) if is_last else self._open.get(fields[1])
+                steps.append(partial(self._regions.returned.extend, list(map(tuple, fields[3]))))
+            places = [(region, offset) for region, offset, _ in fields[4]]
+        fields.append(places)
+        call = self._open.get(fields[1])
+        if is_last:
+            steps.append(partial(self._open.pop, fields[1], None))
         if call is None:
+            steps.append(partial(self.released.extend, places))
+            at_once(*steps)
             return
+        try:
+            at_once(*steps, partial(call.inbox.append, fields))
+            self._arrived(call, is_last=is_last)
+        except BaseException:
+            call.ring()
+            raise
+
+    def _arrived(self, call: Call, *, is_last: bool) -> None:
+        """Let the one know who waits for an answer, which is in the inbox."""
         if is_last:
             call.keeps = None
-        call.inbox.append(fields)
         # After the append: `abandon` may have emptied the inbox before it.
         if not call.is_wanted:
             self._discard(call)
@@ -348,17 +385,17 @@ class Calls:
             call.notify = None
             notify()
 
-    def _read(self, packet: bytes) -> list[Any]:
-        """Decode an answer, with the outputs of a reply as `read_outputs` takes them."""
+    def _read(self, packet: bytes) -> tuple[list[Any], tuple[int, int] | None]:
+        """Decode an answer, with the outputs of a reply as `read_outputs` takes them. Returns the place of its block, too, if it lies in one."""
         fields = self._codec.decode(packet)
         kind = fields[0]
+        place = None
         if kind == _INDIRECT:
             place = (fields[1], fields[2])
             fields = self._codec.decode(self._regions.load(*fields[1:]))
-            self.released.append(place)
         if fields[0] == _REPLY:
             outputs = prepared(fields[5])
             if kind == _REPLY and fields[6] is None and fields[7] is None:
                 self._replies.learn(packet, fields, (fields[2], outputs))
             fields[5] = outputs
-        return fields
+        return fields, place

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from moonpool.ipc.errors import CODES, BadTensor, MoonpoolError
+from moonpool.ipc.arena import Block
+from moonpool.ipc.errors import CODES, BadTensor, MoonpoolError, OutOfMemory
 from moonpool.ipc.extension import load_if_there
 from moonpool.ipc.messages import (
     ANY_MEMORY,
@@ -61,7 +63,7 @@ class StubHost(Host):
         # True from the end of `initialize` to `finalize`: the model may ask other models.
         self.serves = False
         extension = load_if_there("moonpool.stub.peers._usual") if is_compiled else None
-        self._ask: Callable[[InferenceRequest], Any] | None = None
+        self._ask: Callable[[InferenceRequest, list[Call]], Any] | None = None
         if extension is not None:
             self._ask = extension.Asker(self._parts()).infer
 
@@ -72,9 +74,8 @@ class StubHost(Host):
             **calls.parts(),
             **objects_of(regions),
             "host": self,
-            "wait": self._awaited,
             "plans": self._usual.plans,
-            "give_back_input": regions.give_back,
+            "out_of_memory": OutOfMemory,
             # A request with nothing but inputs.
             "request": InferenceRequest.from_wire(NO_DETAILS, [], []),
         }
@@ -85,9 +86,9 @@ class StubHost(Host):
         try:
             self._calls.begin(call, int(kind), *fields)
         except MoonpoolError as error:
-            self._calls.forget(call)
             raise TritonModelException(str(error)) from error
-        _, _, failure, values = self._calls.wait(call)
+        self._calls.wait(call)
+        _, _, failure, values, _ = call.inbox.popleft()
         if failure is not None:
             raise TritonModelException(self.failure(failure[1]))
         answer: dict[str, Any] = values
@@ -101,9 +102,9 @@ class StubHost(Host):
 
     def infer(self, request: InferenceRequest, decoupled: bool) -> Answer:
         if self._ask is not None and not decoupled:
-            response = self._ask(request)
-            if response is not NotImplemented:
-                return response  # type: ignore[no-any-return]
+            answer = self._asked(self._ask, request)
+            if answer is not NotImplemented:
+                return answer  # type: ignore[no-any-return]
         self._check(request)
         call = self._calls.open(request)
         try:
@@ -112,20 +113,29 @@ class StubHost(Host):
                 return self._iterator(call, failed)
             if failed is not None:
                 return failed
-            fields = self._calls.wait(call)
+            self._calls.wait(call)
+            return self._response(call)
         except BaseException:  # a signal handler of the model's may raise
             self._calls.abandon(call)
             raise
-        return self._response(fields)
 
-    def _awaited(self, call: Call) -> InferenceResponse:
-        """Wait for the response to a call that the compiled form has sent."""
+    def _asked(
+        self, ask: Callable[[InferenceRequest, list[Call]], Any], request: InferenceRequest
+    ) -> Any:
+        """Return the response to a usual request, or NotImplemented for any other, which the compiled form leaves alone."""
+        # The form adds the call if it has queued INFER, or has sent it, and cannot wait for the reply itself.
+        left: list[Call] = []
         try:
-            fields = self._calls.wait(call)
+            answer = ask(request, left)
+            if not left:
+                return answer
+            self._calls.flush()
+            self._calls.wait(left[0])
+            return self._response(left[0])
         except BaseException:  # a signal handler of the model's may raise
-            self._calls.abandon(call)
+            for call in left:
+                self._calls.abandon(call)
             raise
-        return self._response(fields)
 
     def ainfer(self, request: InferenceRequest, decoupled: bool) -> Awaitable[Answer]:
         import asyncio
@@ -169,7 +179,7 @@ class StubHost(Host):
         elif decoupled:  # the first response is in the inbox
             future.set_result(self._iterator(call, None))
         else:
-            future.set_result(self._response(call.inbox.popleft()))
+            future.set_result(self._response(call))
 
     def _check(self, request: InferenceRequest) -> None:
         if not self.serves:
@@ -184,17 +194,18 @@ class StubHost(Host):
         self, call: Call, request: InferenceRequest, decoupled: bool
     ) -> InferenceResponse | None:
         """Send a request. If it cannot be sent, returns a response with the error."""
-        released = self._calls.take_released()
-        undo: Callable[[], None] = _nothing
+        released: list[Any] = []
+        ours: list[Block] = []
         try:
-            usual = self._usual.place(request)
+            self._calls.take_released(released)
+            usual = self._usual.place(request, ours)
             if usual is not None:
-                blocks, rows, undo = usual
+                blocks, rows = usual
                 details = None
             else:
                 _check_fields(request)
-                placed = Placed(self._regions, request._inputs)
-                blocks, rows, undo = placed.blocks, placed.rows, placed.take_back
+                placed = Placed(self._regions, request._inputs, ours)
+                blocks, rows = placed.blocks, placed.rows
                 details = _details(request)
                 self._usual.learn(request, placed)
             self._regions.publish()
@@ -212,24 +223,31 @@ class StubHost(Host):
                 details,
             )
         except MoonpoolError as error:
-            self._calls.forget(call)
-            self._calls.released.extend(released)
-            undo()
+            self._not_sent(released, ours)
             text = f"Model {request._model_name} - Error when running inference: {error}"
             return InferenceResponse(error=TritonError(text, ErrorCode(CODES.index(error.code))))
         except BaseException:  # a signal handler of the model's may raise
             if not call.is_sent:
-                self._calls.released.extend(released)
-                undo()
+                self._not_sent(released, ours)
             raise
         return None
 
-    def _response(self, fields: list[Any]) -> InferenceResponse:
-        _, _, _, _, blocks, rows, parameters, failure = fields
+    def _not_sent(self, released: list[Any], ours: list[Block]) -> None:
+        """Give back what was taken for INFER."""
+        self._calls.released.extend(released)
+        if ours:
+            self._regions.take_back(ours)
+
+    def _response(self, call: Call, *steps: Callable[[], object]) -> InferenceResponse:
+        """Take the next answer to a call, and further steps at once with that, which are functions of C."""
+        inbox = call.inbox
+        _, _, _, _, blocks, rows, parameters, failure, _ = inbox[0]
         error = None
         if failure is not None:
             error = TritonError(failure[1], ErrorCode(failure[0]))
-        outputs = read_outputs(blocks, rows, self._regions, self._calls.give_back) if rows else []
+        outputs = read_outputs(
+            blocks, rows, self._regions, self._calls.give_back, inbox.popleft, *steps
+        )
         return InferenceResponse.from_wire(outputs, error, parameters)
 
     def _iterator(self, call: Call, failed: InferenceResponse | None) -> ResponseIterator:
@@ -239,15 +257,13 @@ class StubHost(Host):
         calls = self._calls
         # A destructor may abandon the iterator.
         call.prepare()
-        is_over = False
+        is_over: deque[bool] = deque([False], maxlen=1)
 
         def receive() -> InferenceResponse | None:
-            nonlocal is_over
-            if is_over:
+            if is_over[0]:
                 return None
-            fields = calls.wait(call)
-            is_over = fields[2]
-            return self._response(fields)
+            is_last = calls.wait(call)[2]
+            return self._response(call, partial(is_over.append, is_last))
 
         return ResponseIterator.over(
             receive, partial(calls.cancel, call), partial(calls.abandon, call)

@@ -48,7 +48,7 @@ constexpr int64_t kSmall = 16 << 10;
 #define MOONPOOL_PARTS(PART)                                                                                     \
   PART(peer) PART(batch) PART(give_back) PART(batch_returned) PART(clear_batch_returned) PART(layouts)           \
   PART(answer) PART(plans) PART(answer_layouts) PART(answer_layout) PART(port) PART(request) PART(make_tensor)   \
-  PART(plan) PART(channel_receive) PART(channel_checked) PART(channel_send) PART(refuse) PART(give) PART(finish)
+  PART(plan) PART(fileno) PART(channel_receive) PART(channel_checked) PART(channel_send) PART(refuse) PART(give) PART(finish)
 enum class Part : size_t { MOONPOOL_PARTS(MOONPOOL_MEMBER) kCount };
 constexpr std::array<const char*, static_cast<size_t>(Part::kCount)> kParts = {MOONPOOL_PARTS(MOONPOOL_TEXT)};
 
@@ -93,8 +93,7 @@ bool clear(PyObject* list) { return PyList_SetSlice(list, 0, PyList_Size(list), 
 class Way : public Objects {
  public:
   // Takes the parts and learns the slots of their classes. Sets an exception and returns false if something is missing.
-  bool learn(PyObject* parts, int fd, bool is_decoupled, int64_t look_ns) {
-    fd_ = fd;
+  bool learn(PyObject* parts, bool is_decoupled, int64_t look_ns) {
     is_decoupled_ = is_decoupled;
     look_ns_ = look_ns;
     if (!parts_.take(parts) || !learn_objects(parts)) return false;
@@ -111,9 +110,10 @@ class Way : public Objects {
     const int64_t begin = look_ns_ > 0 ? monotonic_ns() : 0;
     ssize_t size = -1;
     if (was_quick_ && peer_core_ != wire::kNoCore && peer_core_ != current_core()) {
+      const int fd = descriptor();
       Py_BEGIN_ALLOW_THREADS;
       do {
-        size = recv(fd_, packet_.data(), packet_.size(), MSG_DONTWAIT);
+        size = recv(fd, packet_.data(), packet_.size(), MSG_DONTWAIT);
       } while (size < 0 && errno == EAGAIN && monotonic_ns() - begin < look_ns_);
       Py_END_ALLOW_THREADS;
       if (size < 0 && PyErr_CheckSignals() < 0) return nullptr;
@@ -121,8 +121,10 @@ class Way : public Objects {
     peer_core_ = wire::kNoCore;
     while (size < 0) {
       int error;
+      // Each time: a signal handler may have closed the channel.
+      const int fd = descriptor();
       Py_BEGIN_ALLOW_THREADS;
-      size = recv(fd_, packet_.data(), packet_.size(), 0);
+      size = recv(fd, packet_.data(), packet_.size(), 0);
       error = errno;
       Py_END_ALLOW_THREADS;
       // The channel meets the same error, or after a reset the packets that the peer sent before its end.
@@ -219,6 +221,12 @@ class Way : public Objects {
  private:
   using Objects::part;
   PyObject* part(Part which) const { return parts_[which]; }
+  // Returns the number of the channel's socket, -1 if it is closed.
+  int descriptor() const {
+    const Ref fd(PyObject_CallNoArgs(part(Part::fileno)));
+    if (!fd) PyErr_Clear();
+    return static_cast<int>(number_in(fd.get()));
+  }
   PyObject* name(Name which) const { return names_[static_cast<size_t>(which)].get(); }
 
   bool learn_slots() {
@@ -363,35 +371,37 @@ class Way : public Objects {
   // Copies the outputs of a response into a block. Returns false with an exception.
   bool place(const Placed& placed) {
     PyObject* answer = part(Part::answer);
-    const Ref plans = Ref::to(answer_.plans.peek(answer)), blocks = Ref::to(answer_.blocks.peek(answer));
-    if (!placed.arrays.empty()) {
-      PyObject* size = plan_.size_bytes.peek(placed.plan.get());
-      const Ref block = allocate(size);
-      if (!block || !fill(block.get(), placed, size, blocks.get())) return false;
-    }
-    return PyList_Append(plans.get(), placed.plan.get()) == 0;
+    const Ref plans = answer_.plans.get(answer), blocks = answer_.blocks.get(answer), size = plan_.size_bytes.get(placed.plan.get());
+    if (!plans || !blocks || !size) return false;
+    if (placed.arrays.empty()) return PyList_Append(plans.get(), placed.plan.get()) == 0;
+    const Ref block = allocate(size.get());
+    const Ref row = block ? fill(block.get(), placed, size.get()) : Ref();
+    // No signal handler runs between these two.
+    if (row && PyList_Append(blocks.get(), row.get()) == 0) return PyList_Append(plans.get(), placed.plan.get()) == 0;
+    const KeptError kept;
+    if (block) give_back(block.get());
+    return false;
   }
 
-  // Does what `fill` of placement.py does.
-  bool fill(PyObject* block, const Placed& placed, PyObject* size, PyObject* blocks) {
+  // Does what `fill` of placement.py does. Returns region, offset and size of the block, nothing with an exception.
+  Ref fill(PyObject* block, const Placed& placed, PyObject* size) {
     const Ref region = block_.kind.is(block) ? Ref::to(block_.region.peek(block)) : Ref();
     if (!region || !region_.kind.is(region.get())) return wrong("a block is not in shared memory");
-    PyObject* start = block_.offset.peek(block);
-    const Ref row(PyList_New(3));
-    if (!row) return false;
-    PyObject* fields[] = {region_.id.peek(region.get()), start, size};
+    const Ref start = block_.offset.get(block), id = region_.id.get(region.get());
+    Ref row(PyList_New(3));
+    if (!row || !start || !id) return Ref();
+    PyObject* fields[] = {id.get(), start.get(), size};
     for (Py_ssize_t i = 0; i < 3; ++i) {
-      if (PyList_SetItem(row.get(), i, Ref::to(fields[i]).release()) < 0) return false;
+      if (PyList_SetItem(row.get(), i, Ref::to(fields[i]).release()) < 0) return Ref();
     }
-    if (PyList_Append(blocks, row.get()) < 0) return false;
-    const Ref buffer = Ref::to(region_.buffer.peek(region.get()));
+    const Ref buffer = region_.buffer.get(region.get()), offsets = plan_.offsets.get(placed.plan.get());
+    if (!buffer || !offsets) return Ref();
     const Bytes memory(buffer.get(), PyBUF_WRITABLE);
-    if (!memory) return false;
-    const Py_ssize_t begin = number_in(start), room = memory.size();
-    PyObject* offsets = plan_.offsets.peek(placed.plan.get());
+    if (!memory) return Ref();
+    const Py_ssize_t begin = number_in(start.get()), room = memory.size();
     for (size_t i = 0; i < placed.arrays.size(); ++i) {
       const Bytes& array = placed.arrays[i];
-      const Py_ssize_t offset = number_in(PyList_GetItem(offsets, static_cast<Py_ssize_t>(i)));
+      const Py_ssize_t offset = number_in(PyList_GetItem(offsets.get(), static_cast<Py_ssize_t>(i)));
       const Py_ssize_t bytes = array.size();
       // The tables are this process's own, which the model may have changed.
       if (begin < 0 || begin > room || offset < 0 || offset > room - begin || bytes > room - begin - offset) {
@@ -400,27 +410,25 @@ class Way : public Objects {
       if (array.size() > kSmall) {
         // The region knows how to copy much, without the interpreter's lock.
         const Ref at(PyLong_FromSsize_t(begin + offset));
-        if (!at || !Ref(PyObject_CallMethodObjArgs(region.get(), name(Name::kWrite), at.get(), array.object(), nullptr))) return false;
+        if (!at || !Ref(PyObject_CallMethodObjArgs(region.get(), name(Name::kWrite), at.get(), array.object(), nullptr))) return Ref();
       } else if (array.size() > 0) {
         std::memcpy(memory.data() + begin + offset, array.data(), static_cast<size_t>(array.size()));
       }
     }
-    return true;
+    return row;
   }
 
-  static bool wrong(const char* what) {
+  static Ref wrong(const char* what) {
     if (PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_ValueError, what);
-    return false;
+    return Ref();
   }
 
   // Answers a request with the exception that is set. Returns false if no response may carry that exception.
   bool refuse() {
+    fail("a response was not placed and no error set");
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    const Ref kind(type), error(value), where(traceback);
-    return static_cast<bool>(Ref(PyObject_CallFunctionObjArgs(part(Part::refuse), error.get(), nullptr)));
+    const Raised raised;
+    return static_cast<bool>(Ref(PyObject_CallFunctionObjArgs(part(Part::refuse), raised.value(), nullptr)));
   }
 
   // Giving
@@ -468,8 +476,9 @@ class Way : public Objects {
       ssize_t sent;
       int error;
       const std::string_view bytes = message_.bytes();
+      const int fd = descriptor();
       Py_BEGIN_ALLOW_THREADS;
-      sent = ::send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+      sent = ::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
       error = errno;
       Py_END_ALLOW_THREADS;
       if (sent >= 0) Py_RETURN_NONE;
@@ -482,7 +491,6 @@ class Way : public Objects {
     return packet ? PyObject_CallFunctionObjArgs(part(Part::channel_send), packet.get(), nullptr) : nullptr;
   }
 
-  int fd_ = -1;
   bool is_decoupled_ = false;
   // How long `receive` may look for a packet; 0 if it must not.
   int64_t look_ns_ = 0;
@@ -516,13 +524,13 @@ Way& way_of(PyObject* self) { return *reinterpret_cast<WayObject*>(self)->way; }
 
 PyObject* way_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* parts;
-  int fd, is_decoupled, look_us;
-  if (!PyArg_ParseTuple(args, "O!ipi", &PyDict_Type, &parts, &fd, &is_decoupled, &look_us)) return nullptr;
+  int is_decoupled, look_us;
+  if (!PyArg_ParseTuple(args, "O!pi", &PyDict_Type, &parts, &is_decoupled, &look_us)) return nullptr;
   return guarded([&]() -> PyObject* {
     Ref self(PyType_GenericNew(type, nullptr, nullptr));
     if (!self) return nullptr;
     auto way = std::make_unique<Way>();
-    if (!way->learn(parts, fd, is_decoupled != 0, int64_t{look_us} * 1000)) return nullptr;
+    if (!way->learn(parts, is_decoupled != 0, int64_t{look_us} * 1000)) return nullptr;
     reinterpret_cast<WayObject*>(self.get())->way = way.release();
     return self.release();
   });

@@ -2,8 +2,12 @@
 //
 // Theory of operation. A thread that asks is the leader from before it sends INFER until it has read REPLY (`calls.py`), so nobody
 // else can receive its reply, and no object of Python's has to stand for the call. Where anything is not as it mostly is, before INFER is sent,
-// nothing has changed, and Python does all of it. Afterwards the call is given to Python (`adopt`), which then waits as for any call. A packet
-// that is not the reply goes to the channel's inbox first, so Python finds it there.
+// nothing has changed, and Python does all of it. Afterwards the call is left to Python: a `Call` for it is open and in the list `left`, and
+// Python waits for its answer, or abandons it after an exception. A packet that is not the reply goes to the channel's inbox first, so Python
+// finds it there.
+//
+// A signal handler of the model's may raise on the main thread: where the form waits, and in `Regions.allocate`, which is Python's. All else that
+// is called here is of C. So no handler runs between a step and the next one, and what a handler raised leaves the form as it is.
 //
 // If another thread leads, because it waits too, or for coroutines, Python does all of it, too.
 //
@@ -11,7 +15,7 @@
 // two lists of numbers are read. The runtime is trusted with this memory anyway, but a block must lie within its region. What comes from
 // the model may have any type, and is looked at as `_usual.cpp` says.
 //
-// Any thread may call `infer`. Only locals hold what belongs to a call.
+// Any thread may call `infer`. Only locals hold what belongs to a call, but for the packet, which the leader alone has.
 #include "_usual_objects.h"  // first, as Python wants it
 
 #include <errno.h>
@@ -33,9 +37,9 @@ constexpr Py_ssize_t kSmall = 16 << 10;
 constexpr Py_ssize_t kMostReleased = 1024;
 
 #define MOONPOOL_ASKS(PART)                                                                                            \
-  PART(host) PART(numbers) PART(leads) PART(lead) PART(stop_leading) PART(followers) PART(appoint) PART(adopt) PART(wait) \
-  PART(send) PART(queued) PART(fileno) PART(store) PART(inbox) PART(replies) PART(plans) PART(released)                 \
-  PART(take_released) PART(give_back) PART(give_back_input) PART(request) PART(abandon)
+  PART(host) PART(numbers) PART(leads) PART(lead) PART(stop_leading) PART(followers) PART(call) PART(new_inbox)         \
+  PART(open_calls) PART(queued) PART(queue) PART(fileno) PART(store) PART(inbox) PART(end_process) PART(replies)         \
+  PART(plans) PART(released) PART(take_released) PART(give_back) PART(request) PART(out_of_memory)
 enum class Part : size_t { MOONPOOL_ASKS(MOONPOOL_MEMBER) kCount };
 constexpr std::array<const char*, static_cast<size_t>(Part::kCount)> kParts = {MOONPOOL_ASKS(MOONPOOL_TEXT)};
 
@@ -48,6 +52,13 @@ struct Replies {
   Kind kind;
   Field begin{"_begin"}, known{"_known"};
 };
+struct Calls {
+  Kind kind;
+  Field bell{"bell"}, inbox{"inbox"}, keeps{"keeps"}, number{"number"};
+};
+
+// What became of a step: done, to be left to Python, which has nothing to undo, or an exception is set.
+enum class Step { kDone, kUnusual, kRaised };
 
 // What is to be sent, and what has to be undone if it is not.
 struct Sending {
@@ -63,11 +74,13 @@ class Asker : public Objects {
     if (!parts_.take(parts) || !learn_objects(parts)) return false;
     serves_ = Ref(PyUnicode_InternFromString("serves"));
     sample_ = Ref::to(part(Part::request));
-    zero_ = Ref(PyLong_FromLong(0));
+    release_ = Ref(PyUnicode_InternFromString("release"));
     PyObject* const replies = part(Part::replies);
     const Ref known(PyType_GenericNew(Py_TYPE(replies), nullptr, nullptr));
     PyObject* const request = reinterpret_cast<PyObject*>(Py_TYPE(sample_.get()));
-    return serves_ && zero_ && known &&
+    PyObject* const call = reinterpret_cast<PyObject*>(Py_TYPE(part(Part::call)));
+    return serves_ && release_ && known &&
+           learn_type(call_.kind, call, {&call_.bell, &call_.inbox, &call_.keeps, &call_.number}) &&
            learn_type(request_.kind, request,
                           {&request_.inputs, &request_.origin, &request_.details, &request_.trace, &request_.preferred_memory,
                            &request_.names, &request_.model, &request_.version}) &&
@@ -79,37 +92,47 @@ class Asker : public Objects {
     return stop != 0 ? stop : parts_.traverse(visit, arg);
   }
 
-  // Returns the response, or NotImplemented if Python has to do it.
-  PyObject* infer(PyObject* request) const {
+  // Returns the response, or NotImplemented if Python has to do it. If `left` has a call afterwards, Python has to wait for its answer, or
+  // to abandon it if there is an exception.
+  PyObject* infer(PyObject* request, PyObject* left) const {
     if (!is_usual(request)) return declined();
     // A destructor that interrupts this very thread. Python refuses that.
     const Ref leads_already(PyObject_CallNoArgs(part(Part::leads)));
     if (!leads_already.is(Py_False)) return declined();
-    const Ref leads(PyObject_CallFunctionObjArgs(part(Part::lead), Py_False, nullptr));
-    if (!leads.is_true()) return declined();
+    const Leading leading(*this);
+    if (!leading.leads()) return declined();
     Sending sending;
-    if (!prepare(request, &sending)) {
-      // Memory that is not to be had, for example. Python meets the same.
-      const bool is_error = PyErr_Occurred() != nullptr && !PyErr_ExceptionMatches(PyExc_Exception);
-      Ref stopped = undo(sending) ? stop_leading() : Ref();
-      return is_error || !stopped ? nullptr : declined();
+    const Step step = prepared(request, &sending);
+    if (step != Step::kDone) {
+      undo(sending);
+      return step == Step::kRaised ? nullptr : declined();
     }
-    const int fd = descriptor();
-    const auto size = static_cast<ssize_t>(sending.packet.size());
-    if (fd < 0 || PyObject_Size(part(Part::queued)) != 0 ||
-        ::send(fd, sending.packet.data(), sending.packet.size(), MSG_DONTWAIT | MSG_NOSIGNAL) != size) {
-      // The runtime is behind with reading, or gone. Python waits until it has room, or learns what happened.
-      const Ref packet(PyBytes_FromStringAndSize(sending.packet.data(), size));
-      return packet ? go_on(sending, request, packet.get()) : nullptr;
-    }
-    sending.packet.clear();
-    return receive(fd, sending, request);
+    if (!send(sending.packet)) return queue(sending, request, left);
+    return receive(sending, request, left);
   }
 
  private:
+  // `_leading`, from the attempt to take it to the end of its block.
+  class Leading {
+   public:
+    explicit Leading(const Asker& asker)
+        : asker_(asker), leads_(Ref(PyObject_CallFunctionObjArgs(asker.part(Part::lead), Py_False, nullptr)).is_true()) {}
+    Leading(const Leading&) = delete;
+    Leading& operator=(const Leading&) = delete;
+    ~Leading() {
+      if (leads_) asker_.stop_leading();
+    }
+    bool leads() const { return leads_; }
+
+   private:
+    const Asker& asker_;
+    const bool leads_;
+  };
+
   using Objects::part;
   PyObject* part(Part which) const { return parts_[which]; }
 
+  // Drops an error of C, which Python's form may meet as well. What a signal handler raised never comes here.
   static PyObject* declined() {
     PyErr_Clear();
     Py_RETURN_NOTIMPLEMENTED;
@@ -125,13 +148,24 @@ class Asker : public Objects {
     return serves.is_true() && has_no_devices();
   }
 
-  // Places the inputs and writes INFER. Returns false, perhaps with an exception, and `undo` makes it as if nothing had happened.
-  bool prepare(PyObject* request, Sending* sending) const {
-    if (!find_plan(request, sending)) return false;
-    PyObject* const size = PyTuple_GetItem(sending->plan.get(), 2);
-    sending->block = allocate(size);
+  // Places the inputs and writes INFER. If it is not done, `undo` makes it as if nothing had happened.
+  Step prepared(PyObject* request, Sending* sending) const {
+    try {
+      if (!find_plan(request, sending)) return Step::kUnusual;
+      PyObject* const size = PyTuple_GetItem(sending->plan.get(), 2);
+      sending->block = allocate(size);
+      // Python's form tells why there is no memory.
+      if (!sending->block) return PyErr_ExceptionMatches(part(Part::out_of_memory)) ? Step::kUnusual : Step::kRaised;
+      return write(sending, number_in(size)) ? Step::kDone : Step::kUnusual;
+    } catch (const std::bad_alloc&) {
+      return Step::kUnusual;
+    }
+  }
+
+  // Copies the inputs, and writes INFER. Returns false, perhaps with an exception.
+  bool write(Sending* sending, Py_ssize_t size) const {
     wire::Block block;
-    if (!sending->block || !fill(*sending, number_in(size), &block) || !take_released(sending)) return false;
+    if (!fill(*sending, size, &block) || !take_released(sending)) return false;
     sending->number = Ref(PyIter_Next(part(Part::numbers)));
     const Py_ssize_t call = number_in(sending->number.get());
     if (call < 0) return false;
@@ -203,6 +237,8 @@ class Asker : public Objects {
   bool take_released(Sending* sending) const {
     Py_ssize_t left = PyObject_Size(part(Part::released));
     if (left < 0 || left > kMostReleased) return false;
+    // What is taken must not be lost for want of memory.
+    sending->released.reserve(static_cast<size_t>(left));
     for (; left > 0; --left) {
       Ref place(PyObject_CallNoArgs(part(Part::take_released)));
       if (!place) {  // another thread took the last one
@@ -216,78 +252,106 @@ class Asker : public Objects {
     return true;
   }
 
-  // Gives back what was taken for an INFER that was not sent.
-  bool undo(const Sending& sending) const {
-    PyErr_Clear();
+  // Gives back what was taken for an INFER that was not sent. Keeps the exception that is set.
+  void undo(const Sending& sending) const {
+    const KeptError kept;
     for (const Ref& place : sending.released) {
-      if (!Ref(PyObject_CallFunctionObjArgs(part(Part::give_back), place.get(), nullptr))) return false;
+      if (!Ref(PyObject_CallFunctionObjArgs(part(Part::give_back), place.get(), nullptr))) PyErr_WriteUnraisable(place.get());
     }
-    if (!sending.block) return true;
-    const Ref region = Ref::to(block_.region.peek(sending.block.get()));
-    const Ref place(PyTuple_Pack(2, region_.id.peek(region.get()), block_.offset.peek(sending.block.get())));
-    return place && Ref(PyObject_CallFunctionObjArgs(part(Part::give_back_input), place.get(), nullptr));
+    if (sending.block && !give_back(sending.block.get())) PyErr_WriteUnraisable(sending.block.get());
   }
 
+  // Returns the number of the channel's socket, -1 if it is closed.
   int descriptor() const {
     const Ref fd(PyObject_CallNoArgs(part(Part::fileno)));
-    return fd ? static_cast<int>(number_in(fd.get())) : -1;
+    if (!fd) PyErr_Clear();
+    return static_cast<int>(number_in(fd.get()));
   }
 
-  // Gives up `_leading`, and wakes a thread that waits for that.
-  Ref stop_leading() const {
-    Ref stopped(PyObject_CallNoArgs(part(Part::stop_leading)));
-    if (stopped && PyObject_Size(part(Part::followers)) > 0) stopped = Ref(PyObject_CallNoArgs(part(Part::appoint)));
-    return stopped;
+  // Hands INFER to the kernel. Returns false if that would not be at once, or not in its turn.
+  bool send(const std::string& packet) const {
+    if (PyObject_Size(part(Part::queued)) != 0) return false;
+    return ::send(descriptor(), packet.data(), packet.size(), MSG_DONTWAIT | MSG_NOSIGNAL) == static_cast<ssize_t>(packet.size());
   }
 
-  // Leaves a call to Python, which waits for its answer. Sends `packet` first, if there is one.
-  PyObject* go_on(const Sending& sending, PyObject* request, PyObject* packet) const {
-    const Ref call(PyObject_CallFunctionObjArgs(part(Part::adopt), sending.number.get(), request, nullptr));
-    if (!stop_leading() || !call) return nullptr;
-    if (packet != nullptr && !Ref(PyObject_CallFunctionObjArgs(part(Part::send), packet, nullptr))) return nullptr;
-    return PyObject_CallFunctionObjArgs(part(Part::wait), call.get(), nullptr);
+  // Gives up `_leading`, and wakes a thread that waits for that. Keeps the exception that is set.
+  void stop_leading() const {
+    const KeptError kept;
+    if (!Ref(PyObject_CallNoArgs(part(Part::stop_leading)))) PyErr_WriteUnraisable(part(Part::stop_leading));
+    PyObject *number = nullptr, *follower = nullptr;
+    Py_ssize_t at = 0;
+    if (!PyDict_Next(part(Part::followers), &at, &number, &follower)) return;
+    const Ref bell = call_.bell.get(follower);
+    // A bell that rings already cannot be rung again.
+    if (!bell || !Ref(PyObject_CallMethodObjArgs(bell.get(), release_.get(), nullptr))) PyErr_Clear();
   }
 
-  // Gives a call up, as a signal handler has raised.
-  PyObject* give_up(const Sending& sending, PyObject* request) const {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    const Ref call(PyObject_CallFunctionObjArgs(part(Part::adopt), sending.number.get(), request, nullptr));
-    const Ref stopped = stop_leading();
-    const Ref left(call ? PyObject_CallFunctionObjArgs(part(Part::abandon), call.get(), nullptr) : nullptr);
-    if (PyErr_Occurred() != nullptr) PyErr_WriteUnraisable(request);
-    PyErr_Restore(type, value, traceback);
+  // Queues INFER, which Python sends then. The runtime is behind with reading, or gone.
+  PyObject* queue(const Sending& sending, PyObject* request, PyObject* left) const {
+    const Ref packet(PyBytes_FromStringAndSize(sending.packet.data(), static_cast<Py_ssize_t>(sending.packet.size())));
+    if (packet && leave(sending, request, left)) {
+      if (Ref(PyObject_CallFunctionObjArgs(part(Part::queue), packet.get(), nullptr))) return waits();
+      const KeptError kept;
+      if (PyList_SetSlice(left, 0, PyList_Size(left), nullptr) != 0 || PyDict_DelItem(part(Part::open_calls), sending.number.get()) != 0) {
+        PyErr_WriteUnraisable(left);
+      }
+    }
+    undo(sending);
     return nullptr;
   }
 
-  // Waits for the reply, as the leader.
-  PyObject* receive(int fd, const Sending& sending, PyObject* request) const {
-    char packet[wire::kMaxPacketBytes + 1];
+  // Opens a call in Python, and adds it to `left`: its answer comes there. Returns false with an exception.
+  bool leave(const Sending& sending, PyObject* request, PyObject* left) const {
+    const Ref call = call_.kind.copy(part(Part::call));
+    return call && call_.number.set_to(call.get(), sending.number.get()) && call_.keeps.set_to(call.get(), request) &&
+           call_.inbox.set(call.get(), PyObject_CallNoArgs(part(Part::new_inbox))) && PyList_Append(left, call.get()) == 0 &&
+           PyDict_SetItem(part(Part::open_calls), sending.number.get(), call.get()) == 0;
+  }
+
+  static PyObject* waits() { Py_RETURN_NONE; }
+
+  // Waits for the reply, as the leader. INFER is sent: if the reply cannot be waited for here, or the thread leaves, the call stays in `left`.
+  PyObject* receive(const Sending& sending, PyObject* request, PyObject* left) const {
     ssize_t size = PyObject_Size(part(Part::inbox)) == 0 ? -1 : 0;
-    if (size == 0) return go_on(sending, request, nullptr);
+    if (size == 0) return leave(sending, request, left) ? waits() : nullptr;
     while (size < 0) {
       int error;
+      // Each time: a signal handler may have closed the channel.
+      const int fd = descriptor();
       Py_BEGIN_ALLOW_THREADS;
-      size = recv(fd, packet, sizeof packet, 0);
+      size = recv(fd, packet_.data(), packet_.size(), 0);
       error = errno;
       Py_END_ALLOW_THREADS;
       if (size >= 0) break;
       // The channel meets the same error.
-      if (error != EINTR) return go_on(sending, request, nullptr);
-      if (PyErr_CheckSignals() < 0) return give_up(sending, request);
+      if (error != EINTR) return leave(sending, request, left) ? waits() : nullptr;
+      if (PyErr_CheckSignals() < 0) {
+        const KeptError kept;
+        if (!leave(sending, request, left)) PyErr_WriteUnraisable(request);
+        return nullptr;
+      }
     }
     Ref response;
     if (size > 0 && static_cast<uint64_t>(size) <= wire::kMaxPacketBytes) {
-      response = read({packet, static_cast<size_t>(size)}, number_in(sending.number.get()));
+      response = read_or_not({packet_.data(), static_cast<size_t>(size)}, number_in(sending.number.get()));
     }
-    if (response) {
-      if (!stop_leading()) return nullptr;
-      return response.release();
+    if (response) return response.release();
+    PyErr_Clear();
+    const Ref bytes(PyBytes_FromStringAndSize(packet_.data(), size));
+    if (!bytes || !Ref(PyObject_CallFunctionObjArgs(part(Part::store), bytes.get(), nullptr))) {
+      // The packet is lost, and a thread waits for it.
+      Ref(PyObject_CallNoArgs(part(Part::end_process)));
+      return nullptr;
     }
-    if (PyErr_Occurred() != nullptr) PyErr_Clear();
-    const Ref bytes(PyBytes_FromStringAndSize(packet, size));
-    if (!bytes || !Ref(PyObject_CallFunctionObjArgs(part(Part::store), bytes.get(), nullptr))) return nullptr;
-    return go_on(sending, request, nullptr);
+    return leave(sending, request, left) ? waits() : nullptr;
+  }
+
+  Ref read_or_not(std::string_view packet, Py_ssize_t call) const {
+    try {
+      return read(packet, call);
+    } catch (const std::bad_alloc&) {
+      return Ref();
+    }
   }
 
   // Makes the response of a usual reply to this call. Returns nothing, perhaps with an exception, and has done nothing, for any other packet.
@@ -324,6 +388,7 @@ class Asker : public Objects {
   }
 
   bool make_leases(const std::vector<wire::Block>& blocks, std::vector<Ref>* leases) const {
+    leases->reserve(blocks.size());
     for (const wire::Block& block : blocks) {
       const Ref id = number(block.region), offset = number(block.offset);
       const Ref place(id && offset ? PyTuple_Pack(2, id.get(), offset.get()) : nullptr);
@@ -367,9 +432,12 @@ class Asker : public Objects {
   }
 
   Parts<Part, kParts.size()> parts_{kParts};
-  Ref serves_, sample_, zero_;
+  Ref serves_, sample_, release_;
   Requests request_;
   Replies replies_;
+  Calls call_;
+  // The packet of the leader.
+  mutable std::array<char, wire::kMaxPacketBytes + 1> packet_;
 };
 
 struct AskerObject {
@@ -403,12 +471,14 @@ int asker_traverse(PyObject* self, visitproc visit, void* arg) {
   return asker == nullptr ? 0 : asker->traverse(visit, arg);
 }
 
-PyObject* asker_infer(PyObject* self, PyObject* request) {
-  return guarded([&] { return reinterpret_cast<AskerObject*>(self)->asker->infer(request); });
+PyObject* asker_infer(PyObject* self, PyObject* args) {
+  PyObject *request, *left;
+  if (!PyArg_ParseTuple(args, "OO!", &request, &PyList_Type, &left)) return nullptr;
+  return guarded([&] { return reinterpret_cast<AskerObject*>(self)->asker->infer(request, left); });
 }
 
 PyMethodDef asker_methods[] = {
-    {"infer", asker_infer, METH_O, "Return the response to a usual request, or NotImplemented for any other."},
+    {"infer", asker_infer, METH_VARARGS, "Return the response to a usual request, or NotImplemented for any other."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot asker_slots[] = {{Py_tp_new, reinterpret_cast<void*>(asker_new)},

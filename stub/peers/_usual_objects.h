@@ -80,7 +80,7 @@ struct ExtentsKind {
 };
 struct Arenas {
   Kind kind;
-  Field extents{"_extents"}, has_grown{"has_grown"};
+  Field extents{"_extents"};
 };
 
 // Adds the type of `_usual_calls.cpp` to the module. Returns -1 with an error set, else 0.
@@ -94,7 +94,7 @@ class Objects {
 #define MOONPOOL_SHARED(PART)                                                                                       \
   PART(regions) PART(request_regions) PART(add_returned) PART(returned) PART(take_returned) PART(allocate)          \
   PART(acquire) PART(release) PART(arena) PART(lease) PART(array) PART(byte) PART(tensor) PART(region) PART(block) \
-  PART(extents) PART(response)
+  PART(extents) PART(response) PART(no_device)
   enum class Shared : size_t { MOONPOOL_SHARED(MOONPOOL_MEMBER) kCount };
   static constexpr std::array<const char*, static_cast<size_t>(Shared::kCount)> kShared = {MOONPOOL_SHARED(MOONPOOL_TEXT)};
 
@@ -113,7 +113,7 @@ class Objects {
            learn_type(region_.kind, part(Shared::region), {&region_.id, &region_.buffer, &region_.size_bytes}) &&
            learn_type(block_.kind, part(Shared::block), {&block_.region, &block_.offset, &block_.size_bytes, &block_.holds}) &&
            learn_type(extents_.kind, part(Shared::extents), {&extents_.live, &extents_.uses}) &&
-           learn_type(arena_.kind, arena, {&arena_.extents, &arena_.has_grown});
+           learn_type(arena_.kind, arena, {&arena_.extents});
   }
 
   static bool learn_type(Kind& kind, PyObject* type, std::initializer_list<Field*> slots) {
@@ -194,7 +194,8 @@ class Objects {
   }
 
   // Does what `Regions.allocate` does. Mostly that is to take the block of an earlier answer that came back, which is as
-  // large. That is done here if no other thread has the arena at this moment.
+  // large. That is done here if no other thread has the arena at this moment. Else a signal handler may run and raise, and has the error
+  // then; the block is given back. Returns nothing with an exception.
   Ref allocate(PyObject* size) const {
     const Ref is_ours(PyObject_Call(part(Shared::acquire), at_once_.get(), nullptr));
     if (!is_ours) return Ref();
@@ -205,20 +206,34 @@ class Objects {
       const Ref released(PyObject_CallNoArgs(part(Shared::release)));
       if (!released || block) return released ? std::move(block) : Ref();
     }
-    return Ref(PyObject_CallFunctionObjArgs(part(Shared::allocate), size, nullptr));
+    const Ref taken(PyList_New(0));
+    Ref block(taken ? PyObject_CallFunctionObjArgs(part(Shared::allocate), size, part(Shared::no_device), taken.get(), nullptr) : nullptr);
+    if (!block && taken && PyList_Size(taken.get()) > 0) {
+      const KeptError kept;
+      give_back(PyList_GetItem(taken.get(), 0));
+    }
+    return block;
+  }
+
+  // Gives back a block that was allocated for a message that is not sent. Returns false with an exception.
+  bool give_back(PyObject* block) const {
+    const Ref region = block_.region.get(block), offset = block_.offset.get(block), id = region ? region_.id.get(region.get()) : Ref();
+    const Ref place(id && offset ? PyTuple_Pack(2, id.get(), offset.get()) : nullptr);
+    return place && Ref(PyObject_CallFunctionObjArgs(part(Shared::add_returned), place.get(), nullptr));
   }
 
   // Does what `Arena.exchange` does with the first block that came back. Returns nothing, and has done nothing, if that is
   // not the same block.
   Ref exchange(Py_ssize_t size) const {
     PyObject* arena = part(Shared::arena);
-    if (PyObject_Size(part(Shared::returned)) < 1 || arena_.has_grown.peek(arena) != Py_False) return Ref();
+    PyObject* all = arena_.extents.peek(arena);
+    if (PyObject_Size(part(Shared::returned)) < 1 || all == nullptr || PyDict_Size(all) != 1) return Ref();
     const Ref place(PySequence_GetItem(part(Shared::returned), 0));
     if (!place || !PyTuple_CheckExact(place.get()) || PyTuple_Size(place.get()) != 2) return Ref();
-    PyObject* all = arena_.extents.peek(arena);
     const Ref extents = Ref::to(PyDict_GetItemWithError(all, PyTuple_GetItem(place.get(), 0)));
     if (!extents || !extents_.kind.is(extents.get())) return Ref();
     PyObject* live = extents_.live.peek(extents.get());
+    if (live == nullptr) return Ref();
     Ref block = Ref::to(PyDict_GetItemWithError(live, PyTuple_GetItem(place.get(), 1)));
     const Py_ssize_t alignment = wire::kAlignment;
     const Py_ssize_t whole = size <= 0 ? alignment : (size + alignment - 1) & -alignment;

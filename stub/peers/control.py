@@ -24,10 +24,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any, Callable
+from typing import Any
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
 from moonpool.ipc.codec import control_codec, encode
@@ -77,9 +77,9 @@ class Control:
         # Sends past the queue: no other message depends on the order.
         self.metric_changes = MetricChanges(self._send_changes)
 
-    def send(self, *message: Any) -> None:
-        """Send a control message; blocks while the runtime is behind with reading."""
-        self._send_queue.put(self._regions.pack(*message))
+    def send(self, *message: Any, notes: Iterable[Callable[[], object]] = ()) -> None:
+        """Send a control message; blocks while the runtime is behind with reading. `notes` are those of `SendQueue.put`."""
+        self._send_queue.put(self._regions.pack(*message), *notes)
 
     def respond(self, response: list[Any]) -> None:
         """Send a response, a row of RESPONSES, together with others that are ready.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from moonpool.ipc.errors import CODES, LocalProtocolError, MoonpoolError
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import ALIGNMENT, Lease, lease_of
 from moonpool.ipc.messages import MAX_DIMS, MAX_PARAMETERS, beginning
+from moonpool.ipc.signals import at_once
 from moonpool.ipc.tensors import BYTES, size_bytes
 from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import ORDINARY, PreferredMemory, Tensor
@@ -80,6 +82,7 @@ class Placer:
         A response that cannot be sent becomes an error without outputs. The model may have made it without its constructor,
         or changed its fields, so anything may be raised here, and nothing of that may end the stub.
         """
+        before = len(blocks)
         try:
             error = response._error
             if error is not None:
@@ -94,6 +97,11 @@ class Placer:
                 outputs = self.wanted(outputs, self._indices)
                 plan = self._place_apart(outputs, blocks, passable, wish, targets or _NO_TARGETS)
         except Exception as error:
+            # Only a signal handler that raises right after the blocks were added leaves some.
+            self._regions.returned.extend(
+                [(region, offset) for region, offset, _ in blocks[before:]]
+            )
+            del blocks[before:]
             return None, refusal_remark(error)
         return plan, [parameters, None] if parameters else None
 
@@ -125,7 +133,7 @@ class Placer:
                 return self.place(ours, blocks, passable, wish)
             plan = self.plans.keep(known, self._plan(outputs, arrays))
         if arrays:
-            fill(self._regions.allocate(plan.size_bytes), arrays, plan, blocks)
+            place_copies(self._regions, arrays, plan, blocks)
         return plan
 
     def _plan(self, outputs: list[Tensor], arrays: list[np.ndarray]) -> PlacementPlan:
@@ -183,11 +191,10 @@ class Placer:
         # These may raise, if a client has cut its memory short or no block is free. So nothing else has changed before.
         for target, data in delivered:
             target.region.write(target.offset, data)
-        block = self._regions.allocate(plan.size_bytes) if copied else None
+        if copied:
+            place_copies(self._regions, arrays, plan, there)
         self._regions.hold(ours)
         blocks += there
-        if block is not None:
-            fill(block, arrays, plan, blocks)
         return plan
 
     def _moved(
@@ -289,15 +296,29 @@ def arrays_to_copy(
     return arrays
 
 
-def fill(
-    block: Block, arrays: Iterable[np.ndarray], plan: PlacementPlan, blocks: list[list[int]]
+def place_copies(
+    regions: Regions,
+    arrays: Iterable[np.ndarray],
+    plan: PlacementPlan,
+    blocks: list[list[int]],
+    *steps: Callable[[], object],
 ) -> None:
-    """Copy arrays into a block as the plan says, and add the block to `blocks`."""
-    region, start = block.region, block.offset
-    blocks.append([region.id, start, plan.size_bytes])
-    write = region.write
-    for data, offset in zip(arrays, plan.offsets):
-        write(start + offset, data)
+    """Copy arrays into a block as the plan says, and add the block to `blocks`, at once with further steps, functions of C.
+
+    Raises `OutOfMemory`. Whatever this raises, nothing has changed then.
+    """
+    ours: list[Block] = []
+    try:
+        block = regions.allocate(plan.size_bytes, taken=ours)
+        region, start = block.region, block.offset
+        write = region.write
+        for data, offset in zip(arrays, plan.offsets):
+            write(start + offset, data)
+        row = [region.id, start, plan.size_bytes]
+        at_once(partial(blocks.append, row), ours.clear, *steps)
+    except BaseException:  # a signal handler of the model's may raise
+        regions.take_back(ours)
+        raise
 
 
 def _lay_out(plan: PlacementPlan, rows: list[list[Any]], block: int) -> None:

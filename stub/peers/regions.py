@@ -7,7 +7,11 @@ has something to send allocates, the main thread retires regions.
 Growth. A thread that needs a larger arena sends GROW and waits on `_granted`, with `_turn` held. So there is one question
 at a time, and the next item of `_granted` is the answer to it: a region, or the text of a refusal. This wait has no deadline, because an
 answer that came after the deadline would be taken for the next one's. The runtime always answers, and when it ends, the
-process ends or `desert` puts a text there.
+process ends or `desert` puts a text there. A signal handler that raises ends the wait, but not the question: `_growing` has its device until
+its answer was taken in, and the next allocation does that first.
+
+A signal handler may raise between any two steps here. So what a step takes out of one table goes into another one at once (`at_once`), and a
+block that is allocated for somebody is in that one's list then (`taken`).
 
 A collection of garbage may run a destructor of the model's in the middle of an allocation, and that destructor may want memory. The lock is
 an RLock, so this does not hang, but the arena is half changed. `allocate` sees that its own thread has the turn and refuses.
@@ -34,7 +38,8 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -45,6 +50,7 @@ from moonpool.ipc.errors import MoonpoolError, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.memory import Lease, Region
 from moonpool.ipc.messages import MAX_STORED_BYTES, NO_DEVICE, Kind, Side
 from moonpool.ipc.region import SharedRegion
+from moonpool.ipc.signals import at_once
 
 if TYPE_CHECKING:
     from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
@@ -52,6 +58,8 @@ if TYPE_CHECKING:
 
 # The runtime sends a region before the message that needs it. The wait covers the switch between threads.
 _ARRIVAL_S = 30.0
+# The argument of a `get` that blocks.
+_WAITING = (True,)
 
 
 class Regions(Overflow):
@@ -70,6 +78,9 @@ class Regions(Overflow):
         # One object for all leases: each access to a bound method would make another one.
         self.give_back = self.returned.append
         self.arena = Arena(self._grow)
+        # The device of the GROW whose answer was not taken in yet, and that answer, once it came: one item each, or none.
+        self._growing: deque[int] = deque()
+        self._answers: deque[Region | str] = deque()
         # None until memory on a device is first used.
         self.devices: DeviceMemory | None = None
         # Held by the thread that uses the arenas.
@@ -187,43 +198,68 @@ class Regions(Overflow):
         return self.request_region(region_id) if own is None else own
 
     def _grow(self, size_bytes: int, device: int = NO_DEVICE) -> Region:
-        self._send_control(Kind.GROW, size_bytes, device)
-        # Without a deadline: see the theory of operation.
-        answer = self._granted.get()
+        note = partial(self._growing.append, device)
+        self._send_control(Kind.GROW, size_bytes, device, notes=(note,))
+        answer = self._take_answer(device)
         if isinstance(answer, str):
-            if self._is_deserted:
-                self._granted.put(answer)  # for the thread that asks next
             raise OutOfMemory(answer)
         return answer
 
+    def _take_answer(self, device: int) -> Region | str:
+        """Wait for the answer to GROW, and allocate in the region that came. Needs the turn."""
+        if not self._answers:
+            # Without a deadline: see the theory of operation. One call into C, so the answer is in one of the two queues.
+            self._answers.extend(map(self._granted.get, _WAITING))
+        answer = self._answers[0]
+        if not isinstance(answer, str):
+            self._arena(device).add(answer)
+        elif self._is_deserted:
+            self._granted.put(answer)  # for the thread that asks next
+        at_once(self._answers.clear, self._growing.clear)
+        return answer
+
+    def _arena(self, device: int) -> Arena:
+        return self.arena if device == NO_DEVICE else self.on_devices().arena(device)
+
     def _collect(self) -> None:
-        """Free the blocks that came back."""
+        """Free the blocks that came back. Needs the turn."""
         returned, arena, devices = self.returned, self.arena, self.devices
         while returned:
-            place = returned.popleft()
-            if not arena.release_at(*place) and devices is not None:
-                block = devices.find(*place)
-                if block is not None:
-                    devices.release(block)
+            place, forget = returned[0], returned.popleft
+            if arena.release_at(*place, forget):
+                continue
+            block = None if devices is None else devices.find(*place)
+            if devices is None or block is None:
+                forget()
+            else:
+                devices.release(block, forget)
 
-    def allocate(self, size_bytes: int, device: int = NO_DEVICE) -> Block:
-        """Allocate a block for an answer. Raises `OutOfMemory` with the runtime's reason."""
-        arena = self.arena if device == NO_DEVICE else self.on_devices().arena(device)
+    def allocate(
+        self, size_bytes: int, device: int = NO_DEVICE, taken: list[Block] | None = None
+    ) -> Block:
+        """Allocate a block for an answer. Raises `OutOfMemory` with the runtime's reason.
+
+        `taken` gets the block, too: if a signal handler raises, the block is there or was not allocated.
+        """
+        arena = self._arena(device)
         # A destructor of the model's may run in the middle of an allocation of the same thread.
         if self._turn._is_owned():  # type: ignore[attr-defined]
             raise OutOfMemory("a destructor asked for memory while memory was being allocated")
+        into = [] if taken is None else taken
         with self._turn:
+            if self._growing:  # a signal handler ended the wait of the thread that asked
+                self._take_answer(self._growing[0])
             if self.returned:
                 block = None
                 if device == NO_DEVICE:
                     # Mostly the block of the last answer came back, and the next answer is as large.
                     block = arena.exchange(self.returned[0], size_bytes)
                 if block is not None:
-                    self.returned.popleft()
+                    at_once(self.returned.popleft, partial(into.append, block))
                     return block
                 self._collect()
             try:
-                return arena.allocate(size_bytes)
+                return arena.allocate(size_bytes, into)
             except OutOfMemory:
                 # Blocks that clients dropped meanwhile may have come along with the refusal. And what is kept for later may
                 # make room: the runtime reads RETIRE before GROW.
@@ -231,7 +267,11 @@ class Regions(Overflow):
                 self._collect()
                 if not self._retire_idle(arena) and not came_back:
                     raise
-                return arena.allocate(size_bytes)
+                return arena.allocate(size_bytes, into)
+
+    def take_back(self, blocks: Iterable[Block]) -> None:
+        """Count one holder less for blocks that were allocated or held for a message that is not sent."""
+        self.returned.extend([(block.region.id, block.offset) for block in blocks])
 
     def find(self, lease: Lease | DeviceLease) -> Block | None:
         """Return the block of a lease that `empty` made; None for other leases."""
@@ -247,12 +287,16 @@ class Regions(Overflow):
             block = self.devices.find(region_id, offset)
         return block
 
-    def hold(self, blocks: Sequence[Block]) -> None:
-        """Count the runtime as a further holder of these blocks, until it gives them back."""
+    def hold(self, blocks: Sequence[Block], held: list[Block] | None = None) -> None:
+        """Count the runtime as a further holder of these blocks, until it gives them back. `held` gets each that was counted."""
         if blocks:
+            into = [] if held is None else held
             with self._turn:
                 for block in blocks:
-                    block.holds += 1
+                    at_once(
+                        partial(setattr, block, "holds", block.holds + 1),
+                        partial(into.append, block),
+                    )
 
     def empty(self, size_bytes: int) -> Lease:
         """Allocate a block as a lease for the model."""
@@ -298,8 +342,10 @@ class Regions(Overflow):
         """Give back idle regions, but not the one of the number `kept`. Returns False if there are none. Needs the turn."""
         idle = [region_id for region_id in arena.idle() if region_id != kept]
         for region_id in idle:
-            arena.retire(region_id).close()
-            self._send_control(Kind.RETIRE, region_id)
+            region = arena.region(region_id)
+            self._send_control(Kind.RETIRE, region_id, notes=(arena.retirement(region_id),))
+            if region is not None:
+                region.close()
         return bool(idle)
 
     def publish(self) -> None:

@@ -7,6 +7,7 @@ no thread ever blocks for the turn, a destructor may put a packet in the middle 
 
 A signal handler may raise anywhere in `put`, above all while the socket is full. An item stays in the deque until its packet is sent
 (`Channel.send_first`), and the next `put` sends what was left. The turn is noted in the call that takes it, so it is given up in any case.
+What a caller has to remember of a message that is certain to be sent, it notes in the call that puts the item there.
 
 A send blocks while the runtime is behind with reading, and so does the thread that has the turn. `close` takes the turn with
 blocking, so that no thread is still sending when the descriptor goes away; the peer is gone then, and no send blocks.
@@ -17,10 +18,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import Closed, PeerGone
+from moonpool.ipc.signals import at_once
 
 # The argument of `acquire` for a lock that is not waited for.
 _AT_ONCE = (False,)
@@ -56,10 +59,17 @@ class SendQueue:
     def __len__(self) -> int:
         return len(self._items)
 
-    def put(self, item: Any) -> None:
-        """Send an item, after those that are queued already."""
+    def put(self, item: Any, *notes: Callable[[], object]) -> None:
+        """Send an item, after those that are queued already. `notes` are functions of C, called at once with the item's coming into the queue."""
+        if notes:
+            at_once(partial(self._items.append, item), *notes)
+        else:
+            self._items.append(item)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send the items that are queued."""
         items = self._items
-        items.append(item)
         # The loop looks again after giving up the turn: an item that came meanwhile must not stay behind.
         while items:
             has_turn: list[bool] = []

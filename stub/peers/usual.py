@@ -19,6 +19,7 @@ For the main thread of a stub without front ends. The control thread reads `Peer
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -30,7 +31,7 @@ from moonpool.ipc.codec import check_of, encode, unpack
 from moonpool.ipc.extension import load_if_there
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import Lease
-from moonpool.ipc.messages import NO_CORE, NO_DETAILS, WORK, Kind
+from moonpool.ipc.messages import NO_CORE, NO_DETAILS, NO_DEVICE, WORK, Kind
 from moonpool.ipc.region import SharedRegion
 from moonpool.ipc.tensors import BYTES
 from moonpool.stub.pb_utils.request import InferenceRequest
@@ -41,7 +42,7 @@ from moonpool.stub.peers.placement import (
     NO_OUTPUTS,
     PlacementPlan,
     arrays_to_copy,
-    fill,
+    place_copies,
     refusal_remark,
 )
 from moonpool.stub.peers.regions import Regions
@@ -167,14 +168,19 @@ class UsualWay:
                 placed.append((plans[tuple(key)], arrays))
         except Exception:  # a plan that is not known yet, or fields that the model has broken
             return False
-        answer, allocate = self._answer, self._regions.allocate
+        answer, regions = self._answer, self._regions
         for plan, arrays in placed:
+            before = len(answer.plans)
             try:
+                note = partial(answer.plans.append, plan)
                 if arrays:
-                    fill(allocate(plan.size_bytes), arrays, plan, answer.blocks)
-                answer.plans.append(plan)
-            except Exception as error:  # noqa: PERF203 - of this response alone
-                self._refuse(error)
+                    place_copies(regions, arrays, plan, answer.blocks, note)
+                else:
+                    note()
+            except Exception as error:
+                # A signal handler may have raised after the response was placed.
+                if len(answer.plans) == before:
+                    self._refuse(error)
         return True
 
     def _refuse(self, error: Exception) -> None:
@@ -237,6 +243,7 @@ class CompiledWay(UsualWay):
             "request": _request(NO_DETAILS, self._outputs, ()),
             "make_tensor": Tensor.from_wire,
             "plan": PlacementPlan,
+            "fileno": channel.descriptor,
             "channel_receive": channel.receive,
             "channel_checked": channel._checked,
             "channel_send": channel.send_waiting,
@@ -244,7 +251,7 @@ class CompiledWay(UsualWay):
             "give": super().give,
             "finish": self._finish,
         }
-        way = extension.Way(parts, channel.fileno(), start["decoupled"], start["look_us"])
+        way = extension.Way(parts, start["decoupled"], start["look_us"])
         # Methods of this class would cost another call each.
         for name in ("receive", "open", "take", "give"):
             setattr(self, name, getattr(way, name))
@@ -259,6 +266,7 @@ def objects_of(regions: Regions) -> dict[str, object]:
         "add_returned": regions.give_back,
         "take_returned": regions.returned.popleft,
         "allocate": regions.allocate,
+        "no_device": NO_DEVICE,
         "acquire": regions._turn.acquire,
         "release": regions._turn.release,
         "arena": regions.arena,

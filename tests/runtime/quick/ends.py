@@ -19,7 +19,7 @@ import numpy as np
 from moonpool.ipc.channel import Channel
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.quick import forms, learn
-from moonpool.runtime.schedule import callers
+from moonpool.runtime.schedule import callers  # noqa: F401 - teaches ThreadWaiter
 
 EACH = 8
 
@@ -69,7 +69,6 @@ def wait_in_destructor(endings: list[Any]) -> None:
 
 
 def main() -> None:
-    assert callers.forms is forms
     learn(Channel)
     requests: list[InferenceRequest] = []
     endings = [Ending() for _ in range(EACH)]

@@ -12,12 +12,12 @@ import random
 import sys
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from moonpool.ipc.memory import Lease
 from moonpool.runtime import quick
 
 # The number of the arguments of each form.
@@ -76,7 +76,7 @@ class Strangers:
         self.kinds = kinds
         self.random = random.Random(seed)
         # Nothing here has a descriptor: a form must not come to the files of the process.
-        self.plain = [
+        self.plain: list[Callable[[], Any]] = [
             lambda: None, lambda: True, lambda: False, lambda: 0, lambda: -1, lambda: 7, lambda: 1 << 80, lambda: "text", lambda: b"\x93\x01",
             tuple, list, dict, set, object, Slotless, deque, OrderedDict, lambda: 1.5, threading.Lock, lambda: np.ones(3, np.float32),
             lambda: [()], lambda: [(1, 2, 3, 4)], lambda: {0: 0}, lambda: (1, 2), lambda: [None] * 6, lambda: memoryview(bytearray(64)),
@@ -145,7 +145,6 @@ def main() -> None:
         import moonpool.runtime.runtime  # noqa: F401  teaches all classes
 
         kinds.pop("Lease", None)  # its end would call what it should give back to
-        assert Lease
         assert len(kinds) > 20, kinds
     strangers = Strangers(kinds, seed)
     ends = {"raised": 0, "returned": 0}

@@ -1,4 +1,4 @@
-"""Where a form looks at what other threads change and then changes it, that is one step, whenever garbage is collected."""
+"""Looks and changes of a form are one step, whenever garbage is collected and whoever runs while it waits."""
 
 from __future__ import annotations
 

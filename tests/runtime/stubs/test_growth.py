@@ -83,7 +83,7 @@ def test_a_stub_that_cannot_be_answered_hears_of_the_end(
 def test_an_answer_that_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regions, "_ARRIVAL_S", 0.0)
 
-    def send(kind: Kind, *_: object) -> None:
+    def send(kind: Kind, *_: object, **__: object) -> None:
         assert kind == Kind.GROW
         threading.Timer(0.05, asker.refuse, ["there is none"]).start()
 

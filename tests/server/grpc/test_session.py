@@ -351,9 +351,10 @@ def test_sessions_of_several_threads_keep_their_output_apart() -> None:
             session.begin()
             data = letter.encode() * 2000
             # The first piece is copied into the output, and ends with that.
-            session.session.send(1, (of_switching(data), data), False, False, 0, None)
-            data, size_bytes, _, _ = session.session.out()
-            sent = b"".join(data) if isinstance(data, list) else data
+            pieces: Any = (of_switching(data), data)
+            session.session.send(1, pieces, False, False, 0, None)
+            found, size_bytes, _, _ = session.session.out()
+            sent = b"".join(found) if isinstance(found, list) else found
             assert len(sent) == size_bytes
             body = sent.count(letter.encode() * 1000)
             other = {"A": b"B", "B": b"A"}[letter]

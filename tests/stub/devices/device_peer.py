@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -56,8 +56,10 @@ class Peer:
         fd = os.dup(region.fd)
         self.regions.arrive(fd, region.id, region.size_bytes, int(writer), number, handle)
 
-    def hear(self, kind: Kind, *fields: Any) -> None:
+    def hear(self, kind: Kind, *fields: Any, notes: Iterable[Callable[[], object]] = ()) -> None:
         self.heard.append((kind, *fields))
+        for note in notes:
+            note()
         if kind == Kind.EVENT:
             self.lanes[fields[0]].meet(fields[1])
         elif kind == Kind.GROW and self.refuses:

@@ -27,7 +27,7 @@ class Asker:
         ours, theirs = Channel.pair()
         self.runtime = ours
         self._codec = calls_codec(Side.RUNTIME)
-        self.regions = Regions(lambda *_: None)
+        self.regions = Regions(lambda *_, **__: None)
         self.regions.arena = Arena(lambda size: HeapRegion(9, size))
         self.channel = Channel(theirs)
         self.calls = Calls(self.channel, self.regions)

@@ -45,7 +45,7 @@ class Asking:
         ours, theirs = Channel.pair()
         self.runtime = ours
         self.codec = calls_codec(Side.RUNTIME)
-        self.regions = Regions(lambda *_: None)
+        self.regions = Regions(lambda *_, **__: None)
         shared = [SharedRegion.create(number, REGION_BYTES) for number in (FROM_RUNTIME, OF_STUB)]
         for region, writer in zip(shared, (Side.RUNTIME, Side.STUB), strict=True):
             self.regions.add_first(region.id, REGION_BYTES, os.dup(region.fd), writer)
@@ -257,10 +257,9 @@ def interrupted(asking: Asking, code: Callable[[], None]) -> Iterator[None]:
     """Have a signal handler run `code`, once, while the main thread waits for a reply."""
     has_run = threading.Event()
 
-    def handle(_: int, frame: FrameType | None) -> None:
-        # It leads, and is past the point at which it has only just begun to.
+    def handle(_: int, __: FrameType | None) -> None:
         leads = asking.calls._leading._is_owned()  # type: ignore[attr-defined]
-        if leads and frame is not None and frame.f_code.co_name != "wait" and not has_run.is_set():
+        if leads and not has_run.is_set():
             has_run.set()
             code()
 
@@ -327,8 +326,8 @@ def test_a_signal_handler_that_raises_right_after_a_request_was_sent_withdraws_i
 ) -> None:
     put = SendQueue.put
 
-    def interrupt(queue: SendQueue, packet: bytes) -> None:
-        put(queue, packet)
+    def interrupt(queue: SendQueue, packet: bytes, *notes: Callable[[], object]) -> None:
+        put(queue, packet, *notes)
         if asking.codec.decode(packet)[0] == Kind.INFER:
             raise Interrupted
 

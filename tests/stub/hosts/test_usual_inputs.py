@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.heap_region import HeapRegion
 
-from moonpool.ipc.arena import Arena
+from moonpool.ipc.arena import Arena, Block
 from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.memory import SHARED_BYTES
 from moonpool.stub.hosts.call_tensors import Placed, UsualInputs
@@ -22,7 +22,7 @@ SIZE = 1 << 14
 
 
 def regions(size_bytes: int = SIZE) -> Regions:
-    made = Regions(lambda *_: None)
+    made = Regions(lambda *_, **__: None)
 
     def grow(_: int) -> Any:
         raise OutOfMemory("no more")
@@ -69,7 +69,8 @@ def test_a_request_is_placed_as_any_other(kinds: list[list[Any]], data: st.DataO
                 each[...] = data.draw(st.integers(0, 1))
         asked = request([Tensor(f"X{i}", each) for i, each in enumerate(arrays)])
         expected = Placed(theirs, asked._inputs)
-        found = usual.place(asked)
+        taken: list[Block] = []
+        found = usual.place(asked, taken)
         if found is None:
             placed = Placed(ours, asked._inputs)
             usual.learn(asked, placed)
@@ -80,12 +81,12 @@ def test_a_request_is_placed_as_any_other(kinds: list[list[Any]], data: st.DataO
                 ours._collect()
             blocks, rows = placed.blocks, placed.rows
         else:
-            blocks, rows, undo = found
+            blocks, rows = found
         assert rows == expected.rows
         assert [size for *_, size in blocks] == [size for *_, size in expected.blocks]
         assert contents(ours, blocks, rows) == contents(theirs, expected.blocks, expected.rows)
         if found is not None:
-            undo()
+            ours.take_back(taken)
             ours._collect()
 
 
@@ -155,5 +156,5 @@ def test_a_request_without_room_takes_nothing() -> None:
 
     with pytest.raises(OutOfMemory, match="no more"):
         usual.place(asked)
-    placed.take_back()
+    made.take_back(placed.ours)
     assert usual.place(asked) is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
@@ -29,8 +29,12 @@ class Grower:
         self.given[1] = 64 * KiB
         self.regions.add_first(1, 64 * KiB, set_aside(1, 64 * KiB), Side.STUB)
 
-    def _send(self, kind: Kind, number: int, *_: object) -> None:
+    def _send(
+        self, kind: Kind, number: int, *_: object, notes: Iterable[Callable[[], object]]
+    ) -> None:
         self.said.append(kind)
+        for note in notes:
+            note()
         if kind == Kind.RETIRE:
             del self.given[number]
         elif sum(self.given.values()) + number > self._limit_bytes:

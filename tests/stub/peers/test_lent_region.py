@@ -106,7 +106,7 @@ def test_an_object_that_is_too_short_is_an_error(lent: Lent) -> None:
 )
 def test_nothing_is_left_of_a_response_whose_target_is_too_short(lent: Lent) -> None:
     os.truncate(lent.fd, _PAGE)
-    regions = Regions(lambda *_: None)
+    regions = Regions(lambda *_, **__: None)
     answers = SharedRegion.create(2, 1 << 16)
     regions.arrive(os.dup(answers.fd), 2, 1 << 16, int(Side.STUB), NO_DEVICE, b"")
     placer = Placer(regions, {"outputs": ["Y", "V"]})

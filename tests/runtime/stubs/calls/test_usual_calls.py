@@ -86,6 +86,8 @@ class Desk:
         self.model = SimpleNamespace(config=CONFIG, name="sums")
         self.signature = Signature(CONFIG)
         self.scheduler = self
+        # Instances of no rate limiter.
+        self.limited: list[object] = []
         self.breaches: list[str] = []
         self.lines: list[str] = []
         reactor: Any = SimpleNamespace(
