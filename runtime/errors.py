@@ -5,9 +5,13 @@ Every class derives from `MoonpoolError` and carries one of Triton's codes in `.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from errno import EAGAIN
+from typing import TypeVar
 
 from moonpool.ipc.errors import Closed, MoonpoolError
+
+T = TypeVar("T")
 
 
 class InvalidRequest(MoonpoolError):
@@ -114,6 +118,13 @@ class ClientCutMemory(StubDied):
     _fault = "caller"
 
 
+class CallerInterrupted(MoonpoolError):
+    """A signal handler raised in a caller that sent a batch or read its answer, so nobody knows what the process has done.
+
+    The process has to end, and that counts as no death of the model.
+    """
+
+
 class QueueFull(MoonpoolError):
     """The queue is full: the request's level holds as many requests as its policy allows."""
 
@@ -184,3 +195,18 @@ def own(error: BaseException) -> BaseException:
     other.__cause__ = error.__cause__
     other.__suppress_context__ = True
     return other
+
+
+def all_of(act: Callable[[T], object], items: Iterable[T]) -> None:
+    """Call `act` for each item, whatever it raised for the one before. Raises the first error after the last item.
+
+    For items of different owners, none of whom must be able to end the loop.
+    """
+    first: BaseException | None = None
+    for item in items:
+        try:
+            act(item)
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first

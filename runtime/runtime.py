@@ -7,6 +7,7 @@ of the process, its models are disowned.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import weakref
@@ -38,11 +39,16 @@ from moonpool.runtime.model.signature import RequestOptions, make_request
 from moonpool.runtime.observe.exposition import expose
 from moonpool.runtime.observe.metrics_options import MetricsOptions
 from moonpool.runtime.process.parallel import awaited, in_parallel
+from moonpool.runtime.process.threads import apart
 from moonpool.runtime.repository.grants import Grants, as_argument
 from moonpool.runtime.repository.loading import HostingRules, Wanted
 from moonpool.runtime.repository.repository import ModelRepositories
 from moonpool.runtime.residency.policy import Resident
-from moonpool.runtime.schedule.callers import FutureWaiter, response_of, wait_for_response
+from moonpool.runtime.schedule.callers import (
+    response_of,
+    submit_for_future,
+    wait_for_response,
+)
 from moonpool.runtime.schedule.rate_limiter import limiter_of
 from moonpool.runtime.schedule.response_cache import cache_of
 from moonpool.runtime.schedule.scheduler import ABANDONED_S
@@ -195,7 +201,7 @@ class Runtime:
         Raises `LoadFailed`, `ConfigError`, `RepositoryError`, `BadEnvironment`, `RuntimeClosed`.
         """
         said = said_in_a_load(sandbox, options, parameters)
-        self._models.load(Wanted(name, source, instances, config, files, said=said))
+        self._models.load_patiently(Wanted(name, source, instances, config, files, said=said))
 
     async def aload(
         self,
@@ -217,7 +223,7 @@ class Runtime:
         Raises `ModelNotFound`, `InvalidRequest` for a model with several instance groups, `ConfigError` and
         `LoadFailed`.
         """
-        self._models.scale(name, instances)
+        self._models.scale_patiently(name, instances)
 
     def unload(self, name: str) -> None:
         """Finish the present requests, finalize all versions and end their processes.
@@ -387,16 +393,12 @@ class Runtime:
     ) -> Future[Response]:
         """Send a request and return at once. The future has the response, or raises what `infer` raises.
 
-        Cancelling the future cancels the request. Callbacks of the future must not block: all
-        requests may depend on the thread that they run on.
+        Cancelling the future cancels the request. Callbacks of the future run on a thread of the runtime for such callbacks, one after the
+        other. If one blocks, those of other futures come late.
         """
         hosted = self._models.find(model, version)
         request = hosted.signature.request(inputs)
-        waiter = request.waiter = FutureWaiter(lambda: hosted.scheduler.leave(request))
-        execution = hosted.scheduler.submit(request)
-        if execution is not None:
-            execution.drive_in_reactor()
-        return waiter.future
+        return submit_for_future(hosted.scheduler, request, self._models.deliveries)
 
     def stream(
         self,
@@ -458,8 +460,8 @@ class Runtime:
             return np.empty(dims, dtype)
         memory = backend.memory_of(hosted.model)
         if device is None:
-            return memory.empty(dims, dtype, size_bytes)
-        return memory.on_device(device).empty(dims, code_of(dtype), size_bytes)
+            return apart(lambda: memory.empty(dims, dtype, size_bytes))
+        return apart(lambda: memory.on_device(device).empty(dims, code_of(dtype), size_bytes))
 
     # End
 
@@ -519,9 +521,11 @@ def _go_on() -> None:
 
 @atexit.register
 def _close_all() -> None:
-    for models in list(_open_registries):
-        models.close()
-    PRINTER.wait()
+    # Whatever one of them raises, all are closed, and what was printed is written last.
+    with contextlib.ExitStack() as stack:
+        stack.callback(PRINTER.wait)
+        for models in list(_open_registries):
+            stack.callback(models.close)
 
 
 def _read_output() -> None:

@@ -35,6 +35,7 @@ from moonpool.runtime.ensemble.members import (
 )
 from moonpool.runtime.ensemble.run import RunOwner, of_step
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
+from moonpool.runtime.process.threads import is_interruptible
 from moonpool.runtime.quick import forms, learn, learn_object
 from moonpool.runtime.schedule.execution import Execution
 from moonpool.runtime.schedule.scheduler import Scheduler
@@ -95,8 +96,15 @@ class ChainRun(Waiter):
         self._follow(turn[0])
         return execution
 
+    def enter(self) -> Execution | None:
+        """Do what `begin` does, for a caller on any thread."""
+        return self._owner.reactor.ask(self.begin) if is_interruptible() else self.begin()
+
     def _follow(self, outcome: object) -> None:
         """Go on with the outcome of the step that was submitted last, if it is there already, and with those that follow at once."""
+        if is_interruptible():
+            self._owner.reactor.call_soon(partial(self._follow, outcome))
+            return
         while outcome is not _SUBMITTED:
             outcome = self._took(outcome)
 

@@ -37,7 +37,7 @@ from moonpool.runtime.ensemble.chain import ChainRun
 from moonpool.runtime.ensemble.graph import EnsembleGraph, Flow
 from moonpool.runtime.ensemble.members import EnsembleCaller, StepModel
 from moonpool.runtime.ensemble.run import GateStep, GraphRun, Run
-from moonpool.runtime.errors import ModelUnavailable, own
+from moonpool.runtime.errors import ModelUnavailable, all_of, own
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.request import Details, InferenceRequest, Outcome, Waiter
@@ -102,6 +102,16 @@ class EnsembleScheduler(Scheduler):
             self._runs[request] = run
         return run.begin()
 
+    def submit_all(self, requests: Sequence[InferenceRequest]) -> None:
+        for request in requests:
+            try:
+                execution = None if request.left else self.submit(request)
+            except MoonpoolError as error:
+                self._resolve(request, error)
+            else:
+                if execution is not None:
+                    execution.appoint()
+
     def _flow_of(self, details: Details) -> Flow:
         if details.outputs is None:
             return self._whole
@@ -140,8 +150,7 @@ class EnsembleScheduler(Scheduler):
             run.tell_cancelled()
 
     def drop(self, error: MoonpoolError) -> None:
-        for run in list(self._runs.values()):
-            run.fail(own(error))
+        all_of(lambda run: run.fail(own(error)), list(self._runs.values()))
 
     def wait_empty(self, deadline: float) -> bool:
         self._changed.wait_for(lambda: self._hurries or not self._runs, deadline)

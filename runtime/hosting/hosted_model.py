@@ -230,6 +230,13 @@ class HostedModel:
             reason = LoadFailed(f"the load of {self} was interrupted")
             self._backend.model_abort(self.model, reason)
 
+    def break_off_loading(self) -> None:
+        """Let `load` or `grow` fail soon; the instances that serve go on."""
+        if self.machine.state is ModelState.LOADING:
+            self.give_up_loading()
+        else:
+            self.supervisor.give_up_starting()
+
     def _made(self, specs: Sequence[InstanceSpec]) -> list[ModelInstance]:
         return [ModelInstance(self._backend, self.model, *spec) for spec in specs]
 

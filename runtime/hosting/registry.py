@@ -27,6 +27,9 @@ for are given up, as the models that wait for them are to be unloaded, and so ar
 ones are waited for, the backends are finalized, and at last the threads and the reactor end. A second `close` waits for the
 first. A finalizer must not wait and not take a lock, so `close_soon` hands the work to the reactor, and that to a thread.
 
+*Who waits for a load.* A caller on whose thread signal handlers run has another thread load (`load_patiently`). If a handler raises, that load is broken
+off, again and again, since a start that has just begun has nothing yet to break off (`LoadAttempt`). Loads of other callers go on.
+
 *Who waits for a close or an unload.* The work has a thread of its own, where no signal handler runs, so nothing is left half done. The
 caller waits for that thread (`_patiently`). If it waits for long, the log says for what. If a signal handler raises in it, as after
 Ctrl-C, all models that are loading or unloading end at once, and the handler's exception is raised after that.
@@ -77,11 +80,12 @@ from moonpool.runtime.observe.log_settings import LogSettings
 from moonpool.runtime.observe.metrics_options import MetricsOptions
 from moonpool.runtime.process.parallel import in_parallel
 from moonpool.runtime.process.reactor import Reactor
-from moonpool.runtime.process.threads import TaskPool, start_thread
+from moonpool.runtime.process.threads import TaskPool, is_interruptible, start_thread
 from moonpool.runtime.repository.loading import HostingRules, PreparedModel, Wanted, prepare
 from moonpool.runtime.repository.repository import ModelRepositories, RepositoryError
 from moonpool.runtime.residency.policy import Resident
 from moonpool.runtime.residency.residents import Residency
+from moonpool.runtime.schedule.callers import Deliveries
 from moonpool.runtime.schedule.rate_limiter import RateLimiter
 from moonpool.runtime.schedule.response_cache import ResponseCache
 from moonpool.runtime.stubs.handle import Stubs, StubSharing
@@ -100,6 +104,22 @@ CheckName = Callable[[str], object]
 
 def _anything(_: str) -> None:
     """Let everything be loaded and unloaded."""
+
+
+class LoadAttempt:
+    """One load, or a change of instances, for a caller who may be interrupted."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_given_up = False
+        # True once it has the model lock: what is loading under the name from then on is its own.
+        self.has_lock = False
+        self.ended = threading.Event()
+
+    def check(self) -> None:
+        """Raise `LoadFailed` if it was given up."""
+        if self.is_given_up:
+            raise LoadFailed(f"the load of '{self.name}' was interrupted")
 
 
 class ModelLocks:
@@ -129,17 +149,22 @@ class ModelLocks:
                     self.release(name)
 
     @contextlib.contextmanager
-    def hold(self, name: str, asker: str | None = None) -> Iterator[None]:
-        """Hold the lock of a model; waits until it is free.
+    def hold(
+        self, name: str, asker: str | None = None, attempt: LoadAttempt | None = None
+    ) -> Iterator[None]:
+        """Hold the lock of a model; waits until it is free, or `attempt` is given up.
 
-        `asker` is the model that waits for this. Raises `ModelUnavailable` if it would wait for itself.
+        `asker` is the model that waits for this. Raises `ModelUnavailable` if it would wait for itself, and `LoadFailed`.
         """
+        attempt = attempt or LoadAttempt(name)
         with self._changed:
             if asker is not None:
                 self._check_no_circle(name, asker)
                 self._asks.append((asker, name))
-            self._changed.wait_for(lambda: name not in self.names)
+            self._changed.wait_for(lambda: name not in self.names or attempt.is_given_up)
+            attempt.check()
             self.acquire(name)
+            attempt.has_lock = True
         try:
             yield
         finally:
@@ -204,6 +229,7 @@ class ModelRegistry:
         self._retiring = 0
         # Versions that load now, each with the name of the model that asked for it, if one did.
         self._loading: list[tuple[HostedModel, str | None]] = []
+        self._attempts: set[LoadAttempt] = set()
         # False if neither models nor clients of a server may load and unload.
         self.is_controllable = True
         self.rules = HostingRules()
@@ -217,12 +243,12 @@ class ModelRegistry:
         self.cache: ResponseCache | None = None
         # None if instances execute without limits.
         self.limiter: RateLimiter | None = None
-        self._closed = False
+        self._closed = self._disowned = False
         self._closing, self._ended = threading.Event(), threading.Event()
-        self._disowned = False
         self.metrics_options = metrics or MetricsOptions()
         self._reactor = Reactor()
         self._executor = TaskPool(32, "moonpool-execute")
+        self.deliveries = Deliveries(self._reactor)
         self.residency = Residency(
             self._reactor, self._locks, self._is_used, resident, self.take_in_counts
         )
@@ -243,6 +269,7 @@ class ModelRegistry:
         may: CheckName = _anything,
         again: bool = True,
         is_implied: bool = False,
+        attempt: LoadAttempt | None = None,
     ) -> None:
         """Load a model, or replace a loaded one. Does nothing if what is wanted is loaded already.
 
@@ -253,7 +280,7 @@ class ModelRegistry:
         `ModelUnavailable` if this load would wait for itself, `RuntimeClosed`.
         """
         name = wanted.name
-        with self._locks.hold(name, asker), self.errors.noting(name):
+        with self._locks.hold(name, asker, attempt), self.errors.noting(name):
             self._check_open()
             status = ModelStatus()
             try:
@@ -371,13 +398,52 @@ class ModelRegistry:
         finally:
             self._loading.remove(loading)
 
-    def scale(self, name: str, instances: int) -> None:
+    def load_patiently(self, wanted: Wanted) -> None:
+        """Do what `load` does for a caller in this process, on whose thread signal handlers may run. Raises as `load`."""
+        self._attempt(wanted.name, lambda attempt: self.load(wanted, attempt=attempt))
+
+    def scale_patiently(self, name: str, instances: int) -> None:
+        """Do what `scale` does for a caller in this process, on whose thread signal handlers may run. Raises as `scale`."""
+        self._attempt(name, lambda attempt: self.scale(name, instances, attempt))
+
+    def _attempt(self, name: str, act: Callable[[LoadAttempt], None]) -> None:
+        attempt = LoadAttempt(name)
+
+        def run(_: None) -> None:
+            try:
+                act(attempt)
+            finally:
+                self._attempts.discard(attempt)
+                attempt.ended.set()
+
+        def give_up() -> None:
+            attempt.is_given_up = True
+            while not attempt.ended.wait(_STILL_S):
+                self._break_off(attempt)
+
+        if is_interruptible():
+            self._attempts.add(attempt)
+            in_parallel(run, [None], "moonpool-load", give_up)
+        else:
+            act(attempt)
+
+    def _break_off(self, attempt: LoadAttempt) -> None:
+        """Let an attempt fail soon, if it has something to break off by now."""
+        with self._lock:
+            self._changed.notify_all()
+        if not attempt.has_lock:
+            return
+        for hosted, asker in list(self._loading):
+            if attempt.name in (hosted.name, asker):
+                hosted.break_off_loading()
+
+    def scale(self, name: str, instances: int, attempt: LoadAttempt | None = None) -> None:
         """Change the number of instances of a loaded model, in each version. Returns when all are ready, and those too many gone.
 
         Raises `ModelNotFound`, `InvalidRequest` for a model with several groups of instances, `ConfigError` for more than the
         limits allow, and errors of a load; then nothing has changed.
         """
-        with self._locks.hold(name), self.errors.noting(name):
+        with self._locks.hold(name, attempt=attempt), self.errors.noting(name):
             self._check_open()
             loaded = self._models.get(name)
             if loaded is None:
@@ -445,6 +511,9 @@ class ModelRegistry:
                 self._loading.append(loading)
                 version = status.add(hosted)
                 try:
+                    for attempt in list(self._attempts):
+                        if attempt.has_lock and attempt.name in (model.name, asker):
+                            attempt.check()
                     hosted.load()
                 except MoonpoolError as error:
                     version.failure = error
@@ -872,6 +941,7 @@ class ModelRegistry:
         self.repositories.close()
         self.stubs.blank_templates.close()
         self._executor.shutdown()
+        self.deliveries.close()
         self._reactor.close()
 
     def _unload_if_there(self, name: str, may: CheckName = _anything) -> None:

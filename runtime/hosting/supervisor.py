@@ -39,7 +39,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.errors import ClientCutMemory, LoadFailed, ModelUnavailable, OutOfThreads
+from moonpool.runtime.errors import (
+    CallerInterrupted,
+    ClientCutMemory,
+    LoadFailed,
+    ModelUnavailable,
+    OutOfThreads,
+)
 from moonpool.runtime.hosting.instance_record import InstanceRecord
 from moonpool.runtime.hosting.recycling import Recycler, Recycling
 from moonpool.runtime.hosting.scaling import Leave
@@ -286,7 +292,7 @@ class Supervisor:
         except Exception:
             _log.exception("[%s] the backend cannot say why it broke", record.instance.name)
             reason = error
-        if not isinstance(reason, ClientCutMemory):
+        if not isinstance(reason, ClientCutMemory) and not isinstance(error, CallerInterrupted):
             self._count_failure(record, error)
         _log.error("[%s] %s", record.instance.name, str(reason))
         is_draining = self._move_from(record, _S.DRAINING, _S.STOPPED, str(reason))

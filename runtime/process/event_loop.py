@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from moonpool.runtime.process.reactor import NO_WATCH
+from moonpool.runtime.process.threads import trusted_handlers
 
 T = TypeVar("T")
 _EPOLL = "anon_inode:[eventpoll]"
@@ -79,8 +80,8 @@ def watch(
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine as `uvloop.run` does."""
-    with asyncio.Runner(loop_factory=_new_loop) as runner:
+    """Run a coroutine as `uvloop.run` does. No signal handler of the process may raise meanwhile."""
+    with trusted_handlers(), asyncio.Runner(loop_factory=_new_loop) as runner:
         loop = runner.get_loop()
         try:
             return runner.run(main)

@@ -3,10 +3,12 @@
 Theory of operation. Each call has a thread. The calling thread waits for all of them, and may be interrupted at any moment by a signal
 handler that raises. It must not leave then: its caller cleans up after the exception, and must find no thread still at work. So the
 exception is kept, calls that have not begun are cancelled, `interrupted` asks those that run to end sooner, and the wait goes on. A second
-signal may come at any moment of that. So all of it happens inside of the `try`, and an exception only begins another turn.
+signal may come at any moment of that. So all of it happens inside of the `try`, and an exception only begins another turn. If one comes between two
+turns, it goes on at once, and the calls end by themselves.
 
-A thread that starts and `cancel` race for the item of a task. It lies in a list, and the one that pops it decides, as
-`pop` is atomic. If no thread can be started, the call runs in the calling thread.
+No signal handler may find the calling thread in a lock that a call needs (`threads.py`). So it waits on bare locks, and `interrupted` and
+`takes_long` run on threads of their own. A thread that begins and `cancel` may meet: each sets its own flag first and looks at the other one then. If
+no thread can be started, the call runs in the calling thread.
 
 A `TaskPool` does not do this: its tasks may wait for each other, and a load may ask for another one.
 """
@@ -17,10 +19,11 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 from moonpool.runtime.errors import OutOfThreads
-from moonpool.runtime.process.threads import start_thread
+from moonpool.runtime.process.threads import start_thread_safely
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -56,7 +59,7 @@ def in_parallel(
                 for task in tasks:
                     task.cancel()
                 if interrupted is not None:
-                    interrupted()
+                    _apart(interrupted, name)
                 told = len(signals)
             for task in unstarted:
                 task.start()
@@ -64,7 +67,7 @@ def in_parallel(
                 while not task.wait():
                     if takes_long is not None and time.monotonic() > patience_ends:
                         tell, takes_long = takes_long, None
-                        tell()
+                        _apart(tell, name)
             break
         except BaseException as error:
             # Raised later, because the code that cleans up after it must find all calls done.
@@ -77,46 +80,52 @@ def in_parallel(
     return [result for task in tasks for result in task.results]
 
 
+def _apart(act: Callable[[], object], name: str) -> None:
+    """Act on a thread of its own, and do not wait for it."""
+    try:
+        start_thread_safely(threading.Thread(target=act, name=f"{name}-told", daemon=True))
+    except OutOfThreads:
+        act()
+
+
 class _Task(Generic[T, R]):
     """One call of the function in a thread of its own."""
 
     def __init__(self, function: Callable[[T], R], item: T, name: str) -> None:
         self.results: list[R] = []
         self.error: BaseException | None = None
-        self._function = function
-        # The thread or `cancel` pops it; the first one decides.
-        self._waiting = [item]
-        self._ended = threading.Event()
+        self._call = partial(function, item)
+        self._has_begun = self._has_ended = self._is_cancelled = False
+        # Released at the end.
+        self._bell = threading.Lock()
+        self._bell.acquire()
         self._thread = threading.Thread(target=self._run, name=name)
 
     def _run(self) -> None:
+        self._has_begun = True
         try:
-            item = self._waiting.pop()
-        except IndexError:
-            return
-        try:
-            self.results.append(self._function(item))
+            if not self._is_cancelled:
+                self.results.append(self._call())
         except BaseException as error:
             self.error = error
         finally:
-            self._ended.set()
+            self._has_ended = True
+            self._bell.release()
 
     def start(self) -> None:
         try:
-            start_thread(self._thread)
+            start_thread_safely(self._thread)
         except OutOfThreads:
             self._run()
 
     def cancel(self) -> None:
         """Cancel the call unless it runs already."""
-        with contextlib.suppress(IndexError):
-            self._waiting.pop()
-            self._ended.set()
+        self._is_cancelled = True
 
     def wait(self) -> bool:
         """Wait a moment for the end of the call. Returns False if it has not ended."""
-        # Not `Thread.join`: after an interruption by a signal handler, Python 3.11 takes the thread for ended.
-        return self._ended.wait(_NOTICE_S)
+        is_over = self._has_ended or (self._is_cancelled and not self._has_begun)
+        return is_over or self._bell.acquire(timeout=_NOTICE_S)
 
     def join(self) -> None:
         """Wait for the last steps of the thread after the call has ended."""
@@ -145,7 +154,7 @@ async def awaited(function: Callable[[], R], name: str, interrupted: Callable[[]
         with contextlib.suppress(RuntimeError):  # the loop was closed
             loop.call_soon_threadsafe(ended.set)
 
-    start_thread(threading.Thread(target=run, name=name))
+    start_thread_safely(threading.Thread(target=run, name=name))
     cancellation: asyncio.CancelledError | None = None
     while not ended.is_set():
         try:

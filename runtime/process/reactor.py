@@ -5,8 +5,8 @@ control channels of all stubs, their output, their deaths, delayed batches, dead
 not block; long work gets a thread of its own.
 
 Theory of operation. All dictionaries and the heap of moments belong to the reactor's thread, so there is no lock. Another thread
-appends a callback to `_soon` and then writes to the eventfd. The order matters: if the reactor runs the callback before it sees the
-eventfd, it wakes once for nothing; the other way round, a callback could wait for the next event. The reactor looks at `_soon` again
+appends a callback to `soon` and then writes to the eventfd. The order matters: if the reactor runs the callback before it sees the
+eventfd, it wakes once for nothing; the other way round, a callback could wait for the next event. The reactor looks at `soon` again
 right before it waits. In each turn it runs as many callbacks as it found, and `_MOST_SOON` at most. Then it runs what is due and looks at
 the descriptors, without waiting if there are more callbacks, so callbacks that add others keep it from neither.
 
@@ -40,7 +40,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import Generic, TypeVar
 
+from moonpool.ipc.errors import Closed
 from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.quick import learn
@@ -49,6 +52,34 @@ _log = logging.getLogger("moonpool")
 _ONCE = select.EPOLLIN | select.EPOLLONESHOT
 # The callbacks of one turn: a look at the descriptors costs as much as a few of them.
 _MOST_SOON = 64
+# The time between two looks of a thread that waits whether the reactor has ended.
+_LOOK_S = 1.0
+R = TypeVar("R")
+
+
+class _Call(Generic[R]):
+    """A call on the reactor's thread for which another thread waits, on a bare lock: a signal handler may raise there."""
+
+    __slots__ = ("_action", "done", "error", "results")
+
+    def __init__(self, action: Callable[[], R]) -> None:
+        self._action = action
+        self.done = threading.Lock()
+        self.done.acquire()
+        self.results: list[R] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.results.append(self._action())
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.done.release()
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class Reactor:
@@ -71,10 +102,12 @@ class Reactor:
         # Watched descriptors that the reactor also waits to write to, and those that it does not read for a while.
         self._writers: set[int] = set()
         self._paused: dict[int, object] = {}
-        self._soon: deque[Callable[[], object]] = deque()
+        # Appending here and then `wake` is `call_soon`. An append alone is one step, in which no signal handler runs.
+        self.soon: deque[Callable[[], object]] = deque()
         self._later: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         self._running = True
+        self._has_ended = False
         # The thread sets it before it runs anything.
         self._ident = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -91,9 +124,9 @@ class Reactor:
 
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Run `callback` on the reactor's thread, in the order of the calls."""
-        self._soon.append(callback)
+        self.soon.append(callback)
         if not self.is_here:
-            self._wake()
+            self.wake()
 
     def run(self, action: Callable[[], object], timeout_s: float) -> bool:
         """Run `action` on the reactor's thread, and wait for its end. Returns False if it has not ended in time.
@@ -103,16 +136,29 @@ class Reactor:
         if self.is_here:
             self._call(action)
             return True
-        done = threading.Event()
+        call = _Call(partial(self._call, action))
+        self.call_soon(call.run)
+        return call.done.acquire(timeout=timeout_s)
 
-        def act() -> None:
-            try:
-                action()
-            finally:
-                done.set()
+    def ask(self, action: Callable[[], R]) -> R:
+        """Run `action` on the reactor's thread, and return its result here, or raise its error. `action` must be quick.
 
-        self.call_soon(act)
-        return done.wait(timeout_s)
+        If a signal handler raises meanwhile, `action` runs all the same, or not at all. Raises `Closed` if the reactor has ended.
+        """
+        if self.is_here:
+            return action()
+        call = _Call(action)
+        self.call_soon(call.run)
+        while not call.done.acquire(timeout=_LOOK_S):
+            if self._has_ended and not call.done.acquire(blocking=False):
+                raise Closed("the runtime has ended")
+        if call.error is not None:
+            raise call.error
+        return call.results[0]
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until the reactor has run what was to run soon, or for so long."""
+        self.run(_nothing, timeout_s)
 
     def call_at(self, when: float, callback: Callable[[], object]) -> None:
         """Run `callback` at `when`, in seconds of `time.monotonic()`, with an accuracy of some microseconds."""
@@ -206,7 +252,8 @@ class Reactor:
     def _stop(self) -> None:
         self._running = False
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have the reactor look at `soon`."""
         with contextlib.suppress(OSError, ValueError):  # closed: there is no thread to wake
             os.eventfd_write(self._wake_fd, 1)
 
@@ -221,7 +268,14 @@ class Reactor:
 
     def _run(self) -> None:
         self._ident = threading.get_ident()
-        soon, later, readers, once = self._soon, self._later, self._readers, self._once
+        try:
+            self._turn()
+        finally:
+            self._has_ended = True
+
+    def _turn(self) -> None:
+        """Run callbacks, one turn after the other, until the end."""
+        soon, later, readers, once = self.soon, self._later, self._readers, self._once
         wake_fd, timer_fd = self._wake_fd, self._timer.fileno()
         while True:
             if soon:
@@ -247,8 +301,8 @@ class Reactor:
                 # Any other descriptor was forgotten in this round.
 
     def _run_soon(self) -> None:
-        for _ in range(min(len(self._soon), _MOST_SOON)):
-            self._call(self._soon.popleft())
+        for _ in range(min(len(self.soon), _MOST_SOON)):
+            self._call(self.soon.popleft())
 
     def _run_due(self) -> None:
         now = time.monotonic()

@@ -10,14 +10,23 @@ and runs the task all the same as soon as it has a thread, after the caller has 
 program ends, and that is the moment when a forgotten runtime is closed. `TaskPool` refuses a task only if it has no thread at all,
 and then it forgets it. `_changed` guards all that it holds. A thread counts as idle from before it waits until a task is
 taken, so as many tasks as there are idle threads may lie in the queue before another thread is started.
+
+*Signals.* Python runs signal handlers on the main thread, between any two instructions, and a handler may raise. `with` and a bare lock are
+one step there. `threading.Condition`, and with it `Event`, `Future` and `Thread.start`, are Python's code: a handler that raises in them leaves a lock
+taken for good, and all who need that lock wait for ever. So the main thread touches none of these where a thread of the runtime needs the
+same one. It waits on bare locks (`CountingCondition`), and has another thread start a thread for it (`start_thread_safely`).
 """
 
 from __future__ import annotations
 
+import _thread
+import contextlib
+import logging
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -25,12 +34,45 @@ from typing import Any, ParamSpec, TypeVar
 from moonpool.ipc.errors import Closed
 from moonpool.runtime.errors import OutOfThreads
 
+_log = logging.getLogger("moonpool")
 P = ParamSpec("P")
 R = TypeVar("R")
 _WHAT_TO_DO = (
     "raise the limit of processes and threads (ulimit -u, the container's limit of pids, or kernel.threads-max), "
     "or free memory"
 )
+
+
+# The thread on which signal handlers run, None if no handler of this process raises.
+_interruptible: int | None = threading.main_thread().ident
+
+
+def is_interruptible() -> bool:
+    """Return True if signal handlers run on this thread, which may raise between any two instructions."""
+    return threading.get_ident() == _interruptible
+
+
+def _learn_main_thread() -> None:
+    """Note the main thread again: a fork has the thread that forked."""
+    global _interruptible
+    if _interruptible is not None:
+        _interruptible = threading.main_thread().ident
+
+
+os.register_at_fork(after_in_child=_learn_main_thread)
+
+
+@contextlib.contextmanager
+def trusted_handlers() -> Iterator[None]:
+    """Count on it that no signal handler raises meanwhile, if this is the main thread. For a server, whose event loop handles all signals."""
+    global _interruptible
+    before = _interruptible
+    if is_interruptible():
+        _interruptible = None
+    try:
+        yield
+    finally:
+        _interruptible = before
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -42,6 +84,41 @@ def start_thread(thread: threading.Thread) -> None:
             f"{error}; the program ends" if "shutdown" in str(error) else f"{error}; {_WHAT_TO_DO}"
         )
         raise OutOfThreads(f"the runtime has no thread for {thread.name}: {why}") from error
+
+
+def start_thread_safely(thread: threading.Thread) -> None:
+    """Start a thread as `start_thread` does, also where a signal handler may raise: then it starts all the same, or nothing has happened."""
+    apart(partial(start_thread, thread))
+
+
+def apart(act: Callable[[], R]) -> R:
+    """Return the result of a call, or raise its error. Where a signal handler may raise, another thread makes the call.
+
+    If a handler raises meanwhile, the call goes on, and its result is dropped.
+    """
+    if not is_interruptible():
+        return act()
+    results: list[R] = []
+    errors: list[BaseException] = []
+    done = threading.Lock()
+    done.acquire()
+
+    def run() -> None:
+        try:
+            results.append(act())
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.release()
+
+    try:
+        _thread.start_new_thread(run, ())
+    except RuntimeError:  # there is no thread
+        return act()
+    done.acquire()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 class TaskPool(Executor):
@@ -92,15 +169,23 @@ class TaskPool(Executor):
                     return
                 future, task = self._tasks.popleft()
             if future.set_running_or_notify_cancel():
-                try:
-                    result = task()
-                except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
-                    del result
+                self._run(future, task)
             # While this thread waits, it must not keep what the task had.
             del future, task
+
+    @staticmethod
+    def _run(future: Future[Any], task: Callable[[], Any]) -> None:
+        try:
+            try:
+                result = task()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+        except (
+            BaseException
+        ):  # callbacks of the future run here, and the thread has other tasks to do
+            _log.exception("a callback of a task's future failed")
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more tasks, and end the threads when those that were taken are done, or with `cancel_futures`, those that run."""
@@ -119,11 +204,15 @@ class TaskPool(Executor):
 
 
 class CountingCondition:
-    """A condition that counts who waits. Usually nobody does, and then `notify_all` costs nothing."""
+    """A condition that counts who waits. Usually nobody does, and then `notify_all` costs nothing.
+
+    Each who waits has a bell, a bare lock that is released to wake it. So a signal handler may raise anywhere in `wait_for`, and
+    leaves nothing behind but a bell that nobody hears, until the next `notify_all`.
+    """
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
-        self._condition = threading.Condition(lock)
+        self._bells: list[threading.Lock] = []
         # The number of threads that wait, and of those who watch.
         self.waiting = 0
         self._watchers: list[Callable[[], object]] = []
@@ -131,7 +220,10 @@ class CountingCondition:
     def notify_all(self) -> None:
         """Wake all who wait, and call all who watch. Needs the lock."""
         if self.waiting:
-            self._condition.notify_all()
+            bells, self._bells = self._bells, []
+            self.waiting = len(self._watchers)
+            for bell in bells:
+                bell.release()
             for tell in self._watchers:
                 tell()
 
@@ -149,11 +241,23 @@ class CountingCondition:
         return end
 
     def wait_for(self, condition: Callable[[], bool], deadline: float | None) -> bool:
-        """Wait until `condition`, which is called with the lock held. Returns False at the deadline."""
-        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        with self._condition:
-            self.waiting += 1
-            try:
-                return self._condition.wait_for(condition, timeout_s)
-            finally:
+        """Wait until `condition`, which is called with the lock held. Returns False at the deadline. The caller must not hold the lock."""
+        while True:
+            with self._lock:
+                if condition():
+                    return True
+                left_s = -1.0 if deadline is None else deadline - time.monotonic()
+                if deadline is not None and left_s <= 0:
+                    return False
+                bell = threading.Lock()
+                bell.acquire()
+                self._bells.append(bell)
+                self.waiting += 1
+            if not bell.acquire(timeout=left_s):
+                self._forget(bell)
+
+    def _forget(self, bell: threading.Lock) -> None:
+        with self._lock:
+            if bell in self._bells:
+                self._bells.remove(bell)
                 self.waiting -= 1

@@ -79,6 +79,7 @@ bool Known::learn(const char* name, PyObject* sample) {
       {"ThreadWaiter", &thread_waiter.kind,
        {&thread_waiter.bell, &thread_waiter.execution, &thread_waiter.gone, &thread_waiter.interruptible, &thread_waiter.outcome}},
       {"PunctualWaiter", &punctual_waiter.kind, {}},
+      {"TaskWaiter", &task_waiter.kind, {}},
       {"ChainRun", &chain_run.kind,
        {&chain_run.asked, &chain_run.at, &chain_run.chain, &chain_run.durations_ns, &chain_run.flow, &chain_run.is_over,
         &chain_run.interruptible, &chain_run.output, &chain_run.owner, &chain_run.request, &chain_run.scheduler, &chain_run.turn}},
@@ -113,12 +114,12 @@ bool Constants::make(PyObject* ndarray_type, PyObject* byte_dtype) {
       {&cancel, "cancel"},     {&resolve, "resolve"},     {&appoint, "appoint"},
       {&send, "_send"},              {&launch, "_launch"},    {&settle, "settle"},       {&lose, "_lose"},
       {&base, "base"},               {&dtype, "dtype"},       {&nbytes, "nbytes"},     {&shape, "shape"},
-      {&drive_in_reactor, "drive_in_reactor"}, {&wait, "wait"}, {&finish, "finish"}, {&submit, "submit"},
+      {&drive_in_reactor, "drive_in_reactor"}, {&wait, "wait"}, {&finish, "finish"}, {&enter, "enter"},
       {&receive_ready, "receive_ready"}, {&find, "find"}, {&signature, "signature"}, {&took, "took"}, {&start, "_start"},
       {&not_submitted, "_not_submitted"}, {&answer, "_answer"}, {&self, "__self__"}, {&reply, "_reply"}, {&put, "put"},
       {&take_back, "take_back"}, {&answers, "answers"}, {&scheduler, "scheduler"},
       {&member, "member"}, {&leave_step, "_leave"}, {&offer, "_offer"}, {&broke, "_broke"}, {&follow, "_follow"},
-      {&begin, "begin"}, {&last_tensor, "last"},
+      {&last_tensor, "last"}, {&soon, "soon"}, {&wake, "wake"},
   };
   for (const auto& [place, name] : names) *place = PyUnicode_InternFromString(name);
   return !PyErr_Occurred();
@@ -158,7 +159,7 @@ PyObject* py_learn(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   const std::pair<const char*, PyObject**> objects[] = {
       {"nowhere", &constants.nowhere}, {"no batch", &constants.no_batch},
       {"new lock", &constants.new_lock}, {"main thread", &constants.main_thread},
-      {"peer gone", &constants.peer_gone}, {"ties callers", &constants.ties_callers},
+      {"peer gone", &constants.peer_gone}, {"moonpool error", &constants.moonpool_error}, {"partial", &constants.partial}, {"ties callers", &constants.ties_callers},
       {"usual cost", &constants.usual_cost}, {"submitted", &constants.submitted}, {"no sequence", &constants.no_sequence}};
   for (const auto& [what, place] : objects) {
     if (std::strcmp(what, bytes) != 0) continue;

@@ -60,7 +60,7 @@ class Step {
     if (!is_set) return Done::kError;
     Done done = quick::submit(scheduler, request, execution);
     if (done == Done::kNo) {
-      *execution = call(scheduler, constants.submit, request);
+      *execution = call(scheduler, constants.enter, request);
       done = *execution ? Done::kYes : Done::kError;
     }
     if (done == Done::kError) return done;
@@ -248,7 +248,7 @@ Done begin_run(PyObject* scheduler, PyObject* request, Ref* execution) {
   Step step(run.get());
   Done done = step.prepare(value.get());
   if (done == Done::kNo) {
-    *execution = call(run.get(), constants.begin);
+    *execution = call(run.get(), constants.enter);
     return *execution ? Done::kYes : Done::kError;
   }
   if (done == Done::kYes) done = step.submit(execution);

@@ -151,6 +151,9 @@ struct ThreadWaiters {
 struct PunctualWaiters {
   Kind kind;
 };
+struct TaskWaiters {
+  Kind kind;
+};
 struct Reactors {
   Kind kind;
   Field ident{"_ident"}, once{"_once"}, epoll{"_epoll"};
@@ -243,6 +246,7 @@ struct Known {
   Stubs stub;
   ThreadWaiters thread_waiter;
   PunctualWaiters punctual_waiter;
+  TaskWaiters task_waiter;
   StatisticsKind statistics;
   Reactors reactor;
   Pollers poller;
@@ -264,13 +268,13 @@ extern Known known;
 
 // Objects that are made once.
 struct Constants {
-  PyObject *ndarray, *byte, *zero, *empty_text, *nowhere, *no_batch, *new_lock, *main_thread, *peer_gone, *ties_callers,
+  PyObject *ndarray, *byte, *zero, *empty_text, *nowhere, *no_batch, *new_lock, *main_thread, *peer_gone, *moonpool_error, *partial, *ties_callers,
       *usual_cost, *submitted, *no_sequence;
   // Names of methods.
   PyObject *acquire, *release, *locked, *fileno, *popleft, *append, *appendleft, *popitem, *move_to_end, *notify_all, *allocate,
-      *end_batch, *cancel, *resolve, *appoint, *send, *launch, *settle, *lose, *base, *dtype, *nbytes, *shape, *drive_in_reactor, *wait, *finish, *submit,
+      *end_batch, *answered, *cancel, *resolve, *appoint, *send, *launch, *settle, *lose, *base, *dtype, *nbytes, *shape, *drive_in_reactor, *wait, *finish, *enter,
       *receive_ready, *find, *signature, *scheduler, *took, *start, *not_submitted, *answer, *self, *reply, *put, *take_back, *answers, *member,
-      *leave_step, *offer, *broke, *follow, *begin, *last_tensor;
+      *leave_step, *offer, *broke, *follow, *last_tensor, *soon, *wake;
   PyObject* delivered;  // {"delivered": True}
   PyObject* keeping;    // {"keep": True}
   PyObject *last, *not_last;  // {"is_last": True}, {"is_last": False}

@@ -13,7 +13,8 @@
 // order, and hold the scheduler's own lock where those hold it. They take the lock only if it is free: if it is not, Python's
 // form waits for it. All that could make a batch unusual is looked at under the lock before anything is changed. Callers'
 // code runs without the lock, as in Python. No signal handler runs inside a form, except where it calls back into Python, which is
-// marked by the error that it then returns.
+// marked by the error that it then returns. So on a thread on which handlers run, a form leaves to the reactor what it does not do itself
+// (`enter`, `_send`, `settle`, `_lose`), and hands out outcomes only to waiters that it knows.
 namespace moonpool::quick {
 namespace {
 
@@ -228,6 +229,8 @@ Ref start(PyObject* scheduler, PyObject* instance, PyObject* requests, PyObject*
 // Passes on what a signal handler raised while a batch was being sent or read, as Python's form does: nobody knows how far it came.
 void lose(PyObject* scheduler, PyObject* execution) {
   Raised raised;
+  // If another signal handler raises in `_lose`, whoever takes the execution over knows.
+  known.execution.is_lost.set_to(execution, Py_True);
   const Ref method(PyObject_GetAttr(scheduler, constants.lose));
   const Ref arguments(PyTuple_Pack(2, execution, raised.value()));
   const Ref done(method && arguments ? PyObject_Call(method.get(), arguments.get(), constants.delivered) : nullptr);
@@ -399,24 +402,40 @@ bool ring(PyObject* waiter) {
   return true;
 }
 
-// `Scheduler._hand_out`, where outcomes may leave in any order. Goes on after an error, and returns false with it set.
-bool hand_out(PyObject* requests, PyObject* answers) {
-  bool is_done = true;
+// Gives a waiter the outcome of its request. Returns false with an error set.
+bool resolve(PyObject* waiter, PyObject* answer) {
+  if (is_thread(waiter)) return tell(waiter, answer);
+  Done done = answer_call(waiter, answer);
+  if (done == Done::kNo) done = go_on(waiter, answer);
+  return done == Done::kNo ? static_cast<bool>(call(waiter, constants.resolve, answer)) : done == Done::kYes;
+}
+
+// Has the reactor do what a signal handler has cut: `resolve` of a task may be called twice. No error is set afterwards.
+void resolve_in_reactor(PyObject* scheduler, PyObject* waiter, PyObject* answer) {
+  const Ref reactor = known.scheduler.reactor.get(scheduler), method(PyObject_GetAttr(waiter, constants.resolve));
+  const Ref soon(reactor ? PyObject_GetAttr(reactor.get(), constants.soon) : nullptr);
+  const Ref action(method ? PyObject_CallFunctionObjArgs(constants.partial, method.get(), answer, nullptr) : nullptr);
+  if (!soon || !action || !call(soon.get(), constants.append, action.get()) || !call(reactor.get(), constants.wake)) PyErr_Clear();
+}
+
+// `Scheduler._hand_out`, where outcomes may leave in any order. Every caller gets its outcome, whatever the waiter of the one before raised.
+// Returns false with the first error set.
+bool hand_out(PyObject* scheduler, PyObject* requests, PyObject* answers) {
+  std::optional<KeptError> first;
   const Py_ssize_t count = PyList_Size(requests);
-  for (Py_ssize_t i = 0; i < count && is_done; ++i) {
+  for (Py_ssize_t i = 0; i < count; ++i) {
     const Ref request = Ref::to(PyList_GetItem(requests, i)), answer = Ref::to(PyList_GetItem(answers, i));
     if (known.request.left.is_true(request.get())) continue;
     const Ref waiter = known.request.waiter.get(request.get());
-    if (!waiter) return false;
-    if (is_thread(waiter.get())) {
-      is_done = tell(waiter.get(), answer.get());
-      continue;
+    if (waiter && resolve(waiter.get(), answer.get())) continue;
+    if (first) {
+      PyErr_Clear();
+    } else {
+      first.emplace();
     }
-    Done done = answer_call(waiter.get(), answer.get());
-    if (done == Done::kNo) done = go_on(waiter.get(), answer.get());
-    is_done = done == Done::kNo ? static_cast<bool>(call(waiter.get(), constants.resolve, answer.get())) : done == Done::kYes;
+    if (known.task_waiter.kind.is(waiter.get())) resolve_in_reactor(scheduler, waiter.get(), answer.get());
   }
-  return is_done;
+  return !first;
 }
 
 // `Execution.appoint`: the first caller drives if it is a thread that has not left; else Python asks all of them.
@@ -431,20 +450,28 @@ bool appoint(PyObject* execution) {
   return hand_to(waiter.get(), execution);
 }
 
-// `Scheduler._launch` of batches without a request of the calling thread.
+// `Scheduler._launch` of a batch without a request of the calling thread. Returns false with an error set.
+bool launch_one(PyObject* scheduler, PyObject* execution) {
+  const Done done = send(scheduler, execution);
+  if (done == Done::kError) return false;
+  if (done == Done::kYes) return appoint(execution);
+  const Ref one(PyList_New(1)), none(PyList_New(0));
+  if (!one || !none || PyList_SetItem(one.get(), 0, Ref::to(execution).release()) != 0) return false;
+  return static_cast<bool>(Ref(PyObject_CallMethodObjArgs(scheduler, constants.launch, one.get(), none.get(), nullptr)));
+}
+
+// Launches all of them, whatever one raises. Returns false with the first error set.
 bool launch(PyObject* scheduler, const std::vector<Ref>& executions) {
+  std::optional<KeptError> first;
   for (const Ref& execution : executions) {
-    const Done done = send(scheduler, execution.get());
-    if (done == Done::kError) return false;
-    if (done == Done::kYes) {
-      if (!appoint(execution.get())) return false;
-      continue;
+    if (launch_one(scheduler, execution.get())) continue;
+    if (first) {
+      PyErr_Clear();
+    } else {
+      first.emplace();
     }
-    const Ref one(PyList_New(1)), none(PyList_New(0));
-    if (!one || !none || PyList_SetItem(one.get(), 0, Ref::to(execution.get()).release()) != 0) return false;
-    if (!Ref(PyObject_CallMethodObjArgs(scheduler, constants.launch, one.get(), none.get(), nullptr))) return false;
   }
-  return true;
+  return !first;
 }
 
 // One batch with plain responses to all of its requests.
@@ -470,7 +497,7 @@ class Settlement {
         PyErr_Clear();
         return Done::kNo;
       }
-      if (interruptible && (PyList_Size(requests_.get()) > 1 || count_of(queue_) != 0)) return Done::kNo;
+      if (interruptible && (PyList_Size(requests_.get()) > 1 || count_of(queue_) != 0 || !is_simple())) return Done::kNo;
       const Done released = known.limited.kind.is(scheduler_) ? release() : Done::kYes;
       if (released != Done::kYes) return released;
       if (!record(scheduler_, execution_, instance_.get(), requests_.get(), answered_ns_, now_ns)) return Done::kError;
@@ -486,16 +513,13 @@ class Settlement {
     int64_t sent_ns = 0;
     as_number(known.execution.sent_ns.get(execution_).get(), &sent_ns);
     Together::learn(now_ns - sent_ns);
-    if (!started_.empty() && now_ns - sent_ns > kSlowNs) {
-      const bool is_sent = launch(scheduler_, started_);
-      return is_sent && hand_out(requests_.get(), answers_) ? Done::kYes : Done::kError;
-    }
-    bool is_done = hand_out(requests_.get(), answers_);
+    // Whatever callers' waiters raise, the next batch goes.
+    const bool is_first = !started_.empty() && now_ns - sent_ns > kSlowNs;
+    bool is_done = is_first ? launch(scheduler_, started_) : hand_out(scheduler_, requests_.get(), answers_);
     if (!started_.empty()) {
-      // The next batch goes whatever a caller's code raised.
       const KeptError kept;
-      const bool is_sent = launch(scheduler_, started_);
-      is_done = is_done && is_sent;
+      const bool is_other_done = is_first ? hand_out(scheduler_, requests_.get(), answers_) : launch(scheduler_, started_);
+      is_done = is_done && is_other_done;
     }
     return is_done && !PyErr_Occurred() ? Done::kYes : Done::kError;
   }
@@ -525,6 +549,12 @@ class Settlement {
     if (!as_number(its.served.get(instance).get(), &served)) return clear();
     const Ref total(PyLong_FromLongLong(served + count)), most = its.serves_until.get(instance);
     return (total && most && PyObject_RichCompareBool(total.get(), most.get(), Py_LT) == 1) || clear();
+  }
+
+  // True if the outcome of the only request is for a waiter that a signal handler cannot leave in the middle of something.
+  bool is_simple() const {
+    const Ref waiter = known.request.waiter.get(PyList_GetItem(requests_.get(), 0));
+    return is_thread(waiter.get()) || known.task_waiter.kind.is(waiter.get()) || known.chain_run.kind.is(waiter.get());
   }
 
   static bool clear() {
@@ -709,7 +739,9 @@ Done finish_execution(PyObject* scheduler, PyObject* execution, bool interruptib
   if (done == Done::kNo) return done;
   if (done == Done::kError) {
     lose(scheduler, execution);
+    // What is not moonpool's own error comes from a signal handler, if any runs on this thread.
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return Done::kError;
+    if (interruptible && !PyErr_ExceptionMatches(constants.moonpool_error)) return Done::kError;
     PyErr_Clear();
     return Done::kYes;
   }
@@ -740,7 +772,7 @@ class Caller {
     if (done == Done::kNo) {
       const Done begun = begin_run(scheduler_, request_, &execution);
       if (begun == Done::kError) return Ref();
-      if (begun == Done::kNo) execution = call(scheduler_, constants.submit, request_);
+      if (begun == Done::kNo) execution = call(scheduler_, constants.enter, request_);
     }
     if (done == Done::kNo && !execution && PyErr_Occurred()) return Ref();
     if (execution && !execution.is_none() && !drive(execution.get())) return Ref();
@@ -790,7 +822,10 @@ class Caller {
   // Waits for the answer of a link: in a moment of its own if nobody else waits for that.
   Done wait_for(PyObject* link, PyObject* scheduler, PyObject* execution) {
     const Ref requests = known.execution.requests.get(execution), queue = known.scheduler.queue.get(scheduler);
-    if (size_of(requests) == 1 && queue && PyObject_Size(queue.get()) == 0) return wait_alone(link);
+    const Py_ssize_t waiting = size_of(requests) == 1 && queue ? PyObject_Size(queue.get()) : -1;
+    if (waiting == 0) return wait_alone(link);
+    // A signal handler may have raised. The scheduler of an ensemble has no queue of that kind.
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) return Done::kError;
     PyErr_Clear();
     const Ref conversation = known.link.conversation.get(link);
     if (!known.conversation.kind.is(conversation.get())) return Done::kNo;

@@ -13,6 +13,15 @@ learn whether the thread took it, and if not, offers it to the next caller.
 
 A future has no thread. Cancelling it and resolving it race for the one item in `RequestFuture.leave`, and the one that pops it
 ends the future.
+
+*Outcomes of futures.* Whoever ends a request serves all callers: the reactor, or a thread that drives the batch. It must take no lock that
+a caller can hold, and run no code of a caller. A future has both: its condition, which a signal handler can leave taken for good (it raises in
+`Condition.__enter__`, after the lock was taken), and callbacks.
+
+So `deliver` sets an outcome itself only if the lock is free and nobody has asked to be called. While it has the lock, nobody can ask. All
+other outcomes go to a thread, in the order in which they came. That thread may be stuck in one of them. If it has been for `_STUCK_S`
+while others wait, another thread goes on with those, and the first one ends after its outcome. There are `_MOST` threads at most. `_lock` guards the
+queue, and the worker whose turn it is. The threads are daemons, start with the first outcome, and end when there has been none for a while.
 """
 
 from __future__ import annotations
@@ -21,23 +30,27 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
-from moonpool.ipc.errors import PeerGone
-from moonpool.runtime.errors import RequestTimedOut, own
+from moonpool.ipc.errors import MoonpoolError, PeerGone
+from moonpool.runtime.errors import OutOfThreads, RequestTimedOut, own
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
+from moonpool.runtime.process.reactor import Reactor
+from moonpool.runtime.process.threads import is_interruptible, start_thread
 from moonpool.runtime.quick import forms, learn, learn_object
 from moonpool.runtime.schedule.execution import Execution
-from moonpool.runtime.schedule.scheduler import Scheduler
+from moonpool.runtime.schedule.scheduler import LEAVE_S, Scheduler
 
 _log = logging.getLogger("moonpool")
-_MAIN = threading.main_thread().ident
-
-
-def is_interruptible() -> bool:
-    """Return True if signal handlers run on this thread."""
-    return threading.get_ident() == _MAIN
+# Seconds after which a thread that delivers outcomes counts as stuck, and ends if there is none; and the most of these threads.
+_STUCK_S = 0.05
+_IDLE_S = 5.0
+_MOST = 32
+# Seconds that an end waits for outcomes that are on their way.
+_END_S = 1.0
 
 
 class ThreadWaiter(Waiter):
@@ -52,7 +65,7 @@ class ThreadWaiter(Waiter):
         bell.acquire()
         self._execution: Execution | None = None
         self._gone = False
-        self.interruptible = threading.get_ident() == _MAIN
+        self.interruptible = is_interruptible()
         self.outcome: Outcome | None = None
 
     def resolve(self, outcome: Outcome | None) -> None:
@@ -123,30 +136,189 @@ class RequestFuture(Future[Response]):
                 leave()
         return is_cancelled
 
+    def _invoke_callbacks(self) -> None:
+        # As in the base class, which lets a BaseException of one callback end all others.
+        for callback in self._done_callbacks:  # type: ignore[attr-defined]
+            try:
+                callback(self)
+            except BaseException as error:
+                if is_interruptible() and not isinstance(error, Exception):
+                    raise
+                _log.exception("a callback of a future failed: %r", callback)
+
+
+class _Worker:
+    """A thread that delivers outcomes."""
+
+    def __init__(self) -> None:
+        # Released to wake it.
+        self.bell = threading.Lock()
+        self.bell.acquire()
+        self.is_idle = False
+        self.delivered = 0
+        self.thread: threading.Thread | None = None
+
+
+class Deliveries:
+    """Gives outcomes to futures. Any thread but one on which signal handlers run may call any method. None blocks but `close`."""
+
+    def __init__(self, reactor: Reactor) -> None:
+        self._reactor = reactor
+        self._lock = threading.Lock()
+        self._waiting: deque[Callable[[], None]] = deque()
+        # The one whose turn it is, and all that have not ended.
+        self._worker: _Worker | None = None
+        self._workers: set[_Worker] = set()
+        self._is_watching = self._is_closed = False
+
+    def deliver(self, future: Future[Response], outcome: Outcome | None) -> None:
+        """Set the outcome of a future, now or soon, whatever its callers do meanwhile."""
+        condition = future._condition
+        if condition.acquire(blocking=False):
+            try:
+                if not future._done_callbacks and not future._waiters:  # type: ignore[attr-defined]
+                    _set(future, outcome)
+                    return
+            finally:
+                condition.release()
+        with self._lock:
+            self._waiting.append(partial(_set, future, outcome))
+            if self._worker is None:
+                self._begin()
+            elif self._worker.is_idle:
+                self._worker.is_idle = False
+                self._worker.bell.release()
+            else:
+                self._watch()
+
+    def _begin(self) -> None:
+        """Start a thread, or try again later. Needs the lock."""
+        worker = _Worker()
+        worker.thread = threading.Thread(
+            target=self._work, args=(worker,), name="moonpool-futures", daemon=True
+        )
+        try:
+            start_thread(worker.thread)
+        except OutOfThreads:
+            self._watch()
+        else:
+            self._worker = worker
+            self._workers.add(worker)
+            # The thread may be stuck in its first outcome, and those behind it may have come before.
+            self._watch()
+
+    def _work(self, worker: _Worker) -> None:
+        while True:
+            with self._lock:
+                deliver = (
+                    self._waiting.popleft() if self._has_turn(worker) and self._waiting else None
+                )
+                if deliver is None and (self._is_closed or not self._has_turn(worker)):
+                    self._end(worker)
+                    return
+                worker.is_idle = deliver is None
+            if deliver is not None:
+                try:
+                    deliver()
+                except BaseException:  # what a callback raised, the future has logged
+                    _log.exception("an outcome cannot be given to its future")
+                # While this thread waits, it must not keep a response.
+                del deliver
+                worker.delivered += 1
+            elif not worker.bell.acquire(timeout=_IDLE_S):
+                with self._lock:
+                    if worker.is_idle:
+                        self._end(worker)
+                        return
+                    # Somebody has woken it at this moment.
+                    worker.bell.acquire()
+
+    def _has_turn(self, worker: _Worker) -> bool:
+        return self._worker is worker
+
+    def _end(self, worker: _Worker) -> None:
+        self._workers.discard(worker)
+        if self._has_turn(worker):
+            self._worker = None
+
+    def _watch(self) -> None:
+        """Look in a moment if the thread is stuck. Needs the lock."""
+        if not self._is_watching:
+            self._is_watching = True
+            delivered = -1 if self._worker is None else self._worker.delivered
+            look = partial(self._look, self._worker, delivered)
+            self._reactor.call_later(_STUCK_S, look)
+
+    def _look(self, worker: _Worker | None, delivered: int) -> None:
+        """Start another thread if this one has done nothing since, and outcomes wait."""
+        with self._lock:
+            self._is_watching = False
+            if not self._waiting:
+                return
+            is_stuck = worker is None or worker.delivered == delivered
+            if is_stuck and self._worker is worker and len(self._workers) < _MOST:
+                self._begin()
+            else:
+                self._watch()
+
+    def close(self) -> None:
+        """End the threads that are not stuck."""
+        with self._lock:
+            self._is_closed = True
+            workers = list(self._workers)
+            for worker in workers:
+                if worker.is_idle:
+                    worker.is_idle = False
+                    worker.bell.release()
+        end = time.monotonic() + _END_S
+        for worker in workers:
+            if worker.thread is not None:
+                worker.thread.join(max(0.0, end - time.monotonic()))
+
+
+def _set(future: Future[Response], outcome: Outcome | None) -> None:
+    """Set the outcome of a future that has none. May block, and runs callbacks."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(outcome, Response):
+        future.set_result(outcome)
+    else:
+        future.set_exception(outcome)
+
 
 class FutureWaiter(Waiter):
     """A caller that does not block: the outcome goes into a `concurrent.futures.Future`."""
 
-    __slots__ = ("future",)
+    __slots__ = ("_deliveries", "future")
 
-    def __init__(self, leave: Callable[[], None]) -> None:
+    def __init__(self, deliveries: Deliveries, leave: Callable[[], None]) -> None:
         self.future = RequestFuture()
         self.future.leave.append(leave)
+        self._deliveries = deliveries
 
     def resolve(self, outcome: Outcome | None) -> None:
         try:
             self.future.leave.pop()
         except IndexError:  # cancelled
             return
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            if isinstance(outcome, Response):
-                self.future.set_result(outcome)
-            else:
-                self.future.set_exception(outcome)
-        except SystemExit:  # all else that a callback raises, the future logs itself
-            _log.exception("a callback of a future tried to end the thread that serves all")
+        self._deliveries.deliver(self.future, outcome)
+
+
+def submit_for_future(
+    scheduler: Scheduler, request: InferenceRequest, deliveries: Deliveries
+) -> RequestFuture:
+    """Submit a request and return the future of its response. Raises what `Scheduler.submit` raises."""
+    waiter = FutureWaiter(deliveries, lambda: scheduler.leave_soon(request))
+    request.waiter = waiter
+    try:
+        execution = scheduler.enter(request)
+        if execution is not None:
+            execution.drive_in_reactor()
+    except BaseException:
+        scheduler.reactor.soon.append(lambda: scheduler.leave(request))
+        scheduler.reactor.flush(LEAVE_S)
+        raise
+    return waiter.future
 
 
 def wait_for_response(
@@ -162,10 +334,11 @@ def wait_for_response(
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     waiter = request.waiter = ThreadWaiter() if deadline is None else PunctualWaiter()
     try:
-        outcome = waiter.wait(deadline, scheduler.submit(request))
+        outcome = waiter.wait(deadline, scheduler.enter(request))
     except BaseException:
-        waiter.leave()
-        scheduler.leave(request)
+        # In one instruction: another signal may follow.
+        scheduler.reactor.soon.append(lambda: _leave(scheduler, request))
+        scheduler.reactor.flush(LEAVE_S)
         raise
     return outcome if type(outcome) is Response else response_of(outcome)
 
@@ -175,12 +348,18 @@ def _quick_outcome(scheduler: Scheduler, request: InferenceRequest) -> Outcome |
     try:
         return forms.outcome(scheduler, request)  # type: ignore[no-any-return]
     except BaseException:
-        # It has no waiter if a signal handler raised before the call.
-        waiter = getattr(request, "waiter", None)
-        if waiter is not None:
-            waiter.leave()
-            scheduler.leave(request)
+        scheduler.reactor.soon.append(lambda: _leave(scheduler, request))
+        scheduler.reactor.flush(LEAVE_S)
         raise
+
+
+def _leave(scheduler: Scheduler, request: InferenceRequest) -> None:
+    """Cancel the request of a thread that has left. On the reactor's thread."""
+    # It has no waiter if a signal handler raised before the form made one.
+    waiter = getattr(request, "waiter", None)
+    if waiter is not None:
+        waiter.leave()
+        scheduler.leave(request)
 
 
 def response_of(outcome: Outcome | None) -> Response:
@@ -192,6 +371,8 @@ def response_of(outcome: Outcome | None) -> Response:
 
 learn(ThreadWaiter)
 learn_object("new lock", threading.Lock)
-learn_object("main thread", _MAIN)
+learn_object("main thread", threading.main_thread().ident)
 learn_object("peer gone", PeerGone)
+learn_object("moonpool error", MoonpoolError)
+learn_object("partial", partial)
 learn(PunctualWaiter)

@@ -23,6 +23,12 @@ nothing for it.
 If one answer alone is awaited, the loop looks for it for a moment before it sleeps, as a thread does (`runtime.quick`). It claims the
 execution for that time, and offers it again if the answer did not come.
 
+*Signals.* In a loop of the main thread, a signal handler may raise anywhere (`scheduler.Scheduler`). Such a loop submits and reads only with quick
+forms, and leaves all else to the reactor. What it has claimed, it names in the `except` that surrounds the claim, and the reactor goes on with it. What it
+has not claimed can be claimed by anybody. Its tables of sockets are changed in an order in which they are right after each step. asyncio itself may lose a
+callback, if it is interrupted between taking it and calling it. So other threads wake this loop by a descriptor (`Bell`), which is reported until
+all is done.
+
 A stub's socket belongs to its link, which another thread may close at any time; its number can then be given to another file while
 it is still watched. So a driver duplicates the descriptor and watches the duplicate, which only it closes.
 """
@@ -30,16 +36,20 @@ it is still watched. So a driver duplicates the descriptor and watches the dupli
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import weakref
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal
 
 from moonpool.runtime.errors import RequestTimedOut
 from moonpool.runtime.model.backend import Pending
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Waiter
 from moonpool.runtime.process.event_loop import watch
-from moonpool.runtime.quick import forms
+from moonpool.runtime.process.threads import is_interruptible
+from moonpool.runtime.quick import forms, learn
 from moonpool.runtime.schedule.execution import Execution
 from moonpool.runtime.schedule.scheduler import Scheduler
 
@@ -49,12 +59,17 @@ running_loop = asyncio._get_running_loop
 class WatchedSocket:
     """One stub's socket, under a descriptor number that only its watcher uses."""
 
-    __slots__ = ("_poll", "execution", "fd", "link")
+    __slots__ = ("_fds", "_poll", "execution", "fd", "is_registered", "link")
 
     def __init__(self, link: Pending) -> None:
         """Duplicate the socket of a stub. Raises OSError if the stub has ended and its socket is closed."""
         self.link = link
-        self.fd = os.dup(link.fileno())
+        # One call into C: no signal handler runs between the duplicate and its place in the list.
+        self._fds: list[int] = []
+        self._fds.extend(map(os.dup, (link.fileno(),)))
+        self.fd = self._fds[0]
+        # True while the epoll reports it.
+        self.is_registered = False
         # The execution whose answer is to come.
         self.execution: Execution | None = None
         self._poll = select.poll()
@@ -63,9 +78,20 @@ class WatchedSocket:
     def is_readable(self) -> bool:
         return bool(self._poll.poll(0))
 
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fds"):  # a signal handler may have raised before
+            self.close()
+
 
 class WatchedSockets:
-    """A table of watched sockets. `epoll` reports the `fd` of those that are readable. Not thread-safe."""
+    """A table of watched sockets. `epoll` reports the `fd` of those that are readable. Not thread-safe.
+
+    A socket is in the table before the epoll has it, and until the epoll has it no more: it could not be found otherwise, and be reported for ever.
+    """
 
     def __init__(self) -> None:
         self.epoll = select.epoll()
@@ -80,24 +106,33 @@ class WatchedSockets:
         watched = self._by_link.get(link)
         if watched is None:
             watched = WatchedSocket(link)
+            self._by_link[link] = self._by_fd[watched.fd] = watched
+        if not watched.is_registered:
             try:
                 self.epoll.register(watched.fd, select.EPOLLIN)
+            except FileExistsError:  # a signal handler raised right after this, the last time
+                pass
             except OSError:
-                os.close(watched.fd)
+                self.forget(watched)
                 raise
-            self._by_link[link] = self._by_fd[watched.fd] = watched
+            watched.is_registered = True
         return watched
 
     def find(self, fd: int) -> WatchedSocket | None:
         return self._by_fd.get(fd)
 
     def forget(self, watched: WatchedSocket) -> None:
-        del self._by_link[watched.link], self._by_fd[watched.fd]
-        self.epoll.unregister(watched.fd)
-        os.close(watched.fd)
+        watched.is_registered = False
+        # It may be closed already, if all of this is collected at once.
+        with contextlib.suppress(OSError):
+            self.epoll.unregister(watched.fd)
+        # In this order, a socket that `of` finds can also be found by its descriptor.
+        self._by_link.pop(watched.link, None)
+        self._by_fd.pop(watched.fd, None)
+        watched.close()
 
     def all(self) -> list[WatchedSocket]:
-        return list(self._by_link.values())
+        return list(self._by_fd.values())
 
     def close(self) -> list[Execution]:
         """Stop watching. Returns the executions whose answers have not come."""
@@ -108,18 +143,54 @@ class WatchedSockets:
         return executions
 
 
+class Bell:
+    """A descriptor that is readable from `ring` to `silence`."""
+
+    _fds: list[int]
+
+    def __init__(self) -> None:
+        self._fds = []
+        # One call into C, as above.
+        self._fds.extend(map(os.eventfd, (0,), (os.EFD_NONBLOCK | os.EFD_CLOEXEC,)))
+        self.fd = self._fds[0]
+
+    def ring(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def silence(self) -> None:
+        os.eventfd_read(self.fd)
+
+    def __del__(self) -> None:
+        for fd in getattr(self, "_fds", ()):
+            os.close(fd)
+
+
 class LoopDriver:
     """Drives executions in one event loop. All methods are for the loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        # True if signal handlers run on the loop's thread.
+        self.is_interruptible = is_interruptible()
         self._sockets = WatchedSockets()
         # The sockets on which answers are awaited, and the number of requests in the last batch that was answered.
         self._awaited: set[WatchedSocket] = set()
         self._width = 1
         # Requests that wait for the end of this turn of the loop.
         self._gathered: dict[Scheduler, list[InferenceRequest]] = {}
-        watch(loop, self._sockets.epoll.fileno(), self._look)
+        # Wakes the loop for the requests that it has gathered, and for calls from other threads. The epoll reports it until it is silenced. A
+        # callback of asyncio may be lost, if a signal handler raises right before it.
+        self._calls: deque[tuple[Callable[[Any], object], object]] = deque()
+        self._bell = Bell() if self.is_interruptible else None
+        if self._bell is not None:
+            self._sockets.epoll.register(self._bell.fd, select.EPOLLIN)
+        self._is_watching = False
+
+    def watch(self) -> None:
+        """Let the loop watch from now on. Calling it twice does no harm."""
+        if not self._is_watching:
+            watch(self._loop, self._sockets.epoll.fileno(), self._look)
+            self._is_watching = True
 
     def submit(self, scheduler: Scheduler, request: InferenceRequest) -> None:
         """Send a request whose waiter is in this loop. Raises what `Scheduler.submit` raises, or makes it the outcome.
@@ -128,7 +199,14 @@ class LoopDriver:
         """
         if self.gather(scheduler, request):
             return
-        execution = scheduler.submit(request)
+        execution: Execution | Literal[False] | None
+        if not self.is_interruptible:
+            execution = scheduler.submit(request)
+        else:
+            execution = False if forms is None else forms.submit(scheduler, request)
+        if execution is False:
+            scheduler.submit_soon([request])
+            return
         if execution is not None:
             execution.offer()
             self.drive(execution)
@@ -140,7 +218,10 @@ class LoopDriver:
         if scheduler not in self._gathered and not (is_busy and scheduler.has_idle):
             return False
         if not self._gathered:
-            self._loop.call_soon(self._send_gathered)
+            if self._bell is None:
+                self._loop.call_soon(self._send_gathered)
+            else:
+                self._bell.ring()
         self._gathered.setdefault(scheduler, []).append(request)
         return True
 
@@ -168,33 +249,82 @@ class LoopDriver:
 
     def _look_for(self, watched: WatchedSocket) -> None:
         """Look for the only answer that is awaited for a moment, as waking this thread takes longer than a quick model."""
+        if len(self._awaited) == 1:
+            self._take(watched, is_here=False)
+
+    def _take(self, watched: WatchedSocket, *, is_here: bool = True) -> bool:
+        """Read the answer for which a socket is watched. Returns False if another one does.
+
+        If the answer `is_here` perhaps, look for it a moment, and leave it if it does not come.
+        """
         execution = watched.execution
-        if execution is None or len(self._awaited) > 1 or not execution.claim(self):
-            return
-        if forms.look(watched.link):
+        if execution is None:
+            return False
+        try:
+            if not execution.claim(self):
+                return False
+            if not is_here and not forms.look(watched.link):
+                execution.offer()
+                return True
             watched.execution = None
             self._awaited.discard(watched)
-            self._answered(execution)
-        else:
-            execution.offer()
+            self._width = len(execution.requests)
+            execution.scheduler.keep_pace(execution)
+            execution.scheduler.finish(execution, interruptible=self.is_interruptible)
+        except BaseException:
+            # In one instruction: another signal may follow.
+            execution.scheduler.reactor.soon.append(lambda: execution.abandon(self))
+            execution.scheduler.reactor.wake()
+            self._awaited.discard(watched)
+            raise
+        return True
 
-    def _answered(self, execution: Execution) -> None:
-        self._width = len(execution.requests)
-        execution.scheduler.keep_pace(execution)
-        execution.finish()
+    def _hear(self, bell: Bell) -> None:
+        """Do what the loop was woken for. Wherever a signal handler raises, the bell rings until it is done."""
+        if not self._gathered and not self._calls:
+            bell.silence()
+            if self._calls:  # another thread rang just before
+                bell.ring()
+            return
+        for scheduler, requests in self._gathered.items():
+            # This takes the requests out of the list, so each is sent once.
+            scheduler.submit_soon(requests)
+        self._gathered = {}
+        for _ in range(len(self._calls)):
+            callback, argument = self._calls[0]
+            callback(argument)
+            self._calls.popleft()
+
+    def call(self, callback: Callable[[Any], object], argument: object) -> bool:
+        """Call something on the loop's thread, soon; perhaps twice, if a signal handler raises in it. From any thread.
+
+        Returns False if the loop is closed.
+        """
+        try:
+            if self._bell is None:
+                self._loop.call_soon_threadsafe(callback, argument)
+                return True
+            if not self._loop.is_closed():
+                self._calls.append((callback, argument))
+                self._bell.ring()
+                return True
+        except (RuntimeError, ReferenceError):  # nobody waits there any more
+            return False
+        return False
 
     def _look(self) -> None:
         for place, (fd, _) in enumerate(self._sockets.epoll.poll(0)):
+            if self._bell is not None and fd == self._bell.fd:
+                self._hear(self._bell)
+                continue
             watched = self._sockets.find(fd)
             # Finishing one of those before may have read this answer meanwhile, and sent the next batch there.
             if watched is None or (place and not watched.is_readable()):
                 continue
-            execution, watched.execution = watched.execution, None
-            self._awaited.discard(watched)
-            if execution is not None and execution.claim(self):
-                self._answered(execution)
-            else:
+            if not self._take(watched):
                 # Another one's answer, or the end of the stub. The next `drive` watches the socket again.
+                watched.execution = None
+                self._awaited.discard(watched)
                 self._sockets.forget(watched)
 
     def hand_over(self, request: InferenceRequest) -> None:
@@ -217,19 +347,20 @@ class LoopDriver:
                 execution.drive_in_reactor()
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_sockets"):  # a signal handler may have raised before
+            self.close()
 
 
 def driver_of(loop: Any) -> LoopDriver:
     """Return the driver of a loop. On the loop's thread."""
     # The loop itself keeps its driver. A table would keep loops for ever: a driver watches an execution, which
     # refers to a request, whose future refers to its loop.
-    try:
-        return loop._moonpool_driver  # type: ignore[no-any-return]
-    except AttributeError:
-        driver: LoopDriver = LoopDriver(weakref.proxy(loop))  # type: ignore[arg-type]
-        loop._moonpool_driver = driver
-        return driver
+    driver: LoopDriver | None = getattr(loop, "_moonpool_driver", None)
+    if driver is None:
+        # In this order, a loop has one driver, wherever a signal handler raises.
+        driver = loop._moonpool_driver = LoopDriver(weakref.proxy(loop))  # type: ignore[arg-type]
+    driver.watch()
+    return driver
 
 
 class LoopWaiter(Waiter):
@@ -256,39 +387,44 @@ class LoopWaiter(Waiter):
         if running_loop() is self._loop:
             self.settle(outcome)
         else:
-            self._elsewhere(self.settle, outcome)
+            self.driver.call(self.settle, outcome)
 
     def appoint(self, execution: Execution) -> bool:
         if self._is_here():
             self.driver.drive(execution)
             return True
-        return self._elsewhere(self._drive, execution)
+        return self.driver.call(self._drive, execution)
 
     def gather(self, scheduler: Scheduler, request: InferenceRequest) -> bool:
         return self._is_here() and self.driver.gather(scheduler, request)
 
     def _drive(self, execution: Execution) -> None:
-        if not self.is_settled():
-            self.driver.drive(execution)
-        elif execution.claim(self):  # the caller left meanwhile
-            execution.drive_in_reactor()
-
-    def _elsewhere(self, callback: object, argument: object) -> bool:
         try:
-            self._loop.call_soon_threadsafe(callback, argument)  # type: ignore[arg-type]
-        except RuntimeError:  # the loop is closed: nobody waits there any more
-            return False
-        return True
+            if not self.is_settled():
+                self.driver.drive(execution)
+                return
+        except BaseException:
+            execution.scheduler.reactor.soon.append(lambda: execution.abandon(self))
+            execution.scheduler.reactor.wake()
+            raise
+        if execution.claim(self):  # the caller left meanwhile
+            execution.drive_in_reactor()
 
     def submit(self, scheduler: Scheduler, request: InferenceRequest) -> None:
         """Send a request of this waiter. Raises what `Scheduler.submit` raises."""
         request.waiter = self
-        self.driver.submit(scheduler, request)
+        try:
+            self.driver.submit(scheduler, request)
+        except BaseException:
+            # In one instruction: another signal may follow.
+            scheduler.reactor.soon.append(lambda: scheduler.leave(request))
+            scheduler.reactor.wake()
+            raise
 
     def leave(self, scheduler: Scheduler, request: InferenceRequest) -> None:
         """Cancel the request, as nobody waits for it any more."""
         self.driver.hand_over(request)
-        scheduler.leave(request)
+        scheduler.leave_soon(request)
 
 
 class TaskWaiter(LoopWaiter):
@@ -323,7 +459,11 @@ async def wait_for_outcome(
         async with asyncio.timeout(timeout_s):
             return await waiter.future
     except TimeoutError:
+        waiter.leave(scheduler, request)
         raise RequestTimedOut("Request timeout expired") from None
-    finally:
-        if not waiter.future.done() or waiter.future.cancelled():
-            waiter.leave(scheduler, request)
+    except BaseException:
+        waiter.leave(scheduler, request)
+        raise
+
+
+learn(TaskWaiter)

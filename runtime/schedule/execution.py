@@ -19,7 +19,7 @@ from moonpool.runtime.model.request import Answer, Deferral, InferenceRequest, R
 from moonpool.runtime.observe.metric_families import reason_of
 from moonpool.runtime.observe.statistics import Statistics
 from moonpool.runtime.process.reactor import Reactor
-from moonpool.runtime.quick import learn
+from moonpool.runtime.quick import forms, learn
 
 # About what it takes to hand out the outcomes of a large batch.
 SLOW_NS = 1_000_000
@@ -36,6 +36,7 @@ class BatchOwner(Protocol):
     def keep_pace(self, execution: Execution) -> None: ...
     def finish(self, execution: Execution, *, interruptible: bool = False) -> None: ...
     def settle(self, execution: Execution, answers: Sequence[Answer]) -> None: ...
+    def lose_interrupted(self, execution: Execution) -> None: ...
 
 
 class Execution:
@@ -146,18 +147,21 @@ class Execution:
         self._drivers = [by]
 
     def abandon(self, by: object) -> None:
-        """Go on without `by`, which may have been interrupted at any point of sending, waiting or reading."""
+        """Go on without `by`, which may have been interrupted at any point of sending, waiting or reading.
+
+        This is the one place where an execution is taken over whose driver was interrupted. Calling it twice does no harm.
+        """
         drivers = self._drivers
-        if not (drivers and drivers[0] is by) and not self.claim(by):
+        # If the reactor drives, it may not know: `drive_in_reactor` names it first.
+        if not (drivers and drivers[0] in (by, self.scheduler.reactor)) and not self.claim(by):
             return
-        answers = self.answers
+        if self.is_lost:
+            self.scheduler.lose_interrupted(self)
+            return
         if not self.is_sent:
             error = BackendError("the thread that was about to send the request was interrupted")
-            answers = [error] * len(self.requests)
-        if answers is None:
-            self.drive_in_reactor()
-        else:
-            self.scheduler.reactor.call_soon(lambda: self.scheduler.settle(self, answers))
+            self.answers = [error] * len(self.requests)
+        self.drive_in_reactor()
 
     def drive(self, deadline: float | None, *, interruptible: bool) -> None:
         """Wait for the answer on this thread, which has claimed the execution, and finish it.
@@ -165,6 +169,10 @@ class Execution:
         `interruptible` says that signal handlers run on this thread. At `deadline`, or when a signal handler raises,
         the reactor takes over, and the exception goes on.
         """
+        if interruptible and forms is None:
+            # This thread would have to leave the answer to the reactor all the same.
+            self.drive_in_reactor()
+            return
         try:
             if deadline is not None:
                 self._wait_until(deadline)
@@ -185,22 +193,24 @@ class Execution:
             raise RequestTimedOut("Request timeout expired")
 
     def drive_in_reactor(self) -> None:
-        """Let the reactor wait for the answer. For the driver; calling it twice does no harm."""
-        scheduler, pending = self.scheduler, self.pending
-        reactor = scheduler.reactor
+        """Let the reactor go on with it: wait for the answer, or hand out what was read. For the driver; calling it twice does no harm."""
+        reactor = self.scheduler.reactor
         self._drivers = [reactor]
-        if reactor.is_here and not pending.is_received():
-            if scheduler.executes(self):
-                reactor.arm(pending.fileno(), self.finish)
+        if reactor.is_here and self.answers is None and not self.pending.is_received():
+            if self.scheduler.executes(self):
+                reactor.arm(self.pending.fileno(), self.finish)
         else:
-            reactor.call_soon(self._wait_in_reactor)
+            reactor.call_soon(self._go_on_in_reactor)
 
-    def _wait_in_reactor(self) -> None:
-        if self.scheduler.executes(self):
-            if self.pending.is_received():
-                self.finish()
-            else:
-                self.scheduler.reactor.watch_once(self.pending.fileno(), self.finish)
+    def _go_on_in_reactor(self) -> None:
+        if not self.scheduler.executes(self):
+            return
+        if self.answers is not None:
+            self.scheduler.settle(self, self.answers)
+        elif self.pending.is_received():
+            self.finish()
+        else:
+            self.scheduler.reactor.watch_once(self.pending.fileno(), self.finish)
 
     def finish(self) -> None:
         """Read the answer, which has arrived, and give every request its outcome. For the driver."""

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.errors import BackendError, ExecuteTimedOut, LoadFailed, ModelUnavailable
+from moonpool.runtime.errors import (
+    BackendError,
+    ExecuteTimedOut,
+    LoadFailed,
+    ModelUnavailable,
+    all_of,
+)
 from moonpool.runtime.model.backend import ModelInstance
 from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.model.request import InferenceRequest
-from moonpool.runtime.schedule.scheduler import Scheduler
+from moonpool.runtime.schedule.scheduler import Scheduler, call
 
 # The process or the machine has no descriptor, memory or process left.
 _SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN))
@@ -46,13 +53,17 @@ def notify_callers(
     reason: MoonpoolError,
 ) -> None:
     """Give `reason` to the requests of an instance that is gone, or queue them again if the model's options allow it."""
-    scheduler.fail_open(instance, reason)
     again = []
     if options.retry and not isinstance(reason, ExecuteTimedOut):
         again = [each for each in requests if not each.attempts and not each.responses]
-    scheduler.fail([request for request in requests if request not in again], reason)
+    failed = [request for request in requests if request not in again]
+    steps: list[Callable[[], object]] = [
+        partial(scheduler.fail_open, instance, reason),
+        partial(scheduler.fail, failed, reason),
+    ]
     if again:
-        scheduler.retry(again)
+        steps.append(partial(scheduler.retry, again))
+    all_of(call, steps)
 
 
 def took_too_long(instance: str, limit_s: float) -> ExecuteTimedOut:

@@ -11,9 +11,10 @@ that a signal handler could leave taken, and a callback may come back in here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
+from moonpool.runtime.errors import all_of
 from moonpool.runtime.quick import learn
 
 T = TypeVar("T")
@@ -106,19 +107,22 @@ class Departures(Generic[R, T]):
         return []
 
     def leave(self, pairs: Iterable[tuple[R, T]], resolve: Callable[[R, T], object]) -> None:
-        """Resolve what `done` returned, in order where that is asked for. From any thread."""
-        for request, outcome in pairs:
-            resolve(request, outcome)
+        """Resolve what `done` returned, in order where that is asked for. From any thread. Raises the first error after the last one."""
+        all_of(lambda pair: resolve(*pair), pairs)
         while self._leaving:
             try:
                 turn = self._turn.pop()
             except IndexError:  # the thread that has the token looks again after giving it back
                 return
             try:
-                while self._leaving:
-                    resolve(*self._leaving.popleft())
+                all_of(lambda pair: resolve(*pair), self._taken())
             finally:
                 self._turn.append(turn)
+
+    def _taken(self) -> Iterator[tuple[R, T]]:
+        """Take out what may leave, one after the other, also what comes meanwhile."""
+        while self._leaving:
+            yield self._leaving.popleft()
 
 
 learn(Departures)

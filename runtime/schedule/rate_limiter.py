@@ -44,7 +44,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from moonpool.runtime.errors import ModelUnavailable
 from moonpool.runtime.model.backend import ModelInstance
 from moonpool.runtime.model.config.model import RateLimits
-from moonpool.runtime.model.request import Answer, InferenceRequest
+from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.quick import forms, learn
 from moonpool.runtime.schedule.execution import Execution
 from moonpool.runtime.schedule.request_queue import Rejected, check_many
@@ -512,25 +512,8 @@ class LimitedScheduler(Scheduler):
             check_many(self.name, request)
         with self._lock:
             self._add(request, time.monotonic_ns())
-            if request.waiter.interruptible:
-                self.reactor.call_soon(self._look)
-                return None
             started, rejected = self._form(time.monotonic_ns())
         return self._launch(started, rejected, request)
-
-    def settle(
-        self,
-        execution: Execution,
-        answers: Sequence[Answer],
-        answered_ns: int | None = None,
-        *,
-        interruptible: bool = False,
-    ) -> None:
-        if interruptible:
-            at_ns = answered_ns or time.monotonic_ns()
-            self.reactor.call_soon(lambda: self.settle(execution, answers, at_ns))
-            return
-        super().settle(execution, answers, answered_ns)
 
     def _form(self, now_ns: int) -> tuple[list[Execution], Rejected]:
         """Ask for permits while requests wait, and start what has one. Needs the lock."""

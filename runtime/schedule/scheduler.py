@@ -32,17 +32,23 @@ the reactor what nobody has claimed for a second (`Supervisor.rescue`). A driver
 reactor. `claim` needs no lock: an append to a list is atomic, and the party that is first in the list has won.
 
 *Signals.* Python runs signal handlers on the main thread, between any two instructions, and a handler may raise. A
-request of that thread must then be neither lost nor driven twice, and requests of others must not notice. So:
+request of that thread must then be neither lost nor driven twice, and requests of others must not notice. So no step of a scheduler in
+Python runs there. The quick forms are single instructions as far as handlers are concerned. They do what is usual, and the reactor does all
+else, while the thread waits on a bare lock (`enter`, `_send`, `_lose`, `finish`). What remains for the thread is to wait, and to hold an execution between two
+forms:
 
-- the execution itself says who drives it (`_drivers`) and how far it is (`is_sent`, `answers`), and `abandon` goes on
-  from there when the interrupted caller leaves;
-- an instance enters its next place before it leaves the last one. `submit`, for an idle instance, and `settle` may be
-  interrupted in between. The instance is then in two places, and `settle`, which the reactor runs for the caller that
-  left, expects that. An instance in no place would be lost for ever;
-- an interruptible thread does nothing for others. If a batch would have to be formed, or has requests of others,
-  the reactor does that work.
+- the execution itself says who drives it (`_drivers`) and how far it is (`is_sent`, `answers`, `is_lost`);
+- a thread that is interrupted, anywhere from `enter` on, appends its `leave` to what the reactor runs soon. That append is one instruction,
+  so a second signal cannot prevent it. If one cuts the wake-up that follows, the reactor looks within seconds. `leave` finds the executions that have the request, and `abandon` goes on from there;
+- an instance enters its next place before it leaves the last one, also in the forms, as an allocation of memory may fail in between. The instance is then in two places, and
+  `settle`, which the reactor runs for the caller that left, expects that. An instance in no place would be lost for ever.
 
-*Lost answers.* If an instance breaks, or a signal handler raises while its answer is being read, nobody knows what the
+A process whose handlers never raise says so (`trusted_handlers`): a server, whose event loop is its main thread.
+
+*Callers' code.* Every outcome of a batch is given to its caller, whatever the one before it raised (`all_of`); the first error is raised after that. A waiter
+runs no code of a user and takes no lock of one. Futures have both, so `Deliveries` has threads for them.
+
+*Lost answers.* If an instance breaks, or a signal handler raises while a form that reads its answer calls Python, nobody knows what the
 stub did, and the instance counts as lost (`_lose`). Responses that come for that batch afterwards are ignored
 (`is_lost`). The supervisor learns of the loss before the execution leaves `_busy`: an unload that waits for the
 instance to be idle must find the recovery. Requests that did not reach the instance are queued again, others are the
@@ -67,13 +73,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any, Literal
 
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import AGAIN as _AGAIN
 from moonpool.runtime.errors import (
     BackendError,
+    CallerInterrupted,
     ModelUnavailable,
+    all_of,
     own,
 )
 from moonpool.runtime.model.backend import Model, ModelInstance
@@ -96,7 +105,7 @@ from moonpool.runtime.observe.statistics import (
     take_counts,
 )
 from moonpool.runtime.process.reactor import Reactor
-from moonpool.runtime.process.threads import CountingCondition
+from moonpool.runtime.process.threads import CountingCondition, is_interruptible
 from moonpool.runtime.quick import forms, learn
 from moonpool.runtime.schedule.execution import SLOW_NS, Execution
 from moonpool.runtime.schedule.ordering import Departures
@@ -112,6 +121,8 @@ _LEFT = ModelUnavailable("the caller left")
 # The time that an instance which is to end has for requests that nobody waits for any more. It is over before anybody is told that an
 # end takes long (`process/parallel.py`).
 ABANDONED_S = 0.9
+# Seconds that an interrupted caller waits until the reactor has taken its request back. It goes on after that in any case.
+LEAVE_S = 1.0
 
 
 def _broken(instance: ModelInstance, error: Exception) -> MoonpoolError:
@@ -128,6 +139,11 @@ def _nobody_listens(*_: object) -> None:
 def _resolve(request: InferenceRequest, outcome: Outcome | None) -> None:
     if not request.left:
         request.waiter.resolve(outcome)
+
+
+def call(step: Callable[[], object]) -> None:
+    """Call it. For `all_of`."""
+    step()
 
 
 class Scheduler:
@@ -182,8 +198,19 @@ class Scheduler:
 
     # Requests
 
+    def enter(self, request: InferenceRequest) -> Execution | None:
+        """Do what `submit` does, for a caller on any thread. The caller must `leave` if this is interrupted by a signal handler."""
+        if not is_interruptible():
+            return self.submit(request)
+        usual: Execution | Literal[False] | None = (
+            False if forms is None else forms.submit(self, request)
+        )
+        return self.reactor.ask(partial(self.submit, request)) if usual is False else usual
+
     def submit(self, request: InferenceRequest) -> Execution | None:
         """Take a request in. Returns an execution, claimed, that the caller should drive, if there is one.
+
+        Not for a thread on which signal handlers run.
 
         Raises `QueueFull`, `ModelUnavailable`, and `InvalidRequest` if the model is decoupled and the caller takes one
         response only.
@@ -200,23 +227,31 @@ class Scheduler:
             if self._refusal is not None:
                 self._refuse()
             request.queued_ns = now_ns = time.monotonic_ns()
-            # If another thread has to send the batch, an interrupted caller could not take it back. The queue can.
-            if idle and queue.lets_past(request) and (waiter.may_block or not idle[-1].blocks):
-                # In this order a thread that is interrupted in between leaves the instance in two places, and not in none.
+            # If another thread has to send the batch, a caller that leaves could not take it back. The queue can.
+            may_block = waiter.may_block and not waiter.interruptible
+            if idle and queue.lets_past(request) and (may_block or not idle[-1].blocks):
+                # In this order an error in between leaves the instance in two places, and not in none.
                 execution = self._start(idle[-1], [request], now_ns, waiter)
                 idle.pop()
             else:
                 queue.add(request, now_ns)
                 if not queue.may_form(idle):
                     return None
-                if waiter.interruptible:
-                    # A batch of other callers must not be in the hands of a thread that may be stopped anywhere.
-                    self.reactor.call_soon(self._look)
-                    return None
                 started, rejected = self._form(now_ns)
         if execution is None:
             return self._launch(started, rejected, request)
         return execution if self._send(execution, request) else None
+
+    def submit_soon(self, requests: list[InferenceRequest]) -> None:
+        """Have the reactor call `submit_all`. It takes the requests out of the list, so calling this twice does no harm."""
+        self.reactor.call_soon(lambda: self._submit_taken(requests))
+
+    def _submit_taken(self, requests: list[InferenceRequest]) -> None:
+        taken = []
+        while requests:
+            taken.append(requests.pop(0))
+        if taken:
+            self.submit_all(taken)
 
     @property
     def limited(self) -> Sequence[Any]:
@@ -275,9 +310,20 @@ class Scheduler:
             raise own(self._refusal)
 
     def leave(self, request: InferenceRequest) -> None:
-        """Cancel a request for the thread that waited, wherever a signal handler raised in it."""
+        """Cancel a request for the caller that waited, wherever a signal handler raised in it.
+
+        Not for a thread on which signal handlers run: see `leave_soon`.
+        """
         for execution in self.cancel(request):
             execution.abandon(request.waiter)
+
+    def leave_soon(self, request: InferenceRequest) -> None:
+        """Do what `leave` does, for a caller on any thread."""
+        if is_interruptible():
+            self.reactor.soon.append(lambda: self.leave(request))
+            self.reactor.flush(LEAVE_S)
+        else:
+            self.leave(request)
 
     def cancel(self, request: InferenceRequest) -> list[Execution]:
         """Drop a queued request, or ignore the outcome of an executing one. Returns the executions that have it."""
@@ -371,21 +417,25 @@ class Scheduler:
         mine: InferenceRequest | None = None,
     ) -> Execution | None:
         """Send batches and find drivers for them. Returns, claimed, the one that has `mine`."""
-        for request, error in rejected:
-            self.fail([request], error)
-        own = None
-        may_block = mine is not None and mine.waiter.may_block
-        for execution in executions:
+        own: list[Execution] = []
+
+        def start(execution: Execution) -> None:
             is_own = mine is not None and mine in execution.requests
+            may_block = mine is not None and mine.waiter.may_block and not mine.waiter.interruptible
             if execution.instance.blocks and not (is_own and may_block):
                 self._send_apart(execution)
             elif self._send(execution, mine if is_own else None):
                 if is_own and mine is not None:
                     execution.reserve(mine.waiter)
-                    own = execution
+                    own.append(execution)
                 else:
                     execution.appoint()
-        return own
+
+        try:
+            all_of(lambda pair: self.fail([pair[0]], pair[1]), rejected)
+        finally:
+            all_of(start, executions)
+        return own[0] if own else None
 
     def _send_apart(self, execution: Execution) -> None:
         """Have another thread give a batch to an instance that blocks."""
@@ -400,6 +450,8 @@ class Scheduler:
 
         `mine` is the request of the calling thread, if the batch has it.
         """
+        if is_interruptible():  # a quick form has met something unusual
+            return self.reactor.ask(partial(self._send, execution, mine))
         instance = execution.instance
         try:
             result = instance.backend.model_instance_execute(instance, execution.requests)
@@ -413,21 +465,26 @@ class Scheduler:
             # Not on this stack: settling starts the next batch, which may fail here again.
             self.reactor.call_soon(lambda: self.settle(execution, outcomes))
             return False
-        except BaseException as error:  # a signal handler raised: nobody knows what was sent
+        except BaseException as error:  # a backend may raise SystemExit: nobody knows what was sent
             self._lose(execution, error, delivered=True)
             raise
         if answers is None:
             return True
         if mine is not None or instance.blocks:
-            interruptible = mine is not None and mine.waiter.interruptible
-            self.settle(execution, answers, interruptible=interruptible)
+            self.settle(execution, answers)
         else:  # settling starts the next batch, which may be answered here at once, too
             self.reactor.call_soon(lambda: self.settle(execution, answers))
         return False
 
     def finish(self, execution: Execution, *, interruptible: bool = False) -> None:
-        """Read the answer of an execution that the caller has claimed, and hand out the outcomes."""
+        """Read the answer of an execution that the caller has claimed, and hand out the outcomes.
+
+        On an `interruptible` thread a quick form does so, or the reactor.
+        """
         if forms is not None and forms.finish(self, execution, interruptible):
+            return
+        if interruptible:
+            execution.drive_in_reactor()
             return
         if self._busy.get(execution.instance) is not execution:
             return  # it was taken from an interrupted thread, and is finished
@@ -436,10 +493,10 @@ class Scheduler:
             execution.answers = execution.pending.finish(execution.requests)
         except BaseException as error:
             self._lose(execution, error, delivered=True)
-            if not isinstance(error, Exception):  # a signal handler raised, the answer is lost
+            if not isinstance(error, Exception):
                 raise
             return
-        self.settle(execution, execution.answers, answered_ns, interruptible=interruptible)
+        self.settle(execution, execution.answers, answered_ns)
 
     def settle(
         self,
@@ -451,8 +508,12 @@ class Scheduler:
     ) -> None:
         """Free the instance, hand out the outcomes, and start the next batch; of a slow instance before the outcomes.
 
-        An interruptible thread does so only if that concerns nobody else. Otherwise the reactor does.
+        On an `interruptible` thread the reactor does all of it.
         """
+        if interruptible:
+            at_ns = answered_ns or time.monotonic_ns()
+            self.reactor.call_soon(lambda: self.settle(execution, answers, at_ns))
+            return
         requests, instance, queue = execution.requests, execution.instance, self._queue
         if queue.states is not None and len(answers) == len(requests):
             # Without the lock, as states may be large. They are put in the place of the last ones below.
@@ -461,15 +522,6 @@ class Scheduler:
         now_ns = time.monotonic_ns()
         with self._lock:
             if self._busy.get(instance) is not execution:
-                return
-            if interruptible and (
-                len(requests) > 1
-                or len(queue)
-                or queue.keeps_sequences
-                or self._departures.in_order
-            ):
-                answered_ns = answered_ns or now_ns
-                self.reactor.call_soon(lambda: self.settle(execution, answers, answered_ns))
                 return
             answers = execution.record(answers, answered_ns or now_ns, now_ns)
             if execution.has_deferred or queue.keeps_sequences:
@@ -486,20 +538,16 @@ class Scheduler:
                 resolved = zip(requests, answers, strict=True)  # type: ignore[arg-type]
             if self._changed.waiting:
                 self._changed.notify_all()
-        has_next = bool(started or rejected)
-        if has_next and execution.was_slow(now_ns):
-            self._launch(started, rejected)
-            has_next = False
+        steps: list[Callable[[], object]] = [partial(self._hand_out, resolved)]
         if execution.has_traces:
             # Before the callers have the answers: they may write into them.
-            execution.trace_answers()
-        try:
-            self._hand_out(resolved)
-        finally:
-            if has_next:
-                self._launch(started, rejected)
-            if execution.has_traces:
-                execution.end_traces()
+            steps.insert(0, execution.trace_answers)
+        if started or rejected:
+            launch = partial(self._launch, started, rejected)
+            steps.insert(0 if execution.was_slow(now_ns) else len(steps), launch)
+        if execution.has_traces:
+            steps.append(execution.end_traces)
+        all_of(call, steps)
 
     def _settled(
         self, execution: Execution, answers: Sequence[Answer], now_ns: int
@@ -519,8 +567,21 @@ class Scheduler:
         """Return True until an execution is settled or lost."""
         return self._busy.get(execution.instance) is execution
 
+    def lose_interrupted(self, execution: Execution) -> None:
+        """Give up an execution whose driver was interrupted while it sent the batch or read the answer. Does no harm after `_lose`."""
+        if self.executes(execution):
+            self._lose(execution, CallerInterrupted("a signal handler raised"), delivered=True)
+
     def _lose(self, execution: Execution, error: BaseException, *, delivered: bool) -> None:
         """Give up an execution whose instance broke. If its requests were not `delivered`, queue them again."""
+        if is_interruptible():
+            # A form does this. What it meets beside moonpool's own errors comes from a signal handler.
+            if not isinstance(error, MoonpoolError):
+                error = CallerInterrupted(f"a signal handler raised {error!r}")
+            self.reactor.call_soon(lambda: self._lose(execution, error, delivered=delivered))
+            return
+        if not self.executes(execution):
+            return
         instance, requests = execution.instance, execution.requests
         with self._lock:
             execution.is_lost = True
@@ -561,10 +622,8 @@ class Scheduler:
         """Give callers the outcomes that may leave. Without the lock, as callers run code of their own."""
         if self._departures.in_order:
             self._departures.leave(pairs, _resolve)
-            return
-        for request, outcome in pairs:
-            if not request.left:
-                request.waiter.resolve(outcome)
+        else:
+            all_of(lambda pair: _resolve(*pair), pairs)
 
     def fail(self, requests: Sequence[InferenceRequest], error: MoonpoolError) -> None:
         """Give an error to requests that are neither queued nor in an instance any more."""

@@ -26,8 +26,8 @@ from moonpool.runtime.errors import BacklogFull, RequestTimedOut
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.schedule.backlog import ResponseBacklog, held_bytes
-from moonpool.runtime.schedule.callers import is_interruptible, response_of
-from moonpool.runtime.schedule.scheduler import Scheduler
+from moonpool.runtime.schedule.callers import response_of
+from moonpool.runtime.schedule.scheduler import LEAVE_S, Scheduler
 
 if TYPE_CHECKING:
     import asyncio
@@ -45,16 +45,7 @@ _MANY = 16
 class StreamWaiter(Waiter):
     """Collects responses until somebody takes them."""
 
-    __slots__ = (
-        "_count",
-        "_reactor",
-        "backlog",
-        "bell",
-        "give_up",
-        "interruptible",
-        "waiting",
-        "wake",
-    )
+    __slots__ = ("_count", "_reactor", "backlog", "bell", "give_up", "waiting", "wake")
     takes_many = True
 
     def __init__(self, reactor: Reactor, name: str, backlog_bytes: int) -> None:
@@ -66,7 +57,6 @@ class StreamWaiter(Waiter):
         self.give_up: Callable[[], None] | None = None
         # The responses since the consumer was woken last; -1 before the first one.
         self._count = -1
-        self.interruptible = is_interruptible()
         self.waiting: deque[Outcome | _End] = deque()
         # Wakes a thread that waits for the next response; `wake` wakes a task.
         self.bell = threading.Lock()
@@ -132,9 +122,15 @@ class ResponseStream:
         )
         self._waiter.give_up = partial(scheduler.leave, request)
         self._has_ended = False
-        execution = scheduler.submit(request)
-        if execution is not None:
-            execution.drive_in_reactor()
+        try:
+            execution = scheduler.enter(request)
+            if execution is not None:
+                execution.drive_in_reactor()
+        except BaseException:
+            # In one instruction: another signal may follow.
+            scheduler.reactor.soon.append(lambda: scheduler.leave(request))
+            scheduler.reactor.flush(LEAVE_S)
+            raise
 
     def _tell_cancelled(self) -> None:
         """Set the flag that lets the model stop. Responses that it still sends are received. For tests of models."""
@@ -228,7 +224,7 @@ class ResponseStream:
             self._has_ended = True
             self._waiter.backlog.close()
             if _END not in self._waiter.waiting:
-                self._scheduler.leave(self._request)
+                self._scheduler.leave_soon(self._request)
             self._waiter.waiting.clear()
             # Another thread or task that waits for the next response finds the end.
             self._waiter.resolve(None)

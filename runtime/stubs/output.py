@@ -11,7 +11,7 @@ A notebook shows output below the cell in whose context it is written. IPython c
 thread that runs it. At the beginning its context is kept, and `_write` runs in it. At the end, all output of models until then
 is read and written, so that none of it stands below the next cell. Output between two cells goes to the earlier one.
 
-`_changed` guards all fields of `Printer`. `_write` runs outside of it, on one thread at a time.
+`_lock` guards all fields of `Printer`. `_write` runs outside of it, on one thread at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.model.budgets import LOG_LINE_BYTES
 from moonpool.runtime.process.terminal import harmless
-from moonpool.runtime.process.threads import start_thread
+from moonpool.runtime.process.threads import CountingCondition, start_thread
 
 _log = logging.getLogger("moonpool.stub")
 _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
@@ -227,7 +227,9 @@ class Printer:
 
     def _forget(self) -> None:
         """Start empty. A fork must do so, since the thread and the lines are its parent's."""
-        self._changed = threading.Condition()
+        # The reactor takes the lock, too. A signal handler that raises in `wait` must not leave it taken.
+        self._lock = threading.Lock()
+        self._changed = CountingCondition(self._lock)
         self._lines: deque[str] = deque()
         self._left_out = 0
         self._is_writing = False
@@ -236,7 +238,7 @@ class Printer:
 
     def say(self, line: str) -> None:
         """Write a line soon. Does not block: if no thread can be started, the line waits for the next call, or for `wait`."""
-        with self._changed:
+        with self._lock:
             if len(self._lines) >= _MOST_WAITING:
                 self._left_out += 1
                 return
@@ -247,14 +249,14 @@ class Printer:
         try:
             start_thread(threading.Thread(target=self._run, name="moonpool-prints"))
         except OutOfThreads:
-            with self._changed:
+            with self._lock:
                 self._is_writing = False
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float = _END_S) -> None:
         """Return when all is written, or after so long. Writes the lines itself if no thread could be started."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_writing, timeout_s)
+        self._changed.wait_for(lambda: not self._is_writing, time.monotonic() + timeout_s)
+        with self._lock:
             if self._is_writing or not self._lines:
                 return
             self._is_writing = True
@@ -262,7 +264,7 @@ class Printer:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 if not self._lines:
                     self._is_writing = False
                     self._changed.notify_all()
@@ -293,7 +295,7 @@ class Printer:
         self._reads = read
 
     def _begin_cell(self, *_: object) -> None:
-        with self._changed:
+        with self._lock:
             self._context = contextvars.copy_context()
 
     def _end_cell(self, *_: object) -> None:

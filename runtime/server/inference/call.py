@@ -165,24 +165,31 @@ class InferCall(LoopWaiter):
         if self._is_over:
             return
         self._release()
-        if self.trace is not None:
-            self.trace.mark("INFER_RESPONSE_COMPLETE")
-        if not isinstance(outcome, Response):
-            self.fail(outcome)  # type: ignore[arg-type]  # None is for those who take many
-            return
-        outputs: Mapping[str, WireTensor] = outcome.outputs  # type: ignore[assignment]
-        plan = self.plan
-        if (plan.places or plan.has_classes) and copied_bytes(outputs.values()) > LONG_COPY_BYTES:
-            self._inference.work(partial(self.render, outcome), self.reply, self.fail)
-            return
+        rendered: Any = None
+        error: BaseException | None = None
         try:
-            rendered = self.render(outcome)
-        except (
-            Exception
-        ) as error:  # nothing is raised: who calls has other requests of the batch to answer
-            self.fail(error)
-        else:
+            if self.trace is not None:
+                self.trace.mark("INFER_RESPONSE_COMPLETE")
+            if not isinstance(outcome, Response):
+                error = outcome
+            elif self._takes_long(outcome):
+                self._inference.work(partial(self.render, outcome), self.reply, self.fail)
+                return
+            else:
+                rendered = self.render(outcome)
+        except Exception as unwritable:
+            error = unwritable
+        if error is None:
             self.reply(rendered)
+        else:
+            self.fail(error)
+
+    def _takes_long(self, response: Response) -> bool:
+        plan = self.plan
+        if not plan.places and not plan.has_classes:
+            return False
+        outputs: Mapping[str, WireTensor] = response.outputs  # type: ignore[assignment]
+        return copied_bytes(outputs.values()) > LONG_COPY_BYTES
 
     def is_settled(self) -> bool:
         return self._is_over

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,8 +12,16 @@ import pytest
 from moonpool.runtime.ensemble.chain import ChainRun
 from moonpool.runtime.errors import ModelUnavailable
 from moonpool.runtime.model.request import Response
+from moonpool.runtime.process.threads import trusted_handlers
 
 X = np.zeros(1, np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _no_handler_raises() -> Iterator[None]:
+    """Let the steps be taken here: on a thread on which signal handlers may raise, the reactor takes them."""
+    with trusted_handlers():
+        yield
 
 
 class Owner:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -16,7 +17,7 @@ from tests.waiting import wait_until
 from moonpool.ipc.errors import Closed
 from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.process.reactor import Reactor
-from moonpool.runtime.process.threads import TaskPool, start_thread
+from moonpool.runtime.process.threads import CountingCondition, TaskPool, start_thread
 
 PATIENCE_S = 60.0
 LIMITS = pytest.mark.promise("At the limits", "If no thread can be started …")
@@ -177,6 +178,43 @@ def test_a_task_that_was_refused_never_runs(
 
 
 # A limit of the kernel, for a user who has nothing but this program.
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, SystemExit, ValueError])
+def test_a_callback_of_a_task_ends_no_thread(pool: TaskPool, kind: type[BaseException]) -> None:
+    def fail(_: object) -> None:
+        raise kind("in a callback")
+
+    for _ in range(2 * pool.most):
+        goes_on = threading.Event()
+        future = pool.submit(goes_on.wait, PATIENCE_S)
+        future.add_done_callback(fail)
+        goes_on.set()
+        assert future.result(PATIENCE_S)
+
+    together = threading.Barrier(3)
+    tasks = [pool.submit(together.wait, PATIENCE_S) for _ in range(3)]
+    assert sorted(each.result(PATIENCE_S) for each in tasks) == [0, 1, 2]
+
+
+def test_a_condition_is_waited_for_until_it_holds_or_the_time_is_over() -> None:
+    lock, seen = threading.Lock(), []
+    changed = CountingCondition(lock)
+    thread = threading.Thread(
+        target=lambda: seen.append(
+            changed.wait_for(lambda: bool(seen), time.monotonic() + PATIENCE_S)
+        )
+    )
+    thread.start()
+    wait_until(lambda: changed.waiting == 1)
+    assert not changed.wait_for(lambda: False, time.monotonic() + 0.01)
+    assert changed.waiting == 1
+    with lock:
+        seen.append(True)
+        changed.notify_all()
+    thread.join()
+    assert seen == [True, True]
+    assert changed.waiting == 0
+
+
 LIMITED = """
 import os, resource, sys, threading
 from moonpool.runtime.errors import OutOfThreads

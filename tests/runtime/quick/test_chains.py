@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.ensemble_repositories import Io, chain, write_ensemble, write_model
+from tests.runtime.interrupting import interrupted_everywhere
 from tests.runtime.quick.built import skip_without_forms
 from tests.runtime.recorder import Recorder
-from tests.runtime.schedule.test_interrupts import interrupted_everywhere
 from tests.waiting import wait_until
 
 import moonpool

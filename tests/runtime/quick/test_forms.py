@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from tests.e2e.hosting import Config, hosted, tensor
 from tests.e2e.test_ways_agree import link_of
+from tests.runtime.interrupting import interrupted_everywhere
 from tests.runtime.quick.built import sanitized, skip_without_forms
-from tests.runtime.schedule.test_interrupts import interrupted_everywhere
 from tests.waiting import wait_until
 
 import moonpool
@@ -27,6 +27,7 @@ from moonpool.ipc.messages import NO_CORE
 from moonpool.ipc.tensors import CODES
 from moonpool.runtime import quick
 from moonpool.runtime.model.request import InferenceRequest, Response, WireTensor
+from moonpool.runtime.schedule.callers import FutureWaiter
 from moonpool.runtime.schedule.event_loop import wait_for_outcome
 from moonpool.runtime.server.inference.request import InputPlan, RequestPlan, make_request
 
@@ -288,6 +289,49 @@ def test_an_interrupt_at_any_call_of_the_quick_way_leaves_a_usable_model(tmp_pat
             interrupted_everywhere(lambda: kept.append(runtime.infer("double", {"X": X})), check)
             > 5
         )
+
+
+# It answers when the file is there.
+WAITING = MODEL.replace(
+    "        return [",
+    "        while not os.path.exists({path!r}):\n            time.sleep(0.001)\n        return [",
+).replace("import triton", "import os, time\nimport triton")
+
+
+def test_every_caller_of_a_batch_gets_its_outcome_whatever_the_waiter_of_another_one_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Planned(BaseException):
+        pass
+
+    file, goes_on = tmp_path / "double.py", tmp_path / "goes_on"
+    file.write_text(WAITING.format(path=str(goes_on)))
+    raising: list[object] = []
+    resolve = FutureWaiter.resolve
+
+    def resolve_or_raise(self: FutureWaiter, outcome: Any) -> None:
+        resolve(self, outcome)
+        if self.future in raising:
+            raise Planned
+
+    with moonpool.Runtime() as runtime, hosted(runtime, "double", file, CONFIG):
+        goes_on.touch()
+        for _ in range(3):
+            runtime.infer("double", {"X": X})
+        goes_on.unlink()
+        first = runtime.submit("double", {"X": X})
+        monkeypatch.setattr(FutureWaiter, "resolve", resolve_or_raise)
+        batch = [runtime.submit("double", {"X": X}) for _ in range(4)]
+        raising += batch[:2]
+        behind = [runtime.submit("double", {"X": X}) for _ in range(4)]
+        before = quick.forms.counts()["finish"]
+        goes_on.touch()
+        for each in (first, *batch, *behind):
+            assert each.result(PATIENCE_S).outputs["Y"].flat[0] == 2
+        assert runtime.infer("double", {"X": X}, timeout_s=PATIENCE_S)["Y"].flat[0] == 2
+        assert quick.forms.counts()["finish"] > before
+    # The traceback in the log has the responses.
+    caplog.clear()
 
 
 def test_requests_leave_no_objects_behind(model: moonpool.Runtime) -> None:

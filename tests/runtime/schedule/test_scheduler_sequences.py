@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 from tests.runtime.held_batches import Caller, HoldingBackend, holding, queued
+from tests.runtime.interrupting import Interrupted, interrupted_once
 from tests.runtime.recorder import PATIENCE_S, counted, row
-from tests.runtime.schedule.test_interrupts import Interrupted, interrupted_once
 from tests.waiting import wait_until
 
 from moonpool import SequenceLost, StubDied
 from moonpool.ipc.errors import PeerGone
 from moonpool.runtime.schedule.execution import Execution
-from moonpool.runtime.schedule.request_queue import SequenceQueue
 from moonpool.runtime.schedule.scheduler import Scheduler
 
 START, END = 1, 2
@@ -174,11 +173,9 @@ def test_requests_for_empty_slots_are_no_failures_in_the_statistics(folder: Path
 PLACES = [
     (owner, name, after)
     for owner, name in [
-        (Scheduler, "submit"),
-        (SequenceQueue, "add"),
+        (Scheduler, "enter"),
         (Execution, "drive"),
         (Scheduler, "finish"),
-        (Scheduler, "settle"),
     ]
     for after in (False, True)
 ]

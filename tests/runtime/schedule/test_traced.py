@@ -66,7 +66,7 @@ def test_the_tensors_of_a_trace_become_text_without_the_lock(folder: Path, other
         request = make_request(hosted.signature, row(1))
         witness = Witness(hosted)
         witness.follow(request)
-        waiter = FutureWaiter(lambda: None)
+        waiter = FutureWaiter(runtime._models.deliveries, lambda: None)
         request.waiter, witness.future = waiter, waiter.future
         assert hosted.scheduler.submit(request) is None
         futures = [runtime.submit("m", row(2 + i)) for i in range(others)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import gc
 import signal
@@ -246,6 +247,77 @@ def test_a_callback_that_raises_whatever_it_likes_harms_nobody(
             assert second.result(PATIENCE_S).outputs["Y"].flat[0] == 1
             assert first.result(PATIENCE_S).outputs["Y"].flat[0] == 0
     assert "in a callback" in caplog.text
+
+
+@pytest.mark.promise(
+    "Requests",
+    "Whatever a callback of a future raises or waits for, other requests get their outcomes, those of the same batch, too.",
+)
+@pytest.mark.parametrize(
+    "kind", [asyncio.CancelledError, KeyboardInterrupt, GeneratorExit, SystemExit, Planned]
+)
+def test_a_callback_takes_no_outcome_from_others(folder: Path, kind: type[BaseException]) -> None:
+    called: list[str] = []
+
+    def fail(_: object) -> None:
+        called.append("first")
+        raise kind("in a callback")
+
+    with holding(folder, **BATCHING) as (backend, runtime):
+        first = runtime.submit("m", row(0))
+        futures = [runtime.submit("m", row(i)) for i in range(1, 5)]
+        for each in (first, futures[0]):
+            each.add_done_callback(fail)
+            each.add_done_callback(lambda _: called.append("second"))
+        backend.is_quick = True
+        backend.wait_for(1).answer()
+        done = [each.result(PATIENCE_S).outputs["Y"].flat[0] for each in futures]
+        assert done == [1, 2, 3, 4]
+        wait_until(lambda: called == ["first", "second"] * 2)
+        assert runtime.infer("m", row(9), timeout_s=PATIENCE_S)["Y"].flat[0] == 9
+
+
+@pytest.mark.promise("Requests", "Whatever a callback of a future …")
+def test_a_callback_that_waits_holds_up_nobody_else(folder: Path) -> None:
+    goes_on, order = threading.Event(), []
+    with holding(folder, **BATCHING) as (backend, runtime):
+        backend.is_quick = True
+        blocking = [runtime.submit("m", row(i)) for i in range(2)]
+        for each in blocking:
+            each.add_done_callback(lambda _: goes_on.wait(PATIENCE_S))
+        others = [runtime.submit("m", row(i)) for i in range(2, 6)]
+        for i, each in enumerate(others):
+            each.add_done_callback(lambda _, i=i: order.append(i))  # type: ignore[misc]
+        assert [each.result(PATIENCE_S).outputs["Y"].flat[0] for each in others] == [2, 3, 4, 5]
+        assert next(iter(runtime.stream("m", row(6)))).outputs["Y"].flat[0] == 6
+        wait_until(lambda: len(order) == 4)
+        goes_on.set()
+        for each in blocking:
+            each.result(PATIENCE_S)
+
+
+@pytest.mark.promise(
+    "Requests",
+    "A lock of a future that stays taken, as after a signal handler that raised in `Future.result`, holds up the outcome of that future alone.",
+)
+def test_a_lock_of_a_future_that_stays_taken_holds_up_nobody_else(folder: Path) -> None:
+    with holding(folder, **BATCHING) as (backend, runtime):
+        backend.is_quick = True
+        stuck = [runtime.submit("m", row(i)) for i in range(2)]
+        more = []
+        for each in stuck:
+            each._condition.acquire()
+        try:
+            for i in range(3):
+                more.append(runtime.submit("m", row(i)))
+                more[-1].add_done_callback(lambda _: None)
+                assert more[-1].result(PATIENCE_S).outputs["Y"].flat[0] == i
+            assert runtime.infer("m", row(9), timeout_s=PATIENCE_S)["Y"].flat[0] == 9
+        finally:
+            for each in stuck:
+                each._condition.release()
+        for i, each in enumerate(stuck):
+            assert each.result(PATIENCE_S).outputs["Y"].flat[0] == i
 
 
 def test_a_future_leaves_no_garbage_that_holds_tensors(folder: Path) -> None:

@@ -1,0 +1,127 @@
+"""Signal handlers that raise at chosen moments in the main thread."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import linecache
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import moonpool
+
+PACKAGES = tuple(str(Path(moonpool.__path__[0], name)) for name in ("runtime", "ipc"))
+# No signal handler can run between the end of such a block and the release of its lock, nor at a `try`, which is no instruction, nor from
+# an exception to the end of the first call after it.
+_NO_STEPS = ("with self._lock", "with self._sharing", "try:", "except BaseException:")
+_FIRST_CALL = ".soon.append("
+
+
+class Interrupted(BaseException):
+    """The exception that the signal handler raises."""
+
+
+def interrupted_once(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, after: bool = False
+) -> None:
+    """Let a method raise, before or after its work, at the next call by the main thread."""
+    method: Callable[..., Any] = getattr(owner, name)
+    left = [None]
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() or not left:
+            return method(*arguments, **options)
+        left.pop()
+        if after:
+            method(*arguments, **options)
+        raise Interrupted
+
+    monkeypatch.setattr(owner, name, call)
+
+
+class RaisesAt:
+    """Lets the main thread raise at an event of its own, by number: at a line, or where a function begins or one in C has returned.
+
+    Python runs handlers of signals when a function begins, when a loop goes on, and after a call.
+    """
+
+    def __init__(self, *numbers: int, within: tuple[str, ...] = PACKAGES) -> None:
+        """Raise at the first of these events, and then so many events later at the next one. `within` are the folders that count."""
+        self.left = list(numbers)
+        self._within = within
+
+    def __enter__(self) -> RaisesAt:
+        # The end of an object of another test is no place to raise.
+        gc.disable()
+        sys.setprofile(self._see)
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        sys.setprofile(None)
+        gc.enable()
+
+    @property
+    def is_over(self) -> bool:
+        """True if all of them have come."""
+        return not self.left
+
+    def _counts(self, frame: FrameType) -> bool:
+        # Python reports what is raised in a destructor, and goes on.
+        name = frame.f_code.co_name
+        is_destructor = name == "__del__" or (
+            frame.f_back and frame.f_back.f_code.co_name == "__del__"
+        )
+        return not is_destructor and frame.f_code.co_filename.startswith(self._within)
+
+    def _see(self, frame: FrameType, event: str, _: object) -> None:
+        if event in ("call", "c_return") and self._counts(frame):
+            self._count()
+
+    def _trace(self, frame: FrameType, _: str, __: object) -> Any:
+        return self._line if self._counts(frame) else None
+
+    def _line(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "line":
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            if not line.lstrip().startswith(_NO_STEPS) and _FIRST_CALL not in line:
+                self._count()
+        return self._line
+
+    def _count(self) -> None:
+        if self.left:
+            self.left[0] -= 1
+            if not self.left[0]:
+                self.left.pop(0)
+                raise Interrupted
+
+
+def interrupted_everywhere(
+    ask: Callable[[], Any],
+    check: Callable[[], Any],
+    *,
+    within: tuple[str, ...] = PACKAGES,
+    step: int = 1,
+    again: int = 0,
+) -> int:
+    """Interrupt `ask` at one event after the other, and `check` after each. Returns the number of events.
+
+    With `again`, a second handler raises so many events after the first one. With `step`, only each `step`th event is taken.
+    """
+    for number in itertools.count(1, step):
+        raises = RaisesAt(number, *([again] if again else []), within=within)
+        with suppress(Interrupted), raises:
+            ask()
+        has_ended = len(raises.left) > bool(again)
+        check()
+        if has_ended:
+            return number
+    raise AssertionError
