@@ -46,6 +46,8 @@ _NO_SIGNAL_ONCE = (_NO_SIGNAL,)
 # Drops whatever is put into it.
 _NOWHERE: deque[Any] = deque(maxlen=0)
 _remove_first = deque.popleft
+# Python's own: a model may replace it, as gevent does.
+_Socket = socket.socket
 
 
 class Channel:
@@ -60,6 +62,11 @@ class Channel:
         self._receive = end.recv
         self._send = end.send
         self._inbox: deque[bytes] = deque()
+
+    @classmethod
+    def of_descriptor(cls, fd: int) -> Channel:
+        """Return a channel for the descriptor of a socket, which it owns from now on."""
+        return cls(_Socket(fileno=fd))
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:

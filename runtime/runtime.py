@@ -39,7 +39,8 @@ from moonpool.runtime.model.signature import RequestOptions, make_request
 from moonpool.runtime.observe.exposition import expose
 from moonpool.runtime.observe.metrics_options import MetricsOptions
 from moonpool.runtime.process.parallel import awaited, in_parallel
-from moonpool.runtime.process.threads import apart
+from moonpool.runtime.process.spawner import fill_standard_descriptors
+from moonpool.runtime.process.threads import apart, check_unpatched
 from moonpool.runtime.repository.grants import Grants, as_argument
 from moonpool.runtime.repository.loading import HostingRules, Wanted
 from moonpool.runtime.repository.repository import ModelRepositories
@@ -134,13 +135,13 @@ class Runtime:
         Raises `RepositoryError`, `ConfigError`, `LoadFailed`, and ValueError for a limit, a level or a grant that does
         not exist. Models that were loaded by then are unloaded.
         """
+        _prepare_program()
         found = ModelRepositories(() if repository is None else _paths(repository))
-        directory = BackendDirectory(backend_directory)
         cache, limiter = cache_of(response_cache_bytes), limiter_of(rate_limit)
         rules = _rules(sandbox, sandbox_grants, model_options or {}, config_limits)
         others = drain_timeout_s, verbose, listener, metrics, _sharing, resident
         # Servers, commands and tests use it. It is no part of what programs may rely on.
-        self._models = ModelRegistry(found, backends, directory, *others)
+        self._models = ModelRegistry(found, backends, BackendDirectory(backend_directory), *others)
         self._models.rules = rules
         self._models.cache, self._models.limiter = cache, limiter
         _open_registries.add(self._models)
@@ -556,6 +557,12 @@ def _rules(
         options=OperatorOptions.by_model(options),
         limits=ConfigLimits(option='Runtime(config_limits=["{}"])').raised(limits),
     )
+
+
+def _prepare_program() -> None:
+    """Make this program fit to host models. Raises `MoonpoolError` if nothing can."""
+    check_unpatched()
+    fill_standard_descriptors()
 
 
 def _paths(

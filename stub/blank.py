@@ -28,7 +28,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import threading
 import traceback
 
@@ -62,7 +61,7 @@ def fork_for(channel_fd: int, parent_pid: int) -> tuple[str, list[int]]:
 
     Returns only in forks: the name, and the descriptors of the work, control and calls channels.
     """
-    channel = Channel(socket.socket(fileno=channel_fd))
+    channel = Channel.of_descriptor(channel_fd)
     folder = os.getcwd()
     try:
         _quieten()

@@ -46,7 +46,7 @@ def main() -> None:
     from moonpool.stub.sandbox import layers
     from moonpool.stub.sandbox.outcome import SandboxRefused
 
-    work = Channel(socket.socket(fileno=int(work_fd)))
+    work = Channel.of_descriptor(int(work_fd))
     control = socket.socket(fileno=int(control_fd))
     packet = control.recv(MAX_PACKET_BYTES, socket.MSG_PEEK)
     control.detach()

@@ -33,8 +33,8 @@ class Coroutines:
     def __init__(self, most: int) -> None:
         self._room = threading.BoundedSemaphore(most)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread
-        self._starting = threading.Lock()
+        self._thread: threads.Thread
+        self._starting = threads.Lock()
         # A loop refers to its tasks weakly.
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopped = False

@@ -32,7 +32,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import sys
 from typing import Any, Callable, NoReturn
 
@@ -97,17 +96,17 @@ def shake_hands(
 
     `is_confined`: `confine.py` has put the sandbox on before the exec of this process, and has reported to the runtime.
     """
-    control = Channel(socket.socket(fileno=control_fd))
+    control = Channel.of_descriptor(control_fd)
     announced = Announced(control)
     after = Kind.CONFINED if is_confined else None
-    work = Channel(socket.socket(fileno=work_fd))
+    work = Channel.of_descriptor(work_fd)
     conversation = Conversation(work, Side.STUB, announced, after)
     policy = Policy()
     while len(announced.fds) < 2:
         text = announced.read()
         if text is not None:
             policy = Policy.from_json(text)
-    calls = Channel(socket.socket(fileno=calls_fd))
+    calls = Channel.of_descriptor(calls_fd)
     handshake = Handshake(name, conversation, control, calls, announced)
     report.policy = handshake.policy = policy
     try:

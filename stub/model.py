@@ -15,7 +15,6 @@ answered, as when memory runs out, nobody would ever answer its requests, so the
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -376,11 +375,8 @@ class Readiness:
 
     def ask(self, question: int) -> None:
         """Begin to answer a question of the runtime. READINESS follows later."""
-        thread = threading.Thread(
-            target=self._answer, args=(question,), name="moonpool-ready", daemon=True
-        )
         try:
-            thread.start()
+            threads.start(partial(self._answer, question), "moonpool-ready")
         except RuntimeError as error:  # the stub's own limit: the runtime hears why
             self._send(Kind.READINESS, question, self._refusal(error))
 

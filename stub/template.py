@@ -26,12 +26,13 @@ from __future__ import annotations
 
 import gc
 import os
-import select
 import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
+from select import POLLIN
+from select import poll as new_poll
 from typing import Any, Callable, NoReturn
 
 import numpy as np
@@ -51,6 +52,9 @@ from moonpool.stub.pb_utils.host import Host
 from moonpool.stub.sandbox import layers
 from moonpool.stub.sandbox.denials import denials
 from moonpool.stub.sandbox.outcome import Applied
+
+# Python's own: gevent's wait for an event of its loop, which nobody runs here.
+_fork, _waitpid = os.fork, os.waitpid
 
 
 class TemplateHost(Host):
@@ -147,10 +151,10 @@ class Template:
 
         Freezes all objects: forks share the pages, and a collection of garbage in each would write to all of them.
         """
-        pid = os.fork()
+        pid = _fork()
         if not pid:
             os._exit(0)
-        os.waitpid(pid, 0)
+        _waitpid(pid, 0)
         compile_checks(Side.STUB)
         gc.collect()
         gc.freeze()
@@ -169,9 +173,9 @@ class Template:
     def _next(self) -> Handshake | None:
         """Wait for a message and handle it. Returns a handshake in a fork, None in the template."""
         work, control = self._handshake.conversation.channel, self._handshake.control
-        poll = select.poll()
-        poll.register(work.fileno(), select.POLLIN)
-        poll.register(control.fileno(), select.POLLIN)
+        poll = new_poll()
+        poll.register(work.fileno(), POLLIN)
+        poll.register(control.fileno(), POLLIN)
         # FORK on the control channel goes before FINALIZE on the work channel.
         if control.fileno() not in [fd for fd, _ in poll.poll()]:
             self._end()
@@ -203,7 +207,7 @@ class Template:
         sys.stderr.flush()
         parent_pid = os.getpid()
         try:
-            pid = os.fork()
+            pid = _fork()
         except OSError as error:
             self._log(logger.ERROR, f"{name} cannot be forked: {error.strerror}", __file__, 0)
             pid = -1
@@ -246,7 +250,7 @@ class Template:
             self._wait_for(pid, os.WNOHANG)
 
     def _wait_for(self, pid: int, options: int) -> None:
-        ended, status = os.waitpid(pid, options)
+        ended, status = _waitpid(pid, options)
         if ended:
             self._forks.discard(pid)
             self._exit_codes[pid] = os.waitstatus_to_exitcode(status)

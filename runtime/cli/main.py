@@ -35,6 +35,7 @@ from moonpool.runtime.cli.tune import command as tune
 from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.model.gpus import EXPERIMENTAL
 from moonpool.runtime.process.sigterm import exit_on_sigterm
+from moonpool.runtime.process.spawner import fill_standard_descriptors
 from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.version import VERSION
 
@@ -91,6 +92,7 @@ example:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. Raises SystemExit as argparse does."""
+    _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a µ or an … must not make a command fail.
         if isinstance(stream, io.TextIOWrapper):
@@ -128,6 +130,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.verbose:
             _complain_more(error)
         return FAILED
+
+
+def _open_missing_streams() -> None:
+    """Read from nowhere, and write to nowhere, where a supervisor or a shell (`2>&-`) has closed a standard stream."""
+    fill_standard_descriptors()
+    for name, fd, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _nearest(unknown: Sequence[str], options: argparse.Namespace) -> str:

@@ -391,7 +391,7 @@ class PythonBackend(Backend):
             )
         except OSError as error:
             raise LoadFailed(
-                f"there is no scratch folder for '{name}': {error}", stage="start"
+                f"nothing could be prepared for the process of '{name}': {error}", stage="start"
             ) from error
         state: _ModelState = model.state
         names = unseen(os.environ, plan.environment)

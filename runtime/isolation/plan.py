@@ -21,6 +21,7 @@ from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.options import USUAL_WEIGHT
 from moonpool.runtime.model.confinement import Confinement
 from moonpool.runtime.process.child import StubProcess
+from moonpool.runtime.process.spawner import working_folder
 from moonpool.runtime.repository.environment import Environment
 from moonpool.runtime.repository.folder_cache import cache_root
 from moonpool.runtime.repository.grants import check_stays_inside, granted
@@ -134,7 +135,7 @@ def plan_for(
         forks=forks,
     )
     if not common.is_contained:
-        return IsolationPlan(common, str(environment.python), variables, os.getcwd(), ())
+        return IsolationPlan(common, str(environment.python), variables, working_folder(), ())
     _check_paths(model)
     access = access_to(gpus)
     read = needed_paths(model.source, environment, variables, folder)

@@ -98,6 +98,30 @@ def spawn(
     )
 
 
+def working_folder() -> str:
+    """Return the working directory of this process, or / if it was deleted: a child can begin there."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "/"
+
+
+def fill_standard_descriptors() -> None:
+    """Open /dev/null as each of the descriptors 0 to 2 that is closed, as a supervisor may leave them.
+
+    Otherwise the next socket would get the number, and with it everything that is written to the missing stream. And a process that
+    inherits a channel could not also have its own output under that number.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # The lowest number that is free, which is this one, unless another thread has just taken it.
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened > 2:
+                os.close(opened)
+
+
 def where_processes_start(act: Callable[[], _T]) -> _T:
     """Act on the thread that starts all processes, whose own properties they inherit, such as its processors. Raises as `spawn`."""
     return _spawner.submit(act)

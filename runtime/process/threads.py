@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import importlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -31,7 +33,7 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from moonpool.ipc.errors import Closed
+from moonpool.ipc.errors import Closed, MoonpoolError
 from moonpool.runtime.errors import OutOfThreads
 
 _log = logging.getLogger("moonpool")
@@ -41,6 +43,40 @@ _WHAT_TO_DO = (
     "raise the limit of processes and threads (ulimit -u, the container's limit of pids, or kernel.threads-max), "
     "or free memory"
 )
+
+# They run many tasks on one thread, and put their own functions and classes in the places of Python's.
+_PATCHING = ("gevent", "eventlet")
+# What a runtime takes from Python, and cannot work without.
+_RELIED_ON = (
+    ("_thread", "start_new_thread"),
+    ("_thread", "allocate_lock"),
+    ("queue", "SimpleQueue"),
+    ("select", "epoll"),
+    ("select", "poll"),
+    ("socket", "socket"),
+    ("subprocess", "Popen"),
+)
+
+
+def check_unpatched() -> None:
+    """Raise `MoonpoolError` if gevent or eventlet has replaced threads, sockets or processes of this program.
+
+    A runtime would wait for ever: all its threads would be one, and the first call that blocks would stop them all.
+    """
+    libraries = [name for name in _PATCHING if name in sys.modules]
+    if not libraries:
+        return
+    replaced = []
+    for module, name in _RELIED_ON:
+        there = getattr(importlib.import_module(module), name, None)
+        # They take away what they have no replacement for.
+        if there is None or str(there.__module__).partition(".")[0] in libraries:
+            replaced.append(f"{module}.{name}")
+    if replaced:
+        raise MoonpoolError(
+            f"{' or '.join(libraries)} has replaced {', '.join(replaced)} in this program, and a runtime cannot work with that: "
+            "host the models in a process of its own (`moonpool serve`), and send it requests from here"
+        )
 
 
 # The thread on which signal handlers run, None if no handler of this process raises.

@@ -109,7 +109,7 @@ class Call:
     def make_bell(self) -> threading.Lock:
         """Return the bell that `ring` rings. An answer that came before it is in the inbox."""
         if self.bell is None:
-            bell = threading.Lock()
+            bell = threads.Lock()
             bell.acquire()
             self.bell = bell
         return self.bell
@@ -126,11 +126,11 @@ class Calls:
         self._replies: KnownCalls[tuple[bool, list[CallOutput]]] = KnownCalls(Kind.REPLY)
         self._numbers = itertools.count(1)
         self._open: dict[int, Call] = {}
-        self._leading = threading.RLock()
+        self._leading = threads.RLock()
         self._try_to_lead = self._leading.acquire
         self._followers: dict[int, Call] = {}
         self._send_queue = SendQueue(channel, _end)
-        self._starting = threading.Lock()
+        self._starting = threads.Lock()
         self._has_listener = False
         # Places of blocks of replies. The thread that drops the last view of a block appends its place.
         self.released: deque[Any] = deque()

@@ -20,7 +20,7 @@ import contextlib
 import os
 import socket
 import struct
-import threading
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -97,11 +97,8 @@ class ForkBroker:
 
     def _begin(self, end: socket.socket) -> None:
         self._ends.add(end)
-        thread = threading.Thread(
-            target=self._serve, args=(end,), name="moonpool-fork", daemon=True
-        )
         try:
-            thread.start()
+            threads.start(partial(self._serve, end), "moonpool-fork")
         except RuntimeError as error:  # the stub's own limit: the fork that asked gets the error
             with contextlib.suppress(OSError):  # the fork has ended
                 _send(end, ("raise", f"the process that hosts the model is full: {error}"))
@@ -112,6 +109,8 @@ class ForkBroker:
         try:
             with contextlib.suppress(OSError, EOFError):  # the fork has ended
                 _answer(end)
+        except Exception:  # its words make no sense: that harms the fork alone
+            traceback.print_exc()
         finally:
             self._close(end)
 

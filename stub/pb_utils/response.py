@@ -25,6 +25,7 @@ from typing import Any as MaybeNone
 from typing import Union
 
 from moonpool.ipc.messages import AGAIN, FINAL
+from moonpool.stub import threads
 from moonpool.stub.pb_utils.errors import TritonError, TritonModelException, bad_arguments, shown
 from moonpool.stub.pb_utils.tensor import PreferredMemory, Tensor
 
@@ -194,7 +195,7 @@ class ResponseIterator:
         iterator._seen = []
         iterator._index = 0
         iterator._is_over = iterator._is_begun = False
-        iterator._lock = threading.Lock()
+        iterator._lock = threads.Lock()
         return iterator
 
     _receive: Callable[[], InferenceResponse | None]
@@ -389,7 +390,7 @@ class Reply:
         self._is_open = False
         self._is_closed = False
         # A destructor may send in the middle of a send of the same thread.
-        self._lock = threading.RLock()
+        self._lock = threads.RLock()
 
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
         """Send by the rules of Triton's response senders. Raises `TritonModelException`."""

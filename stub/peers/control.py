@@ -21,8 +21,6 @@ it has ended, and only then closes the descriptor.
 from __future__ import annotations
 
 import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -125,7 +123,7 @@ class Control:
         self._regions = regions
         self._cancel = cancel
         self._handle_other = handle_other
-        self._listener = threads.start(self._listen, "moonpool-control")
+        self._listener = threads.BareThread(self._listen)
 
     def _listen(self) -> None:
         try:
@@ -211,11 +209,11 @@ class MetricChanges:
         self._sums: dict[int, tuple[int, float]] = {}
         self._observed: dict[tuple[int, float], int] = {}
         # A finalizer may interrupt the thread that holds it, and need it, too.
-        self._lock = threading.RLock()
+        self._lock = threads.RLock()
         # SimpleQueue.put may be called in the middle of itself, as a finalizer does.
         self._wishes: SimpleQueue[None] = SimpleQueue()
         self._is_wished = False
-        self._sender: threading.Thread | None = None
+        self._sender: threads.Thread | None = None
 
     def add(self, metric: int, operation: int, value: float) -> None:
         """Apply an operation to a metric, soon."""
@@ -248,7 +246,7 @@ class MetricChanges:
     def _run(self) -> None:
         while True:
             self._wishes.get()
-            time.sleep(_GATHER_S)
+            threads.sleep(_GATHER_S)
             # Before the flush: a change that comes during it must wake this thread again.
             self._is_wished = False
             self.flush()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import gc
 import os
-import select
-import socket
 import sys
 from collections import deque
+from select import POLLIN
+from select import poll as new_poll
 from typing import Any
 
 from moonpool.ipc.arena import Keep
@@ -189,13 +189,13 @@ class Peers:
         self._start = start
         self._all: dict[int, Peer] = {}
         # Not epoll, which makes each packet on a registered descriptor slower, and which a contained stub may not use.
-        self._poll = select.poll()
+        self._poll = new_poll()
         # Peers that the main thread does not know yet, and a pipe that wakes it from its poll.
         self._arrivals: deque[Peer] = deque()
         self._heard_fd = self._bell_fd = -1
         if start["shared"]:
             self._heard_fd, self._bell_fd = os.pipe()
-            self._poll.register(self._heard_fd, select.POLLIN)
+            self._poll.register(self._heard_fd, POLLIN)
         main.regions.keep = Keep(*(milliseconds / 1000 for milliseconds in start["keep_ms"]))
         self._arrive(main)
 
@@ -205,10 +205,10 @@ class Peers:
 
     def add(self, work_fd: int, control_fd: int) -> None:
         """Add a front end. It speaks as the runtime does after LOADED. For a shared stub, on the control thread."""
-        work = Channel(socket.socket(fileno=work_fd))
+        work = Channel.of_descriptor(work_fd)
         # Replaced by the regions of the new peer in its constructor.
         conversation = Conversation(work, Side.STUB, self._main.regions, after=Kind.LOADED)
-        control = Channel(socket.socket(fileno=control_fd))
+        control = Channel.of_descriptor(control_fd)
         peer = Peer(conversation, control, self._start, is_main=False)
         peer.control.listen(peer.regions, peer.cancel, _refuse)
         self._arrivals.append(peer)
@@ -218,7 +218,7 @@ class Peers:
         peer.regions.keep = self._main.regions.keep
         fd = peer.conversation.channel.fileno()
         self._all[fd] = peer
-        self._poll.register(fd, select.POLLIN)
+        self._poll.register(fd, POLLIN)
 
     def drop(self, peer: Peer, because: MoonpoolError) -> None:
         """Remove a front end that is gone or has broken the protocol."""

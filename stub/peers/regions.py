@@ -35,11 +35,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -51,6 +51,7 @@ from moonpool.ipc.memory import Lease, Region
 from moonpool.ipc.messages import MAX_STORED_BYTES, NO_DEVICE, Kind, Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.ipc.signals import at_once
+from moonpool.stub import threads
 
 if TYPE_CHECKING:
     from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
@@ -70,7 +71,7 @@ class Regions(Overflow):
         # For how long memory is kept that is not needed.
         self.keep = Keep(0.0, 0.0)
         self._arrived = threading.Condition()
-        self._granted: queue.SimpleQueue[Region | str] = queue.SimpleQueue()
+        self._granted: SimpleQueue[Region | str] = SimpleQueue()
         # Regions with requests, by number. `request_region` waits for one that is not here yet.
         self.requests: dict[int, Region] = {}
         # Places (region, offset) of blocks that came back, appended by any thread.
@@ -84,7 +85,7 @@ class Regions(Overflow):
         # None until memory on a device is first used.
         self.devices: DeviceMemory | None = None
         # Held by the thread that uses the arenas.
-        self._turn = threading.RLock()
+        self._turn = threads.RLock()
         self._is_deserted = False
 
     def add_first(self, region_id: int, size_bytes: int, fd: int, writer: int) -> None:

@@ -15,7 +15,6 @@ blocking, so that no thread is still sending when the descriptor goes away; the 
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +23,7 @@ from typing import Any
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import Closed, PeerGone
 from moonpool.ipc.signals import at_once
+from moonpool.stub import threads
 
 # The argument of `acquire` for a lock that is not waited for.
 _AT_ONCE = (False,)
@@ -48,7 +48,7 @@ class SendQueue:
         self._on_gone = on_gone
         self._items: deque[Any] = deque()
         self._packet_of = packet_of
-        self._turn = threading.Lock()
+        self._turn = threads.Lock()
         self._take_turn = self._turn.acquire
 
     @property

@@ -24,7 +24,6 @@ import errno
 import os
 import socket
 import sys
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Collection
@@ -72,7 +71,7 @@ class Denials:
         self._begin()
 
     def _begin(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = threads.RLock()
         self._texts: Counter[tuple[int, str]] = Counter()
         self._rest: Counter[int] = Counter()
         # Time, kind and text of each.
@@ -128,7 +127,8 @@ class Denials:
         if not self._has_sender:
             self._has_sender = True
             try:
-                threads.start_bare(self._run)
+                # The interrupted code may hold the locks of `threading`.
+                threads.BareThread(self._run)
             except (
                 RuntimeError
             ):  # the process may have no more threads; the next `flush` sends the denials
@@ -140,7 +140,7 @@ class Denials:
             # Cleared before the flush, so that a denial that comes after it wakes this thread again.
             self._is_wished = False
             self.flush()
-            time.sleep(_PAUSE_S)
+            threads.sleep(_PAUSE_S)
 
     def flush(self) -> None:
         """Send the denials until now, if `tell` was called."""

@@ -45,6 +45,24 @@ def test_it_serves_and_says_so_in_triton_s_words(models: Path) -> None:
 
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
+    "A server whose standard streams were closed serves, and ends in order.",
+)
+@pytest.mark.parametrize("frontends", [1, 2])
+def test_a_server_needs_no_standard_streams(models: Path, tmp_path: Path, frontends: int) -> None:
+    log = tmp_path / "log"
+    closing = ("bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash")
+    options = (f"--log-file={log}", f"--frontends={frontends}")
+    with starting(models, *options, before=closing) as server:
+        server.log = log
+        wait_until(lambda: log.exists() and "http" in server.ports, 60.0, "the server to start")
+        server.wait_for("Ready")
+        assert server.get("/v2/models/good/ready")[0] == 200
+        server.tell(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
     "Clients that connect and stay leave models the descriptors that they need.",
 )
 def test_clients_leave_models_the_descriptors_that_they_need(models: Path) -> None:

@@ -33,7 +33,7 @@ from moonpool.ipc.errors import Closed, PeerGone, ProtocolError
 from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.process.child import SpawnedProcess
 from moonpool.runtime.process.reactor import Reactor
-from moonpool.runtime.process.spawner import spawn
+from moonpool.runtime.process.spawner import spawn, working_folder
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.server.pool.messages import End, Word, codec
 
@@ -88,7 +88,7 @@ class FrontEndProcess:
                         str(os.getpid()),
                     ],
                     environment=_environment(),
-                    folder=os.getcwd(),
+                    folder=working_folder(),
                     output_fd=_STDERR,
                     fds=(end.fileno(),),
                 )

@@ -6,10 +6,11 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import threading
 
 import pytest
-from tests.runtime.cli.shell import MODELS, PATIENCE_S, CommandLine, write_model
+from tests.runtime.cli.shell import MODELS, PATIENCE_S, CommandLine, environment, write_model
 from tests.waiting import wait_until
 
 import moonpool
@@ -179,3 +180,37 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(cli: CommandLine) -> Non
 
     assert process.returncode == 128 + signal.SIGPIPE
     assert complaint == b""
+
+
+@pytest.mark.promise(
+    "The command line",
+    "A command whose standard streams are closed works all the same, and ends with the same exit code.",
+)
+@pytest.mark.parametrize(
+    ("closed", "words", "code"),
+    [
+        ("2>&-", ["check", str(MODELS), "primes"], 0),
+        (">&-", ["infer", str(MODELS), "normalise", "--input", "X=[[1,2]]"], 0),
+        ("<&-", ["top", "--once", "--url", "http://127.0.0.1:1"], 1),
+        (">&-", ["--version"], 0),
+        ("<&- >&- 2>&-", ["check", "nowhere"], 1),
+        ("<&- >&- 2>&-", ["infer"], 2),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_command_needs_no_standard_streams(
+    cli: CommandLine, closed: str, words: list[str], code: int
+) -> None:
+    program = [sys.executable, "-m", "moonpool", *words]
+    ended = subprocess.run(
+        ["bash", "-c", f'exec "$@" {closed}', "bash", *program],
+        env=environment(),
+        cwd=cli.folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+
+    assert (ended.returncode, "Traceback" in ended.stderr) == (code, False), ended.stderr
