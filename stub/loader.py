@@ -16,6 +16,8 @@ from moonpool.stub.report import describe, traceback_of
 
 CLASS_NAME = "TritonPythonModel"
 UTILITIES = ("triton_python_backend_utils", "c_python_backend_utils")
+# Has files with these names, for interpreters that the model starts: `multiprocessing` gives them the paths of this one.
+_IMPORTABLE = os.path.join(os.path.dirname(os.path.realpath(__file__)), "importable")
 
 
 class LoadError(MoonpoolError):
@@ -45,7 +47,7 @@ def load_triton(model_file: str, version_dir: str, model_dir: str, backend_dir: 
     stem, in_package = _named(path), _same_folder(os.path.dirname(path), version_dir)
     install_utilities(version_dir)
     folders = (version_dir, model_dir) if in_package else (os.path.dirname(path),)
-    _append_to_path((*folders, backend_dir))
+    _append_to_path((*folders, backend_dir, _IMPORTABLE))
     if in_package:
         module = _import(lambda: _import_in_package(stem, version_dir), path)
     else:
@@ -70,7 +72,7 @@ def load_native(file: str, qualname: str | None = None) -> Callable[..., object]
     stem = _named(path)
     install_utilities(os.path.dirname(path))
     hints.publish()
-    _append_to_path((os.path.dirname(path),))
+    _append_to_path((os.path.dirname(path), _IMPORTABLE))
     module = _import(lambda: _import_file(stem, path), path)
     return _find(module, path, qualname)
 

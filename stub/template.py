@@ -41,7 +41,7 @@ from moonpool.ipc.codec import compile_checks, control_codec, encode
 from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import Kind, Side
 from moonpool.ipc.policy import Policy
-from moonpool.stub import output
+from moonpool.stub import output, trackers
 from moonpool.stub.boot import die_with_parent
 from moonpool.stub.handshake import Handshake, shake_hands
 from moonpool.stub.loader import LoadError
@@ -236,6 +236,7 @@ class Template:
             channel.close()
         logger.set_sink(None)
         host.use(None)
+        trackers.forget()
         os.dup2(output_fd, 1)
         os.dup2(output_fd, 2)
         os.close(output_fd)

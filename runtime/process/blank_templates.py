@@ -321,8 +321,8 @@ def _end_unknown(pid: int) -> None:
 class _TemplateProcess(SpawnedProcess):
     """The process of a template."""
 
-    def _kill_group(self) -> None:
-        """Kill nothing: a fork is in the group of its template until it has a session of its own, and is not its own."""
+    def _end_group(self) -> None:
+        """End nothing: a fork is in the group of its template until it has a session of its own, and is not its own."""
 
 
 class _Fork(SpawnedProcess):

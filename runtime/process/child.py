@@ -6,9 +6,13 @@ the process has not been reaped: its pid, which is the group's number, too, is t
 that: `signal`, `kill` and `_reap` hold it, so no thread can signal a group that another thread is about to free. The exit
 code is set under the lock, and says that the number must not be used any more.
 
-Any thread may wait. Several threads may find that the process has ended; the first one that gets the lock reaps it. `_reap` first
-kills what the process left in its session, and only then takes the exit code. Then `StubProcess` ends the tree (`process_tree.py`): its
-keeper can only be reaped after all other processes of its namespace.
+Any thread may wait. Several threads may find that the process has ended; the first one that gets `_reaping` reaps it, and the others wait
+for that. It first ends what the process left in its group, and only then takes the exit code. Then `StubProcess` ends the tree
+(`process_tree.py`): its keeper can only be reaped after all other processes of its namespace.
+
+Some of what is left has work to do: `multiprocessing` and joblib start a process that removes the shared memory, semaphores and folders of
+the others when all of them have ended, however that came. Such a process ignores SIGTERM, so that is how it is known. `_end_group` kills the
+others, waits for these, `CLEAN_UP_S` at most, and kills what is left. `signal` and `kill` need not wait for that.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgpack
@@ -36,6 +41,12 @@ _BOOT, _CONFINE = str(_STUB / "boot.py"), str(_STUB / "confine.py")
 _MSGPACK = str(Path(msgpack.__file__).parent)
 # As `stub/confine.py` looks for it.
 _HANDED_ON = "MOONPOOL_HANDED_ON"
+# The most time that a process which cleans up after others has, and the pause between two looks.
+CLEAN_UP_S = 1.0
+_LOOK_S = 0.005
+# The place of the group in proc_pid_stat(5), counted after the command's name, and the bit of SIGTERM in masks of signals.
+_GROUP = 2
+_SIGTERM = 1 << signal.SIGTERM - 1
 
 
 class ChildProcess(ABC):
@@ -48,7 +59,7 @@ class ChildProcess(ABC):
         """Own the pidfd from now on."""
         self.pid = pid
         self.pidfd = pidfd
-        self._signalling = threading.Lock()
+        self._signalling, self._reaping = threading.Lock(), threading.Lock()
         self._exit_code: int | None = None
 
     @property
@@ -72,10 +83,9 @@ class ChildProcess(ABC):
                     signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
-        """Kill it, with all that it started in its session."""
+        """Kill it. Whoever waits for it ends what it started in its group."""
         with self._signalling:
             if self._exit_code is None:
-                self._kill_group()
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
@@ -89,9 +99,35 @@ class ChildProcess(ABC):
             self._reap()
         return self._exit_code
 
+    def _end_group(self) -> None:
+        """Kill what it left in its group, but let processes that clean up after others do so."""
+        end_s = time.monotonic() + CLEAN_UP_S
+        while self._has_group() and (left := list(members_of(self.pid))):
+            for pid in left:
+                if not _cleans_up(pid):
+                    self._kill_member(pid)
+            if time.monotonic() >= end_s:
+                break
+            time.sleep(_LOOK_S)
+        self._kill_group()
+
+    def _kill_member(self, pid: int) -> None:
+        """Kill a process of the group, unless it has left the group, or its number is another's by now."""
+        with contextlib.suppress(OSError):
+            pidfd = os.pidfd_open(pid)
+            try:
+                if self._has_group() and _group_of(pid) == self.pid:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            finally:
+                os.close(pidfd)
+
+    @abstractmethod
+    def _has_group(self) -> bool:
+        """Return True if the number of its group is still its own."""
+
     @abstractmethod
     def _kill_group(self) -> None:
-        """Kill all that it started in its session."""
+        """Kill all that it started in its group."""
 
     @abstractmethod
     def _reap(self) -> None:
@@ -126,17 +162,22 @@ class SpawnedProcess(ChildProcess):
             raise
         super().__init__(pid, pidfd)
 
+    def _has_group(self) -> bool:
+        return self.is_there()
+
     def _kill_group(self) -> None:
         # It has not been reaped, so its pid, which is its group's number, too, is still its own.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def _reap(self) -> None:
+        with self._reaping:
+            if self._exit_code is None:
+                self._end_group()
+                self._take_exit_code()
+
+    def _take_exit_code(self) -> None:
         with self._signalling:
-            if self._exit_code is not None:
-                return
-            # All that it started in its session ends with it.
-            self._kill_group()
             try:
                 result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
             except ChildProcessError:  # other code in this process reaps all children
@@ -217,6 +258,31 @@ class StubProcess(SpawnedProcess):
         # Not earlier: the keeper can be reaped only after all other processes of its namespace, this one included.
         if self.tree is not None:
             self.tree.end()
+
+
+def members_of(group: int) -> Iterator[int]:
+    """List the living processes of a group but the one that made it."""
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != group and _group_of(int(name)) == group:
+            yield int(name)
+
+
+def _group_of(pid: int) -> int:
+    """Return the group of a process; 0 if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[_GROUP])
+
+
+def _cleans_up(pid: int) -> bool:
+    """Return True if a process ignores SIGTERM, or holds it back as it does in its first moments."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
+        masks = [line.split()[1] for line in file if line.startswith((b"SigIgn:", b"SigBlk:"))]
+        return any(int(mask, 16) & _SIGTERM for mask in masks)
+    return False
 
 
 def boot_command(

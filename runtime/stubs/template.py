@@ -489,7 +489,13 @@ class ForkedProcess(ChildProcess):
         """Own the pidfd. `exit_code_of` asks the template once the process has ended, and may block."""
         super().__init__(pid, pidfd)
         self._exit_code_of = exit_code_of
-        self._reaping = threading.Lock()
+
+    def _has_group(self) -> bool:
+        try:
+            signal.pidfd_send_signal(self.pidfd, 0, None, _PIDFD_SIGNAL_PROCESS_GROUP)
+        except OSError as error:
+            return error.errno == errno.EINVAL and not self._has_ended()
+        return True
 
     def _kill_group(self) -> None:
         try:
@@ -509,5 +515,5 @@ class ForkedProcess(ChildProcess):
         # Not under the lock of `signal` and `kill`, which do not block.
         with self._reaping:
             if self._exit_code is None:
-                self._kill_group()
+                self._end_group()
                 self._exit_code = self._exit_code_of(self.pid)

@@ -86,7 +86,8 @@ def test_folders_are_appended_in_tritons_order(tmp_path: Path) -> None:
     load(tmp_path)
 
     folders = [tmp_path / "m" / "1", tmp_path / "m", tmp_path / "backend"]
-    assert sys.path == [*before, *map(str, folders)]
+    importable = Path(pb_utils.__file__).resolve().parents[1] / "importable"
+    assert sys.path == [*before, *map(str, folders), str(importable)]
 
 
 def test_a_folder_of_the_same_name_elsewhere_is_not_looked_into(
