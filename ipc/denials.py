@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 
 # In the order of their numbers on the wire.
 KINDS = ("open", "write", "socket", "bind", "connect", "resolve", "fork", "exec", "kill")
@@ -30,7 +31,12 @@ _WORDS = {
     EXEC: "start the program",
     KILL: "signal process",
 }
-TCP = "TCP"
+CALLS, PATHS, PORTS = (
+    "MOONPOOL_SANDBOX_SYSCALLS",
+    "MOONPOOL_SANDBOX_PATHS",
+    "MOONPOOL_SANDBOX_PORTS",
+)
+TCP, UNIX = "TCP", "Unix"
 # In the text of an error, the option that would allow the act follows these words.
 TOLD = "the sandbox refused it: "
 _ANY_PORT = re.compile(r":([0-9]{1,5})\Z")
@@ -55,26 +61,35 @@ def option_for(kind: int, text: str) -> str:
         # A granted path has to exist, and a file that a model writes often does not exist yet.
         path = os.path.dirname(text) if kind == WRITE else text
         access = "rw" if kind == WRITE else "ro"
-        return f"MOONPOOL_SANDBOX_PATHS{f'={access}:{path}' if _is_pasteable(path) else ''}"
+        return f"{PATHS}{f'={access}:{path}' if _is_pasteable(path) else ''}"
     if kind in (CONNECT, RESOLVE):
         port = _ANY_PORT.search(text)
         if port is None or not 0 < int(port[1]) < 65536:
-            return "MOONPOOL_SANDBOX_PORTS"
+            return PORTS
         # libc asks for names over TCP.
         also = ",53" if kind == RESOLVE and port[1] != "53" else ""
-        return f"MOONPOOL_SANDBOX_PORTS={int(port[1])}{also}"
+        return f"{PORTS}={int(port[1])}{also}"
     if kind == SOCKET:
-        return "MOONPOOL_SANDBOX_PORTS" if text == TCP else ""
+        by_family = {TCP: PORTS, UNIX: f"{CALLS}=unix"}
+        return by_family.get(text, "")
     return {
-        FORK: "MOONPOOL_SANDBOX_SYSCALLS=fork",
-        EXEC: "MOONPOOL_SANDBOX_SYSCALLS=fork,execve",
+        FORK: f"{CALLS}=fork",
+        EXEC: f"{CALLS}=fork,execve",
     }.get(kind, "")
 
 
 def would_allow(kind: int, text: str) -> str:
     """Return `MOONPOOL_SANDBOX_PATHS=ro:/data/weights would allow it`, or that no option does."""
-    option = option_for(kind, text)
-    return f"{option} would allow it" if option else "no option allows it"
+    return in_sentence([option_for(kind, text)])
+
+
+def in_sentence(options: Iterable[str]) -> str:
+    """Return the clause that these options would allow it, or that none does. Values of one option are joined, each once."""
+    values: dict[str, dict[str, None]] = {}
+    for option, _, value in (each.partition("=") for each in options if each):
+        values.setdefault(option, {}).update(dict.fromkeys(filter(None, value.split(","))))
+    said = [f"{option}={','.join(found)}" if found else option for option, found in values.items()]
+    return f"{' and '.join(said)} would allow it" if said else "no option allows it"
 
 
 def _is_pasteable(path: str) -> bool:

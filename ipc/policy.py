@@ -44,6 +44,7 @@ class Policy:
         cpus: Sequence[int] = (),
         nice: int = 0,
         forks: bool = False,
+        shares_scratch: bool = False,
     ) -> None:
         self.level = level
         # The user and group as which the stub runs, if the runtime is root.
@@ -67,6 +68,8 @@ class Policy:
         self.nice = nice
         # True for a template, from which instances are forked.
         self.forks = forks
+        # True for an instance that was forked from a template, as the others have the same scratch folder.
+        self.shares_scratch = shares_scratch
 
     @property
     def is_contained(self) -> bool:
@@ -77,6 +80,11 @@ class Policy:
     def may_start_processes(self) -> bool:
         """True if the process is contained and may start others, which have to end with it."""
         return self.is_contained and (self.forks or bool(_STARTING & set(self.syscalls)))
+
+    @property
+    def has_files_alone(self) -> bool:
+        """True if no other process may write to the files that this one may write to, so that no lock on them keeps anybody out."""
+        return not (self.may_start_processes or self.shares_scratch or self.granted)
 
     def changed(self, **changes: Any) -> Policy:
         """Return a copy with other values for some of its fields."""
@@ -124,6 +132,12 @@ _NO_TASK = (
     "failed to spawn thread",
     "what():  resource temporarily unavailable",  # std::thread
 )
+_NO_SPACE = (
+    "no space left on device",
+    "file size limit exceeded",
+    "file too large",
+    "disk quota exceeded",
+)
 _BY_NUMBER = {
     errno.ENOMEM: MEMORY,
     errno.EMFILE: ("open_files",),
@@ -169,6 +183,8 @@ def limit_in(text: str, limits: Mapping[str, int]) -> str:
         names = ("tasks", *MEMORY)
     elif any(words in text for words in _NO_MEMORY):
         names = MEMORY
+    elif any(words in text for words in _NO_SPACE):
+        names = ("file_bytes",)
     return _either(names, limits)
 
 

@@ -43,7 +43,7 @@ import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import Kind
-from moonpool.stub import output, pb_utils
+from moonpool.stub import output, pb_utils, trackers
 from moonpool.stub.coroutines import Coroutines
 from moonpool.stub.handshake import Handshake
 from moonpool.stub.hosts.calls import Calls
@@ -87,7 +87,8 @@ class Stub:
         main.control.listen(main.regions, main.cancel, self._handle)
         os.register_at_fork(after_in_child=self._peers.leave_to_parent)
         denials.watch(handshake.policy, start.get("layers", ()))
-        os.register_at_fork(after_in_child=denials.disown)
+        trackers.settle(handshake.policy, start.get("layers", ()))
+        os.register_at_fork(after_in_child=denials.disown, after_in_parent=denials.hear_forks)
         self._calls = Calls(handshake.calls, main.regions)
         self._host = StubHost(
             self._calls,

@@ -7,12 +7,13 @@ Whatever the runtime withholds from models, or limits, gets its sentence from a 
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Callable
 
+from moonpool.ipc.denials import CALLS, PATHS
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.policy import MEMORY, Policy, limit_behind, reached
 from moonpool.stub.sandbox.denials import denials
@@ -121,7 +122,8 @@ _VAGUE = (ImportError, OSError, RuntimeError, SystemError)
 
 def advice(error: BaseException, text: str) -> str:
     """Return `; …` with the option that prevents this error, or "". `text` is the message of the error."""
-    return _first_of(_ADVISERS, error, text)
+    # An error that wraps another one has words of it, but its cause is known better.
+    return _first_of(_ADVISERS, error, text) or _first_of((_about_refusals_in_words,), error, text)
 
 
 def limit_advice(error: BaseException, text: str) -> str:
@@ -242,8 +244,125 @@ def _comes_of_environ(error: BaseException) -> bool:
     return frame is not None and frame.tb_frame.f_code in readers
 
 
+# The places of a refusal. An audit event names one act of Python's, and that is not enough in two cases. Some acts raise no event: those of
+# code in C, such as the locks of SQLite, or the function by which `multiprocessing` starts programs. And a library may need several grants
+# one after the other, of which its first error shows one. The modules in whose frames an error was raised, and the names that its last
+# functions use, tell both. It is a hint, which a model may forge, and which has nothing in it but the words below.
+_FORK, _PROGRAM, _SOCKETS = ("fork",), ("fork", "execve"), ("unix",)
+_EPOLL = ("epoll_create1", "epoll_ctl", "epoll_wait", "epoll_pwait")
+_REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS)
+
+# The calls that a library takes if the error came from below one of its modules.
+_OF_MODULES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("multiprocessing.popen_fork", _FORK),
+    ("multiprocessing.popen_spawn_posix", _PROGRAM),
+    ("multiprocessing.resource_tracker", _PROGRAM),
+    ("multiprocessing.popen_forkserver", _PROGRAM + _SOCKETS),
+    ("multiprocessing.forkserver", _PROGRAM + _SOCKETS),
+    ("multiprocessing.managers", _FORK + _SOCKETS),
+    ("multiprocessing.resource_sharer", _FORK + _SOCKETS),
+    ("joblib.externals.loky", _PROGRAM),
+    ("loky", _PROGRAM),
+    ("uvloop", _EPOLL),
+)
+# Its workers send descriptors to each other. After a fork they do so by the stub (`hosts/forks.py`), and by sockets otherwise.
+_SENDS_DESCRIPTORS = "torch.utils.data"
+_WITHOUT_FORK = (
+    "multiprocessing.popen_spawn_posix",
+    "multiprocessing.popen_forkserver",
+    "multiprocessing.forkserver",
+)
+# The calls behind names that the last function uses.
+_OF_NAMES = (
+    ("fork_exec", _PROGRAM),
+    ("epoll", _EPOLL),
+    ("EpollSelector", _EPOLL),
+    ("lockf", ("locks",)),
+)
+# Names that the last function uses to make shared memory and semaphores.
+_SHARED = frozenset(["shm_open", "SemLock", "SharedMemory", "Semaphore"])
+_SHARED_MEMORY = "rw:/dev/shm"
+# SQLite's word for a lock that was refused.
+_NO_LOCK = "access permission denied"
+
+
+def _about_places(error: BaseException, text: str, policy: Policy) -> str:
+    options = _grants_for(error, text) if policy.is_contained else []
+    return denials.sentence(options) if options else ""
+
+
+def _grants_for(error: BaseException, text: str) -> list[str]:
+    """Return the options with which what raised this error would work, as far as the places tell; [] if they tell nothing.
+
+    `text` is the message of the error.
+    """
+    if type(error).__module__ == "sqlite3" and _NO_LOCK in text:
+        return [_granting(["locks"])]
+    if not isinstance(error, OSError) or error.errno not in _REFUSED:
+        return []
+    modules, names, is_for_forks = _places(error)
+    calls = [call for module, needed in _OF_MODULES if _is_in(module, modules) for call in needed]
+    for name, needed in _OF_NAMES if error.errno == errno.EPERM else ():
+        if name in names:
+            calls += needed
+    if _is_in(_SENDS_DESCRIPTORS, modules) and any(_is_in(each, modules) for each in _WITHOUT_FORK):
+        calls += _SOCKETS
+    if error.errno != errno.EPERM and names & _SHARED:
+        # `multiprocessing` starts a process that removes what others leave there, but not for what only forks inherit.
+        calls += () if is_for_forks else _PROGRAM
+        return [f"{PATHS}={_SHARED_MEMORY}", *([_granting(calls)] if calls else [])]
+    return [_granting(calls)] if calls else []
+
+
+def _granting(calls: Iterable[str]) -> str:
+    """Return the option that grants these calls."""
+    return f"{CALLS}={','.join(calls)}"
+
+
+def _places(error: BaseException) -> tuple[set[str], set[str], bool]:
+    """Return the names of the modules through which the error went, and the names that its last two functions use.
+
+    And True if it came from a semaphore of `multiprocessing` that is for forks only.
+    """
+    modules: set[str] = set()
+    codes = []
+    is_for_forks = False
+    traceback = error.__traceback__
+    while traceback is not None:
+        modules.add(str(traceback.tb_frame.f_globals.get("__name__", "")))
+        is_for_forks |= traceback.tb_frame.f_locals.get("unlink_now") is True
+        codes.append(traceback.tb_frame.f_code)
+        traceback = traceback.tb_next
+    return modules, {name for code in codes[-2:] for name in code.co_names}, is_for_forks
+
+
+def _is_in(module: str, modules: Collection[str]) -> bool:
+    return any(each == module or each.startswith(f"{module}.") for each in modules)
+
+
 def _about_refusals(error: BaseException, text: str, policy: Policy) -> str:  # noqa: ARG001
     return denials.advice(error)
 
 
-_ADVISERS = (_about_refusals, _about_limits, _about_modules, _about_variables)
+def _about_refusals_in_words(error: BaseException, text: str, policy: Policy) -> str:  # noqa: ARG001
+    return denials.advice_in_words(text)
+
+
+def _about_users(error: BaseException, text: str, policy: Policy) -> str:
+    if not (policy.is_contained and isinstance(error, KeyError) and "getpwuid()" in text):
+        return ""
+    return (
+        "a contained model has a user without a name, and cannot read /etc/passwd: set USER for the runtime, where `getpass` and most "
+        "libraries look first"
+    )
+
+
+# What the places tell is certain, and the latest denial may be of something else.
+_ADVISERS = (
+    _about_places,
+    _about_refusals,
+    _about_limits,
+    _about_modules,
+    _about_variables,
+    _about_users,
+)

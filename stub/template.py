@@ -112,7 +112,9 @@ class Template:
         output.prepare()
         logger.set_levels(*self._handshake.start["log"])
         logger.set_sink(self._log)
-        denials.watch(self._handshake.policy, self._handshake.start.get("layers", ()))
+        layers = self._handshake.start.get("layers", ())
+        denials.watch(self._handshake.policy, layers)
+        trackers.settle(self._handshake.policy, layers)
         inherited = self._load()
         self._send_denials()
         try:

@@ -64,8 +64,9 @@ def modules(*folders: str) -> list[str]:
     for path in SOURCES:
         for folder in folders:
             base = (PACKAGE / folder).resolve()
-            if path.is_relative_to(base / "backends"):
-                continue  # a model's file, which only its own process imports
+            # Only a process of a model imports them: backends as the model's file, and what its children import under their own names.
+            if any(path.is_relative_to(base / name) for name in ("backends", "importable")):
+                continue
             if path.is_relative_to(base) and path.name != "__main__.py":
                 words = ["moonpool", folder, *path.relative_to(base).with_suffix("").parts]
                 names.append(".".join(words).removesuffix(".__init__"))

@@ -532,7 +532,8 @@ class Supervisor:
         for execution in self._scheduler.executing_since(since_ns):
             if execution.began_before(since_ns):
                 instance = execution.instance
-                self._backend.abort(instance, took_too_long(instance.name, limit_s))
+                because = took_too_long(instance.name, limit_s, self._model.denials)
+                self._backend.abort(instance, because)
         for instance in self._scheduler.deserted_since(since_ns):
             self._backend.abort(instance, kept_too_long(instance.name, limit_s))
         self._reactor.call_later(

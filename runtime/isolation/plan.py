@@ -96,7 +96,7 @@ class IsolationPlan:
 
     def for_a_fork(self, model: Model, template: Confinement) -> IsolationPlan:
         """Return the plan for a fork of this plan's process, which has the confinement `template`."""
-        policy = self.policy.changed(forks=False, limits=_limits(model))
+        policy = self.policy.changed(forks=False, limits=_limits(model), shares_scratch=True)
         return replace(self, policy=policy, processes=1, template=template, held=ExitStack())
 
     def number_of(self, gpu: int) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moonpool.ipc.denials import FORK, KINDS, in_words, option_for, would_allow
+from moonpool.ipc.denials import FORK, KINDS, in_sentence, in_words, option_for, would_allow
 from moonpool.runtime.process.terminal import one_line
 
 _log = logging.getLogger("moonpool")
@@ -113,6 +113,15 @@ class DenialBook:
         with self._lock:
             of = self._instances.get(instance)
             return dict(zip(KINDS, of.counts if of else [0] * len(KINDS), strict=True))
+
+    def since(self, instance: str, since_ms: int) -> str:
+        """Return a clause with the latest denial since that time of the epoch, and the option that would allow it; "" for none."""
+        found = [each for each in self.latest(instance) if each.last_ms >= since_ms]
+        if not found:
+            return ""
+        kind, text = KINDS.index(found[0].kind), found[0].text
+        options = one_line(in_sentence(each.option for each in found))
+        return f"its sandbox did not let it {one_line(in_words(kind, text))}: {options}"
 
     def latest(self, instance: str) -> list[Denial]:
         """Return the samples, the latest first."""

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from moonpool.ipc import syscalls
-from moonpool.ipc.policy import limit_in, reached
+from moonpool.ipc.policy import limit_in, limit_named, reached
 from moonpool.runtime.process.child import exit_in_words
 
-_SIGINT, _SIGKILL, _SIGXFSZ, _SIGSYS = -2, -9, -25, -31
+_SIGINT, _SIGBUS, _SIGKILL, _SIGXFSZ, _SIGSYS = -2, -7, -9, -25, -31
 # Enough for the message of an uncaught C++ exception, or of an allocator that gives up.
 _LAST_LINES = 5
 # The line that faulthandler writes before the stacks.
@@ -79,6 +79,10 @@ def death_in_words(
         return f"{words}: it {limit}", f"; its last words were: {_last_words(tail)}"
     if code == _SIGXFSZ and "file_bytes" in limits:
         return f"{words}: it {reached('file_bytes', limits['file_bytes'])}", ""
+    if code == _SIGBUS and "file_bytes" in limits:
+        # It wrote to memory for which its file system had no room. Others can cut none of its files short.
+        limit = limit_named("file_bytes", limits["file_bytes"])
+        return f"{words}, perhaps because its shared memory and files reached their {limit},", ""
     if code == _SIGKILL:
         if oom_killed:
             return f"{words}: the kernel's out-of-memory killer was at work", ""

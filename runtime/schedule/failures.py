@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,6 +17,7 @@ from moonpool.runtime.errors import (
 )
 from moonpool.runtime.model.backend import ModelInstance
 from moonpool.runtime.model.config.options import ModelOptions
+from moonpool.runtime.model.denials import DenialBook
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.schedule.scheduler import Scheduler, call
 
@@ -66,10 +68,15 @@ def notify_callers(
     all_of(call, steps)
 
 
-def took_too_long(instance: str, limit_s: float) -> ExecuteTimedOut:
-    """Make the error for the requests of a batch that an instance did not execute in time."""
+def took_too_long(instance: str, limit_s: float, denials: DenialBook) -> ExecuteTimedOut:
+    """Make the error for the requests of a batch that an instance did not execute in time.
+
+    A refusal of the sandbox meanwhile may be the reason: what a process that the model started was refused is no error of the model.
+    """
+    refused = denials.since(instance, time.time_ns() // 1_000_000 - int(limit_s * 1000))
     return ExecuteTimedOut(
         f"Stub process '{instance}' took longer than {limit_s:g} s to execute a batch and was ended"
+        f"{f'; {refused}' if refused else ''}"
     )
 
 

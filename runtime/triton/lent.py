@@ -198,7 +198,7 @@ class LentInstance(ModelInstance):
         """Handle OVERDUE: a batch takes too long, so kill the process. The shim will send LOST."""
         limit_s = self.model.options.execute_timeout_s
         if generation == self.generation and limit_s is not None:
-            self.backend.abort(self, took_too_long(self.name, limit_s))
+            self.backend.abort(self, took_too_long(self.name, limit_s, self.model.denials))
 
     def memory(self, generation: int, writer: int) -> Allotment:
         """Return the allotment of this generation's process for the regions that `writer` writes. Raises `PeerGone`."""

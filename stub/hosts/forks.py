@@ -9,6 +9,9 @@ No side waits for a process that is gone: the end of either process closes its e
 file. This works only if no third process holds a copy of an end. So a new fork closes the ends that the stub has at
 that moment, and the stub shuts an end down before it closes it, in case a fork has copied it in that very moment.
 
+Descriptors that the processes pass to each other lie with the stub for that time (`descriptors.py`): a fork says so when it knocks, and keeps
+the pair.
+
 The broker starts after the first fork, in the parent. If the machine has no thread to spare, the next fork tries again. If a thread
 for one question cannot be started, the fork that asked gets an error. For responses to a stream there is a second thread, which
 waits for the end of the fork's messages: that cancels the request.
@@ -31,6 +34,7 @@ from moonpool.ipc.codec import encode, unpacked
 from moonpool.ipc.errors import LocalProtocolError
 from moonpool.ipc.tensors import BYTES, DTYPES
 from moonpool.stub import output, pb_utils, threads
+from moonpool.stub.hosts import descriptors
 from moonpool.stub.pb_utils import host
 from moonpool.stub.pb_utils.errors import ErrorCode, TritonError, TritonModelException
 from moonpool.stub.pb_utils.host import Host
@@ -43,6 +47,8 @@ if TYPE_CHECKING:
     import asyncio
 
 _LENGTH = struct.Struct("<Q")
+# What a fork wants when it knocks: to ask one question, or to share descriptors.
+_ASKS, _SHARES = b"\0", b"\1"
 _GONE = "The process that hosts the model has ended."
 # The methods of the stub's host that a fork may call, beside inference.
 _METHODS = frozenset(
@@ -68,6 +74,8 @@ class ForkBroker:
         self._is_open = False
         # The ends of the questions that are being answered.
         self._ends: set[socket.socket] = set()
+        self._shelf = descriptors.Shelf()
+        descriptors.use(self._shelf)
         os.register_at_fork(after_in_parent=self._open, after_in_child=self._move_out)
 
     def _open(self) -> None:
@@ -86,6 +94,7 @@ class ForkBroker:
             output.prepare_fork()
             pb_utils.use_memory(None)
             host.use(ForkedHost(self._outside))
+            descriptors.use(descriptors.ForkedShelf(partial(_knock, self._outside, _SHARES)))
 
     def _listen(self) -> None:
         while True:
@@ -93,22 +102,24 @@ class ForkBroker:
             if not knock:  # no process holds the other end any more
                 return
             for fd in fds:
-                self._begin(socket.socket(fileno=fd))
+                self._begin(
+                    socket.socket(fileno=fd), self._shelf.serve if knock == _SHARES else _answer
+                )
 
-    def _begin(self, end: socket.socket) -> None:
+    def _begin(self, end: socket.socket, answer: Callable[[socket.socket], None]) -> None:
         self._ends.add(end)
         try:
-            threads.start(partial(self._serve, end), "moonpool-fork")
+            threads.start(partial(self._serve, end, answer), "moonpool-fork")
         except RuntimeError as error:  # the stub's own limit: the fork that asked gets the error
             with contextlib.suppress(OSError):  # the fork has ended
                 _send(end, ("raise", f"the process that hosts the model is full: {error}"))
             self._close(end)
 
-    def _serve(self, end: socket.socket) -> None:
-        """Answer one question of a fork, on its own thread."""
+    def _serve(self, end: socket.socket, answer: Callable[[socket.socket], None]) -> None:
+        """Answer one question of a fork, or share its descriptors, on a thread of its own."""
         try:
             with contextlib.suppress(OSError, EOFError):  # the fork has ended
-                _answer(end)
+                answer(end)
         except Exception:  # its words make no sense: that harms the fork alone
             traceback.print_exc()
         finally:
@@ -132,14 +143,10 @@ class ForkedHost(Host):
             packet = encode(*question)
         except LocalProtocolError as error:
             raise TritonModelException(str(error)) from error
-        ours, theirs = socket.socketpair()
         try:
-            socket.send_fds(self._broker, [b"\0"], [theirs.fileno()])
+            ours = _knock(self._broker, _ASKS)
         except OSError as error:
-            ours.close()
             raise TritonModelException(_GONE) from error
-        finally:
-            theirs.close()
         with contextlib.suppress(OSError):  # the answer, or its absence, tells why nobody listens
             _send_packet(ours, packet)
         return ours
@@ -206,6 +213,20 @@ class ForkedHost(Host):
 
     def metric_value(self, metric: int) -> float:
         return float(self._call("metric_value", metric))
+
+
+def _knock(broker: socket.socket, wish: bytes) -> socket.socket:
+    """Return the end of a new pair with the stub, for what the fork wants of it. Raises OSError if the stub is gone."""
+    kind = socket.SOCK_SEQPACKET if wish == _SHARES else socket.SOCK_STREAM
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    try:
+        socket.send_fds(broker, [wish], [theirs.fileno()])
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return ours
 
 
 def _answer(end: socket.socket) -> None:

@@ -62,6 +62,8 @@ class Contained:
         # True if the process cannot change files of other users, whatever their modes are.
         self._others_are_safe = False
         self._granted: list[granted.Granted] = []
+        # The folder of its own shared memory; "" for none.
+        self._shared_memory = ""
 
     def put_on(self) -> None:
         """Put the layers on, and note them. Raises `SandboxRefused`."""
@@ -176,7 +178,11 @@ class Contained:
     def _rearrange_mounts(self) -> None:
         if self._has_mounts:
             with refusing("namespaces", "allow mounts in them to have a scratch folder in memory"):
-                self._others_are_safe = mounts.rearrange(self._policy, self._user, self._granted)
+                arranged = mounts.rearrange(self._policy, self._user, self._granted)
+            self._others_are_safe = arranged.is_read_only
+            if arranged.shared_memory:
+                self._shared_memory = arranged.shared_memory
+                self._applied.on.append(mounts.LAYER)
 
     def _give_up_rights(self) -> None:
         policy = self._policy
@@ -268,7 +274,7 @@ class Contained:
             *((path, read) for path in policy.read),
             *((each.fd, read) for each in self._granted),
             *((each.fd, _writing(each)) for each in self._granted if each.writes),
-            *([(policy.scratch, landlock.CHANGE)] if policy.scratch else []),
+            *((path, landlock.CHANGE) for path in (policy.scratch, self._shared_memory) if path),
         ]
 
     def _check_calls(self) -> None:
@@ -339,12 +345,14 @@ def _install_filter(
         granted=policy.syscalls,
         gpu=bool(policy.devices),
         metadata=others_are_safe,
+        has_files_alone=policy.has_files_alone,
         forks=policy.forks,
         signals_are_scoped=scoped,
         launches=launches,
     )
     machine = syscalls.this_machine()
-    seccomp.install(seccomp.program(machine, table, rules.KILLED, rules.ABSENT))
+    silent = rules.silent(has_files_alone=policy.has_files_alone)
+    seccomp.install(seccomp.program(machine, table, rules.KILLED, rules.ABSENT, silent))
 
 
 def _writing(path: granted.Granted) -> int:

@@ -10,6 +10,10 @@ The counts are a hint, and no part of the defence. Code in C raises no event, ho
 model chooses the texts of samples. So nothing depends on them, and everything is bounded: a few samples, a number for each
 kind, one message to the runtime in half a second, which the runtime charges like any other.
 
+A process that the model forked reports to nobody, and what it is refused may be the only reason why the model waits for it. So it sends each
+denial to the stub, over a pair of sockets that it inherits; packets that find no room are lost. A thread of the stub counts them, from the
+first fork on. What such a process says is as much worth as what the stub says: the same model wrote both.
+
 An event may come at any moment, even from a finalizer that interrupts this module. So the lock is one that its owner may take
 again, and the hook sends nothing, because a send may block. A thread sends the messages. It starts
 with the first refusal, as most models have none, and without `threading`, because the interrupted code may hold a lock of that module.
@@ -20,6 +24,7 @@ scratch folder; 10 to 25 µs for an `open` elsewhere, where links are followed. 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -33,10 +38,12 @@ from typing import Any, Callable
 from moonpool.ipc.codec import encode
 from moonpool.ipc.denials import (
     BIND,
+    CALLS,
     CONNECT,
     EXEC,
     FORK,
     KILL,
+    KINDS,
     MAX_BYTES,
     MAX_COUNT,
     MAX_TEXTS,
@@ -44,7 +51,8 @@ from moonpool.ipc.denials import (
     SOCKET,
     TOLD,
     WRITE,
-    would_allow,
+    in_sentence,
+    option_for,
 )
 from moonpool.ipc.messages import Kind, beginning
 from moonpool.ipc.policy import Policy, forked
@@ -56,6 +64,16 @@ _PAUSE_S = 0.5
 # The latest denials, one of which may be the reason of an error, and the most seconds between the two.
 _RECENT = 16
 _FRESH_S = 10.0
+# As Python and the C library word the answers of the filter, of Landlock and of mounts.
+_WORDS_OF_REFUSALS = (
+    "PermissionError",
+    "Operation not permitted",
+    "Permission denied",
+    "Read-only file system",
+    # Of a process that it started, by `concurrent.futures` and torch.
+    "terminated abruptly",
+    "exited unexpectedly",
+)
 _OF_CALLS = (SOCKET, BIND, CONNECT, FORK, EXEC, KILL)
 
 
@@ -68,6 +86,10 @@ class Denials:
         # The function that decides about an audit event, by its name.
         self.events: dict[str, Callable[[Any], Verdict]] = {}
         self._send: Callable[[bytes], object] | None = None
+        # In a stub whose model may fork: where its forks send their denials, and where the stub receives them.
+        self._from_forks: socket.socket | None = None
+        self._to_stub: socket.socket | None = None
+        self._is_fork = self._has_receiver = False
         self._begin()
 
     def _begin(self) -> None:
@@ -94,6 +116,10 @@ class Denials:
         if self._judge is not None and not self._is_hooked:
             self._is_hooked = True
             sys.addaudithook(_hook_of(self))
+        if policy.may_start_processes and not policy.forks and self._to_stub is None:
+            self._from_forks, self._to_stub = socket.socketpair(
+                socket.AF_UNIX, socket.SOCK_SEQPACKET
+            )
 
     def tell(self, send: Callable[[bytes], object]) -> None:
         """Report to the runtime from now on. `send` takes a packet for the control channel and may block."""
@@ -102,15 +128,45 @@ class Denials:
             self._wish()
 
     def disown(self) -> None:
-        """Stop counting, in a process that the model forked: only its parent reports to the runtime."""
+        """Send what is refused to the stub, in a process that the model forked: only the stub reports to the runtime."""
         self._begin()
-        self._judge = None
-        self.events = {}
+        self._send = None
+        self._is_fork = True
+        if self._from_forks is not None:
+            self._from_forks.close()
+        if self._to_stub is None:
+            self._judge = None
+            self.events = {}
+
+    def hear_forks(self) -> None:
+        """Begin to count what forks are refused, after the first fork. In the stub."""
+        if self._from_forks is not None and not self._has_receiver and not self._is_fork:
+            self._has_receiver = True
+            threads.BareThread(self._hear)
+
+    def _hear(self) -> None:
+        while self._from_forks is not None and self._hear_one(0):
+            pass
+
+    def _hear_one(self, flags: int) -> bool:
+        """Count a denial of a fork. Returns False if there is none, or no more."""
+        if self._from_forks is None:
+            return False
+        try:
+            packet = self._from_forks.recv(1 + 4 * MAX_BYTES, flags)
+        except OSError:
+            return False
+        if packet and packet[0] < len(KINDS):
+            self.note(packet[0], packet[1:].decode("utf-8", "replace"))
+        return bool(packet)
 
     def note(self, kind: int, text: str) -> None:
         """Count a denial, and keep it as a sample if there is room."""
         text = text[:MAX_BYTES].encode("utf-8", "backslashreplace").decode()
         text = beginning(text, MAX_BYTES)
+        if self._is_fork and self._to_stub is not None:
+            with contextlib.suppress(OSError):  # there is no room, or the stub has ended
+                self._to_stub.send(bytes([kind]) + text.encode(), socket.MSG_DONTWAIT)
         with self._lock:
             self._recent.append((time.monotonic(), kind, text))
             if (kind, text) in self._texts or len(self._texts) < MAX_TEXTS:
@@ -165,7 +221,27 @@ class Denials:
         """Return the sentence with the option that would have prevented this exception; "" if no denial led to it."""
         judge = self._judge
         found = self._behind(error, judge) if judge is not None else None
-        return "" if found is None else f"{TOLD}{would_allow(*found)}"
+        return "" if found is None else self.sentence([option_for(*found)])
+
+    def advice_in_words(self, text: str) -> str:
+        """Do the same for an error of which only the message says that something was refused: one that wraps another, or one of C."""
+        judge = self._judge
+        if judge is None or not any(words in text for words in _WORDS_OF_REFUSALS):
+            return ""
+        while self._hear_one(socket.MSG_DONTWAIT):
+            pass
+        found = self._latest(*range(len(KINDS)))
+        return "" if found is None else self.sentence([option_for(*found)])
+
+    def sentence(self, options: list[str]) -> str:
+        """Return the sentence that these options would allow what was refused, together with the calls that the model may make already.
+
+        The value of an option replaces the one that the model has.
+        """
+        granted = () if self._judge is None else self._judge.syscalls
+        if granted and any(option.startswith(CALLS) for option in options):
+            options = [f"{CALLS}={','.join(granted)}", *options]
+        return f"{TOLD}{in_sentence(options)}"
 
     def _behind(self, error: BaseException, judge: Judge) -> tuple[int, str] | None:
         if isinstance(error, socket.gaierror):

@@ -15,7 +15,19 @@ from collections.abc import Collection, Iterable, Mapping
 from types import FrameType
 from typing import Any, Callable, Optional
 
-from moonpool.ipc.denials import BIND, CONNECT, EXEC, FORK, KILL, OPEN, RESOLVE, SOCKET, TCP, WRITE
+from moonpool.ipc.denials import (
+    BIND,
+    CONNECT,
+    EXEC,
+    FORK,
+    KILL,
+    OPEN,
+    RESOLVE,
+    SOCKET,
+    TCP,
+    UNIX,
+    WRITE,
+)
 from moonpool.ipc.policy import Policy
 from moonpool.stub.sandbox import mounts, rules
 from moonpool.stub.sandbox.landlock import USE_DEVICE, WRITE_FILE, usual_files
@@ -43,6 +55,8 @@ class Judge:
         usual = usual_files(network=bool(policy.ports), gpu=bool(policy.devices))
         usual += [(path, USE_DEVICE) for path in policy.devices]
         own = [policy.scratch] if policy.scratch else []
+        if mounts.LAYER in names:
+            own.append(mounts.SHARED_MEMORY)
         granted = [path for path, _ in policy.granted]
         writable = [*own, *(path for path, writes in policy.granted if writes)]
         writable += [path for path, rights in usual if rights & WRITE_FILE]
@@ -54,6 +68,8 @@ class Judge:
         self._own = (f"{policy.scratch}/",) if policy.scratch else ()
         self._calls: Mapping[str, Alternatives] = {}
         self._ports = frozenset(policy.ports)
+        # The calls that the model was granted.
+        self.syscalls = tuple(policy.syscalls)
         self._hidden: tuple[str, ...] = ()
         if "namespaces" in names and policy.user is not None:
             found = mounts.covers([*policy.read, *granted, *own])
@@ -180,6 +196,8 @@ class Judge:
         is_internet = family in (socket.AF_INET, socket.AF_INET6)
         if is_internet and kind & 0xF == socket.SOCK_STREAM and protocol in (0, 6):
             return SOCKET, TCP
+        if family == socket.AF_UNIX and kind & 0xF in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+            return SOCKET, UNIX
         return SOCKET, f"family {int(family)}, type {int(kind)}, protocol {int(protocol)}"
 
     def _connects(self, args: tuple[Any, ...]) -> Verdict:

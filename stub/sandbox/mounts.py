@@ -4,8 +4,11 @@ A private user cannot pass a folder that is closed to others, such as a home, to
 needs. So the topmost closed folder is covered by an empty one, and the needed files are mounted again at their
 places. Granted paths have mounts of their own (`granted.py`).
 
+A process also gets shared memory of its own: a folder in place of /dev/shm, on the same file system in memory as its scratch folder, so
+that one limit holds for both. Nobody else's shared memory is there. If a grant names /dev/shm, or a folder above or below, it is left as it is.
+
 The order matters. The mounts of granted paths are copied first, because later mounts may cover their places. Then closed folders are
-covered, and the scratch folder is mounted. Then everything is made read-only. Last, the copies that stay writable are attached, outer
+covered, and the file system in memory is mounted. Then everything is made read-only. Last, the copies that stay writable are attached, outer
 ones before inner ones.
 
 Source: `mount(2)`, `mount_setattr(2)`, `open_tree(2)`, `move_mount(2)`, `tmpfs(5)`.
@@ -21,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from operator import itemgetter
+from typing import NamedTuple
 
 from moonpool.ipc.policy import Policy
 from moonpool.stub.sandbox import kernel
@@ -38,13 +42,26 @@ _BYTES_PER_FILE = 4096
 _FEWEST_FILES = 1024
 # `covers` recognizes the empty folders by this size.
 _COVER_BYTES = 1 << 20
+# The name of the layer that is on if the process has shared memory of its own, and the place of it.
+LAYER = "shared_memory"
+SHARED_MEMORY = "/dev/shm"
+# The two folders of the file system in memory.
+_SCRATCH, _SHARED = "scratch", "shm"
 
 
-def rearrange(policy: Policy, user: int | None, granted: Sequence[Granted]) -> bool:
+class Arranged(NamedTuple):
+    """Tells what came of it."""
+
+    # True if nothing can be written to but what is meant to be, which takes Linux 5.12.
+    is_read_only: bool
+    # The folder of the process's own shared memory; "" for none.
+    shared_memory: str
+
+
+def rearrange(policy: Policy, user: int | None, granted: Sequence[Granted]) -> Arranged:
     """Arrange the mounts as `policy` says, and attach `granted`. If the process will change its user, it becomes `user`.
 
-    Returns True if everything else is read-only now, which takes Linux 5.12. Raises OSError if the kernel
-    allows no mounts, and `SandboxRefused` if a path stays out of reach.
+    Raises OSError if the kernel allows no mounts, and `SandboxRefused` if a path stays out of reach.
     """
     _mount("none", "/", "", _REC | _PRIVATE)
     umask = os.umask(0o022)
@@ -55,11 +72,17 @@ def rearrange(policy: Policy, user: int | None, granted: Sequence[Granted]) -> b
                 each.copy_mount()
             if user is not None:
                 _open_up(policy.read, granted, policy.scratch, user)
-            if policy.scratch:
-                _own_scratch(policy.scratch, policy.scratch_bytes, user)
             attached = [(each.path, each.attach) for each in granted]
-            for path in filter(None, (policy.scratch, OWN_THREADS if policy.devices else "")):
-                fd = _copied(path)
+            writable = {OWN_THREADS: OWN_THREADS} if policy.devices else {}
+            shared_memory = ""
+            if policy.scratch:
+                _make_memory(policy.scratch, policy.scratch_bytes, user)
+                writable[policy.scratch] = f"{policy.scratch}/{_SCRATCH}"
+                shared_memory = _place_of_shared_memory(policy.granted)
+            if shared_memory:
+                writable[shared_memory] = f"{policy.scratch}/{_SHARED}"
+            for path, source in writable.items():
+                fd = _copied(source)
                 held.callback(os.close, fd)
                 attached.append((path, partial(_attach, path, fd)))
             is_read_only = _forbid_writing()
@@ -68,7 +91,15 @@ def rearrange(policy: Policy, user: int | None, granted: Sequence[Granted]) -> b
                 attach()
     finally:
         os.umask(umask)
-    return is_read_only
+    return Arranged(is_read_only, shared_memory)
+
+
+def _place_of_shared_memory(granted: Iterable[tuple[str, bool]]) -> str:
+    """Return the folder in whose place a process gets its own shared memory; "" if it is granted, or if there is none."""
+    place = os.path.realpath(SHARED_MEMORY)
+    names = [path.rstrip("/") + "/" for path, _ in granted]
+    is_granted = any(f"{place}/".startswith(name) or name.startswith(f"{place}/") for name in names)
+    return "" if is_granted or not os.path.isdir(place) else place
 
 
 def _forbid_writing() -> bool:
@@ -152,14 +183,17 @@ def _make_place(path: str, fd: int) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
 
 
-def _own_scratch(path: str, size_bytes: int, user: int | None) -> None:
-    """Mount a file system in memory, which ends with the process and cannot grow beyond its size."""
+def _make_memory(path: str, size_bytes: int, user: int | None) -> None:
+    """Mount a file system in memory, which ends with the process and cannot grow beyond its size, and make its two folders."""
     os.makedirs(path, exist_ok=True)
     owner = os.geteuid() if user is None else user
     group = os.getegid() if user is None else user
     files = max(_FEWEST_FILES, size_bytes // _BYTES_PER_FILE)
-    options = f"mode=0700,uid={owner},gid={group},size={size_bytes},nr_inodes={files}"
+    options = f"mode=0755,size={size_bytes},nr_inodes={files}"
     _mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, options)
+    for name in (_SCRATCH, _SHARED):
+        os.mkdir(f"{path}/{name}", 0o700)
+        os.chown(f"{path}/{name}", owner, group)
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:

@@ -16,6 +16,12 @@ The attacks behind the conditions fall into four kinds:
 - *to take memory away from under the runtime*: to punch holes into regions (`fallocate`, MADV_REMOVE);
 - *to use up what the kernel counts for the whole user, or not at all*: epoll, descriptors in sockets, sizes of pipes and sockets, locks.
 
+Some calls are answered with success and do nothing (`silent`), because libraries make them, take an error for a fault, and lose nothing by
+this answer. libc passes the number of a thread for what `pthread_getschedparam` and its like ask. A filter does not know which numbers are
+the process's own threads, and an answer of the kernel would tell which numbers exist. So all numbers get the same answer: the usual policy
+and priority, and no processors, which callers take for unknown. And locks on parts of files that no other process can reach keep nobody out.
+So a process has them without a lock in the kernel, of which it could make any number.
+
 F_SETFL and FIONBIO are allowed for O_NONBLOCK only. Each end of a channel has its own
 flags, and so has the stub's end of the output pipe. The runtime does not block on its own ends,
 whatever the stub does. Only the file descriptions of regions are shared with the runtime, and O_NONBLOCK means
@@ -88,6 +94,9 @@ getrlimit setrlimit getrusage sysinfo uname getrandom
 _OF_A_PROCESS = """
 getpgid getsid sched_getaffinity sched_getparam sched_getscheduler sched_getattr prlimit64
 """
+# libc makes these with the number of a thread.
+_OF_A_THREAD = "sched_getscheduler sched_getparam sched_getaffinity sched_setaffinity"
+_SCHED_OTHER = 0
 _OF_A_CLOCK = "clock_gettime clock_getres clock_nanosleep timer_create"
 _USUAL = " ".join(
     (_FILES, _WAITING, _SOCKETS, _MEMORY, _THREADS, _SIGNALS, _TIME, _ABOUT_ITSELF)
@@ -104,10 +113,13 @@ KILLED = frozenset(_ATTACKS.split())
 FORK = "fork"
 # May be granted, too: locks on parts of files, which SQLite uses.
 LOCKS = "locks"
-GRANTED_TOGETHER = frozenset([FORK, LOCKS])
+# May be granted, too: sockets with which the processes of a model talk. No filter and no rule of Landlock before its version 9 keeps them
+# from other sockets on the machine.
+UNIX = "unix"
+GRANTED_TOGETHER = frozenset([FORK, LOCKS, UNIX])
 # These fail with ENOSYS if they are refused. The flags of `clone3` lie in memory, which a filter cannot read; libc then uses
-# `clone`. `pthread_getattr_np` asks for the processors of its thread, and goes on without them after ENOSYS.
-ABSENT = frozenset(["clone3", "sched_getaffinity"])
+# `clone`.
+ABSENT = frozenset(["clone3"])
 
 _CLONE_THREAD = 0x00010000
 # CLONE_PTRACE, PARENT (whose children would be the runtime's), UNTRACED, and NEW* of mnt, cgroup, uts, ipc, user, pid, net.
@@ -125,6 +137,7 @@ def allowed(
     granted: Iterable[str] = (),
     gpu: bool = False,
     metadata: bool = False,
+    has_files_alone: bool = False,
     forks: bool = False,
     signals_are_scoped: bool = False,
     launches: bool = False,
@@ -132,9 +145,10 @@ def allowed(
     """Return the calls that the process `pid` may make.
 
     - `ports`: it may open TCP connections.
-    - `granted`: names of calls, `fork` for processes of its own, `locks` for locks on parts of files.
+    - `granted`: names of calls, `fork` for processes of its own, `locks` for locks on parts of files, `unix` for sockets of AF_UNIX.
     - `gpu`: it talks to the driver of GPUs.
     - `metadata`: it may change modes and times of the files that it can reach.
+    - `has_files_alone`: it may ask for locks on files, and gets those of `silent`.
     - `forks`: it is a template.
     - `signals_are_scoped`: Landlock keeps its signals inside the sandbox.
     - `launches`: it will become another program, which installs its own filter.
@@ -149,8 +163,7 @@ def allowed(
     if ports:
         table.update(_TCP)
     if gpu:
-        for name, alternatives in _GPU.items():
-            table[name] = (*table.get(name, ()), *alternatives)
+        _add(table, _GPU)
     if forks or FORK in granted:
         table.update(dict.fromkeys(("fork", "vfork"), ()))
         # A forked process makes its calls over a socket that it sends to its parent.
@@ -165,12 +178,31 @@ def allowed(
         table["seccomp"] = ()
     if launches:
         table["execve"] = ()
-    if LOCKS in granted:
-        table["fcntl"] = (*table["fcntl"], *_one_of(1, _LOCKING))
+    if LOCKS in granted or has_files_alone:
+        commands = _LOCKING if LOCKS in granted else (_F_GETLK,)
+        table["fcntl"] = (*table["fcntl"], *_one_of(1, commands))
+    if UNIX in granted:
+        _add(table, _UNIX)
     table.update(dict.fromkeys(granted - GRANTED_TOGETHER, ()))
     # A granted call keeps these conditions.
     conditions = _WITHOUT_SET_IDS | _CHANGES_WITHOUT_SET_IDS | _MAKES_WITHOUT_SET_IDS
     table.update({name: conditions[name] for name in granted & conditions.keys()})
+    return table
+
+
+def _add(table: dict[str, Alternatives], more: dict[str, Alternatives]) -> None:
+    """Add alternatives to those of a table. No alternatives allow a call without condition."""
+    for name, alternatives in more.items():
+        has_none = not alternatives or table.get(name) == ()
+        table[name] = () if has_none else (*table.get(name, ()), *alternatives)
+
+
+def silent(*, has_files_alone: bool = False) -> dict[str, Alternatives]:
+    """Return the calls that are answered with success and do nothing, unless they are allowed. The arguments are those of `allowed`."""
+    table: dict[str, Alternatives] = dict.fromkeys(_OF_A_THREAD.split(), ())
+    table["sched_setscheduler"] = _one_of(1, (_SCHED_OTHER,))
+    if has_files_alone:
+        table["fcntl"] = _one_of(1, (_F_SETLK, _F_SETLKW))
     return table
 
 
@@ -263,11 +295,17 @@ _GPU: dict[str, Alternatives] = {
     "listen": (),
 }
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS. No locks on parts of files: a process may
-# hold any number of them, each takes kernel memory that no limit counts, and F_GETLK tells pids. `flock` is bounded: it locks
+# hold any number of them, and each takes kernel memory that no limit counts. F_GETLK tells who holds one. `flock` is bounded: it locks
 # a whole file, once for each descriptor. No F_SETPIPE_SZ: the kernel counts the sizes of pipes for all processes of the user.
 _FCNTLS = (0, 1, 2, 3, 1030, 1032, 1034)
-# F_GETLK, F_SETLK, F_SETLKW, and the same for open file descriptions.
-_LOCKING = (5, 6, 7, 36, 37, 38)
+_F_GETLK, _F_SETLK, _F_SETLKW = 5, 6, 7
+# And the same for open file descriptions.
+_LOCKING = (_F_GETLK, _F_SETLK, _F_SETLKW, 36, 37, 38)
+# SOCK_STREAM and SOCK_SEQPACKET of AF_UNIX.
+_UNIX: dict[str, Alternatives] = {
+    "socket": (((0, ALL_BITS, (1,)), (1, _SOCK_TYPE, (1, 5))),),
+    **dict.fromkeys(("bind", "listen", "accept", "accept4", "connect"), ()),
+}
 # PR_GET_PDEATHSIG, GET_DUMPABLE, SET_NAME, GET_NAME, GET_SECCOMP, CAPBSET_READ, SET and GET_TIMERSLACK,
 # SET and GET_NO_NEW_PRIVS, SET and GET_THP_DISABLE, SVE_GET_VL, GET_TAGGED_ADDR_CTRL, SME_GET_VL, SET_VMA
 _PRCTLS = (2, 3, 15, 16, 21, 23, 29, 30, 38, 39, 41, 42, 51, 56, 64, 0x53564D41)

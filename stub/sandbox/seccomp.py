@@ -33,6 +33,8 @@ _END: Code = [(_RETURN, 0, 0, _KILL_PROCESS)]
 _LET_THROUGH: Code = [(_RETURN, 0, 0, _ALLOW)]
 _REFUSE: Code = [(_RETURN, 0, 0, _ERRNO | errno.EPERM)]
 _PRETEND_ABSENT: Code = [(_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+# An error with the number 0 is success.
+_PRETEND_DONE: Code = [(_RETURN, 0, 0, _ERRNO)]
 # Numbers of x86-64 with this bit are those of its x32 form.
 _X32 = 0x40000000
 _FARTHEST = 255
@@ -46,10 +48,12 @@ def program(
     allowed: Mapping[str, Alternatives],
     killed: Iterable[str] = (),
     absent: Collection[str] = (),
+    silent: Mapping[str, Alternatives] | None = None,
 ) -> bytes:
     """Return the filter for `machine`. `allowed` wins over `killed`. A call of another machine's table ends the process.
 
-    If a call is both allowed and absent, it fails with ENOSYS when its conditions refuse it.
+    If a call is both allowed and absent, it fails with ENOSYS when its conditions refuse it. A call that is not allowed succeeds without
+    effect if one of its alternatives in `silent` holds.
     Names of calls that the machine does not have are skipped. Raises KeyError for an unknown machine.
     """
     numbers = syscalls.numbers(machine)
@@ -58,10 +62,14 @@ def program(
         for name in names:
             if name in numbers:
                 judged[numbers[name]] = code
-    for name, alternatives in allowed.items():
-        if name in numbers:
-            otherwise = _PRETEND_ABSENT if name in absent else _REFUSE
-            judged[numbers[name]] = _checking(alternatives, otherwise)
+    silent = silent or {}
+    for name in [name for name in (*allowed, *silent) if name in numbers]:
+        code = _PRETEND_ABSENT if name in absent else _REFUSE
+        if name in silent:
+            code = _checking(silent[name], _PRETEND_DONE, code)
+        if name in allowed:
+            code = _checking(allowed[name], _LET_THROUGH, code)
+        judged[numbers[name]] = code
     instructions = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_IF_EQUAL, 1, 0, syscalls.ARCHITECTURES[machine]),
@@ -81,13 +89,13 @@ def install(filter_program: bytes) -> None:
         raise OSError(errno.EBUSY, f"thread {thread} has another filter")
 
 
-def _checking(alternatives: Alternatives, otherwise: Code) -> Code:
-    """Allow a call if one of the alternatives holds, or if there are none."""
+def _checking(alternatives: Alternatives, then: Code, otherwise: Code) -> Code:
+    """Go on with `then`, which has one instruction, if one of the alternatives holds, or if there are none."""
     if not alternatives:
-        return _LET_THROUGH
+        return then
     code: Code = []
     for conditions in alternatives:
-        checks = _LET_THROUGH
+        checks = then
         for argument, mask, values in reversed(conditions):
             checks = _comparing(argument, mask, list(values), len(checks)) + checks
         code += checks

@@ -218,3 +218,23 @@ def test_a_graph_has_states_that_grow_each_in_its_sequence(runtime: moonpool.Run
         [[10, 5]],
         [[10, 6], [10, 6, 0]],
     ]
+
+
+@pytest.mark.promise(
+    "Backends",
+    "The backends that come with moonpool log nothing of their own when a model loads and serves, at each level of the sandbox.",
+)
+@pytest.mark.parametrize("level", ["standard", "strict"])
+def test_the_log_has_no_word_of_the_backend(
+    repository: Path,
+    level: str,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for path in (repository, *repository.rglob("*")):
+        path.chmod(0o755)  # a contained instance may be another user
+    with moonpool.Runtime(repository, models=["add_sub"], sandbox=level) as runtime:
+        assert runtime.infer("add_sub", BOTH, timeout_s=60.0)["SUM"].tolist() == (A + 1).tolist()
+
+    assert [each.getMessage() for each in caplog.records if each.name == "moonpool.stub"] == []
+    assert "[add_sub" not in capfd.readouterr().out

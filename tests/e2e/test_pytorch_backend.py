@@ -235,3 +235,21 @@ def test_a_module_has_states_that_grow_each_in_its_sequence(
         [([0, 5], 5)],
         [([0, 6], 6), ([0, 6, 1], 7)],
     ]
+
+
+@pytest.mark.promise("Backends", "The backends that come with moonpool …")
+@pytest.mark.parametrize("level", ["standard", "strict"])
+def test_the_log_has_no_word_of_the_backend(
+    repository: Path,
+    level: str,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for path in (repository, *repository.rglob("*")):
+        path.chmod(0o755)  # a contained instance may be another user
+    with moonpool.Runtime(repository, models=["indexed"], sandbox=level) as runtime:
+        outputs = infer(runtime, "indexed", INPUT__0=THREES, INPUT__1=THREES)
+        assert outputs["OUTPUT__0"] == (THREES + THREES).tolist()
+
+    assert [each.getMessage() for each in caplog.records if each.name == "moonpool.stub"] == []
+    assert "[indexed" not in capfd.readouterr().out

@@ -61,8 +61,6 @@ ATTEMPTS = {
     "the runtime's priority": Attempt("processes.slow_down", PARENT),
     "a sibling's priority": Attempt("processes.slow_down", SIBLING),
     "a better priority": Attempt("processes.hurry", off=()),
-    "the runtime's cores": Attempt("processes.pin", PARENT),
-    "its own cores": Attempt("processes.pin", {"pid": 0}),
     "the runtime's scheduling": Attempt("processes.schedule", SIBLING),
     "a sibling's place at the disk": Attempt("processes.prioritise_io", SIBLING),
     "a fork": Attempt("processes.fork"),
@@ -132,6 +130,8 @@ QUESTIONS = [
     "setpgid",
     "sched_setaffinity",
 ]
+# libc asks these with the number of a thread. All numbers get the same answer.
+ANSWERED = {"sched_getaffinity", "sched_getscheduler", "sched_getparam", "sched_setaffinity"}
 # At `off`, these give this user the same error for every number, because the user may not ask.
 FOR_OWNERS = {"move_pages", "migrate_pages", "setpgid", "get_robust_list"}
 
@@ -151,7 +151,9 @@ def test_a_model_learns_of_no_number_whether_it_is_a_process(
 
     outcome = attackers("strict").tries("processes.ask_about", question=question, pids=pids)
 
-    if outcome.word != "killed":
+    if question in ANSWERED:
+        assert outcome.done == ["done"] * len(pids)
+    elif outcome.word != "killed":
         assert set(outcome.done) <= {"EPERM"} or set(outcome.done) <= {"ENOSYS"}, outcome
 
 
@@ -164,6 +166,39 @@ def test_without_a_sandbox_a_model_learns_it(
     there, absent = attackers("off").finds("processes.ask_about", question=question, pids=pids)
 
     assert there != absent
+
+
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "A thread may ask for its own policy, priority and processors. No call changes them, for a process or a thread of whatever number.",
+)
+def test_what_is_answered_changes_nothing(
+    runtime: moonpool.Runtime, attackers: Attackers, scene: dict[str, Any]
+) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) == 1:
+        pytest.skip("there is one processor, so there is nothing to change")
+    strict, off = attackers("strict"), attackers("off")
+    pids = [scene["parent"], scene["sibling"], strict.pid]
+    for pid in (*pids, 0):
+        strict.finds("processes.pin_to", pid=pid, cores=cores[:1])
+    assert [sorted(os.sched_getaffinity(pid)) for pid in pids] == [cores] * 3
+
+    off.finds("processes.pin_to", pid=off.pid, cores=cores[:1])
+    assert os.sched_getaffinity(off.pid) == {cores[0]}
+    off.finds("processes.pin_to", pid=off.pid, cores=cores)
+    assert answers(runtime)
+
+
+def test_a_thread_asks_about_itself_without_an_error(attackers: Attackers) -> None:
+    for level in ("off", "strict"):
+        assert attackers(level).finds("processes.ask_in_a_thread") == {
+            "pthread_getschedparam": [0, 0, 0],
+            "pthread_getaffinity_np": 0,
+            "pthread_setaffinity_np": 0,
+            "pthread_setschedparam": 0,
+            "pthread_getattr_np": 0,
+        }
 
 
 def test_a_model_may_ask_about_itself(attackers: Attackers) -> None:

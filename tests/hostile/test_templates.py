@@ -50,7 +50,6 @@ REACHES = [
     "slow_down",
     "prioritise_io",
     "limit",
-    "pin",
 ]
 
 

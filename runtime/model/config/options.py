@@ -443,7 +443,7 @@ OPTIONS = (
         "sandbox_syscalls",
         SYSCALLS,
         "System calls that a model at strict may make beside the usual ones. `fork` allows all"
-        " calls for child processes, `locks` the locks on parts of files.",
+        " calls for forked processes, `locks` the locks on parts of files, and `unix` Unix sockets, those of other programs included.",
     ),
     Option(
         "MOONPOOL_SANDBOX_MODELS",

@@ -246,9 +246,10 @@ class Directory(StubSharing):
         models = {each: model for model, each in self._models.items()}
         for stub in self._find(number):
             _, model_number = self._stubs[stub]
-            limit_s = models[model_number].options.execute_timeout_s
+            model = models[model_number]
+            limit_s = model.options.execute_timeout_s
             if limit_s is not None:
-                stub.abort(took_too_long(stub.name, limit_s))
+                stub.abort(took_too_long(stub.name, limit_s, model.denials))
 
     def _send_all(self, *message: object) -> None:
         for front_end in self._front_ends:

@@ -1,4 +1,4 @@
-"""What a native model imports from `moonpool`, in processes that a model starts under an interpreter without moonpool."""
+"""Has the names that a native model imports from `moonpool`, for processes that it starts under an interpreter without moonpool."""
 
 import importlib
 import os

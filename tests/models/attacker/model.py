@@ -18,6 +18,7 @@ import tries_processes
 import tries_protocol
 import tries_resources
 import tries_self
+import tries_sharing
 
 MODULES = {
     "files": tries_files,
@@ -29,6 +30,7 @@ MODULES = {
     "protocol": tries_protocol,
     "resources": tries_resources,
     "self": tries_self,
+    "sharing": tries_sharing,
 }
 
 

@@ -225,8 +225,34 @@ def hurry():
     os.setpriority(os.PRIO_PROCESS, 0, -5)
 
 
-def pin(pid):
-    os.sched_setaffinity(pid, os.sched_getaffinity(0))
+def pin_to(pid, cores):
+    os.sched_setaffinity(pid, cores)
+
+
+def ask_in_a_thread():
+    """Ask as libraries do for each of their threads. Return what libc answers: 0, or an error number."""
+    found = {}
+
+    def ask():
+        libc = ctypes.CDLL(None)
+        libc.pthread_self.restype = ctypes.c_void_p
+        me, policy, priority = (
+            ctypes.c_void_p(libc.pthread_self()),
+            ctypes.c_int(9),
+            ctypes.c_int(9),
+        )
+        mask, attributes = (ctypes.c_ulong * 16)(1), (ctypes.c_ulong * 16)()
+        error = libc.pthread_getschedparam(me, ctypes.byref(policy), ctypes.byref(priority))
+        found["pthread_getschedparam"] = [error, policy.value, priority.value]
+        found["pthread_setschedparam"] = libc.pthread_setschedparam(me, 0, ctypes.byref(priority))
+        found["pthread_setaffinity_np"] = libc.pthread_setaffinity_np(me, 128, mask)
+        found["pthread_getaffinity_np"] = libc.pthread_getaffinity_np(me, 128, mask)
+        found["pthread_getattr_np"] = libc.pthread_getattr_np(me, attributes)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return found
 
 
 def schedule(pid):

@@ -6,6 +6,8 @@ import struct
 from collections.abc import Sequence
 
 KILL, ALLOW, EPERM, ENOSYS = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026
+# An error without a number: success without effect.
+DONE = 0x00050000
 
 
 def verdict(

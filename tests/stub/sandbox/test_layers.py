@@ -34,9 +34,11 @@ def test_a_strict_process_says_which_layers_it_has(identity: Identity) -> None:
         results = identity.attempt(policy, "open('/proc/self/status').read()")
 
     names = [layer.partition(":")[0] for layer in results["on"]]
-    expected = ["dies_with_runtime", "limits", "namespaces", "own_user", "no_capabilities"]
-    expected += ["no_new_privs", "not_dumpable", "landlock", "seccomp"]
+    expected = ["dies_with_runtime", "limits", "namespaces", "shared_memory", "own_user"]
+    expected += ["no_capabilities", "no_new_privs", "not_dumpable", "landlock", "seccomp"]
     left_out = {sentence.partition(":")[0] for sentence in results["left_out"]}
+    if "namespaces" in left_out:
+        expected.remove("shared_memory")
     assert names == [name for name in expected if name not in left_out]
     assert left_out <= ({"namespaces"} if identity.is_root else {"namespaces", "own_user"})
     status = results["open('/proc/self/status').read()"]
@@ -102,8 +104,6 @@ def test_a_strict_process_does_not_do_what_attacks_do(identity: Identity) -> Non
         "os.listdir('/')",
         "os.listdir('/home')",
         "os.listdir('/tmp')",
-        "os.listdir('/dev/shm')",
-        "open('/dev/shm/x', 'w')",
         "open('/tmp/moonpool-out', 'w')",
         "os.listdir('/proc')",
         f"open('/proc/{os.getpid()}/environ').read()",
@@ -130,7 +130,6 @@ def test_a_strict_process_does_not_do_what_attacks_do(identity: Identity) -> Non
         "os.setuid(0)",
         "os.setsid()",
         "os.memfd_create('x')",
-        "os.sched_setaffinity(0, [0])",
         "os.setpriority(os.PRIO_PROCESS, 0, 1)",
         "import resource; resource.prlimit(os.getppid(), resource.RLIMIT_CORE)",
         "import fcntl; fcntl.fcntl(0, fcntl.F_SETFL, os.O_APPEND)",

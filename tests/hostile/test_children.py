@@ -1,0 +1,226 @@
+"""Processes that a contained model starts: its error names all grants that they take, and with these they work."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests import lesser_kernel
+from tests.e2e.hosting import options
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.e2e.test_children import CONFIG, LIBRARIES, found, written
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool.runtime.isolation import users
+from moonpool.stub.sandbox.granted import closed_above
+
+EPOLL = "epoll_create1,epoll_ctl,epoll_wait,epoll_pwait"
+# Each makes 9.
+USES = {
+    **LIBRARIES,
+    "manager": """
+with context.Manager() as manager:
+    found = manager.list([9])[0]
+""",
+    "program": """
+import subprocess, sys
+found = subprocess.run([sys.executable, "-c", "print(9)"], capture_output=True, text=True).stdout.strip()
+""",
+    "wrapped": """
+import subprocess, sys
+try:
+    found = subprocess.run([sys.executable, "-c", "print(9)"], capture_output=True, text=True).stdout.strip()
+except OSError as error:
+    raise RuntimeError(f"CompilerError: PermissionError: {error}") from None
+""",
+    "epoll": """
+import select
+select.epoll().close()
+found = 9
+""",
+    "uvloop": """
+import asyncio, uvloop
+found = uvloop.run(asyncio.sleep(0, 9))
+""",
+    "socket": """
+import socket
+socket.socket(socket.AF_UNIX).close()
+found = 9
+""",
+}
+# With the method, and the calls that the first error has to name.
+CASES = [
+    ("process", "fork", "fork"),
+    ("executor", "fork", "fork"),
+    ("process", "spawn", "fork,execve"),
+    ("executor", "spawn", "fork,execve"),
+    ("process", "forkserver", "fork,execve,unix"),
+    ("manager", "fork", "fork,unix"),
+    ("program", "fork", "fork,execve"),
+    ("wrapped", "fork", "fork,execve"),
+    ("epoll", "fork", EPOLL),
+    ("uvloop", "fork", EPOLL),
+    ("socket", "fork", "unix"),
+]
+
+
+def readable(folder: Path) -> Path:
+    written(folder)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return readable(tmp_path_factory.mktemp("children") / "model")
+
+
+@pytest.fixture(scope="module")
+def alone(runtime: moonpool.Runtime, folder: Path) -> str:
+    """The model without a grant."""
+    runtime.load("alone", folder, config=CONFIG | options(SANDBOX="strict"))
+    return "alone"
+
+
+def granted(runtime: moonpool.Runtime, folder: Path, calls: str) -> str:
+    name = calls.replace(",", "-")
+    if name not in runtime.models():
+        config = CONFIG | options(SANDBOX="strict", SANDBOX_SYSCALLS=calls)
+        runtime.load(name, folder, config=config)
+    return name
+
+
+@pytest.mark.promise(
+    "Seeing sandboxes",
+    "Where a library needs several grants to start processes, its first error names all of them, and they are enough.",
+)
+@pytest.mark.parametrize(("use", "method", "calls"), CASES)
+def test_the_grants_that_an_error_names_are_enough(
+    runtime: moonpool.Runtime, folder: Path, alone: str, use: str, method: str, calls: str
+) -> None:
+    with pytest.raises(moonpool.ModelError) as caught:
+        found(runtime, method, USES[use], alone)
+    said = re.findall(r"MOONPOOL_SANDBOX_SYSCALLS=(\S+) would allow it", str(caught.value))
+    assert said[:1] == [calls], str(caught.value)
+
+    name = granted(runtime, folder, calls)
+    assert found(runtime, method, USES[use], name) == "9"
+
+
+def test_an_error_names_the_calls_that_the_model_has_already(
+    runtime: moonpool.Runtime, folder: Path
+) -> None:
+    """The value of an option replaces the one before."""
+    with pytest.raises(moonpool.ModelError) as caught:
+        found(runtime, "fork", USES["program"], granted(runtime, folder, "unix"))
+    assert "MOONPOOL_SANDBOX_SYSCALLS=unix,fork,execve would allow it" in str(caught.value)
+
+
+REFUSED_IN_A_CHILD = """
+def refused(_):
+    import socket
+    try:
+        socket.socket(socket.AF_UNIX)
+    except OSError:
+        signal.pause()
+child = context.Process(target=refused, args=(1,))
+child.start()
+child.join()
+found = 9
+"""
+
+
+@pytest.mark.promise(
+    "Seeing sandboxes",
+    "What a process that a model started was refused is counted for the instance, and named where a batch then exceeds its time.",
+)
+def test_what_a_child_was_refused_is_named_at_the_deadline(
+    runtime: moonpool.Runtime, folder: Path
+) -> None:
+    limits = options(SANDBOX="strict", SANDBOX_SYSCALLS="fork", EXECUTE_TIMEOUT_S=3)
+    runtime.load("late", folder, config=CONFIG | limits)
+    try:
+        with pytest.raises(moonpool.ExecuteTimedOut) as caught:
+            found(runtime, "fork", REFUSED_IN_A_CHILD, "late")
+        assert "make a socket of Unix: MOONPOOL_SANDBOX_SYSCALLS=unix would allow it" in str(
+            caught.value
+        )
+        denials = runtime.registry.find("late").model.denials
+        wait_until(lambda: denials.counts("late_0")["socket"] == 1, 60.0)
+    finally:
+        runtime.unload("late")
+
+
+@pytest.mark.promise("Lifecycle", "Shared memory and semaphores that a model made …")
+def test_a_child_shares_the_memory_of_the_model(runtime: moonpool.Runtime, folder: Path) -> None:
+    code = """
+from multiprocessing import shared_memory
+block = shared_memory.SharedMemory(create=True, size=8)
+def write(name):
+    same = shared_memory.SharedMemory(name)
+    same.buf[0] = 9
+    same.close()
+child = context.Process(target=write, args=(block.name,))
+child.start()
+child.join()
+found = block.buf[0]
+block.close()
+block.unlink()
+"""
+    assert found(runtime, "fork", code, granted(runtime, folder, "fork")) == "9"
+
+
+WITHOUT_NAMESPACES = f"""
+import sys
+import moonpool
+from tests.e2e.test_children import found
+config = {CONFIG!r}
+for sandbox in ({options(SANDBOX="strict")!r}, {options(SANDBOX="strict", SANDBOX_PATHS="rw:/dev/shm")!r}):
+    with moonpool.Runtime() as runtime:
+        runtime.load("alone", sys.argv[1], config=config | sandbox)
+        for code in (
+            "lock = context.Lock(); lock.acquire(); found = 9",
+            "queue = context.Queue(); queue.put(9); found = queue.get()",
+            "from multiprocessing import shared_memory; shared_memory.SharedMemory(sys.argv[2], create=True, size=8)".replace("sys.argv[2]", repr(sys.argv[2])),
+        ):
+            try:
+                print(found(runtime, "fork", code, "alone"))
+            except moonpool.ModelError as error:
+                print(str(error).partition("\\n")[0].partition("refused it: ")[2])
+"""
+
+
+def test_without_mounts_of_its_own_it_takes_grants(folder: Path, is_root: bool) -> None:
+    """The last one needs another process as well."""
+    if is_root and closed_above(os.path.realpath(sys.base_prefix), users.LAST):
+        pytest.skip("without mounts its user could not reach this interpreter")
+    program = [
+        sys.executable,
+        "-c",
+        WITHOUT_NAMESPACES,
+        str(folder),
+        f"moonpool_hostile_{os.getpid()}",
+    ]
+    paths = [str(Path(__file__).parents[2]), *sys.path]
+    ended = subprocess.run(
+        lesser_kernel.command(program, unshare=errno.EPERM),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    # It was made before its error, and what removes such blocks is what was refused.
+    Path("/dev/shm", program[-1]).unlink(missing_ok=True)
+    path = "MOONPOOL_SANDBOX_PATHS=rw:/dev/shm would allow it"
+    calls = "MOONPOOL_SANDBOX_SYSCALLS=fork,execve would allow it"
+    both = f"{path.removesuffix(' would allow it')} and {calls}"
+    lines = [line for line in ended.stdout.splitlines() if not line.startswith("[")]
+    assert lines == [path, path, both, "9", "9", calls], ended.stderr
