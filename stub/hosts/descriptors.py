@@ -41,20 +41,22 @@ class Shelf:
     """Holds descriptors in the stub. Any thread may call any method."""
 
     def __init__(self) -> None:
-        self._fds: dict[bytes, int] = {}
+        # Each with the end of the fork that put it there, or None.
+        self._fds: dict[bytes, tuple[int, socket.socket | None]] = {}
 
-    def put(self, key: bytes, fd: int) -> None:
-        self._fds[key] = fd
+    def put(self, key: bytes, fd: int, owner: socket.socket | None = None) -> None:
+        if key in self._fds:  # only a model that makes its own keys does that
+            os.close(self.take(key))
+        self._fds[key] = fd, owner
 
     def take(self, key: bytes) -> int:
         try:
-            return self._fds.pop(key)
+            return self._fds.pop(key)[0]
         except KeyError:
             raise ConnectionError(_GONE) from None
 
     def serve(self, end: socket.socket) -> None:
         """Answer one fork until it has ended."""
-        own: set[bytes] = set()
         try:
             while True:
                 packet, fds, _, _ = socket.recv_fds(end, 1 + _KEY_BYTES, 1)
@@ -62,8 +64,7 @@ class Shelf:
                     return
                 key = packet[1:]
                 if packet[:1] == _PUT and fds:
-                    own.add(key)
-                    self.put(key, fds[0])
+                    self.put(key, fds[0], end)
                     end.send(_DONE)
                 elif packet[:1] == _TAKE and key in self._fds:
                     fd = self.take(key)
@@ -74,7 +75,7 @@ class Shelf:
                 else:
                     end.send(_FAILED)
         finally:
-            for key in own:
+            for key in [key for key, (_, owner) in list(self._fds.items()) if owner is end]:
                 with contextlib.suppress(OSError):
                     os.close(self.take(key))
 

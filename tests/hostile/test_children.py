@@ -152,7 +152,7 @@ def test_what_a_child_was_refused_is_named_at_the_deadline(
         assert "make a socket of Unix: MOONPOOL_SANDBOX_SYSCALLS=unix would allow it" in str(
             caught.value
         )
-        denials = runtime.registry.find("late").model.denials
+        denials = runtime._models.find("late").model.denials
         wait_until(lambda: denials.counts("late_0")["socket"] == 1, 60.0)
     finally:
         runtime.unload("late")
