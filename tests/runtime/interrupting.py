@@ -52,10 +52,16 @@ class RaisesAt:
     Python runs handlers of signals when a function begins, when a loop goes on, and after a call.
     """
 
-    def __init__(self, *numbers: int, within: tuple[str, ...] = PACKAGES) -> None:
-        """Raise at the first of these events, and then so many events later at the next one. `within` are the folders that count."""
+    def __init__(
+        self, *numbers: int, within: tuple[str, ...] = PACKAGES, at_lines: bool = True
+    ) -> None:
+        """Raise at the first of these events, and then so many events later at the next one. `within` are the folders that count.
+
+        Without `at_lines`, only calls and returns count. Between two lines without one, Python runs no handler.
+        """
         self.left = list(numbers)
         self._within = within
+        self._at_lines = at_lines
 
     def __enter__(self) -> RaisesAt:
         # The end of an object of another test is no place to raise.
@@ -87,7 +93,7 @@ class RaisesAt:
             self._count()
 
     def _trace(self, frame: FrameType, _: str, __: object) -> Any:
-        return self._line if self._counts(frame) else None
+        return self._line if self._at_lines and self._counts(frame) else None
 
     def _line(self, frame: FrameType, event: str, _: object) -> Any:
         if event == "line":
@@ -111,13 +117,14 @@ def interrupted_everywhere(
     within: tuple[str, ...] = PACKAGES,
     step: int = 1,
     again: int = 0,
+    at_lines: bool = True,
 ) -> int:
     """Interrupt `ask` at one event after the other, and `check` after each. Returns the number of events.
 
     With `again`, a second handler raises so many events after the first one. With `step`, only each `step`th event is taken.
     """
     for number in itertools.count(1, step):
-        raises = RaisesAt(number, *([again] if again else []), within=within)
+        raises = RaisesAt(number, *([again] if again else []), within=within, at_lines=at_lines)
         with suppress(Interrupted), raises:
             ask()
         has_ended = len(raises.left) > bool(again)

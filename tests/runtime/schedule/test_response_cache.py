@@ -444,10 +444,8 @@ def _parameters(count: int, name: str, value: Any) -> Any:
 
 
 def _outputs(count: int, name: str, *shape: int) -> Any:
-    raw: Any = np.zeros(int(np.prod(shape)), np.uint8)
-    return lambda number: Response(
-        {f"{name}{number}{i}": WireTensor(1, shape, raw) for i in range(count)}
-    )
+    tensor: Any = WireTensor(1, shape, np.zeros(int(np.prod(shape)), np.uint8))
+    return lambda number: Response({f"{name}{number}{i}": tensor for i in range(count)})
 
 
 # What a model chooses of its responses, and what an estimate could leave out.

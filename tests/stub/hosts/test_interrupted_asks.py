@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from tests.runtime.schedule.test_interrupts import Interrupted, interrupted_everywhere
+from tests.runtime.interrupting import Interrupted, interrupted_everywhere
 from tests.stub.hosts.test_usual_asks import FORMS, FROM_RUNTIME, ROWS, Asking, request
 from tests.waiting import wait_until
 
@@ -133,7 +133,7 @@ def test_an_interrupt_at_any_point_of_a_request_loses_nothing(
         kept.clear()
         answered.check()
 
-    assert interrupted_everywhere(ask, check) > 2
+    assert interrupted_everywhere(ask, check, at_lines=False) > 2
 
 
 def test_an_interrupt_at_any_point_of_a_decoupled_request_loses_nothing(
@@ -150,7 +150,7 @@ def test_an_interrupt_at_any_point_of_a_decoupled_request_loses_nothing(
         kept.clear()
         answered.check()
 
-    assert interrupted_everywhere(ask, check) > 20
+    assert interrupted_everywhere(ask, check, at_lines=False) > 20
 
 
 class Alarm:
