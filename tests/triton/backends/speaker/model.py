@@ -26,7 +26,8 @@ class TritonPythonModel:
     def initialize(self, args):
         args["model_repository"] = last(args["model_repository"])
         said = {
-            "path": [last(entry) for entry in PATH[-2:]],
+            # moonpool has one more behind them, for children of the model.
+            "path": [last(entry) for entry in PATH if "/backends/" in entry][-2:],
             "name": __name__,
             "file": os.path.basename(__file__),
             "folder": os.path.basename(os.path.dirname(__file__)),
