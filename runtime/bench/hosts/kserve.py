@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from moonpool.runtime.bench.hosts.process import ServerProcess, Unavailable, held_ports, port_of
-from moonpool.runtime.process.extras import EXTRAS, how_to_install, name_of
+from moonpool.runtime.process.extras import EXTRAS, how_to_install, module_of, name_of
 
 _ASK_S = 60.0
 # The Python beside which nvidia-pytriton is installed.
@@ -80,11 +80,7 @@ class MoonpoolHost(KserveHost):
 
     def __init__(self, models: Mapping[str, Path], options: Sequence[str] = ()) -> None:
         """Serve these models, folders by name. Raises `Unavailable`."""
-        missing = [
-            name
-            for name in map(name_of, EXTRAS["serve"])
-            if find_spec(name.replace("-", "_")) is None
-        ]
+        missing = [name_of(each) for each in EXTRAS["serve"] if find_spec(module_of(each)) is None]
         if missing:
             raise Unavailable(f"{', '.join(missing)} is missing: {how_to_install('serve')}")
         self._cleanup = contextlib.ExitStack()
