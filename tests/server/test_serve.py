@@ -270,10 +270,10 @@ def test_it_says_ready_with_models_missing_if_readiness_does_not_count_them(mode
 @pytest.mark.promise("The model repository of a server", "If a model of a repository …")
 def test_a_configuration_that_cannot_be_used_keeps_no_server_from_being_ready(models: Path) -> None:
     (models / "all" / "1").mkdir(parents=True)
-    (models / "all" / "config.pbtxt").write_text('platform: "tensorrt_plan"')
+    (models / "all" / "config.pbtxt").write_text('platform: "nonsense"')
     with starting(models) as server:
         assert server.wait() == 1
-        assert "unexpected platform type 'tensorrt_plan' for all" in server.text()
+        assert "unexpected platform type 'nonsense' for all" in server.text()
         assert "To serve the others, add --exit-on-error=false" in server.text()
     with running(models, "--exit-on-error=false") as server:
         # As in Triton, a model whose configuration cannot be used does not count.
