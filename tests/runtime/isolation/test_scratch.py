@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_removed_is_logged(
         patch.setattr(os, "rmdir", refuse)
         scratch.remove(folder)
 
-    assert f"the scratch folder {folder} stays" in caplog.text
+    assert f"cannot remove the scratch folder {folder}" in caplog.text
     scratch.remove(folder)
     assert not list(place.iterdir())
 
