@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import select
 import weakref
@@ -59,15 +60,15 @@ running_loop = asyncio._get_running_loop
 class WatchedSocket:
     """One stub's socket, under a descriptor number that only its watcher uses."""
 
-    __slots__ = ("_fds", "_poll", "execution", "fd", "is_registered", "link")
+    __slots__ = ("_files", "_poll", "execution", "fd", "is_registered", "link")
 
     def __init__(self, link: Pending) -> None:
         """Duplicate the socket of a stub. Raises OSError if the stub has ended and its socket is closed."""
         self.link = link
-        # One call into C: no signal handler runs between the duplicate and its place in the list.
-        self._fds: list[int] = []
-        self._fds.extend(map(os.dup, (link.fileno(),)))
-        self.fd = self._fds[0]
+        # One call into C: no signal handler runs between the duplicate and its owner. A file closes in one call, too.
+        self._files: list[io.FileIO] = []
+        self._files.extend(map(io.FileIO, map(os.dup, (link.fileno(),))))
+        self.fd = self._files[0].fileno()
         # True while the epoll reports it.
         self.is_registered = False
         # The execution whose answer is to come.
@@ -79,11 +80,11 @@ class WatchedSocket:
         return bool(self._poll.poll(0))
 
     def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.pop())
+        for file in self._files:
+            file.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_fds"):  # a signal handler may have raised before
+        if hasattr(self, "_files"):  # a signal handler may have raised before
             self.close()
 
 
@@ -146,13 +147,12 @@ class WatchedSockets:
 class Bell:
     """A descriptor that is readable from `ring` to `silence`."""
 
-    _fds: list[int]
-
     def __init__(self) -> None:
-        self._fds = []
         # One call into C, as above.
-        self._fds.extend(map(os.eventfd, (0,), (os.EFD_NONBLOCK | os.EFD_CLOEXEC,)))
-        self.fd = self._fds[0]
+        flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
+        self._files: list[io.FileIO] = []
+        self._files.extend(map(io.FileIO, map(os.eventfd, (0,), (flags,))))
+        self.fd = self._files[0].fileno()
 
     def ring(self) -> None:
         os.eventfd_write(self.fd, 1)
@@ -161,8 +161,8 @@ class Bell:
         os.eventfd_read(self.fd)
 
     def __del__(self) -> None:
-        for fd in getattr(self, "_fds", ()):
-            os.close(fd)
+        for file in getattr(self, "_files", ()):
+            file.close()
 
 
 class LoopDriver:
