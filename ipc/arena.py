@@ -15,7 +15,7 @@ are given up again once they are idle (`Idle`). The first of them is kept longer
 to copy a tensor into it, and most models that once had a large tensor will have another one. A block is named by region and offset, and the number of a region that was
 given up is not used for another one, so a late message about a block in it finds nothing.
 
-On the main thread of a stub, a signal handler of the model's may raise anywhere in this code. So the tables change with `at_once`: a block is in
+On the main thread of a stub, a signal handler of the model's may raise anywhere in this code. So the tables change at once (`signals.py`): a block is in
 use and with its new owner, or it is free.
 
 Not thread-safe: one thread at a time owns an arena. Other threads release blocks through a queue that the owner
@@ -24,6 +24,7 @@ drains. A lease may end in any thread, in the middle of a garbage collection, an
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -32,9 +33,12 @@ from typing import NamedTuple
 from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.memory import ALIGNMENT, Region
 from moonpool.ipc.region import headroom_bytes
-from moonpool.ipc.signals import at_once
+from moonpool.ipc.signals import at_once, set_at_once
 
 _PAGE = 4096
+# The last item of a list, and the place behind it.
+_LAST = slice(-1, None)
+_END = slice(sys.maxsize, None)
 
 
 class Block:
@@ -75,12 +79,10 @@ class Extents:
             block = self._spares[-1]
             if block.size_bytes == size_bytes:
                 self.uses += 1
-                at_once(
-                    self._spares.pop,
-                    partial(setattr, block, "holds", 1),
-                    partial(self.live.__setitem__, block.offset, block),
-                    partial(taken.append, block),
-                )
+                # Nobody reads the holders of a spare block.
+                block.holds = 1
+                tables = (self._spares, self.live, taken)
+                set_at_once(tables, (_LAST, block.offset, _END), ((), block, (block,)))
                 return block
             self._join_spares()
         return self._cut(size_bytes, taken)
@@ -91,11 +93,8 @@ class Extents:
                 rest = [(start + size_bytes, free - size_bytes)] if free > size_bytes else []
                 block = Block(self.region, start, size_bytes)
                 self.uses += 1
-                at_once(
-                    partial(self._free.__setitem__, slice(i, i + 1), rest),
-                    partial(self.live.__setitem__, start, block),
-                    partial(taken.append, block),
-                )
+                tables = (self._free, self.live, taken)
+                set_at_once(tables, (slice(i, i + 1), start, _END), (rest, block, (block,)))
                 return block
         return None
 
@@ -105,10 +104,10 @@ class Extents:
             self._join_spares()
         at_once(
             partial(self.live.__delitem__, block.offset),
-            partial(setattr, block, "holds", 0),
             partial(self._spares.append, block),
             *steps,
         )
+        block.holds = 0
 
     def _join_spares(self) -> None:
         while self._spares:
@@ -126,10 +125,7 @@ class Extents:
             first -= 1
             offset = free[first][0]
             size += free[first][1]
-        at_once(
-            self._spares.pop,
-            partial(free.__setitem__, slice(first, last), [(offset, size)]),
-        )
+        set_at_once((self._spares, free), (_LAST, slice(first, last)), ((), [(offset, size)]))
 
 
 class Arena:
