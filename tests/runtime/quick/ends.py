@@ -31,7 +31,7 @@ class Queued:
         # What the last reference to this one takes along.
         self.held = [np.ones(1000) for _ in range(10)]
 
-    def submit(self, request: InferenceRequest) -> None:
+    def enter(self, request: InferenceRequest) -> None:
         """Answer as a scheduler whose instances are all busy."""
 
 
@@ -54,7 +54,7 @@ class Refused:
     def __init__(self, ending: list[Any]) -> None:
         self.ending = ending
 
-    def submit(self, _: InferenceRequest) -> Any:
+    def enter(self, _: InferenceRequest) -> Any:
         return self.ending.pop()
 
 

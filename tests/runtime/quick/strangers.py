@@ -122,12 +122,12 @@ class Strangers:
 
 
 class UnknownScheduler:
-    """Has a `submit` that returns anything."""
+    """Takes a request in, and returns anything."""
 
     def __init__(self, result: Any) -> None:
         self._result = result
 
-    def submit(self, _: object) -> Any:
+    def enter(self, _: object) -> Any:
         return self._result
 
 
