@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from bdb import BdbQuit
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import CoroutineType
@@ -31,8 +31,10 @@ from typing import Any
 
 import numpy as np
 
+from moonpool.ipc.arena import Block
 from moonpool.ipc.errors import CODES, MoonpoolError
-from moonpool.ipc.messages import AGAIN, FINAL, Details
+from moonpool.ipc.memory import Region
+from moonpool.ipc.messages import AGAIN, FINAL, NO_DEVICE, Details
 from moonpool.ipc.tensors import BYTES
 from moonpool.runtime.errors import InvalidRequest, LoadFailed, QueueTimeout, RequestTimedOut
 from moonpool.runtime.model.backend import Model as Description
@@ -59,6 +61,7 @@ from moonpool.stub.pb_utils.request import RELEASE_RESCHEDULE, InferenceRequest,
 from moonpool.stub.pb_utils.response import InferenceResponse, Reply, ReplyPort
 from moonpool.stub.pb_utils.tensor import Tensor
 from moonpool.stub.peers.placement import Placer
+from moonpool.stub.peers.regions import Regions
 from moonpool.stub.report import describe
 from moonpool.testing.host import RecordingHost
 from moonpool.testing.model import LoadedModel
@@ -117,7 +120,7 @@ class Collector(ReplyPort):
         self._reshaped = of_outputs(config)
         self.is_decoupled = bool(start["decoupled"])
         self._names: list[str] = start["outputs"]
-        self._placer = Placer(_Nowhere(), start)  # type: ignore[arg-type]
+        self._placer = Placer(_NoRegions(), start)
         self._changed = threading.Condition(threading.RLock())
         self._open: dict[tuple[int, int], Exchange] = {}
 
@@ -182,22 +185,39 @@ class Collector(ReplyPort):
             )
 
 
-class _Nowhere:
-    """Stands for a region where outputs are checked for their place and not written."""
+class _Nowhere(Region):
+    """Stands for the region of outputs whose place is checked, and which are not written."""
 
-    id = offset = 0
+    id = size_bytes = 0
+    buffer = None
+
+    def write(self, offset: int, array: np.ndarray) -> None:
+        """Do nothing, since the test's copy is made elsewhere."""
+
+    def close(self) -> None:
+        """Do nothing, since there is no memory."""
+
+
+class _NoRegions(Regions):
+    """Places every output in `_Nowhere`."""
 
     def __init__(self) -> None:
-        self.region = self
+        super().__init__(_nobody)
+        self._nowhere = _Nowhere()
 
-    def allocate(self, size_bytes: int) -> _Nowhere:  # noqa: ARG002 - as Regions has it
-        return self
+    def allocate(
+        self,
+        size_bytes: int,
+        device: int = NO_DEVICE,  # noqa: ARG002 - as Regions has it
+        taken: list[Block] | None = None,
+    ) -> Block:
+        block = Block(self._nowhere, 0, size_bytes)
+        if taken is not None:
+            taken.append(block)
+        return block
 
-    def hold(self, blocks: Sequence[object]) -> None:
-        """Do nothing, since nothing lies in a region."""
-
-    def write(self, offset: int, data: np.ndarray) -> None:
-        """Do nothing, since the test's copy is made elsewhere."""
+    def take_back(self, blocks: Iterable[Block]) -> None:
+        """Do nothing, since no block holds memory."""
 
 
 _INSTANCE = "here"
