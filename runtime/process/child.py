@@ -83,7 +83,7 @@ class ChildProcess(ABC):
                     signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
-        """Kill it. Whoever waits for it ends what it started in its group."""
+        """Kill it. `wait` ends what it started in its group."""
         with self._signalling:
             if self._exit_code is None:
                 with contextlib.suppress(ProcessLookupError):

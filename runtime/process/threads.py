@@ -218,9 +218,8 @@ class TaskPool(Executor):
                 future.set_exception(error)
             else:
                 future.set_result(result)
-        except (
-            BaseException
-        ):  # callbacks of the future run here, and the thread has other tasks to do
+        except BaseException:
+            # Callbacks of the future run here, and the thread has other tasks to do.
             _log.exception("a callback of a task's future failed")
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -651,7 +651,7 @@ Done wait_for(PyObject* channel, int64_t look_ns, bool* is_there, bool sleeps = 
   for (;;) {
     // A signal that has come already would not interrupt the call below.
     if (look_ns == 0 && PyErr_CheckSignals() != 0) return Done::kError;
-    // Each time: whoever ran meanwhile may have closed the channel, and its number may be another stub's.
+    // Each time: another thread may have closed the channel meanwhile, and its number may be another stub's.
     const int fd = descriptor_of(channel);
     if (fd < 0) return Done::kNo;
     ssize_t size = -1;

@@ -229,7 +229,7 @@ Ref start(PyObject* scheduler, PyObject* instance, PyObject* requests, PyObject*
 // Passes on what a signal handler raised while a batch was being sent or read, as Python's form does: nobody knows how far it came.
 void lose(PyObject* scheduler, PyObject* execution) {
   Raised raised;
-  // If another signal handler raises in `_lose`, whoever takes the execution over knows.
+  // If another signal handler raises in `_lose`, the thread that takes the execution over sees this.
   known.execution.is_lost.set_to(execution, Py_True);
   const Ref method(PyObject_GetAttr(scheduler, constants.lose));
   const Ref arguments(PyTuple_Pack(2, execution, raised.value()));

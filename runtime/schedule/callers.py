@@ -310,15 +310,21 @@ def submit_for_future(
     """Submit a request and return the future of its response. Raises what `Scheduler.submit` raises."""
     waiter = FutureWaiter(deliveries, lambda: scheduler.leave_soon(request))
     request.waiter = waiter
+    submit_to_reactor(scheduler, request)
+    return waiter.future
+
+
+def submit_to_reactor(scheduler: Scheduler, request: InferenceRequest) -> None:
+    """Submit a request that the reactor drives. Raises what `Scheduler.submit` raises, and what a signal handler does; then it has left."""
     try:
         execution = scheduler.enter(request)
         if execution is not None:
             execution.drive_in_reactor()
     except BaseException:
+        # In one instruction: another signal may follow.
         scheduler.reactor.soon.append(lambda: scheduler.leave(request))
         scheduler.reactor.flush(LEAVE_S)
         raise
-    return waiter.future
 
 
 def wait_for_response(

@@ -26,8 +26,8 @@ from moonpool.runtime.errors import BacklogFull, RequestTimedOut
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.schedule.backlog import ResponseBacklog, held_bytes
-from moonpool.runtime.schedule.callers import response_of
-from moonpool.runtime.schedule.scheduler import LEAVE_S, Scheduler
+from moonpool.runtime.schedule.callers import response_of, submit_to_reactor
+from moonpool.runtime.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
     import asyncio
@@ -122,15 +122,7 @@ class ResponseStream:
         )
         self._waiter.give_up = partial(scheduler.leave, request)
         self._has_ended = False
-        try:
-            execution = scheduler.enter(request)
-            if execution is not None:
-                execution.drive_in_reactor()
-        except BaseException:
-            # In one instruction: another signal may follow.
-            scheduler.reactor.soon.append(lambda: scheduler.leave(request))
-            scheduler.reactor.flush(LEAVE_S)
-            raise
+        submit_to_reactor(scheduler, request)
 
     def _tell_cancelled(self) -> None:
         """Set the flag that lets the model stop. Responses that it still sends are received. For tests of models."""

@@ -209,7 +209,7 @@ class LoadConnection:
         self._socket: socket.socket | TlsSocket | None = None
         self._waiting: deque[memoryview] = deque()
         # True while it connects or shakes hands; what is to be sent waits.
-        self._is_opening = False
+        self.is_opening = False
         self.wire: Wire = make_wire()
         # The time from which the latency of the request in flight counts: when it was sent, or planned.
         self.begin_ns = 0
@@ -228,7 +228,7 @@ class LoadConnection:
 
     def open_meanwhile(self) -> int:
         """Begin to connect, and return the descriptor to poll, without waiting. Raises `Unreachable`."""
-        self._is_opening = True
+        self.is_opening = True
         return self._begin_polling(self._target.connecting(), select.EPOLLOUT)
 
     def _begin_polling(self, sock: socket.socket | TlsSocket, events: int) -> int:
@@ -253,7 +253,7 @@ class LoadConnection:
         if wanted and sock is not None:
             self._poller.modify(sock, wanted)
             return
-        self._is_opening = False
+        self.is_opening = False
         self.flush()
         if self._waiting and sock is not None:
             self._poller.modify(sock, select.EPOLLIN | select.EPOLLOUT)
@@ -262,17 +262,13 @@ class LoadConnection:
     def is_open(self) -> bool:
         return self._socket is not None
 
-    @property
-    def is_opening(self) -> bool:
-        return self._is_opening
-
     def close(self) -> None:
         """Close the socket. The request in flight is lost."""
         if self._socket is not None:
             self._poller.unregister(self._socket)
             self._socket.close()
             self._socket = None
-        self._is_opening = False
+        self.is_opening = False
         self._waiting.clear()
 
     def begin(self, kind: int) -> None:
@@ -294,7 +290,7 @@ class LoadConnection:
         sock = self._socket
         if not buffers or sock is None:
             return
-        if self._is_opening:
+        if self.is_opening:
             self._waiting.extend(memoryview(data) for data in buffers)
             return
         if not self._waiting and len(buffers) == 1:

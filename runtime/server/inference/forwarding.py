@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from moonpool.runtime.errors import InvalidRequest
 
-# Parameters that mean something to the server itself. A client could set them by a header, past whoever checks its bodies.
+# Parameters that mean something to the server itself. A proxy that checks bodies would not see a header that sets one.
 _RESERVED = frozenset(
     (
         "binary_data_output",
@@ -26,7 +26,7 @@ class ForwardedHeaders:
     """Chooses headers by a pattern, as Triton does: any part of the name may match, in any case."""
 
     def __init__(self, pattern: str) -> None:
-        """Raise `re.error` for a pattern that is none. An empty one forwards nothing."""
+        """Raise `re.error` for an invalid pattern. An empty one forwards nothing."""
         self._pattern = re.compile(pattern, re.IGNORECASE) if pattern else None
 
     def choose(self, headers: Iterable[tuple[str, str]]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Looks and changes of a form are one step, whenever garbage is collected and whoever runs while it waits."""
+"""A form looks and changes in one step, also if garbage is collected or other threads run meanwhile."""
 
 from __future__ import annotations
 
