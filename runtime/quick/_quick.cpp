@@ -111,7 +111,7 @@ bool Constants::make(PyObject* ndarray_type, PyObject* byte_dtype) {
       {&acquire, "acquire"},         {&release, "release"},   {&locked, "locked"},       {&fileno, "fileno"},
       {&popleft, "popleft"},         {&append, "append"},     {&appendleft, "appendleft"}, {&popitem, "popitem"},
       {&move_to_end, "move_to_end"}, {&notify_all, "notify_all"}, {&allocate, "allocate"}, {&end_batch, "end_batch"},
-      {&cancel, "cancel"},     {&resolve, "resolve"},     {&appoint, "appoint"},
+      {&cancel, "cancel"},     {&resolve, "resolve"},     {&appoint, "appoint"},      {&abandon, "abandon"},
       {&send, "_send"},              {&launch, "_launch"},    {&settle, "settle"},       {&lose, "_lose"},
       {&base, "base"},               {&dtype, "dtype"},       {&nbytes, "nbytes"},     {&shape, "shape"},
       {&drive_in_reactor, "drive_in_reactor"}, {&wait, "wait"}, {&finish, "finish"}, {&enter, "enter"},

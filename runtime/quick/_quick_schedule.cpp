@@ -410,11 +410,11 @@ bool resolve(PyObject* waiter, PyObject* answer) {
   return done == Done::kNo ? static_cast<bool>(call(waiter, constants.resolve, answer)) : done == Done::kYes;
 }
 
-// Has the reactor do what a signal handler has cut: `resolve` of a task may be called twice. No error is set afterwards.
-void resolve_in_reactor(PyObject* scheduler, PyObject* waiter, PyObject* answer) {
-  const Ref reactor = known.scheduler.reactor.get(scheduler), method(PyObject_GetAttr(waiter, constants.resolve));
+// Has the reactor call a method of an object with one or two arguments. No error is set afterwards.
+void call_in_reactor(PyObject* scheduler, PyObject* object, PyObject* name, PyObject* argument, PyObject* second = nullptr) {
+  const Ref reactor = known.scheduler.reactor.get(scheduler), method(PyObject_GetAttr(object, name));
   const Ref soon(reactor ? PyObject_GetAttr(reactor.get(), constants.soon) : nullptr);
-  const Ref action(method ? PyObject_CallFunctionObjArgs(constants.partial, method.get(), answer, nullptr) : nullptr);
+  const Ref action(method ? PyObject_CallFunctionObjArgs(constants.partial, method.get(), argument, second, nullptr) : nullptr);
   if (!soon || !action || !call(soon.get(), constants.append, action.get()) || !call(reactor.get(), constants.wake)) PyErr_Clear();
 }
 
@@ -433,7 +433,8 @@ bool hand_out(PyObject* scheduler, PyObject* requests, PyObject* answers) {
     } else {
       first.emplace();
     }
-    if (known.task_waiter.kind.is(waiter.get())) resolve_in_reactor(scheduler, waiter.get(), answer.get());
+    // A signal handler may have cut it: `resolve` of a task may be called twice.
+    if (known.task_waiter.kind.is(waiter.get())) call_in_reactor(scheduler, waiter.get(), constants.resolve, answer.get());
   }
   return !first;
 }
@@ -450,21 +451,31 @@ bool appoint(PyObject* execution) {
   return hand_to(waiter.get(), execution);
 }
 
-// `Scheduler._launch` of a batch without a request of the calling thread. Returns false with an error set.
-bool launch_one(PyObject* scheduler, PyObject* execution) {
+// `Scheduler._launch` of a batch without a request of the calling thread. On an `interruptible` thread, the reactor does what is not usual, and
+// goes on with what a signal handler has cut. Returns false with an error set.
+bool launch_one(PyObject* scheduler, PyObject* execution, bool interruptible) {
   const Done done = send(scheduler, execution);
   if (done == Done::kError) return false;
-  if (done == Done::kYes) return appoint(execution);
+  if (done == Done::kYes) {
+    if (appoint(execution)) return true;
+    const KeptError kept;
+    if (interruptible) call_in_reactor(scheduler, execution, constants.abandon, Py_None);
+    return false;
+  }
   const Ref one(PyList_New(1)), none(PyList_New(0));
   if (!one || !none || PyList_SetItem(one.get(), 0, Ref::to(execution).release()) != 0) return false;
+  if (interruptible) {
+    call_in_reactor(scheduler, scheduler, constants.launch, one.get(), none.get());
+    return true;
+  }
   return static_cast<bool>(Ref(PyObject_CallMethodObjArgs(scheduler, constants.launch, one.get(), none.get(), nullptr)));
 }
 
 // Launches all of them, whatever one raises. Returns false with the first error set.
-bool launch(PyObject* scheduler, const std::vector<Ref>& executions) {
+bool launch(PyObject* scheduler, const std::vector<Ref>& executions, bool interruptible) {
   std::optional<KeptError> first;
   for (const Ref& execution : executions) {
-    if (launch_one(scheduler, execution.get())) continue;
+    if (launch_one(scheduler, execution.get(), interruptible)) continue;
     if (first) {
       PyErr_Clear();
     } else {
@@ -497,7 +508,7 @@ class Settlement {
         PyErr_Clear();
         return Done::kNo;
       }
-      if (interruptible && (PyList_Size(requests_.get()) > 1 || count_of(queue_) != 0 || !is_simple())) return Done::kNo;
+      if (interruptible && !is_simple()) return Done::kNo;
       const Done released = known.limited.kind.is(scheduler_) ? release() : Done::kYes;
       if (released != Done::kYes) return released;
       if (!record(scheduler_, execution_, instance_.get(), requests_.get(), answered_ns_, now_ns)) return Done::kError;
@@ -515,10 +526,10 @@ class Settlement {
     Together::learn(now_ns - sent_ns);
     // Whatever callers' waiters raise, the next batch goes.
     const bool is_first = !started_.empty() && now_ns - sent_ns > kSlowNs;
-    bool is_done = is_first ? launch(scheduler_, started_) : hand_out(scheduler_, requests_.get(), answers_);
+    bool is_done = is_first ? launch(scheduler_, started_, interruptible) : hand_out(scheduler_, requests_.get(), answers_);
     if (!started_.empty()) {
       const KeptError kept;
-      const bool is_other_done = is_first ? hand_out(scheduler_, requests_.get(), answers_) : launch(scheduler_, started_);
+      const bool is_other_done = is_first ? hand_out(scheduler_, requests_.get(), answers_) : launch(scheduler_, started_, interruptible);
       is_done = is_done && is_other_done;
     }
     return is_done && !PyErr_Occurred() ? Done::kYes : Done::kError;
@@ -551,10 +562,16 @@ class Settlement {
     return (total && most && PyObject_RichCompareBool(total.get(), most.get(), Py_LT) == 1) || clear();
   }
 
-  // True if the outcome of the only request is for a waiter that a signal handler cannot leave in the middle of something.
+  // True if all outcomes are for waiters that a signal handler cannot leave in the middle of something.
   bool is_simple() const {
-    const Ref waiter = known.request.waiter.get(PyList_GetItem(requests_.get(), 0));
-    return is_thread(waiter.get()) || known.task_waiter.kind.is(waiter.get()) || known.chain_run.kind.is(waiter.get());
+    const Py_ssize_t count = PyList_Size(requests_.get());
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      const Ref waiter = known.request.waiter.get(PyList_GetItem(requests_.get(), i));
+      if (is_thread(waiter.get()) || known.task_waiter.kind.is(waiter.get())) continue;
+      // A chain sends its next request on this thread.
+      if (count > 1 || count_of(queue_) != 0 || !known.chain_run.kind.is(waiter.get())) return clear();
+    }
+    return true;
   }
 
   static bool clear() {

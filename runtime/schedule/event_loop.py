@@ -43,6 +43,7 @@ import select
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 from moonpool.runtime.errors import RequestTimedOut
@@ -153,12 +154,9 @@ class Bell:
         self._files: list[io.FileIO] = []
         self._files.extend(map(io.FileIO, map(os.eventfd, (0,), (flags,))))
         self.fd = self._files[0].fileno()
-
-    def ring(self) -> None:
-        os.eventfd_write(self.fd, 1)
-
-    def silence(self) -> None:
-        os.eventfd_read(self.fd)
+        # Functions of C: no signal handler runs inside.
+        self.ring = partial(os.eventfd_write, self.fd, 1)
+        self.silence = partial(os.eventfd_read, self.fd)
 
     def __del__(self) -> None:
         for file in getattr(self, "_files", ()):
@@ -182,6 +180,8 @@ class LoopDriver:
         # callback of asyncio may be lost, if a signal handler raises right before it.
         self._calls: deque[tuple[Callable[[Any], object], object]] = deque()
         self._bell = Bell() if self.is_interruptible else None
+        # True from the first call of another thread until the bell is silenced, so that many calls ring once.
+        self._is_ringing = False
         if self._bell is not None:
             self._sockets.epoll.register(self._bell.fd, select.EPOLLIN)
         self._is_watching = False
@@ -282,10 +282,19 @@ class LoopDriver:
     def _hear(self, bell: Bell) -> None:
         """Do what the loop was woken for. Wherever a signal handler raises, the bell rings until it is done."""
         if not self._gathered and not self._calls:
-            bell.silence()
-            if self._calls:  # another thread rang just before
+            try:
+                # In this order: a thread that sees it ringing has appended its call before the last look here.
+                self._is_ringing = False
+                bell.silence()
+                if self._calls:
+                    bell.ring()
+            except BaseException:
                 bell.ring()
+                raise
             return
+        if self._gathered:
+            # As in `_send_gathered`.
+            self._width = max(map(len, self._gathered.values()))
         for scheduler, requests in self._gathered.items():
             # This takes the requests out of the list, so each is sent once.
             scheduler.submit_soon(requests)
@@ -306,7 +315,9 @@ class LoopDriver:
                 return True
             if not self._loop.is_closed():
                 self._calls.append((callback, argument))
-                self._bell.ring()
+                if not self._is_ringing:
+                    self._is_ringing = True
+                    self._bell.ring()
                 return True
         except (RuntimeError, ReferenceError):  # nobody waits there any more
             return False
