@@ -13,6 +13,7 @@ from moonpool.runtime.model.config.model import TensorConfig
 from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.process.terminal import harmless
 from moonpool.runtime.runtime import Runtime
+from moonpool.runtime.server.options.table import ServerOptions
 from moonpool.runtime.stubs.readiness import not_healthy, wait_for_answer
 from moonpool.runtime.version import VERSION
 
@@ -41,7 +42,7 @@ class Metadata:
     """
 
     def __init__(
-        self, runtime: Runtime, *, server_id: str = "moonpool", strict_readiness: bool = True
+        self, runtime: Runtime, *, server_id: str = ServerOptions.id, strict_readiness: bool = True
     ) -> None:
         self._registry = runtime._models
         self._server_id = server_id

@@ -28,7 +28,8 @@ from moonpool.runtime.schedule.rate_limiter import read_resources
 class ServerOptions:
     """The values of all options, by the names of their flags. An empty text or tuple means that the option is not set."""
 
-    id: str = "moonpool"
+    # Example clients of Triton check for its name.
+    id: str = "triton"
     exit_timeout_secs: int = 30
     max_connections: int | None = None
     allow_client_shm: bool = False

@@ -125,7 +125,7 @@ def test_triton_s_client_reads_everything(serving: Serving) -> None:
         assert client.is_server_live()
         assert client.is_server_ready()
         assert client.is_model_ready("add_sub")
-        assert client.get_server_metadata()["name"] == "moonpool"
+        assert client.get_server_metadata()["name"] == "triton"
         assert client.get_model_metadata("add_sub")["inputs"][0]["shape"] == [-1, 4]
         assert client.get_model_config("add_sub")["max_batch_size"] == 64
         assert client.get_inference_statistics("add_sub")["model_stats"][0]["name"] == "add_sub"
