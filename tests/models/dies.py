@@ -135,7 +135,7 @@ class TritonPythonModel:
         elif place == "reading the next input":
             hook(Batch, "open", way, after=False)
         elif place == "writing the output":
-            hook(placement, "fill", way, after=False)
+            hook(placement, "place_copies", way, after=False)
         elif place == "sending the answer":
             hook(Channel, "send_waiting", way, after=False)
         elif place == "after the answer":
