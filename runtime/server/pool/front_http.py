@@ -17,6 +17,7 @@ from typing import Any
 from httptools import HttpParserError, HttpResponseParser
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.process.event_loop import open_unix_connection
 from moonpool.runtime.server.clients import AllClients
 from moonpool.runtime.server.http.connection import HttpExchange
 from moonpool.runtime.server.http.handler import HttpHandler
@@ -135,7 +136,9 @@ class Relay:
             if exchange.status:
                 exchange.abort()
             else:
-                exchange.fail(503, "the server is stopping", TEXT)
+                is_gone = isinstance(error, (ConnectionError, FileNotFoundError, EOFError))
+                reason = "is stopping" if is_gone else "cannot pass this request on at the moment"
+                exchange.fail(503, f"the server {reason}", TEXT)
 
     async def _pass_on(self, exchange: HttpExchange) -> None:
         parts = [part for part in (exchange.text, exchange.body) if part is not None]
@@ -168,7 +171,7 @@ class Relay:
             if not reader.at_eof() and not writer.is_closing():
                 return reader, writer
             writer.close()
-        return await asyncio.open_unix_connection(self._path)
+        return await open_unix_connection(self._path)
 
     def close(self) -> None:
         """Close the idle connections."""
