@@ -37,7 +37,10 @@ class Line(NamedTuple):
 
 
 def overview_lines(shown: Shown, url: str, width: int, *, instances: bool = True) -> list[Line]:
-    """Return the overview of a server as lines that are at most `width` wide. Texts of models are made harmless."""
+    """Return the overview of a server as lines that are at most `width` wide. Texts of models are made harmless.
+
+    With `instances`, each model is followed by its instances, and an ensemble by its steps.
+    """
     lines = [
         *_head(shown, url),
         Line(""),
@@ -56,11 +59,9 @@ def cut(text: str, width: int) -> str:
 
 def _head(shown: Shown, url: str) -> list[Line]:
     server, models = shown["server"], shown["models"]
-    recent = [model["recent"] for model in models if "recent" in model]
     ready = sum(model["state"] == "READY" and not model["reason"] for model in models)
     processes = [i for model in models for i in model["instances"] if i["pid"] is not None]
     memory = sum(instance["rss_bytes"] or 0 for instance in processes)
-    rate = sum(each["requests_per_s"] for each in recent)
     queued = sum(model.get("queued", 0) for model in models)
     return [
         Line(
@@ -71,9 +72,20 @@ def _head(shown: Shown, url: str) -> list[Line]:
         Line(
             f"{ready} of {_plural(len(models), 'version')} ready, "
             f"{_plural(len(processes), 'process', 'processes')} with {_size(memory)}, "
-            f"{figure(rate)} requests/s, {queued} queued"
+            f"{queued} queued"
         ),
+        _clients(shown["clients"]),
     ]
+
+
+def _clients(clients: Shown) -> Line:
+    """Show what clients ask, each request once, whatever its model asks of others."""
+    recent = clients["recent"]
+    facts = [f"{figure(recent['requests_per_s'])} requests/s"]
+    if recent["latency_us"] is not None:
+        facts.append(f"mean latency {_duration(recent['latency_us'])}")
+    facts.append(f"{clients['failure']} failed")
+    return Line(f"clients: {', '.join(facts)}")
 
 
 def _table(models: Sequence[Shown], width: int, *, instances: bool) -> list[Line]:
@@ -90,6 +102,7 @@ def _table(models: Sequence[Shown], width: int, *, instances: bool) -> list[Line
             lines.append(Line(f"  in config.pbtxt: {_first_line(advice['line'])}", "yellow"))
         if instances:
             lines += [line for each in model["instances"] for line in _instance(each)]
+            lines += [Line(f"  {step['line']}", "dim") for step in model.get("steps", ())]
     if not models:
         lines.append(Line("no model is loaded, and the repository has none"))
     return lines
@@ -107,12 +120,12 @@ def _cells(model: Shown) -> tuple[str, ...]:
         return (model["state"], *[""] * (len(_TITLES) - 1))
     return (
         model["state"],
-        f"{ready}/{len(instances)}",
+        f"{ready}/{len(instances)}" if instances else "",
         figure(recent["requests_per_s"]),
         _duration(recent["latency_us"]),
         str(model["queued"]),
         str(model["failure"]),
-        str(sum(each["restarts"] for each in instances)),
+        str(sum(each["restarts"] for each in instances)) if instances else "",
         _size(memory) if memory else "",
     )
 
@@ -210,9 +223,10 @@ NAME = "top"
 HELP = "show the models, instances, rates and errors of a server"
 DESCRIPTION = """\
 Show the models of a moonpool server, their instances, rates and latest errors, and keep them up to date.
+Requests of clients are in the third line. A model's own row has all that it executed, for ensembles and other models, too.
 The page at the server's address shows the same. Without a terminal the overview is shown once.
 
-Keys: q ends, i shows or hides instances, arrows, Page Up and Page Down scroll.
+Keys: q ends, i shows or hides instances and steps of ensembles, arrows, Page Up and Page Down scroll.
 """
 EXAMPLES = """\
 examples:

@@ -1,33 +1,59 @@
-"""Draws the steps of an ensemble as lines of text, for people."""
+"""Shows the steps of an ensemble to people: as facts for a table, and drawn as lines of text."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from moonpool.runtime.model.config.ensembles import EnsembleScheduling, EnsembleStep
 
 
-def drawn(scheduling: EnsembleScheduling) -> list[str]:
-    """Return one line for each step, in the order in which they can run.
+class ShownStep(NamedTuple):
+    """A step in the order in which they can run. The tensors are texts: `ensemble tensor → input`, or one name if both are the same."""
 
-    A line begins with the steps that the step waits for, as `1+2 → 3`, and shows tensors as `ensemble tensor → input`. A name
-    that is the same on both sides stands once.
-    """
+    number: int
+    model: str
+    version: int | None
+    after: tuple[int, ...]
+    """The numbers of the steps that it waits for."""
+    inputs: str
+    outputs: str
+
+    @property
+    def called(self) -> str:
+        """The name of the model, with the version if the ensemble names one."""
+        return self.model if self.version is None else f"{self.model}:{self.version}"
+
+
+def shown_steps(scheduling: EnsembleScheduling) -> list[ShownStep]:
+    """Return the steps in the order in which they can run."""
     order = _in_order(scheduling)
     numbers = {id(step): number for number, step in enumerate(order, 1)}
     writers = {tensor: numbers[id(step)] for step in scheduling.steps for _, tensor in step.outputs}
-    width = max(len(_called(step)) for step in order)
+    return [
+        ShownStep(
+            number,
+            step.model,
+            step.version,
+            tuple(sorted({writers[tensor] for _, tensor in step.inputs if tensor in writers})),
+            ", ".join(_pair(tensor, port) for port, tensor in step.inputs),
+            ", ".join(_pair(port, tensor) for port, tensor in step.outputs),
+        )
+        for number, step in enumerate(order, 1)
+    ]
+
+
+def drawn(scheduling: EnsembleScheduling) -> list[str]:
+    """Return one line for each step, which begins with the steps that it waits for, as `1+2 → 3`."""
+    steps = shown_steps(scheduling)
+    width = max(len(step.called) for step in steps)
     lines = []
-    for number, step in enumerate(order, 1):
-        before = sorted({writers[tensor] for _, tensor in step.inputs if tensor in writers})
-        waits = f"{'+'.join(map(str, before))} → " if before else ""
-        read = ", ".join(_pair(tensor, port) for port, tensor in step.inputs)
-        written = ", ".join(_pair(port, tensor) for port, tensor in step.outputs)
-        lines.append(f"{waits}{number}  {_called(step):{width}}  [{read}] → [{written}]")
+    for step in steps:
+        waits = f"{'+'.join(map(str, step.after))} → " if step.after else ""
+        lines.append(
+            f"{waits}{step.number}  {step.called:{width}}  [{step.inputs}] → [{step.outputs}]"
+        )
     lefts = [line.index("  ") for line in lines]
     return [" " * (max(lefts) - left) + line for left, line in zip(lefts, lines, strict=True)]
-
-
-def _called(step: EnsembleStep) -> str:
-    return step.model if step.version is None else f"{step.model}:{step.version}"
 
 
 def _pair(left: str, right: str) -> str:

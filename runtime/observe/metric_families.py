@@ -217,6 +217,8 @@ _NO_KIND = -1
 _SERVERS = (
     "moonpool_build_info",
     "moonpool_frontend_connections_total",
+    "moonpool_frontend_inference_duration_seconds",
+    "moonpool_frontend_inference_requests_total",
     "moonpool_frontend_open_connections",
     "moonpool_frontend_requests_total",
     "process_cpu_seconds_total",

@@ -1,36 +1,105 @@
 """All metrics of a server: models, instances, protocols, the process and the machine.
 
-Theory of operation. The protocols count on the thread of their event loop alone, so a `Meter` has no lock: only that thread writes,
-and readers copy. With front ends, the clients are theirs: they
+Theory of operation. The protocols count connections and answers on the thread of their event loop alone, so a `Meter` needs no lock
+for them: only that thread writes, and readers copy. Requests in a stream of gRPC end on any thread, so `ClientRequests` has a lock.
+With front ends, the clients are theirs: they
 report what they have counted, and the lock of `FrontendMetrics` guards the sums, as the reactor adds to them while a scrape
 reads them. Connections of a front end that has died end with it, so open connections are kept for each front end and
 forgotten with it. Totals stay.
+
+A request for inference that a front end passes on is counted by this process, which reads it: a front end does not see the single requests of
+a stream. So the meters of this process are added to the sums of the front ends for `ClientRequests`, and for nothing else.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import operator
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from prometheus_client import Metric, ProcessCollector
 
 from moonpool.runtime.hosting.registry import ModelRegistry
+from moonpool.runtime.observe.distributions import BucketCounts, bucket_samples
 from moonpool.runtime.observe.exposition import ExposedFamily, Sample, expose
 from moonpool.runtime.observe.machine import GpuMetrics, MachineMetrics
+from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS
 from moonpool.runtime.version import VERSION
 
 # What a model with a KV cache counts, as the backend of TensorRT-LLM does, and the label with the kind of count.
 _KV_BLOCKS, _KV_BLOCK_TYPE = "nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type"
 
 
-class Meter:
-    """The counts of one protocol. One thread counts, any thread may read."""
+class ClientRequests:
+    """Counts the requests for inference that clients have asked, each of them once, whatever its model asked further. Thread-safe.
+
+    Durations are nanoseconds, from the time when a request was received until its response was sent.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failures = 0
+        # Of those that succeeded.
+        self._durations = BucketCounts(DURATION_BOUNDS_NS)
+
+    def ended(self, received_ns: int, *, has_failed: bool) -> None:
+        """Count a request that was received at that time of `time.monotonic_ns`. One that its client gave up has failed."""
+        taken_ns = time.monotonic_ns() - received_ns
+        with self._lock:
+            if has_failed:
+                self._failures += 1
+            else:
+                self._durations.add(taken_ns)
+
+    def counts(self) -> ClientCounts:
+        """Return the counts until now."""
+        with self._lock:
+            by_duration = list(self._durations.counts)
+            return ClientCounts(self._failures, self._durations.total, by_duration)
+
+
+class ClientCounts(NamedTuple):
+    """What `ClientRequests` has counted until some time, or in between."""
+
+    failures: int
+    success_ns: int
+    by_duration: list[int]
+    """The requests that succeeded, in the buckets of `DURATION_BOUNDS_NS`."""
+
+    @property
+    def successes(self) -> int:
+        """The number of requests that succeeded."""
+        return sum(self.by_duration)
+
+    def plus(self, other: ClientCounts) -> ClientCounts:
+        """Return the sum of two counts."""
+        return self._with(operator.add, other)
+
+    def minus(self, other: ClientCounts) -> ClientCounts:
+        """Return what was counted since the other."""
+        return self._with(operator.sub, other)
+
+    def _with(self, of: Callable[[int, int], int], other: ClientCounts) -> ClientCounts:
+        return ClientCounts(
+            of(self.failures, other.failures),
+            of(self.success_ns, other.success_ns),
+            [of(*pair) for pair in zip(self.by_duration, other.by_duration, strict=True)],
+        )
+
+
+NO_REQUESTS = ClientCounts(0, 0, [0] * (len(DURATION_BOUNDS_NS) + 1))
+
+
+class Meter:
+    """The counts of one protocol. One thread counts, except in `clients`, and any thread may read."""
+
+    def __init__(self) -> None:
+        self.clients = ClientRequests()
         self._answers: defaultdict[str | int, int] = defaultdict(int)
         self._opened = self._closed = 0
         self.has_connections = False
@@ -61,6 +130,10 @@ class Traffic(NamedTuple):
     opened: int
     closed: int
     answers: list[tuple[str, int]]
+    # The requests for inference, as in `ClientCounts`.
+    failures: int
+    success_ns: int
+    by_duration: list[int]
 
 
 class FrontendMetrics:
@@ -71,10 +144,12 @@ class FrontendMetrics:
         self.grpc = Meter()
         self.http.has_connections = True
         self._told: dict[str, tuple[int, int, dict[str, int]]] = {}
+        self._told_requests = dict.fromkeys(("http", "grpc"), NO_REQUESTS)
         # With front ends: their totals by protocol, and the open connections of each one that lives.
         self._lock = threading.Lock()
         self._elsewhere: dict[str, tuple[int, dict[str, int]]] | None = None
         self._open: dict[object, dict[str, int]] = {}
+        self._requests_elsewhere = dict.fromkeys(("http", "grpc"), NO_REQUESTS)
 
     # In a front end
 
@@ -87,8 +162,11 @@ class FrontendMetrics:
             opened, closed = now[0] - before[0], now[0] - now[1] - (before[0] - before[1])
             answers = [(s, n - before[2].get(s, 0)) for s, n in now[2].items()]
             answers = [(status, count) for status, count in answers if count]
-            if opened or closed or answers:
-                came.append(Traffic(protocol, opened, closed, answers))
+            requests = meter.clients.counts()
+            ended = requests.minus(self._told_requests[protocol])
+            self._told_requests[protocol] = requests
+            if opened or closed or answers or ended != NO_REQUESTS:
+                came.append(Traffic(protocol, opened, closed, answers, *ended))
         return came
 
     # In a main process with front ends
@@ -107,6 +185,9 @@ class FrontendMetrics:
             for status, count in traffic.answers:
                 answers[status] = answers.get(status, 0) + count
             self._elsewhere[traffic.protocol] = opened + traffic.opened, answers
+            ended = ClientCounts(traffic.failures, traffic.success_ns, traffic.by_duration)
+            before = self._requests_elsewhere[traffic.protocol]
+            self._requests_elsewhere[traffic.protocol] = before.plus(ended)
             its_open = self._open.setdefault(source, {})
             was_open = its_open.get(traffic.protocol, 0)
             its_open[traffic.protocol] = max(0, was_open + traffic.opened - traffic.closed)
@@ -126,8 +207,44 @@ class FrontendMetrics:
         for protocol, meter in (("http", self.http), ("grpc", self.grpc)):
             yield protocol, *meter.counts()
 
+    def requests(self, *protocols: str) -> ClientCounts:
+        """Return the requests for inference of all clients over these protocols, or over all of them."""
+        with self._lock:
+            elsewhere = dict(self._requests_elsewhere)
+        total = NO_REQUESTS
+        for protocol in protocols or elsewhere:
+            meter: Meter = getattr(self, protocol)
+            total = total.plus(elsewhere[protocol]).plus(meter.clients.counts())
+        return total
+
     def families(self) -> list[ExposedFamily]:
         """Return the present figures."""
+        return [*self._connections(), *self._requests()]
+
+    def _requests(self) -> Iterator[ExposedFamily]:
+        ended, durations = [], []
+        for protocol in ("http", "grpc"):
+            labels = (("protocol", protocol),)
+            counts = self.requests(protocol)
+            for outcome, count in (("failure", counts.failures), ("success", counts.successes)):
+                ended.append(Sample("", (("outcome", outcome), *labels), count))
+            durations += bucket_samples(
+                DURATION_BOUNDS_NS, counts.by_duration, counts.success_ns, labels, 10**9
+            )
+        yield ExposedFamily(
+            "moonpool_frontend_inference_requests_total",
+            "Finished requests for inference of clients; what models and ensembles ask each other is not counted",
+            "counter",
+            ended,
+        )
+        yield ExposedFamily(
+            "moonpool_frontend_inference_duration_seconds",
+            "Time from a client's request for inference to the response, if it succeeded",
+            "histogram",
+            durations,
+        )
+
+    def _connections(self) -> list[ExposedFamily]:
         ever, present, answers = [], [], []
         for protocol, opened, is_open, by_status in self._counts():
             labels = (("protocol", protocol),)

@@ -73,7 +73,9 @@ class Service:
         self.capture = capture
         self.logs = logs or LogControl(self.models.stubs.change_log)
         self.metrics = ServerMetrics(self.models)
-        self.overview = Overview(self.models, self.repository.index)
+        self.overview = Overview(
+            self.models, self.repository.index, self.metrics.frontends.requests
+        )
 
     def metrics_text(self) -> str:
         """Return all metrics as Prometheus reads them. Raises `RuntimeClosed`."""

@@ -58,6 +58,7 @@ class GrpcCall:
         "begun_ns",
         "metadata",
         "method",
+        "received_ns",
     )
 
     def __init__(
@@ -69,6 +70,8 @@ class GrpcCall:
         self.metadata = metadata
         # The time of `time.monotonic_ns`.
         self.begun_ns = time.monotonic_ns()
+        # If the call is one request for inference, the time when it had come, by which it is counted; else 0.
+        self.received_ns = 0
         # If no message may be sent any more, and if the client went before there was a status.
         self._is_over = self._is_gone = False
         self._on_gone: Callable[[], object] | None = None
@@ -90,6 +93,11 @@ class GrpcCall:
         raise NotImplementedError
 
     # The handler's
+
+    @property
+    def meter(self) -> Meter:
+        """The counts of the protocol."""
+        return self._calls.meter
 
     @property
     def is_gone(self) -> bool:
@@ -182,7 +190,9 @@ class GrpcCall:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._calls.meter.answered(code)
+        self.meter.answered(code)
+        if self.received_ns:
+            self.meter.clients.ended(self.received_ns, has_failed=code != OK.code)
 
     def end_early(self, status: Status | None = None) -> None:
         """End the call for a client that has gone, or with the status for one that must go. On the loop's thread."""

@@ -10,6 +10,7 @@ request was submitted: if the client has gone by then, it cancels the request at
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -161,6 +162,7 @@ class GrpcInference(Inference):
         call.fail(status_of(error))
 
     def _received(self, call: GrpcCall, data: bytes | InferMessage | None) -> None:
+        call.received_ns = time.monotonic_ns()
         if data is None:
             call.fail(UNREADABLE)
         elif self.is_ours(call, data):

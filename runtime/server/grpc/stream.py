@@ -24,6 +24,7 @@ it. A request that is being submitted at that time may not be in the set yet, or
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from functools import partial
 
@@ -135,21 +136,30 @@ class Stream:
         if data is None or is_last:
             self._finish_if_done()
             return
+        received_ns = time.monotonic_ns()
         # The next one is read when this one is in its queue, so that they stay in order.
-        self.inference.read(data, self._take, self._end)
+        self.inference.read(
+            data, partial(self._take, received_ns), partial(self._unread, received_ns)
+        )
 
-    def _take(self, message: InferMessage) -> None:
-        refuse = partial(self._refuse, message)
+    def _unread(self, received_ns: int, status: Status) -> None:
+        self.count(received_ns, has_failed=True)
+        self._end(status)
+
+    def _take(self, received_ns: int, message: InferMessage) -> None:
+        refuse = partial(self._refuse, received_ns, message)
         try:
             hosted = self.inference.find(message)
         except Exception as error:
             refuse(error)
         else:
-            submit = partial(self._submit, message, hosted)
+            submit = partial(self._submit, received_ns, message, hosted)
             self.inference.make(message, hosted, self._call.metadata, submit, refuse)
 
-    def _submit(self, message: InferMessage, hosted: Hosted, request: InferenceRequest) -> None:
-        waiter = StreamRequest(self, message, hosted, request)
+    def _submit(
+        self, received_ns: int, message: InferMessage, hosted: Hosted, request: InferenceRequest
+    ) -> None:
+        waiter = StreamRequest(self, message, hosted, request, received_ns)
         self._add(waiter)
         try:
             if self.inference.service.capture is not None:
@@ -158,12 +168,14 @@ class Stream:
             waiter.submit(hosted.scheduler, request)
         except Exception as error:
             waiter.end_trace()
+            waiter.has_failed = True
             self.ended(waiter, _early_error(message, error))
         if self._go_on():
             waiter.cancel()
 
-    def _refuse(self, message: InferMessage, error: BaseException) -> None:
+    def _refuse(self, received_ns: int, message: InferMessage, error: BaseException) -> None:
         """Answer a message that became no request, in its turn."""
+        self.count(received_ns, has_failed=True)
         with self._lock:
             refused = _Refused(_early_error(message, error))
             self._in_order.append(refused)
@@ -197,6 +209,7 @@ class Stream:
 
     def ended(self, request: StreamRequest, last: bytes | None) -> None:
         """End a request with its last message, if there is one."""
+        self.count_once(request, has_failed=request.has_failed)
         with self._lock:
             self._open.discard(request)
             if request.is_decoupled:
@@ -211,6 +224,17 @@ class Stream:
         self._flush()
         self._read_on()
         self._finish_if_done()
+
+    def count(self, received_ns: int, *, has_failed: bool) -> None:
+        """Count a request that has ended."""
+        self._call.meter.clients.ended(received_ns, has_failed=has_failed)
+
+    def count_once(self, request: StreamRequest, *, has_failed: bool) -> None:
+        """Count a request that has ended, unless it is counted: its answer and the end of the stream may come together."""
+        with self._lock:
+            received_ns, request.received_ns = request.received_ns, 0
+        if received_ns:
+            self.count(received_ns, has_failed=has_failed)
 
     def _release(self) -> None:
         """Send the messages whose turn has come. Called with the lock held."""
@@ -333,11 +357,26 @@ def _early_error(message: InferMessage, error: BaseException) -> bytes:
 class StreamRequest(LoopWaiter):
     """One request of a stream. Its responses are sent by the threads that bring them."""
 
-    __slots__ = ("_asked", "_hosted", "_request", "_stream", "is_decoupled", "last", "trace")
+    __slots__ = (
+        "_asked",
+        "_hosted",
+        "_request",
+        "_stream",
+        "has_failed",
+        "is_decoupled",
+        "last",
+        "received_ns",
+        "trace",
+    )
     takes_many = True
 
     def __init__(
-        self, stream: Stream, asked: InferMessage, hosted: Hosted, request: InferenceRequest
+        self,
+        stream: Stream,
+        asked: InferMessage,
+        hosted: Hosted,
+        request: InferenceRequest,
+        received_ns: int,
     ) -> None:
         super().__init__(stream.inference.loop)
         self._stream = stream
@@ -348,10 +387,14 @@ class StreamRequest(LoopWaiter):
         # The last message, which waits for its turn.
         self.last: bytes | None = None
         self.trace: Trace | None = None
+        # The time when it had come, until it is counted, then 0; and if one of its responses is an error.
+        self.received_ns = received_ns
+        self.has_failed = False
 
     def cancel(self) -> None:
         """Cancel the request, as the client has gone."""
         self._hosted.scheduler.cancel(self._request)
+        self._stream.count_once(self, has_failed=True)
         self.end_trace()
 
     def end_trace(self) -> None:
@@ -389,6 +432,7 @@ class StreamRequest(LoopWaiter):
                 return answer_in_stream(service, model, plan, asked.request_id, outcome, final)
             except Exception as unwritable:
                 error = unwritable
+        self.has_failed = True
         status = status_of(error, asked.request_id)  # type: ignore[arg-type]
         if self._stream.ends_at(status):
             return None

@@ -142,8 +142,10 @@ class HttpExchange:
         "body",
         "cancel",
         "ended",
+        "has_failed",
         "head",
         "is_gone",
+        "received_ns",
         "status",
         "text",
     )
@@ -162,6 +164,10 @@ class HttpExchange:
         # Called when the response has ended in any way.
         self.ended: Callable[[], None] | None = None
         self.is_gone = False
+        # If the exchange is a request for inference, the time of `time.monotonic_ns` when it had come, by which it is counted; else 0.
+        self.received_ns = 0
+        # If it failed after its status had said that it succeeds.
+        self.has_failed = False
         # The status of the response, 0 before it has begun; and the bytes that it still lacks, -1 for chunks.
         self.status = 0
         self._length = 0
@@ -341,7 +347,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.resume_writing()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            self._port.meter.answered(HTTP_STATUSES["CANCELLED"])
+            self._port.answered(exchange, HTTP_STATUSES["CANCELLED"])
             exchange.is_gone = True
             # What cancels it refers to it.
             cancel, exchange.cancel = exchange.cancel, None
@@ -603,7 +609,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._exchange = None
         exchange.is_gone = True
         exchange.cancel = None
-        self._port.meter.answered(exchange.status)
+        self._port.answered(exchange, exchange.status)
         if exchange.ended is not None:
             exchange.ended()
         self._since_now()
@@ -766,6 +772,13 @@ class HttpPort:
                 self.awaited_bytes += size_bytes
                 return memory, size_bytes
         return memory_of(size_bytes), 0
+
+    def answered(self, exchange: HttpExchange, status: int) -> None:
+        """Count an exchange that has ended with this status."""
+        self.meter.answered(status)
+        if exchange.received_ns:
+            has_failed = exchange.has_failed or status >= HTTPStatus.BAD_REQUEST
+            self.meter.clients.ended(exchange.received_ns, has_failed=has_failed)
 
     def refuse(self, connection: HttpConnection, error: BadHttpMessage) -> None:
         """Write the answer to a message that is no request."""

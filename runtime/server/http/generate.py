@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -84,6 +85,7 @@ async def generate_stream(service: Service, request: RouteRequest) -> None:
             except StopAsyncIteration:
                 break
             except MoonpoolError as error:
+                exchange.has_failed = True
                 status, event = _FAILED, _event(error_body(public_text(error)))
             if trace is not None:
                 trace.mark("HTTP_SEND_START")
@@ -101,9 +103,10 @@ async def generate_stream(service: Service, request: RouteRequest) -> None:
 
 def _begin(service: Service, request: RouteRequest) -> tuple[Hosted, Trace | None, ResponseStream]:
     """Submit the request, which is cancelled if the client goes."""
+    exchange = request.exchange
+    exchange.received_ns = time.monotonic_ns()
     name, version = request.model
     hosted: Hosted = service.models.find(name, version_of(version))
-    exchange = request.exchange
     made = _request(hosted, request.body, exchange.head.forwarded)
     if service.capture is not None:
         service.capture.take(hosted.model, made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -82,6 +83,7 @@ class HttpHandler:
         """Answer the request, or give it to the part that answers it."""
         plan = self._plan(exchange.head)
         if plan.target is not None:
+            exchange.received_ns = time.monotonic_ns()
             self._inference.handle(exchange, plan.target)
         elif plan.refusal is not None:
             exchange.fail(*plan.refusal)

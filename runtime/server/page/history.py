@@ -1,4 +1,7 @@
-"""Rates and latencies of the last minutes, sampled once a second from counts that the runtime keeps anyway.
+"""Rates and latencies of the last minutes, sampled once a second from counts that the server keeps anyway.
+
+Those of a model are of all requests that it executed. Those of all models together are of the requests of clients: what an ensemble
+asks its steps, and models ask each other, is part of these.
 
 Theory of operation. One thread takes the samples, `moonpool-history`. It starts with the first look, so a server whose page
 nobody opens has no such thread unless it was started on purpose. `_lock` guards the samples, which are read while a request
@@ -13,12 +16,13 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from moonpool.runtime.hosting.registry import ModelRegistry
-from moonpool.runtime.observe.statistics import Statistics
+from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS, Statistics
 from moonpool.runtime.process.threads import start_thread
+from moonpool.runtime.server.metrics import NO_REQUESTS, ClientCounts
 from moonpool.runtime.server.page.adviser import Adviser
 
 INTERVAL_S = 1.0
@@ -57,24 +61,43 @@ class _Series:
         self.durations = deque([by_duration], maxlen=WINDOW + 1)
         self.samples: deque[_Sample] = deque(maxlen=SAMPLES)
 
-    def take(self, now_ns: int, queued: int) -> _Counts:
-        """Take a sample, and return the counts since the last one."""
+    def take(self, now_ns: int, queued: int) -> None:
+        """Take a sample."""
         before, after = self.counts[-1], _counts(self.statistics, now_ns)
         self.counts.append(after)
         self.durations.append(list(self.statistics.by_duration))
-        came = _difference(before, after)
+        self.samples.append(_sample(_difference(before, after), queued))
+
+
+class _Clients:
+    """The requests of clients: the samples for plots, and the last counts, as in `_Series`."""
+
+    def __init__(self, begin: ClientCounts, at_ns: int) -> None:
+        self.counts = deque([(at_ns, begin)], maxlen=WINDOW + 1)
+        self.samples: deque[_Sample] = deque(maxlen=SAMPLES)
+
+    def take(self, counts: ClientCounts, now_ns: int, queued: int) -> None:
+        """Take a sample."""
+        came = _of_clients(counts.minus(self.counts[-1][1]), now_ns)
+        self.counts.append((now_ns, counts))
         self.samples.append(_sample(came, queued))
-        return came
 
 
 class History:
     """Takes samples on a thread of its own. Any thread may call any method."""
 
-    def __init__(self, models: ModelRegistry, adviser: Adviser | None = None) -> None:
+    def __init__(
+        self,
+        models: ModelRegistry,
+        clients: Callable[[], ClientCounts],
+        adviser: Adviser | None = None,
+    ) -> None:
+        """`clients` returns the counts of the requests of all clients until now."""
         self._models = models
+        self._count_clients = clients
+        self._clients = _Clients(NO_REQUESTS, 0)
         self._adviser = adviser or Adviser()
         self._lock = threading.Lock()
-        self._total: deque[_Sample] = deque(maxlen=SAMPLES)
         self._series: dict[str, _Series] = {}
         # The number of samples that were taken.
         self._taken = 0
@@ -106,16 +129,19 @@ class History:
         self._adviser.sample(served)
         with self._lock:
             before, self._series = self._series, {}
-            total, queued = _zero(now_ns), 0
+            queued = 0
             for hosted in served:
                 name, scheduler = str(hosted), hosted.scheduler
                 series = before.get(name)
                 if series is None or series.statistics is not scheduler.statistics:
                     series = self._begun(scheduler.statistics, now_ns)
                 self._series[name] = series
-                total = _sum(total, series.take(now_ns, scheduler.queued))
+                series.take(now_ns, scheduler.queued)
                 queued += scheduler.queued
-            self._total.append(_sample(total, queued))
+            clients = self._count_clients()
+            if not self._taken:  # nobody knows when earlier requests came
+                self._clients = _Clients(clients, now_ns)
+            self._clients.take(clients, now_ns, queued)
             self._taken += 1
 
     def _begun(self, statistics: Statistics, now_ns: int) -> _Series:
@@ -137,12 +163,23 @@ class History:
         bounds_ns = series.statistics.bounds_ns
         return _recent(came, came.at_ns / 1e9 or INTERVAL_S, bounds_ns, taken)
 
+    def recent_of_clients(self) -> dict[str, Any]:
+        """Return rates per second, mean duration and quantiles of the requests of clients over the last seconds."""
+        with self._lock:
+            (begin_ns, before), (end_ns, after) = self._clients.counts[0], self._clients.counts[-1]
+        came, window_s = after.minus(before), (end_ns - begin_ns) / 1e9 or INTERVAL_S
+        counts = _of_clients(came, end_ns)
+        return {
+            **_rates(counts, window_s),
+            **_quantiles(DURATION_BOUNDS_NS, came.by_duration),
+        }
+
     def advice(self, name: str) -> dict[str, Any] | None:
         """Return the advice on a model version; None for most."""
         return self._adviser.of(name)
 
     def since(self, number: int) -> dict[str, Any]:
-        """Return the samples after the first `number`: of all models together under "", and of each by `name:version`.
+        """Return the samples after the first `number`: of the requests of clients under "", and of each model by `name:version`.
 
         All lists end with the sample of the same moment. If some of these samples are dropped already, or `number` is
         another server's, all kept samples are returned.
@@ -153,7 +190,7 @@ class History:
                 "interval_s": INTERVAL_S,
                 "taken": self._taken,
                 "series": {
-                    "": _columns(self._total, wanted),
+                    "": _columns(self._clients.samples, wanted),
                     **{name: _columns(s.samples, wanted) for name, s in self._series.items()},
                 },
             }
@@ -198,24 +235,40 @@ def _difference(before: _Counts, after: _Counts) -> _Counts:
     return _Counts(*map(operator.sub, after, before))
 
 
-def _sum(one: _Counts, other: _Counts) -> _Counts:
-    return _Counts(*map(operator.add, one, other))
+def _of_clients(came: ClientCounts, at_ns: int) -> _Counts:
+    counts = _zero(at_ns)
+    return counts._replace(
+        success=came.successes, failure=came.failures, success_ns=came.success_ns
+    )
 
 
 def _recent(
     came: _Counts, window_s: float, bounds_ns: Sequence[int], by_duration: list[int]
 ) -> dict[str, Any]:
-    def mean_us(total_ns: int) -> float | None:
-        return round(total_ns / came.success / 1000, 1) if came.success else None
+    return {
+        **_rates(came, window_s),
+        "queue_us": _mean_us(came, came.queue_ns),
+        "input_us": _mean_us(came, came.input_ns),
+        "infer_us": _mean_us(came, came.infer_ns),
+        "output_us": _mean_us(came, came.output_ns),
+        **_quantiles(bounds_ns, by_duration),
+    }
 
+
+def _rates(came: _Counts, window_s: float) -> dict[str, float | None]:
     return {
         "requests_per_s": round((came.success + came.failure) / window_s, 2),
         "failures_per_s": round(came.failure / window_s, 2),
-        "latency_us": mean_us(came.success_ns),
-        "queue_us": mean_us(came.queue_ns),
-        "input_us": mean_us(came.input_ns),
-        "infer_us": mean_us(came.infer_ns),
-        "output_us": mean_us(came.output_ns),
+        "latency_us": _mean_us(came, came.success_ns),
+    }
+
+
+def _mean_us(came: _Counts, total_ns: int) -> float | None:
+    return round(total_ns / came.success / 1000, 1) if came.success else None
+
+
+def _quantiles(bounds_ns: Sequence[int], by_duration: list[int]) -> dict[str, int | None]:
+    return {
         "half_within_us": _within_us(bounds_ns, by_duration, 0.5),
         "p99_within_us": _within_us(bounds_ns, by_duration, 0.99),
     }

@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moonpool.runtime.ensemble.drawing import drawn
+from moonpool.runtime.ensemble.drawing import drawn, shown_steps
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.instance_record import InstanceRecord
 from moonpool.runtime.hosting.registry import ModelRegistry
+from moonpool.runtime.model.config.ensembles import EnsembleScheduling
 from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.process.usage import usage_of
+from moonpool.runtime.server.metrics import ClientCounts
 from moonpool.runtime.server.page.history import History
 from moonpool.runtime.version import VERSION
 
@@ -29,11 +31,17 @@ _FRESH_S = 0.25
 class Overview:
     """Models, instances, rates and errors. Any thread may call any method."""
 
-    def __init__(self, models: ModelRegistry, index: Index) -> None:
-        """`index` returns the repository index, which has entries for models that are not loaded, too."""
+    def __init__(
+        self, models: ModelRegistry, index: Index, clients: Callable[[], ClientCounts]
+    ) -> None:
+        """`index` returns the repository index, which has entries for models that are not loaded, too.
+
+        `clients` returns the counts of the requests of all clients until now.
+        """
         self._models = models
         self._index = index
-        self._history = History(models)
+        self._history = History(models, clients)
+        self._clients = clients
         self._started_ns = time.time_ns()
         self._begin_s = time.monotonic()
         self._lock = threading.Lock()
@@ -48,8 +56,9 @@ class Overview:
     def snapshot(self, since: int | None = None) -> dict[str, Any]:
         """Return the whole state; with `since`, also `history`: the samples after that many.
 
-        Counts and durations are totals since a version was loaded, `recent` covers the last seconds. `History.since`
-        describes the form of `history`.
+        Counts and durations are totals since a version was loaded, `recent` covers the last seconds. Those of a model are of all requests
+        that it executed, those under `clients` of what clients asked of the server, each request once. `History.since` describes the form
+        of `history`.
         """
         self.start()
         shown = dict(self._fresh())
@@ -75,8 +84,17 @@ class Overview:
                 "uptime_s": round(time.monotonic() - self._begin_s, 1),
                 "addresses": dict(self.addresses),
             },
+            "clients": self._of_clients(),
             "models": self._versions(),
             "errors": [vars(error) for error in self._models.errors.latest()],
+        }
+
+    def _of_clients(self) -> dict[str, Any]:
+        counts = self._clients()
+        return {
+            "success": counts.successes,
+            "failure": counts.failures,
+            "recent": self._history.recent_of_clients(),
         }
 
     def _versions(self) -> list[dict[str, Any]]:
@@ -111,7 +129,7 @@ class Overview:
             "is_decoupled": model.config.decoupled,
             "sandbox": model.options.sandbox,
             "instances": [_instance(record) for record in hosted.supervisor.records],
-            "steps": [] if model.config.ensemble is None else drawn(model.config.ensemble),
+            "steps": [] if model.config.ensemble is None else _steps(model.config.ensemble),
             "queued": scheduler.queued,
             "executing": scheduler.executing,
             "success": statistics.success_count,
@@ -134,6 +152,18 @@ def _state(hosted: HostedModel) -> str:
     if residence is None or not residence.is_asleep or hosted.machine.state is not ModelState.READY:
         return str(hosted.machine.state)
     return str(residence.state)
+
+
+def _steps(ensemble: EnsembleScheduling) -> list[dict[str, Any]]:
+    lines = drawn(ensemble)
+    return [
+        {
+            **step._asdict(),
+            "version": "" if step.version is None else str(step.version),
+            "line": line,
+        }
+        for step, line in zip(shown_steps(ensemble), lines, strict=True)
+    ]
 
 
 def _instance(record: InstanceRecord) -> dict[str, Any]:

@@ -123,6 +123,8 @@ class Relay:
 
     def handle(self, exchange: HttpExchange) -> None:
         """Have the main process answer. If the client goes, the connection there is closed, which cancels the request."""
+        # The main process counts it.
+        exchange.received_ns = 0
         task = self._loop.create_task(self._answer(exchange))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

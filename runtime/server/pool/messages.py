@@ -129,7 +129,7 @@ DIRECTORY: dict[IntEnum, Message] = {
             ),
         },
     ),
-    # Connections and answers since the last message. No protocol has more statuses than the limit here.
+    # Connections, answers and requests for inference since the last message. No protocol has more statuses than the limit here.
     Word.TRAFFIC: Message(
         _FRONT,
         {
@@ -137,6 +137,9 @@ DIRECTORY: dict[IntEnum, Message] = {
             "opened": _ID,
             "closed": _ID,
             "answers": ListOf(Row(status=Text(64), count=_ID), 256),
+            "failures": _ID,
+            "success_ns": _ID,
+            "by_duration": ListOf(_ID, 64),
         },
     ),
     Word.COUNTED: Message(_FRONT, {"question": _ID}),

@@ -19,6 +19,7 @@ from moonpool.runtime.cli.top import overview_lines
 from moonpool.runtime.observe import another_instance
 from moonpool.runtime.process.usage import Reading, usage_of
 from moonpool.runtime.schedule.scheduler import Scheduler
+from moonpool.runtime.server.metrics import ClientRequests
 from moonpool.runtime.server.page.adviser import Adviser
 from moonpool.runtime.server.page.history import History
 from moonpool.runtime.server.page.overview import Overview
@@ -228,9 +229,9 @@ def test_a_kernel_that_does_not_say_is_borne(runtime: moonpool.Runtime, tmp_path
 
 def test_overview_and_terminal_have_it(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     load(runtime, tmp_path, "sleeps")
-    overview = Overview(runtime._models, list)
+    overview = Overview(runtime._models, list, ClientRequests().counts)
     overview._history = history = History(
-        runtime._models, Adviser(quick, machine(quick, is_idle=True))
+        runtime._models, ClientRequests().counts, Adviser(quick, machine(quick, is_idle=True))
     )
 
     def advised() -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool.runtime.process.usage import usage_of
+from moonpool.runtime.server.metrics import ClientRequests
 from moonpool.runtime.server.page.history import SAMPLES, History
 from moonpool.runtime.server.page.overview import Overview
 
@@ -41,15 +43,20 @@ def overview(runtime: moonpool.Runtime) -> Iterator[Overview]:
         {"name": "other", "version": "9", "state": "UNAVAILABLE", "reason": "unloaded"},
         {"name": "never"},
     ]
-    overview = Overview(runtime._models, lambda: index)
+    overview = Overview(runtime._models, lambda: index, ClientRequests().counts)
     yield overview
     overview.close()
 
 
 @pytest.fixture
-def history(runtime: moonpool.Runtime) -> History:
+def clients() -> ClientRequests:
+    return ClientRequests()
+
+
+@pytest.fixture
+def history(runtime: moonpool.Runtime, clients: ClientRequests) -> History:
     """Make an overview whose samples only the test takes."""
-    return History(runtime._models)
+    return History(runtime._models, clients.counts)
 
 
 def test_models_are_told_with_their_instances_and_the_repository_s_others(
@@ -129,17 +136,28 @@ def test_samples_are_taken_by_themselves(runtime: moonpool.Runtime, overview: Ov
     assert requests() == 1
 
 
-def test_a_sample_has_what_came_since_the_last(runtime: moonpool.Runtime, history: History) -> None:
+def test_a_sample_has_what_came_since_the_last(
+    runtime: moonpool.Runtime, history: History, clients: ClientRequests
+) -> None:
+    clients.ended(time.monotonic_ns(), has_failed=False)  # before anybody looked
     history.sample()
     begin = history.since(0)["taken"]
     for count in (2, 0):
         for _ in range(count):
             runtime.infer("add_sub", ROW)
+        if count:
+            clients.ended(time.monotonic_ns() - 5_000_000, has_failed=False)
+            clients.ended(time.monotonic_ns(), has_failed=True)
         history.sample()
     shown = history.since(begin)
 
     assert shown["series"]["add_sub:1"]["requests"] == [2, 0]
     assert shown["series"][""]["requests"] == [2, 0]
+    assert shown["series"][""]["failures"] == [1, 0]
+    assert shown["series"][""]["latency_us"][0] >= 5000
+    recent = history.recent_of_clients()
+    assert recent["failures_per_s"] == pytest.approx(recent["requests_per_s"] / 2, abs=0.01)
+    assert recent["half_within_us"] == recent["p99_within_us"] >= recent["latency_us"]
     assert shown["series"]["fails:1"]["requests"] == [0, 0]
     latency, nothing = shown["series"]["add_sub:1"]["latency_us"]
     assert latency > 0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.ensemble_repositories import chain, write_ensemble, write_model
 from tests.server.page.models import write
 
 import moonpool
 from moonpool.runtime.cli.top import overview_lines
+from moonpool.runtime.server.metrics import ClientRequests
 from moonpool.runtime.server.page.overview import Overview
 
 pytestmark = pytest.mark.promise("The overview", "`moonpool top` keeps a terminal up …")
@@ -20,8 +23,10 @@ URL = "http://127.0.0.1:8000"
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Return the overview of a server with an error and with models that are not loaded."""
+    """Return the overview of a server with an error, an ensemble, and models that are not loaded."""
     repository = write(tmp_path_factory.mktemp("models"), "add_sub", "fails")
+    write_model(repository, "plus_one")
+    write_ensemble(repository, "pipeline", chain(["plus_one", "plus_one"]))
     index = [
         {"name": "idle", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"},
         {"name": "broken", "version": "1", "state": "UNAVAILABLE", "reason": "no such\nfile"},
@@ -29,7 +34,9 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     with moonpool.Runtime(repository) as runtime:
         with pytest.raises(moonpool.ModelError):
             runtime.infer("fails", {"X": np.zeros(4, np.float32)})
-        overview = Overview(runtime._models, lambda: index)
+        clients = ClientRequests()
+        clients.ended(time.monotonic_ns(), has_failed=True)
+        overview = Overview(runtime._models, lambda: index, clients.counts)
         yield overview.snapshot()
         overview.close()
 
@@ -42,13 +49,37 @@ def test_models_instances_and_errors_are_there(shown: dict[str, Any]) -> None:
     lines = texts(shown, 160)
 
     assert lines[0].startswith(f"moonpool {moonpool.__version__} at {URL}, up ")
-    assert lines[1].startswith("2 of 4 versions ready, 2 processes with ")
+    assert lines[1].startswith("4 of 6 versions ready, 3 processes with ")
+    assert lines[2] == "clients: 0 requests/s, 1 failed"
     (add_sub,) = [line.split() for line in lines if line.startswith("add_sub:1")]
     assert add_sub[1:3] == ["READY", "1/1"]
     assert any(line.startswith("  add_sub_0  READY  pid ") for line in lines)
     assert "  no such" in lines
     assert "unloaded" not in "".join(lines)
     assert "fails (1 request): Failed to process" in lines[-1]
+
+
+def test_the_rates_of_models_are_not_summed(shown: dict[str, Any]) -> None:
+    models = [
+        {**model, "recent": {**model["recent"], "requests_per_s": 31.0}}
+        for model in shown["models"]
+        if "recent" in model
+    ]
+    recent = {**shown["clients"]["recent"], "requests_per_s": 12.0, "latency_us": 1500.0}
+    clients = {**shown["clients"], "recent": recent}
+    lines = texts({**shown, "models": models, "clients": clients}, 160)
+
+    assert lines[2] == "clients: 12 requests/s, mean latency 1.5 ms, 1 failed"
+
+
+def test_an_ensemble_has_its_steps_and_no_counts_of_instances(shown: dict[str, Any]) -> None:
+    lines = texts(shown, 160)
+    (at,) = [n for n, line in enumerate(lines) if line.startswith("pipeline:1")]
+
+    assert lines[at].split() == ["pipeline:1", "READY", "0", "-", "0", "0"]
+    assert lines[at + 1].split()[:2] == ["1", "plus_one"]
+    assert lines[at + 2].split()[:4] == ["1", "→", "2", "plus_one"]
+    assert not any("plus_one  [" in line for line in texts(shown, 160, instances=False))
 
 
 @pytest.mark.promise("Seeing sandboxes", "The confinement of each instance …")

@@ -13,6 +13,7 @@ from urllib.parse import quote, urlsplit
 import numpy as np
 import pytest
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.ensemble_repositories import chain, write_ensemble, write_model
 from tests.server.page.browser import Page, needs_chromium
 from tests.server.page.models import HOSTILE, write
 from tests.server.page.site import Site
@@ -92,6 +93,83 @@ def test_rates_and_counts_move(tab: Tab, site: Site) -> None:
     )
     page.wait_for("(document.querySelector('.plot-line').getAttribute('d') ?? '') !== ''", "a plot")
     assert "up to" in page.text(".tile .axis")
+
+
+def write_pipeline(repository: Path) -> None:
+    """Write an ensemble of two steps, and a model that it asks twice."""
+    write_model(repository, "plus_one")
+    write_ensemble(repository, "pipeline", chain(["plus_one", "plus_one"]))
+
+
+def test_an_ensemble_shows_its_steps_and_no_counts_of_instances(
+    tab: Tab, site: Site, repository: Path
+) -> None:
+    write_pipeline(repository)
+    assert site.load("pipeline") == 200
+    page = tab(site.url)
+    page.wait_for_text(row("pipeline"), "READY")
+    cells = page.text(row("pipeline")).split("\t")
+    assert cells[3] == "2 steps"
+    assert cells[9:] == ["\N{EN DASH}"] * 2
+    page.click(f"{row('pipeline')} a")
+    page.wait_for_text("#instances-title", "Steps")
+
+    assert "ensemble" in page.text("#subtitle")
+    assert page.evaluate("document.querySelector('#instances-table').hidden")
+    assert [page.text(f"#steps tr:nth-child({n})").split()[:3] for n in (1, 2)] == [
+        ["1", "plus_one", "READY"],
+        ["2", "plus_one", "READY"],
+    ]
+    page.click("#steps tr:nth-child(2) a")
+    page.wait_for_text("#title", "plus_one, version 1")
+    page.wait_for_text("#instances", "READY")
+    assert page.text("#instances-title") == "Instances"
+    assert page.evaluate("document.querySelector('#steps-table').hidden")
+    assert page.complaints() == []
+
+
+def test_a_request_to_an_ensemble_counts_once_in_the_total(
+    tab: Tab, site: Site, repository: Path
+) -> None:
+    if not (repository / "pipeline").exists():
+        write_pipeline(repository)
+    assert site.load("pipeline") == 200
+    page = tab(site.url)
+    page.wait_for_text(row("pipeline"), "READY")
+    page.wait_for("now.series.has('pipeline:1')", "samples")
+    of = {
+        name: f"now.series.get('{name}').requests.reduce((a, b) => a + b, 0)"
+        for name in ("", "plus_one:1")
+    }
+    before = {name: page.evaluate(text) for name, text in of.items()}
+    for _ in range(5):
+        assert site.infer("pipeline", {"A": ("FP32", [3], [1.0, 2.0, 3.0])}) == 200
+
+    page.wait_for(
+        f"{of['plus_one:1']} === {before['plus_one:1'] + 10}", "the requests of both steps"
+    )
+    page.wait_for(f"{of['']} >= {before[''] + 5}", "the requests of the client")
+    assert page.evaluate(of[""]) == before[""] + 5
+    assert page.text(".tile .label") == "Requests of clients per second"
+
+
+@pytest.mark.parametrize("address", ["", "/#/add_sub/1"])
+def test_no_ring_is_drawn_around_the_whole_page(tab: Tab, site: Site, address: str) -> None:
+    page = tab(site.url + address)
+    page.wait_for_text("#link", "live")
+    page.evaluate("document.querySelector('#content').focus()")
+
+    assert page.evaluate("document.activeElement.id") == "content"
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "none"
+
+
+def test_the_link_for_keyboards_skips_to_the_content(tab: Tab, site: Site) -> None:
+    page = tab(f"{site.url}/#/add_sub/1")
+    page.wait_for_text("#title", "add_sub, version 1")
+    page.evaluate("document.querySelector('a.skip').click()")
+
+    assert page.evaluate("document.activeElement.id") == "content"
+    assert page.text("#title") == "add_sub, version 1"
 
 
 def test_no_sample_is_shown_twice(tab: Tab, site: Site) -> None:

@@ -156,11 +156,11 @@ def test_it_fits_a_terminal_that_shrinks(watch: Watched) -> None:
 
 
 def test_i_hides_the_instances(watch: Watched) -> None:
-    watch.wait_for("line 1 of 8")
+    watch.wait_for("line 1 of 9")
     watch.press("i")
     # After a change of the window's size, everything is redrawn.
     watch.resize(20, 70)
-    watch.wait_for("line 1 of 7")
+    watch.wait_for("line 1 of 8")
     watch.press("q")
 
     assert watch.wait() == 0
