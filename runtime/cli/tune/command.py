@@ -149,6 +149,8 @@ def run(arguments: argparse.Namespace) -> int:
                 budget.has_end = False
                 confirmation = tuner.confirm()
             except KeyboardInterrupt:
+                if tuner.best is None:  # there is nothing to show
+                    raise
                 was_interrupted = True
             budget.clear()
             code = Report(tuner, plan.slo, repository.path).show(

@@ -15,13 +15,16 @@ from moonpool.runtime.bench.slo import Slo, time_words
 from moonpool.runtime.bench.tuning.settings import Unwritable, Value, written
 from moonpool.runtime.bench.tuning.tuner import Confirmation, Measured, Tuner
 from moonpool.runtime.cli.bench.page import (
-    BOTTOM,
-    HEIGHT,
     LEFT,
     RIGHT,
-    TOP,
     WIDTH,
+    Key,
+    Mark,
+    across,
     document,
+    down,
+    drawn,
+    quarters,
     round_up,
     table_of,
 )
@@ -98,12 +101,7 @@ class Report:
         """Show what was found, and whether the budget cut the search short; return the exit code. Raises OSError, `Unwritable`, `ConfigError`."""
         tuner, best = self._tuner, self._tuner.best
         if best is None:
-            more = (
-                "; give the search more time (--budget)"
-                if was_cut
-                else ", because it was interrupted"
-            )
-            raise MoonpoolError(f"nothing was measured{more}")
+            raise MoonpoolError("nothing was measured; give the search more time (--budget)")
         rows = [self._row(each) for each in tuner.front()]
         head = ["requests/s", tuner.figure, "callers", "holds", "settings"]
         for line in table([head, *rows], align=">>><<"):
@@ -276,33 +274,24 @@ def _scatter(tuner: Tuner, limit_ms: float | None) -> str:
     # Points far above the limit would press all others onto the axis.
     tallest = max((ms for _, ms in front), default=1.0) * 2
     top = round_up(max(tallest, 1.25 * (limit_ms or 0.0)))
-    wide, high = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
     def place(rate: float, ms: float) -> tuple[float, float]:
-        return LEFT + rate / most_rate * wide, TOP + high - min(1.0, ms / top) * high
+        return across(rate / most_rate), down(min(1.0, ms / top))
 
     parts = []
-    for step in range(5):
-        x, y = place(most_rate * step / 4, top * step / 4)
-        parts.append(
-            f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{top * step / 4:,.4g}</text>'
-            f'<text x="{x:.1f}" y="{HEIGHT - 12}" text-anchor="middle">{most_rate * step / 4:,.4g}</text>'
-        )
     for point in known:
         x, y = place(*point)
         colour = 0 if point in front else 1
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="var(--c{colour})"/>')
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in front))
     parts.append(f'<polyline class="line" stroke="var(--c0)" points="{path}"/>')
+    keys = [Key("most throughput for its latency", 0), Key("other loads", 1)]
     if limit_ms is not None:
         _, y = place(0, limit_ms)
         parts.append(
             f'<line class="line theirs" stroke="var(--c3)" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
-    caption = f"{tuner.figure} in ms over requests a second"
-    return (
-        f"<figure><figcaption>{escape(caption)}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(caption)}">'
-        f"{''.join(parts)}</svg></figure>"
-    )
+        keys.append(Key("the limit (dashed)", 3))
+    marks = [Mark(part / 4, text) for part, text in enumerate(quarters(most_rate))]
+    caption = f"{tuner.figure} in ms, by requests a second"
+    return drawn(caption, keys, parts, top, marks, "requests a second")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 from tests.server.page.browser import Browser, Page, needs_chromium
 
-from moonpool.runtime.cli.bench.page import page_of
+from moonpool.runtime.bench.windows import PARTS
+from moonpool.runtime.cli.bench.page import Key, Mark, document, drawn, page_of, quarters
 
 HOSTILE = "<script>window.hacked = 1</script><img src=http://attacker.example/x onerror=alert(1)>"
 
@@ -88,6 +90,51 @@ def test_a_page_has_all_hosts_with_their_ratios() -> None:
     assert page.count("<span>") == 9
 
 
+@pytest.mark.parametrize(
+    ("top", "texts"),
+    [
+        (1e4, ["0", "2,500", "5,000", "7,500", "10,000"]),
+        (1.0, ["0.00", "0.25", "0.50", "0.75", "1.00"]),
+        (0.02, ["0.000", "0.005", "0.010", "0.015", "0.020"]),
+        (5e7, ["0.0 M", "12.5 M", "25.0 M", "37.5 M", "50.0 M"]),
+    ],
+)
+def test_the_numbers_of_an_axis_are_written_alike(top: float, texts: list[str]) -> None:
+    assert quarters(top) == texts
+
+
+def test_every_axis_across_is_named() -> None:
+    page = page_of(result())
+
+    assert re.findall(r'class="name"[^>]*>([^<]*)<', page) == ["callers", "callers", "window"]
+
+
+def widest() -> dict[str, Any]:
+    """A result with every column that there is, of eight loads."""
+    found = result(slo={"limits_us": {"p99": 20_000}, "highest_rate": 9, "lowest_broken_rate": 10})
+    (point, *_) = found["series"]
+    found["series"] = [
+        {
+            **point,
+            "concurrency": 2**number,
+            "requests_per_s": 1200.0 * number,
+            "latency_us": dict.fromkeys(point["latency_us"], 281_000.0),
+            "goodput_per_s": 1100.0 * number,
+            "broken": "p99 281 ms is over 20 ms",
+            "server": {f"{part}_us": 123_456.0 for part in PARTS},
+        }
+        for number in range(8)
+    ]
+    return found
+
+
+def one_plot() -> str:
+    """Return a page with a single plot."""
+    marks = [Mark(part / 4, text) for part, text in enumerate(quarters(1e4))]
+    plot = drawn("p99 in ms, by rate", [Key("loads", 0)], [], 1.0, marks, "requests a second")
+    return document("one", [], [f'<div class="plots">{plot}</div>'])
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     browser = Browser(tmp_path_factory.mktemp("chromium"))
@@ -120,3 +167,33 @@ def test_a_page_is_readable(browser: Browser, tmp_path: Path, width: int, dark: 
         assert page.complaints() == []
     finally:
         page.close()
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [360, 1000, 1600])
+def test_plots_and_tables_fit_their_page(browser: Browser, tmp_path: Path, width: int) -> None:
+    for text in (page_of(widest()), one_plot()):
+        file = tmp_path / "page.html"
+        file.write_text(text, encoding="utf-8")
+        page = Page(browser, width, 800)
+        try:
+            page.goto(file.as_uri())
+            page.wait_for("document.readyState == 'complete' && document.querySelector('svg')")
+            sizes = page.evaluate(
+                """[...document.querySelectorAll('svg text')].map(text => parseFloat(getComputedStyle(text).fontSize)
+                * text.ownerSVGElement.getBoundingClientRect().width / text.ownerSVGElement.viewBox.baseVal.width)"""
+            )
+            outside = page.evaluate(
+                """[...document.querySelectorAll('svg text')].filter(text => { const own = text.getBoundingClientRect(),
+                all = text.ownerSVGElement.getBoundingClientRect(); return own.left < all.left || own.right > all.right + 1;
+                }).map(text => text.textContent)"""
+            )
+            cut = page.evaluate(
+                "[...document.querySelectorAll('.scroll')].filter(each => each.scrollWidth > each.clientWidth).length"
+            )
+        finally:
+            page.close()
+
+        assert 9 < min(sizes) <= max(sizes) < 18
+        assert outside == []
+        assert not cut or width == 360  # there, tables are scrolled

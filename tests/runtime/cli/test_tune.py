@@ -170,6 +170,25 @@ def test_an_interrupt_shows_what_was_found(cli: CommandLine, waits: Path) -> Non
     assert process.returncode == 130
 
 
+def test_an_interrupt_before_the_first_load_says_no_more(cli: CommandLine, waits: Path) -> None:
+    words = ("tune", waits, "waits", "--settings", "instances", "--most-instances", "2")
+    process = cli.start(
+        *words, *QUICK, "--seconds", "60", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    with process:
+        assert process.stdout is not None
+        # What is searched is printed when the models are loaded.
+        while line := process.stdout.readline():
+            if b"load average" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=PATIENCE_S)
+
+    assert b"interrupted" in stderr
+    assert b"was measured" not in stderr
+    assert process.returncode == 130
+
+
 @pytest.mark.parametrize(
     ("arguments", "text", "code"),
     [
