@@ -178,7 +178,7 @@ def test_plots_and_tables_fit_their_page(browser: Browser, tmp_path: Path, width
         page = Page(browser, width, 800)
         try:
             page.goto(file.as_uri())
-            page.wait_for("document.readyState == 'complete' && document.querySelector('svg')")
+            page.wait_for("document.readyState == 'complete' && !!document.querySelector('svg')")
             sizes = page.evaluate(
                 """[...document.querySelectorAll('svg text')].map(text => parseFloat(getComputedStyle(text).fontSize)
                 * text.ownerSVGElement.getBoundingClientRect().width / text.ownerSVGElement.viewBox.baseVal.width)"""
