@@ -64,7 +64,7 @@ class ClientRequests:
 
 
 class ClientCounts(NamedTuple):
-    """What `ClientRequests` has counted until some time, or in between."""
+    """Counts of `ClientRequests`, until some time or between two times."""
 
     failures: int
     success_ns: int

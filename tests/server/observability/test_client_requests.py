@@ -1,4 +1,4 @@
-"""What clients ask of a server is counted once for each request, whatever their models ask further."""
+"""Requests of clients for inference count once each, whatever their models ask further."""
 
 from __future__ import annotations
 
