@@ -6,24 +6,26 @@ import ast
 import configparser
 import importlib.util
 import json
-import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import yaml
-from tests.waiting import wait_until
+from tests.pages import SHELL, Reader, blocks, lines_of
+from tests.runtime.cli.shell import MODELS, PACKAGE, WarmCommands
 
-import moonpool
+from moonpool import MoonpoolError
 from moonpool.runtime.cli.main import make_parser
+from moonpool.runtime.model.config import pbtxt
+from moonpool.runtime.repository.cloud_address import CREDENTIAL_FILE, read_address
+from moonpool.runtime.server.options.sources import read_options
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -202,8 +204,29 @@ def python_complaint(block: str) -> str:
     return ""
 
 
+def pbtxt_complaint(block: str) -> str:
+    """Read it as a model's configuration, or as a part of one."""
+    pbtxt.parse(block, "the block")
+    return ""
+
+
 def toml_complaint(block: str) -> str:
-    tomllib.loads(block)
+    """Read it as the file of `moonpool serve --config`."""
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(block)
+        file.flush()
+        read_options({"config": [file.name]}, {})
+    return ""
+
+
+def json_complaint(block: str) -> str:
+    """Read it; if it has credentials of stores, take those of an address from it."""
+    stores = json.loads(block)
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(block)
+        file.flush()
+        for scheme in stores:
+            read_address(f"{scheme}://account/container", {CREDENTIAL_FILE: file.name})
     return ""
 
 
@@ -258,6 +281,8 @@ def dockerfile_complaint(block: str) -> str:
 
 
 CHECKS = {
+    "json": json_complaint,
+    "pbtxt": pbtxt_complaint,
     "python": python_complaint,
     "toml": toml_complaint,
     "yaml": yaml_complaint,
@@ -272,24 +297,33 @@ def complaint(language: str, block: str) -> str:
     """Return what is wrong with a block of code, or nothing."""
     try:
         return CHECKS[language](block) if language in CHECKS else ""
-    except (SyntaxError, ValueError, yaml.YAMLError, configparser.Error) as error:
+    except (
+        SyntaxError,
+        ValueError,
+        MoonpoolError,
+        yaml.YAMLError,
+        configparser.Error,
+    ) as error:
         return str(error)
 
 
 @EACH_PAGE
 def test_a_block_of_code_can_be_read(path: Path) -> None:
-    blocks = re.findall(
-        r"^```(\w+)\n(.*?)^```", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
-    )
+    complaints = [(block.text, complaint(block.language, block.text)) for block in blocks(path)]
 
-    assert [(block, why) for language, block in blocks if (why := complaint(language, block))] == []
+    assert [(text, why) for text, why in complaints if why] == []
 
 
 @pytest.mark.parametrize(
     ("language", "block"),
     [
+        ("json", '{"s3": {"": {"key_id": "a",}}}\n'),
+        ("pbtxt", "instance_group { kin: KIND_CPU }\n"),
+        ("pbtxt", "max_batch_size: many\n"),
         ("python", "def f(:\n"),
         ("toml", "port = \n"),
+        ("toml", "http-prot = 8000\n"),
+        ("toml", "http-port = true\n"),
         ("yaml", "spec:\n  - { name: http\n"),
         ("yaml", "spec:\n\tports: []\n"),
         ("ini", "Description=Models\n"),
@@ -321,80 +355,71 @@ def test_every_decision_is_in_their_list() -> None:
     assert "\n".join(lines) in (folder / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_example_of_the_readme_works_when_it_is_pasted(tmp_path: Path) -> None:
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    model, program, _ = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
-    (tmp_path / "scale.py").write_text(model, encoding="utf-8")
-    (tmp_path / "use.py").write_text(program, encoding="utf-8")
-    source = str(Path(next(iter(moonpool.__path__))).parent)
-
-    ended = subprocess.run(
-        [sys.executable, "use.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert ended.stderr == ""
-    doubled = "[[ 0.  2.  4.]\n [ 6.  8. 10.]]\n"
-    assert ended.stdout == doubled * 2
+# Those of the examples that pages name: a server that starts fewer takes less time.
+EXAMPLES = ("add_sub", "normalise", "primes")
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The folder in which the README's lines are typed: with the examples, and moonpool in its own environment."""
+    """The folder in which the lines of pages are typed: with the examples, a repository, and moonpool in its own environment."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    program = tmp_path / ".venv" / "bin" / "moonpool"
-    program.parent.mkdir(parents=True)
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m moonpool "$@"\n')
-    program.chmod(0o755)
+    for name in EXAMPLES:
+        shutil.copytree(MODELS / name, tmp_path / "models" / name)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    python = f"PYTHONPATH={shlex.quote(str(PACKAGE.parent))} exec {shlex.quote(sys.executable)}"
+    for name, arguments in (("moonpool", "-m moonpool "), ("python", "")):
+        (programs / name).write_text(f'#!/bin/sh\n{python} {arguments}"$@"\n')
+        (programs / name).chmod(0o755)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def warm_servers() -> Iterator[WarmCommands]:
+    """Return the process that forks the servers of the pages, one at a time."""
+    warm = WarmCommands()
+    yield warm
+    warm.close()
+
+
+@pytest.fixture
+def reader(copy: Path, warm_commands: WarmCommands, warm_servers: WarmCommands) -> Reader:
+    return Reader(copy, warm_commands, warm_servers)
 
 
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
-    "The commands and programs in the README's section on hosting untrusted models run as they "
-    "stand.",
+    "The commands and programs in the README run in order as they stand.",
 )
-@pytest.mark.timeout(180)
-def test_the_readme_hosts_what_you_do_not_trust_as_it_says(copy: Path) -> None:
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = page.split("## Host what you do not trust\n")[1].split("\n## ")[0]
-    (program,) = re.findall(r"^```python\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
-    (lines,) = re.findall(r"^```sh\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
-    check, infer, serve = lines.splitlines()
-    ports = dict.fromkeys(("HTTP", "GRPC", "METRICS"), "0")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(next(iter(moonpool.__path__))).parent),
-        **{f"MOONPOOL_SERVE_{name}_PORT": port for name, port in ports.items()},
-    }
+@pytest.mark.timeout(600)
+def test_the_readme_does_what_it_says(reader: Reader) -> None:
+    readme = ROOT / "README.md"
 
-    def said(*command: str) -> str:
-        ended = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, check=False
-        )
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout
+    assert reader.follow(blocks(readme)) == []
 
-    assert said(sys.executable, "-c", program) == "{'COUNT': array([[25]])}\n"
-    assert said("sh", "-c", check).startswith("ok: primes: ")
-    assert "25" in said("sh", "-c", infer)
-    with open(copy / "log", "wb") as log:
-        server = subprocess.Popen(
-            ["sh", "-c", f"exec {serve}"], cwd=copy, env=environment, stdout=log, stderr=log
-        )
-    try:
-        wait_until(lambda: re.search(r"\] Ready", (copy / "log").read_text()), 120.0)
-        text = (copy / "log").read_text()
-        assert re.search(r"primes .*READY .*strict", text)
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60.0) == 0
-    finally:
-        server.kill()
-        server.wait()
+    doubled = "[[ 0.  2.  4.]\n [ 6.  8. 10.]]\n"
+    assert reader.printed[".venv/bin/python use.py"] == doubled * 2
+    assert reader.printed[""] == "{'COUNT': array([[25]])}\n"
+    printed = "".join(reader.printed.values())
+    assert re.search(r"^ok: primes: ", printed, re.MULTILINE)
+    assert re.search(r"primes .*READY .*strict", reader.logs[0])
+
+
+# In these, nothing is checked or run.
+WITHOUT_CHECK = ("mermaid", "nginx", "text")
+# A line with an ellipsis is nothing to type.
+COMMAND = re.compile(
+    r"^(\$ )?(\S*/)?(moonpool|pip|python3?|curl|docker|kubectl) [^…]*$", re.MULTILINE
+)
+
+
+@EACH_PAGE
+def test_a_block_says_its_language_and_no_text_is_a_command(path: Path) -> None:
+    known = {*CHECKS, *WITHOUT_CHECK}
+
+    assert [block.text for block in blocks(path) if block.language not in known] == []
+    texts = [block.text for block in blocks(path) if block.language == "text"]
+    assert [text for text in texts if COMMAND.search(text)] == []
 
 
 # Pages whose blocks have a test that knows what they shall print.
@@ -402,67 +427,6 @@ RUN_BY = {
     "README.md": Path(__file__),
     "docs/TESTING_MODELS.md": ROOT / "tests" / "testing" / "test_testing_docs.py",
 }
-BLOCK = re.compile(
-    r"^(?:<!-- not run: (?P<why>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```",
-    re.MULTILINE | re.DOTALL,
-)
-
-
-def blocks(path: Path) -> list[tuple[str, str, bool]]:
-    """Return the language and the text of each block of a page, and whether its mark says why it is not run."""
-    page = path.read_text(encoding="utf-8")
-    found = list(BLOCK.finditer(page))
-    assert 2 * len(found) == len(re.findall(r"^```", page, re.MULTILINE))
-    return [(each["language"], each["text"], each["why"] is not None) for each in found]
-
-
-# Runs what is given as if it were typed into one session, and then loads each model that the page shows with a configuration.
-SESSION = """
-import pathlib, sys
-import moonpool
-from moonpool.runtime.cli.main import make_parser
-from moonpool import testing
-
-with testing.utilities():
-    typed = {"__name__": "__main__"}
-    for number, text in enumerate(sys.argv[1:]):
-        exec(compile(text, f"block {number}", "exec"), typed)
-    with moonpool.Runtime() as models:
-        for file in sorted(pathlib.Path().glob("*/config.pbtxt")):
-            models.load(file.parent.name, file.parent)
-if "runtime" in typed:
-    typed["runtime"].close()
-"""
-
-
-def run_page(path: Path, folder: Path) -> str:
-    """Run the blocks of a page in a folder with the examples, and return what went wrong."""
-    programs, commands = [], []
-    for language, text, is_left_out in blocks(path):
-        named = re.match(r"# ([\w/]+\.(?:py|pbtxt))\n", text)
-        if named:
-            (folder / named[1]).parent.mkdir(parents=True, exist_ok=True)
-            (folder / named[1]).write_text(text, encoding="utf-8")
-        elif language == "python" and not is_left_out:
-            programs.append(text)
-        elif language in ("sh", "bash") and not is_left_out:
-            commands.append(["bash", "-e", "-c", text])
-    if programs or any(folder.glob("*/config.pbtxt")):
-        commands.insert(0, [sys.executable, "-c", SESSION, *programs])
-    (folder / "models").symlink_to(ROOT / "examples" / "models")
-    bin_ = folder / ".venv" / "bin"
-    environment = {
-        **os.environ,
-        "PATH": f"{bin_}:{os.environ['PATH']}",
-        "PYTHONPATH": str(Path(next(iter(moonpool.__path__))).parent),
-    }
-    ended = [
-        subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
-        for command in commands
-    ]
-    return "".join(each.stdout + each.stderr for each in ended if each.returncode)
 
 
 @pytest.mark.promise(
@@ -470,16 +434,19 @@ def run_page(path: Path, folder: Path) -> str:
     "The programs and commands on the pages run as they stand, or the page's source says why not.",
 )
 @EACH_PAGE
-def test_the_blocks_of_a_page_run(path: Path, copy: Path) -> None:
+@pytest.mark.timeout(600)
+def test_the_blocks_of_a_page_run(path: Path, reader: Reader) -> None:
     if run_by := RUN_BY.get(str(path.relative_to(ROOT))):
         assert path.name in run_by.read_text(encoding="utf-8")
     else:
-        assert run_page(path, copy) == ""
+        complaints = reader.follow(blocks(path))
+        assert complaints == [], "\n".join(complaints)
 
 
 @EACH_PAGE
 def test_the_command_line_knows_each_command_and_option_of_a_page(path: Path) -> None:
-    shown = "".join(text for language, text, _ in blocks(path) if language in ("sh", "bash"))
-    for words in re.findall(r"^(?:\.venv/bin/)?moonpool (.+)$", shown, re.MULTILINE):
-        # What is unknown ends the test with argparse's complaint.
-        make_parser().parse_args(shlex.split(words, comments=True))
+    for block in blocks(path):
+        for line in lines_of(block.text) if block.language in SHELL else ():
+            if shown := re.match(r"(?:\.venv/bin/)?moonpool (.+)", line):
+                # What is unknown ends the test with argparse's complaint.
+                make_parser().parse_args(shlex.split(shown[1], comments=True))

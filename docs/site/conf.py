@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pygments.lexers.special import TextLexer
+
 import moonpool
 import moonpool.errors
 import moonpool.testing
@@ -141,6 +143,8 @@ def lead_to_readme(app: Sphinx, error: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     """Connect the functions above with Sphinx."""
+    # Pygments has no lexer for configurations.
+    app.add_lexer("pbtxt", TextLexer)
     app.connect("source-read", complete)
     app.connect("autodoc-process-docstring", as_restructured_text)
     app.connect("build-finished", lead_to_readme)

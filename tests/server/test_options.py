@@ -153,7 +153,7 @@ def test_the_examples_in_the_document_on_serving_are_right(file: Path) -> None:
     file.write_text(of_models)
     assert [str(option) for option in read({"config": [str(file)]}).model_option] == [
         "*:MOONPOOL_MEMORY_LIMIT_BYTES=1G",
-        "image:MOONPOOL_THREADS=4",
+        "primes:MOONPOOL_THREADS=4",
     ]
 
     of_moonpool = "\n".join(line for line in text.splitlines() if not line.startswith("docker "))

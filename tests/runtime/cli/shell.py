@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 from tests.dispositions import default_signals
@@ -144,22 +146,33 @@ class WarmCommands:
     def run(self, arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
         """Run a command in this folder to its end."""
         with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-            message = json.dumps([arguments, str(folder)]).encode()
-            socket.send_fds(self._channel, [message], [stdout.fileno(), stderr.fileno()])
-            self._channel.settimeout(PATIENCE_S)
-            pid = int(self._channel.recv(32))
-            try:
-                status = int(self._channel.recv(32))
-            except BaseException:
-                os.kill(pid, signal.SIGKILL)
-                # The next command is not to be told this one's status.
-                self._channel.recv(32)
-                raise
+            code = self.wait(self.start(arguments, folder, stdout, stderr))
             stdout.seek(0)
             stderr.seek(0)
-            return subprocess.CompletedProcess(
-                arguments, os.waitstatus_to_exitcode(status), stdout.read(), stderr.read()
-            )
+            return subprocess.CompletedProcess(arguments, code, stdout.read(), stderr.read())
+
+    def start(
+        self, arguments: Sequence[str], folder: Path, stdout: IO[str], stderr: IO[str]
+    ) -> int:
+        """Begin a command, and return the number of its process. The next one begins after `wait`."""
+        message = json.dumps([arguments, str(folder)]).encode()
+        socket.send_fds(self._channel, [message], [stdout.fileno(), stderr.fileno()])
+        self._channel.settimeout(PATIENCE_S)
+        return int(self._channel.recv(32))
+
+    def has_ended(self) -> bool:
+        """Return true if the command that was started has ended, and `wait` returns at once."""
+        return bool(select.select([self._channel], [], [], 0)[0])
+
+    def wait(self, pid: int) -> int:
+        """Wait for the command that was started, and return its exit code."""
+        try:
+            return os.waitstatus_to_exitcode(int(self._channel.recv(32)))
+        except BaseException:
+            os.kill(pid, signal.SIGKILL)
+            # The next command is not to be told this one's status.
+            self._channel.recv(32)
+            raise
 
     def close(self) -> None:
         self._channel.close()
