@@ -394,6 +394,7 @@ def reader(copy: Path, warm_commands: WarmCommands, warm_servers: WarmCommands) 
 @pytest.mark.timeout(600)
 def test_the_readme_does_what_it_says(reader: Reader) -> None:
     readme = ROOT / "README.md"
+    assert len(readme.read_text(encoding="utf-8").splitlines()) <= 150
 
     assert reader.follow(blocks(readme)) == []
 
@@ -441,6 +442,30 @@ def test_the_blocks_of_a_page_run(path: Path, reader: Reader) -> None:
     else:
         complaints = reader.follow(blocks(path))
         assert complaints == [], "\n".join(complaints)
+
+
+@pytest.mark.parametrize(
+    ("page", "why"),
+    [
+        ("```sh\nls nowhere\n```\n", "ls nowhere ended with 2"),
+        ("```sh\nmoonpool infer models nobody\n```\n", "nobody"),
+        ("```sh\nmoonpool serve nowhere\n```\n", "nowhere"),
+        ("```sh\necho one 2\n```\n\n```text\nshown 3\n```\n", "the page shows 'shown 0'"),
+        ("```python\nprint(1 / 0)\n```\n", "ZeroDivisionError"),
+    ],
+)
+def test_a_page_that_misleads_is_complained_of(page: str, why: str, reader: Reader) -> None:
+    path = reader.folder / "page.md"
+    path.write_text(page, encoding="utf-8")
+
+    assert why in "".join(reader.follow(blocks(path)))
+
+
+def test_an_output_may_have_other_numbers(reader: Reader) -> None:
+    path = reader.folder / "page.md"
+    path.write_text("```sh\necho 'p99   1,234.5 µs'\n```\n\n```text\np99  20 µs\n```\n")
+
+    assert reader.follow(blocks(path)) == []
 
 
 @EACH_PAGE
