@@ -520,7 +520,8 @@ def test_a_front_end_that_is_stopped_is_ended_and_replaced(server: RunningServer
     stopped = front_ends(server)[0]
     os.kill(stopped, signal.SIGSTOP)
 
-    wait_until(lambda: stopped not in front_ends(server), 60.0)
+    # As in `kill_one`.
+    wait_until(lambda: not Path(f"/proc/{stopped}").exists(), 60.0)
     server.wait_for("has not answered for 10 s and is ended")
     wait_until(lambda: listening(server) == 2, 60.0)
     for _ in range(20):

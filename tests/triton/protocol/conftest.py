@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import NamedTuple
 
 import grpc
 import pytest
+from tests.server.running import RunningServer
 from tests.server.running import running as serving
 from tests.triton.protocol.control_cases import KEY
-from tests.triton.server import interpreter, running
+from tests.triton.server import TritonServer, interpreter, running
 
 MODELS = Path(__file__).parent / "models"
 LOADED = ("add_sub", "batched", "every", "fails", "repeat", "says", "sums", "told")
@@ -36,7 +38,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def _running(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[TritonServer, RunningServer]]:
     """A tritonserver of its own: what these tests do to it, no other test has to bear."""
     repository = Path(shutil.copytree(MODELS, tmp_path_factory.mktemp("protocol") / "repository"))
     flags = [f"--load-model={name}" for name in LOADED]
@@ -45,20 +49,48 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with (
         running(interpreter(), repository, folder, LOADED) as theirs,
         serving(repository, *flags) as ours,
-        _channel(theirs.grpc_port) as first,
-        _channel(ours.ports["grpc"]) as second,
     ):
+        yield theirs, ours
+
+
+@pytest.fixture(scope="session")
+def _channels(
+    _running: tuple[TritonServer, RunningServer],
+) -> Iterator[dict[int, grpc.Channel]]:
+    """The channels to the ports that were asked. What the first ones open, no test is charged for."""
+    theirs, ours = _running
+    with contextlib.ExitStack() as stack:
+        channels = _Channels(stack)
+        for port in (theirs.grpc_port, ours.ports["grpc"]):
+            assert channels[port]
+        yield channels
+
+
+class _Channels(dict[int, grpc.Channel]):
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        super().__init__()
+        self._stack = stack
+
+    def __missing__(self, port: int) -> grpc.Channel:
+        channel = self[port] = self._stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}"))
         # A channel opens its sockets when it is first used.
-        for channel in (first, second):
-            grpc.channel_ready_future(channel).result(60)
-        yield Servers(
-            Server(theirs.http_port, first),
-            Server(ours.ports["http"], second),
-        )
+        grpc.channel_ready_future(channel).result(60)
+        return channel
 
 
-def _channel(port: int) -> grpc.Channel:
-    return grpc.insecure_channel(f"127.0.0.1:{port}")
+@pytest.fixture
+def servers(
+    _running: tuple[TritonServer, RunningServer], _channels: dict[int, grpc.Channel]
+) -> Servers:
+    """Both servers. A tritonserver that a case has ended, as one in many loads does, is started again for the next case."""
+    theirs, ours = _running
+    if theirs.has_died:
+        theirs.stop()
+        theirs.start()
+    return Servers(
+        Server(theirs.http_port, _channels[theirs.grpc_port]),
+        Server(ours.ports["http"], _channels[ours.ports["grpc"]]),
+    )
 
 
 @pytest.fixture(scope="session")
