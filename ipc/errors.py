@@ -75,6 +75,9 @@ class MoonpoolError(Exception):
     public_message: str | None = None
     # The seconds after which the same request may succeed, if that is known.
     retry_after_s: float | None = None
+    # If a model asks for what this machine lacks and another one may have: the options with which it does without, where there
+    # are any. None for all other errors.
+    instead: dict[str, str] | None = None
     # True if the text names what its reader has sent, and nothing of this machine.
     _quotes_reader = False
     # As in `fault`; empty if the code says it.

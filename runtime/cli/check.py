@@ -7,25 +7,28 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.policy import is_contained
 from moonpool.runtime.cli.shared import UsageError, add_repository, hosting_of, session
 from moonpool.runtime.ensemble.drawing import drawn
 from moonpool.runtime.errors import BadEnvironment, LoadFailed
+from moonpool.runtime.hosting.registry import ModelRegistry
 from moonpool.runtime.isolation.hints import closed_files
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.limits import ConfigLimits
-from moonpool.runtime.model.config.model import ModelConfig, remarks
-from moonpool.runtime.model.config.source import ConfigError
+from moonpool.runtime.model.config.model import AS_CPU, ModelConfig, remarks
+from moonpool.runtime.model.config.options import ModelOption
+from moonpool.runtime.model.config.source import ConfigError, all_mistakes
+from moonpool.runtime.model.config.templates import read_fill
 from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.repository.cloud_address import is_address
 from moonpool.runtime.repository.grants import Grants, as_argument, as_flag, asks, paste
-from moonpool.runtime.repository.loading import HostingRules, Wanted, prepare
+from moonpool.runtime.repository.loading import HostingRules, Wanted, describe, place
 from moonpool.runtime.repository.repository import ModelDirectory
 from moonpool.runtime.runtime import Runtime
 
@@ -33,7 +36,7 @@ NAME = "check"
 HELP = "find mistakes in the models of a repository"
 DESCRIPTION = """\
 Check each model of a repository: read its configuration, import it in its own environment, start its
-instances and end them again. Each finding is one line:
+instances and end them again. All mistakes that the files of a model show are listed at once. Each finding is one line:
 
   LEVEL: MODEL: FILE:LINE: text      (LEVEL is ok, warning or error; step is a step of an ensemble)
 
@@ -43,7 +46,9 @@ EXAMPLES = """\
 examples:
   moonpool check models
   moonpool check models add_sub normalise
-  moonpool check models --allow-missing      # on a machine that lacks some environments
+  moonpool check models --as-cpu             # on a machine without GPUs
+  moonpool check models --allow-missing      # on a machine that lacks GPUs, processors, environments or packages of theirs
+  moonpool check models --fill max_batch_size=8 --fill dtype=FP32      # models that are templates
   moonpool check models --sandbox strict     # as `moonpool serve --sandbox strict` would load them, and what to grant
 """
 
@@ -81,7 +86,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-missing",
         action="store_true",
-        help="make a missing environment or package a warning, not an error",
+        help="make what this machine lacks a warning, not an error: an environment, a package, a GPU, a processor, a path",
+    )
+    parser.add_argument(
+        "--as-cpu",
+        action="store_true",
+        help=f"check models as if their instances were for CPUs, as the option {AS_CPU}=yes of all models does",
+    )
+    parser.add_argument(
+        "--fill",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="put a value into the places ${NAME}, {{NAME}} and so on of configurations that are templates; may be given many times",
     )
     parser.add_argument(
         "--model-config-limit",
@@ -96,57 +113,131 @@ def run(options: argparse.Namespace) -> int:
     terminal = Terminal(sys.stdout)
     repository = options.repository
     counts = dict.fromkeys(_STYLES, 0)
-    try:
-        limits = ConfigLimits().raised(options.model_config_limit)
-    except ValueError as error:
-        raise UsageError(f"--model-config-limit {error}") from error
+
+    def report(finding: Finding) -> None:
+        counts[finding.level] += 1
+        level, rest = str(finding).split(":", 1)
+        terminal.line(f"{terminal.paint(level, _STYLES[level])}:{rest}")
+
+    limits = _read("--model-config-limit", ConfigLimits().raised, options.model_config_limit)
+    fill = _read("--fill", read_fill, options.fill)
     with session(
         options.repository, hosting_of(options), verbose=options.verbose, quiet=True
     ) as runtime:
-        runtime._models.rules = replace(runtime._models.rules, limits=limits)
-        found = runtime._models.repositories.models()
+        registry = runtime._models
+        registry.rules = replace(registry.rules, limits=limits)
+        registry.repositories.fill = fill
+        found = registry.repositories.models()
         names = options.models or found
-        for text in runtime._models.rules.about_none_of(found):
-            counts["warning"] += 1
-            terminal.line(str(Finding("warning", "", _shown(repository), text)))
+        for text in registry.rules.about_none_of(found):
+            report(Finding("warning", "", _shown(repository), text))
+        if options.as_cpu:
+            registry.rules = _with(registry.rules, {AS_CPU: "yes"})
         for name in names:
-            for finding in findings(runtime, repository, name, options.allow_missing):
-                counts[finding.level] += 1
-                level, rest = str(finding).split(":", 1)
-                terminal.line(f"{terminal.paint(level, _STYLES[level])}:{rest}")
+            for finding in _Check(runtime, repository, name, options.allow_missing).findings():
+                report(finding)
     if not names:
-        counts["warning"] += 1
-        terminal.line(str(Finding("warning", "", _shown(repository), "there are no models")))
+        report(Finding("warning", "", _shown(repository), "there are no models"))
+    for key in fill.unused:
+        what = f"no configuration has a place {key!r:.80} that --fill could fill in"
+        report(Finding("warning", "", _shown(repository), what))
     return 1 if counts["error"] or (options.strict and counts["warning"]) else 0
 
 
-def findings(
-    runtime: Runtime, repository: str, name: str, allow_missing: bool
-) -> Iterator[Finding]:
-    """Yield the findings about a model: its warnings, then `ok` or the first error."""
-    folder = Path(os.path.abspath(repository)) / name
+_Value = TypeVar("_Value")
+
+
+def _read(flag: str, read: Callable[[list[str]], _Value], texts: list[str]) -> _Value:
     try:
-        directory = runtime._models.repositories.find(name)
-        folder = directory.path
-        yield from _configuration(directory, runtime._models.rules)
-        models = _with_all_granted(runtime, name)
-        yield from _closed(directory, models[0].options.sandbox)
-        if refused := list(_ungranted(runtime._models.rules, models)):
-            yield from refused
-            return
+        return read(texts)
+    except ValueError as error:
+        raise UsageError(f"{flag} {error}") from error
+
+
+def _with(rules: HostingRules, options: Mapping[str, str]) -> HostingRules:
+    """Return the rules with these options for all models but those for which the operator has set them by name."""
+    more = [ModelOption("*", key, value) for key, value in options.items()]
+    return replace(rules, options=rules.options.also(more))
+
+
+class _Check:
+    """The check of one model: first of its files, then of a load."""
+
+    def __init__(self, runtime: Runtime, repository: str, name: str, allow_missing: bool) -> None:
+        self._runtime, self._registry, self._name = runtime, runtime._models, name
+        self._allow_missing = allow_missing
+        self._folder = Path(os.path.abspath(repository)) / name
+        # Options with which the model does without what this machine lacks.
+        self._without: dict[str, str] = {}
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield all mistakes that the files show. If the model can be loaded, yield why a load fails, or `ok`."""
+        rules = self._registry.rules
+        found, can_load = self._of_files()
+        yield from found
+        try:
+            while can_load:
+                self._registry.rules = _with(rules, self._without)
+                finding, can_load = self._of_load()
+                if finding not in found:
+                    yield finding
+                found.append(finding)
+        finally:
+            self._registry.rules = rules
+
+    def _of_files(self) -> tuple[list[Finding], bool]:
+        """Return what the files show, and True if the model can be loaded."""
+        rules = self._registry.rules
+        models: list[Model] = []
+        found: list[Finding] = []
+        try:
+            with all_mistakes() as mistakes:
+                directory = self._registry.repositories.find(self._name)
+                self._folder = directory.path
+                found += _configuration(directory, rules, mistakes)
+                models += _with_all_granted(self._runtime, self._name)
+                found += _closed(directory, models[0].options.sandbox)
+                place(models, rules)
+        except OSError as error:
+            return [*found, self._as_finding(error)], False
+        refused = list(_ungranted(rules, models)) if models else []
+        found += [self._as_finding(each) for each in sorted(mistakes, key=_line)]
+        # Each is asked, since each may have options of its own.
+        ways = [self._can_do_without(each) for each in mistakes]
+        return found + refused, all(ways) and not refused
+
+    def _of_load(self) -> tuple[Finding, bool]:
+        """Load the model. Return the finding, and True if there is a way to load it again without what this machine lacks."""
+        runtime, name = self._runtime, self._name
         begin_s = time.monotonic()
-        runtime.load(name)
-        took_s = time.monotonic() - begin_s
-        parts = _parts(runtime, name)
-        versions = ", ".join(map(str, runtime.models()[name]))
-        runtime._models.unload(name, with_members=True)
-    except (MoonpoolError, OSError) as error:
-        level = "warning" if allow_missing and _is_missing(error) else "error"
-        limits = runtime._models.rules.limits
-        yield _as_finding(level, name, folder, error, limits)
-    else:
+        try:
+            runtime.load(name)
+            took_s = time.monotonic() - begin_s
+            parts = _parts(runtime, name)
+            versions = ", ".join(map(str, runtime.models()[name]))
+            self._registry.unload(name, with_members=True)
+        except (MoonpoolError, OSError) as error:
+            return self._as_finding(error), self._can_do_without(error)
         what = f"version {versions}, {parts}, loaded in {took_s:.1f} s"
-        yield Finding("ok", name, "", what)
+        without = " and ".join(f"{key}={value}" for key, value in self._without.items())
+        return Finding("ok", name, "", f"{what} with {without}" if without else what), False
+
+    def _can_do_without(self, error: Exception) -> bool:
+        """Note the options with which the model does without what this machine lacks. Return True if some were not tried."""
+        instead = getattr(error, "instead", None) or {}
+        is_new = not instead.keys() <= self._without.keys()
+        self._without |= instead
+        return is_new
+
+    def _as_finding(self, error: Exception) -> Finding:
+        level = "warning" if self._allow_missing and _is_missing(error) else "error"
+        return _as_finding(level, self._name, self._folder, error, self._registry)
+
+
+def _line(error: Exception) -> tuple[bool, int]:
+    """A key for sorting: mistakes in the order of their lines, then those without a line."""
+    line = getattr(error, "line", None)
+    return line is None, line or 0
 
 
 def _parts(runtime: Runtime, name: str) -> str:
@@ -160,13 +251,18 @@ def _parts(runtime: Runtime, name: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _configuration(directory: ModelDirectory, rules: HostingRules) -> Iterator[Finding]:
+def _configuration(
+    directory: ModelDirectory, rules: HostingRules, mistakes: Collection[Exception]
+) -> Iterator[Finding]:
     raw, source = directory.read_config(rules.limits)
     config = ModelConfig.from_dict(raw, source=source, partial=True)
     if config.ensemble is not None:
         for line in drawn(config.ensemble):
             yield Finding("step", directory.name, "", line)
+    wrong = {re.sub(r"\[\d+\]", "", getattr(each, "field", "")) for each in mistakes}
     for field, what in remarks(config.raw):
+        if field in wrong:
+            continue
         place = _shown(source.file, source.line(field)) if source.file else ""
         yield Finding("warning", directory.name, place, f"{field}: {what}")
     for ignored in directory.ignored():
@@ -178,7 +274,7 @@ def _with_all_granted(runtime: Runtime, name: str) -> list[Model]:
     """Return the versions of a model as a load makes them, with whatever they ask for."""
     registry = runtime._models
     free = replace(registry.rules, grants=Grants([name]))
-    prepared = prepare(Wanted(name), registry.repositories, registry.backends.locate, free)
+    prepared = describe(Wanted(name), registry.repositories, registry.backends.locate, free)
     prepared.discard()
     return prepared.models
 
@@ -222,14 +318,13 @@ def _closed(directory: ModelDirectory, level: str) -> Iterator[Finding]:
 
 def _is_missing(error: Exception) -> bool:
     """Return True if the model may be right on another machine."""
-    text = str(error)
-    if isinstance(error, BadEnvironment):
-        return text.startswith("Failed to get the canonical path")
-    return isinstance(error, LoadFailed) and text.startswith("ModuleNotFoundError: ")
+    if isinstance(error, LoadFailed) and str(error).startswith("ModuleNotFoundError: "):
+        return True
+    return isinstance(error, MoonpoolError) and error.instead is not None
 
 
 def _as_finding(
-    level: str, name: str, folder: Path, error: Exception, limits: ConfigLimits
+    level: str, name: str, folder: Path, error: Exception, registry: ModelRegistry
 ) -> Finding:
     text = str(error) or type(error).__name__
     if isinstance(error, ConfigError) and error.file is not None:
@@ -238,7 +333,7 @@ def _as_finding(
             level, name, _shown(error.file, error.line), _joined(text.removeprefix(f"{place}: "))
         )
     if isinstance(error, BadEnvironment):
-        return Finding(level, name, _environment_line(folder, limits), _joined(text))
+        return Finding(level, name, _environment_line(registry, name), _joined(text))
     # The innermost place in the model's own files. Deeper places are in libraries.
     places = [
         (within, line) for file, line in _PLACE.findall(text) if (within := _within(file, folder))
@@ -260,10 +355,11 @@ def _within(file: str, folder: Path) -> Path | None:
     return None
 
 
-def _environment_line(folder: Path, limits: ConfigLimits) -> str:
-    _, source = ModelDirectory(folder).read_config(limits)
+def _environment_line(registry: ModelRegistry, name: str) -> str:
+    directory = registry.repositories.find(name)
+    _, source = directory.read_config(registry.rules.limits)
     line = source.line("parameters[EXECUTION_ENV_PATH]")
-    return _shown(source.file or folder, line)
+    return _shown(source.file or directory.path, line)
 
 
 def _shown(path: str | os.PathLike[str], line: int | None = None) -> str:

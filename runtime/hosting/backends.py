@@ -60,8 +60,9 @@ class BackendDirectory:
         absent = f"; there is no backend directory {self.path}" if self._is_absent() else ""
         raise LoadFailed(
             f"unable to find backend library for backend '{name}', try specifying runtime on the model "
-            f"configuration. (There is no {' and no '.join(looked)}{absent}; there are: {known}. A backend in C++ runs in a "
-            "tritonserver, and `moonpool triton overlay` gives that server's Python models to moonpool.)",
+            f"configuration. (There is no {' and no '.join(looked)}{absent}; there are: {known}.) "
+            "Run such a model in a tritonserver that has the backend: with `moonpool triton overlay`, that server's Python "
+            "models run in moonpool (docs/TRITON_BACKEND.md).",
             stage="backend",
         )
 

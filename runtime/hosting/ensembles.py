@@ -190,6 +190,7 @@ def member_failed(name: str, member: str, error: MoonpoolError) -> Unfit:
     )
     failure = Unfit(f"{begin}{with_code(error)};")
     failure.is_confined = getattr(error, "is_confined", True)
+    failure.instead = error.instead
     if error.public_message is not None:
         failure.public_message = f"{begin}{with_code(error, error.public_message)};"
     return failure

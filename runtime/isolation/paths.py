@@ -64,10 +64,12 @@ def check_granted(paths: Iterable[tuple[str, bool]]) -> None:
             continue  # the stub will name the folder that has to let it pass
         except OSError as error:
             # A misspelt path must not look like a grant that does nothing.
-            raise LoadFailed(
+            failure = LoadFailed(
                 f"MOONPOOL_SANDBOX_PATHS names {path}, which is not there; make it, or take it out",
                 stage="sandbox",
-            ) from error
+            )
+            failure.instead = {}
+            raise failure from error
         real = os.path.realpath(path)
         if real != path:
             raise LoadFailed(

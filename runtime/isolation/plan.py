@@ -248,11 +248,13 @@ def check_processors(cpus: Sequence[int]) -> None:
     """Raise `LoadFailed` for a processor on which this process may not run. The kernel would leave it out without an error."""
     allowed = os.sched_getaffinity(0)
     if refused := sorted(set(cpus) - allowed):
-        raise LoadFailed(
+        failure = LoadFailed(
             f"MOONPOOL_CPUS names {_listed(refused)}, on which this runtime may not run; it may run on "
             f"{_listed(sorted(allowed))}",
             stage="start",
         )
+        failure.instead = {"MOONPOOL_CPUS": ""}
+        raise failure
 
 
 def _listed(cpus: Sequence[int]) -> str:

@@ -19,13 +19,12 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.model.config.schema import Raw
-from moonpool.runtime.model.config.source import Source
+from moonpool.runtime.model.config.source import Source, part
 from moonpool.runtime.process.files import LeadsOut, open_file
 
 _AGENT = "checksum"
@@ -54,30 +53,33 @@ def checksums(raw: Raw, source: Source) -> tuple[Checksum, ...]:
                 f"moonpool has no repository agent {agent['name'][:80]!r}, only {_AGENT!r}, and must not serve '{raw['name']}' "
                 "unchecked; to serve it without what the agent does, take the agent out of its configuration"
             )
-            raise source.error(f"{path}.name", what)
-        found.extend(_of_agent(agent, f"{path}.parameters", source))
+            source.mistake(f"{path}.name", what)
+            continue
+        for key, value in agent["parameters"].items():
+            with part():
+                found.append(_checksum(key, value, f"{path}.parameters[{key}]", source))
     return tuple(found)
 
 
-def _of_agent(agent: Raw, path: str, source: Source) -> Iterator[Checksum]:
-    for key, value in agent["parameters"].items():
-        where = f"{path}[{key}]"
-        algorithm, colon, file = key.partition(":")
-        if not colon:
-            raise source.error(where, f"failed to parse key: {key}")
-        length = _LENGTHS.get(algorithm.lower())
-        if length is None:
-            what = f"Unsupported checksum algorithm: {algorithm}; there are MD5 and SHA256"
-            raise source.error(where, what)
-        parts = PurePosixPath(file).parts
-        if not parts or file.startswith("/") or ".." in parts or "\0" in file:
-            what = f"the file of a checksum must lie in the folder of the model, not at {file!r}"
-            raise source.error(where, what)
-        digest = value.lower()
-        if len(digest) != length or not set(digest) <= set("0123456789abcdef"):
-            what = f"a digest of {algorithm.upper()} has {length} hexadecimal digits, not {value[:80]!r}"
-            raise source.error(where, what)
-        yield Checksum(algorithm.lower(), file, digest)
+def _checksum(key: str, value: str, where: str, source: Source) -> Checksum:
+    algorithm, colon, file = key.partition(":")
+    if not colon:
+        raise source.error(where, f"failed to parse key: {key}")
+    length = _LENGTHS.get(algorithm.lower())
+    if length is None:
+        what = f"Unsupported checksum algorithm: {algorithm}; there are MD5 and SHA256"
+        raise source.error(where, what)
+    parts = PurePosixPath(file).parts
+    if not parts or file.startswith("/") or ".." in parts or "\0" in file:
+        what = f"the file of a checksum must lie in the folder of the model, not at {file!r}"
+        raise source.error(where, what)
+    digest = value.lower()
+    if len(digest) != length or not set(digest) <= set("0123456789abcdef"):
+        what = (
+            f"a digest of {algorithm.upper()} has {length} hexadecimal digits, not {value[:80]!r}"
+        )
+        raise source.error(where, what)
+    return Checksum(algorithm.lower(), file, digest)
 
 
 class Checksums:

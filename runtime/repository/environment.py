@@ -109,10 +109,13 @@ def _existing(text: str, model_directory: Path) -> Path:
         path.stat()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise BadEnvironment(
+        failure = BadEnvironment(
             f"Failed to get the canonical path for {_in_full(text, model_directory)}. ({reason}) EXECUTION_ENV_PATH must name"
             " an environment's directory, a packed environment (.tar, .tar.gz, .zip) or a list of packages."
-        ) from None
+        )
+        # Another interpreter is no replacement: it has other packages.
+        failure.instead = {}
+        raise failure from None
     return path
 
 

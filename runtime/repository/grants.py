@@ -402,6 +402,7 @@ HARMLESS = {
     "MOONPOOL_INSTANCES_PER_PROCESS": "its own threads, which MOONPOOL_TASK_LIMIT counts",
     "MOONPOOL_STATE_SURVIVES": "states that MOONPOOL_STATE_LIMIT_BYTES counts",
     "MOONPOOL_GPU_AS_NUMPY": "its own memory",
+    "MOONPOOL_AS_CPU": "no GPU",
     "MOONPOOL_INSTANCES": "no more instances than `instance_group` may have",
     "MOONPOOL_WAIT_TARGET_MS": "no more instances than `instance_group` may have",
 }

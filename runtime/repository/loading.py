@@ -18,7 +18,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +44,7 @@ from moonpool.runtime.model.config.options import (
     OperatorOptions,
 )
 from moonpool.runtime.model.config.schema import suggestion
+from moonpool.runtime.model.config.source import part
 from moonpool.runtime.model.gpus import placed
 from moonpool.runtime.model.source import (
     Definition,
@@ -258,15 +259,20 @@ def prepare(
     rules = rules or HostingRules()
     prepared = describe(wanted, repository, locate, rules)
     try:
-        for model in prepared.models:
-            model.config = _scaled(placed(model), model.options, rules.limits, len(prepared.models))
+        place(prepared.models, rules)
         prepared.seal()
-        config = prepared.models[0].config
-        rules.limits.check_instances(config.instance_groups, len(prepared.models), config.source)
     except BaseException:
         prepared.discard()
         raise
     return prepared
+
+
+def place(models: Sequence[Model], rules: HostingRules) -> None:
+    """Place the instances of the versions of a model on this machine. Raises `ConfigError`."""
+    for model in models:
+        model.config = _scaled(placed(model), model.options, rules.limits, len(models))
+    config = models[0].config
+    rules.limits.check_instances(config.instance_groups, len(models), config.source)
 
 
 def describe(
@@ -406,21 +412,27 @@ def _versions(
     limits.check(changes, Source())
     raw, source = _read(wanted, directory, changes, limits)
     config = ModelConfig.from_dict(_merged(wanted.name, raw, changes), source=source, partial=True)
-    shared = locate(config)
+    shared = None
+    if config.backend:
+        with part():
+            shared = locate(config)
     if shared is not None:
         # Triton sets it, and models can see it in their configuration.
         changes = {**changes, "runtime": shared.name}
     models = []
-    versions = directory.chosen_versions(config)
+    versions = []
+    with part():
+        versions = directory.chosen_versions(config)
     limits.check_versions(len(versions), config.source)
-    for version in versions:
+    # Where all mistakes are collected, the rest of the configuration is read also without a version.
+    for version in versions or [1]:
         folder = directory.version_directory(version)
-        if config.backend == PYTHON_BACKEND:
-            where = of_file(directory.model_file(version, config.default_model_filename))
-        else:
-            # The backend knows which files a version must have.
-            file = shared or folder / config.default_model_filename
-            where = ModelSource("triton", file, None, folder, folder)
+        # The backend knows which files a version must have.
+        file = shared or folder / config.default_model_filename
+        where = ModelSource("triton", file, None, folder, folder)
+        if config.backend == PYTHON_BACKEND and versions:
+            with part():
+                where = of_file(directory.model_file(version, config.default_model_filename))
         where = where.within(directory.path, folder)
         models.append(model_of(wanted.name, where, raw, source, version, changes))
         if wanted.asker is not None:
@@ -458,7 +470,8 @@ def model_of(
     """Make one version of a model. Raises `ConfigError`."""
     config = ModelConfig.from_dict(_merged(name, raw, changes), source=source, partial=True)
     _check_labels(config, where)
-    return Model(config, ModelOptions.from_parameters(config), version, where)
+    options = ModelOptions.from_parameters(config)
+    return Model(config.without_gpus() if options.as_cpu else config, options, version, where)
 
 
 def _check_labels(config: ModelConfig, where: ModelSource) -> None:
@@ -472,7 +485,7 @@ def _check_labels(config: ModelConfig, where: ModelSource) -> None:
                 what = (
                     f"failed to open text file for read {where.model_directory / filename}: {why}"
                 )
-                raise config.source.error(f"output[{index}].label_filename", what) from error
+                config.source.mistake(f"output[{index}].label_filename", what)
 
 
 def _merged(name: str, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from moonpool.runtime.model.config.model import (
     name_problem,
     normalise,
 )
+from moonpool.runtime.model.config.templates import Fill
 from moonpool.runtime.model.source import split_name
 from moonpool.runtime.process.files import RepositoryError, check_no_loop, directories
 from moonpool.runtime.repository.cloud_address import is_address
@@ -147,6 +148,8 @@ class ModelDirectory:
         self.lease = lease
         # The name of the configuration that replaces `config.pbtxt`; "" for none.
         self.config_name = ""
+        # Values for the places of a template.
+        self.fill: Fill | None = None
         self.name = self.path.name
         _check_directory(self.path, f"model '{self.name}'")
         check_no_loop(self.path, f"model '{self.name}'")
@@ -173,11 +176,12 @@ class ModelDirectory:
         file = self.config_file
         if not self.has_config:
             return minimal(self.name, self.implied_backend() or self._nothing_there(file)), Source()
-        raw, source = pbtxt.read_with_source(file, self.path, limits)
+        raw, source = pbtxt.read_with_source(file, self.path, limits, self.fill)
         raw["name"] = raw["name"] or self.name
         if raw["name"] != self.name:
             what = f"unexpected directory name '{self.name}' for model '{raw['name']}'"
-            raise source.error("name", f"{what}, directory name must equal model name")
+            source.mistake("name", f"{what}, directory name must equal model name")
+            raw["name"] = self.name
         unsaid = not (raw["backend"] or raw["platform"] or raw["default_model_filename"])
         if unsaid and (backend := self.implied_backend()):
             raw = normalise({**raw, "backend": backend}, source)
@@ -307,6 +311,8 @@ class ModelRepositories:
         self._lock = threading.Lock()
         # The name of the configuration that replaces `config.pbtxt` of each model; "" for none.
         self.config_name = ""
+        # Values for the places of templates, for a check of the models.
+        self.fill: Fill | None = None
 
     def __len__(self) -> int:
         return len(self._repositories)
@@ -391,5 +397,5 @@ class ModelRepositories:
         if len(found) > 1:
             shown = " and ".join(str(directory.path) for directory in found)
             raise RepositoryError(f"model '{name}' is not unique across all repositories: {shown}")
-        found[0].config_name = self.config_name
+        found[0].config_name, found[0].fill = self.config_name, self.fill
         return found[0]

@@ -41,7 +41,7 @@ _COMPLETED = (
 _MOST_LINES, _MOST_CHARACTERS = 100, 8192
 # Options without effect, because only the server could act on them: of all models, and of those that keep state
 # between the requests of a sequence.
-_WITHOUT_EFFECT = ("retry",)
+_WITHOUT_EFFECT = ("retry", "as_cpu")
 _WITHOUT_EFFECT_IN_SEQUENCES = ("recycle_requests", "recycle_rss_bytes")
 
 

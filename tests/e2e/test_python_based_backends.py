@@ -162,7 +162,8 @@ def test_a_backend_that_is_not_there_is_told_with_where_was_looked(
         "model configuration."
     )
     assert str(folders[1] / "nobody_s" / "model.py") in text
-    assert text.endswith("there are: onnxruntime, python, pytorch, speaker)")
+    assert "there are: onnxruntime, python, pytorch, speaker.) Run such a model in a triton" in text
+    assert text.endswith("(docs/TRITON_BACKEND.md).")
 
 
 def test_commands_take_the_directory(folders: tuple[Path, Path], tmp_path: Path) -> None:

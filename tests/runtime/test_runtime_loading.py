@@ -335,3 +335,21 @@ def run(program: str, repository: Path, *flags: str) -> subprocess.CompletedProc
 def test_a_program_runs_with_warnings_as_errors(repository: Path) -> None:
     program = run(PROGRAM, repository, "-W", "error", "-X", "dev")
     assert (program.returncode, program.stdout, program.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.promise(
+    "GPUs in the runtime",
+    "With `MOONPOOL_AS_CPU`, instances of `KIND_GPU` are on the CPU, and the driver is not loaded.",
+)
+def test_a_model_of_gpus_that_no_machine_has_serves_on_the_cpu(tmp_path: Path) -> None:
+    groups = "instance_group [ { count: 2 kind: KIND_GPU gpus: [ 4000, 4001 ] } ]"
+    write_model(tmp_path, "add", 1, config=f"{CONFIG} {groups}")
+    with Runtime(tmp_path, models=()) as runtime:
+        with pytest.raises(moonpool.ConfigError, match="MOONPOOL_AS_CPU=yes"):
+            runtime.load("add")
+        runtime.load("add", options={"MOONPOOL_AS_CPU": "yes"})
+
+        (group,) = runtime.config("add").instance_groups
+        assert (group.kind, group.gpus, len(runtime.instances("add"))) == ("CPU", (), 2)
+        assert runtime.config("add").raw["instance_group"][0]["kind"] == "KIND_CPU"
+        assert runtime.infer("add", rows(1))

@@ -5,11 +5,11 @@ What a step's model must be for the ensemble to work is checked when the models 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from moonpool.runtime.model.config.schema import Raw
-from moonpool.runtime.model.config.source import Source
+from moonpool.runtime.model.config.source import Source, part
 
 ENSEMBLE = "ensemble"
 _PATH = "ensemble_scheduling"
@@ -50,28 +50,30 @@ def ensemble_scheduling(raw: Raw, source: Source) -> EnsembleScheduling | None:
         what = (
             f"ensemble scheduling cannot be set for model '{name}' whose platform is not {ENSEMBLE}"
         )
-        raise source.error(_PATH, what)
+        source.mistake(_PATH, what)
+        return None
     if scheduling is None:
         what = f"ensemble scheduling must be set for ensemble {name} whose platform is {ENSEMBLE}"
-        raise source.error("platform", what)
+        source.mistake("platform", what)
+        return EnsembleScheduling(())
     if raw["instance_group"]:
         what = f"instance group should not be specified for ensemble '{name}'"
-        raise source.error("instance_group", what)
+        source.mistake("instance_group", what)
     if "optimization" in raw:
         what = f"optimization should not be specified for ensemble '{name}'"
-        raise source.error("optimization", what)
+        source.mistake("optimization", what)
     if raw["model_warmup"]:
-        raise source.error(
-            "model_warmup", f"model_warmup can not be specified for ensemble '{name}'"
-        )
+        source.mistake("model_warmup", f"model_warmup can not be specified for ensemble '{name}'")
     if not scheduling["step"]:
-        raise source.error(_PATH, f"must specify 'step' for ensemble '{name}'")
-    steps = tuple(
-        _step(step, f"in step {index} of ensemble '{name}'", f"{_PATH}.step[{index}]", source)
-        for index, step in enumerate(scheduling["step"])
-    )
-    _Flow(raw, steps, source).check()
-    return EnsembleScheduling(steps, scheduling["max_inflight_requests"])
+        source.mistake(_PATH, f"must specify 'step' for ensemble '{name}'")
+    steps = []
+    for index, step in enumerate(scheduling["step"]):
+        with part():
+            where, path = f"in step {index} of ensemble '{name}'", f"{_PATH}.step[{index}]"
+            steps.append(_step(step, where, path, source))
+    if steps and len(steps) == len(scheduling["step"]):
+        _Flow(raw, tuple(steps), source).check()
+    return EnsembleScheduling(tuple(steps), scheduling["max_inflight_requests"])
 
 
 def _step(step: Raw, where: str, path: str, source: Source) -> EnsembleStep:
@@ -80,7 +82,7 @@ def _step(step: Raw, where: str, path: str, source: Source) -> EnsembleStep:
             raise source.error(path, f"must specify '{field}' {where}")
     if step["model_namespace"]:
         what = f"'model_namespace' {where}: moonpool has one namespace for all models"
-        raise source.error(f"{path}.model_namespace", what)
+        source.mistake(f"{path}.model_namespace", what)
     version = step["model_version"]
     return EnsembleStep(
         step["model_name"],
@@ -102,7 +104,18 @@ class _Flow:
         self._writer: dict[str, int] = {}
 
     def check(self) -> None:
-        """Raise ConfigError for a tensor that two steps write, that nobody reads, or that never comes."""
+        """Report tensors that two steps write, that nobody reads, or that never come.
+
+        One mistake makes others of the later checks, so these are made only if the ones before have found nothing.
+        """
+        for problems in (self._written_twice, self._unused_ends, self._unwritten, self._unused):
+            found = list(problems())
+            for path, what in found:
+                self._source.mistake(path, what)
+            if found:
+                return
+
+    def _written_twice(self) -> Iterator[tuple[str, str]]:
         for index, step in enumerate(self._steps):
             for _, tensor in step.outputs:
                 if tensor in self._writer or tensor in self._inputs:
@@ -110,22 +123,27 @@ class _Flow:
                         f"ensemble tensor '{tensor}' can appear in an output map only once for ensemble '{self._name}' "
                         f"step {index}"
                     )
-                    raise self._source.error(f"{_PATH}.step[{index}].output_map", what)
+                    yield f"{_PATH}.step[{index}].output_map", what
                 self._writer[tensor] = index
-        known = self._read | self._writer.keys()
+
+    def _unused_ends(self) -> Iterator[tuple[str, str]]:
         for side, names in (("input", self._inputs), ("output", self._outputs)):
             for index, tensor in enumerate(names):
-                if tensor not in known:
+                if tensor not in self._read and tensor not in self._writer:
                     what = f"ensemble {side} '{tensor}' for ensemble {self._name}' is not used"
-                    raise self._source.error(f"{side}[{index}]", what)
+                    yield f"{side}[{index}]", what
+
+    def _unwritten(self) -> Iterator[tuple[str, str]]:
         ready = self._ready()
         for index, tensor in enumerate(self._outputs):
             if tensor not in ready:
-                raise self._source.error(f"output[{index}]", self._unwritten(tensor, ready))
-        for tensor in sorted(known):
-            if tensor not in ready or tensor not in self._read.union(self._outputs):
-                what = f"ensemble tensor '{tensor}' is unused in ensemble '{self._name}'"
-                raise self._source.error(_PATH, what)
+                yield f"output[{index}]", self._why_unwritten(tensor, ready)
+
+    def _unused(self) -> Iterator[tuple[str, str]]:
+        ready, used = self._ready(), self._read.union(self._outputs)
+        for tensor in sorted(self._read | self._writer.keys()):
+            if tensor not in ready or tensor not in used:
+                yield _PATH, f"ensemble tensor '{tensor}' is unused in ensemble '{self._name}'"
 
     def _ready(self) -> set[str]:
         """Return the tensors that come if all inputs do."""
@@ -135,7 +153,7 @@ class _Flow:
             ready.update(tensor for step in running for tensor in _tensors(step.outputs))
         return ready
 
-    def _unwritten(self, output: str, ready: set[str]) -> str:
+    def _why_unwritten(self, output: str, ready: set[str]) -> str:
         what = f"output '{output}' for ensemble '{self._name}' is not written"
         needed = (
             _tensors(self._steps[self._writer[output]].inputs) if output in self._writer else ()

@@ -28,6 +28,8 @@ from moonpool.runtime.model.config.sequences import SequenceState as SequenceSta
 from moonpool.runtime.model.config.sequences import sequence_batching
 from moonpool.runtime.model.config.source import ConfigError as ConfigError
 from moonpool.runtime.model.config.source import Source as Source
+from moonpool.runtime.model.config.source import part
+from moonpool.runtime.model.config.templates import in_strings
 from moonpool.runtime.model.config.warmup import WarmupSample, warmup_samples
 
 
@@ -269,11 +271,23 @@ class Remark(NamedTuple):
     what: str
 
 
+# The most parameters that a remark names.
+_MOST_UNFILLED = 20
+
+
 def remarks(raw: Mapping[str, object]) -> list[Remark]:
     """Return what the log and `moonpool check` say of a configuration that can be used."""
     found = [Remark(field, "has no effect in moonpool") for field in unused_fields(raw)]
+    full = normalise(raw)
+    if unfilled := [
+        key for key, value in full["parameters"].items() if in_strings(value["string_value"])
+    ]:
+        shown = ", ".join(unfilled[:_MOST_UNFILLED])
+        shown += f" and {len(unfilled) - _MOST_UNFILLED} more" * (len(unfilled) > _MOST_UNFILLED)
+        what = f"has values that look like places of a template that is not filled in: {shown}"
+        found.append(Remark("parameters", what))
     for side in ("input", "output"):
-        names = Counter(io["name"] for io in normalise(raw)[side])
+        names = Counter(io["name"] for io in full[side])
         found += [
             Remark(side, f"declares '{name}' {count} times, and the first one counts")
             for name, count in names.items()
@@ -381,14 +395,14 @@ def _check_length(name: str, path: str, source: Source) -> None:
         raise source.error(path, f"is no Unicode text: {error}") from error
     if size_bytes > MAX_NAME_BYTES:
         what = f"has {size_bytes} bytes, and {MAX_NAME_BYTES} is the most for a name"
-        raise source.error(path, what)
+        source.mistake(path, what)
 
 
 def _check_names(raw: Raw, source: Source) -> None:
     """Check the names of the model, of its backend and of its file."""
     _check_lengths(raw, source)
     if problem := name_problem(raw["name"]):
-        raise source.error("name", problem)
+        source.mistake("name", problem)
     name, backend, platform = raw["name"], raw["backend"], raw["platform"]
     if platform == ENSEMBLE:
         return
@@ -397,11 +411,15 @@ def _check_names(raw: Raw, source: Source) -> None:
             f"unexpected platform type '{platform}' for {name}; specify as backend one of {', '.join(FILENAMES)}, or the name of "
             "a Python-based backend"
         )
-        raise source.error("backend", what)
-    if not _BACKEND.fullmatch(backend) or backend in (".", ".."):
-        raise source.error("backend", f"is no name of a backend: {backend[:80]!r} for {name}")
+        source.mistake("backend", what)
+    elif not _is_backend(backend):
+        source.mistake("backend", f"is no name of a backend: {backend[:80]!r} for {name}")
     _check_filename(raw["default_model_filename"], "default_model_filename", backend, source)
     _check_filename(raw["runtime"], "runtime", "", source)
+
+
+def _is_backend(name: str) -> bool:
+    return _BACKEND.fullmatch(name) is not None and name not in (".", "..")
 
 
 # Fields that change what a model computes, or which file is served, with what moonpool would do instead.
@@ -419,11 +437,11 @@ def _check_refused(raw: Raw, source: Source) -> None:
     for name, instead in _REFUSED.items():
         if raw["backend"] in _OF_LIBRARIES and _is_set(name, raw.get(name)):
             what = f"has no effect in moonpool, which {instead} of '{raw['name']}'"
-            raise source.error(name, what)
+            source.mistake(name, what)
     for index, group in enumerate(raw["instance_group"]):
         if group["passive"]:
             what = "moonpool has no passive instances: this one would get requests; take it out"
-            raise source.error(f"instance_group[{index}].passive", what)
+            source.mistake(f"instance_group[{index}].passive", what)
 
 
 def _check_batch_tensors(raw: Raw, source: Source, *, partial: bool) -> None:
@@ -436,16 +454,16 @@ def _check_batch_tensors(raw: Raw, source: Source, *, partial: bool) -> None:
             path, sources = f"{side}[{index}]", given["source_input"]
             if len(sources) != 1:
                 what = f"{side.replace('_', ' ')} kind '{given['kind']}' expects 1 source input, got {len(sources)}"
-                raise source.error(f"{path}.source_input", what + suffix)
+                source.mistake(f"{path}.source_input", what + suffix)
             if side == "batch_input" and given["data_type"] not in ("TYPE_INT32", "TYPE_FP32"):
                 what = "batch input data type must be TYPE_INT32 or TYPE_FP32"
-                raise source.error(f"{path}.data_type", what + suffix)
-            if partial:
+                source.mistake(f"{path}.data_type", what + suffix)
+            if partial or len(sources) != 1:
                 continue
             if sources[0] not in inputs:
                 what = f"unknown source input name '{sources[0]}'"
-                raise source.error(f"{path}.source_input", what + suffix)
-            if side == "batch_output":
+                source.mistake(f"{path}.source_input", what + suffix)
+            elif side == "batch_output":
                 _check_scattered(
                     given["target_name"], inputs[sources[0]], outputs, path, raw, source
                 )
@@ -464,15 +482,16 @@ def _check_scattered(
     for index, target in enumerate(targets):
         if target not in outputs:
             what = f"unknown target output name '{target}'"
-            raise source.error(f"{path}.target_name", what + suffix)
+            source.mistake(f"{path}.target_name", what + suffix)
+            continue
         if target in targets[:index]:
             what = f"target output name '{target}' can only be specified once"
-            raise source.error(f"{path}.target_name", what + suffix)
+            source.mistake(f"{path}.target_name", what + suffix)
         beyond = _seen_by_model(outputs[target])[len(_seen_by_model(from_)) :]
         # In Triton, such a size is whatever lies behind the shape in memory.
         if raw["backend"] in _OF_LIBRARIES and -1 in beyond:
             what = f"output '{target}' has variable dimensions that its source input '{from_['name']}' lacks"
-            raise source.error(f"{path}.target_name", what + suffix)
+            source.mistake(f"{path}.target_name", what + suffix)
 
 
 def _seen_by_model(io: Raw) -> list[int]:
@@ -486,17 +505,17 @@ _PYTHON_FILE = re.compile(r".*\.py(:[^\W\d][\w.]*)?", re.DOTALL)
 
 def _check_filename(filename: str, field: str, backend: str, source: Source) -> None:
     if "/" in filename or "\0" in filename or filename in (".", ".."):
-        raise source.error(field, f"must be a file name without directories, not {filename!r}")
+        source.mistake(field, f"must be a file name without directories, not {filename!r}")
     if backend == PYTHON_BACKEND and not _PYTHON_FILE.fullmatch(filename):
         what = f"Model name must end with '.py'. Model name is \"{filename}\"."
-        raise source.error(field, what)
+        source.mistake(field, what)
 
 
 def _max_batch_size(raw: Raw, source: Source) -> int:
     size: int = raw["max_batch_size"]
     if size < 0:
         what = f"'max_batch_size' must be non-negative value for {raw['name']}"
-        raise source.error("max_batch_size", what)
+        source.mistake("max_batch_size", what)
     return size
 
 
@@ -505,11 +524,12 @@ def _tensors(raw: Raw, side: str, source: Source, *, partial: bool) -> tuple[Ten
     result = []
     for index, io in enumerate(raw[side]):
         path = f"{side}[{index}]"
-        result.append(_tensor(io, raw, f"model {side} ", path, source, partial=partial))
+        with part():
+            result.append(_tensor(io, raw, f"model {side} ", path, source, partial=partial))
         is_known = bool(io["dims"]) or not partial
         if is_known and io.get("format", "FORMAT_NONE") != "FORMAT_NONE" and len(io["dims"]) != 3:
             what = f"model input NHWC/NCHW require 3 dims for {raw['name']}"
-            raise source.error(f"{path}.format", what)
+            source.mistake(f"{path}.format", what)
     if not partial:
         _check_present(raw, side, source)
     return tuple(result)
@@ -527,10 +547,10 @@ def _check_present(raw: Raw, side: str, source: Source) -> None:
     name = raw["name"]
     if not raw["input"] and not raw["output"]:
         what = f"must specify inputs and outputs for {name}, here or in auto_complete_config"
-        raise source.error(side, what)
-    if side == "input" and not raw["input"] and raw["max_batch_size"] > 0:
+        source.mistake(side, what)
+    elif side == "input" and not raw["input"] and raw["max_batch_size"] > 0:
         what = f"a model with max_batch_size > 0 needs an input to batch for {name}"
-        raise source.error(side, what)
+        source.mistake(side, what)
 
 
 # Fields of tensors that only TensorRT acts on, with Triton's texts for all other backends.
@@ -548,17 +568,17 @@ def _tensor(
         raise source.error(f"{path}.name", f"{prefix}must specify 'name'{suffix}")
     prefix += f"'{io['name']}' "
     if io["data_type"] == "TYPE_INVALID" and not partial:
-        raise source.error(f"{path}.data_type", f"{prefix}must specify 'data_type'{suffix}")
+        source.mistake(f"{path}.data_type", f"{prefix}must specify 'data_type'{suffix}")
     if not io["dims"] and not partial:
-        raise source.error(f"{path}.dims", f"{prefix}must specify 'dims'{suffix}")
+        source.mistake(f"{path}.dims", f"{prefix}must specify 'dims'{suffix}")
     dims = _dims(io["dims"], f"{prefix}dimension", f"{path}.dims", source, suffix)
     rank = len(dims) + (raw["max_batch_size"] > 0)
     if rank > MAX_DIMS:
         what = f"{prefix}has {rank} dimensions with the batch; at most {MAX_DIMS}{suffix}"
-        raise source.error(f"{path}.dims", what)
+        source.mistake(f"{path}.dims", what)
     for name, what in _OF_TENSORRT.items():
         if io[name]:
-            raise source.error(f"{path}.{name}", f"{what}{suffix}")
+            source.mistake(f"{path}.{name}", f"{what}{suffix}")
     datatype = io["data_type"].removeprefix("TYPE_")
     return TensorConfig(
         name=io["name"],
@@ -618,7 +638,8 @@ def _version_policy(raw: Raw, source: Source) -> VersionPolicy:
         versions = tuple(policy["specific"]["versions"])
         if any(version < 0 for version in versions):
             what = f"versions must be integer >= 0 for {raw['name']}"
-            raise source.error("version_policy.specific.versions", what)
+            source.mistake("version_policy.specific.versions", what)
+            return VersionPolicy("all", 0)
         return VersionPolicy("specific", 0, versions)
     if "latest" in policy:
         # An empty `latest {}` has 0 there and means the documented default.
@@ -639,7 +660,7 @@ def _instance_groups(raw: Raw, source: Source) -> tuple[InstanceGroup, ...]:
     for index, name in enumerate(names):
         if name in names[:index]:
             what = f"instance group {name} of model {raw['name']} is specified twice"
-            raise source.error(f"instance_group[{index}].name", what)
+            source.mistake(f"instance_group[{index}].name", what)
     return tuple(groups)
 
 
@@ -649,16 +670,16 @@ def _group(index: int, group: Raw, raw: Raw, source: Source) -> InstanceGroup:
     title = f"instance group {name} of model {raw['name']}"
     if _ILLEGAL.intersection(name) or "/" in name or not name.isprintable():
         what = "Invalid stub name: contains invalid characters"
-        raise source.error(f"{path}.name", what)
+        source.mistake(f"{path}.name", what)
     if group["count"] < 0:
-        raise source.error(f"{path}.count", f"{title} has the negative count {group['count']}")
+        source.mistake(f"{path}.count", f"{title} has the negative count {group['count']}")
     kind, gpus = group["kind"].removeprefix("KIND_"), tuple(group["gpus"])
     if gpus and kind in ("CPU", "MODEL"):
         what = f"{title} has kind KIND_{kind} but specifies one or more GPUs"
-        raise source.error(f"{path}.gpus", what)
+        source.mistake(f"{path}.gpus", what)
     if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
         what = f"{title} must name each GPU once, by an id >= 0, not {list(gpus)}"
-        raise source.error(f"{path}.gpus", what)
+        source.mistake(f"{path}.gpus", what)
     limits = _rate_limits(group)
     return InstanceGroup(name, kind, group["count"] or 1, gpus, limits, group["host_policy"])
 
@@ -670,6 +691,16 @@ def _rate_limits(group: Raw) -> RateLimits:
         for each in limits.get("resources", ())
     )
     return RateLimits(resources, limits.get("priority", 0))
+
+
+# The option that does without GPUs.
+AS_CPU = "MOONPOOL_AS_CPU"
+_WITHOUT_GPUS = f"to try the model without, use {AS_CPU}=yes, or `moonpool check --as-cpu`"
+
+
+def _lacking(error: ConfigError) -> ConfigError:
+    error.instead = {AS_CPU: "yes"}
+    return error
 
 
 def _placed(
@@ -690,17 +721,21 @@ def _placed(
     path, title = f"instance_group[{index}]", f"instance group {group.name} of model {model}"
     if not present:
         what = f"{title} has kind KIND_GPU but no GPUs are available"
-        raise source.error(path, f"{what}: {why_none}" if why_none else what)
+        what += f": {why_none}" if why_none else ""
+        raise _lacking(source.error(path, f"{what}; {_WITHOUT_GPUS}"))
     for gpu in group.gpus:
         if gpu not in present:
             what = f"{title} specifies invalid or unsupported gpu id {gpu}"
             shown = ", ".join(map(str, present))
-            raise source.error(f"{path}.gpus", f"{what}. GPUs of this machine are: {shown}")
+            what += f". GPUs of this machine are: {shown}; {_WITHOUT_GPUS}"
+            raise _lacking(source.error(f"{path}.gpus", what))
     return replace(group, kind=kind, gpus=group.gpus or tuple(present))
 
 
 def _with_groups(raw: Raw, groups: Sequence[InstanceGroup]) -> Raw:
     """Return the raw form with these instance groups."""
+    if not groups:
+        return raw
     blank: Raw = {"secondary_devices": [], "profile": [], "passive": False, "host_policy": ""}
     given = raw["instance_group"] or [blank] * len(groups)
     decided = [
@@ -723,7 +758,7 @@ def _dynamic_batching(raw: Raw, source: Source, *, partial: bool = False) -> Dyn
         is_small = size <= raw["max_batch_size"] or (partial and not raw["max_batch_size"])
         if not (size > 0 and is_small):
             what = f"dynamic batching preferred size must be {rule}{suffix}"
-            raise source.error(f"{path}.preferred_batch_size[{index}]", what)
+            source.mistake(f"{path}.preferred_batch_size[{index}]", what)
     result = DynamicBatching(
         preferred_batch_sizes=tuple(sorted(set(batching["preferred_batch_size"]))),
         max_queue_delay_us=batching["max_queue_delay_microseconds"],
@@ -757,11 +792,11 @@ def _check_priorities(batching: DynamicBatching, path: str, source: Source, suff
         return
     if not 1 <= batching.default_priority_level <= levels:
         what = f"default priority level must be in range [1, {levels}]{suffix}"
-        raise source.error(f"{path}.default_priority_level", what)
+        source.mistake(f"{path}.default_priority_level", what)
     for level in batching.priority_queue_policies:
         if not 1 <= level <= levels:
             what = f"priority queue policy must have priority level in range [1, {levels}]{suffix}"
-            raise source.error(f"{path}.priority_queue_policy[{level}]", what)
+            source.mistake(f"{path}.priority_queue_policy[{level}]", what)
 
 
 def _check_ordering(batching: DynamicBatching, path: str, source: Source, suffix: str) -> None:
@@ -769,7 +804,7 @@ def _check_ordering(batching: DynamicBatching, path: str, source: Source, suffix
         return
     if batching.priority_levels > 1:
         what = f"Only one priority level is allowed when 'preserve_ordering' is true{suffix}"
-        raise source.error(f"{path}.priority_levels", what)
+        source.mistake(f"{path}.priority_levels", what)
     policies = {f"{path}.default_queue_policy": batching.default_queue_policy}
     for level, policy in batching.priority_queue_policies.items():
         policies[f"{path}.priority_queue_policy[{level}]"] = policy
@@ -778,7 +813,7 @@ def _check_ordering(batching: DynamicBatching, path: str, source: Source, suffix
             what = (
                 "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true"
             )
-            raise source.error(f"{where}.timeout_action", what + suffix)
+            source.mistake(f"{where}.timeout_action", what + suffix)
 
 
 DECOUPLED = "'decoupled' transaction policy"
@@ -793,7 +828,7 @@ def _response_cache(raw: Raw, source: Source) -> bool:
     elif "sequence_batching" in raw:
         why = "sequence batching scheduler"
     if why:
-        raise source.error("response_cache.enable", uncached(raw["name"], why))
+        source.mistake("response_cache.enable", uncached(raw["name"], why))
     return True
 
 
@@ -858,10 +893,12 @@ class ModelConfig:
         # No code of an ensemble could complete its configuration.
         partial = partial and ensemble is None
         groups = _instance_groups(full, source)
+        # No backend is looked for by a name that is a mistake.
+        backend = full["backend"] if _is_backend(full["backend"]) else ""
         policy = full.get("model_transaction_policy", {})
         return cls(
             name=full["name"],
-            backend=full["backend"] if ensemble is None else ENSEMBLE,
+            backend=backend if ensemble is None else ENSEMBLE,
             max_batch_size=_max_batch_size(full, source),
             inputs=_once(_tensors(full, "input", source, partial=partial)),
             outputs=_once(_tensors(full, "output", source, partial=partial)),
@@ -910,6 +947,14 @@ class ModelConfig:
         raw = {**self.raw, "model_transaction_policy": {"decoupled": decoupled}}
         return replace(self, decoupled=decoupled, raw=raw)
 
+    def without_gpus(self) -> ModelConfig:
+        """Return the configuration with the instances on the CPU that may be on a GPU: those of the kinds GPU and AUTO."""
+        groups = tuple(
+            group if group.kind == "MODEL" else replace(group, kind="CPU", gpus=())
+            for group in self.instance_groups
+        )
+        return replace(self, instance_groups=groups, raw=_with_groups(self.raw, groups))
+
     def placed(self, available_gpus: Iterable[int], why_none: str = "") -> ModelConfig:
         """Return the configuration with its instance groups placed as Triton does it.
 
@@ -917,8 +962,10 @@ class ModelConfig:
         ConfigError for a GPU that is not available, with `why_none` if there are none.
         """
         present = sorted(set(available_gpus))
-        groups = tuple(
-            _placed(group, index, present, self.name, self.source, why_none=why_none)
-            for index, group in enumerate(self.instance_groups)
-        )
-        return replace(self, instance_groups=groups, raw=_with_groups(self.raw, groups))
+        groups = list(self.instance_groups)
+        for index, group in enumerate(self.instance_groups):
+            with part():
+                groups[index] = _placed(
+                    group, index, present, self.name, self.source, why_none=why_none
+                )
+        return replace(self, instance_groups=tuple(groups), raw=_with_groups(self.raw, groups))

@@ -18,7 +18,7 @@ from typing import Any
 
 from moonpool.ipc.extension import PURE, pure
 from moonpool.ipc.policy import LEVELS, is_contained
-from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.model.config.model import AS_CPU, ModelConfig
 from moonpool.runtime.model.config.patterns import fits
 from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.model.config.source import ConfigError
@@ -295,6 +295,7 @@ class ModelOptions:
     instances_per_process: int = 1
     environment: tuple[str, ...] = ()
     copies_gpu_to_numpy: bool = False
+    as_cpu: bool = False
     pin: bool = False
     idle_s: float | None = None
     instances: tuple[int, int] | None = None
@@ -317,10 +318,10 @@ class ModelOptions:
                     values[option.attribute] = option.kind.read(text.strip())
                 except ValueError as error:
                     what = option.refusal(text) or f"{error}, not {text!r}, for {config.name}"
-                    raise config.source.error(field, what) from None
+                    config.source.mistake(field, what)
             elif key.upper().startswith(PREFIX):
                 what = f"no such option for {config.name}{suggestion(key, known)}"
-                raise config.source.error(field, what)
+                config.source.mistake(field, what)
         options = cls(**values)  # type: ignore[arg-type]
         options._check(config)
         return options
@@ -338,15 +339,15 @@ class ModelOptions:
     def _check(self, config: ModelConfig) -> None:
         if self.region_limit_bytes is not None and self.region_bytes > self.region_limit_bytes:
             what = f"is smaller than MOONPOOL_REGION_BYTES ({self.region_bytes}) for {config.name}"
-            raise config.source.error("parameters[MOONPOOL_REGION_LIMIT_BYTES]", what)
+            config.source.mistake("parameters[MOONPOOL_REGION_LIMIT_BYTES]", what)
         if self.instances_per_process > 1 and config.sequence_batching is not None:
             what = (
                 f"cannot be above 1 for {config.name}, whose sequences belong to one instance each"
             )
-            raise config.source.error("parameters[MOONPOOL_INSTANCES_PER_PROCESS]", what)
+            config.source.mistake("parameters[MOONPOOL_INSTANCES_PER_PROCESS]", what)
         if self.restart_backoff_s > self.restart_backoff_max_s:
             what = f"is less than MOONPOOL_RESTART_BACKOFF_S ({self.restart_backoff_s:g} s)"
-            raise config.source.error(
+            config.source.mistake(
                 "parameters[MOONPOOL_RESTART_BACKOFF_MAX_S]", f"{what} for {config.name}"
             )
 
@@ -621,6 +622,12 @@ OPTIONS = (
         "The result of `as_numpy` for a tensor on a GPU: an error, as in Triton, or a copy in ordinary memory.",
     ),
     Option(
+        AS_CPU,
+        "as_cpu",
+        YES_NO,
+        "Place the instances on the CPU, also those of `KIND_GPU`, of which there are `count` in all then. For machines that lack the GPUs.",
+    ),
+    Option(
         "MOONPOOL_PIN",
         "pin",
         YES_NO,
@@ -864,6 +871,10 @@ class OperatorOptions:
                 except ValueError as error:
                     raise ConfigError(str(error), field=f"model_options[{pattern}]") from None
         return cls(given)
+
+    def also(self, given: Iterable[ModelOption]) -> OperatorOptions:
+        """Return these options and further ones, which are the later ones."""
+        return OperatorOptions([*self._given, *given])
 
     def of(self, name: str) -> dict[str, str]:
         """Return the options of a model, by key."""

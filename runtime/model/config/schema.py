@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from moonpool.runtime.model.config.source import Source
+from moonpool.runtime.model.config.source import Source, part
 
 _FIELDS = """
 ModelConfig = name:string=1 platform:string=2 backend:string=17 runtime:string=25
@@ -210,20 +210,21 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 def _message(kind: str, value: object, path: str, source: Source) -> Raw:
     if not isinstance(value, Mapping):
-        _refuse(source, path, f"must be a message with the fields of {kind}", value)
+        raise source.error(path, refusal(kind, _shown(value)))
     schema = MESSAGES[kind]
     prefix = path + "." if path else ""
     for name in value:
         if name not in schema:
             what = f'no field "{name}" in {kind}{suggestion(str(name), schema)}'
-            raise source.error(f"{prefix}{name}", what)
+            source.mistake(f"{prefix}{name}", what)
     result: Raw = {}
     for name, type_ in schema.items():
         given = value.get(name)
-        if given is not None:
-            result[name] = _field(type_, given, prefix + name, source)
-        elif (default := _default(type_)) is not None:
+        if (default := _default(type_)) is not None:
             result[name] = default
+        if given is not None:
+            with part():
+                result[name] = _field(type_, given, prefix + name, source)
     _one_of(kind, result, path, source)
     return result
 
@@ -232,7 +233,12 @@ def _one_of(kind: str, result: Raw, path: str, source: Source) -> None:
     names = [name for name in ONE_OF.get(kind, ()) if name in result]
     if len(names) > 1:
         where = f"{path}.{names[1]}" if path else names[1]
-        raise source.error(where, f"{names[1]} and {names[0]} exclude each other; keep one")
+        source.mistake(where, exclusive(names[1], names[0]))
+
+
+def exclusive(name: str, other: str) -> str:
+    """Say that only one of two fields may be set."""
+    return f"{name} and {other} exclude each other; keep one"
 
 
 def _default(type_: str) -> object:
@@ -276,19 +282,37 @@ def _map(key_type: str, type_: str, value: object, path: str, source: Source) ->
 def _scalar(type_: str, value: object, path: str, source: Source) -> object:
     convert: Callable[[str, object], object]
     if type_ in ENUMS:
-        convert, wanted = _enum, "one of " + ", ".join(ENUMS[type_])
+        convert = _enum
     elif type_ in _INTEGERS:
-        low, high = _INTEGERS[type_]
-        convert, wanted = _integer, f"an integer from {low} to {high}"
-    elif type_ in ("float", "double"):
-        convert, wanted = _float, "a finite number"
+        convert = _integer
     else:
-        convert, wanted = _plain, "true or false" if type_ == "bool" else "a string"
+        convert = _float if type_ in ("float", "double") else _plain
     result = convert(type_, value)
     if result is None:
-        hint = suggestion(str(value), ENUMS.get(type_, ()))
-        _refuse(source, path, f"must be {wanted}", value, hint)
+        raise source.error(path, refusal(type_, _shown(value)))
     return result
+
+
+def is_type(name: str) -> bool:
+    """Return True for the name of a scalar, of an enumeration or of a message of the schema."""
+    return name in _INTEGERS or name in _ZEROS or name in ENUMS or name in MESSAGES
+
+
+def refusal(type_: str, shown: str) -> str:
+    """Say what the value of a field of this type must be, and is not."""
+    hint = ""
+    if type_ in ENUMS:
+        wanted = "one of " + ", ".join(ENUMS[type_])
+        hint = suggestion(shown.strip("'"), ENUMS[type_])
+    elif type_ in _INTEGERS:
+        wanted = "an integer from {} to {}".format(*_INTEGERS[type_])
+    elif type_ in ("float", "double"):
+        wanted = "a finite number"
+    elif type_ in MESSAGES:
+        wanted = f"a message with the fields of {type_}"
+    else:
+        wanted = "true or false" if type_ == "bool" else "a string"
+    return f"must be {wanted}, not {shown[:60]}{hint}"
 
 
 def _enum(type_: str, value: object) -> object:
@@ -329,8 +353,10 @@ def _plain(type_: str, value: object) -> object:
     )
 
 
-def _refuse(source: Source, path: str, wanted: str, value: object, hint: str = "") -> NoReturn:
+def _refuse(source: Source, path: str, wanted: str, value: object) -> NoReturn:
+    raise source.error(path, f"{wanted}, not {_shown(value)}")
+
+
+def _shown(value: object) -> str:
     shown = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
-    if len(shown) > 60:
-        shown = shown[:57] + "..."
-    raise source.error(path, f"{wanted}, not {shown}{hint}")
+    return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moonpool.ipc.messages import MAX_DIMS
 from moonpool.runtime.model.config.schema import Raw
-from moonpool.runtime.model.config.source import Source
+from moonpool.runtime.model.config.source import Source, part
 
 _CHOICES = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
 _ID_DATATYPES = ("UINT64", "INT64", "UINT32", "INT32", "STRING")
@@ -95,19 +95,19 @@ def _check_numbers(batching: Raw, raw: Raw, source: Source, *, partial: bool) ->
     utilization = batching.get("direct", {}).get("minimum_slot_utilization", 0.0)
     if not 0 <= utilization <= 1:
         what = f"sequence batching minimum slot utilization must be in range (0.0, 1.0]{suffix}"
-        raise source.error(f"{_PATH}.direct.minimum_slot_utilization", what)
+        source.mistake(f"{_PATH}.direct.minimum_slot_utilization", what)
     oldest = batching.get("oldest")
     if oldest is None:
         return
     if oldest["max_candidate_sequences"] < 0:
         what = f"sequence batching max candidate sequences must be non-negative{suffix}"
-        raise source.error(f"{_PATH}.oldest.max_candidate_sequences", what)
+        source.mistake(f"{_PATH}.oldest.max_candidate_sequences", what)
     for index, size in enumerate(oldest["preferred_batch_size"]):
         rule = "positive" if size <= 0 else "<= max batch size"
         is_small = size <= raw["max_batch_size"] or (partial and not raw["max_batch_size"])
         if not (size > 0 and is_small):
             what = f"sequence batching preferred batch size must be {rule}{suffix}"
-            raise source.error(f"{_PATH}.oldest.preferred_batch_size[{index}]", what)
+            source.mistake(f"{_PATH}.oldest.preferred_batch_size[{index}]", what)
 
 
 def _controls(batching: Raw, raw: Raw, source: Source) -> tuple[SequenceControl, ...]:
@@ -120,22 +120,24 @@ def _controls(batching: Raw, raw: Raw, source: Source) -> tuple[SequenceControl,
         path, name = f"{_PATH}.control_input[{index}]", given["name"]
         if not name:
             what = f"sequence batching control tensor must have a name{suffix}"
-            raise source.error(f"{path}.name", what)
+            source.mistake(f"{path}.name", what)
+            continue
         if name in inputs:
             what = f"sequence batching control tensor '{name}' is an input of the model{suffix}"
-            raise source.error(f"{path}.name", what)
+            source.mistake(f"{path}.name", what)
         if name in names or len(given["control"]) > 1:
             what = (
                 f"sequence batching control tensor '{name}' is specified for multiple control kinds"
             )
-            raise source.error(f"{path}.control", what + suffix)
+            source.mistake(f"{path}.control", what + suffix)
         names.add(name)
         for control in given["control"]:
             if control["kind"] in kinds:
                 what = f"sequence batching specifies multiple {control['kind']} tensors{suffix}"
-                raise source.error(f"{path}.control[0].kind", what)
+                source.mistake(f"{path}.control[0].kind", what)
             kinds.add(control["kind"])
-            controls.append(_control(name, control, suffix, f"{path}.control[0]", source))
+            with part():
+                controls.append(_control(name, control, suffix, f"{path}.control[0]", source))
     return tuple(controls)
 
 
@@ -190,23 +192,24 @@ def _states(
         for side in ("input_name", "output_name"):
             if not given[side]:
                 what = f"sequence batching state must have an '{side}'{suffix}"
-                raise source.error(f"{path}.{side}", what)
-            if (side, given[side]) in seen:
+                source.mistake(f"{path}.{side}", what)
+            elif (side, given[side]) in seen:
                 kind = "input" if side == "input_name" else "output"
                 what = f"State {kind} name '{given[side]}' specified more than once."
-                raise source.error(f"{path}.{side}", what)
+                source.mistake(f"{path}.{side}", what)
             seen.add((side, given[side]))
         if name in inputs:
             what = f"sequence batching state '{name}' is an input of the model already{suffix}"
-            raise source.error(f"{path}.input_name", what)
-        _check_state(given, outputs.get(given["output_name"]), path, suffix, source)
+            source.mistake(f"{path}.input_name", what)
+        with part():
+            _check_state(given, outputs.get(given["output_name"]), path, suffix, source)
     return tuple(_state(given) for given in batching["state"])
 
 
 def _check_state(given: Raw, output: Raw | None, path: str, suffix: str, source: Source) -> None:
     title = f"sequence batching state '{given['input_name']}'"
     if given["data_type"] == "TYPE_INVALID":
-        raise source.error(f"{path}.data_type", f"{title} must have a 'data_type'{suffix}")
+        source.mistake(f"{path}.data_type", f"{title} must have a 'data_type'{suffix}")
     if not given["dims"]:
         raise source.error(f"{path}.dims", f"{title} must have 'dims'{suffix}")
     if len(given["dims"]) >= MAX_DIMS:

@@ -1,9 +1,17 @@
-"""The source of a configuration: its file, the line of each field, and errors that name them."""
+"""The source of a configuration: its file, the line of each field, and errors that name them.
+
+Theory of operation. The code that reads a configuration raises an error for the first mistake, and puts each part that
+can be read without the others into a `part`. A load needs no more than the first mistake. `moonpool check` reads with the
+same code inside of `all_mistakes`, where a part notes its error and the reader goes on to the next one. A context variable
+says which of both it is, so it holds for one thread and its calls.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from moonpool.ipc.errors import MoonpoolError
@@ -34,6 +42,74 @@ class ConfigError(MoonpoolError):
         self.file = file
         self.line = line
         self.field = field
+        # The fields whose text cannot be read, so nothing is known of their values.
+        self.unread: tuple[str, ...] = ()
+        # True if the file leaves out the field.
+        self.is_absent = False
+
+
+# The mistakes that were noted until now; None where the first one is raised.
+_noted: ContextVar[list[MoonpoolError] | None] = ContextVar("noted", default=None)
+# The most mistakes of one model that are noted.
+_MOST_NOTED = 100
+
+
+@contextlib.contextmanager
+def all_mistakes() -> Iterator[list[MoonpoolError]]:
+    """Collect all mistakes that are found inside into the list that this gives.
+
+    If there are any, what was read inside is not to be used.
+    """
+    found: list[MoonpoolError] = []
+    token = _noted.set(found)
+    try:
+        with part():
+            yield found
+    finally:
+        _noted.reset(token)
+
+
+class _Part:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        return isinstance(error, MoonpoolError) and is_noted(error)
+
+
+_PART = _Part()
+
+
+def part() -> _Part:
+    """Surround code that reads one part of a configuration. See the theory of operation."""
+    return _PART
+
+
+def is_noted(error: MoonpoolError) -> bool:
+    """Note a mistake if all are collected, and return True then. Otherwise the caller has to raise it."""
+    found = _noted.get()
+    if found is None:
+        return False
+    # The versions of a model share its configuration, so its mistakes are found once for each.
+    is_known = any(str(error) == str(each) or _follows(error, each) for each in found)
+    if len(found) < _MOST_NOTED and not is_known:
+        found.append(error)
+    return True
+
+
+def _follows(error: MoonpoolError, noted: MoonpoolError) -> bool:
+    """Return True if an error is there because another field could not be read.
+
+    It is about something around that field or inside, or about a field beside it that is missing.
+    """
+    if not (isinstance(error, ConfigError) and isinstance(noted, ConfigError)):
+        return False
+    ours = steps(error.field)
+    for theirs in map(steps, noted.unread):
+        is_nested = ours == theirs[: len(ours)] or theirs == ours[: len(theirs)]
+        if (ours and is_nested) or (error.is_absent and ours[:-1] == theirs[:-1]):
+            return True
+    return False
 
 
 def _cut(text: str, most: int) -> str:
@@ -71,7 +147,15 @@ class Source:
         return self.lines.get(key)
 
     def error(self, path: str, what: str) -> ConfigError:
-        return ConfigError(what, field=path, file=self.file, line=self.line(path))
+        error = ConfigError(what, field=path, file=self.file, line=self.line(path))
+        error.is_absent = _indexed(path) not in self.lines
+        return error
+
+    def mistake(self, path: str, what: str) -> None:
+        """Raise the error of a mistake after which the reader can go on, or note it if all mistakes are collected."""
+        error = self.error(path, what)
+        if not is_noted(error):
+            raise error
 
 
 # The path of a field, its offset in the text, and True if the path names an entry of a map by its key.
@@ -81,10 +165,12 @@ _Field = tuple[str, int, bool]
 def fields(text: str) -> Iterator[_Field]:
     """Yield every field of protobuf text, in order. Every step of a path has an index.
 
-    The entries of a map come twice, by number and by key.
+    The entries of a map come twice, by number and by key. Text that is nested deeper than any configuration ends the list.
     """
     scanner = _Scanner()
     for match in _TOKEN.finditer(text):
+        if scanner.depth > _DEEPEST:
+            return
         token = match.group()
         if not (token.isspace() or token.startswith("#")):
             yield from scanner.take(token, match.start())
@@ -115,6 +201,8 @@ _TOKEN = re.compile(
 
 
 _QUOTES = "\"'"
+# The schema has fewer levels. The path of each field has a step for each level.
+_DEEPEST = 32
 
 
 def _indexed(path: str) -> str:
@@ -136,6 +224,10 @@ class _Scanner:
         self._name: str | None = None
         self._in_list = False
         self._outer: list[tuple[str, dict[str, int], str | None, bool]] = []
+
+    @property
+    def depth(self) -> int:
+        return len(self._outer)
 
     def take(self, token: str, offset: int) -> Iterator[_Field]:
         if token in ":,;-":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from moonpool.runtime.model.config.schema import ONE_OF, Raw
-from moonpool.runtime.model.config.source import Source
+from moonpool.runtime.model.config.source import Source, part
 
 # The most requests that a sample without batching may put into one batch, and the most bytes of one input.
 _MOST_ROWS = 4096
@@ -51,14 +51,13 @@ def warmup_samples(raw: Raw, source: Source) -> tuple[WarmupSample, ...]:
         path = f"model_warmup[{index}]"
         if sample["batch_size"] > _MOST_ROWS:
             what = f"warmup setting has a batch of {sample['batch_size']} requests, and {_MOST_ROWS} is the most"
-            raise source.error(f"{path}.batch_size", what)
-        inputs = tuple(
-            _input(name, given, f"{path}.inputs[{name}]", source)
-            for name, given in sample["inputs"].items()
-        )
-        samples.append(
-            WarmupSample(sample["name"], sample["batch_size"], max(1, sample["count"]), inputs)
-        )
+            source.mistake(f"{path}.batch_size", what)
+        inputs = []
+        for name, given in sample["inputs"].items():
+            with part():
+                inputs.append(_input(name, given, f"{path}.inputs[{name}]", source))
+        count = max(1, sample["count"])
+        samples.append(WarmupSample(sample["name"], sample["batch_size"], count, tuple(inputs)))
     return tuple(samples)
 
 

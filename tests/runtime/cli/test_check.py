@@ -215,3 +215,112 @@ def test_a_value_that_the_operator_replaces_is_wrong_for_nobody(
     assert "'lots'" in cli("check", tmp_path).stdout
     ended = cli("check", tmp_path, "--model-option=m:MOONPOOL_TASK_LIMIT=64")
     assert (ended.returncode, ended.stdout.split(",")[0]) == (0, "ok: m: version 1")
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of a machine that has more than this one: no machine has these GPUs and processors."""
+    repository = tmp_path_factory.mktemp("elsewhere") / "elsewhere"
+    gpus = "instance_group [{ count: 2 kind: KIND_GPU gpus: [ 4000, 4001 ] }]\n"
+    write_model(repository, "gpu", TRITON, IO + gpus)
+    write_model(repository, "needs", "import not_there\n" + TRITON, IO + gpus)
+    write_model(repository, "processors", TRITON, IO + parameter("MOONPOOL_CPUS", "9000-9002"))
+    step = (
+        'step { model_name: "gpu" model_version: -1 input_map { key: "X" value: "X" } '
+        'output_map { key: "Y" value: "Y" } }'
+    )
+    ensemble = f'platform: "ensemble"\n{IO}ensemble_scheduling {{ {step} }}\n'
+    write_model(repository, "steps", "", ensemble)
+    return repository
+
+
+def levels(stdout: str) -> list[str]:
+    """Return the level and the model of each line but those of steps."""
+    lines = [line.split(": ")[:2] for line in stdout.splitlines()]
+    return [" ".join(line) for line in lines if line[0] != "step"]
+
+
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "`moonpool check` finds the mistakes of a model also where the machine lacks its GPUs and processors. `--as-cpu` checks it on the CPU, "
+    "and `--allow-missing` makes warnings of what is missing.",
+)
+def test_a_model_of_a_larger_machine_is_checked_without_what_is_missing(
+    cli: CommandLine, elsewhere: Path
+) -> None:
+    ended = cli("check", elsewhere)
+
+    assert ended.returncode == 1
+    assert levels(ended.stdout) == [
+        *("error gpu", "ok gpu", "error needs", "error needs"),
+        *("error processors", "ok processors", "error steps", "ok steps"),
+    ]
+    lines = ended.stdout.splitlines()
+    assert re.search(r"gpu/config.pbtxt:3: instance_group\[0\].*KIND_GPU|gpu id 4000", lines[0])
+    assert "use MOONPOOL_AS_CPU=yes, or `moonpool check --as-cpu`" in lines[0]
+    assert lines[1].endswith(" s with MOONPOOL_AS_CPU=yes")
+    assert "No module named 'not_there'" in lines[3]
+    ended = cli("check", elsewhere, "--allow-missing")
+    assert ended.returncode == 0
+    assert not any(each.startswith("error ") for each in levels(ended.stdout))
+
+
+def test_models_of_gpus_are_checked_as_for_cpus(cli: CommandLine, elsewhere: Path) -> None:
+    ended = cli("check", elsewhere, "gpu", "steps", "--as-cpu")
+
+    assert (ended.returncode, levels(ended.stdout)) == (0, ["ok gpu", "ok steps"])
+    assert "2 instances" in ended.stdout
+    ended = cli(
+        "check", elsewhere, "gpu", "--model-option=*:MOONPOOL_AS_CPU=yes", "--sandbox=strict"
+    )
+    assert (ended.returncode, levels(ended.stdout)) == (0, ["ok gpu"])
+
+
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "`moonpool check` lists all mistakes that the files of a model show at once: those of its configuration, its backend, its versions and the machine.",
+)
+def test_all_mistakes_of_a_model_are_listed_at_once(cli: CommandLine) -> None:
+    config = (
+        'max_bach_size: 3\ninput [ { name: "A" data_type: TYPE_FP23 dims: [ 0 ] } ]\n'
+        "instance_group [ { kind: KIND_GPU gpus: [ 4000 ] } ]\n"
+        'backend: "tensorrt"\n' + parameter("MOONPOOL_PIN", "maybe")
+    )
+    (cli.folder / "models" / "m").mkdir(parents=True)
+    (cli.folder / "models" / "m" / "config.pbtxt").write_text(config)
+
+    ended = cli("check", "models")
+
+    places = [
+        *("config.pbtxt:1: max_bach_size", "config.pbtxt:2: input[0].data_type"),
+        *("config.pbtxt:2: input[0].dims", "config.pbtxt:3: instance_group[0]"),
+        "config.pbtxt:5: parameters[MOONPOOL_PIN]",
+    ]
+    begins = [f"error: m: models/m/{place}" for place in places]
+    begins += [
+        "error: m: models/m: unable to find backend library for backend 'tensorrt'",
+        "error: m: models/m: at least one version must be available",
+    ]
+    lines = ended.stdout.splitlines()
+    assert [
+        line for line, begin in zip(lines, begins, strict=True) if not line.startswith(begin)
+    ] == []
+    assert "Run such a model in a tritonserver that has the backend" in lines[5]
+
+
+def test_templates_are_filled_in_for_the_check(cli: CommandLine) -> None:
+    config = (
+        'backend: "${backend}"\nmax_batch_size: ${size}\n' + IO + parameter("LIMIT", "${limit}")
+    )
+    write_model(cli.folder / "models", "m", TRITON, config)
+
+    (line, *others) = cli("check", "models").stdout.splitlines()
+    assert "config.pbtxt:5: parameters: has values that look like places of a template" in line
+    (line,) = others
+    assert "is a template that is not filled in: ${backend} (line 1), ${size} (line 2);" in line
+    filled = ["--fill=backend=python", "--fill=size=4", "--fill=limit=3"]
+    ended = cli("check", "models", *filled)
+    assert (ended.returncode, levels(ended.stdout)) == (0, ["ok m"])
+    ended = cli("check", "models", *filled, "--fill=no=1")
+    assert "no configuration has a place 'no' that --fill could fill in" in ended.stdout
+    assert "--fill must be NAME=VALUE" in cli("check", "models", "--fill=size").stderr
