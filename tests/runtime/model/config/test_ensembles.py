@@ -131,7 +131,7 @@ def test_a_mistake_is_named_by_line_and_field(text: str, field: str, what: str) 
 def test_two_schedulers_exclude_each_other() -> None:
     text = ensemble_text(ONE, more="dynamic_batching { }")
 
-    with pytest.raises(ConfigError, match="another member of oneof"):
+    with pytest.raises(ConfigError, match="exclude each other; keep one"):
         pbtxt.parse(text, "config.pbtxt")
 
 
