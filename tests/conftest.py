@@ -7,10 +7,14 @@ import os
 import sys
 from pathlib import Path
 
+# OpenBLAS's threads spin while numpy is imported, which takes a third of it, and an ordinary user may not move a process
+# with threads into other namespaces. CI's part `strict` and the tests of templates turn these threads on, so that they
+# are tested too.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
-from tests import sandbox_level, settings_of_hypothesis
+from tests import sandbox_level, settings_of_hypothesis, workers
 from tests.chaos import seed
-from tests.chaos.seed import pytest_report_header
 from tests.gpu import cards
 from tests.leaks import _leaves_nothing_behind
 from tests.runtime.cli.shell import cli, warm_commands
@@ -18,16 +22,13 @@ from tests.sandbox_level import (
     _models_share_the_folder_of_a_test,
     pytest_collection_modifyitems,
 )
-from tests.workers import pytest_xdist_make_scheduler
+from tests.workers import pytest_xdist_make_scheduler, pytest_xdist_setupnodes
 
 from moonpool.runtime.process import blank_templates
 
 # Tests start thousands of processes, which inherit these variables. Without bytecode every stub compiles moonpool again,
 # which takes half of the processor time of its start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# OpenBLAS's threads spin while numpy is imported, which takes a third of it. CI's part `strict` and the tests of templates
-# turn these threads on, so that they are tested too.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # A template that waits for the next model would count as left behind by the test that unloaded the last one.
 blank_templates.KEEP_S = 0.0
 # Workers share the modules of tests that pytest has rewritten.
@@ -38,8 +39,8 @@ __all__ = [
     "_models_share_the_folder_of_a_test",
     "cli",
     "pytest_collection_modifyitems",
-    "pytest_report_header",
     "pytest_xdist_make_scheduler",
+    "pytest_xdist_setupnodes",
     "warm_commands",
 ]
 
@@ -60,6 +61,11 @@ def pytest_configure(config: pytest.Config) -> None:
     sandbox_level.pytest_configure(config)
     seed.draw(config)
     settings_of_hypothesis.load(config)
+    workers.give_namespaces(config)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return [seed.header(config), workers.header(config)]
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,8 +1,9 @@
 """A test that leaves something behind fails: a process, a descriptor, a thread, a name in /dev/shm.
 
 What a test finds when it starts is not held against it, so fixtures of a wider scope may hold
-resources open. Looking costs well under a millisecond; garbage is collected, and things that end by
-themselves are waited for, only when something seems to be left.
+resources open. Nor is what other programs do: tests have a /dev/shm of their own (`spaces.py`). Looking
+costs well under a millisecond; garbage is collected, and things that end by themselves are waited for,
+only when something seems to be left.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ LASTING_PATHS = {
     "/dev/shm/cuda.shm": "the CUDA driver keeps it until the process ends",
     "/memfd:fake-cuda-lasting": "the fake driver of the tests has such a descriptor, too",
     "/dev/shm/moonpool_tests_": "a tritonserver has its regions until it is stopped, and they are removed then",
-    "/dev/shm/triton_python_backend_": "a tritonserver that no test started; whose, not every user may see",
 }
 # On a card, the CUDA driver makes one of these when it needs it, and keeps it.
 ON_A_CARD = ("anon_inode:[eventfd]",)
@@ -81,16 +81,9 @@ def _descriptors(lasting: tuple[str, ...]) -> dict[int, str]:
 
 
 def shm_names() -> set[str]:
-    """Return the paths of the entries in /dev/shm that may be of this user's processes. Those of root's may be any user's."""
+    """Return the paths of the entries in /dev/shm that are not lasting."""
     names = [f"{SHM}/{name}" for name in os.listdir(SHM)] if os.path.isdir(SHM) else []
-    found = set()
-    for name in names:
-        # Programs that run beside this one remove theirs at any moment.
-        with suppress(FileNotFoundError):
-            is_ours = os.geteuid() in (0, os.lstat(name).st_uid)
-            if is_ours and not name.startswith(tuple(LASTING_PATHS)):
-                found.add(name)
-    return found
+    return {name for name in names if not name.startswith(tuple(LASTING_PATHS))}
 
 
 def _command(pid: int) -> str:
@@ -103,36 +96,15 @@ def _command(pid: int) -> str:
     return f"{pid}{ended} {b' '.join(words).decode(errors='replace').strip()}"[:300]
 
 
-def _is_used_elsewhere(name: str) -> bool:
-    """Return true if another program on this machine has the entry open or mapped. Then the entry is not ours."""
-    for process in os.listdir("/proc"):
-        if process.isdigit() and int(process) != os.getpid():
-            # Processes end while they are being listed, and those of other users cannot be read.
-            with suppress(OSError):
-                if name in Path(f"/proc/{process}/maps").read_text(errors="replace"):
-                    return True
-                for fd in os.listdir(f"/proc/{process}/fd"):
-                    if os.readlink(f"/proc/{process}/fd/{fd}") == name:
-                        return True
-    return False
-
-
-def names_left(before: set[str]) -> set[str]:
-    """Return the entries that /dev/shm has since `before`, and that no other program has open or mapped."""
-    return {name for name in shm_names() - before if not _is_used_elsewhere(name)}
-
-
 def left_since(before: Holdings) -> list[str]:
     """Return the things that this process did not hold before and still holds after GRACE_S."""
     lasting = before.lasting
     if not Holdings(lasting).beyond(before):
         return []
-    # This does not wait for entries of programs that run beside this one.
-    others = {name for name in shm_names() - before.names if _is_used_elsewhere(name)}
     deadline, look_s = Deadline(GRACE_S), FIRST_LOOK_S
 
     def are_gone() -> bool:
-        return not _without(Holdings(lasting), others).beyond(before)
+        return not Holdings(lasting).beyond(before)
 
     # A thread may drop the last reference to something that refers to itself at any moment before the deadline. But most things
     # end by themselves, and to collect garbage takes longer than to look.
@@ -143,16 +115,7 @@ def left_since(before: Holdings) -> list[str]:
             return []
         gc.collect()
         look_s *= 2
-    now = Holdings(lasting)
-    now.names = {name for name in now.names - before.names if not _is_used_elsewhere(name)}
-    # Programs that run beside this one remove theirs meanwhile.
-    now.names = {name for name in now.names if os.path.exists(name)}
-    return now.beyond(before)
-
-
-def _without(holdings: Holdings, names: set[str]) -> Holdings:
-    holdings.names -= names
-    return holdings
+    return Holdings(lasting).beyond(before)
 
 
 def _end_children(since: Holdings) -> None:

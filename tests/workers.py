@@ -1,10 +1,23 @@
-"""The suite's division among workers of pytest-xdist: a file stays together, and so do files that share servers."""
+"""The suite's division among workers of pytest-xdist: a file stays together, and so do files that share servers.
+
+Each worker has namespaces of its own (`spaces.py`). A machine may forbid them, as many containers do. Then there is one
+worker, and the head of pytest's output says why.
+"""
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import spaces
+
+_NAMESPACES = pytest.StashKey[str]()
+_OF_EACH_WORKER = "one of each kind for each worker"
 
 # Each of these has a server for a whole run, and loads its models: dozens of them in a tritonserver.
 WITH_SERVERS = (
@@ -97,3 +110,51 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             super()._assign_work_unit(node)
 
     return LongestFirst(config, log)
+
+
+def give_namespaces(config: pytest.Config) -> None:
+    """Choose the namespaces of this run: those of its workers, or of this process if it has none."""
+    # A worker has this option, too, and says "no" here.
+    if getattr(config.option, "dist", "no") == "no":
+        chosen = _leave_shared_memory()
+    elif why := _refusal():
+        # Two workers would see each other's things.
+        config.option.tx = config.option.tx[:1]
+        chosen = f"none, so there is one worker ({why})"
+    else:
+        chosen = _OF_EACH_WORKER
+    config.stash[_NAMESPACES] = chosen
+
+
+def header(config: pytest.Config) -> str:
+    return f"namespaces: {config.stash[_NAMESPACES]}"
+
+
+def _leave_shared_memory() -> str:
+    if spaces.INSIDE in os.environ:
+        return "those of the process that started this one"
+    try:
+        spaces.leave_shared_memory()
+    except OSError as error:
+        return f"none ({error})"
+    return "one for /dev/shm"
+
+
+def _refusal() -> str:
+    """Return why no program can be started in namespaces of its own; "" if one can."""
+    tried = subprocess.run(
+        [*spaces.command(), "true"], stderr=subprocess.PIPE, text=True, check=False
+    )
+    return tried.stderr.strip().rpartition("\n")[2] if tried.returncode else ""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Start each worker of this machine in namespaces of its own."""
+    if config.stash[_NAMESPACES] != _OF_EACH_WORKER:
+        return
+    base: Path = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    needed = [str(base), str(config.rootpath), sys.prefix, sys.base_prefix, *sys.path]
+    for spec in specs:
+        if spec.popen and not spec.python:
+            spec.python = shlex.join([*spaces.command(needed), sys.executable])

@@ -19,5 +19,5 @@ def draw(config: pytest.Config) -> None:
         config.option.chaos_seed = int.from_bytes(os.urandom(4), "big")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
+def header(config: pytest.Config) -> str:
     return f"chaos: --chaos-seed={config.option.chaos_seed}"

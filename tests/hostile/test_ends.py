@@ -13,7 +13,7 @@ from tests.e2e.hosting import is_running
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.hostile.attacker import answers, load_attacker
 from tests.hostile.conftest import Attackers
-from tests.leaks import names_left, shm_names
+from tests.leaks import shm_names
 from tests.waiting import wait_until
 
 import moonpool
@@ -130,7 +130,7 @@ def test_a_model_does_not_outlive_a_runtime_that_was_killed(
         pid = int(program.stdout.readline())
         program.send_signal(signal.SIGKILL)
         wait_until(lambda: not is_running(pid))
-        wait_until(lambda: not names_left(names))
+        wait_until(lambda: not shm_names() - names)
     finally:
         program.kill()
         program.communicate()
