@@ -1,4 +1,4 @@
-"""Tests of the example models, as whoever writes a model would have them: `pytest examples/test_models.py`."""
+"""Tests of the example models, as an author of models would write them: `pytest examples/test_models.py`."""
 
 from pathlib import Path
 

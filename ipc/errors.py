@@ -78,10 +78,15 @@ class MoonpoolError(Exception):
     # If a model asks for what this machine lacks and another one may have: the options with which it does without, where there
     # are any. None for all other errors.
     instead: dict[str, str] | None = None
+    # What the caller may have meant. Readers outside of the process do not get it: it may name what they must not know of.
+    hint = ""
     # True if the text names what its reader has sent, and nothing of this machine.
     _quotes_reader = False
     # As in `fault`; empty if the code says it.
     _fault = ""
+
+    def __str__(self) -> str:
+        return super().__str__() + self.hint
 
     @property
     def http_status(self) -> int:
@@ -100,7 +105,7 @@ class MoonpoolError(Exception):
         be found. Errors that a model answers with are as in Triton if the model is not contained (`best-effort`,
         `strict`), except for a reader that is itself.
         """
-        text = str(self) if self.public_message is None else self.public_message
+        text = super().__str__() if self.public_message is None else self.public_message
         if not self._is_kept(is_for_contained=is_for_contained):
             text = scrubbed(text)
         if self.public_message is None:

@@ -11,31 +11,35 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.tensors import code_of
-from moonpool.runtime.errors import InvalidRequest
+from moonpool.runtime.arguments import OF_REQUEST, OF_RUNTIME, shape_of
+from moonpool.runtime.errors import InvalidRequest, ModelNotFound
 from moonpool.runtime.hosting.backends import BackendDirectory
+from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.hosting.registry import ModelRegistry
 from moonpool.runtime.model.backend import Backend
 from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.config.options import (
+    OF_LOAD,
     OperatorOptions,
     check_level,
     said_in_a_load,
 )
+from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.model.request import Response
-from moonpool.runtime.model.signature import RequestOptions, make_request
+from moonpool.runtime.model.signature import RequestOptions, request_with
 from moonpool.runtime.observe.exposition import expose
 from moonpool.runtime.observe.metrics_options import MetricsOptions
 from moonpool.runtime.process.parallel import awaited, in_parallel
@@ -43,7 +47,7 @@ from moonpool.runtime.process.spawner import fill_standard_descriptors
 from moonpool.runtime.process.threads import apart, check_unpatched
 from moonpool.runtime.repository.grants import Grants, as_argument
 from moonpool.runtime.repository.loading import HostingRules, Wanted
-from moonpool.runtime.repository.repository import ModelRepositories
+from moonpool.runtime.repository.repository import ModelRepositories, suggesting
 from moonpool.runtime.residency.policy import Resident
 from moonpool.runtime.schedule.callers import (
     response_of,
@@ -62,6 +66,7 @@ if TYPE_CHECKING:
     from moonpool.ipc.cuda.array import DeviceArray
 
 _log = logging.getLogger("moonpool")
+T = TypeVar("T")
 # Registries and not runtimes: the models of a runtime that nobody has any more must still be finalized.
 _open_registries: set[ModelRegistry] = set()
 _ONE_OF_MANY = (
@@ -136,10 +141,14 @@ class Runtime:
         not exist. Models that were loaded by then are unloaded.
         """
         _prepare_program()
+        backends = _checked(backends)
+        models = None if models is None else OF_RUNTIME.texts("models", models, "a list of names")
         found = ModelRepositories(() if repository is None else _paths(repository))
-        cache, limiter = cache_of(response_cache_bytes), limiter_of(rate_limit)
+        cache = cache_of(response_cache_bytes)
+        limiter = None if rate_limit is None else _read("rate_limit", limiter_of, rate_limit)
         rules = _rules(sandbox, sandbox_grants, model_options or {}, config_limits)
         others = drain_timeout_s, verbose, listener, metrics, _sharing, resident
+        _check_others(*others)
         # Servers, commands and tests use it. It is no part of what programs may rely on.
         self._models = ModelRegistry(found, backends, BackendDirectory(backend_directory), *others)
         self._models.rules = rules
@@ -201,8 +210,15 @@ class Runtime:
 
         Raises `LoadFailed`, `ConfigError`, `RepositoryError`, `BadEnvironment`, `RuntimeClosed`.
         """
+        if instances is not None:
+            OF_LOAD.whole("instances", instances, 1)
+        if config is not None:
+            OF_LOAD.map("config", config, "a map with the fields of config.pbtxt")
+        if files is not None:
+            _check_files(files)
         said = said_in_a_load(sandbox, options, parameters)
-        self._models.load_patiently(Wanted(name, source, instances, config, files, said=said))
+        with suggesting(name, lambda: self._models.repositories.listing().names):
+            self._models.load_patiently(Wanted(name, source, instances, config, files, said=said))
 
     async def aload(
         self,
@@ -224,14 +240,16 @@ class Runtime:
         Raises `ModelNotFound`, `InvalidRequest` for a model with several instance groups, `ConfigError` and
         `LoadFailed`.
         """
-        self._models.scale_patiently(name, instances)
+        with self._naming(name):
+            self._models.scale_patiently(name, instances)
 
     def unload(self, name: str) -> None:
         """Finish the present requests, finalize all versions and end their processes.
 
         Waits as `close` does. Raises `ModelNotFound`.
         """
-        self._models.unload_patiently(name)
+        with self._naming(name):
+            self._models.unload_patiently(name)
 
     async def ascale(self, name: str, instances: int) -> None:
         """Change the number of instances as `scale` does, from an event loop. It cannot be cancelled half-way."""
@@ -257,18 +275,18 @@ class Runtime:
     def why_not_ready(self, name: str, version: int | None = None) -> str | None:
         """Return the reason why a model is not ready, as a sentence; None if `is_ready` is True."""
         try:
-            hosted = self._models.find(name, version)
+            hosted = self._find(name, version)
         except MoonpoolError as error:
             return str(error)
         return wait_for_answer(hosted.ask_ready)
 
     def config(self, name: str, version: int | None = None) -> ModelConfig:
         """Return the configuration after the model completed it."""
-        return self._models.find(name, version).model.config
+        return self._find(name, version).model.config
 
     def statistics(self, name: str, version: int | None = None) -> dict[str, Any]:
         """Return counts and durations, as in Triton's statistics extension."""
-        return dict(self._models.find(name, version).scheduler.statistics.snapshot())
+        return dict(self._find(name, version).scheduler.statistics.snapshot())
 
     def log_settings(self, **changes: bool | int) -> dict[str, bool | int]:
         """Change which messages of models are logged, while they run. Returns all settings.
@@ -290,7 +308,7 @@ class Runtime:
     def instances(self, name: str, version: int | None = None) -> list[dict[str, Any]]:
         """Return name, state, reason, restarts, process and sandbox of each instance."""
         shown = []
-        for record in self._models.find(name, version).supervisor.records:
+        for record in self._find(name, version).supervisor.records:
             process = getattr(record.instance.state, "process", None)
             confinement = record.instance.confinement
             shown.append(
@@ -330,7 +348,7 @@ class Runtime:
             return self.request(
                 model, inputs, version=version, timeout_s=timeout_s, **options
             ).outputs
-        hosted = self._models.find(model, version)
+        hosted = self._find(model, version)
         return wait_for_response(
             hosted.scheduler, hosted.signature.request(inputs), timeout_s
         ).outputs
@@ -348,8 +366,8 @@ class Runtime:
 
         `RequestOptions` describes the options.
         """
-        hosted = self._models.find(model, version)
-        request = make_request(hosted.signature, inputs, **options)
+        hosted = self._find(model, version)
+        request = request_with(hosted.signature, inputs, options)
         return wait_for_response(hosted.scheduler, request, timeout_s)
 
     async def ainfer(
@@ -369,7 +387,7 @@ class Runtime:
             return response.outputs
         from moonpool.runtime.schedule.event_loop import wait_for_outcome
 
-        hosted = self._models.find(model, version)
+        hosted = self._find(model, version)
         request = hosted.signature.request(inputs)
         return response_of(await wait_for_outcome(hosted.scheduler, request, timeout_s)).outputs
 
@@ -385,8 +403,8 @@ class Runtime:
         """Send a request as `request` does, from an asyncio event loop. Cancelling the task cancels the request."""
         from moonpool.runtime.schedule.event_loop import wait_for_outcome
 
-        hosted = self._models.find(model, version)
-        request = make_request(hosted.signature, inputs, **options)
+        hosted = self._find(model, version)
+        request = request_with(hosted.signature, inputs, options)
         return response_of(await wait_for_outcome(hosted.scheduler, request, timeout_s))
 
     def submit(
@@ -397,7 +415,7 @@ class Runtime:
         Cancelling the future cancels the request. Callbacks of the future run on a thread of the runtime for such callbacks, one after the
         other. If one blocks, those of other futures come late.
         """
-        hosted = self._models.find(model, version)
+        hosted = self._find(model, version)
         request = hosted.signature.request(inputs)
         return submit_for_future(hosted.scheduler, request, self._models.deliveries)
 
@@ -415,8 +433,8 @@ class Runtime:
         `timeout_s` covers everything up to the last response. Ending the iteration early with `close`, by leaving a
         `with`, or by dropping the stream cancels the request. Takes the options of `request`, and raises its errors.
         """
-        hosted = self._models.find(model, version)
-        request = make_request(hosted.signature, inputs, **options)
+        hosted = self._find(model, version)
+        request = request_with(hosted.signature, inputs, options)
         return ResponseStream(hosted.scheduler, request, timeout_s)
 
     @overload
@@ -451,8 +469,10 @@ class Runtime:
         read the region that it lies in. On a `device` it is an array for cupy, torch and other libraries.
         Raises `InvalidRequest`, `OutOfMemory`, `CudaUnavailable`.
         """
-        hosted = self._models.find(model, version)
-        dims = (shape,) if isinstance(shape, int) else tuple(shape)
+        hosted = self._find(model, version)
+        dims = shape_of(shape)
+        if device is not None:
+            OF_REQUEST.whole("device", device, 0)
         dtype, size_bytes = hosted.signature.empty_dtype(name, dims)
         backend = self._models.backends.of(hosted.model.config)
         if not isinstance(backend, PythonBackend):
@@ -463,6 +483,29 @@ class Runtime:
         if device is None:
             return apart(lambda: memory.empty(dims, dtype, size_bytes))
         return apart(lambda: memory.on_device(device).empty(dims, code_of(dtype), size_bytes))
+
+    def _find(self, name: str, version: int | None = None) -> HostedModel:
+        """Find a model for the program, and say which name it may have meant. Raises `ModelNotFound` and `InvalidRequest`."""
+        try:
+            return self._models.find(name, version)
+        except (ModelNotFound, TypeError):
+            with self._naming(name):
+                if version is not None:
+                    OF_REQUEST.whole("version", version, 0, also=", or None for the latest")
+                raise
+
+    @contextlib.contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Add the name that was meant to the error for a model that is not loaded."""
+        try:
+            yield
+        except (ModelNotFound, TypeError) as error:
+            if not isinstance(name, str):
+                OF_REQUEST.refuse("model", "the name of a loaded model", name)
+            loaded = self._models.names()
+            if isinstance(error, ModelNotFound) and name not in loaded:
+                error.hint = suggestion(name, loaded)
+            raise
 
     # End
 
@@ -516,6 +559,12 @@ def _drain_after(kind: type[BaseException] | None) -> float | None:
     return None if kind is None or issubclass(kind, SystemExit) else ABANDONED_S
 
 
+def _check_files(files: Mapping[str, bytes]) -> None:
+    for path, content in OF_LOAD.map("files", files, "a map of paths to bytes").items():
+        if not isinstance(content, bytes | bytearray | memoryview):
+            OF_LOAD.refuse(f"files[{path}]", "bytes", content)
+
+
 def _go_on() -> None:
     """Take note of an interruption that cannot be obeyed."""
 
@@ -550,13 +599,47 @@ def _rules(
     options: Mapping[str, Mapping[str, str | float]],
     limits: Iterable[str],
 ) -> HostingRules:
+    usual = ConfigLimits(option='Runtime(config_limits=["{}"])')
     return HostingRules(
         check_level(sandbox),
-        grants=Grants(grants),
+        grants=_read("sandbox_grants", Grants, grants),
         grant_form=as_argument,
+        cache_advice="make the runtime with Runtime(response_cache_bytes=BYTES)",
         options=OperatorOptions.by_model(options),
-        limits=ConfigLimits(option='Runtime(config_limits=["{}"])').raised(limits),
+        limits=_read("config_limits", usual.raised, limits),
     )
+
+
+def _read(name: str, read: Callable[[list[str]], T], texts: Iterable[str]) -> T:
+    """Read an argument that is a list of texts. Raises ValueError, which names it."""
+    checked = OF_RUNTIME.texts(name, texts)
+    try:
+        return read(checked)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _checked(backends: Iterable[Backend]) -> list[Backend]:
+    wanted = "a list of moonpool.Backend objects"
+    found = OF_RUNTIME.items("backends", backends, wanted)
+    if not all(isinstance(each, Backend) for each in found):
+        OF_RUNTIME.refuse("backends", wanted, found)
+    return found
+
+
+def _check_others(
+    drain_timeout_s: float,
+    verbose: bool,
+    listener: object,
+    metrics: object,
+    _: StubSharing | None,
+    resident: object,
+) -> None:
+    OF_RUNTIME.seconds("drain_timeout_s", drain_timeout_s)
+    OF_RUNTIME.boolean("verbose", verbose)
+    OF_RUNTIME.one("listener", listener, Callable, "a function")  # type: ignore[arg-type]
+    OF_RUNTIME.one("metrics", metrics, MetricsOptions, "MetricsOptions")
+    OF_RUNTIME.one("resident", resident, Resident, "a moonpool.Resident")
 
 
 def _prepare_program() -> None:
@@ -568,4 +651,7 @@ def _prepare_program() -> None:
 def _paths(
     repository: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 ) -> Sequence[str | os.PathLike[str]]:
-    return [repository] if isinstance(repository, str | os.PathLike) else repository
+    if isinstance(repository, str | os.PathLike):
+        return [repository]
+    given = OF_RUNTIME.items("repository", repository, "a path, or a list of paths")
+    return [OF_RUNTIME.path("repository", each) for each in given]

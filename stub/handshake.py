@@ -23,7 +23,8 @@ START holds a JSON object: `mode` (`serve`; `complete` for auto_complete_config 
 configuration, by which the wire numbers tensors), `shared` (whether front ends may come),
 `tells_begin` (whether the runtime wants BEGUN then), `keep_ms` (for how long an idle stub keeps the first region by which it grew, and the
 others), `compiled` (whether compiled code may serve), `look_us` (for how long such code looks for the next packet before it blocks),
-`layers` (of the sandbox that are on), `copies_gpu_to_numpy`, `config`
+`layers` (of the sandbox that are on), `copies_gpu_to_numpy`, `brief_errors` (whether an exception of the model
+is logged in one line), `config`
 and `log` (the levels of LOG that the runtime wants).
 """
 

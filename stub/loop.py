@@ -57,7 +57,7 @@ from moonpool.stub.peers.answer import Answer
 from moonpool.stub.peers.peer import Peer, Peers
 from moonpool.stub.peers.regions import CutShort
 from moonpool.stub.peers.usual import UsualWay, usual_way
-from moonpool.stub.report import describe, traceback_of
+from moonpool.stub.report import describe, in_one_line, traceback_of
 from moonpool.stub.sandbox.denials import denials
 
 _EXECUTE = int(Kind.EXECUTE)
@@ -317,8 +317,12 @@ class Stub:
             os._exit(1)
 
     def _report(self, model: Model, error: BaseException) -> str:
-        """Log an error with its traceback. Returns the text for the clients of the batch."""
+        """Log an error, with its traceback if that is wanted. Returns the text for the clients of the batch."""
         message = model.failure(describe(error))
+        if self._handshake.start["brief_errors"]:
+            text, file, line = in_one_line(error)
+            self._main.control.log(logger.ERROR, model.failure(text), file, line)
+            return message
         self._main.control.log(logger.ERROR, f"{message}\n{traceback_of(error)}", __file__, 0)
         return message
 

@@ -20,6 +20,7 @@ from moonpool.stub.sandbox.denials import denials
 
 # The model chooses these texts, and clients have to carry them.
 MAX_TEXT = 32_768
+_MAX_LINE = 1000
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 # Frames of these files do not help the author of a model.
@@ -66,6 +67,16 @@ def traceback_of(error: BaseException) -> str:
     except BaseException:
         # Exception classes of the model may break any of this, and so may a limit that it has reached.
         return describe(error) + "\n"
+
+
+def in_one_line(error: BaseException) -> tuple[str, str, int]:
+    """Return type and message in one line, and the innermost place in the model's files: the file, and the line or 0."""
+    frames = _model_frames(error.__traceback__)
+    file, line = ("", 0)
+    if frames:
+        file, line = frames[-1].tb_frame.f_code.co_filename, frames[-1].tb_lineno
+    text = summary(error).replace("\n", "\\n")
+    return (text if len(text) <= _MAX_LINE else text[:_MAX_LINE] + "…"), file, line
 
 
 def _name(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 Theory of operation. `FaultInjector` has one thread, which waits on an event between two faults, and asks the subject for the
 processes of its instances. Only that thread writes `outcomes` until it has ended; `close` ends it and waits for it. A subject's
 `instance_pids` and `answered` are called from this thread while windows are measured on another one, so they must not use their
-connections. One instance is harmed at a time: the next fault begins when the last one is over.
+connections. Only one instance fails at a time: the next fault begins when the last one is over.
 
 A process may end, and its number be used again, between the list and the signal. So a pidfd is opened first, and the list is
 read again: if the number is still in it, the pidfd is that instance's.

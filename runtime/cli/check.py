@@ -29,7 +29,7 @@ from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.repository.cloud_address import is_address
 from moonpool.runtime.repository.grants import Grants, as_argument, as_flag, asks, paste
 from moonpool.runtime.repository.loading import HostingRules, Wanted, describe, place
-from moonpool.runtime.repository.repository import ModelDirectory
+from moonpool.runtime.repository.repository import ModelDirectory, suggesting
 from moonpool.runtime.runtime import Runtime
 
 NAME = "check"
@@ -192,7 +192,8 @@ class _Check:
         found: list[Finding] = []
         try:
             with all_mistakes() as mistakes:
-                directory = self._registry.repositories.find(self._name)
+                with suggesting(self._name, lambda: self._registry.repositories.listing().names):
+                    directory = self._registry.repositories.find(self._name)
                 self._folder = directory.path
                 found += _configuration(directory, rules, mistakes)
                 models += _with_all_granted(self._runtime, self._name)

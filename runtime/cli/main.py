@@ -34,14 +34,34 @@ from moonpool.runtime.cli.shared import UsageError
 from moonpool.runtime.cli.tune import command as tune
 from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.model.gpus import EXPERIMENTAL
+from moonpool.runtime.process.diagnose import remedy
 from moonpool.runtime.process.sigterm import exit_on_sigterm
 from moonpool.runtime.process.spawner import fill_standard_descriptors
 from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.version import VERSION
 
 
-class CommandParser(argparse.ArgumentParser):
-    """A parser of argparse that accepts options anywhere: `check REPO --strict MODEL` means `check REPO MODEL --strict`.
+class HelpfulParser(argparse.ArgumentParser):
+    """A parser of argparse whose errors say what was meant, and what an option wants."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += suggestion(str(value), map(str, action.choices or ()))
+            raise
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError as error:
+            wanted = action.metavar or "|".join(map(str, action.choices or ()))
+            error.message += f", {wanted}" if wanted else ""
+            raise
+
+
+class CommandParser(HelpfulParser):
+    """A parser that accepts options anywhere: `check REPO --strict MODEL` means `check REPO MODEL --strict`.
 
     argparse gives all positional arguments their values at the first one that it meets. Its intermixed parsing reads the
     options first.
@@ -119,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain(str(error))
         return WRONG_USAGE
     except KeyboardInterrupt:
-        Terminal(sys.stderr).line("moonpool: interrupted")
+        Terminal(sys.stderr).last_line("moonpool: interrupted")
         return 128 + signal.SIGINT
     except BrokenPipeError:
         # The reader of our output has gone, as in `moonpool … | head`. Python flushes once more at exit, to nowhere.
@@ -146,7 +166,7 @@ def _nearest(unknown: Sequence[str], options: argparse.Namespace) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = HelpfulParser(
         prog="moonpool",
         description="Run Python models in isolated processes, with requests through shared memory.",
         epilog=_EPILOG,
@@ -177,8 +197,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _text_of(error: MoonpoolError | OSError) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return str(error) or type(error).__name__
+        return f"{os.fsdecode(error.filename)}: {error.strerror}{remedy(error)}"
+    text = str(error) or type(error).__name__
+    return text + remedy(error) if isinstance(error, OSError) else text
 
 
 def _complain_more(error: BaseException) -> None:
@@ -192,6 +213,6 @@ def _complain(text: str) -> None:
     """Write an error to stderr: its first line is marked, the others are below it."""
     terminal = Terminal(sys.stderr)
     first, *rest = [harmless(line) for line in text.rstrip().split("\n")]
-    terminal.line(f"moonpool: {terminal.paint('error:', 'red', 'bold')} {first}")
+    terminal.last_line(f"moonpool: {terminal.paint('error:', 'red', 'bold')} {first}")
     for line in rest:
         terminal.line(f"  {line}".rstrip())

@@ -8,16 +8,21 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.policy import LEVELS
 from moonpool.runtime.hosting.progress import Progress
 from moonpool.runtime.model.config.options import by_pattern, read_model_option
+from moonpool.runtime.model.config.schema import unread
 from moonpool.runtime.process.terminal import harmless
+from moonpool.runtime.repository.environment_builder import LOG_OF_BUILDS
 from moonpool.runtime.repository.grants import as_flag, read_grant
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.schedule.scheduler import ABANDONED_S
+
+_NO_CACHE = "commands keep no responses, `moonpool serve` does with --cache-config=local,size=BYTES"
 
 
 class UsageError(MoonpoolError):
@@ -99,7 +104,7 @@ def _read_by(read: Callable[[str], object]) -> Callable[[str], object]:
         try:
             return read(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{error}, not {text!r:.200}") from None
+            raise argparse.ArgumentTypeError(unread(error, text)) from None
 
     return read_text
 
@@ -118,13 +123,14 @@ def session(
     `hosting` comes from `hosting_of`. Warnings go to stderr unless it is `quiet`. If it is `verbose`, everything
     that the runtime and the models print and log goes there. Raises `RepositoryError`.
     """
-    shown = Progress()
+    shown = Progress(is_brief=True)
     with _log_to(shown, verbose, quiet):
         listener = shown if progress else None
         with Runtime(
             repository, models=(), listener=listener, drain_timeout_s=ABANDONED_S, **(hosting or {})
         ) as runtime:
-            runtime._models.rules = replace(runtime._models.rules, grant_form=as_flag)
+            rules = runtime._models.rules
+            runtime._models.rules = replace(rules, grant_form=as_flag, cache_advice=_NO_CACHE)
             yield runtime
 
 
@@ -132,14 +138,26 @@ def session(
 def _log_to(progress: Progress, verbose: bool, quiet: bool) -> Iterator[None]:
     handler = _Handler(progress)
     if not verbose:
-        # Commands show errors that are raised, so they are not logged a second time. Output of models is not shown.
-        handler.addFilter(
-            lambda record: (
-                not quiet and record.levelno < logging.ERROR and record.name != "moonpool.stub"
-            )
-        )
-    with logged_to(handler, logging.INFO if verbose else logging.WARNING):
-        yield
+        handler.addFilter(partial(_is_shown, quiet))
+    builds = logging.getLogger(LOG_OF_BUILDS)
+    before = builds.level
+    builds.setLevel(logging.INFO)
+    try:
+        with logged_to(handler, logging.INFO if verbose else logging.WARNING):
+            yield
+    finally:
+        builds.setLevel(before)
+
+
+def _is_shown(quiet: bool, record: logging.LogRecord) -> bool:
+    """Return True for what commands that are not verbose show: warnings, and steps that may take minutes.
+
+    Errors that are raised are shown by the command, so they are not logged a second time. Output of models is not shown.
+    """
+    if record.name == LOG_OF_BUILDS:
+        return True
+    is_warning = logging.WARNING <= record.levelno < logging.ERROR
+    return not quiet and is_warning and record.name != "moonpool.stub"
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from moonpool.runtime.arguments import OF_RUNTIME
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.hosting.ensembles import EnsembleBackend
 from moonpool.runtime.model.backend import Backend
@@ -38,7 +39,9 @@ class BackendDirectory:
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         """Logs a warning if there is no such directory, as most models need none."""
-        self.path = None if path is None else Path(os.path.abspath(path))
+        self.path = None
+        if path is not None:
+            self.path = Path(os.path.abspath(OF_RUNTIME.path("backend_directory", path)))
         if self._is_absent():
             _log.warning(
                 "there is no backend directory %s: models whose backend should be in it will not load",

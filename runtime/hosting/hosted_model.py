@@ -56,7 +56,7 @@ from moonpool.runtime.stubs.handle import Stubs
 from moonpool.runtime.stubs.readiness import Answer, ask_all
 
 _log = logging.getLogger("moonpool")
-_NO_CACHE = "model '%s' has a response_cache, and there is none: start the server with --cache-config=local,size=BYTES"
+_NO_CACHE = "model '%s' has a response_cache, and there is none: %s"
 # The time that instances of an update that failed elsewhere have for requests that they took meanwhile.
 _UNDO_S = 30.0
 # The states of an instance after something went wrong.
@@ -170,7 +170,7 @@ class HostedModel:
         for remark in remarks(model.config.raw):
             _log.warning("model '%s': %s %s", model.name, *remark)
         if model.config.response_cache and self._cache is None:
-            _log.warning(_NO_CACHE, model.name)
+            _log.warning(_NO_CACHE, model.name, model.cache_advice)
         instances = [] if model.is_asleep else self._made(specs_of(model.config.instance_groups))
         intake = self._backend.device_intake(model)
         self.signature = Signature(model.config, intake, is_native=model.source.is_native)

@@ -28,6 +28,8 @@ from moonpool.runtime.repository.loading import HostingRules, Wanted
 from moonpool.runtime.repository.repository import NoVersion, RepositoryError
 from moonpool.runtime.residency.residents import Residency
 
+# Triton's words, which it has for a server that polls and for one that changes no models.
+POLLED = "explicit model load / unload is not allowed if polling is enabled"
 _FILE = "file:"
 
 

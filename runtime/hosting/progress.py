@@ -27,12 +27,13 @@ class Progress:
         runtime = moonpool.Runtime("models/", listener=moonpool.Progress())
 
     Each instance gets a line when it is ready or has failed. The last line names the instances that are still
-    starting. If the stream (stderr by default) is no terminal, nothing is shown. Thread-safe. Errors in writing are
-    ignored: no model fails because of them.
+    starting. With `is_brief`, only instances that failed get lines. If the stream (stderr by default) is no terminal,
+    nothing is shown. Thread-safe. Errors in writing are ignored: no model fails because of them.
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, *, is_brief: bool = False) -> None:
         self._terminal = Terminal(sys.stderr if stream is None else stream)
+        self._is_brief = is_brief
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         # Models that load and instances that start, each with the time at which that began.
@@ -75,7 +76,8 @@ class Progress:
             del self._models[subject]
         elif state == InstanceState.READY:
             took_s = now_s - self._instances.pop(subject, now_s)
-            self._say(f"{subject} {self._terminal.paint('ready', 'green')} {took_s:.1f} s")
+            if not self._is_brief:
+                self._say(f"{subject} {self._terminal.paint('ready', 'green')} {took_s:.1f} s")
         elif state in (InstanceState.FAILED, InstanceState.BACKING_OFF):
             self._instances.pop(subject, None)
             word = "failed" if state == InstanceState.FAILED else "lost"

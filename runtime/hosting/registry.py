@@ -230,8 +230,8 @@ class ModelRegistry:
         # Versions that load now, each with the name of the model that asked for it, if one did.
         self._loading: list[tuple[HostedModel, str | None]] = []
         self._attempts: set[LoadAttempt] = set()
-        # False if neither models nor clients of a server may load and unload.
-        self.is_controllable = True
+        # The error for models and clients of a server that load and unload; empty if they may.
+        self.refuses_control = ""
         self.rules = HostingRules()
         # The options that the program gave in loads, by model. They hold for all later loads of that name, also by clients.
         self._said: dict[str, Mapping[str, str]] = {}
@@ -794,14 +794,12 @@ class ModelRegistry:
 
     def check_controllable(self) -> None:
         """Raise `ModelUnavailable` if neither models nor clients may load and unload."""
-        if not self.is_controllable:
-            raise ModelUnavailable(
-                "explicit model load / unload is not allowed if polling is enabled"
-            )
+        if self.refuses_control:
+            raise ModelUnavailable(self.refuses_control)
 
     def _is_beyond_control(self) -> bool:
         """Return True if nobody would load a model again that was given up: neither clients nor models may, or requests do."""
-        return not self.is_controllable or self.residency.is_on_demand
+        return bool(self.refuses_control) or self.residency.is_on_demand
 
     def _is_used(self, name: str) -> bool:
         """Return True if a request is inside a model, or an ensemble. Requests that wait for a model that sleeps are in nothing yet."""

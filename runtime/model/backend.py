@@ -49,6 +49,8 @@ class Model:
         self.completes = True
         # The most that the completed configuration may ask for.
         self.limits = ConfigLimits()
+        # How to get a response cache for the models of this program.
+        self.cache_advice = ""
         # True if no link in its directory may lead its processes out of it.
         self.stays_inside = False
         # Patterns of the variables that its processes do not see at any level: the credentials for the runtime's repositories.

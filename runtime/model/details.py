@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import re
 from collections.abc import Mapping
 
@@ -17,6 +16,7 @@ from moonpool.ipc.messages import (
     SHORT,
     size_of,
 )
+from moonpool.runtime.arguments import OF_REQUEST
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.request import Details, Parameter
 
@@ -45,13 +45,13 @@ def details_of(
     if isinstance(correlation_id, str):
         correlation: int | str = _text("correlation_id", correlation_id, SHORT)
     else:
-        correlation = _number("correlation_id", correlation_id, _UINT64)
+        correlation = OF_REQUEST.whole("correlation_id", correlation_id, 0, _UINT64, ", or a text")
     return Details(
         _text("request_id", request_id, LONG),
         correlation,
-        _number("flags", flags, _UINT32),
-        _number("queue_timeout_us", timeout_us, _UINT64),
-        _number("priority", priority, _UINT64),
+        OF_REQUEST.whole("flags", flags, 0, _UINT32),
+        OF_REQUEST.whole("queue_timeout_us", timeout_us, 0, _UINT64),
+        OF_REQUEST.whole("priority", priority, 0, _UINT64),
         _parameters(parameters or {}) or None,
         None,
         None if trace_context is None else _text("trace_context", trace_context, SHORT),
@@ -79,16 +79,6 @@ def with_parameters(details: Details | None, further: Mapping[str, Parameter]) -
     return details._replace(parameters=_parameters({**(details.parameters or {}), **further}))
 
 
-def _number(name: str, value: object, high: int) -> int:
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if not 0 <= number <= high:
-        raise InvalidRequest(f"{name} must be a whole number from 0 to {high}, not {value!r:.60}")
-    return number
-
-
 def _text(name: str, value: object, length: int) -> str:
     if not isinstance(value, str):
         raise InvalidRequest(f"{name} must be a string, not {type(value).__name__}")
@@ -109,6 +99,8 @@ def check_finite(parameters: Mapping[str, Parameter]) -> None:
 
 
 def _parameters(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    if not isinstance(parameters, Mapping):
+        OF_REQUEST.refuse("parameters", "a map of names to values", parameters)
     if len(parameters) > MAX_PARAMETERS:
         raise InvalidRequest(
             f"there are {len(parameters)} parameters, and {MAX_PARAMETERS} is the most"

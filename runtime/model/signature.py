@@ -23,8 +23,10 @@ from moonpool.ipc.tensors import (
     code_of,
     encode_bytes,
 )
+from moonpool.runtime.arguments import OF_REQUEST
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.config.model import ModelConfig, TensorConfig
+from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.model.details import details_of
 from moonpool.runtime.model.device_intake import DeviceIntake, is_on_device
 from moonpool.runtime.model.request import (
@@ -340,6 +342,8 @@ class Signature:
 
     def _with_outputs(self, outputs: Sequence[str], details: Details) -> Details:
         indices = []
+        if type(outputs) is not list:
+            outputs = OF_REQUEST.texts("outputs", outputs, "a list of names of outputs")
         for name in outputs:
             index = self._outputs.get(name)
             if index is None:
@@ -405,6 +409,19 @@ class RequestOptions(TypedDict, total=False):
     they stay where the model leaves them. On a GPU they are `DeviceArray`s."""
 
 
+def request_with(
+    signature: Signature, inputs: Mapping[str, Any], options: RequestOptions
+) -> InferenceRequest:
+    """Make a request with these options. Raises `InvalidRequest`, and TypeError for an option that does not exist."""
+    try:
+        return make_request(signature, inputs, **options)
+    except TypeError:
+        for name in options.keys() - RequestOptions.__annotations__.keys():
+            hint = suggestion(name, RequestOptions.__annotations__)
+            raise TypeError(f"there is no option {name!r} of a request{hint}") from None
+        raise
+
+
 def make_request(
     signature: Signature,
     inputs: Mapping[str, Any],
@@ -432,6 +449,8 @@ def make_request(
         trace_context,
         outputs_in,
     )
+    if allocator is not None:
+        OF_REQUEST.one("allocator", allocator, ResponseAllocator, "a moonpool.ResponseAllocator")
     request = signature.request(inputs, outputs, details)
     if allocator is not None:
         request.allocator = allocator

@@ -40,7 +40,7 @@ from moonpool.runtime.process.terminal import harmless
 _log = logging.getLogger("moonpool")
 # A template is kept for so long after its last fork has ended.
 KEEP_S = 60.0
-# The most templates. Whoever changes a variable before each load would otherwise have one for each model.
+# The most templates. A program that changes a variable before each load would otherwise have one for each model.
 _MOST = 4
 # A machine may be busy. What takes longer is started in the ordinary way.
 _READY_S, _FORK_S, _END_S = 30.0, 10.0, 10.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import select
 import time
 from collections.abc import Callable, Mapping
@@ -39,7 +40,17 @@ def start_failure(python: str, error: OSError) -> str:
         return f"the interpreter {python} is not executable for this user; check its permissions"
     if error.errno == errno.ENOEXEC:
         return f"{python} is no program for this machine; check EXECUTION_ENV_PATH"
-    return f"the interpreter {python} cannot be started: {error.strerror or error}"
+    return f"the interpreter {python} cannot be started: {error.strerror or error}{remedy(error)}"
+
+
+def remedy(error: OSError) -> str:
+    """Return `; raise …` for an error that comes from a limit of open files, else an empty text."""
+    if error.errno in (errno.EMFILE, errno.ETOOMANYREFS):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"; raise the limit of open files (ulimit -n), which is {most}"
+    if error.errno == errno.ENFILE:
+        return "; raise the limit of open files of the machine (fs.file-max)"
+    return ""
 
 
 def exec_failure(python: str, number: str) -> str:

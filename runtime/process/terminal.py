@@ -63,6 +63,11 @@ class Terminal:
         self.stream.write(text + "\n")
         self.stream.flush()
 
+    def last_line(self, text: str) -> None:
+        """Write a line in place of what an interrupted program, or the echo of Ctrl-C, has left in the present one."""
+        self.stream.write(_CLEAR_LINE * self.is_terminal + text + "\n")
+        self.stream.flush()
+
     def replace_line(self, text: str) -> None:
         """Show this text in place of the last line. For terminals only."""
         self.stream.write(_CLEAR_LINE + text)

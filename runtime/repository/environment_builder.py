@@ -30,7 +30,9 @@ from moonpool.runtime.process.extras import how_to_install
 from moonpool.runtime.process.terminal import harmless
 from moonpool.runtime.repository.package_list import LOCK, PROJECT, PackageList, bare_project, fits
 
-_log = logging.getLogger("moonpool")
+# Commands show these steps, too, as they may take minutes.
+LOG_OF_BUILDS = "moonpool.environments"
+_log = logging.getLogger(LOG_OF_BUILDS)
 # In an environment: what it was built from.
 NOTE = "moonpool-environment.json"
 # Large packages come over slow lines. A tool that hangs must not hold a load for ever.
@@ -68,7 +70,9 @@ class Builder:
         begin_s = time.monotonic()
         uv = _uv()
         tool = "uv" if uv else "pip"
-        _log.info("builds the environment of %s with %s", self._wanted.path, tool)
+        _log.info(
+            "builds the environment of %s with %s, which may take minutes", self._wanted.path, tool
+        )
         if uv:
             self._with_uv(uv)
             self._compile()

@@ -23,7 +23,7 @@ from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import name_problem
 from moonpool.runtime.model.config.options import OPTIONS, ModelOptions, hardened
 from moonpool.runtime.model.config.patterns import fits_any
-from moonpool.runtime.model.config.schema import suggestion
+from moonpool.runtime.model.config.schema import WrongPart, suggestion, unread
 from moonpool.runtime.process.files import is_within
 from moonpool.runtime.repository.environment import expanded
 
@@ -131,16 +131,16 @@ class Grants:
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         """Read `MODEL` and `MODEL:KEY=VALUE,KEY=VALUE`. Raises `ValueError`."""
-        if isinstance(texts, str):
-            # Each of its letters would be the name of a model that is granted everything.
-            raise ValueError(f"grants must be a list of texts, such as [{texts!r:.200}]")
         self.whole: set[str] = set()
         self._values: dict[tuple[str, str], list[object]] = {}
+        # Each letter of a text alone would be the name of a model that is granted everything.
+        if isinstance(texts, str):
+            raise ValueError(f"must be a list of texts, such as [{texts!r:.200}]")
         for text in texts:
             try:
                 name, values = _read(text)
             except ValueError as error:
-                raise ValueError(f"{error}, not {text!r:.200}") from None
+                raise ValueError(unread(error, text)) from None
             if values is None:
                 self.whole.add(name)
             for key, value in values or ():
@@ -173,8 +173,9 @@ def _read(text: str) -> tuple[str, list[tuple[str, object]] | None]:
 def _one_grant(part: str) -> tuple[str, object]:
     key, equals, value = part.partition("=")
     if key not in _GRANTABLE:
-        raise ValueError(
-            f"must name an option that can be granted: {', '.join(_GRANTABLE)}{suggestion(key, _GRANTABLE)}"
+        meant = "" if key in HARMLESS else suggestion(key, _GRANTABLE)
+        raise WrongPart(
+            f"{key!r:.80} cannot be granted{meant or '; these can: ' + ', '.join(_GRANTABLE)}"
         )
     if not equals:
         raise ValueError(
@@ -184,7 +185,7 @@ def _one_grant(part: str) -> tuple[str, object]:
     try:
         return key, _GRANTABLE[key](value.strip())
     except ValueError as error:
-        raise ValueError(f"{key} {error}") from None
+        raise WrongPart(f"{key} {error}, not {value!r:.80}") from None
 
 
 def _is_within(ask: Ask, granted: Sequence[object]) -> bool:
@@ -397,6 +398,7 @@ HARMLESS = {
     "MOONPOOL_SANDBOX": "a lower level than the operator's is not taken",
     "MOONPOOL_EXECUTE_TIMEOUT_S": "its own batches end earlier; the operator's value takes precedence",
     "MOONPOOL_RETRY": "one more attempt for requests to itself",
+    "MOONPOOL_LOG_ERRORS": "lines that it could log itself, which MOONPOOL_LOG_LINES_PER_S counts",
     "MOONPOOL_CPUS": "fewer processors",
     "MOONPOOL_THREADS": "its own threads, which MOONPOOL_TASK_LIMIT counts",
     "MOONPOOL_INSTANCES_PER_PROCESS": "its own threads, which MOONPOOL_TASK_LIMIT counts",

@@ -114,6 +114,8 @@ class HostingRules:
     grants: Grants = field(default_factory=Grants)
     # Writes a grant in the form in which this program takes it.
     grant_form: Callable[[str], str] = as_flag
+    # The sentence that says how this program gets a response cache.
+    cache_advice: str = ""
     options: OperatorOptions = field(default_factory=OperatorOptions)
     limits: ConfigLimits = field(default_factory=ConfigLimits)
     # On which processors instances run, by the policy of their groups.
@@ -154,6 +156,7 @@ class HostingRules:
             model.stays_inside = bool(wanted.brings) or model.name not in self.grants.whole
         model.completes = self.completes
         model.limits = self.limits
+        model.cache_advice = self.cache_advice
         model.host_policies = self.host_policies
 
     def floor_of(self, said: Mapping[str, str], brings: str = "") -> str | None:

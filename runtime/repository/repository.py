@@ -9,12 +9,13 @@ any rate. `_listing` is held meanwhile, so threads that come together ask the st
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -32,6 +33,7 @@ from moonpool.runtime.model.config.model import (
     name_problem,
     normalise,
 )
+from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.model.config.templates import Fill
 from moonpool.runtime.model.source import split_name
 from moonpool.runtime.process.files import RepositoryError, check_no_loop, directories
@@ -77,6 +79,18 @@ class ModelRepository:
         if not os.path.lexists(path):
             raise RepositoryError(f"no model '{name}' in the repository {self.path}", "NOT_FOUND")
         return ModelDirectory(path)
+
+
+@contextlib.contextmanager
+def suggesting(name: str, names: Callable[[], Iterable[str]]) -> Iterator[None]:
+    """Add the name that was meant to an error that a model of this name is missing. Not for the requests of strangers."""
+    try:
+        yield
+    except RepositoryError as error:
+        if error.code == "NOT_FOUND":
+            with contextlib.suppress(RepositoryError):
+                error.hint = suggestion(name, names())
+        raise
 
 
 class CloudRepository:

@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
+from moonpool.runtime.arguments import Arguments
 from moonpool.runtime.errors import ModelUnavailable
 
 K = TypeVar("K")
+_OF_RESIDENT = Arguments(lambda name, what: ValueError(f"Resident({name}=) {what}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,9 @@ class Resident:
         for name in ("models", "memory", "gpu_memory"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(
-                    f"Resident({name}=) must be a whole number from 1 on, not {value!r:.60}"
-                )
+                _OF_RESIDENT.refuse(name, "a whole number from 1 on, or None", value)
         for name in ("least_stay_s", "patience_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"Resident({name}=) must be a number of seconds from 0 on")
+            _OF_RESIDENT.seconds(name, getattr(self, name))
 
     @property
     def measures_memory(self) -> bool:
@@ -177,8 +176,8 @@ def decide(
     """Decide if a model with this need may come; with None, if those that are present may all stay.
 
     If only memory of GPUs is short, models that are awake go first, as a dormant one has freed what it can. Otherwise dormant ones go first:
-    nobody has asked them lately. A model that is alone may come, however large it is. `is_member`: a request that runs in a present model waits for this one, so the
-    two count as one, and it may come if nothing else can go.
+    nobody has asked them lately. A model larger than the limits is admitted if no other is present. `is_member`: a request that runs in a
+    present model waits for this one, so the two count as one, and it is admitted if no other can leave.
     """
     needs = [each.need for each in present.values()]
     reason = shortage(limits, needs if coming is None else [*needs, coming])

@@ -36,6 +36,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from moonpool.ipc.errors import MoonpoolError, PeerGone
+from moonpool.runtime.arguments import check_timeout
 from moonpool.runtime.errors import OutOfThreads, RequestTimedOut, own
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
 from moonpool.runtime.process.reactor import Reactor
@@ -332,11 +333,12 @@ def wait_for_response(
 ) -> Response:
     """Submit a request and wait for its outcome on this thread.
 
-    Raises what `Scheduler.submit` raises, `RequestTimedOut`, and the error of the outcome.
+    Raises what `Scheduler.submit` raises, `InvalidRequest`, `RequestTimedOut`, and the error of the outcome.
     """
     if timeout_s is None and forms is not None:
         outcome: Outcome | None = _quick_outcome(scheduler, request)
         return outcome if type(outcome) is Response else response_of(outcome)
+    check_timeout(timeout_s)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     waiter = request.waiter = ThreadWaiter() if deadline is None else PunctualWaiter()
     try:

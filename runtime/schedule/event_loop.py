@@ -46,6 +46,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
+from moonpool.runtime.arguments import check_timeout
 from moonpool.runtime.errors import RequestTimedOut
 from moonpool.runtime.model.backend import Pending
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Waiter
@@ -460,8 +461,9 @@ async def wait_for_outcome(
 ) -> Outcome | None:
     """Submit a request and await its outcome. Cancelling the task cancels the request.
 
-    Raises what `Scheduler.submit` raises, and `RequestTimedOut`.
+    Raises what `Scheduler.submit` raises, `InvalidRequest` and `RequestTimedOut`.
     """
+    check_timeout(timeout_s)
     waiter = TaskWaiter(asyncio.get_running_loop())
     try:
         waiter.submit(scheduler, request)

@@ -19,6 +19,7 @@ from moonpool.runtime.model.backend import ModelInstance
 from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.model.denials import DenialBook
 from moonpool.runtime.model.request import InferenceRequest
+from moonpool.runtime.process.diagnose import remedy
 from moonpool.runtime.schedule.scheduler import Scheduler, call
 
 # The process or the machine has no descriptor, memory or process left.
@@ -100,7 +101,8 @@ def as_load_failure(error: BaseException, subject: str) -> MoonpoolError:
     """Return moonpool's own errors as they are, and others as `LoadFailed`."""
     if isinstance(error, MoonpoolError):
         return error
-    failure = LoadFailed(f"{subject} cannot be initialized: {type(error).__name__}: {error}")
+    todo = remedy(error) if isinstance(error, OSError) else ""
+    failure = LoadFailed(f"{subject} cannot be initialized: {type(error).__name__}: {error}{todo}")
     failure.__cause__ = error
     return failure
 

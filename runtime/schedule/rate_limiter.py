@@ -433,15 +433,15 @@ class RateLimiter:
         return {self._wakes[instance] for instance in instances if instance in self._wakes}
 
 
-def limiter_of(texts: Iterable[str] | None) -> RateLimiter | None:
-    """Make a limiter with these counts of resources, None for none. Raises ValueError."""
-    if texts is None:
-        return None
-    if isinstance(texts, str):
+def limiter_of(texts: Iterable[str]) -> RateLimiter:
+    """Make a limiter with these counts of resources. Raises ValueError."""
+    given = list(texts)
+    try:
+        return RateLimiter(read_resources(given))
+    except ValueError:
         raise ValueError(
-            f"the resources of a rate limit must be a list of texts, not {texts!r:.60}"
-        )
-    return RateLimiter(read_resources(texts))
+            f"must be texts such as NAME:COUNT or NAME:COUNT:DEVICE, not {given!r:.200}"
+        ) from None
 
 
 def _call(wakes: Iterable[Callable[[], None]]) -> None:

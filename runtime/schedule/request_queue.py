@@ -343,7 +343,7 @@ def check_many(model: str, request: InferenceRequest) -> None:
 
 
 def queue_for(model: Model) -> RequestQueue:
-    """Make the queue of a model. Raises `LoadFailed` and `InvalidRequest` for initial states that are none."""
+    """Make the queue of a model. Raises `LoadFailed` and `InvalidRequest` for invalid initial states."""
     config, survives = model.config, model.options.state_survives
     sequences = config.sequence_batching
     if sequences is None:

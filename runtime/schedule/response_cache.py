@@ -36,6 +36,7 @@ import numpy as np
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.messages import DEVICE_MEMORY
 from moonpool.ipc.tensors import BYTES, DTYPES, decode_bytes
+from moonpool.runtime.arguments import OF_RUNTIME
 from moonpool.runtime.errors import own
 from moonpool.runtime.model.request import (
     Details,
@@ -183,11 +184,7 @@ def cache_of(size_bytes: int | None) -> ResponseCache | None:
     """Make a cache of this size, None for none. Raises ValueError."""
     if size_bytes is None:
         return None
-    if type(size_bytes) is not int or size_bytes < 1:
-        raise ValueError(
-            f"the size of the response cache must be a number of bytes above 0, not {size_bytes!r:.60}"
-        )
-    return ResponseCache(size_bytes)
+    return ResponseCache(OF_RUNTIME.whole("response_cache_bytes", size_bytes, 1))
 
 
 def may_be_cached(request: InferenceRequest) -> bool:

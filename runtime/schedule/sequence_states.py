@@ -194,9 +194,7 @@ class SequenceStates:
             mine.new = State(values, self._charge(size_bytes))
         except (BadTensor, OutOfMemory) as error:
             return ModelError(str(error), error.code)
-        except (
-            Exception
-        ) as error:  # memory that is not to be had, or an object of a backend that is no tensor
+        except Exception as error:  # there is no memory, or a backend's object is not a tensor
             return ModelError(f"the states of model '{self._model}' cannot be kept: {error!r}")
         return None
 

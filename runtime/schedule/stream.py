@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.arguments import check_timeout
 from moonpool.runtime.errors import BacklogFull, RequestTimedOut
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
 from moonpool.runtime.process.reactor import Reactor
@@ -116,6 +117,7 @@ class ResponseStream:
         """Submit the request. Raises what `Scheduler.submit` raises."""
         self._scheduler = scheduler
         self._request = request
+        check_timeout(timeout_s)
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._waiter = request.waiter = StreamWaiter(
             scheduler.reactor, scheduler.name, scheduler.backlog_bytes

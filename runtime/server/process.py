@@ -453,6 +453,7 @@ def _make_runtime(
         registry.rules,
         completes=not options.disable_auto_complete_config,
         grant_form=as_flag,
+        cache_advice="start the server with --cache-config=local,size=BYTES",
         limits=limits,
         host_policies=_host_policies(options.host_policy),
     )

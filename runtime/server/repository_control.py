@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.hosting.model_control import loading, wanted_of
+from moonpool.runtime.hosting.model_control import POLLED, loading, wanted_of
 from moonpool.runtime.hosting.model_statuses import ModelStatus
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.model.states import ModelState
@@ -35,6 +35,11 @@ from moonpool.runtime.schedule.failures import missing_file_line
 _log = logging.getLogger("moonpool.server")
 # The time that a poll waits for its loads. A model may load for ever, and new models must not wait for it.
 _PATIENCE_S = 60.0
+# The errors for clients and models that load and unload, by the mode. Triton has the same words for both modes.
+_REFUSALS = {
+    "poll": POLLED,
+    "none": f"{POLLED}; --model-control-mode is none: restart the server with explicit, demand or poll to change its models",
+}
 _REPEATED = "model appears in two or more repositories"
 
 
@@ -57,7 +62,7 @@ class RepositoryControl:
         A poll waits for `patience_s` for the models that it loads. Then it ends, and they go on loading.
         """
         self._registry = runtime._models
-        self._registry.is_controllable = mode in ("explicit", "demand")
+        self._registry.refuses_control = _REFUSALS.get(mode, "")
         self._repositories = self._registry.repositories
         self._load_threads = load_threads
         self._patience_s = patience_s

@@ -49,6 +49,7 @@ def start_of(
         "mode": mode,
         # The GPU of this instance, as its process numbers them.
         "device": device_id if kind == "GPU" else NO_DEVICE,
+        "brief_errors": model.options.logs_errors_briefly,
         "copies_gpu_to_numpy": model.options.copies_gpu_to_numpy,
         "instance": instance,
         "kind": source.kind,

@@ -28,6 +28,7 @@ from moonpool.ipc.errors import CODES, MoonpoolError, PeerGone
 from moonpool.ipc.messages import PROTOCOL_VERSION
 from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.hosting.backends import BackendDirectory
+from moonpool.runtime.hosting.model_control import POLLED
 from moonpool.runtime.hosting.registry import ModelRegistry
 from moonpool.runtime.isolation.public_text import scrubbed
 from moonpool.runtime.model.backend import Model
@@ -57,7 +58,7 @@ class Launcher:
         self._registry = ModelRegistry(
             ModelRepositories(()), [], BackendDirectory(), 0.0, False, None
         )
-        self._registry.is_controllable = False
+        self._registry.refuses_control = POLLED
         self._stubs = self._registry.stubs
         self._backend = LentBackend(self._stubs)
         self._directory = self._config = ""

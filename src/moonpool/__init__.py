@@ -17,7 +17,8 @@ and `metrics`. The hints (`Batch`, `Float32`, …) say what a model takes and re
 `help(moonpool.errors)`. To test models, import `moonpool.testing`. A backend is a `moonpool.Backend`.
 """
 
-import importlib
+import importlib.util
+import sys
 from typing import TYPE_CHECKING
 
 from moonpool.runtime.version import VERSION
@@ -144,11 +145,23 @@ else:
         if name == "errors":
             return importlib.import_module("moonpool.errors")
         if name not in _MODULES:
+            _suggest(name)
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = getattr(importlib.import_module(f"moonpool.{_MODULES[name]}"), name)
         # The next access does not come here.
         globals()[name] = found
         return found
+
+    def _suggest(name: str) -> None:
+        """Raise ImportError for `from moonpool import Flot32`, as Python itself does from 3.12 on, with the name that was meant."""
+        if sys.version_info >= (3, 12) or sys._getframe(2).f_code.co_name != "_handle_fromlist":
+            return
+        from moonpool.runtime.model.config.schema import suggestion
+
+        meant = suggestion(name, __dir__())
+        if meant and importlib.util.find_spec(f"moonpool.{name}") is None:
+            what = f"cannot import name {name!r} from {__name__!r}{meant}"
+            raise ImportError(what, name=__name__, path=__file__)
 
     def __dir__() -> list[str]:
         """List the names that are not imported yet, too, except the one that few programs need."""

@@ -53,6 +53,8 @@ def test_metadata_has_all_versions_and_the_batch_dimension(metadata: Metadata) -
 @pytest.mark.parametrize(
     ("name", "version", "text"),
     [
+        # The one that was meant is not named: a client may be one that must not see the index.
+        ("twoo", "", "Request for unknown model: 'twoo' is not found"),
         ("nope", "", "Request for unknown model: 'nope' is not found"),
         ("two", "2", "Request for unknown model: 'two' version 2 is not found"),
         ("bad", "", "Request for unknown model: 'bad' has no available versions"),

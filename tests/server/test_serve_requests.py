@@ -168,10 +168,13 @@ def test_a_model_is_replaced_without_a_request_being_lost(models: Path) -> None:
     assert {status for status, _ in answers} == {200}
 
 
-def test_nobody_controls_the_models_in_the_other_modes(models: Path) -> None:
-    with running(models) as server:
+@pytest.mark.parametrize("mode", ["none", "poll"])
+def test_nobody_controls_the_models_in_the_other_modes(models: Path, mode: str) -> None:
+    with running(models, f"--model-control-mode={mode}") as server:
         status, said = server.get("/v2/repository/models/good/load", "POST")
     text = "explicit model load / unload is not allowed if polling is enabled"
+    if mode == "none":
+        text += "; --model-control-mode is none: restart the server with explicit, demand or poll to change its models"
     assert (status, said) == (503, {"error": text})
 
 

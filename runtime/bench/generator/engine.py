@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.process.diagnose import remedy
 
 if TYPE_CHECKING:
     import ssl
@@ -135,9 +136,9 @@ class ServerAddress:
     def unreachable(self, error: OSError) -> Unreachable:
         """Return the error for a connection that cannot be made."""
         what = f"no server answers at {self.host}:{self.port}"
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            what = f"there can be no more connections to {self.host}:{self.port} (ulimit -n)"
-        return Unreachable(f"{what}: {error}")
+        if todo := remedy(error):
+            what = f"there can be no more connections to {self.host}:{self.port}"
+        return Unreachable(f"{what}: {error}{todo}")
 
 
 class TlsSocket:

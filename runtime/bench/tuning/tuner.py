@@ -2,7 +2,7 @@
 
 For each place in the search, the models whose settings differ from the last place are loaded with them. The server changes
 instances and delays while it serves, and starts new processes for all else. Another number of front ends is another server. Then the
-number of callers is climbed in powers of two, from that of the best place so far: too few callers show no throughput, too many
+number of callers doubles, starting from that of the best place so far: too few callers show no throughput, too many
 only make requests wait. The score of a place is that of its best load.
 
 If the limits hold, the score is the rate of answers. Otherwise it is negative: a load that did not settle is better than one

@@ -27,7 +27,7 @@ from moonpool.runtime.cli.load_options import (
 from moonpool.runtime.cli.shared import UsageError, add_hosting, figure
 from moonpool.runtime.cli.tune.report import Report, introduce, line_of
 from moonpool.runtime.process.terminal import Terminal
-from moonpool.runtime.repository.repository import ModelRepository
+from moonpool.runtime.repository.repository import ModelRepository, suggesting
 
 NAME = "tune"
 HELP = "find the settings with which a model answers most requests within limits of latency"
@@ -117,7 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
     slo = read_option("--slo", Slo.parse, arguments.slo)
     budget = _Budget(arguments.budget)
     repository = ModelRepository(arguments.repository)
-    repository.find(arguments.model)
+    with suggesting(arguments.model, repository.models):
+        repository.find(arguments.model)
     plan = Plan(
         model=arguments.model,
         serve=_serve_arguments(arguments),

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from moonpool.runtime.arguments import OF_REQUEST
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ModelConfig, Raw
@@ -77,10 +78,7 @@ def with_live_options(options: ModelOptions, other: ModelOptions) -> ModelOption
 
 def with_count(config: ModelConfig, count: int) -> ModelConfig:
     """Return a configuration with this count in its only group of instances. Raises `InvalidRequest`."""
-    if type(count) is not int or count < 1:
-        raise InvalidRequest(
-            f"the number of instances must be a whole number from 1 up, not {count!r:.60}"
-        )
+    OF_REQUEST.whole("instances", count, 1)
     if config.ensemble is not None:
         members = ", ".join(config.ensemble.models)
         raise InvalidRequest(

@@ -14,13 +14,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from moonpool.ipc.extension import PURE, pure
 from moonpool.ipc.policy import LEVELS, is_contained
+from moonpool.runtime.arguments import Arguments
 from moonpool.runtime.model.config.model import AS_CPU, ModelConfig
 from moonpool.runtime.model.config.patterns import fits
-from moonpool.runtime.model.config.schema import suggestion
+from moonpool.runtime.model.config.schema import WrongPart, suggestion
 from moonpool.runtime.model.config.source import ConfigError
 from moonpool.runtime.process.usage import machine_memory_bytes
 
@@ -236,6 +236,7 @@ USUAL_WEIGHT = 100
 WEIGHT = OptionKind("1 to 10000", _weight)
 AS_NUMPY = OptionKind("error, copy", _choice({"error": False, "copy": True}))
 RANGE = OptionKind("range, none", _or_none(_range))
+LOG_ERRORS = OptionKind("full, line", _choice({"full": "full", "line": "line"}))
 MILLISECONDS = OptionKind("milliseconds", _milliseconds)
 PREFORK = OptionKind(
     "no, blank, imports, initialize",
@@ -288,6 +289,7 @@ class ModelOptions:
     region_limit_bytes: int | None = None
     backlog_bytes: int = 64 << 20
     log_lines_per_s: int = 1000
+    log_errors: str | None = None
     threads: int | None = None
     concurrent_batches: int = 64
     state_survives: bool = False
@@ -325,6 +327,11 @@ class ModelOptions:
         options = cls(**values)  # type: ignore[arg-type]
         options._check(config)
         return options
+
+    @property
+    def logs_errors_briefly(self) -> bool:
+        """True if an exception in a request is logged in one line. A contained model's may be a stranger's, who chooses the text."""
+        return self.log_errors == "line" or (self.log_errors is None and is_contained(self.sandbox))
 
     @property
     def template(self) -> str:
@@ -574,6 +581,13 @@ OPTIONS = (
         "Lines that an instance may log in a second; the rest is counted and left out.",
     ),
     Option(
+        "MOONPOOL_LOG_ERRORS",
+        "log_errors",
+        LOG_ERRORS,
+        "What is logged of an exception in a request, which its caller gets: the `full` traceback, or one `line` with type, message and place. By default one"
+        " line for models at best-effort and strict, and the traceback for others.",
+    ),
+    Option(
         "MOONPOOL_THREADS",
         "threads",
         THREADS,
@@ -778,6 +792,7 @@ def _shown(option: Option) -> str:
 
 
 SANDBOX_KEY = "MOONPOOL_SANDBOX"
+OF_LOAD = Arguments(lambda name, what: ConfigError(what, field=name))
 _BY_KEY = {option.key: option for option in OPTIONS}
 # A colon ends the name, and a star makes a pattern, which also fits names with `:`, `,` or `=`.
 _PATTERN = re.compile(r"[A-Za-z0-9_.+@*-]+")
@@ -827,11 +842,11 @@ def check_option(key: str, value: str) -> None:
     """Raise ValueError unless moonpool has this option and can read its value."""
     option = _BY_KEY.get(key)
     if option is None:
-        raise ValueError(f"there is no option {key!r:.80} of a model{_near(key)}")
+        raise WrongPart(f"there is no option {key!r:.80} of a model{_near(key)}")
     try:
         option.kind.read(value.strip())
     except ValueError as error:
-        raise ValueError(f"{key} {error}, not {value!r:.80}") from None
+        raise WrongPart(f"{key} {error}, not {value!r:.80}") from None
 
 
 def _near(key: str) -> str:
@@ -864,7 +879,9 @@ class OperatorOptions:
     def by_model(cls, models: Mapping[str, Mapping[str, object]]) -> OperatorOptions:
         """Take options by model or pattern, then by key, as a program gives them. Raises `ConfigError`."""
         given = []
-        for pattern, options in _mapping("model_options", models).items():
+        for pattern, options in OF_LOAD.map(
+            "model_options", models, "a map of models to their options"
+        ).items():
             for key, value in _texts(f"model_options[{pattern}]", options).items():
                 try:
                     given.append(model_option(pattern, key, value))
@@ -903,7 +920,9 @@ def said_in_a_load(
     """Join the options and parameters that a program gives in a load; None if it gives none. Raises `ConfigError`."""
     if sandbox is None and options is None and parameters is None:
         return None
-    given = _texts("options", options or {})
+    given = _texts("options", {} if options is None else options)
+    if sandbox is not None and sandbox not in LEVELS:
+        OF_LOAD.refuse("sandbox", f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}", sandbox)
     if sandbox is not None and given.setdefault(SANDBOX_KEY, sandbox) != sandbox:
         what = f"is {given[SANDBOX_KEY]!r:.80}, and sandbox= is {sandbox!r:.80}: give one of them"
         raise ConfigError(what, field=f"options[{SANDBOX_KEY}]")
@@ -912,7 +931,7 @@ def said_in_a_load(
             check_option(key, value)
         except ValueError as error:
             raise ConfigError(str(error), field=f"options[{key}]") from None
-    own = _texts("parameters", parameters or {})
+    own = _texts("parameters", {} if parameters is None else parameters)
     for key in own:
         if key in _BY_KEY or key.upper().startswith(PREFIX):
             what = (
@@ -922,21 +941,12 @@ def said_in_a_load(
     return own | given
 
 
-def _mapping(field: str, given: object) -> Mapping[Any, Any]:
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"must be a map, not {given!r:.80}", field=field)
-    return given
-
-
 def _texts(field: str, given: Mapping[str, object]) -> dict[str, str]:
     """Return the values as texts, which a configuration has."""
     texts = {}
-    for key, value in _mapping(field, given).items():
-        if not isinstance(key, str):
-            raise ConfigError(f"has the key {key!r:.80}, which is no text", field=field)
+    for key, value in OF_LOAD.map(field, given, "a map of texts to texts or numbers").items():
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            what = f"must be a text or a number, not {value!r:.80}"
-            raise ConfigError(what, field=f"{field}[{key}]")
+            OF_LOAD.refuse(f"{field}[{key}]", "a text or a number", value)
         texts[key] = str(value)
     return texts
 

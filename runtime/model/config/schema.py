@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
 from moonpool.runtime.model.config.source import Source, part
@@ -200,12 +201,36 @@ def shaped(raw: Mapping[str, object], source: Source) -> Raw:
     return _message("ModelConfig", raw, "", source)
 
 
+# The most known words that are looked at, and the most that are compared. Strangers may choose the word, and some the known ones, too.
+_MOST_KNOWN, _MOST_COMPARED = 2000, 200
+_LONGEST_WORD = 100
+# The least share of common letters.
+_CLOSE = 0.6
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean "…"?` if a known word is close, else an empty text."""
+    """Return `; did you mean "…"?` if a known word is close, else an empty text. Takes some milliseconds at most."""
     from difflib import get_close_matches  # only needed for an error
 
-    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    if len(word) > _LONGEST_WORD:
+        return ""
+    alike = (each for each in islice(known, _MOST_KNOWN) if _may_be_close(len(word), len(each)))
+    near = get_close_matches(word, list(islice(alike, _MOST_COMPARED)), n=1, cutoff=_CLOSE)
     return f'; did you mean "{near[0]}"?' if near else ""
+
+
+def _may_be_close(one: int, other: int) -> bool:
+    """Return True if words of these lengths are close if the shorter one is a part of the other."""
+    return 2 * min(one, other) >= _CLOSE * (one + other)
+
+
+class WrongPart(ValueError):
+    """A part of a text is wrong. The error quotes that part, so that nobody has to quote the text."""
+
+
+def unread(error: ValueError, text: str) -> str:
+    """Return the sentence for a text that a reader refused with this error, which says what it must be."""
+    return str(error) if isinstance(error, WrongPart) else f"{error}, not {text!r:.200}"
 
 
 def _message(kind: str, value: object, path: str, source: Source) -> Raw:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.model.config.options import ModelOption
-from moonpool.runtime.model.config.schema import suggestion
+from moonpool.runtime.model.config.schema import suggestion, unread
 from moonpool.runtime.server.options.table import (
     KNOWN,
     OPTIONS,
@@ -114,7 +114,7 @@ def _value(option: ServerOption, place: str, texts: list[str]) -> object:
         values = [option.kind.read(text) for text in texts]
     except ValueError as error:
         wrong = next(text for text in texts if _is_wrong(option, text))
-        raise BadOption(f"{place}: {error}, not {wrong!r:.80}") from None
+        raise BadOption(f"{place}: {unread(error, wrong)}") from None
     return tuple(values) if option.is_many else values[-1]
 
 

@@ -44,6 +44,7 @@ from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.observe.metrics_options import duration_bounds_ns
 from moonpool.runtime.observe.statistics import Counts, Statistics, add_counts, take_counts
+from moonpool.runtime.process.diagnose import remedy
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.schedule.failures import took_too_long
 from moonpool.runtime.schedule.scheduler import Scheduler
@@ -279,8 +280,8 @@ class Directory(StubSharing):
                 _log.debug("[%s] is about to end and cannot be shared: %s", stub.name, error)
                 return
             raise LoadFailed(
-                f"'{stub.name}' cannot be shared with {front_end.name}: {error.strerror}; raise the limit of open "
-                "files (ulimit -n)",
+                f"'{stub.name}' cannot be shared with {front_end.name}: {error.strerror}"
+                f"{remedy(error)}",
                 stage="start",
             ) from error
         finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import moonpool_pytest
+from moonpool.runtime.arguments import check_timeout
 from moonpool.runtime.ensemble.graph import Unfit
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.hosting.backends import BackendDirectory
@@ -16,6 +17,7 @@ from moonpool.runtime.hosting.ensembles import scheduling_of
 from moonpool.runtime.model.backend import Model as Description
 from moonpool.runtime.model.config.ensembles import EnsembleStep
 from moonpool.runtime.model.config.model import PYTHON_BACKEND, ModelConfig, minimal, name_problem
+from moonpool.runtime.model.config.options import OF_LOAD
 from moonpool.runtime.model.source import Definition, ModelSource, file_of
 from moonpool.runtime.repository.loading import Wanted, model_of, prepare
 from moonpool.runtime.repository.repository import ModelRepositories
@@ -120,6 +122,7 @@ def load_any(
     checks_outputs: bool = True,
 ) -> InProcessModel | EnsembleModel:
     """Load a model as `load` does, or an ensemble as `load_ensemble` does."""
+    _check_arguments(version, config, models, timeout_s, checks_outputs)
     targets: dict[str, Target] = {}
     metrics = Metrics()
     backends = BackendDirectory(backend_directory)
@@ -167,6 +170,27 @@ def load_any(
     return model
 
 
+def _check_arguments(
+    version: int | None,
+    config: Mapping[str, Any] | None,
+    models: Mapping[str, Any] | None,
+    timeout_s: float | None,
+    checks_outputs: bool,
+) -> None:
+    """Raise `ConfigError` or `InvalidRequest` for an argument of a wrong type or value."""
+    if version is not None:
+        OF_LOAD.whole("version", version, 0, also=", or None for the latest")
+    if config is not None:
+        OF_LOAD.map("config", config, "a map with the fields of config.pbtxt")
+    if models is not None:
+        for name, target in OF_LOAD.map("models", models, "a map of names to models").items():
+            if not callable(target) and not isinstance(target, str | os.PathLike | LoadedModel):
+                wanted = "a function, a loaded model or the source of one"
+                OF_LOAD.refuse(f"models[{name}]", wanted, target)
+    check_timeout(timeout_s)
+    OF_LOAD.boolean("checks_outputs", checks_outputs)
+
+
 def _given(targets: Mapping[str, Target], step: EnsembleStep, ensemble: str) -> LoadedModel | None:
     """Return the model that the test has for a step, None if it has none. Raises `LoadFailed` for one that cannot be a step."""
     target = targets.get(step.model)
@@ -211,6 +235,7 @@ def load_in_stub(
     All of `models` are sources, because a stub cannot call functions of the test. A class must be one that
     `Runtime.load` takes.
     """
+    _check_arguments(version, config, models, timeout_s, checks_outputs)
     runtime = Runtime(backend_directory=backend_directory)
     try:
         for other, target in (models or {}).items():
@@ -255,6 +280,8 @@ def _load_members(
 def _name_of(source: Source) -> str:
     if isinstance(source, Definition):
         return source.__name__
+    if not isinstance(source, str | os.PathLike):
+        OF_LOAD.refuse("source", "a directory, a file, a class or a function", source)
     return Path(os.path.abspath(source)).stem
 
 

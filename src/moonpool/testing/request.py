@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from moonpool.runtime.arguments import OF_REQUEST
 from moonpool.runtime.model.request import Parameter
 
 
@@ -38,6 +39,9 @@ class Request:
         trace_context: str | None = None,
         cancel_after: int | None = None,
     ) -> None:
+        OF_REQUEST.whole("timeout_us", timeout_us, 0, 2**64 - 1)
+        if cancel_after is not None:
+            OF_REQUEST.whole("cancel_after", cancel_after, 0, also=", or None")
         self.inputs = inputs
         self.outputs = outputs
         self.request_id = request_id

@@ -41,6 +41,10 @@ def test_environments_are_built_listed_and_removed(cli: CommandLine, repository:
     built = cli("env", "build", repository)
 
     assert built.returncode == 1
+    # Minutes may pass before the next line.
+    assert f"builds the environment of {repository / 'good' / 'requirements.txt'} with " in (
+        built.stderr
+    )
     bad, good = sorted(built.stdout.splitlines())
     assert bad.startswith("bad: error: no environment can be built of ")
     assert "nowhere" in bad

@@ -98,6 +98,25 @@ def test_options_stand_anywhere(cli: CommandLine, words: str) -> None:
     assert "normalise" in ended.stdout or "Y" in ended.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        ("srve", '; did you mean "serve"?'),
+        ("env buidl", '; did you mean "build"?'),
+        ("serve m --strict-readiness", "--strict-readiness: expected one argument, true|false"),
+        ("infer r m --model-option=m:MOONPOL_THREADS=1", '; did you mean "MOONPOOL_THREADS"?'),
+        ("serve m --model-option=m:MOONPOL_THREADS=1", '; did you mean "MOONPOOL_THREADS"?'),
+        ("infer r m --model-option=m", "--model-option: must be MODEL:OPTION=VALUE, not 'm'"),
+        ("infer r m --sandbox-grants=m:GPU=1", "'GPU' cannot be granted; did you mean \"GPUS\"?"),
+    ],
+)
+def test_a_wrong_word_gets_one_sentence(cli: CommandLine, words: str, end: str) -> None:
+    ended = cli(*words.split())
+
+    assert ended.returncode == 2
+    assert ended.stderr.endswith(end + "\n")
+
+
 def test_missing_arguments_are_named_but_not_optional_ones(cli: CommandLine) -> None:
     assert cli("check").stderr.endswith("the following arguments are required: REPO\n")
 

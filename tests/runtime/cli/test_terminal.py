@@ -53,13 +53,23 @@ def shown(cli: CommandLine, stream: str, *arguments: object, **variables: str) -
     return data
 
 
-def test_progress_shows_what_starts_and_what_is_ready(cli: CommandLine) -> None:
+def test_progress_of_a_command_shows_what_starts_and_leaves_nothing_behind(
+    cli: CommandLine,
+) -> None:
     data = shown(cli, "stderr", "infer", MODELS, "normalise", "--input", "X=[[1,2]]")
 
     assert "normalise_0 starting…".encode() in data
-    assert re.search(rb"normalise_0 \x1b\[32mready\x1b\[0m [0-9.]+ s\r\n", data)
-    # In the end, nothing is left in the line that changes.
+    assert b"\n" not in data
     assert data.endswith(b"\r\x1b[K")
+
+
+@pytest.mark.parametrize("text", ["moonpool: interrupted", "moonpool: error: it failed"])
+def test_the_last_line_of_a_command_stands_alone(tty: Tty, text: str) -> None:
+    tty.write("m_0 starting… 0.1 s^C")
+
+    Terminal(tty).last_line(text)
+
+    assert tty.getvalue().endswith(f"^C\r\x1b[K{text}\n")
 
 
 def test_a_measurement_shows_how_far_it_is(cli: CommandLine) -> None:
@@ -74,7 +84,7 @@ def test_a_measurement_shows_how_far_it_is(cli: CommandLine) -> None:
 def test_no_color_leaves_progress_without_colours(cli: CommandLine) -> None:
     data = shown(cli, "stderr", "infer", MODELS, "normalise", "--input", "X=[[1,2]]", NO_COLOR="1")
 
-    assert re.search(rb"normalise_0 ready [0-9.]+ s\r\n", data)
+    assert "normalise_0 starting…".encode() in data
     assert not COLOUR.search(data)
 
 
@@ -121,7 +131,7 @@ def test_the_time_goes_on_while_something_starts(tty: Tty) -> None:
 
     progress("m_0", "STARTING", "load")
 
-    wait_until(lambda: "m_0 starting… 0.1 s" in tty.getvalue())
+    wait_until(lambda: re.search(r"m_0 starting… (0\.[1-9]|[1-9])", tty.getvalue()))
     progress("m_0", "READY", "initialized")
     assert "ready" in tty.getvalue()
 
@@ -135,6 +145,17 @@ def test_a_death_and_a_return_are_shown(tty: Tty) -> None:
 
     assert "m_0 lost was killed\n" in tty.getvalue()
     assert re.search(r"m_0 ready 0\.\d s\n", tty.getvalue())
+
+
+def test_brief_progress_keeps_lines_of_failures_alone(tty: Tty) -> None:
+    progress = moonpool.Progress(tty, is_brief=True)
+
+    progress("m_0", "STARTING", "load")
+    progress("m_0", "READY", "initialized")
+    progress("n_0", "FAILED", "no")
+
+    assert "\x1b[Kn_0 failed no\n" in tty.getvalue()
+    assert "ready" not in tty.getvalue()
 
 
 def test_texts_of_a_model_cannot_command_the_terminal(tty: Tty) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 from pathlib import Path
 
 from moonpool.runtime.errors import OutOfThreads
@@ -42,3 +43,12 @@ def test_an_interpreter_for_which_there_is_no_thread_is_refused_for_that(tmp_pat
     error = OutOfThreads("the runtime has no thread for moonpool-spawner")
 
     assert start_failure(str(tmp_path), error).endswith(f"cannot be started: {error}")
+
+
+def test_an_interpreter_for_which_there_is_no_descriptor_names_the_limit() -> None:
+    error = OSError(errno.EMFILE, "Too many open files")
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert start_failure("python", error).endswith(
+        f"Too many open files; raise the limit of open files (ulimit -n), which is {most}"
+    )

@@ -233,8 +233,10 @@ def test_counts_hold_for_a_device_for_each_or_for_all() -> None:
 def test_a_count_that_cannot_be_read_is_refused(text: str) -> None:
     what = "option format is '<resource_name>:<count>:<device>' or '<resource_name>:<count>'. Got "
     with pytest.raises(ValueError, match="rate-limit-resource") as raised:
-        Runtime(rate_limit=[text])
+        read_resources([text])
     assert str(raised.value).endswith(what + text)
+    with pytest.raises(ValueError, match="rate_limit: must be texts such as NAME:COUNT"):
+        Runtime(rate_limit=[text])
 
 
 def test_counts_are_a_list() -> None:

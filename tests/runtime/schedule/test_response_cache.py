@@ -413,7 +413,10 @@ def test_without_a_cache_every_request_is_executed(
         for _ in range(2):
             runtime.infer("m", x(1))
         assert executions(backend) == 2
-        assert "model 'm' has a response_cache, and there is none" in caplog.text
+        assert (
+            "model 'm' has a response_cache, and there is none: make the runtime with Runtime(resp"
+            in (caplog.text)
+        )
         assert "nv_cache" not in runtime.metrics()
 
 
