@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from moonpool.runtime.errors import InvalidRequest
 
-# Eleven days. Calls of the kernel that wait take no more than twice that.
-LONGEST_S = 1_000_000
+# Some 23 days: the kernel counts the milliseconds of a wait in 31 bits.
+LONGEST_S = 2_000_000
 _SECONDS = f"a number of seconds from 0 to {LONGEST_S}"
 
 

@@ -17,15 +17,13 @@ from pathlib import Path
 
 from moonpool.ipc.extension import PURE, pure
 from moonpool.ipc.policy import LEVELS, is_contained
-from moonpool.runtime.arguments import Arguments
+from moonpool.runtime.arguments import LONGEST_S, Arguments
 from moonpool.runtime.model.config.model import AS_CPU, ModelConfig
 from moonpool.runtime.model.config.patterns import fits
 from moonpool.runtime.model.config.schema import WrongPart, suggestion
 from moonpool.runtime.model.config.source import ConfigError
 from moonpool.runtime.process.usage import machine_memory_bytes
 
-# Some 23 days: the kernel counts the milliseconds of a wait in 31 bits.
-_LONGEST_S = 2_000_000
 # Each range is taken apart into its numbers.
 _MOST_RANGES = 1024
 
@@ -59,8 +57,8 @@ def _seconds(text: str) -> float:
         value = math.nan
     if not value > 0:
         raise ValueError("must be a number of seconds above 0")
-    if value > _LONGEST_S:
-        raise ValueError(f"must be at most {_LONGEST_S} seconds")
+    if value > LONGEST_S:
+        raise ValueError(f"must be at most {LONGEST_S} seconds")
     return value
 
 

@@ -65,6 +65,7 @@ def test_every_option_is_read() -> None:
         MOONPOOL_REGION_LIMIT_BYTES="1.5M",
         MOONPOOL_BACKLOG_BYTES="2M",
         MOONPOOL_LOG_LINES_PER_S="7",
+        MOONPOOL_LOG_ERRORS="full",
         MOONPOOL_THREADS="1",
     )
 
@@ -73,7 +74,7 @@ def test_every_option_is_read() -> None:
         "strict", (("/data", False), ("/out", True)), (443, 53), ("fork",), ("a*", "b"),
         0, 1000.0, 0.0, 10.0, True,
         2 << 30, 64, 100, (0, 1, 2, 5), 10, 1 << 20, 1000, 1 << 30, "imports", True,
-        64 << 10, 3 << 19, 2 << 20, 7, 1,
+        64 << 10, 3 << 19, 2 << 20, 7, "full", 1,
     )  # fmt: skip
     assert given == expected
 
