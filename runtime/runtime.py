@@ -54,7 +54,7 @@ from moonpool.runtime.schedule.callers import (
     submit_for_future,
     wait_for_response,
 )
-from moonpool.runtime.schedule.rate_limiter import limiter_of
+from moonpool.runtime.schedule.rate_limiter import RateLimiter, limiter_of
 from moonpool.runtime.schedule.response_cache import cache_of
 from moonpool.runtime.schedule.scheduler import ABANDONED_S
 from moonpool.runtime.schedule.stream import ResponseStream
@@ -125,9 +125,8 @@ class Runtime:
         `config_limits`, such as `["instances=2000"]`, raise the most that a configuration may
         ask for. Responses of models with `response_cache { enable: true }` are kept for equal requests, in
         `response_cache_bytes` together. With `rate_limit`, such as `["NAME:COUNT"]` or `[]`, instances execute only while
-        the resources of their `rate_limiter` are free.
-        With `resident`, such as `Resident(models=20)`, a model has processes only from its first request on, and sleeps when others need the
-        room (docs/RESIDENCY.md).
+        the resources of their `rate_limiter` are free. With `resident`, such as `Resident(models=20)`, a model has
+        processes only from its first request on, and sleeps when others need the room (docs/RESIDENCY.md).
 
         `sandbox` is the least level of all models: `off`, `standard`, `best-effort` or `strict`. A model may ask for more,
         never for less. From `best-effort` on, a model's configuration gives it nothing beyond its level except what
@@ -141,16 +140,15 @@ class Runtime:
         not exist. Models that were loaded by then are unloaded.
         """
         _prepare_program()
-        backends = _checked(backends)
-        models = None if models is None else OF_RUNTIME.texts("models", models, "a list of names")
         found = ModelRepositories(() if repository is None else _paths(repository))
-        cache = cache_of(response_cache_bytes)
-        limiter = None if rate_limit is None else _read("rate_limit", limiter_of, rate_limit)
+        cache, limiter = cache_of(response_cache_bytes), _limiter(rate_limit)
         rules = _rules(sandbox, sandbox_grants, model_options or {}, config_limits)
-        others = drain_timeout_s, verbose, listener, metrics, _sharing, resident
-        _check_others(*others)
+        others = _others(drain_timeout_s, verbose, listener, metrics, _sharing, resident)
         # Servers, commands and tests use it. It is no part of what programs may rely on.
-        self._models = ModelRegistry(found, backends, BackendDirectory(backend_directory), *others)
+        models = None if models is None else OF_RUNTIME.texts("models", models, "a list of names")
+        self._models = ModelRegistry(
+            found, _checked(backends), BackendDirectory(backend_directory), *others
+        )
         self._models.rules = rules
         self._models.cache, self._models.limiter = cache, limiter
         _open_registries.add(self._models)
@@ -158,12 +156,12 @@ class Runtime:
         self._forgotten = weakref.finalize(self, self._models.close_soon)
         self._forgotten.atexit = False
         if repository is not None:
-            for text in rules.about_none_of(found.listing().names):
-                _log.warning("%s", text)
             self._load_all(found, models)
 
     def _load_all(self, found: ModelRepositories, models: Iterable[str] | None) -> None:
         """Load these models, or all of the repositories. If one fails, close the runtime and raise its error."""
+        for text in self._models.rules.about_none_of(found.listing().names):
+            _log.warning("%s", text)
         names: list[str] = []
         try:
             names.extend(found.models() if models is None else models)
@@ -627,19 +625,25 @@ def _checked(backends: Iterable[Backend]) -> list[Backend]:
     return found
 
 
-def _check_others(
+def _limiter(rate_limit: Iterable[str] | None) -> RateLimiter | None:
+    return None if rate_limit is None else _read("rate_limit", limiter_of, rate_limit)
+
+
+def _others(
     drain_timeout_s: float,
     verbose: bool,
-    listener: object,
-    metrics: object,
-    _: StubSharing | None,
-    resident: object,
-) -> None:
+    listener: Callable[[str, str, str], object] | None,
+    metrics: MetricsOptions | None,
+    sharing: StubSharing | None,
+    resident: Resident | None,
+) -> tuple[Any, ...]:
+    """Check the arguments that the registry of models takes as they are, and return them."""
     OF_RUNTIME.seconds("drain_timeout_s", drain_timeout_s)
     OF_RUNTIME.boolean("verbose", verbose)
     OF_RUNTIME.one("listener", listener, Callable, "a function")  # type: ignore[arg-type]
     OF_RUNTIME.one("metrics", metrics, MetricsOptions, "MetricsOptions")
     OF_RUNTIME.one("resident", resident, Resident, "a moonpool.Resident")
+    return drain_timeout_s, verbose, listener, metrics, sharing, resident
 
 
 def _prepare_program() -> None:

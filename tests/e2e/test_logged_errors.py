@@ -1,4 +1,4 @@
-"""What the log has of an exception in a request."""
+"""Test what the log has of an exception in a request."""
 
 from __future__ import annotations
 
