@@ -391,7 +391,7 @@ def test_loads_are_copied_only_where_they_are_granted_and_as_many_as_there_is_ro
         monkeypatch.setattr(dispatcher, "COPIED_LOADS_BYTES", 200 << 20)
     with hosted(runtime, "loads", MODELS / "echo.py", SIGNATURE | options(**seen)):
         if why == "not in this mode":
-            monkeypatch.setattr(runtime._models, "is_controllable", False)
+            monkeypatch.setattr(runtime._models, "refuses_control", "not in this mode")
         runtime.infer("loads", {"X": X}, timeout_s=60.0)
         said = []
 

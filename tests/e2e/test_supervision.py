@@ -393,7 +393,7 @@ def test_a_model_that_nobody_can_load_again_comes_back_by_itself(
 ) -> None:
     limits = options(**SEEN, MAX_RESTARTS=0, RESTART_WINDOW_S=5, RESTART_BACKOFF_MAX_S=5)
     with hosted(runtime, "victim", FILE, SIGNATURE | limits):
-        monkeypatch.setattr(runtime._models, "is_controllable", False)
+        monkeypatch.setattr(runtime._models, "refuses_control", "not in this mode")
         monkeypatch.setenv("FAULT_AT", "initialize:_exit 3")
         pid = kill(runtime)
         wait_until(lambda: state(runtime) == "FAILED", 60.0)

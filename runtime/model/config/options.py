@@ -738,7 +738,7 @@ def options_table() -> str:
         "",
         "Set in the `parameters` of `config.pbtxt`:",
         "",
-        "```",
+        "```pbtxt",
         'parameters { key: "MOONPOOL_EXECUTE_TIMEOUT_S" value: { string_value: "2.5" } }',
         "```",
         "",

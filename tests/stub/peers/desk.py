@@ -129,6 +129,7 @@ class StubDesk:
             "reschedules": False,
             "shared": False,
             "copies_gpu_to_numpy": False,
+            "brief_errors": False,
             "args": {},
             "compiled": True,
             "look_us": 0,
