@@ -30,6 +30,7 @@ _OWN_FOLDERS = (
     os.path.join(os.path.dirname(_HERE), "testing") + os.sep,
     "<frozen importlib",
 )
+_STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
 def describe(error: BaseException) -> str:
@@ -70,11 +71,13 @@ def traceback_of(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> tuple[str, str, int]:
-    """Return type and message in one line, and the innermost place in the model's files: the file, and the line or 0."""
+    """Return type and message in one line, and the innermost place outside of libraries: the file, and the line or 0."""
     frames = _model_frames(error.__traceback__)
-    file, line = ("", 0)
-    if frames:
-        file, line = frames[-1].tb_frame.f_code.co_filename, frames[-1].tb_lineno
+    file, line = "", 0
+    for frame in frames:
+        name = frame.tb_frame.f_code.co_filename
+        if not (file and _is_library(name)):
+            file, line = name, frame.tb_lineno
     text = summary(error).replace("\n", "\\n")
     return (text if len(text) <= _MAX_LINE else text[:_MAX_LINE] + "…"), file, line
 
@@ -107,6 +110,12 @@ def _model_frames(traceback: TracebackType | None) -> list[TracebackType]:
             frames.append(traceback)
         traceback = traceback.tb_next
     return frames
+
+
+def _is_library(file: str) -> bool:
+    return (
+        file.startswith((_STANDARD_LIBRARY, "<frozen ")) or f"{os.sep}site-packages{os.sep}" in file
+    )
 
 
 def _cut(text: str) -> str:

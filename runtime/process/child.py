@@ -101,6 +101,13 @@ class ChildProcess(ABC):
 
     def _end_group(self) -> None:
         """Kill what it left in its group, but let processes that clean up after others do so."""
+        # Where no descriptor is left to look who is there, all are killed.
+        with contextlib.suppress(OSError):
+            self._let_clean_up()
+        self._kill_group()
+
+    def _let_clean_up(self) -> None:
+        """Kill its group but for those that clean up, and wait for these. Raises OSError."""
         end_s = time.monotonic() + CLEAN_UP_S
         while self._has_group() and (left := list(members_of(self.pid))):
             for pid in left:
@@ -109,7 +116,6 @@ class ChildProcess(ABC):
             if time.monotonic() >= end_s:
                 break
             time.sleep(_LOOK_S)
-        self._kill_group()
 
     def _kill_member(self, pid: int) -> None:
         """Kill a process of the group, unless it has left the group, or its number is another's by now."""

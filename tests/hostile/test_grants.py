@@ -247,6 +247,5 @@ def test_a_client_is_told_no_paths_of_a_model_that_fails(server: RunningServer) 
     assert "JSONDecodeError" in str(reply)
     assert "model.py" in str(reply)
     assert "/" not in str(reply)
-    # The log is for operators, and has the place.
-    server.wait_for("[lower_0] Failed to process the request(s)")
+    # The log is for operators, and has the place in the model itself.
     server.wait_for("(model.py:")
