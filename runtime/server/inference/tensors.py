@@ -70,7 +70,7 @@ class WrongSize(InvalidRequest):
     """The size of an input does not fit its shape and datatype."""
 
     def __init__(self, name: str, expected_bytes: int, size_bytes: int) -> None:
-        super().__init__(name, expected_bytes, size_bytes)
+        super().__init__(f"input '{name}' has {size_bytes} bytes, not {expected_bytes}")
         self.name = name
         self.expected_bytes = expected_bytes
         self.size_bytes = size_bytes
@@ -81,9 +81,6 @@ class WrongSize(InvalidRequest):
             f"input byte size mismatch for input '{self.name}' for model '{model}'. "
             f"Expected {self.expected_bytes}, got {self.size_bytes}"
         )
-
-    def __str__(self) -> str:
-        return f"input '{self.name}' has {self.size_bytes} bytes, not {self.expected_bytes}"
 
 
 def shape_size(name: str, shape: Sequence[int]) -> int:

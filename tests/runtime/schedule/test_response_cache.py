@@ -438,7 +438,7 @@ def test_models_that_cannot_have_one_are_refused(more: dict[str, Any], why: str)
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, "1", True])
 def test_a_size_is_a_number_of_bytes(size: Any) -> None:
-    with pytest.raises(ValueError, match="must be a number of bytes above 0"):
+    with pytest.raises(ValueError, match="must be a whole number from 1 on"):
         Runtime(response_cache_bytes=size)
 
 
