@@ -11,6 +11,7 @@ import pytest
 
 from moonpool.runtime.errors import ModelError, ModelNotFound
 from moonpool.runtime.model.request import WireTensor
+from moonpool.runtime.model.source import ModelSource
 from moonpool.runtime.server.inference.response import classify, read_labels
 from moonpool.runtime.server.inference.tensors import to_values
 
@@ -76,7 +77,7 @@ def test_values_that_cannot_be_compared_are_an_error(dtype: type) -> None:
 
 
 def model(tmp_path: Any, filename: str) -> Any:
-    source = SimpleNamespace(model_directory=tmp_path, version_directory=tmp_path / "1")
+    source = ModelSource("triton", tmp_path / "1" / "model.py", None, tmp_path, tmp_path / "1")
     raw = {"output": [{"name": "Y", "label_filename": filename}]}
     config = SimpleNamespace(raw=raw, ensemble=None)
     return SimpleNamespace(config=config, source=source)

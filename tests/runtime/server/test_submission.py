@@ -133,6 +133,12 @@ class Keeper:
         self.call = None
 
 
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - what it waits for happens in other threads
+            await asyncio.sleep(0.001)
+
+
 @pytest.mark.promise("Tensors and requests of clients", "A request can be cancelled while …")
 def test_a_loop_hears_no_more_of_what_it_cancelled(folder: Path) -> None:
     async def main() -> tuple[Sequence[Outcome], float]:
@@ -149,11 +155,6 @@ def test_a_loop_hears_no_more_of_what_it_cancelled(folder: Path) -> None:
         backend.wait_for(2).answer()
         return heard, value(await last)
 
-    async def until(condition: Any) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():  # noqa: ASYNC110 - what it waits for happens in other threads
-                await asyncio.sleep(0.001)
-
     with holding(folder) as (backend, runtime):
         assert asyncio.run(main()) == ([], 3)
         assert backend.sent == [[1.0], [3.0]]
@@ -167,6 +168,7 @@ def test_a_refusal_of_the_scheduler_is_the_answer(folder: Path) -> None:
         runtime.unload("m")
         call = Call(hosted, heard.append)
         call.send(request)
+        await until(lambda: heard)
         [refusal] = heard
         assert isinstance(refusal, moonpool.ModelUnavailable)
         assert call.is_settled()
