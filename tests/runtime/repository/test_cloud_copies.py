@@ -107,7 +107,9 @@ def test_the_cache_is_private(copies: CloudCopies, root: Path) -> None:
 def test_a_cache_that_others_may_write_into_is_refused(copies: CloudCopies, root: Path) -> None:
     root.mkdir(parents=True)
     root.chmod(0o777)
-    with pytest.raises(RepositoryError, match="must belong to this user and be writable by nobody"):
+    with pytest.raises(
+        RepositoryError, match="must belong to this user, and no other user may write to it"
+    ):
         copies.acquire("m")
 
 

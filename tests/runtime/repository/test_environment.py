@@ -379,7 +379,7 @@ class TestCache:
         root.chmod(0o777)
 
         with pytest.raises(
-            BadEnvironment, match="must belong to this user and be writable by nobody"
+            BadEnvironment, match="must belong to this user, and no other user may write to it"
         ):
             resolve(str(packed), MODEL, cache=EnvironmentCache(root))
 

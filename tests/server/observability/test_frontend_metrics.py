@@ -33,7 +33,8 @@ def test_counts_of_another_process_are_shown_once() -> None:
         for traffic in there.take():
             here.add("a", traffic)
 
-    assert shown(here) == {
+    answers = {key: value for key, value in shown(here).items() if "inference" not in key[0]}
+    assert answers == {
         ("connections_total", "http"): 3,
         ("open_connections", "http"): 2,
         ("requests_total", "http", "200"): 3,
