@@ -20,7 +20,8 @@ def test_there_is_a_row_for_each_concurrency(cli: CommandLine, mode: list[str]) 
         "--batch", "2", "--save", "results",
     )  # fmt: skip
 
-    sent, head, *rows = ended.stdout.splitlines()[:4]
+    sent, load, head, *rows = ended.stdout.splitlines()[:5]
+    assert load.startswith("load average ")
     assert sent == (
         f"add_sub, in process, {'asyncio' if mode else 'threads'}, each request: INPUT0 FP32 [2, 4], "
         "INPUT1 FP32 [2, 4], 64 bytes, made up"
