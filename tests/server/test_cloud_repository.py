@@ -211,7 +211,7 @@ def test_models_stay_while_the_store_does_not_answer(
         control.poll()
     assert sorted(runtime.models()) == ["good", "other"]
     assert runtime.infer("good", IN)["OUT"].tolist() == [[1.0] * 4]
-    assert caplog.text.count("its models stay as they are: s3://127.0.0.1") == 1
+    assert caplog.text.count("its models are unchanged: s3://127.0.0.1") == 1
 
 
 @pytest.mark.promise(
