@@ -75,10 +75,11 @@ class MoonpoolError(Exception):
     public_message: str | None = None
     # The seconds after which the same request may succeed, if that is known.
     retry_after_s: float | None = None
-    # If a model asks for what this machine lacks and another one may have: the options with which it does without, where there
-    # are any. None for all other errors.
+    # If a model asks for what this machine lacks and another one may have: the options with which it does without,
+    # where there are any. None for all other errors.
     instead: dict[str, str] | None = None
-    # What the caller may have meant. Readers outside of the process do not get it: it may name what they must not know of.
+    # What the caller may have meant. Readers outside of the process do not get it: it may name what they must not know
+    # of.
     hint = ""
     # True if the text names what its reader has sent, and nothing of this machine.
     _quotes_reader = False

@@ -1,7 +1,7 @@
 """Checks of the arguments that a program gives: each error is a sentence that names the argument and what it may be.
 
-Arguments of a runtime raise ValueError (`OF_RUNTIME`), those of a load `ConfigError` (`OF_LOAD` in `model.config.options`), and
-those of a request or of a loaded model `InvalidRequest` (`OF_REQUEST`).
+Arguments of a runtime raise ValueError (`OF_RUNTIME`), those of a load `ConfigError` (`OF_LOAD` in
+`model.config.options`), and those of a request or of a loaded model `InvalidRequest` (`OF_REQUEST`).
 """
 
 from __future__ import annotations

@@ -483,7 +483,10 @@ class Runtime:
         return apart(lambda: memory.on_device(device).empty(dims, code_of(dtype), size_bytes))
 
     def _find(self, name: str, version: int | None = None) -> HostedModel:
-        """Find a model for the program, and say which name it may have meant. Raises `ModelNotFound` and `InvalidRequest`."""
+        """Find a model for the program, and say which name it may have meant.
+
+        Raises `ModelNotFound` and `InvalidRequest`.
+        """
         try:
             return self._models.find(name, version)
         except (ModelNotFound, TypeError):

@@ -7,9 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-# OpenBLAS's threads spin while numpy is imported, which takes a third of it, and an ordinary user may not move a process
-# with threads into other namespaces. CI's part `strict` and the tests of templates turn these threads on, so that they
-# are tested too.
+# OpenBLAS's threads spin while numpy is imported, which takes a third of it, and an ordinary user may not move a
+# process with threads into other namespaces. CI's part `strict` and the tests of templates turn these threads on, so
+# that they are tested too.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest

@@ -1,12 +1,13 @@
-"""Pages as a reader follows them: the files that a page shows are saved, its programs run, and its commands are typed in order.
+"""Pages as a reader follows them: the files that a page shows are saved, its programs run, and its commands are typed
+in order.
 
-The reader has the examples, also as the repository `models`, and one server at a time: the next `moonpool serve` ends the one before.
-Three things differ from what the page says, for all pages alike. A server takes free ports, and `localhost:8000` to `localhost:8002`
-mean these. `moonpool bench` and `moonpool tune` measure for as short as they can where the page names no time. And what a page marks
-as not run is left out.
+The reader has the examples, also as the repository `models`, and one server at a time: the next `moonpool serve` ends
+the one before. Three things differ from what the page says, for all pages alike. A server takes free ports, and
+`localhost:8000` to `localhost:8002` mean these. `moonpool bench` and `moonpool tune` measure for as short as they can
+where the page names no time. And what a page marks as not run is left out.
 
-    python -m tests.pages README.md    follows a page in a bare copy of the repository, which is the working directory, lines that
-                                       install something included
+    python -m tests.pages README.md    follows a page in a bare copy of the repository, which is the working
+                                       directory, lines that install something included
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ LIMITS = ("--slo", "--fail-if")
 SERVICES = {"8000": "HTTPService", "8001": "GRPCInferenceService", "8002": "Metrics Service"}
 PATIENCE_S = 120.0
 
-# Runs what is given as if it were typed into one session, and then loads each model that the page shows with a configuration.
+# Runs what is given as if it were typed into one session, and then loads each model that the page shows with a
+# configuration.
 SESSION = """
 import pathlib, sys
 import moonpool

@@ -361,7 +361,9 @@ EXAMPLES = ("add_sub", "normalise", "primes")
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The folder in which the lines of pages are typed: with the examples, a repository, and moonpool in its own environment."""
+    """The folder in which the lines of pages are typed: with the examples, a repository, and moonpool in its own
+    environment.
+    """
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for name in EXAMPLES:
         shutil.copytree(MODELS / name, tmp_path / "models" / name)

@@ -47,7 +47,7 @@ examples:
   moonpool check models
   moonpool check models add_sub normalise
   moonpool check models --as-cpu             # on a machine without GPUs
-  moonpool check models --allow-missing      # on a machine that lacks GPUs, processors, environments or packages of theirs
+  moonpool check models --allow-missing      # on a machine that lacks GPUs, processors, environments or packages
   moonpool check models --fill max_batch_size=8 --fill dtype=FP32      # models that are templates
   moonpool check models --sandbox strict     # as `moonpool serve --sandbox strict` would load them, and what to grant
 """
@@ -86,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-missing",
         action="store_true",
-        help="make what this machine lacks a warning, not an error: an environment, a package, a GPU, a processor, a path",
+        help="make what this machine lacks a warning, not an error: an environment, a package, a GPU, a processor, "
+        "a path",
     )
     parser.add_argument(
         "--as-cpu",
@@ -98,7 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="put a value into the places ${NAME}, {{NAME}} and so on of configurations that are templates; may be given many times",
+        help="put a value into the places ${NAME}, {{NAME}} and so on of configurations that are templates; may be given "
+        "many times",
     )
     parser.add_argument(
         "--model-config-limit",
@@ -208,7 +210,10 @@ class _Check:
         return found + refused, all(ways) and not refused
 
     def _of_load(self) -> tuple[Finding, bool]:
-        """Load the model. Return the finding, and True if there is a way to load it again without what this machine lacks."""
+        """Load the model.
+
+        Return the finding, and True if there is a way to load it again without what this machine lacks.
+        """
         runtime, name = self._runtime, self._name
         begin_s = time.monotonic()
         try:
@@ -224,7 +229,10 @@ class _Check:
         return Finding("ok", name, "", f"{what} with {without}" if without else what), False
 
     def _can_do_without(self, error: Exception) -> bool:
-        """Note the options with which the model does without what this machine lacks. Return True if some were not tried."""
+        """Note the options with which the model does without what this machine lacks.
+
+        Return True if some were not tried.
+        """
         instead = getattr(error, "instead", None) or {}
         is_new = not instead.keys() <= self._without.keys()
         self._without |= instead

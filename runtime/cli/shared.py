@@ -152,7 +152,8 @@ def _log_to(progress: Progress, verbose: bool, quiet: bool) -> Iterator[None]:
 def _is_shown(quiet: bool, record: logging.LogRecord) -> bool:
     """Return True for what commands that are not verbose show: warnings, and steps that may take minutes.
 
-    Errors that are raised are shown by the command, so they are not logged a second time. Output of models is not shown.
+    Errors that are raised are shown by the command, so they are not logged a second time. Output of models is not
+    shown.
     """
     if record.name == LOG_OF_BUILDS:
         return True

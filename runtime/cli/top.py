@@ -223,8 +223,8 @@ NAME = "top"
 HELP = "show the models, instances, rates and errors of a server"
 DESCRIPTION = """\
 Show the models of a moonpool server, their instances, rates and latest errors, and keep them up to date.
-Requests of clients are in the third line. A model's own row has all that it executed, for ensembles and other models, too.
-The page at the server's address shows the same. Without a terminal the overview is shown once.
+Requests of clients are in the third line. A model's own row has all that it executed, for ensembles and
+other models, too. The page at the server's address shows the same. Without a terminal the overview is shown once.
 
 Keys: q ends, i shows or hides instances and steps of ensembles, arrows, Page Up and Page Down scroll.
 """

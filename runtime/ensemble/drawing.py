@@ -8,7 +8,10 @@ from moonpool.runtime.model.config.ensembles import EnsembleScheduling, Ensemble
 
 
 class ShownStep(NamedTuple):
-    """A step in the order in which they can run. The tensors are texts: `ensemble tensor → input`, or one name if both are the same."""
+    """A step in the order in which they can run.
+
+    The tensors are texts: `ensemble tensor → input`, or one name if both are the same.
+    """
 
     number: int
     model: str

@@ -64,8 +64,8 @@ class BackendDirectory:
         raise LoadFailed(
             f"unable to find backend library for backend '{name}', try specifying runtime on the model "
             f"configuration. (There is no {' and no '.join(looked)}{absent}; there are: {known}.) "
-            "Run such a model in a tritonserver that has the backend: with `moonpool triton overlay`, that server's Python "
-            "models run in moonpool (docs/TRITON_BACKEND.md).",
+            "Run such a model in a tritonserver that has the backend: with `moonpool triton overlay`, that server's "
+            "Python models run in moonpool (docs/TRITON_BACKEND.md).",
             stage="backend",
         )
 

@@ -82,7 +82,10 @@ def watch(
 
 
 async def open_unix_connection(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Do what asyncio's function does. Raises OSError, also if the listener's queue is full, or the epoll has no place for the socket."""
+    """Do what asyncio's function does.
+
+    Raises OSError, also if the listener's queue is full, or the epoll has no place for the socket.
+    """
     with contextlib.ExitStack() as failed:
         sock = failed.enter_context(socket.socket(socket.AF_UNIX))
         sock.setblocking(False)

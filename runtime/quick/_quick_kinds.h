@@ -272,7 +272,8 @@ struct Constants {
       *usual_cost, *submitted, *no_sequence;
   // Names of methods.
   PyObject *acquire, *release, *locked, *fileno, *popleft, *append, *appendleft, *popitem, *move_to_end, *notify_all, *allocate,
-      *end_batch, *answered, *cancel, *resolve, *appoint, *abandon, *send, *launch, *settle, *lose, *base, *dtype, *nbytes, *shape, *drive_in_reactor, *wait, *finish, *enter,
+      *end_batch, *answered, *cancel, *resolve, *appoint, *abandon, *send, *launch, *settle, *lose,
+      *base, *dtype, *nbytes, *shape, *drive_in_reactor, *wait, *finish, *enter,
       *receive_ready, *find, *signature, *scheduler, *took, *start, *not_submitted, *answer, *self, *reply, *put, *take_back, *answers, *member,
       *leave_step, *offer, *broke, *follow, *last_tensor, *soon, *wake;
   PyObject* delivered;  // {"delivered": True}

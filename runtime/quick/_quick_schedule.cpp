@@ -411,10 +411,12 @@ bool resolve(PyObject* waiter, PyObject* answer) {
 }
 
 // Has the reactor call a method of an object with one or two arguments. No error is set afterwards.
-void call_in_reactor(PyObject* scheduler, PyObject* object, PyObject* name, PyObject* argument, PyObject* second = nullptr) {
+void call_in_reactor(PyObject* scheduler, PyObject* object, PyObject* name, PyObject* argument,
+                     PyObject* second = nullptr) {
   const Ref reactor = known.scheduler.reactor.get(scheduler), method(PyObject_GetAttr(object, name));
   const Ref soon(reactor ? PyObject_GetAttr(reactor.get(), constants.soon) : nullptr);
-  const Ref action(method ? PyObject_CallFunctionObjArgs(constants.partial, method.get(), argument, second, nullptr) : nullptr);
+  const Ref action(
+      method ? PyObject_CallFunctionObjArgs(constants.partial, method.get(), argument, second, nullptr) : nullptr);
   if (!soon || !action || !call(soon.get(), constants.append, action.get()) || !call(reactor.get(), constants.wake)) PyErr_Clear();
 }
 
@@ -434,7 +436,9 @@ bool hand_out(PyObject* scheduler, PyObject* requests, PyObject* answers) {
       first.emplace();
     }
     // A signal handler may have cut it: `resolve` of a task may be called twice.
-    if (known.task_waiter.kind.is(waiter.get())) call_in_reactor(scheduler, waiter.get(), constants.resolve, answer.get());
+    if (known.task_waiter.kind.is(waiter.get())) {
+      call_in_reactor(scheduler, waiter.get(), constants.resolve, answer.get());
+    }
   }
   return !first;
 }
@@ -451,8 +455,8 @@ bool appoint(PyObject* execution) {
   return hand_to(waiter.get(), execution);
 }
 
-// `Scheduler._launch` of a batch without a request of the calling thread. On an `interruptible` thread, the reactor does what is not usual, and
-// goes on with what a signal handler has cut. Returns false with an error set.
+// `Scheduler._launch` of a batch without a request of the calling thread. On an `interruptible` thread, the reactor
+// does what is not usual, and goes on with what a signal handler has cut. Returns false with an error set.
 bool launch_one(PyObject* scheduler, PyObject* execution, bool interruptible) {
   const Done done = send(scheduler, execution);
   if (done == Done::kError) return false;
@@ -526,10 +530,12 @@ class Settlement {
     Together::learn(now_ns - sent_ns);
     // Whatever callers' waiters raise, the next batch goes.
     const bool is_first = !started_.empty() && now_ns - sent_ns > kSlowNs;
-    bool is_done = is_first ? launch(scheduler_, started_, interruptible) : hand_out(scheduler_, requests_.get(), answers_);
+    const auto send_next = [&] { return launch(scheduler_, started_, interruptible); };
+    const auto answer_all = [&] { return hand_out(scheduler_, requests_.get(), answers_); };
+    bool is_done = is_first ? send_next() : answer_all();
     if (!started_.empty()) {
       const KeptError kept;
-      const bool is_other_done = is_first ? hand_out(scheduler_, requests_.get(), answers_) : launch(scheduler_, started_, interruptible);
+      const bool is_other_done = is_first ? answer_all() : send_next();
       is_done = is_done && is_other_done;
     }
     return is_done && !PyErr_Occurred() ? Done::kYes : Done::kError;

@@ -83,7 +83,10 @@ class ModelRepository:
 
 @contextlib.contextmanager
 def suggesting(name: str, names: Callable[[], Iterable[str]]) -> Iterator[None]:
-    """Add the name that was meant to an error that a model of this name is missing. Not for the requests of strangers."""
+    """Add the name that was meant to an error that a model of this name is missing.
+
+    Not for the requests of strangers.
+    """
     try:
         yield
     except RepositoryError as error:

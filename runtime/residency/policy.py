@@ -176,8 +176,9 @@ def decide(
     """Decide if a model with this need may come; with None, if those that are present may all stay.
 
     If only memory of GPUs is short, models that are awake go first, as a dormant one has freed what it can. Otherwise dormant ones go first:
-    nobody has asked them lately. A model larger than the limits is admitted if no other is present. `is_member`: a request that runs in a
-    present model waits for this one, so the two count as one, and it is admitted if no other can leave.
+    nobody has asked them lately. A model larger than the limits is admitted if no other is present. `is_member`: a
+    request that runs in a present model waits for this one, so the two count as one, and it is admitted if no other can
+    leave.
     """
     needs = [each.need for each in present.values()]
     reason = shortage(limits, needs if coming is None else [*needs, coming])

@@ -7,8 +7,8 @@ request, that request ends with `BacklogFull`.
 
 A backlog belongs to one request. One thread at a time adds to it and one takes from it, each in a number of its own, so there is no lock: the
 reactor adds, and a lock that callers take too could be held by a thread whose signal handler runs for long. Backlogs of a MiB and more
-are in `_large`, whose operations are atomic. The thread that adds looks at their sum now and then. If that is too much for this
-process, the largest one ends. A finalizer may call `close`, which takes no lock either.
+are in `_large`, whose operations are atomic. The thread that adds looks at their sum now and then. If that is too much
+for this process, the largest one ends. A finalizer may call `close`, which takes no lock either.
 """
 
 from __future__ import annotations

@@ -316,7 +316,10 @@ def submit_for_future(
 
 
 def submit_to_reactor(scheduler: Scheduler, request: InferenceRequest) -> None:
-    """Submit a request that the reactor drives. Raises what `Scheduler.submit` raises, and what a signal handler does; then it has left."""
+    """Submit a request that the reactor drives.
+
+    Raises what `Scheduler.submit` raises, and what a signal handler does; then it has left.
+    """
     try:
         execution = scheduler.enter(request)
         if execution is not None:

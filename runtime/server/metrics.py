@@ -1,14 +1,15 @@
 """All metrics of a server: models, instances, protocols, the process and the machine.
 
-Theory of operation. The protocols count connections and answers on the thread of their event loop alone, so a `Meter` needs no lock
-for them: only that thread writes, and readers copy. Requests in a stream of gRPC end on any thread, so `ClientRequests` has a lock.
-With front ends, the clients are theirs: they
+Theory of operation. The protocols count connections and answers on the thread of their event loop alone, so a `Meter`
+needs no lock for them: only that thread writes, and readers copy. Requests in a stream of gRPC end on any thread, so
+`ClientRequests` has a lock. With front ends, the clients are theirs: they
 report what they have counted, and the lock of `FrontendMetrics` guards the sums, as the reactor adds to them while a scrape
 reads them. Connections of a front end that has died end with it, so open connections are kept for each front end and
 forgotten with it. Totals stay.
 
-A request for inference that a front end passes on is counted by this process, which reads it: a front end does not see the single requests of
-a stream. So the meters of this process are added to the sums of the front ends for `ClientRequests`, and for nothing else.
+A request for inference that a front end passes on is counted by this process, which reads it: a front end does not see
+the single requests of a stream. So the meters of this process are added to the sums of the front ends for
+`ClientRequests`, and for nothing else.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _KV_BLOCKS, _KV_BLOCK_TYPE = "nv_trt_llm_kv_cache_block_metrics", "kv_cache_bloc
 
 
 class ClientRequests:
-    """Counts the requests for inference that clients have asked, each of them once, whatever its model asked further. Thread-safe.
+    """Counts the requests for inference that clients have asked, each of them once, whatever its model asked further.
+
+    Thread-safe.
 
     Durations are nanoseconds, from the time when a request was received until its response was sent.
     """
@@ -48,7 +51,10 @@ class ClientRequests:
         self._durations = BucketCounts(DURATION_BOUNDS_NS)
 
     def ended(self, received_ns: int, *, has_failed: bool) -> None:
-        """Count a request that was received at that time of `time.monotonic_ns`. One that its client gave up has failed."""
+        """Count a request that was received at that time of `time.monotonic_ns`.
+
+        One that its client gave up has failed.
+        """
         taken_ns = time.monotonic_ns() - received_ns
         with self._lock:
             if has_failed:

@@ -38,7 +38,8 @@ _PATIENCE_S = 60.0
 # The errors for clients and models that load and unload, by the mode. Triton has the same words for both modes.
 _REFUSALS = {
     "poll": POLLED,
-    "none": f"{POLLED}; --model-control-mode is none: restart the server with explicit, demand or poll to change its models",
+    "none": f"{POLLED}; --model-control-mode is none: restart the server with explicit, demand or poll to change "
+    "its models",
 }
 _REPEATED = "model appears in two or more repositories"
 

@@ -153,7 +153,9 @@ else:
         return found
 
     def _suggest(name: str) -> None:
-        """Raise ImportError for `from moonpool import Flot32`, as Python itself does from 3.12 on, with the name that was meant."""
+        """Raise ImportError for `from moonpool import Flot32`, as Python itself does from 3.12 on, with the name that
+        was meant.
+        """
         if sys.version_info >= (3, 12) or sys._getframe(2).f_code.co_name != "_handle_fromlist":
             return
         from moonpool.runtime.model.config.schema import suggestion

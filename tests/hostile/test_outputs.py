@@ -49,7 +49,8 @@ def test_a_model_inherits_its_channels_and_its_output_and_nothing_else(
 
     assert [found[str(fd)] for fd in range(3)] == ["c", "p", "p"]
     # Beside them it has three channels, two regions, and the pair by which the stub wakes itself. At strict it also has
-    # descriptors of files in /proc that it may read, which serve as paths only, and /dev/null for the tracker of `multiprocessing`.
+    # descriptors of files in /proc that it may read, which serve as paths only, and /dev/null for the tracker of
+    # `multiprocessing`.
     held, trackers = (0, 0) if level == "standard" else (len(pinned_files()), 1)
     assert Counter(found.values()) == {"c": 1 + trackers, "p": 2, "s": 3 + 2, "-": 2 + held}
     assert attackers(level).finds("self.nodes_of_gpus") == []

@@ -123,7 +123,10 @@ def named(call: Callable[..., object]) -> set[str]:
 def check(
     call: Callable[..., object], right: Mapping[str, Any], wrong: Mapping[str, list[Any]]
 ) -> None:
-    """Call a function with each wrong value, all else being right. The error is moonpool's or ValueError, and names the argument."""
+    """Call a function with each wrong value, all else being right.
+
+    The error is moonpool's or ValueError, and names the argument.
+    """
     assert named(call) == set(wrong)
     missed = []
     for name, values in wrong.items():

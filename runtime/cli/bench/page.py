@@ -28,9 +28,12 @@ figure { margin: 0; } figcaption { font-weight: 600; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 12px; }
 svg .name { fill: var(--text); } @media (max-width: 30rem) { svg text { font-size: 15px; } }
 .axis { stroke: var(--line); } .line { fill: none; stroke-width: 2; } .theirs { stroke-dasharray: 5 4; }
-.scroll { overflow-x: auto; } table { font-size: .875rem; border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: bottom; overflow-wrap: normal; }
-td { white-space: nowrap; vertical-align: top; } td.words { white-space: normal; overflow-wrap: anywhere; text-align: left; min-width: 9rem; }
+.scroll { overflow-x: auto; }
+table { font-size: .875rem; border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: bottom; }
+th, td { overflow-wrap: normal; }
+td { white-space: nowrap; vertical-align: top; }
+td.words { white-space: normal; overflow-wrap: anywhere; text-align: left; min-width: 9rem; }
 """
 # The place of a plot within its picture, in the picture's units.
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 300, 70, 16, 10, 52
@@ -285,7 +288,7 @@ def drawn(
     marks: Sequence[Mark],
     across_is: str,
 ) -> str:
-    """Return a plot: its parts, which are SVG, over an axis up to `top`, and one across, named `across_is`, with these marks."""
+    """Return a plot: its parts, which are SVG, over an axis up to `top`, and one across with a name and marks."""
     axes = []
     for step, text in enumerate(quarters(top)):
         y = down(step / 4)

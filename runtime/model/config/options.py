@@ -328,7 +328,10 @@ class ModelOptions:
 
     @property
     def logs_errors_briefly(self) -> bool:
-        """True if an exception in a request is logged in one line. A contained model's may be a stranger's, who chooses the text."""
+        """True if an exception in a request is logged in one line.
+
+        A contained model's may be a stranger's, who chooses the text.
+        """
         return self.log_errors == "line" or (self.log_errors is None and is_contained(self.sandbox))
 
     @property
@@ -582,8 +585,8 @@ OPTIONS = (
         "MOONPOOL_LOG_ERRORS",
         "log_errors",
         LOG_ERRORS,
-        "What is logged of an exception in a request, which its caller gets: the `full` traceback, or one `line` with type, message and place. By default one"
-        " line for models at best-effort and strict, and the traceback for others.",
+        "What is logged of an exception in a request, which its caller gets: the `full` traceback, or one `line` with "
+        "type, message and place. By default one line for models at best-effort and strict, and the traceback for others.",
     ),
     Option(
         "MOONPOOL_THREADS",
@@ -637,7 +640,8 @@ OPTIONS = (
         AS_CPU,
         "as_cpu",
         YES_NO,
-        "Place the instances on the CPU, also those of `KIND_GPU`, of which there are `count` in all then. For machines that lack the GPUs.",
+        "Place the instances on the CPU, also those of `KIND_GPU`, of which there are `count` in all then. For machines "
+        "that lack the GPUs.",
     ),
     Option(
         "MOONPOOL_PIN",

@@ -62,8 +62,8 @@ def read_with_source(
 ) -> tuple[Raw, Source]:
     """Read a file as `read` does, and return the lines of its fields, too, for errors that are found later.
 
-    With `within`, the file has to lie in that folder, wherever links lead. `limits` are the usual ones if not given, and
-    `fill` has values for the places of a template.
+    With `within`, the file has to lie in that folder, wherever links lead. `limits` are the usual ones if not given,
+    and `fill` has values for the places of a template.
     """
     limits = limits or ConfigLimits()
     return parse(_text(Path(path), within, limits), str(path), limits, fill)

@@ -201,7 +201,8 @@ def shaped(raw: Mapping[str, object], source: Source) -> Raw:
     return _message("ModelConfig", raw, "", source)
 
 
-# The most known words that are looked at, and the most that are compared. Strangers may choose the word, and some the known ones, too.
+# The most known words that are looked at, and the most that are compared. Strangers may choose the word, and some the
+# known ones, too.
 _MOST_KNOWN, _MOST_COMPARED = 2000, 200
 _LONGEST_WORD = 100
 # The least share of common letters.

@@ -1,9 +1,9 @@
 """The source of a configuration: its file, the line of each field, and errors that name them.
 
 Theory of operation. The code that reads a configuration raises an error for the first mistake, and puts each part that
-can be read without the others into a `part`. A load needs no more than the first mistake. `moonpool check` reads with the
-same code inside of `all_mistakes`, where a part notes its error and the reader goes on to the next one. A context variable
-says which of both it is, so it holds for one thread and its calls.
+can be read without the others into a `part`. A load needs no more than the first mistake. `moonpool check` reads with
+the same code inside of `all_mistakes`, where a part notes its error and the reader goes on to the next one. A context
+variable says which of both it is, so it holds for one thread and its calls.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ _Field = tuple[str, int, bool]
 def fields(text: str) -> Iterator[_Field]:
     """Yield every field of protobuf text, in order. Every step of a path has an index.
 
-    The entries of a map come twice, by number and by key. Text that is nested deeper than any configuration ends the list.
+    The entries of a map come twice, by number and by key. Text that is nested deeper than any configuration ends the
+    list.
     """
     scanner = _Scanner()
     for match in _TOKEN.finditer(text):

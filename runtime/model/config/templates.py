@@ -1,9 +1,11 @@
-"""Places of a template in the text of a configuration that nobody has filled in, and the values to fill them in for a check.
+"""Places of a template in the text of a configuration that nobody has filled in, and the values to fill them in for a
+check.
 
 Public models come as templates: a script puts values in place of `${max_batch_size}`, `{{ dtype }}`, `MAX_BATCH` or
-`TYPE_#DTYPE`. Before that, they are no configurations. Protobuf stops at the first such place, and cuts its name where its
-grammar does, so the places are found here: by their signs, and by names in capital letters where the schema has a number or
-a truth value. The time that this takes grows with the length of the text and no faster, as strangers write it.
+`TYPE_#DTYPE`. Before that, they are no configurations. Protobuf stops at the first such place, and cuts its name where
+its grammar does, so the places are found here: by their signs, and by names in capital letters where the schema has a
+number or a truth value. The time that this takes grows with the length of the text and no faster, as strangers write
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _SIGNS = (
     r"\$(?P<plain>[A-Za-z_]\w*)",
 )
 _SIGN = re.compile("|".join(_SIGNS))
-# Strings and comments come first, so that signs inside are no places. A comment does not begin inside a word: `TYPE_#DTYPE`.
+# Strings and comments come first, so that signs inside are no places. A comment does not begin inside a word:
+# `TYPE_#DTYPE`.
 _TOKEN = re.compile(
     r"\"(?:\\.|[^\"\\\n])*\"?|'(?:\\.|[^'\\\n])*'?|(?<![^\s{}\[\],;:\"'])\#[^\n]*|(?P<sign>"
     + re.sub(r"\?P<\w+>", "?:", "|".join(_SIGNS))
@@ -48,7 +51,10 @@ _MOST_PLACES, _MOST_NAMED = 1000, 20
 
 @dataclass(frozen=True, slots=True)
 class TextSpan:
-    """A part of a text, from `start` to `stop`. `name` is the one of a place that is not filled in, by which `Fill` knows it."""
+    """A part of a text, from `start` to `stop`.
+
+    `name` is the one of a place that is not filled in, by which `Fill` knows it.
+    """
 
     start: int
     stop: int

@@ -164,7 +164,8 @@ class HttpExchange:
         # Called when the response has ended in any way.
         self.ended: Callable[[], None] | None = None
         self.is_gone = False
-        # If the exchange is a request for inference, the time of `time.monotonic_ns` when it had come, by which it is counted; else 0.
+        # If the exchange is a request for inference, the time of `time.monotonic_ns` when it had come, by which it is
+        # counted; else 0.
         self.received_ns = 0
         # If it failed after its status had said that it succeeds.
         self.has_failed = False

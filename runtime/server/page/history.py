@@ -1,7 +1,7 @@
 """Rates and latencies of the last minutes, sampled once a second from counts that the server keeps anyway.
 
-Those of a model are of all requests that it executed. Those of all models together are of the requests of clients: what an ensemble
-asks its steps, and models ask each other, is part of these.
+Those of a model are of all requests that it executed. Those of all models together are of the requests of clients: what
+an ensemble asks its steps, and models ask each other, is part of these.
 
 Theory of operation. One thread takes the samples, `moonpool-history`. It starts with the first look, so a server whose page
 nobody opens has no such thread unless it was started on purpose. `_lock` guards the samples, which are read while a request
@@ -179,7 +179,8 @@ class History:
         return self._adviser.of(name)
 
     def since(self, number: int) -> dict[str, Any]:
-        """Return the samples after the first `number`: of the requests of clients under "", and of each model by `name:version`.
+        """Return the samples after the first `number`: of the requests of clients under "", and of each model by
+        `name:version`.
 
         All lists end with the sample of the same moment. If some of these samples are dropped already, or `number` is
         another server's, all kept samples are returned.

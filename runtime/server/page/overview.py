@@ -56,9 +56,9 @@ class Overview:
     def snapshot(self, since: int | None = None) -> dict[str, Any]:
         """Return the whole state; with `since`, also `history`: the samples after that many.
 
-        Counts and durations are totals since a version was loaded, `recent` covers the last seconds. Those of a model are of all requests
-        that it executed, those under `clients` of what clients asked of the server, each request once. `History.since` describes the form
-        of `history`.
+        Counts and durations are totals since a version was loaded, `recent` covers the last seconds. Those of a model
+        are of all requests that it executed, those under `clients` of what clients asked of the server, each request
+        once. `History.since` describes the form of `history`.
         """
         self.start()
         shown = dict(self._fresh())

@@ -129,7 +129,8 @@ DIRECTORY: dict[IntEnum, Message] = {
             ),
         },
     ),
-    # Connections, answers and requests for inference since the last message. No protocol has more statuses than the limit here.
+    # Connections, answers and requests for inference since the last message. No protocol has more statuses than the
+    # limit here.
     Word.TRAFFIC: Message(
         _FRONT,
         {

@@ -14,7 +14,10 @@ _CONFIG = ModelConfig.from_dict({"name": "m", "backend": "python"}, partial=True
 
 
 def pbtxt(data: bytes) -> None:
-    """Read the text of a `config.pbtxt`, up to the options of the model. The first of all mistakes is the one that a load shows."""
+    """Read the text of a `config.pbtxt`, up to the options of the model.
+
+    The first of all mistakes is the one that a load shows.
+    """
     text, first = data.decode("utf-8", "replace"), ""
     try:
         _read(text)

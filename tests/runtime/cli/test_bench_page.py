@@ -185,8 +185,8 @@ def test_plots_and_tables_fit_their_page(browser: Browser, tmp_path: Path, width
             )
             outside = page.evaluate(
                 """[...document.querySelectorAll('svg text')].filter(text => { const own = text.getBoundingClientRect(),
-                all = text.ownerSVGElement.getBoundingClientRect(); return own.left < all.left || own.right > all.right + 1;
-                }).map(text => text.textContent)"""
+                all = text.ownerSVGElement.getBoundingClientRect(); return own.left < all.left ||
+                own.right > all.right + 1; }).map(text => text.textContent)"""
             )
             cut = page.evaluate(
                 "[...document.querySelectorAll('.scroll')].filter(each => each.scrollWidth > each.clientWidth).length"

@@ -242,8 +242,8 @@ def levels(stdout: str) -> list[str]:
 
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
-    "`moonpool check` finds the mistakes of a model also where the machine lacks its GPUs and processors. `--as-cpu` checks it on the CPU, "
-    "and `--allow-missing` makes warnings of what is missing.",
+    "`moonpool check` finds the mistakes of a model also where the machine lacks its GPUs and processors. "
+    "`--as-cpu` checks it on the CPU, and `--allow-missing` makes warnings of what is missing.",
 )
 def test_a_model_of_a_larger_machine_is_checked_without_what_is_missing(
     cli: CommandLine, elsewhere: Path
@@ -278,7 +278,8 @@ def test_models_of_gpus_are_checked_as_for_cpus(cli: CommandLine, elsewhere: Pat
 
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
-    "`moonpool check` lists all mistakes that the files of a model show at once: those of its configuration, its backend, its versions and the machine.",
+    "`moonpool check` lists all mistakes that the files of a model show at once: those of its configuration, "
+    "its backend, its versions and the machine.",
 )
 def test_all_mistakes_of_a_model_are_listed_at_once(cli: CommandLine) -> None:
     config = (

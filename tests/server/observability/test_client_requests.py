@@ -19,8 +19,8 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.promise(
     "Watching a server",
-    "Requests for inference of clients are counted once each, over HTTP, gRPC and streams, with their outcome and duration: "
-    "not what ensembles and models ask others for them.",
+    "Requests for inference of clients are counted once each, over HTTP, gRPC and streams, with their outcome "
+    "and duration: not what ensembles and models ask others for them.",
 )
 
 # Asks the ensemble twice, and so its two steps four times.

@@ -82,7 +82,10 @@ class _Channels(dict[int, grpc.Channel]):
 def servers(
     _running: tuple[TritonServer, RunningServer], _channels: dict[int, grpc.Channel]
 ) -> Servers:
-    """Both servers. A tritonserver that a case has ended, as one in many loads does, is started again for the next case."""
+    """Both servers.
+
+    A tritonserver that a case has ended, as one in many loads does, is started again for the next case.
+    """
     theirs, ours = _running
     if theirs.has_died:
         theirs.stop()

@@ -10,7 +10,8 @@ from moonpool.runtime.model.config.templates import read_fill
 
 pytestmark = pytest.mark.promise(
     "Models",
-    "A configuration that is a template is refused with all places that are not filled in, and `moonpool check --fill` fills them in.",
+    "A configuration that is a template is refused with all places that are not filled in, and "
+    "`moonpool check --fill` fills them in.",
 )
 
 # The text of a field, the place as an error shows it, and the name and value that fill it in.
