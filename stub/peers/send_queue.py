@@ -6,7 +6,9 @@ giving up the turn that thread looks at the deque once more, so a packet that ca
 no thread ever blocks for the turn, a destructor may put a packet in the middle of another `put` of the same thread.
 
 A signal handler may raise anywhere in `put`, above all while the socket is full. An item stays in the deque until its packet is sent
-(`Channel.send_first`), and the next `put` sends what was left. The turn is noted in the call that takes it, so it is given up in any case.
+(`Channel.send_first`). The turn is noted in the call that takes it, so it is given up in any case. Other threads may have left their packets to
+the one that was interrupted, and may wait for the answers: so it sends what is left before it raises. If it is interrupted again, the next
+`put` does.
 What a caller has to remember of a message that is certain to be sent, it notes in the call that puts the item there.
 
 A send blocks while the runtime is behind with reading, and so does the thread that has the turn. `close` takes the turn with
@@ -68,7 +70,14 @@ class SendQueue:
         self.flush()
 
     def flush(self) -> None:
-        """Send the items that are queued."""
+        """Send the items that are queued, also where a signal handler raises meanwhile."""
+        try:
+            self._send_all()
+        except BaseException:
+            self._send_all()
+            raise
+
+    def _send_all(self) -> None:
         items = self._items
         # The loop looks again after giving up the turn: an item that came meanwhile must not stay behind.
         while items:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -92,6 +93,25 @@ def test_a_handler_that_raises_while_the_socket_is_full_loses_no_packet(queue: Q
     queue.queue.put(b"second")
     assert queue.arrived() == [b"first", b"second"]
     assert not queue.queue
+
+
+def test_what_other_threads_left_to_an_interrupted_one_is_sent(queue: Queue) -> None:
+    others = queue.fill()
+    read: list[bytes] = []
+
+    def leave_one() -> bool:
+        """As the interrupted thread has the turn, this returns at once."""
+        if not read:
+            thread = threading.Thread(target=queue.queue.put, args=(b"left",))
+            thread.start()
+            thread.join()
+            read.extend(queue.arrived())
+            return True
+        return False
+
+    interrupt_while(lambda: len(queue.queue) and leave_one(), lambda: queue.queue.put(b"first"))
+    assert read == [b"other"] * others
+    assert queue.arrived() == [b"first", b"left"]
 
 
 def test_items_of_a_packet_stay_together_until_it_is_sent(gathering: Queue) -> None:
