@@ -45,7 +45,8 @@ class TritonSide:
 
     def __init__(self, server: TritonServer) -> None:
         self.server = server
-        self._loaded: set[str] = set()
+        # The names of the models that were loaded and not unloaded.
+        self.loaded: set[str] = set()
         self._connect()
 
     def _connect(self) -> None:
@@ -63,7 +64,7 @@ class TritonSide:
         self.server.stop()
         self.server.start()
         self._connect()
-        assert [*filter(None, self.load_all(sorted(self._loaded)).values())] == []
+        assert [*filter(None, self.load_all(sorted(self.loaded)).values())] == []
 
     def load(self, model: str) -> Failure | None:
         """Load a model of the repository; what hinders it, if anything does."""
@@ -71,7 +72,7 @@ class TritonSide:
             self._stub.RepositoryModelLoad(
                 pb.RepositoryModelLoadRequest(model_name=model), timeout=LOAD_TIMEOUT_S
             )
-            self._loaded.add(model)
+            self.loaded.add(model)
         return _load_failure(failed[0]) if failed else None
 
     def load_all(self, models: Sequence[str]) -> dict[str, Failure | None]:
@@ -81,7 +82,7 @@ class TritonSide:
 
     def unload(self, model: str) -> None:
         """Return when the model is unloaded: a server that is asked again sooner may die."""
-        self._loaded.discard(model)
+        self.loaded.discard(model)
         self._stub.RepositoryModelUnload(
             pb.RepositoryModelUnloadRequest(model_name=model), timeout=TIMEOUT_S
         )

@@ -53,8 +53,11 @@ class Loads:
     def of(self, name: str) -> tuple[Failure | None, Failure | None]:
         """Return what hindered the load of this model, if anything did, in Triton and in moonpool."""
         if not self._theirs:
-            self._core.triton.log()
-            self._theirs = self._core.triton.load_all(list(self._ours))
+            triton = self._core.triton
+            # One that died here before has loaded them again since, and what they logged is not in the next look.
+            triton.unload_all([name for name in self._ours if name in triton.loaded])
+            triton.log()
+            self._theirs = triton.load_all(list(self._ours))
         return self._theirs[name], self._ours[name]
 
     def log(self) -> tuple[list[LogLine], list[LogLine]]:

@@ -121,11 +121,22 @@ WORKS = {
         most=2, more=START, inputs='inputs { key: "START" value { data_type: TYPE_INT32 dims: [1] input_data_file: "f" } }', files={"f": b"\1\0\0\0"}
     ),
 }  # fmt: skip
+_TOO_LARGE = "batch size 3 for 'warmed_more_than_the_largest_batch_0', max allowed is 2; "
+_RAISED = (
+    "Failed to process the request(s) for model 'warmed_raises_0', message: ValueError: on purpose\n\nAt:\n"
+    "  FOLDER/warmed_raises/1/model.py(4): execute\n; "
+)
+# tritonserver 2.51 dies in every third of these loads, so it is not asked again. This is what it says to them.
+TOLD = {
+    "raises": (Case(batch=2, most=2, code=RAISES), 2 * _RAISED),
+    "refuses": (Case(batch=2, most=2, code=REFUSES), "no 0; no 1; "),
+    "refuses later": (
+        Case(code=LATE, more="model_transaction_policy { decoupled: true }"),
+        "late; ",
+    ),
+    "more than the largest batch": (Case(batch=3, most=2), 3 * _TOO_LARGE),
+}
 FAILS = {
-    "raises": Case(batch=2, most=2, code=RAISES),
-    "refuses": Case(batch=2, most=2, code=REFUSES),
-    "refuses later": Case(code=LATE, more="model_transaction_policy { decoupled: true }"),
-    "more than the largest batch": Case(batch=3, most=2),
     "dims are missing": Case(dims="-1"),
     "data is missing": Case(data=""),
     "another datatype": Case(sample="data_type: TYPE_INT32 dims: [2] zero_data: true"),
@@ -173,6 +184,19 @@ def test_a_load_fails_with_the_same_text(loads: Loads, what: str) -> None:
     assert ours is not None
     assert _plain(ours.text) == _plain(theirs.text)
     assert ours.code == theirs.code
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_a_load_fails_with_the_text_that_triton_had(core: Core, what: str) -> None:
+    case, told = TOLD[what]
+    core.write(name_of(what), case.config, case.code)
+
+    failure = core.moonpool.load(name_of(what))
+
+    assert failure is not None
+    text = _plain(failure.text).replace(str(core.repository), "FOLDER")
+    assert text == f"failed to run warmup sample 'S': {told}"
+    assert failure.code == "INVALID_ARG"
 
 
 def _plain(text: str) -> str:
