@@ -9,7 +9,8 @@ Libraries such as gevent and eventlet replace threads and locks when a model pat
 Python's own (`Lock`, `RLock`, `sleep`, `_start_native`) from before the model is imported, and the stub makes its threads and locks with them: a
 function that gevent runs on the main thread's loop would wait for ever while that thread receives. And gevent patches locks that are held,
 as those of the import that is going on, only if `threading` knows no thread but the main one. So a thread that runs before that import
-is a bare one.
+is a bare one. Eventlet goes through all that it can reach from modules by dictionaries and lists, and puts a lock of its own in place of each RLock. So
+an object of the stub keeps an RLock in a slot.
 """
 
 from __future__ import annotations

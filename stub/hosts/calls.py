@@ -118,6 +118,9 @@ class Call:
 class Calls:
     """Asks the runtime, and waits for its answers. Any thread may call any method."""
 
+    # `threads` says why this lock is not in the dictionary.
+    __slots__ = ("__dict__", "__weakref__", "_leading")
+
     def __init__(self, channel: Channel, regions: Regions) -> None:
         self._channel = channel
         self._regions = regions

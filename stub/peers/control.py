@@ -199,6 +199,9 @@ _MANY = 1 << 16
 class MetricChanges:
     """Takes changes from any thread at any moment, also from finalizers that interrupt its own methods."""
 
+    # `threads` says why this lock is not in the dictionary.
+    __slots__ = ("__dict__", "__weakref__", "_lock")
+
     def __init__(self, send: Callable[[list[Row], list[int]], object]) -> None:
         """Take `send`, which sends rows and the numbers of dropped metrics to the runtime."""
         self._send = send

@@ -66,6 +66,9 @@ _WAITING = (True,)
 class Regions(Overflow):
     """Holds the shared memory of one peer. Any thread may call `allocate`, `hold`, `find` and `empty`."""
 
+    # `threads` says why this lock is not in the dictionary.
+    __slots__ = ("_turn",)
+
     def __init__(self, send_control: Callable[..., None]) -> None:
         self._send_control = send_control
         # For how long memory is kept that is not needed.

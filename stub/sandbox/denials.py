@@ -80,6 +80,9 @@ _OF_CALLS = (SOCKET, BIND, CONNECT, FORK, EXEC, KILL)
 class Denials:
     """The denials that the runtime does not know yet. Any thread may call any method at any moment."""
 
+    # `threads` says why this lock is not in the dictionary.
+    __slots__ = ("__dict__", "__weakref__", "_lock")
+
     def __init__(self) -> None:
         self._judge: Judge | None = None
         self._is_hooked = False
