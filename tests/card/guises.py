@@ -50,9 +50,9 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
     _call("mount", *texts, ctypes.c_ulong(flags), options.encode())
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of those whose own parent, below it, has ended."""
-    _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def adopt_orphans(adopts: bool = True, /) -> None:
+    """Make this process the parent of those whose own parent, below it, has ended, or no longer."""
+    _libc.prctl(_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
 
 
 def die_with(parent: int) -> None:

@@ -7,7 +7,7 @@ import itertools
 import linecache
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -125,10 +125,21 @@ def interrupted_everywhere(
     """
     for number in itertools.count(1, step):
         raises = RaisesAt(number, *([again] if again else []), within=within, at_lines=at_lines)
-        with suppress(Interrupted), raises:
-            ask()
+        with suppress(Interrupted):
+            next(_apart(ask, raises))
         has_ended = len(raises.left) > bool(again)
         check()
         if has_ended:
             return number
     raise AssertionError
+
+
+def _apart(ask: Callable[[], Any], raises: RaisesAt) -> Iterator[None]:
+    """Ask, and raise, in a generator, whose exceptions are its own.
+
+    Where a trace function raises at the first line of an `except`, CPython leaves the exception behind that was handled there,
+    and every later error of the thread would have it for its context.
+    """
+    with raises:
+        ask()
+    yield

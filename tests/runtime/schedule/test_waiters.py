@@ -281,10 +281,12 @@ def test_a_callback_takes_no_outcome_from_others(folder: Path, kind: type[BaseEx
 def test_a_callback_that_waits_holds_up_nobody_else(folder: Path) -> None:
     goes_on, order = threading.Event(), []
     with holding(folder, **BATCHING) as (backend, runtime):
-        backend.is_quick = True
         blocking = [runtime.submit("m", row(i)) for i in range(2)]
         for each in blocking:
+            # Before there is an outcome: after it, this thread would run the callback.
             each.add_done_callback(lambda _: goes_on.wait(PATIENCE_S))
+        backend.is_quick = True
+        backend.wait_for(1).answer()
         others = [runtime.submit("m", row(i)) for i in range(2, 6)]
         for i, each in enumerate(others):
             each.add_done_callback(lambda _, i=i: order.append(i))  # type: ignore[misc]
