@@ -16,6 +16,7 @@ NAMES = (
     "latency",
     "throughput",
     "processor",
+    "mixed",
     "tensor_size",
     "startup",
     "memory",

@@ -20,6 +20,7 @@ QUESTIONS = (
     "latency",
     "throughput",
     "processor",
+    "mixed",
     "tensor_size",
     "startup",
     "memory",
