@@ -22,6 +22,7 @@ from tests.sandbox_level import (
     _models_share_the_folder_of_a_test,
     pytest_collection_modifyitems,
 )
+from tests.thorough import pytest_itemcollected
 from tests.workers import pytest_xdist_make_scheduler, pytest_xdist_setupnodes
 
 from moonpool.runtime.process import blank_templates
@@ -39,6 +40,7 @@ __all__ = [
     "_models_share_the_folder_of_a_test",
     "cli",
     "pytest_collection_modifyitems",
+    "pytest_itemcollected",
     "pytest_xdist_make_scheduler",
     "pytest_xdist_setupnodes",
     "warm_commands",

@@ -100,7 +100,7 @@ def test_what_other_threads_left_to_an_interrupted_one_is_sent(queue: Queue) -> 
     read: list[bytes] = []
 
     def leave_one() -> bool:
-        """As the interrupted thread has the turn, this returns at once."""
+        """Leave a packet to the thread that has the turn, which is interrupted then."""
         if not read:
             thread = threading.Thread(target=queue.queue.put, args=(b"left",))
             thread.start()

@@ -1,0 +1,57 @@
+"""The tests that the usual run leaves out: `pytest -m thorough` runs these alone, and `.ci/run thorough` does.
+
+They take a third of the whole time. Each repeats for longer, in more variants, under a sanitizer or beside a whole
+tritonserver what quicker tests try as well, so they find what those miss only now and then. Run them before a release, and
+after a change to what they are about.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+# Beginnings of the tests' names, with the file.
+TESTS = (
+    # Sanitizers. `tests/fuzz` and the tests of lies run without them each time.
+    "tests/runtime/quick/test_forms.py::test_nothing_is_read_or_written_beyond_its_bounds",
+    "tests/runtime/quick/test_forms.py::test_threads_of_many_kinds_do_not_race",
+    "tests/server/grpc/test_sanitized.py",
+    "tests/stub/peers/test_sanitized.py",
+    "tests/triton/sanitized",
+    # The attacks again as another user. Part `strict` of CI runs models as one.
+    "tests/hostile/test_as_nobody.py",
+    # Many variants of the same.
+    "tests/e2e/test_strange_contents.py",
+    "tests/server/page/test_hostile_pages.py",
+    "tests/triton/backend/test_both_ends.py::test_a_stub_that_breaks_the_protocol_is_ended_with_the_same_reason",
+    # Long runs.
+    "tests/chaos/test_chaos_served.py",
+    "tests/e2e/test_soak.py",
+    "tests/runtime/cli/test_tune.py",
+    "tests/server/pool/test_front_ends.py",
+    "tests/runtime/cli/test_bench_hosts.py",
+    # Comparisons with a tritonserver of their own.
+    "tests/triton/core",
+    "tests/triton/overlay",
+    "tests/triton/test_backends.py",
+    "tests/triton/test_completion.py",
+    # Part `card` of CI runs all of this.
+    "tests/card/test_probe.py",
+    "tests/card/test_runner.py",
+    "tests/card/test_suite.py",
+    # Each benchmark in its quick form, but for those below.
+    "tests/test_benchmarks.py::test_a_benchmark_answers_its_question",
+    # What pages and packages say, with installations.
+    "tests/deploy/test_dockerfile.py",
+    "tests/e2e/test_lying_templates.py",
+    "tests/runtime/repository/test_archive_formats.py",
+)
+USUAL = tuple(
+    f"tests/test_benchmarks.py::test_a_benchmark_answers_its_question[{name}]"
+    for name in ("latency", "mixed", "serve")
+)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of the list."""
+    if item.nodeid.startswith(TESTS) and not item.nodeid.startswith(USUAL):
+        item.add_marker(pytest.mark.thorough)
