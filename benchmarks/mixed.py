@@ -26,7 +26,7 @@ Run = Callable[[moonpool.Runtime, "Load", int], None]
 
 
 class Request(NamedTuple):
-    """What `infer` gets besides the model."""
+    """Arguments of `infer`, but for the model."""
 
     inputs: dict[str, Any]
     options: dict[str, Any]
