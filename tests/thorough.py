@@ -1,6 +1,6 @@
 """The tests that the usual run leaves out: `pytest -m thorough` runs these alone, and `.ci/run thorough` does.
 
-They take a third of the whole time. Each repeats for longer, in more variants, under a sanitizer or beside a whole
+They take half of the whole time. Each repeats for longer, in more variants, under a sanitizer or beside a whole
 tritonserver what quicker tests try as well, so they find what those miss only now and then. Run them before a release, and
 after a change to what they are about.
 """
@@ -22,26 +22,31 @@ TESTS = (
     # Many variants of the same.
     "tests/e2e/test_strange_contents.py",
     "tests/server/page/test_hostile_pages.py",
-    "tests/triton/backend/test_both_ends.py::test_a_stub_that_breaks_the_protocol_is_ended_with_the_same_reason",
-    # Long runs.
-    "tests/chaos/test_chaos_served.py",
+    # Long runs. Part `pure` of CI has chaos.
+    "tests/chaos",
     "tests/e2e/test_soak.py",
     "tests/runtime/cli/test_tune.py",
     "tests/server/pool/test_front_ends.py",
     "tests/runtime/cli/test_bench_hosts.py",
-    # Comparisons with a tritonserver of their own.
+    "tests/runtime/cli/test_bench_servers.py",
+    "tests/e2e/test_prefork.py",
+    "tests/e2e/test_sleep_hooks.py",
+    "tests/server/test_cloud_repository.py",
+    # In a browser.
+    "tests/server/page/test_page.py",
+    # Comparisons with a tritonserver of their own, and the library inside one.
+    "tests/runtime/triton/test_launcher.py",
+    "tests/runtime/triton/test_lent_stubs.py",
+    "tests/triton/backend",
     "tests/triton/core",
     "tests/triton/overlay",
     "tests/triton/test_backends.py",
     "tests/triton/test_completion.py",
-    # Part `card` of CI runs all of this.
-    "tests/card/test_probe.py",
-    "tests/card/test_runner.py",
-    "tests/card/test_suite.py",
     # Each benchmark in its quick form, but for those below.
     "tests/test_benchmarks.py::test_a_benchmark_answers_its_question",
     # What pages and packages say, with installations.
     "tests/deploy/test_dockerfile.py",
+    "tests/test_docs.py::test_the_blocks_of_a_page_run[docs/BENCH.md]",
     "tests/e2e/test_lying_templates.py",
     "tests/runtime/repository/test_archive_formats.py",
 )
