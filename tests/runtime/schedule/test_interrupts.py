@@ -359,7 +359,7 @@ def test_all_runtimes_are_closed_at_the_end_whatever_one_of_them_raises(
 
 
 # In these methods a thread that drives for others is interrupted, before or after their work.
-DRIVING = [(Execution, "drive", False), (Execution, "drive", True)]
+DRIVING: list[tuple[type, str, bool]] = [(Execution, "drive", False), (Execution, "drive", True)]
 # Without compiled forms, the reactor finishes in place of such a thread.
 if quick.forms is not None:
     DRIVING += [(Scheduler, "finish", False), (Scheduler, "finish", True)]
