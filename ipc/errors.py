@@ -35,8 +35,9 @@ _FAULTS.update({"ALREADY_EXISTS": "caller", "CANCELLED": "caller", "UNAVAILABLE"
 # have.
 _QUOTED = r"""(["'])(?:file://)?/(?:[^"'\n/]*/)+([^"'\n/]*)\1"""
 _PATH = r"""(?:file:/?/?|(?<![\w./-]))/(?:[^\s/"'(),:;<>=|]+/)+([^\s/"'(),:;<>=|]*)"""
-# A repository may be named by a relative path, and then errors of its configurations are.
-_RELATIVE = r"""(?<![\w./-])(?:[^\s/"'(),:;<>=|]+/)+(config\.pbtxt)\b"""
+# A repository may be named by a relative path, and then errors of its configurations are. It begins at the beginning of
+# a word only: if each character of one could begin it, a long word of a model's would take hours.
+_RELATIVE = r"""(?<![^\s"'(),:;<>=|])(?:[^\s/"'(),:;<>=|]+/)+(config\.pbtxt)\b"""
 _ADDRESS = r"\b0x[0-9a-fA-F]{6,}\b"
 _FRAME = r'\s*File ".*", line \d+'
 _SOURCE = " " * 4

@@ -215,13 +215,17 @@ class ResponseStream:
     def close(self) -> None:
         """Take no more responses. Cancels the request if the last one has not come. Any thread may call it."""
         if not self._has_ended:
-            self._has_ended = True
-            self._waiter.backlog.close()
-            if _END not in self._waiter.waiting:
+            try:
+                self._has_ended = True
+                self._waiter.backlog.close()
+                if _END not in self._waiter.waiting:
+                    self._scheduler.leave_soon(self._request)
+                self._waiter.waiting.clear()
+                # Another thread or task that waits for the next response finds the end.
+                self._waiter.resolve(None)
+            except BaseException:  # a signal handler raised, and a second call would do nothing
                 self._scheduler.leave_soon(self._request)
-            self._waiter.waiting.clear()
-            # Another thread or task that waits for the next response finds the end.
-            self._waiter.resolve(None)
+                raise
 
     async def aclose(self) -> None:
         """Close the stream."""
