@@ -27,7 +27,14 @@ from moonpool.runtime.model.config.source import ConfigError, all_mistakes
 from moonpool.runtime.model.config.templates import read_fill
 from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.repository.cloud_address import is_address
-from moonpool.runtime.repository.grants import Grants, as_argument, as_flag, asks, paste
+from moonpool.runtime.repository.grants import (
+    Grants,
+    as_argument,
+    as_flag,
+    asks,
+    paste,
+    quoted_name,
+)
 from moonpool.runtime.repository.loading import HostingRules, Wanted, describe, place
 from moonpool.runtime.repository.repository import ModelDirectory, suggesting
 from moonpool.runtime.runtime import Runtime
@@ -282,7 +289,7 @@ def _configuration(
 def _with_all_granted(runtime: Runtime, name: str) -> list[Model]:
     """Return the versions of a model as a load makes them, with whatever they ask for."""
     registry = runtime._models
-    free = replace(registry.rules, grants=Grants([name]))
+    free = replace(registry.rules, grants=Grants([quoted_name(name)]))
     prepared = describe(Wanted(name), registry.repositories, registry.backends.locate, free)
     prepared.discard()
     return prepared.models

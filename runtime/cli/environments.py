@@ -18,7 +18,7 @@ from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.repository.environment import EnvironmentCache, resolve
 from moonpool.runtime.repository.environment_builder import NOTE
 from moonpool.runtime.repository.folder_cache import CachedFolder
-from moonpool.runtime.repository.grants import Grants
+from moonpool.runtime.repository.grants import Grants, quoted_name
 from moonpool.runtime.repository.loading import Wanted, prepare
 from moonpool.runtime.runtime import Runtime
 
@@ -130,7 +130,7 @@ def _build(options: argparse.Namespace, cache: EnvironmentCache, terminal: Termi
 def _built(runtime: Runtime, name: str, cache: EnvironmentCache) -> Iterator[Path]:
     """Make the environments of a model's versions, and yield the roots of those that are not moonpool's own."""
     registry = runtime._models
-    free = replace(registry.rules, grants=Grants([name]))
+    free = replace(registry.rules, grants=Grants([quoted_name(name)]))
     prepared = prepare(Wanted(name), registry.repositories, registry.backends.locate, free)
     try:
         for model in prepared.models:

@@ -238,10 +238,10 @@ def check_ungranted(
 
 def paste(name: str, found: Iterable[Ask]) -> str:
     """Return the text that grants all this, if all of it is pastable."""
-    return f"{_quoted_name(name)}:" + ",".join(f"{ask.key}={ask.text}" for ask in found)
+    return f"{quoted_name(name)}:" + ",".join(f"{ask.key}={ask.text}" for ask in found)
 
 
-def _quoted_name(name: str) -> str:
+def quoted_name(name: str) -> str:
     """Quote a name as in an address: without that, its first colon would end it."""
     return quote(name, safe="+,=@")
 

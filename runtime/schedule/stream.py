@@ -156,8 +156,10 @@ class ResponseStream:
     def _next(self) -> Outcome | _End | None:
         """Take the next outcome, if there is one."""
         waiter = self._waiter
+        waiting = waiter.waiting
         try:
-            outcome = waiter.waiting.popleft()
+            # The end stays there for the next look: a signal handler may raise before it is noted.
+            outcome = waiting[0] if isinstance(waiting[0], _End) else waiting.popleft()
         except IndexError:
             return None
         if isinstance(outcome, _End):

@@ -185,7 +185,8 @@ def test_no_folder_is_in_the_option_that_would_allow_what_was_refused(kind: int,
 
 
 @pytest.mark.parametrize(
-    "piece", ["@", "a/", "/@", "'/", "'/a", "0xaaaaaaa", "file:", "models/", 'File "', "config.pbtxt"]
+    "piece",
+    ["@", "a/", "/@", "'/", "'/a", "0xaaaaaaa", "file:", "models/", 'File "', "config.pbtxt"],
 )
 def test_long_words_of_a_model_take_no_time_to_speak_of(piece: str) -> None:
     # If each character could begin a path, this would take hours.
