@@ -151,7 +151,9 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     if config.stash[_NAMESPACES] != _OF_EACH_WORKER:
         return
     base: Path = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-    needed = [str(base), str(config.rootpath), sys.prefix, sys.base_prefix, *sys.path]
+    # The environments of other Pythons, which CI names, may lie among temporary files, too.
+    others = filter(None, os.environ.get("MOONPOOL_TEST_ENVIRONMENTS", "").split(":"))
+    needed = [str(base), str(config.rootpath), sys.prefix, sys.base_prefix, *sys.path, *others]
     for spec in specs:
         if spec.popen and not spec.python:
             spec.python = shlex.join([*spaces.command(needed), sys.executable])
