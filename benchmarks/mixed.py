@@ -19,9 +19,8 @@ from benchmarks.report import Report, main
 from benchmarks.rounds import in_turns
 
 _TASKS = 32
-_NATIVE = "own kind"
 _LEVELS = {"dynamic_batching": {"priority_levels": 2, "default_priority_level": 2}}
-# One after the other, by 32 tasks.
+# Sends so many requests of a load.
 Run = Callable[[moonpool.Runtime, "Load", int], None]
 
 
@@ -74,7 +73,7 @@ def loads() -> Iterator[Load]:
     shapes = [Request(rows(1 + n % 25, 1 + n // 25), {}) for n in range(1000)]
     seeded = random.Random(1)
     mixed = [Request(rows(seeded.randint(1, 4), 4), {}) for _ in range(997)]
-    for model, what in (("add_sub", ""), (_NATIVE, f"{_NATIVE}, ")):
+    for model, what in (("add_sub", ""), ("own_kind", "own kind, ")):
         alone = f"{what}equal"
         yield Load(alone, alone, model, plain, one_by_one)
         yield Load(f"{what}240 shapes", alone, model, shapes[::4][:240], one_by_one)
@@ -108,8 +107,8 @@ def measure(report: Report, quick: bool) -> None:
         runtime.load("add_sub", MODELS / "add_sub")
         runtime.load("urgent", MODELS / "add_sub", config=_LEVELS)
         runtime.load("texts", MODELS / "texts")
-        runtime.load(_NATIVE.replace(" ", "_"), MODELS / "sums_of_any_width.py")
-        cases = [load._replace(model=load.model.replace(" ", "_")) for load in loads()]
+        runtime.load("own_kind", MODELS / "sums_of_any_width.py")
+        cases = [*loads()]
         stubs = {model: pids(runtime, model)[0] for model in {load.model for load in cases}}
 
         def window(load: Load) -> Callable[[], list[float]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.e2e.hosting import hosted, tensor
-from tests.runtime.interrupting import Interrupted, RaisesAt
+from tests.runtime.interrupting import interrupted_everywhere
 
 import moonpool
 
@@ -44,17 +43,19 @@ def test_a_close_that_is_interrupted_ends_the_request(tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     file.write_text(ENDLESS)
     with moonpool.Runtime() as runtime, hosted(runtime, "endless", file, CONFIG):
-        number, is_over = 0, False
-        while not is_over:
-            number += 1
-            stream = runtime.stream("endless", {"X": np.ones(1, np.float32)})
-            next(stream)
-            raises = RaisesAt(number, at_lines=False)
-            with contextlib.suppress(Interrupted), raises:
-                stream.close()
-            is_over = not raises.is_over
-            stream.close()
+        zeros, ones = ({"X": np.full(1, value, np.float32)} for value in (0, 1))
+        streams: list[moonpool.ResponseStream] = []
+
+        def begin() -> None:
+            streams[:] = [runtime.stream("endless", ones)]
+            next(streams[0])
+
+        def check() -> None:
+            streams[0].close()
             # The one instance is free again.
-            zeros = {"X": np.zeros(1, np.float32)}
             assert list(runtime.stream("endless", zeros, timeout_s=PATIENCE_S)) == []
-    assert number > 10
+            begin()
+
+        begin()
+        assert interrupted_everywhere(lambda: streams[0].close(), check, at_lines=False) > 10
+        streams[0].close()

@@ -144,7 +144,7 @@ found = 9
 def test_what_a_child_was_refused_is_named_at_the_deadline(
     runtime: moonpool.Runtime, folder: Path
 ) -> None:
-    limits = options(SANDBOX="strict", SANDBOX_SYSCALLS="fork", EXECUTE_TIMEOUT_S=8)
+    limits = options(SANDBOX="strict", SANDBOX_SYSCALLS="fork", EXECUTE_TIMEOUT_S=3)
     runtime.load("late", folder, config=CONFIG | limits)
     try:
         with pytest.raises(moonpool.ExecuteTimedOut) as caught:

@@ -54,7 +54,7 @@ class Loads:
         """Return what hindered the load of this model, if anything did, in Triton and in moonpool."""
         if not self._theirs:
             triton = self._core.triton
-            # One that died here before has loaded them again since, and what they logged is not in the next look.
+            # If it died in this load before, `restart` has loaded some of them, and their lines would be missed below.
             triton.unload_all([name for name in self._ours if name in triton.loaded])
             triton.log()
             self._theirs = triton.load_all(list(self._ours))
