@@ -5,12 +5,13 @@ died without a word would leave them waiting for ever, and there may be no memor
 process ends with the traceback as its last output. The runtime then sees the death, fails the requests, and
 starts the stub again. All threads are daemons: none keeps the process at its end.
 
-Libraries such as gevent and eventlet replace threads and locks when a model patches with them, usually at its top. So this module keeps
-Python's own (`Lock`, `RLock`, `sleep`, `_start_native`) from before the model is imported, and the stub makes its threads and locks with them: a
-function that gevent runs on the main thread's loop would wait for ever while that thread receives. And gevent patches locks that are held,
-as those of the import that is going on, only if `threading` knows no thread but the main one. So a thread that runs before that import
-is a bare one. Eventlet goes through all that it can reach from modules by dictionaries and lists, and puts a lock of its own in place of each RLock. So
-an object of the stub keeps an RLock in a slot.
+Libraries such as gevent and eventlet replace threads and locks when a model patches with them, usually at its top. So
+this module keeps Python's own (`Lock`, `RLock`, `sleep`, `_start_native`) from before the model is imported, and the
+stub makes its threads and locks with them: a function that gevent runs on the main thread's loop would wait for ever
+while that thread receives. And gevent patches locks that are held, as those of the import that is going on, only if
+`threading` knows no thread but the main one. So a thread that runs before that import is a bare one. Eventlet goes
+through all that it can reach from modules by dictionaries and lists, and puts a lock of its own in place of each RLock.
+So an object of the stub keeps an RLock in a slot.
 """
 
 from __future__ import annotations

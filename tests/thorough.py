@@ -1,8 +1,8 @@
 """The tests that the usual run leaves out: `pytest -m thorough` runs these alone, and `.ci/run thorough` does.
 
-They take half of the whole time. Each repeats for longer, in more variants, under a sanitizer or beside a whole
-tritonserver what quicker tests try as well, so they find what those miss only now and then. Run them before a release, and
-after a change to what they are about.
+They take half of the whole time. Most repeat what quicker tests try, too: for longer, in more variants, under a sanitizer
+or beside a whole tritonserver. Others are here for their time alone. Run them before a release, and after a change to
+what they are about.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ TESTS = (
     "tests/e2e/test_lying_templates.py",
     "tests/runtime/repository/test_archive_formats.py",
 )
+# The usual run takes these all the same.
 USUAL = tuple(
     f"tests/test_benchmarks.py::test_a_benchmark_answers_its_question[{name}]"
     for name in ("latency", "mixed", "serve")

@@ -314,7 +314,7 @@ def _ungranted(rules: HostingRules, models: list[Model]) -> Iterator[Finding]:
     if all(ask.is_pastable for ask in found):
         grant, what = paste(name, found), "to grant this and no more"
     else:
-        grant, what = name, "to grant whatever its configuration says, now and later"
+        grant, what = quoted_name(name), "to grant whatever its configuration says, now and later"
     advice = f"{what}: {as_flag(grant)}; in Python: {as_argument(grant)}"
     yield Finding("error", name, "", advice)
 

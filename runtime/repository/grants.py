@@ -232,7 +232,7 @@ def check_ungranted(
     elif all(ask.is_pastable for ask in found):
         what += f"; to let '{name}', start it with {form(paste(name, found))}"
     else:
-        what += f"; to let '{name}' have whatever its configuration says, now and later, start it with {form(name)}"
+        what += f"; to let '{name}' have whatever its configuration says, now and later, start it with {form(quoted_name(name))}"
     raise model.config.source.error(first.field, what)
 
 

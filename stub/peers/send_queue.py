@@ -5,11 +5,11 @@ sends all packets that are there. The others return at once: their packets are s
 giving up the turn that thread looks at the deque once more, so a packet that came in between is not left behind. Since
 no thread ever blocks for the turn, a destructor may put a packet in the middle of another `put` of the same thread.
 
-A signal handler may raise anywhere in `put`, above all while the socket is full. An item stays in the deque until its packet is sent
-(`Channel.send_first`). The turn is noted in the call that takes it, so it is given up in any case. Other threads may have left their packets to
-the one that was interrupted, and may wait for the answers: so it sends what is left before it raises. If it is interrupted again, the next
-`put` does.
-What a caller has to remember of a message that is certain to be sent, it notes in the call that puts the item there.
+A signal handler may raise anywhere in `put`, above all while the socket is full. An item stays in the deque until its
+packet is sent (`Channel.send_first`). The turn is noted in the call that takes it, so it is given up in any case. Other
+threads may have left their packets to the one that was interrupted, and may wait for the answers: so it sends what is
+left before it raises. If it is interrupted again, the next `put` does. What a caller has to remember of a message that
+is certain to be sent, it notes in the call that puts the item there.
 
 A send blocks while the runtime is behind with reading, and so does the thread that has the turn. `close` takes the turn with
 blocking, so that no thread is still sending when the descriptor goes away; the peer is gone then, and no send blocks.

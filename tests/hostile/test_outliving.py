@@ -203,7 +203,7 @@ def test_memory_is_limited_over_all_of_them(
             leave(runtime, *[100] * 12)
 
         wait_until(lambda: "(MOONPOOL_MEMORY_LIMIT_BYTES)" in caplog.text, GONE_S, "the reason")
-        # A template and its instance may have twice the limit together. Some processes may have met it first, and ended.
+        # A template and its instance may have twice the limit together. Processes that met it first may have ended.
         wait_until(lambda: bytes_of(left(name)) <= 2 * 400 * MIB, GONE_S, "less memory")
     finally:
         runtime.unload("leaving")

@@ -137,8 +137,8 @@ def interrupted_everywhere(
 def _apart(ask: Callable[[], Any], raises: RaisesAt) -> Iterator[None]:
     """Ask, and raise, in a generator, whose exceptions are its own.
 
-    Where a trace function raises at the first line of an `except`, CPython leaves the exception behind that was handled there,
-    and every later error of the thread would have it for its context.
+    Where a trace function raises at the first line of an `except`, CPython leaves the exception behind that was
+    handled there, and every later error of the thread would have it for its context.
     """
     with raises:
         ask()
