@@ -48,6 +48,8 @@ class _Reactor:
 class _Echo:
     """A scheduler that answers at once. A request with an id it answers when its caller leaves."""
 
+    limited = ()
+
     def __init__(self) -> None:
         self.waiting: list[InferenceRequest] = []
 
