@@ -87,7 +87,10 @@ def measure(call: Callable[[], object], concurrency: int, seconds: float) -> Win
         calls.answered.extend(mine.answered)
         calls.failed.extend(mine.failed)
 
-    threads = [threading.Thread(target=work) for _ in range(concurrency)]
+    threads = [
+        threading.Thread(target=work, name=f"moonpool-bench-caller-{number}")
+        for number in range(concurrency)
+    ]
     started: list[threading.Thread] = []
     begin_s = time.perf_counter()
     try:

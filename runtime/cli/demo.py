@@ -276,7 +276,7 @@ class _Bystander:
     def __init__(self, call: Callable[[], object]) -> None:
         self._call = call
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work)
+        self._thread = threading.Thread(target=self._work, name="moonpool-demo")
         self.answered = 0
         self.failed = 0
 

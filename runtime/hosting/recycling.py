@@ -173,7 +173,7 @@ class Recycler:
             return False
         if not leave_room(instance):  # sequences in it end first, and no other one begins
             return False
-        return self._owner.begin(record, partial(self._recycle, record), "recycle")
+        return self._owner.begin(record, partial(self._recycle, record), "moonpool-recycle")
 
     def _recycle(self, record: InstanceRecord) -> None:
         instance, end_s = record.instance, time.monotonic() + _OPEN_S

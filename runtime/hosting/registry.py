@@ -671,7 +671,7 @@ class ModelRegistry:
                 return
             self._check_all(self._going_with(name, with_members=with_members), may)
             if name in self._locks.names:
-                self._start(name, lambda: self._unload_if_there(name, may))
+                self._unload_apart(name, lambda: self._unload_if_there(name, may))
                 self._leaving.add(name)
                 return
             members = self._alone(name) if with_members else []
@@ -680,7 +680,7 @@ class ModelRegistry:
                 return
             self._locks.acquire(name)
             try:
-                self._start(name, lambda: self._finish(taken))
+                self._unload_apart(name, lambda: self._finish(taken))
             except OutOfThreads:
                 for each, loaded in taken:
                     self._put(each, loaded)
@@ -776,9 +776,9 @@ class ModelRegistry:
             self._locks.release(name)
 
     @staticmethod
-    def _start(name: str, act: Callable[[], None]) -> None:
-        """Act on a new thread. Raises `OutOfThreads`."""
-        start_thread(threading.Thread(target=act, name=f"moonpool-{name}"))
+    def _unload_apart(name: str, unload: Callable[[], None]) -> None:
+        """Unload a model on a new thread. Raises `OutOfThreads`."""
+        start_thread(threading.Thread(target=unload, name=f"moonpool-unload-{name}"))
 
     # Look
 

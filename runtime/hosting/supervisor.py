@@ -263,7 +263,7 @@ class Supervisor:
         """Start the recovery on a thread, or later if none can be started: the caller may hold locks."""
         with self._lock:
             recover = record.unrecovered
-            if recover is None or self.begin(record, recover, "recover"):
+            if recover is None or self.begin(record, recover, "moonpool-recover"):
                 record.unrecovered = None
             else:
                 self._reactor.call_later(_JOIN_S, partial(self._recover_apart, record))
@@ -273,7 +273,7 @@ class Supervisor:
 
         Returns False if no thread can be started.
         """
-        name = f"moonpool-{name}-{record.instance.name}"
+        name = f"{name}-{record.instance.name}"
         recovery = threading.Thread(target=act, name=name, daemon=True)
         with self._lock:  # a thread that is found in a record has been started
             record.recovery = recovery
