@@ -38,7 +38,9 @@ docs: ## the parts of the pages that are made of code, and their tests
 	.venv/bin/python docs/diagrams.py
 	.venv/bin/python docs/specification.py
 	.venv/bin/python docs/reference.py
-	$(PYTEST) tests/test_docs.py tests/test_layout.py
+	.venv/bin/python -m moonpool.runtime.model.config.options > docs/OPTIONS.md
+	.venv/bin/python -m moonpool.runtime.server.options.table > docs/SERVE_OPTIONS.md
+	$(PYTEST) tests/test_docs.py tests/test_architecture.py tests/test_layout.py
 
 site: ## the pages as a site with search and the reference of the API: build/site/index.html
 	bash .ci/run site

@@ -83,6 +83,21 @@ def test_the_reference_is_current() -> None:
     assert reference.written(page) == page, "run python docs/reference.py"
 
 
+def test_make_docs_writes_every_page_that_a_module_prints() -> None:
+    pages = {path: path.read_text(encoding="utf-8") for path in DOCS.glob("*.md")}
+    makers = {
+        f"{made[1]} > docs/{path.name}"
+        for path, page in pages.items()
+        if (made := re.search(r"<!-- Made by `(python -m [\w.]+)`. -->", page))
+    }
+    shown = subprocess.run(
+        ["make", "--dry-run", "docs"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    assert makers
+    assert {maker for maker in makers if f"/{maker}\n" not in shown.stdout} == set()
+
+
 MARKED = """
 import pytest
 

@@ -345,6 +345,12 @@ def _serve_options(options: Options) -> list[str]:
     found = [] if hosting["sandbox"] is None else [f"--sandbox={hosting['sandbox']}"]
     if hosting["backend_directory"] is not None:
         found.append(f"--backend-directory={hosting['backend_directory']}")
+    found += [f"--sandbox-grants={grant}" for grant in hosting["sandbox_grants"]]
+    found += [
+        f"--model-option={pattern}:{key}={value}"
+        for pattern, given in hosting["model_options"].items()
+        for key, value in given.items()
+    ]
     return found
 
 

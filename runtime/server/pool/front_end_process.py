@@ -99,7 +99,9 @@ class FrontEndProcess:
         finally:
             end.close()
         self._messages: SimpleQueue[_Item | None] = SimpleQueue()
-        self._sender = threading.Thread(target=self._send, name=f"moonpool-send-{name}", daemon=True)
+        self._sender = threading.Thread(
+            target=self._send, name=f"moonpool-send-{name}", daemon=True
+        )
         try:
             start_thread(self._sender)
         except OutOfThreads:

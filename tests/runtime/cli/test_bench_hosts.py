@@ -28,14 +28,17 @@ def test_a_model_is_measured_in_several_hosts(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     ended = cli(
         "bench", MODELS, "add_sub", "--hosts", "moonpool,processpool,mosec", *QUICK, "--instances", "2",
-        "--save", ".",
+        "--save", ".", "--sandbox-grants", "add_sub", "--model-option", "*:MOONPOOL_THREADS=1",
     )  # fmt: skip
 
     assert ended.returncode == 0, ended.stderr
     assert "moonpool: mosec is left out: no environment can be built" in ended.stderr
     found = json.loads((cli.folder / "add_sub.json").read_text())
     assert found["host"]["name"] == "moonpool"
-    assert "serve" in found["host"]["command"]
+    command = found["host"]["command"].split()
+    assert {"serve", "--sandbox-grants=add_sub", "--model-option=*:MOONPOOL_THREADS=1"} <= {
+        *command
+    }
     in_process, pool = found["hosts"]
     assert [each["host"]["name"] for each in found["hosts"]] == ["moonpool", "processpool"]
     # A pool is called from threads, so it is compared with moonpool in this process.
