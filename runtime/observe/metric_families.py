@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moonpool.ipc.messages import COUNTER, GAUGE, HISTOGRAM
-from moonpool.runtime.errors import ModelUnavailable, QueueTimeout
+from moonpool.runtime.errors import ModelUnavailable, QueueFull, QueueTimeout
 from moonpool.runtime.observe.distributions import CacheSummaries, LatencySummaries, LatencySummary
 from moonpool.runtime.observe.exposition import Labels
 from moonpool.runtime.observe.machine import GPU_NAMES, MACHINE_NAMES
@@ -250,7 +250,7 @@ def labels_of(statistics: Statistics, *others: tuple[str, str]) -> Labels:
 
 def reason_of(error: BaseException) -> str:
     """Return Triton's reason for a failure with this error."""
-    if isinstance(error, QueueTimeout):
+    if isinstance(error, QueueFull | QueueTimeout):
         return "REJECTED"
     if getattr(error, "code", "") == "CANCELLED":
         return "CANCELED"

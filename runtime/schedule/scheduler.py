@@ -82,6 +82,7 @@ from moonpool.runtime.errors import (
     BackendError,
     CallerInterrupted,
     ModelUnavailable,
+    QueueFull,
     all_of,
     own,
 )
@@ -234,7 +235,7 @@ class Scheduler:
                 execution = self._start(idle[-1], [request], now_ns, waiter)
                 idle.pop()
             else:
-                queue.add(request, now_ns)
+                self._let_wait(request, now_ns)
                 if not queue.may_form(idle):
                     return None
                 started, rejected = self._form(now_ns)
@@ -300,7 +301,17 @@ class Scheduler:
         if self._refusal is not None:
             self._refuse()
         request.queued_ns = now_ns
-        self._queue.add(request, now_ns)
+        self._let_wait(request, now_ns)
+
+    def _let_wait(self, request: InferenceRequest, now_ns: int) -> None:
+        """Let a request wait. If the queue is full, count the request as rejected, and raise. Needs the lock."""
+        try:
+            self._queue.add(request, now_ns)
+        except QueueFull as error:
+            self.note(error, "", request.request_id, 1)
+            now_ms = time.time_ns() // 1_000_000
+            self.statistics.record_failures(now_ms, 1, 0, reason_of(error))
+            raise
 
     def _refuse(self) -> None:
         """Raise the refusal, or, if the model sleeps, have it woken for the request. Needs the lock."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import threading
 from collections.abc import Iterator, Sequence
@@ -158,3 +159,10 @@ def queued(runtime: Runtime, count: int) -> None:
     """Wait until so many requests are queued."""
     scheduler = runtime._models.find("m").scheduler
     wait_until(lambda: scheduler.queued == count, what=f"{count} queued requests")
+
+
+def rejected(runtime: Runtime) -> int:
+    """Return the number of requests that the metrics count as rejected."""
+    failures = r'^nv_inference_request_failure\{model="m",reason="REJECTED",version="1"\} (\d+)$'
+    (found,) = re.findall(failures, runtime.metrics(), re.MULTILINE)
+    return int(found)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runtime.held_batches import HoldingBackend, holding
+from tests.runtime.held_batches import HoldingBackend, holding, rejected
 from tests.runtime.recorder import PATIENCE_S, counted, model_directory, row
 
 import moonpool
@@ -126,6 +126,7 @@ def test_a_request_that_is_refused_gets_its_error(folder: Path) -> None:
         answers = await outcomes
         assert [type(each) for each in answers].count(moonpool.QueueFull) == 1
         assert backend.sent == [[5, 6]]
+        assert rejected(runtime) == 1
 
     policy = {"default_queue_policy": {"max_queue_size": 2}}
     with holding(folder, max_batch_size=8, dynamic_batching=policy) as (backend, runtime):

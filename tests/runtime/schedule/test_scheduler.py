@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.runtime.held_batches import Caller, holding, queued
+from tests.runtime.held_batches import Caller, holding, queued, rejected
 from tests.runtime.recorder import PATIENCE_S, counted, row, x
 from tests.waiting import wait_until
 
@@ -157,6 +157,10 @@ def test_higher_priorities_go_first_and_none_is_the_default(folder: Path) -> Non
         assert backend.sent == [[0], [10], [20], [21], [30], [31]]
 
 
+@pytest.mark.promise(
+    "Watching a server",
+    "A request that finds the queue full, or waits in it for too long, counts as failed, as REJECTED.",
+)
 @pytest.mark.promise("Batching", "Preferred sizes, delays, priorities and queue …")
 def test_a_full_queue_refuses_in_tritons_words(folder: Path) -> None:
     policy = batching(default_queue_policy={"max_queue_size": 2})
@@ -171,8 +175,11 @@ def test_a_full_queue_refuses_in_tritons_words(folder: Path) -> None:
         assert [value(future) for future in futures] == [0, 1, 2]
         # The queue has a place again.
         assert runtime.infer("m", row(4))["Y"].flat[0] == 4
+        assert rejected(runtime) == 2
+        assert runtime.statistics("m")["inference_stats"]["fail"]["count"] == 2
 
 
+@pytest.mark.promise("Watching a server", "A request that finds the queue full, or …")
 @pytest.mark.promise("Batching", "Preferred sizes, delays, priorities and queue …")
 def test_a_request_that_waits_too_long_is_rejected_in_tritons_words(folder: Path) -> None:
     policy = batching(default_queue_policy={"default_timeout_microseconds": 2000})
@@ -187,6 +194,7 @@ def test_a_request_that_waits_too_long_is_rejected_in_tritons_words(folder: Path
         assert value(first) == 0
         assert backend.sent == [[0]]
         assert runtime.statistics("m")["inference_stats"]["fail"]["count"] == 1
+        assert rejected(runtime) == 1
 
 
 def test_a_request_may_shorten_its_timeout_where_that_is_allowed(folder: Path) -> None:
