@@ -39,6 +39,26 @@ LATER = {"nv_model_load_duration_secs"}
 THEIRS = {"nv_pinned_memory_pool_total_bytes", "nv_pinned_memory_pool_used_bytes"}
 
 
+# One request waits behind the one that executes until the test makes the file `go` beside the model's file.
+CROWDED = """
+import pathlib
+import time
+
+import triton_python_backend_utils as pb_utils
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        (FOLDER / "begun").touch()
+        while not (FOLDER / "go").exists():
+            time.sleep(0.01)
+        values = [pb_utils.get_input_tensor_by_name(each, "IN").as_numpy() for each in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", each)]) for each in values]
+"""
+
+
 class Watched(TritonServer):
     """A tritonserver that writes traces on request."""
 
@@ -51,7 +71,8 @@ class Watched(TritonServer):
 class Side:
     """One of the two servers."""
 
-    def __init__(self, grpc_port: int, metrics_port: int, traces: Path) -> None:
+    def __init__(self, repository: Path, grpc_port: int, metrics_port: int, traces: Path) -> None:
+        self.repository = repository
         self.channel = grpc.insecure_channel(f"127.0.0.1:{grpc_port}")
         self.stub = service_pb2_grpc.GRPCInferenceServiceStub(self.channel)
         self.traces = traces
@@ -67,23 +88,23 @@ class Side:
         names = r'nv_inference_(?:request_(?:success|failure)|count|exec_count)\{model="doubles"'
         return sorted(line for line in self.metrics().splitlines() if re.match(names, line))
 
-    def statistics(self) -> dict[str, Any]:
-        """Return the statistics of `doubles`."""
-        asked = pb.ModelStatisticsRequest(name="doubles")
+    def statistics(self, model: str = "doubles") -> dict[str, Any]:
+        """Return the statistics of a model."""
+        asked = pb.ModelStatisticsRequest(name=model)
         (found,) = self.stub.ModelStatistics(asked, timeout=TIMEOUT_S).model_stats
         shown: dict[str, Any] = MessageToDict(found, always_print_fields_with_no_presence=True)
         return shown
 
-    def infer(self, model: str, value: float, rows: int = 1, request_id: str = "") -> bool:
-        """Send one request, and return true if it succeeded."""
+    def send(self, model: str, value: float, rows: int = 1, request_id: str = "") -> Any:
+        """Send one request, and return its call."""
         request = pb.ModelInferRequest(model_name=model, id=request_id)
         request.inputs.add(name="IN", datatype="FP32", shape=[rows, 4])
         request.raw_input_contents.append(np.full((rows, 4), value, np.float32).tobytes())
-        try:
-            self.stub.ModelInfer(request, timeout=TIMEOUT_S)
-        except grpc.RpcError:
-            return False
-        return True
+        return self.stub.ModelInfer.future(request, timeout=TIMEOUT_S)
+
+    def infer(self, model: str, value: float, rows: int = 1, request_id: str = "") -> bool:
+        """Send one request, and return true if it succeeded."""
+        return bool(self.send(model, value, rows, request_id).code() is grpc.StatusCode.OK)
 
     def set_trace(self, model: str = "", **changes: list[str]) -> Any:
         """The settings by name, or the error."""
@@ -132,6 +153,10 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side
         config.write(
             'metric_tags { key: "team" value: "blue" } metric_tags { key: "a" value: "x" }'
         )
+    shutil.copytree(repository / "doubles", repository / "crowded")
+    (repository / "crowded" / "1" / "model.py").write_text(CROWDED)
+    with open(repository / "crowded" / "config.pbtxt", "a") as config:
+        config.write("dynamic_batching { default_queue_policy { max_queue_size: 1 } }")
     theirs = Watched(interpreter(), repository, folder)
     theirs.traces = folder / "theirs"
     ours = folder / "ours"
@@ -141,10 +166,10 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side
     try:
         with moonpool_running(copy, *flags) as server:
             both = (
-                Side(theirs.grpc_port, theirs.metrics_port, theirs.traces),
-                Side(server.ports["grpc"], server.ports["metrics"], ours),
+                Side(repository, theirs.grpc_port, theirs.metrics_port, theirs.traces),
+                Side(copy, server.ports["grpc"], server.ports["metrics"], ours),
             )
-            for name in (*models, "tagged"):
+            for name in (*models, "tagged", "crowded"):
                 both[0].stub.RepositoryModelLoad(
                     pb.RepositoryModelLoadRequest(model_name=name), timeout=TIMEOUT_S
                 )
@@ -173,6 +198,25 @@ def test_the_same_requests_count_the_same(sides: tuple[Side, Side]) -> None:
 
     assert ours == theirs
     wait_until(lambda: sides[0].counters() == sides[1].counters(), TIMEOUT_S, "the same counters")
+
+
+def test_a_request_that_a_full_queue_refuses_counts_here_alone(sides: tuple[Side, Side]) -> None:
+    waiting = 'nv_inference_pending_request_count{model="crowded",version="1"} 1'
+    failures = r'^nv_inference_request_failure\{model="crowded",reason="(\w+)".*\} ([1-9]\d*)$'
+    refused = []
+    for side in sides:
+        folder = side.repository / "crowded" / "1"
+        first = side.send("crowded", 1)
+        wait_until((folder / "begun").exists, TIMEOUT_S, "the first request to execute")
+        second = side.send("crowded", 2)
+        wait_until(lambda side=side: waiting in side.metrics(), TIMEOUT_S, "one that waits")  # type: ignore[misc]
+        assert "Exceeds maximum queue size" in side.send("crowded", 3).details()
+        (folder / "go").touch()
+        assert [each.code() for each in (first, second)] == [grpc.StatusCode.OK] * 2
+        counted = side.statistics("crowded")["inferenceStats"]["fail"]["count"]
+        refused.append((counted, re.findall(failures, side.metrics(), re.MULTILINE)))
+
+    assert refused == [("0", []), ("1", [("REJECTED", "1")])]
 
 
 def _without_times(shown: dict[str, Any]) -> dict[str, Any]:
