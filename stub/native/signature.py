@@ -140,7 +140,9 @@ def _tensor(hint: object, names: Mapping[str, object], what: str) -> TensorType 
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         inner = _tensor(arguments[0], names, what)
-        return None if inner is None else inner[arguments[1:]]
+        # Something must stand behind the type, so `()` stands for no dimension, as in `Float32[()]`.
+        dims = () if arguments[1:] == ((),) else arguments[1:]
+        return None if inner is None else inner[dims]
     if origin is Union or type(hint).__name__ == "UnionType":
         others = [argument for argument in arguments if argument is not type(None)]
         inner = _tensor(others[0], names, what) if len(others) == 1 else None

@@ -321,6 +321,56 @@ def test_mypy_accepts_a_user_s_program_and_the_examples_of_the_readme(
     assert [line.split(":")[1] for line in mistakes if "error:" in line] == ["3", "4", "5"]
 
 
+def hints_of(page: str, head: str, cell: int) -> list[str]:
+    """The hints in one column of the table that begins with `head`."""
+    table = page.partition(f"{head}\n")[2].partition("\n\n")[0]
+    cells = [re.split(r" (?<!\\)\| ", row.strip("| "))[cell] for row in table.splitlines()[1:]]
+    return [hint.replace("\\|", "|") for each in cells for hint in re.findall(r"`(.+?)`", each)]
+
+
+HINTED = """
+from typing import Annotated, TypedDict
+import numpy
+from numpy.typing import NDArray
+from moonpool import Batch, Float32, Outputs, Ragged
+class Sums(TypedDict):
+    SUM: Float32[Batch, 4]
+"""
+
+
+def hinted(hints: list[str]) -> str:
+    """A program in which each line has one of the hints."""
+    lines = []
+    for hint in hints:
+        given = f"({hint if ':' in hint.partition('[')[0] else f'X: {hint}'}) -> None"
+        head = f"(){hint}" if hint.startswith("->") else given
+        lines.append(f"def f{len(lines)}{head}: raise NotImplementedError")
+    return HINTED + "\n".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("mypy"), reason="mypy is not installed")
+def test_the_page_says_which_hints_mypy_refuses_and_what_to_write_for_them(
+    python: str, tmp_path: Path
+) -> None:
+    path = ROOT / "docs" / "NATIVE_MODELS.md"
+    if not path.exists():
+        pytest.skip("the documents are not here")
+    page = path.read_text(encoding="utf-8")
+    refused = hints_of(page, "| refused | write |", 0)
+    written = [hint for hint in hints_of(page, "| refused | write |", 1) if hint != "TypedDict"]
+    others = [hint for hint in hints_of(page, "| Hint | Meaning |", 0) if hint not in refused]
+    shown = mypy(python, tmp_path, hinted(others + written), hinted(refused))
+
+    assert "Float32[()]" in refused
+    assert "Float32[Batch, 4]" in others
+    assert "-> Sums" in written
+    assert [line for line in shown if line.startswith("model0.py") and ": error: " in line] == []
+    complained = {int(line.split(":")[1]) for line in shown if ": error: " in line}
+    begin = HINTED.count("\n") + 1
+    assert complained == set(range(begin, begin + len(refused)))
+
+
 @pytest.mark.promise("The package", "mypy and pyright, both at their …")
 @pytest.mark.slow
 def test_pyright_accepts_a_user_s_program_and_the_examples_of_the_readme(

@@ -97,6 +97,7 @@ def test_an_input_with_a_default_is_optional() -> None:
         ("NDArray[np.bytes_]", ("TYPE_STRING", None)),
         ("np.ndarray[Any, np.dtype[np.int8]]", ("TYPE_INT8", None)),
         ("Annotated[NDArray[np.int32], Batch, 4]", ("TYPE_INT32", (Batch, 4))),
+        ("Annotated[NDArray[np.int32], ()]", ("TYPE_INT32", ())),
         ("Optional[NDArray[np.uint8]]", ("TYPE_UINT8", None)),
         ("'Float32[4]'", ("TYPE_FP32", (4,))),
         ("np.ndarray", None),
