@@ -183,12 +183,12 @@ class HostedModel:
             self._give_up,
             self._come_back,
             self._goes_on,
-            Warmup(model, self.signature),
         )
         self.scheduler = self._new_scheduler()
         self.scheduler.note = partial(self._errors.add, model.name, model.version)
         self._prepare_statistics(self.scheduler.statistics)
-        self.supervisor.serve(self.scheduler)
+        warmup = Warmup(model, self.signature, self.scheduler.states)
+        self.supervisor.serve(self.scheduler, warmup)
         self._is_starting = True
         if isinstance(self.scheduler, LimitedScheduler):
             self.scheduler.join(instances)

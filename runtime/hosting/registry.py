@@ -488,6 +488,7 @@ class ModelRegistry:
         loaded: list[HostedModel] = []
         try:
             for model in models:
+                self.stubs.join_accounts(model)
                 backend = self.backends.of(model.config)
                 self.backends.initialize(backend)
                 kind = HostedModel if model.config.ensemble is None else HostedEnsemble

@@ -98,13 +98,11 @@ class Supervisor:
         give_up: Callable[[str], None],
         come_back: Callable[[], object] = bool,
         goes_on: Callable[[], bool] = bool,
-        warmup: Warmup | None = None,
     ) -> None:
         """`tell` gets the name, state and reason of an instance whenever they change.
 
         `give_up` gets the reason when no instance is left. While `goes_on` returns True (by default it does not),
         instances that were given up are started again after a rest. `come_back` is called when an instance is ready.
-        `warmup` runs in each new process before that.
         """
         options = model.options
         self._policy = RestartPolicy(
@@ -120,7 +118,7 @@ class Supervisor:
         self._give_up_model = give_up
         self._come_back = come_back
         self._goes_on = goes_on
-        self._warmup = warmup
+        self._warmup: Warmup | None = None
         # The rest of an instance that was given up, before it is started again.
         self.rest_s = max(options.restart_window_s, options.restart_backoff_max_s)
         self._lock = threading.RLock()
@@ -137,9 +135,9 @@ class Supervisor:
         # The times from the end of a process to the next one that is ready.
         self.recoveries = BucketCounts(_RECOVERY_BOUNDS_NS)
 
-    def serve(self, scheduler: Scheduler) -> None:
-        """Give ready instances to this scheduler from now on."""
-        self._scheduler = scheduler
+    def serve(self, scheduler: Scheduler, warmup: Warmup | None = None) -> None:
+        """Give ready instances to this scheduler from now on. `warmup` runs in each new process before it is ready."""
+        self._scheduler, self._warmup = scheduler, warmup
         self._recycler = Recycler(self, scheduler)
         for record in self.records:
             self._serve(record)

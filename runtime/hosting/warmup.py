@@ -67,13 +67,16 @@ Fill = Callable[[int, int, int, np.random.Generator], NDArray[np.uint8]]
 class Warmup:
     """The samples of one model version. Any thread may call any method."""
 
-    def __init__(self, model: Model, signature: Signature) -> None:
-        """Check all samples. Raises `InvalidRequest` for data that does not fit, `LoadFailed` for a missing file, or too much data."""
+    def __init__(self, model: Model, signature: Signature, states: SequenceStates | None) -> None:
+        """Check all samples. `states` are those of the model's queue.
+
+        Raises `InvalidRequest` for data that does not fit, `LoadFailed` for a missing file, or too much data.
+        """
         self._model = model
         self._signature = signature
         sequences = model.config.sequence_batching
         controls = [] if sequences is None else [each.name for each in sequences.controls]
-        self._states = SequenceStates.of(model)
+        self._states = states
         controls += [state.input_name for state in model.config.states]
         # The control inputs of sequences and their states, with their places behind the inputs that callers give.
         self._controls = {name: len(model.config.inputs) + i for i, name in enumerate(controls)}

@@ -32,7 +32,20 @@ from moonpool.runtime.model.denials import DenialBook
 from moonpool.runtime.model.device_intake import DeviceIntake
 from moonpool.runtime.model.request import Answer, InferenceRequest, Outcome
 from moonpool.runtime.model.source import ModelSource
+from moonpool.runtime.process.usage import MemoryAccount
 from moonpool.runtime.quick import learn
+
+
+class ModelAccounts:
+    """Counts memory of the runtime that all versions of a model take together, those that are being replaced among them."""
+
+    __slots__ = ("__weakref__", "metrics", "states")
+
+    def __init__(self) -> None:
+        # The states of its sequences.
+        self.states = MemoryAccount()
+        # Its own metrics, in characters.
+        self.metrics = MemoryAccount()
 
 
 class Model:
@@ -67,6 +80,8 @@ class Model:
         self.is_asleep = False
         # What the sandbox has refused its instances.
         self.denials = DenialBook()
+        # All versions of a model have the same ones, once it loads.
+        self.accounts = ModelAccounts()
         self._checksums = Checksums(config.checksums, source.model_directory)
         self.state: Any = None
 

@@ -1,10 +1,16 @@
-"""Measures what processes use of the machine, and what is left: memory, processor time, idle processors."""
+"""Measures what processes use of the machine, and what is left: memory, processor time, idle processors.
+
+Theory of operation. Only `MemoryAccount` has a lock. A charge gives its bytes back when nothing refers to it any more, perhaps in the
+garbage collector, where no lock may be taken. So it appends to a deque, and the next call of the account collects that.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +133,49 @@ def machine_memory_bytes() -> int:
 def part_of_memory(part: int, most_bytes: int) -> int:
     """Return a bound in bytes: one `part`th of the machine's memory, and `most_bytes` at most."""
     return min(machine_memory_bytes() // part, most_bytes)
+
+
+class MemoryAccount:
+    """Counts memory of this process that many take under one limit. Any thread may call any method."""
+
+    __slots__ = ("__weakref__", "_given_back", "_lock", "_used_bytes")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._used_bytes = 0
+        self._given_back: deque[int] = deque()
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all charges together."""
+        with self._lock:
+            return self._collected()
+
+    def charge(self, size_bytes: int, limit_bytes: int) -> MemoryCharge | None:
+        """Count so many bytes more, before they are taken. None if all together would exceed the limit."""
+        with self._lock:
+            if self._collected() + size_bytes > limit_bytes:
+                return None
+            self._used_bytes += size_bytes
+        return MemoryCharge(self, size_bytes)
+
+    def _collected(self) -> int:
+        while self._given_back:
+            self._used_bytes -= self._given_back.popleft()
+        return self._used_bytes
+
+
+class MemoryCharge:
+    """Bytes that an account counts until nothing refers to this object any more."""
+
+    __slots__ = ("_account", "_size_bytes")
+
+    def __init__(self, account: MemoryAccount, size_bytes: int) -> None:
+        self._account = account
+        self._size_bytes = size_bytes
+
+    def __del__(self) -> None:
+        self._account._given_back.append(self._size_bytes)
 
 
 # The columns of /proc/stat, after the name, for time that a processor was idle or waited for a disk.

@@ -111,6 +111,7 @@ from moonpool.runtime.quick import forms, learn
 from moonpool.runtime.schedule.execution import SLOW_NS, Execution
 from moonpool.runtime.schedule.ordering import Departures
 from moonpool.runtime.schedule.request_queue import OpenRequests, Rejected, check_many, queue_for
+from moonpool.runtime.schedule.sequence_states import SequenceStates
 
 # The refusal of a scheduler that sleeps. Nobody ever gets it.
 ASLEEP = ModelUnavailable("the model is asleep")
@@ -971,6 +972,11 @@ class Scheduler:
     def unplaced(self) -> int:
         """The number of requests that any instance could take; with sequences, the number of those without a slot."""
         return self._queue.unplaced
+
+    @property
+    def states(self) -> SequenceStates | None:
+        """The states of sequences that are kept for the model; None if it has none."""
+        return self._queue.states
 
     @property
     def in_flight(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,10 @@ from moonpool.runtime.model.request import Details, InferenceRequest, RequestTen
 from moonpool.runtime.schedule.sequence_states import SequenceStates, State
 from moonpool.runtime.schedule.sequences import END, START, CorrelationId
 
+# Zeros up to this size are kept for the next batch. Callers and models choose the shapes.
+_KEPT_BYTES = 1 << 16
+# The arrays of a request, and their shapes.
+_Zeros: TypeAlias = tuple[list[NDArray[Any]], Shapes]
 _FILLING = Details(outputs=[])
 _NOBODY = Waiter()
 
@@ -48,7 +52,7 @@ class SequenceControls:
         }
         self._id = next((each for each in controls if each.kind == "CORRID"), None)
         self._extended: Memo[object, Shapes] = Memo()
-        self._zeros: Memo[Shapes, tuple[list[NDArray[Any]], Shapes]] = Memo()
+        self._zeros: Memo[Shapes, _Zeros] = Memo()
         self._blank: Memo[object, State] = Memo()
 
     def check(self, correlation_id: CorrelationId) -> None:
@@ -79,30 +83,33 @@ class SequenceControls:
         some = next(request for request in batch if request is not None)
         complete = []
         state = None
+        if None in batch:
+            zeros = self._zeros_like(some)
+            blank = self._blank_like(state_of(some))
         for each in batch:
-            request = self._filler(some) if each is None else each
+            request = _filler(zeros) if each is None else each
             if self._states is not None:
-                state = self._before(each, some, state_of, self._states.initial)
-                if each is not None:
+                if each is None:
+                    state = blank
+                else:
+                    state = state_of(each) or self._states.initial
                     self._states.begin(each, state)
             if self._controls or state is not None:
                 self._tell(request, state)
             complete.append(request)
         return complete
 
-    def _before(
-        self,
-        request: InferenceRequest | None,
-        some: InferenceRequest,
-        state_of: Callable[[InferenceRequest], Any],
-        initial: State,
-    ) -> State:
-        """Return the state that a request has as inputs. In an empty place it is zeros, in the shapes of another one's."""
-        state = state_of(request or some) or initial
-        if request is not None:
-            return state
+    def _blank_like(self, state: State | None) -> State | None:
+        """Return zeros in the shapes of a sequence's last state; None if there are no states."""
+        if self._states is None:
+            return None
+        state = state or self._states.initial
         blank = self._blank.get(state.key)
-        return self._blank.keep(state.key, state.blank()) if blank is None else blank
+        if blank is None:
+            blank = state.blank()
+            if sum(value.raw.nbytes for value in blank.values) <= _KEPT_BYTES:
+                self._blank.keep(state.key, blank)
+        return blank
 
     def _tell(self, request: InferenceRequest, state: State | None) -> None:
         """Set the control inputs and states of a request; it may have some already."""
@@ -151,20 +158,25 @@ class SequenceControls:
             )
         return Shapes(tensors, base.batch_size, base.signature, is_shared=is_shared)
 
-    def _filler(self, like: InferenceRequest) -> InferenceRequest:
-        """Make a request of zeros and empty strings, in the shapes of another one."""
+    def _zeros_like(self, like: InferenceRequest) -> _Zeros:
+        """Make the inputs of a request of zeros and empty strings, in the shapes of another one's."""
         found = self._zeros.get(like.shapes)
         if found is None:
             found = _zeros(like.shapes, self._first)
-            if like.shapes.is_shared:
+            if like.shapes.is_shared and sum(array.nbytes for array in found[0]) <= _KEPT_BYTES:
                 self._zeros.keep(like.shapes, found)
-        request = InferenceRequest(*found, _FILLING, has_views=False)
-        request.fills_place = request.left = True
-        request.waiter = _NOBODY
-        return request
+        return found
 
 
-def _zeros(shapes: Shapes, first_control: int) -> tuple[list[NDArray[Any]], Shapes]:
+def _filler(zeros: _Zeros) -> InferenceRequest:
+    """Make a request that fills an empty place."""
+    request = InferenceRequest(*zeros, _FILLING, has_views=False)
+    request.fills_place = request.left = True
+    request.waiter = _NOBODY
+    return request
+
+
+def _zeros(shapes: Shapes, first_control: int) -> _Zeros:
     arrays: list[NDArray[Any]] = []
     tensors = []
     for tensor in shapes.tensors:

@@ -9,16 +9,14 @@ instance still has the request. So an instance that dies leaves the state as it 
 The values lie in memory of the runtime's own. A stub could change what lies in memory that it shares, also after its answer
 was checked, and a state must survive its stub.
 
-Bytes are counted for as long as anything refers to a `State`: its sequence, or a request that executes with it. `_Charge` gives
-them back, perhaps in the garbage collector, where no lock may be taken. So it appends to a deque, and the next `accept` collects that.
-`accept` runs on the driver's thread or the reactor's, without the scheduler's lock, hence the lock here.
+Bytes are counted before they are taken, and for as long as anything refers to a `State`: its sequence, or a request that executes with it. One
+account (`Model.accounts`) counts for all versions of a model, those that are being replaced among them, and the values at the start too.
+`accept` runs on the driver's thread or the reactor's, without the scheduler's lock.
 """
 
 from __future__ import annotations
 
 import errno
-import threading
-from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
@@ -27,7 +25,7 @@ import numpy as np
 
 from moonpool.ipc.errors import BadTensor, MoonpoolError, OutOfMemory
 from moonpool.ipc.messages import ORDINARY_MEMORY
-from moonpool.ipc.tensors import BYTES, CODES, DTYPES, ITEMSIZE, NAMES, check_bytes
+from moonpool.ipc.tensors import BYTES, CODES, DTYPES, ITEMSIZE, NAMES, check_bytes, code_of
 from moonpool.runtime.errors import InvalidRequest, LoadFailed, ModelError
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ModelConfig, SequenceState
@@ -40,6 +38,7 @@ from moonpool.runtime.model.request import (
     WireTensor,
 )
 from moonpool.runtime.process.files import read_file
+from moonpool.runtime.process.usage import MemoryAccount, MemoryCharge
 
 # The folder of a model in which the files of its initial states lie.
 FOLDER = "initial_state"
@@ -51,34 +50,16 @@ VALUE_BYTES = 512
 _A = TypeVar("_A")
 
 
-class _Charge:
-    """Bytes that are counted until nothing refers to this object any more."""
-
-    __slots__ = ("_give_back", "size_bytes")
-
-    def __init__(self, size_bytes: int, given_back: deque[int]) -> None:
-        self.size_bytes = size_bytes
-        self._give_back = given_back.append
-
-    def __del__(self) -> None:
-        self._give_back(self.size_bytes)
-
-
 class State:
     """The values of all states of a sequence at one moment. Immutable."""
 
     __slots__ = ("_charge", "key", "values")
 
-    def __init__(self, values: Sequence[WireTensor], charge: _Charge | None = None) -> None:
+    def __init__(self, values: Sequence[WireTensor], charge: MemoryCharge | None = None) -> None:
         self.values = tuple(values)
         self._charge = charge
         # Requests whose states have equal keys can be joined in a batch.
         self.key: Hashable = tuple(value.shape for value in values)
-
-    @property
-    def size_bytes(self) -> int:
-        """The memory of all values."""
-        return sum(map(_size_of, self.values))
 
     def blank(self) -> State:
         """Return zeros and empty strings in the same shapes."""
@@ -100,9 +81,13 @@ class SequenceStates:
     """The states of one model version: the value at the start, and the way from a response to the next value."""
 
     def __init__(
-        self, config: ModelConfig, initial: Sequence[WireTensor], limit_bytes: int
+        self,
+        config: ModelConfig,
+        initial: Sequence[WireTensor],
+        limit_bytes: int,
+        account: MemoryAccount,
     ) -> None:
-        """`initial` has a value for each state of the configuration, and `limit_bytes` is for all sequences together."""
+        """`initial` has a value for each state of the configuration. The limit is for all that `account` counts. Raises `OutOfMemory`."""
         self._model = config.name
         self._has_rows = config.max_batch_size > 0
         self._states = config.states
@@ -112,11 +97,9 @@ class SequenceStates:
         names = outputs + [name for name in self._names if name not in outputs]
         self._numbers = [names.index(name) for name in self._names]
         self._always_hidden = frozenset(name for name in self._names if name not in outputs)
-        self.initial = State(initial)
         self.limit_bytes = limit_bytes
-        self._lock = threading.Lock()
-        self._used_bytes = 0
-        self._given_back: deque[int] = deque()
+        self._account = account
+        self.initial = State(initial, self._charge(sum(map(_size_of, initial))))
 
     @classmethod
     def of(cls, model: Model) -> SequenceStates | None:
@@ -125,11 +108,15 @@ class SequenceStates:
         if not config.states:
             return None
         limit_bytes = model.options.state_limit_bytes or USUAL_STATE_BYTES
+        account = model.accounts.states
         initial: list[WireTensor] = []
         for state in config.states:
-            used_bytes = sum(_size_of(value) for value in initial)
-            initial.append(_initial(state, model, limit_bytes - used_bytes))
-        return cls(config, initial, limit_bytes)
+            used_bytes = account.used_bytes + sum(map(_size_of, initial))
+            initial.append(_initial(state, model, max(0, limit_bytes - used_bytes)))
+        try:
+            return cls(config, initial, limit_bytes, account)
+        except OutOfMemory as error:  # sequences have grown meanwhile
+            raise LoadFailed(str(error)) from error
 
     @property
     def count(self) -> int:
@@ -138,14 +125,8 @@ class SequenceStates:
 
     @property
     def used_bytes(self) -> int:
-        """The size of the states of all sequences."""
-        with self._lock:
-            return self._collected()
-
-    def _collected(self) -> int:
-        while self._given_back:
-            self._used_bytes -= self._given_back.popleft()
-        return self._used_bytes
+        """The size of the states of all sequences of the model, and of their values at the start, in all versions."""
+        return self._account.used_bytes
 
     def begin(self, request: InferenceRequest, before: State) -> None:
         """Note the states that a request gets as inputs, and ask the model for the next ones. A second call changes them."""
@@ -186,49 +167,65 @@ class SequenceStates:
 
     def _take(self, mine: StatesOfRequest, found: Mapping[str, Any]) -> MoonpoolError | None:
         values = list((mine.new or mine.before).values)
+        sizes = list(map(_size_of, values))
+        places = {self._names[name]: output for name, output in found.items()}
         try:
-            for name, output in found.items():
-                place = self._names[name]
-                values[place] = self._checked(self._states[place], output)
-            size_bytes = sum(map(_size_of, values))
-            mine.new = State(values, self._charge(size_bytes))
+            for place, output in places.items():
+                sizes[place] = self._checked(self._states[place], output)
+            charge = self._charge(sum(sizes))
+            # Only now, as there is room for it.
+            for place, output in places.items():
+                values[place] = self._copied(self._states[place], output)
+            mine.new = State(values, charge)
         except (BadTensor, OutOfMemory) as error:
             return ModelError(str(error), error.code)
         except Exception as error:  # there is no memory, or a backend's object is not a tensor
             return ModelError(f"the states of model '{self._model}' cannot be kept: {error!r}")
         return None
 
-    def _checked(self, state: SequenceState, output: Any) -> WireTensor:
-        """Return a copy of an output that is the next value of a state. Raises `BadTensor`."""
-        given = WireTensor.of(output)
-        title = f"state '{state.output_name}' of model '{self._model}'"
-        if given.datatype != CODES[state.datatype]:
-            has = NAMES[given.datatype]
+    def _title(self, state: SequenceState) -> str:
+        return f"state '{state.output_name}' of model '{self._model}'"
+
+    def _checked(self, state: SequenceState, output: Any) -> int:
+        """Return the memory that an output will take as the next value of a state. Raises `BadTensor` if it cannot be that."""
+        datatype = output.datatype if isinstance(output, WireTensor) else code_of(output.dtype)
+        title = self._title(state)
+        if datatype != CODES[state.datatype]:
+            has = NAMES[datatype]
             raise BadTensor(f"{title} has the data-type {has}, and must be {state.datatype}")
-        shape = tuple(given.shape)
+        shape = tuple(output.shape)
         wanted = (1, *state.dims) if self._has_rows else state.dims
         if len(shape) != len(wanted) or any(
             want not in (-1, have) for want, have in zip(wanted, shape, strict=True)
         ):
             raise BadTensor(f"{title} has the shape {list(shape)}, and must have {list(wanted)}")
-        if given.datatype == BYTES:
-            raw = np.array(given.raw).reshape(-1).view(np.uint8)
-            # The copy is checked: the model may still write into what it was made of.
-            check_bytes(raw, shape, title)  # type: ignore[arg-type]
-        else:
-            flat = np.array(given.raw, order="C").reshape(-1)
-            raw = flat.view(DTYPES[given.datatype]).reshape(shape)
-        return WireTensor(given.datatype, shape, raw)
+        if isinstance(output, WireTensor):
+            return _size_of(output)
+        if datatype == BYTES:
+            return VALUE_BYTES + int(output.size) * _LENGTH_BYTES + sum(map(len, output.flat))
+        return VALUE_BYTES + int(output.nbytes)
 
-    def _charge(self, size_bytes: int) -> _Charge:
-        with self._lock:
-            if self._collected() + size_bytes > self.limit_bytes:
-                raise OutOfMemory(
-                    f"the states of all sequences of model '{self._model}' would take "
-                    f"{self._used_bytes + size_bytes} bytes, and MOONPOOL_STATE_LIMIT_BYTES allows {self.limit_bytes}"
-                )
-            self._used_bytes += size_bytes
-        return _Charge(size_bytes, self._given_back)
+    def _copied(self, state: SequenceState, output: Any) -> WireTensor:
+        """Return a copy of an output that was checked. Raises `BadTensor`."""
+        datatype, shape, raw = WireTensor.of(output)
+        shape = tuple(shape)
+        if datatype == BYTES:
+            raw = np.array(raw).reshape(-1).view(np.uint8)
+            # The copy is checked: the model may still write into what it was made of.
+            check_bytes(raw, shape, self._title(state))  # type: ignore[arg-type]
+        else:
+            flat = np.array(raw, order="C").reshape(-1)
+            raw = flat.view(DTYPES[datatype]).reshape(shape)
+        return WireTensor(datatype, shape, raw)
+
+    def _charge(self, size_bytes: int) -> MemoryCharge:
+        charge = self._account.charge(size_bytes, self.limit_bytes)
+        if charge is None:
+            raise OutOfMemory(
+                f"the states of all sequences of model '{self._model}', in all its versions, would take "
+                f"{self._account.used_bytes + size_bytes} bytes, and MOONPOOL_STATE_LIMIT_BYTES allows {self.limit_bytes}"
+            )
+        return charge
 
 
 def _zeros(datatype: int, shape: tuple[int, ...]) -> WireTensor:

@@ -47,7 +47,7 @@ from moonpool.runtime.isolation.hints import withheld
 from moonpool.runtime.isolation.inspection import confirmed
 from moonpool.runtime.isolation.plan import IsolationPlan
 from moonpool.runtime.isolation.watcher import Watcher
-from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.backend import Model, ModelAccounts
 from moonpool.runtime.model.budgets import OBSERVATIONS_PER_MESSAGE
 from moonpool.runtime.model.confinement import Confinement
 from moonpool.runtime.model.request import InferenceRequest
@@ -587,7 +587,14 @@ class Stubs:
         self._alive: set[StubHandle] = set()
         # The memory of contained models, as long as a process of theirs has some.
         self._memory: WeakValueDictionary[tuple[str, Side], ModelMemory] = WeakValueDictionary()
+        # By the names of models, as long as a version is alive.
+        self._accounts: WeakValueDictionary[str, ModelAccounts] = WeakValueDictionary()
         self._memory_lock = threading.Lock()
+
+    def join_accounts(self, model: Model) -> None:
+        """Count what a version takes of the runtime's memory together with all other versions of its model, before it loads."""
+        with self._memory_lock:
+            model.accounts = self._accounts.setdefault(model.name, model.accounts)
 
     def allotments_of(self, model: Model) -> dict[Side, Allotment]:
         """Make the allotments of another process of a model. Those of a contained one have one limit together, in all its versions."""

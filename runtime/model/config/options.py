@@ -612,8 +612,8 @@ OPTIONS = (
         "MOONPOOL_STATE_LIMIT_BYTES",
         "state_limit_bytes",
         SIZE,
-        "The most memory for the states of all sequences of a model, 1 GiB by default; at strict no more than `MOONPOOL_MEMORY_LIMIT_BYTES`. A response"
-        " with states beyond it becomes an error.",
+        "The most memory for the states of all sequences of a model, in all its versions, 1 GiB by default; at strict no more than"
+        " `MOONPOOL_MEMORY_LIMIT_BYTES`. A response with states beyond it becomes an error.",
     ),
     Option(
         "MOONPOOL_INSTANCES_PER_PROCESS",

@@ -21,6 +21,7 @@ from moonpool.runtime.model.request import (
     Shapes,
     WireTensor,
 )
+from moonpool.runtime.process.usage import MemoryAccount
 from moonpool.runtime.schedule.sequence_states import VALUE_BYTES, SequenceStates
 
 pytestmark = pytest.mark.promise(
@@ -30,10 +31,16 @@ pytestmark = pytest.mark.promise(
 )
 
 LIMIT = 1 << 16
+# A state of one number, such as the one at the start.
+LEAST = VALUE_BYTES + 4
 
 
 def states_of(
-    datatype: str = "FP32", dims: tuple[int, ...] = (-1,), rows: int = 4, outputs: int = 1
+    datatype: str = "FP32",
+    dims: tuple[int, ...] = (-1,),
+    rows: int = 4,
+    outputs: int = 1,
+    account: MemoryAccount | None = None,
 ) -> SequenceStates:
     state = {
         "input_name": "I",
@@ -55,7 +62,9 @@ def states_of(
     code = CODES["BYTES" if datatype == "STRING" else datatype]
     shape = (1, 1) if rows else (1,)
     zero = np.zeros(4, np.uint8) if code == BYTES else np.zeros(shape, DTYPES[code])
-    return SequenceStates(config, [WireTensor(code, shape, zero)], LIMIT)
+    return SequenceStates(
+        config, [WireTensor(code, shape, zero)], LIMIT, account or MemoryAccount()
+    )
 
 
 def request_of(states: SequenceStates, outputs: list[int] | None = None) -> InferenceRequest:
@@ -101,7 +110,7 @@ def test_a_state_is_a_copy_of_what_fits_and_an_error_otherwise(
     array[...] = 0  # the stub writes into its memory
     assert value.shape == expected.shape
     assert value.raw.tobytes() == expected.tobytes()
-    assert states.used_bytes == expected.nbytes + VALUE_BYTES
+    assert states.used_bytes == LEAST + expected.nbytes + VALUE_BYTES
 
 
 @given(texts=st.lists(st.binary(max_size=8), min_size=1, max_size=5), cut=st.integers(-4, 4))
@@ -128,12 +137,13 @@ def test_an_answer_that_is_no_tensor_is_an_error_of_its_request(output: Any) -> 
 
 def test_memory_is_counted_until_nothing_refers_to_it() -> None:
     states = states_of()
+    assert states.used_bytes == LEAST
     count = LIMIT // (4096 + VALUE_BYTES)
     kept = [accepted(states, np.zeros((1, 1024), np.float32)) for _ in range(count)]
     # Small values count with what they take beside their bytes.
-    least = range((LIMIT - states.used_bytes) // (4 + VALUE_BYTES))
+    least = range((LIMIT - states.used_bytes) // LEAST)
     kept += [accepted(states, np.zeros((1, 1), np.float32)) for _ in least]
-    assert LIMIT - VALUE_BYTES - 4 < states.used_bytes <= LIMIT
+    assert LIMIT - LEAST < states.used_bytes <= LIMIT
     late = request_of(states)
     answer = states.accept(late, Response({"O": np.zeros((1, 1), np.float32)}))
     assert isinstance(answer, ModelError)
@@ -141,7 +151,34 @@ def test_memory_is_counted_until_nothing_refers_to_it() -> None:
     del kept[0]
     accepted(states, np.zeros((1, 1), np.float32))
     kept.clear()
-    assert states.used_bytes == 0
+    assert states.used_bytes == LEAST
+
+
+def test_versions_of_a_model_have_one_limit_together() -> None:
+    account = MemoryAccount()
+    first, second = states_of(account=account), states_of(account=account)
+    half = np.zeros((1, LIMIT // 8), np.float32)
+    kept = accepted(first, half)
+    late = request_of(second)
+    answer = second.accept(late, Response({"O": half}))
+    assert isinstance(answer, ModelError)
+    assert answer.code == "UNAVAILABLE"
+    assert "of model 'm', in all its versions, would take" in str(answer)
+    del kept
+    accepted(second, half)
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "STRING"])
+def test_a_state_beyond_the_limit_is_refused_before_it_is_copied(datatype: str) -> None:
+    """It has a terabyte, of which no copy could be made."""
+    states = states_of(datatype)
+    output: Any = np.broadcast_to(np.float32(0), (1, 1 << 38))
+    if datatype == "STRING":
+        output = WireTensor(BYTES, (1, 1 << 38), output[0])
+    request = request_of(states)
+    answer = states.accept(request, Response({"O": output}))
+    assert isinstance(answer, ModelError)
+    assert "MOONPOOL_STATE_LIMIT_BYTES allows 65536" in str(answer)
 
 
 @pytest.mark.parametrize(
