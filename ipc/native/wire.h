@@ -148,6 +148,7 @@ constexpr uint64_t kObservationsPerMessage = 100;
 constexpr uint64_t kMaxMetrics = 10000;
 constexpr uint64_t kMetricsCharacters = 16777216;
 constexpr uint64_t kMetricPartCharacters = 64;
+constexpr uint64_t kModelMetricsCharacters = 67108864;
 constexpr uint64_t kLogLineBytes = 8192;
 constexpr uint64_t kMaxTasks = 64;
 constexpr uint64_t kCopiedBytes = 67108864;

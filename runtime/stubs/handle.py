@@ -114,7 +114,9 @@ class StubHandle(StubConnection):
         self._model, self.plan = model, plan
         self.confinement: Confinement | None = None
         self._stubs = stubs
-        self.metrics = StubMetrics(stubs.metrics, self.catch_up, options.sandbox)
+        self.metrics = StubMetrics(
+            stubs.metrics, self.catch_up, options.sandbox, model.accounts.metrics
+        )
         self.readiness = StubReadiness(name, stubs.reactor, self.send)
         self._reason: BaseException | None = None
         # The process has ended; its control channel is not read any more.

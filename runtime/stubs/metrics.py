@@ -8,9 +8,14 @@ from typing import Any
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import HISTOGRAM, MAX_OBSERVATIONS, OBSERVE
 from moonpool.ipc.policy import STANDARD, is_contained
-from moonpool.runtime.model.budgets import MAX_METRICS, METRICS_CHARACTERS
+from moonpool.runtime.model.budgets import (
+    MAX_METRICS,
+    METRICS_CHARACTERS,
+    MODEL_METRICS_CHARACTERS,
+)
 from moonpool.runtime.observe.metric_families import check_name
 from moonpool.runtime.observe.metrics import BadMetric, Family, Metric, MetricRegistry
+from moonpool.runtime.process.usage import MemoryAccount, MemoryCharge
 
 
 class StubMetrics:
@@ -21,13 +26,17 @@ class StubMetrics:
         registry: MetricRegistry,
         catch_up: Callable[[], object],
         sandbox: str = STANDARD,
+        account: MemoryAccount | None = None,
     ) -> None:
-        """`catch_up` reads the changes that the stub has sent so far. `sandbox` is its level."""
+        """`catch_up` reads the changes that the stub has sent so far. `sandbox` is its level. `account` counts the metrics of its whole model."""
         self._registry = registry
         # A contained model may try to pass its figures off as the runtime's, so its names are checked.
         self._is_contained = is_contained(sandbox)
         self._catch_up = catch_up
         self._held: dict[int, Family | Metric] = {}
+        # By the same numbers.
+        self._charges: dict[int, MemoryCharge] = {}
+        self._account = account or MemoryAccount()
         self._size = 0
         self._next = 1
 
@@ -59,8 +68,15 @@ class StubMetrics:
                 f"the metrics of a model instance may take {METRICS_CHARACTERS} characters where they are "
                 "shown; use fewer, or shorter labels, or fewer buckets"
             )
+        charge = self._account.charge(held.size, MODEL_METRICS_CHARACTERS)
+        if charge is None:
+            self._drop(held)
+            raise BadMetric(
+                f"the metrics of all instances of a model may take {MODEL_METRICS_CHARACTERS} characters where they are shown; use fewer, or shorter "
+                "labels, or fewer buckets, or fewer instances"
+            )
         number = self._next
-        self._held[number] = held
+        self._held[number], self._charges[number] = held, charge
         self._size += held.size
         self._next += 1
         return number
@@ -82,6 +98,7 @@ class StubMetrics:
         for number in dropped:
             if self._known(number) is not None:
                 self._release(self._held.pop(number))
+                del self._charges[number]
         return observations
 
     def _changed(self, rows: Sequence[Sequence[Any]]) -> Iterator[tuple[Metric, int, float, int]]:
@@ -115,7 +132,7 @@ class StubMetrics:
 
     def close(self) -> None:
         """Drop all metrics, because the stub is gone."""
-        held, self._held = self._held, {}
+        held, self._held, self._charges = self._held, {}, {}
         for each in held.values():
             self._release(each)
 

@@ -6,9 +6,11 @@ import pytest
 
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import COUNTER, GAUGE, HISTOGRAM, INCREMENT, OBSERVE, SET
+from moonpool.ipc.policy import STANDARD
 from moonpool.runtime.model.budgets import MAX_METRICS
 from moonpool.runtime.observe.exposition import expose
 from moonpool.runtime.observe.metrics import BadMetric, MetricRegistry
+from moonpool.runtime.process.usage import MemoryAccount
 from moonpool.runtime.stubs.metrics import StubMetrics
 
 
@@ -110,3 +112,25 @@ def test_metrics_of_one_stub_take_no_more_room_than_they_may(
         metrics.hold("one_more", "d", GAUGE, long, None)
     metrics.change([], held[:1])
     assert metrics.hold("one_more", "d", GAUGE, long, None)
+
+
+@pytest.mark.promise(
+    "What a stub says",
+    "The metrics of all instances of a model together take at most four times as much.",
+)
+def test_instances_of_a_model_have_one_limit_together(registry: MetricRegistry) -> None:
+    account = MemoryAccount()
+    instances = [StubMetrics(registry, nothing_told, STANDARD, account) for _ in range(5)]
+    long = [(f"l{number}", "x" * 4096) for number in range(64)]
+
+    def fill(stub: int) -> None:
+        for number in range(62):
+            instances[stub].hold(f"n{stub}_{number}", "d", GAUGE, long, None)
+
+    for stub in range(4):
+        fill(stub)
+    with pytest.raises(BadMetric, match="of all instances of a model may take 67108864 characters"):
+        fill(4)
+    instances[0].close()
+    instances[1].change([], [1])
+    instances[4].hold("n4_62", "d", GAUGE, long, None)
