@@ -87,19 +87,23 @@ class EnsembleGraph:
                 needed.add(number)
                 reached += [tensor for _, tensor in self.steps[number].inputs]
         sink = len(self.steps)
-        readers: dict[str, tuple[int, ...]] = {}
-        for number in sorted(needed):
-            for tensor in dict.fromkeys(tensor for _, tensor in self.steps[number].inputs):
-                readers[tensor] = (*readers.get(tensor, ()), number)
-        for tensor in outputs:
-            readers[tensor] = (*readers.get(tensor, ()), sink)
+        found: dict[str, list[int]] = {}
+        needs = [0] * (sink + 1)
+        for number in (*sorted(needed), sink):
+            read = (
+                outputs if number == sink else (tensor for _, tensor in self.steps[number].inputs)
+            )
+            for tensor in dict.fromkeys(read):
+                found.setdefault(tensor, []).append(number)
+                needs[number] += 1
+        readers = {tensor: tuple(numbers) for tensor, numbers in found.items()}
         flow = Flow(
             self.config.name,
             sink,
             self.config.decoupled,
             [tensor.name for tensor in self.config.inputs if tensor.name in readers],
             readers,
-            [sum(number in each for each in readers.values()) for number in range(sink + 1)],
+            needs,
             [step.inputs for step in self.steps],
             [tuple(pair for pair in step.outputs if pair[1] in readers) for step in self.steps],
         )

@@ -147,10 +147,21 @@ class _Flow:
 
     def _ready(self) -> set[str]:
         """Return the tensors that come if all inputs do."""
-        ready, left = set(self._inputs), list(self._steps)
-        while running := [step for step in left if ready.issuperset(_tensors(step.inputs))]:
-            left = [step for step in left if step not in running]
-            ready.update(tensor for step in running for tensor in _tensors(step.outputs))
+        readers: dict[str, list[int]] = {}
+        missing = []
+        for number, step in enumerate(self._steps):
+            read = set(_tensors(step.inputs))
+            missing.append(len(read))
+            for tensor in read:
+                readers.setdefault(tensor, []).append(number)
+        ready = set(self._inputs)
+        fresh = list(ready)
+        while fresh:
+            for number in readers.get(fresh.pop(), ()):
+                missing[number] -= 1
+                written = () if missing[number] else _tensors(self._steps[number].outputs)
+                fresh += [tensor for tensor in written if tensor not in ready]
+                ready.update(written)
         return ready
 
     def _why_unwritten(self, output: str, ready: set[str]) -> str:
