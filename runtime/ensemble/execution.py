@@ -10,7 +10,7 @@ the steps that read it run without it, and their models decide if they can.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from moonpool.runtime.ensemble.graph import Flow
@@ -44,23 +44,37 @@ class StepProgress(NamedTuple, Generic[T]):
 class EnsembleExecution(Generic[T]):
     """The state of one request. Not thread-safe."""
 
-    __slots__ = ("_answer", "_collected", "_flow", "_iterations", "_running")
+    __slots__ = (
+        "_answer",
+        "_collected",
+        "_flow",
+        "_iterations",
+        "_running",
+        "_weight",
+        "_weights",
+    )
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: Flow, weights: Sequence[int] = ()) -> None:
+        """`weights` are how much a call of each step counts in `waiting_count`; 1 if there are none."""
         self._flow = flow
+        self._weights = weights
         # Tensors that wait for others that the same reader needs, by reader and iteration.
         self._collected: dict[tuple[int, int], dict[str, T | None]] = {}
         # The number of responses so far, by step.
         self._iterations: dict[int, int] = {}
         # The number of calls that have not had their last response.
         self._running = 0
+        self._weight = 0
         # The response of an ensemble that is not decoupled. It is given when nothing runs any more.
         self._answer: dict[str, T] | None = None
 
     @property
     def waiting_count(self) -> int:
-        """The number of calls that have not ended, and of those that wait for more tensors."""
-        return self._running + len(self._collected)
+        """The calls that have not ended, by their weights, and the number of those that wait for more tensors."""
+        return self._weight + len(self._collected)
+
+    def _weight_of(self, step: int) -> int:
+        return self._weights[step] if self._weights else 1
 
     def begin(self, given: Mapping[str, T]) -> StepProgress[T]:
         """Begin with the inputs that the caller gave, by the names of their tensors. To be called first, and once."""
@@ -89,6 +103,7 @@ class EnsembleExecution(Generic[T]):
                 self._arrive(flow.readers[tensor], tensor, iteration, value, calls, responses)
         if is_final:
             self._running -= 1
+            self._weight -= self._weight_of(step)
         return self._progress(calls, responses)
 
     def _arrive(
@@ -128,6 +143,7 @@ class EnsembleExecution(Generic[T]):
 
     def _progress(self, calls: list[StepCall[T]], responses: list[dict[str, T]]) -> StepProgress[T]:
         self._running += len(calls)
+        self._weight += sum(self._weight_of(call.step) for call in calls)
         is_over = not self._running
         if self._flow.is_decoupled:
             return StepProgress(calls, responses, is_over)

@@ -19,13 +19,13 @@ happens on the reactor's thread. `_Step` brings it there.
 time that it was submitted, the thread that submitted it leaves it again, so no order of the two loses it.
 
 *What waits.* A decoupled model may answer faster than the steps that read its tensors, and each of its responses becomes a request of such
-a step. A `ResponseBacklog` bounds them, on the reactor's thread.
+a step. A `ResponseBacklog` bounds them, on the reactor's thread. A request to another ensemble counts as all those that it becomes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -86,6 +86,7 @@ class RunOwner(Protocol):
     fetching: Fetching
     is_decoupled: bool
     has_gates: bool
+    weights: Sequence[int]
 
     def member(self, step: int) -> StepModel: ...
     def passes(self, step: GateStep) -> bool: ...
@@ -139,7 +140,7 @@ class GraphRun:
         self.owner = owner
         self.request = request
         self.flow = flow
-        self._machine: EnsembleExecution[Any] = EnsembleExecution(flow)
+        self._machine: EnsembleExecution[Any] = EnsembleExecution(flow, owner.weights)
         self._lock = threading.Lock()
         self._todo: list[StepCall[Any]] = []
         # True while a thread submits what is in `_todo`.

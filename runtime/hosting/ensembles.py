@@ -8,26 +8,29 @@ members do. A member that is replaced is found by the next step, since every ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.ensemble.graph import EnsembleGraph, Unfit
 from moonpool.runtime.ensemble.scheduler import EnsembleScheduler
 from moonpool.runtime.errors import BackendError
 from moonpool.runtime.hosting.hosted_model import HostedModel
-from moonpool.runtime.hosting.model_statuses import with_code
+from moonpool.runtime.hosting.model_statuses import LoadedVersions, with_code
 from moonpool.runtime.model.backend import Backend, Model, ModelInstance
 from moonpool.runtime.model.config.ensembles import ENSEMBLE, EnsembleScheduling, EnsembleStep
+from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.model import DECOUPLED, ModelConfig, uncached
 from moonpool.runtime.model.device_intake import DeviceIntake
 from moonpool.runtime.model.request import Answer as Outcome
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.schedule.response_cache import CachingScheduler
-from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.readiness import Answer
 
 Find = Callable[[str, "int | None"], HostedModel]
+# The most ensembles of which each is a step of the one before.
+MOST_NESTED = 16
 
 
 class EnsembleBackend(Backend):
@@ -55,8 +58,9 @@ class HostedEnsemble(HostedModel):
 
     # Returns a model as a client would find it. Set before the load.
     find: Find
+    scheduler: EnsembleScheduler
 
-    def _new_scheduler(self) -> Scheduler:
+    def _new_scheduler(self) -> EnsembleScheduler:
         config = self.model.config
         graph = EnsembleGraph(config, scheduling_of(config))
         arguments = self.model, graph, self.find, self._reactor, self._executor
@@ -68,6 +72,12 @@ class HostedEnsemble(HostedModel):
         for number in range(len(scheduler.graph.steps)):
             scheduler.member(number)
         return scheduler
+
+    def weigh(self, count_of: Callable[[str], int]) -> None:
+        """Note how many requests one request to each member becomes. They change when members are replaced."""
+        self.scheduler.weights = [
+            count_of(step.model) for step in scheduling_of(self.model.config).steps
+        ]
 
     def is_fit(self) -> bool:
         """Return True if the ensemble fits its members as they are now."""
@@ -131,6 +141,11 @@ def scheduling_of(config: ModelConfig) -> EnsembleScheduling:
     return config.ensemble
 
 
+def step_models(config: ModelConfig) -> list[str]:
+    """Return the model of each step of an ensemble, in order; none of other models."""
+    return [] if config.ensemble is None else [step.model for step in config.ensemble.steps]
+
+
 def checked(config: ModelConfig, find: Find) -> ModelConfig:
     """Check an ensemble against its members, which are loaded. Returns the configuration, decoupled if one of them is.
 
@@ -171,6 +186,64 @@ def check_no_circle(name: str, members_of: Callable[[str], Iterable[str]]) -> No
                 reached.append(member)
 
 
+class Nesting(NamedTuple):
+    """The requests that one request to a model becomes, itself included, if each model responds once, and how many ensembles lie in each other there."""
+
+    requests: int
+    depth: int
+
+
+_NO_ENSEMBLE = Nesting(1, 0)
+
+
+def nesting_of(
+    name: str,
+    steps_of: Callable[[str], Sequence[str]],
+    limits: ConfigLimits,
+    known: dict[str, Nesting],
+) -> Nesting:
+    """Return the nesting of a model. `steps_of` returns the model of each step of an ensemble, nothing for other models.
+
+    `known` has what was found before, and gets what is found. Raises `Unfit` if a request to an ensemble becomes too many, or ensembles are
+    nested too deep: what a request does recurses with that depth.
+    """
+    # The ensembles whose members are being looked at. Each is a member of the one before.
+    inside: dict[str, Sequence[str]] = {}
+    left = [name]
+    while left:
+        each = left[-1]
+        if each in known:
+            left.pop()
+            continue
+        steps = inside.get(each)
+        if steps is None:
+            steps = inside[each] = steps_of(each)
+            _check_depth(name, len(inside) if steps else 0)
+            # One that lies in itself is for `check_no_circle`.
+            left += [member for member in dict.fromkeys(steps) if member not in inside]
+            continue
+        del inside[each]
+        left.pop()
+        members = [known.get(step, _NO_ENSEMBLE) for step in steps]
+        depth = 1 + max(member.depth for member in members) if members else 0
+        _check_depth(name, depth)
+        requests = sum(member.requests for member in members)
+        if requests > limits.ensemble_requests:
+            raise Unfit(
+                f"a request to ensemble '{each}' becomes {requests} requests to the models of its steps, with those of ensembles among them, and "
+                f"{limits.ensemble_requests} is the most{limits.advice('ensemble_requests')}"
+            )
+        known[each] = Nesting(1 + requests, depth)
+    return known[name]
+
+
+def _check_depth(name: str, depth: int) -> None:
+    if depth > MOST_NESTED:
+        raise Unfit(
+            f"ensembles are nested more than {MOST_NESTED} deep in '{name}': have the models of the inner ones as steps"
+        )
+
+
 def dependents_of(name: str, ensembles: Iterable[tuple[str, ModelConfig]]) -> list[str]:
     """Return the names of those ensembles that have this model in a step."""
     return [
@@ -194,3 +267,23 @@ def member_failed(name: str, member: str, error: MoonpoolError) -> Unfit:
     if error.public_message is not None:
         failure.public_message = f"{begin}{with_code(error, error.public_message)};"
     return failure
+
+
+def weigh(
+    name: str, models: Mapping[str, LoadedVersions], above: Sequence[str], limits: ConfigLimits
+) -> None:
+    """Note in an ensemble, and in those above it, how many requests one request becomes. `models` has all that are loaded.
+
+    Raises `Unfit` if one of them becomes too many; then nothing has changed.
+    """
+    known: dict[str, Nesting] = {}
+
+    def steps_of(each: str) -> list[str]:
+        return step_models(models[each].config) if each in models else []
+
+    for each in (name, *above):
+        nesting_of(each, steps_of, limits, known)
+    for each in (name, *above):
+        for hosted in models[each].versions.values():
+            if isinstance(hosted, HostedEnsemble):
+                hosted.weigh(lambda member: known[member].requests)

@@ -40,8 +40,8 @@ import dataclasses
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.ensemble.graph import Unfit
@@ -61,7 +61,10 @@ from moonpool.runtime.hosting.ensembles import (
     checked,
     dependents_of,
     member_failed,
+    nesting_of,
     scheduling_of,
+    step_models,
+    weigh,
 )
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.model_control import ModelControl
@@ -252,8 +255,12 @@ class ModelRegistry:
             prepared.discard()
             raise
         loaded = LoadedVersions(versions, wanted, prepared, status)
-        with self._lock:
-            self._put(name, loaded)
+        try:
+            with self._lock:
+                self._put(name, loaded)
+        except MoonpoolError:
+            loaded.unload(0.0)
+            raise
         return None if before is None else before.unload
 
     def _update(
@@ -475,7 +482,10 @@ class ModelRegistry:
     def _prepare_ensemble(self, models: Sequence[Model], may: CheckName) -> None:
         """Load the members that are not loaded, and check the versions of an ensemble against them. Raises `Unfit`, and what `may` raises."""
         name, config = models[0].name, models[0].config
-        check_no_circle(name, lambda each: self._members_of(each, name, config))
+        steps_of = cache(lambda each: self._steps_of(each, name, config))
+        check_no_circle(name, steps_of)
+        # Before anything recurses.
+        nesting_of(name, steps_of, self.rules.limits, {})
         missing = []
         absent = [each for each in scheduling_of(config).models if each not in self._models]
         self._check_all(absent, may)
@@ -501,8 +511,8 @@ class ModelRegistry:
         for member in scheduling_of(config).models:
             self.residency.asks(name, member)
 
-    def _members_of(self, name: str, loading: str, config: ModelConfig) -> list[str]:
-        """Return the members of an ensemble, loaded or not; none of other models. `loading` has `config`."""
+    def _steps_of(self, name: str, loading: str, config: ModelConfig) -> list[str]:
+        """Return the model of each step of an ensemble, loaded or not; none of other models. `loading` has `config`."""
         if name != loading:
             loaded = self._models.get(name)
             if loaded is not None:
@@ -512,7 +522,7 @@ class ModelRegistry:
                     config = self.repositories.find(name).config(partial=True)
                 except MoonpoolError:  # its own load says what is wrong
                     return []
-        return [] if config.ensemble is None else config.ensemble.models
+        return step_models(config)
 
     def _follow(self, name: str, asker: str | None) -> None:
         """Let ensembles follow a model that was loaded: those that it does not fit any more go, and those that waited for it come."""
@@ -603,7 +613,8 @@ class ModelRegistry:
             self.begin_unload(member, with_members=True)
 
     def _put(self, name: str, loaded: LoadedVersions) -> None:
-        """Put a model into the table, so that requests find it. Needs the lock."""
+        """Put a model into the table, so that requests find it. Needs the lock. Raises `Unfit` if a request would become too many."""
+        weigh(name, {**self._models, name: loaded}, self._above([name]), self.rules.limits)
         self._models[name] = loaded
         self._latest[name] = loaded.latest
         self.stubs.sharing.serve(name, [hosted.model for hosted in loaded.versions.values()])

@@ -38,6 +38,8 @@ class ConfigLimits:
     priority_levels: int = 1024
     # The entries of any other list or map: preferred sizes, queue policies, parameters, tags, buckets, GPUs.
     items: int = 4096
+    # The requests that one request to an ensemble becomes, ensembles in its steps included.
+    ensemble_requests: int = 4096
     option: str = "--model-config-limit={}"
 
     def raised(self, texts: Iterable[str]) -> ConfigLimits:
@@ -59,7 +61,7 @@ class ConfigLimits:
         """Raise `ConfigError` for a text of a configuration that is too long to be read."""
         if size_bytes > self.config_bytes:
             raise ConfigError(
-                f"is longer than {self.config_bytes} bytes{self._advice('config_bytes')}", file=file
+                f"is longer than {self.config_bytes} bytes{self.advice('config_bytes')}", file=file
             )
 
     def check(self, raw: Mapping[str, object], source: Source) -> None:
@@ -107,7 +109,8 @@ class ConfigLimits:
         most = getattr(self, name)
         if count > most:
             what = f"asks for {count} {unit}, and {most} is the most"
-            raise source.error(path, what + self._advice(name))
+            raise source.error(path, what + self.advice(name))
 
-    def _advice(self, name: str) -> str:
+    def advice(self, name: str) -> str:
+        """Return the part of an error that says how to raise a limit."""
         return f"; an operator raises it by {self.option.format(f'{name}=NUMBER')}"
