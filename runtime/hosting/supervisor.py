@@ -526,12 +526,14 @@ class Supervisor:
             self._is_checking = limit_s is not None
         if limit_s is None or self._scheduler is None or self._stopping.is_set():
             return
-        since_ns = time.monotonic_ns() - int(limit_s * 1e9)
+        now_ns = time.monotonic_ns()
+        since_ns = now_ns - int(limit_s * 1e9)
         for execution in self._scheduler.executing_since(since_ns):
-            if execution.began_before(since_ns):
-                instance = execution.instance
-                because = took_too_long(instance.name, limit_s, self._model.denials)
-                self._backend.abort(instance, because)
+            began_ns = execution.began_ns
+            if began_ns is not None and began_ns < since_ns:
+                name, taken_s = execution.instance.name, (now_ns - began_ns) / 1e9
+                because = took_too_long(name, limit_s, self._model.denials, taken_s)
+                self._backend.abort(execution.instance, because)
         for instance in self._scheduler.deserted_since(since_ns):
             self._backend.abort(instance, kept_too_long(instance.name, limit_s))
         self._reactor.call_later(

@@ -24,6 +24,8 @@ from moonpool.runtime.schedule.scheduler import Scheduler, call
 
 # The process or the machine has no descriptor, memory or process left.
 _SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN))
+# A batch beyond its time is found by then, in parts of its limit, unless the machine is under load.
+_FOUND_AFTER = 1.25
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -69,12 +71,16 @@ def notify_callers(
     all_of(call, steps)
 
 
-def took_too_long(instance: str, limit_s: float, denials: DenialBook) -> ExecuteTimedOut:
+def took_too_long(
+    instance: str, limit_s: float, denials: DenialBook, taken_s: float | None = None
+) -> ExecuteTimedOut:
     """Make the error for the requests of a batch that an instance did not execute in time.
 
-    A refusal of the sandbox meanwhile may be the reason: what a process that the model started was refused is no error of the model.
+    A refusal of the sandbox since its start, `taken_s` ago, may be the reason: what a process that the model started was refused is no
+    error of the model. Without `taken_s`, the start is where it can be, as batches beyond their time are found some time after that.
     """
-    refused = denials.since(instance, time.time_ns() // 1_000_000 - int(limit_s * 1000))
+    taken_s = _FOUND_AFTER * limit_s if taken_s is None else taken_s
+    refused = denials.since(instance, time.time_ns() // 1_000_000 - int(taken_s * 1000))
     return ExecuteTimedOut(
         f"Stub process '{instance}' took longer than {limit_s:g} s to execute a batch and was ended"
         f"{f'; {refused}' if refused else ''}"

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -144,16 +145,23 @@ found = 9
 def test_what_a_child_was_refused_is_named_at_the_deadline(
     runtime: moonpool.Runtime, folder: Path
 ) -> None:
-    limits = options(SANDBOX="strict", SANDBOX_SYSCALLS="fork", EXECUTE_TIMEOUT_S=3)
-    runtime.load("late", folder, config=CONFIG | limits)
+    granted = options(SANDBOX="strict", SANDBOX_SYSCALLS="fork")["parameters"]
+    limit = options(EXECUTE_TIMEOUT_S=0.2)["parameters"]
+    runtime.load("late", folder, config=CONFIG | {"parameters": granted})
     try:
+        text = f"fork\n{REFUSED_IN_A_CHILD}"
+        asked = runtime.submit("late", {"X": [text]})
+        denials = runtime._models.find("late").model.denials
+        wait_until(lambda: denials.counts("late_0")["socket"] == 1, 60.0)
+        # The refusal is as old as the batch, and not younger than its limit.
+        (refused,) = denials.latest("late_0")
+        wait_until(lambda: time.time() * 1000 - refused.last_ms > 400, 60.0)
+        runtime.load("late", folder, config=CONFIG | {"parameters": granted | limit})
         with pytest.raises(moonpool.ExecuteTimedOut) as caught:
-            found(runtime, "fork", REFUSED_IN_A_CHILD, "late")
+            asked.result(60.0)
         assert "make a socket of Unix: MOONPOOL_SANDBOX_SYSCALLS=unix would allow it" in str(
             caught.value
         )
-        denials = runtime._models.find("late").model.denials
-        wait_until(lambda: denials.counts("late_0")["socket"] == 1, 60.0)
     finally:
         runtime.unload("late")
 
