@@ -196,7 +196,7 @@ def test_what_a_step_leaves_behind_is_killed_and_recorded(tmp_path: Path) -> Non
     (left,) = [line for line in found if line["name"] == "leaves no process behind"]
     assert left["stage"] == "soak"
     assert left["ok"] is False
-    assert "signal.pause" in left["text"]
+    assert "-c import signal" in left["text"]
     assert steps(found)["report 0"] == (True, "")
 
 
