@@ -28,6 +28,7 @@ from concurrent.futures import Executor
 from functools import partial
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.messages import beginning
 from moonpool.runtime.errors import LoadFailed, ModelUnavailable
 from moonpool.runtime.hosting.instance_record import InstanceRecord
 from moonpool.runtime.hosting.scaling import InstanceSpec, Matching, matched, specs_of
@@ -59,6 +60,8 @@ _log = logging.getLogger("moonpool")
 _NO_CACHE = "model '%s' has a response_cache, and there is none: %s"
 # The time that instances of an update that failed elsewhere have for requests that they took meanwhile.
 _UNDO_S = 30.0
+# The states of models are remembered after these have gone.
+_MOST_REASON_BYTES = 8192
 # The states of an instance after something went wrong.
 _BROKEN = (InstanceState.BACKING_OFF, InstanceState.FAILED)
 
@@ -148,7 +151,7 @@ class HostedModel:
                 raise
         except Exception as error:
             failure = as_load_failure(error, f"model '{self.model.name}'")
-            self._move(ModelState.UNAVAILABLE, str(failure))
+            self._move(ModelState.UNAVAILABLE, beginning(str(failure), _MOST_REASON_BYTES))
             if failure is error:
                 raise
             raise failure from error

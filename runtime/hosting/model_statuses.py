@@ -7,9 +7,13 @@ read by others without a lock. A version's state is not copied: it is read from 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.messages import beginning
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.isolation.public_text import public_text, scrubbed
 from moonpool.runtime.model.backend import Model
@@ -20,6 +24,8 @@ from moonpool.runtime.repository.loading import PreparedModel, Wanted
 
 # The number of names that are remembered.
 _MOST = 10_000
+# What is kept of the text of an error: its writer may be a model or a client.
+_MOST_TEXT_BYTES = 8192
 _UNLOADED = "unloaded"
 _GIVEN_UP = "every instance gave up; see the server's log"
 _ASLEEP = "asleep: the next request loads it"
@@ -36,9 +42,24 @@ _WORDS = {
 }
 
 
-def with_code(error: MoonpoolError, text: str | None = None) -> str:
+def with_code(error: MoonpoolError | LoadFailure, text: str | None = None) -> str:
     """Return the text of an error, or another one for it, behind its code, as Triton shows it."""
     return f"{_WORDS.get(error.code, 'Internal')}: {error if text is None else text}"
+
+
+class LoadFailure(NamedTuple):
+    """Keeps the texts of the error of a load. The error itself refers to all that the load had in its hands, such as a client's files."""
+
+    code: str
+    text: str
+    public_text: str
+    """The text for clients."""
+
+    @classmethod
+    def of(cls, error: MoonpoolError) -> LoadFailure:
+        """Keep the beginnings of the texts of an error."""
+        texts = str(error), public_text(error)
+        return cls(error.code, *(beginning(text, _MOST_TEXT_BYTES) for text in texts))
 
 
 class VersionStatus:
@@ -47,8 +68,10 @@ class VersionStatus:
     def __init__(self, hosted: HostedModel) -> None:
         self.version = hosted.model.version
         self.sandbox = hosted.model.options.sandbox
-        self.failure: MoonpoolError | None = None
-        self._machine, self._model, self._hosted = hosted.machine, hosted.model, hosted
+        self.failure: LoadFailure | None = None
+        self._machine = hosted.machine
+        # A model that was unloaded must go with all that it has.
+        self._hosted = weakref.ref(hosted)
         self._is_given_up = False
 
     def give_up(self) -> None:
@@ -62,16 +85,18 @@ class VersionStatus:
     @property
     def reason(self) -> str:
         """The reason why it is UNAVAILABLE, or that it is asleep, for clients; empty in all other states."""
-        if self.state is ModelState.READY and self._model.is_asleep:
-            return _DORMANT if self._hosted.is_dormant else _ASLEEP
+        hosted = self._hosted()
+        if self.state is ModelState.READY and hosted is not None and hosted.model.is_asleep:
+            return _DORMANT if hosted.is_dormant else _ASLEEP
         if self.state is not ModelState.UNAVAILABLE:
             return ""
         if self.is_unloaded:
             return _UNLOADED
         if self.failure is not None:
-            return with_code(self.failure, public_text(self.failure))
+            return with_code(self.failure, self.failure.public_text)
         # What the process said last is for the log.
-        return _GIVEN_UP if self._hosted.has_given_up else scrubbed(self._machine.because)
+        has_given_up = hosted is not None and hosted.has_given_up
+        return _GIVEN_UP if has_given_up else scrubbed(self._machine.because)
 
     @property
     def is_unloaded(self) -> bool:
@@ -88,9 +113,9 @@ class ModelStatus:
 
     def __init__(self) -> None:
         self.versions: list[VersionStatus] = []
-        self.failure: MoonpoolError | None = None
+        self.failure: LoadFailure | None = None
         # Identifies what was loaded, to tell if it has changed.
-        self.stamp: object = None
+        self.stamp: bytes | None = None
 
     def add(self, hosted: HostedModel) -> VersionStatus:
         status = VersionStatus(hosted)
@@ -125,7 +150,7 @@ class ModelStatuses:
                 for version in status.versions:
                     version.give_up()
 
-    def failed(self, name: str, stamp: object) -> bool:
+    def failed(self, name: str, stamp: bytes | None) -> bool:
         """Return True if the last load of this name failed, and was of the same model files and options."""
         status = self._by_name.get(name)
         return status is not None and status.failure is not None and status.stamp == stamp
@@ -155,7 +180,9 @@ class LoadedVersions:
         """`before` are the versions that were updated to these. Their files are in use still."""
         self.versions = {hosted.model.version: hosted for hosted in versions}
         self.latest = versions[-1]
-        self.wanted = wanted
+        # Only ensembles are loaded again as they were wanted. The files of others, which a client brought, lie on the disk by now.
+        is_ensemble = self.config.ensemble is not None
+        self.wanted = wanted if is_ensemble else replace(wanted, config=None, files=None)
         self.status = status
         self.stamp = prepared.stamp
         self._fixed = dict(prepared.fixed)

@@ -78,7 +78,7 @@ from moonpool.runtime.hosting.model_statuses import (
 from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.model.backend import Backend, Model
 from moonpool.runtime.model.config.live import with_count
-from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.model.config.model import ModelConfig, name_problem
 from moonpool.runtime.observe.exposition import ExposedFamily
 from moonpool.runtime.observe.log_settings import LogSettings
 from moonpool.runtime.observe.metrics_options import MetricsOptions
@@ -195,13 +195,16 @@ class ModelRegistry:
         `ModelUnavailable` if this load would wait for itself, `RuntimeClosed`.
         """
         name = wanted.name
+        # Before it is noted under that name.
+        if problem := name_problem(name):
+            raise RepositoryError(problem)
         with self._locks.hold(name, asker, attempt), self.errors.noting(name):
             self._check_open()
             status = ModelStatus()
             try:
                 unload = self._replace(wanted, asker, status, may, again=again)
             except MoonpoolError as error:
-                status.failure = error
+                status.failure = LoadFailure.of(error)
                 self._statuses.note(name, status)
                 raise
             with self._lock:
@@ -436,7 +439,7 @@ class ModelRegistry:
                             attempt.check()
                     hosted.load()
                 except MoonpoolError as error:
-                    version.failure = error
+                    version.failure = LoadFailure.of(error)
                     raise
                 finally:
                     self._loading.remove(loading)

@@ -15,6 +15,7 @@ with the model.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -210,7 +211,7 @@ class PreparedModel:
         self.models = models
         self._made, self._lease = made, lease
         self._digest = digest
-        self.stamp: object = None
+        self.stamp: bytes | None = None
         # By version.
         self.fixed: dict[int, FixedPart] = {}
 
@@ -223,7 +224,7 @@ class PreparedModel:
             files = common, source.class_name, self._stamps([source.file])
             self.fixed[model.version] = FixedPart(files, options, fixed_part(model.config.raw))
         models = [(model.version, model.config.raw, model.options) for model in self.models]
-        self.stamp = list(self.fixed.items()), models
+        self.stamp = _stamp((list(self.fixed.items()), models))
 
     def _stamps(self, paths: Iterable[Path]) -> list[bytes]:
         return [
@@ -247,6 +248,12 @@ class PreparedModel:
             _remove(self._made)
         if self._lease is not None:
             self._lease.release()
+
+
+def _stamp(value: object) -> bytes:
+    """Return a digest, which is kept of each model that was ever loaded. Two values that are equal have equal ones."""
+    text = json.dumps(value, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
 
 
 def prepare(

@@ -32,7 +32,7 @@ def model_table(statuses: Mapping[str, ModelStatus]) -> str:
             reason = f": {version.reason}" if version.reason else ""
             rows.append([name, str(version.version), f"{version.state}{reason}", version.sandbox])
         if not status.versions and status.failure is not None:
-            rows.append([name, "-", f"Not loaded: {status.failure}", ""])
+            rows.append([name, "-", f"Not loaded: {status.failure.text}", ""])
     # Triton's table has three columns. If no sandbox is set, the table stays as it is.
     columns = 3 if {row[3] for row in rows} <= {"", STANDARD} else 4
     head = ["Model", "Version", "Status", "Sandbox"]

@@ -23,7 +23,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.hosting.model_control import POLLED, loading, wanted_of
 from moonpool.runtime.hosting.model_statuses import ModelStatus
-from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.process.parallel import in_parallel
 from moonpool.runtime.process.threads import start_thread
@@ -269,7 +268,7 @@ def _entries(name: str, status: ModelStatus | None, *, ready_only: bool) -> list
         return entries
     if status is None or status.failure is None:
         return [{"name": name}]
-    return [{"name": name, "state": "UNAVAILABLE", "reason": public_text(status.failure)}]
+    return [{"name": name, "state": "UNAVAILABLE", "reason": status.failure.public_text}]
 
 
 def _log_failure(error: MoonpoolError) -> None:

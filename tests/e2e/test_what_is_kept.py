@@ -1,0 +1,63 @@
+"""Tests of what the runtime keeps of models that are gone: their names and why they are gone, and nothing that their loads brought."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+from tests.ensemble_repositories import write_model
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool.runtime.repository.loading import Wanted
+
+pytestmark = pytest.mark.promise(
+    "Lifecycle",
+    "Of models that were unloaded or failed to load, the runtime keeps names and reasons, of bounded size, and no files or configurations.",
+)
+
+
+class Files(dict[str, bytes]):
+    """To these there can be weak references."""
+
+
+def test_a_load_that_failed_keeps_no_files() -> None:
+    files = Files({"1/model.py": b"", "1/large": b"x"})
+    kept = weakref.ref(files)
+    with moonpool.Runtime() as runtime:
+        with pytest.raises(moonpool.MoonpoolError):
+            runtime._models.load(
+                Wanted("m", files=files, config={"max_batch_size": -1}, is_whole=True)
+            )
+        del files
+        gc.collect()
+        assert kept() is None
+        failure = runtime._models.statuses()["m"].failure
+        assert failure is not None
+        assert "max_batch_size" in failure.text
+
+
+def test_a_model_has_its_files_on_the_disk_and_is_gone_with_its_unload(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    names = "config.pbtxt", "1/model.py"
+    files = Files({name: (tmp_path / "m" / name).read_bytes() for name in names})
+    kept_files = weakref.ref(files)
+    with moonpool.Runtime() as runtime:
+        runtime._models.load(Wanted("m", files=files, config={}, is_whole=False))
+        del files
+        gc.collect()
+        assert kept_files() is None
+        kept = weakref.ref(runtime._models.find("m"))
+        runtime.unload("m")
+        wait_until(lambda: gc.collect() >= 0 and kept() is None)
+        (version,) = runtime._models.statuses()["m"].versions
+        assert version.reason == "unloaded"
+
+
+def test_a_name_that_no_model_can_have_is_not_kept() -> None:
+    with moonpool.Runtime() as runtime:
+        with pytest.raises(moonpool.MoonpoolError, match="must be 1 to 512"):
+            runtime._models.load(Wanted("n" * 1_000_000))
+        assert runtime._models.statuses() == {}
