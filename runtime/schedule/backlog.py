@@ -6,9 +6,10 @@ read on nevertheless: it also brings the responses of others, which one slow rea
 request, that request ends with `BacklogFull`.
 
 A backlog belongs to one request. One thread at a time adds to it and one takes from it, each in a number of its own, so there is no lock: the
-reactor adds, and a lock that callers take too could be held by a thread whose signal handler runs for long. Backlogs of a MiB and more
-are in `_large`, whose operations are atomic. The thread that adds looks at their sum now and then. If that is too much
-for this process, the largest one ends. A finalizer may call `close`, which takes no lock either.
+reactor adds, and a lock that callers take too could be held by a thread whose signal handler runs for long. Backlogs of more bytes than
+a request takes itself are in `_large`, whose operations are atomic. After each MiB or so that has come for all of them, the thread that
+adds looks at their sum. If that is too much for this process, the largest one ends. Threads that add at the same time may lose bytes of
+`_Look`, so that one looks a little later. A finalizer may call `close`, which takes no lock either.
 """
 
 from __future__ import annotations
@@ -26,10 +27,18 @@ RESPONSE_BYTES = 1 << 10
 """The memory that a response needs in this process, beside its tensors and parameters."""
 # An array, its lease and its name.
 _TENSOR_BYTES = 640
-# A backlog is compared with the others after each so many bytes more.
+# A backlog with so much is compared with the others. A smaller one is no more than what its request takes anyway.
+_LARGE_BYTES = 16 << 10
+# They are compared after each so many bytes more.
 _LOOK_BYTES = 1 << 20
 _MOST_BYTES = part_of_memory(8, 4 << 30)
 _large: dict[ResponseBacklog, None] = {}
+
+
+class _Look:
+    """The bytes that have come for large backlogs since these were compared last."""
+
+    came_bytes = 0
 
 
 class ResponseBacklog:
@@ -74,12 +83,15 @@ class ResponseBacklog:
                 f"{waiting_bytes} bytes of responses wait for a reader that is too slow, and MOONPOOL_BACKLOG_BYTES of model"
                 f" '{self._name}' allows {self._limit_bytes}"
             )
-        elif waiting_bytes > _LOOK_BYTES and self.came_bytes - self._looked_bytes > _LOOK_BYTES:
+        elif waiting_bytes > _LARGE_BYTES and self.came_bytes - self._looked_bytes > _LARGE_BYTES:
+            _Look.came_bytes += self.came_bytes - self._looked_bytes
             self._looked_bytes = self.came_bytes
             _large[self] = None
             if self._end is None:  # it was closed meanwhile
                 _large.pop(self, None)
-            _relieve()
+            if _Look.came_bytes > _LOOK_BYTES:
+                _Look.came_bytes = 0
+                _relieve()
 
     def _give_up(self, why: str) -> None:
         end, self._end = self._end, None

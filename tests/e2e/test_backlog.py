@@ -150,6 +150,22 @@ def test_the_largest_ends_if_too_much_waits_for_all(monkeypatch: pytest.MonkeyPa
     assert not backlog._large
 
 
+def test_small_backlogs_count_together_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    backlogs = [
+        ResponseBacklog("m", 1 << 40, lambda error: ended.append(str(error))) for _ in range(200)
+    ]
+    monkeypatch.setattr(backlog, "_MOST_BYTES", 10 << 20)
+    for each in backlogs:
+        each.came_bytes += 100 << 10
+        each.look()
+    assert sum(not each.is_closed for each in backlogs) * (100 << 10) <= 12 << 20
+    assert "the most of them for this request to model 'm'" in ended[0]
+    for each in backlogs:
+        each.close()
+    assert not backlog._large
+
+
 @pytest.mark.parametrize(
     "response",
     [
