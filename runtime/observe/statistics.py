@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from moonpool.runtime.observe.distributions import BucketCounts, CacheSummaries, LatencySummaries
 from moonpool.runtime.observe.exposition import Labels
-from moonpool.runtime.quick import learn
+from moonpool.runtime.quick import learn, learn_object
 
 Duration: TypeAlias = "dict[str, int]"
 ModelStat: TypeAlias = "dict[str, Any]"
@@ -31,6 +31,8 @@ DURATION_BOUNDS_NS = (
 )
 # Beyond these places responses are counted at the last one.
 _MOST_PLACES = 1000
+# Different sizes of batches that are counted apart.
+MOST_BATCH_SIZES = 4096
 # As in Triton. The configuration of a model may set others.
 FIRST_RESPONSE_BOUNDS_NS = tuple(n * _MS for n in (100, 500, 2000, 5000))
 _KINDS = ("success", "fail", "empty_response", "cancel")
@@ -221,9 +223,7 @@ class Statistics:
         self.input_ns += input_ns * requests
         self.infer_ns += infer_ns * requests
         self.output_ns += output_ns * requests
-        batch = self._batches.get(batch_rows)
-        if batch is None:
-            batch = self._batches[batch_rows] = [0, 0, 0, 0]
+        batch = self._of_size(batch_rows)
         batch[0] += 1
         batch[1] += input_ns
         batch[2] += infer_ns
@@ -256,9 +256,7 @@ class Statistics:
         self.infer_ns += infer_ns
         self.output_ns += output_ns
         self.by_duration[bisect_left(self.bounds_ns, taken_ns)] += 1
-        batch = self._batches.get(rows)
-        if batch is None:
-            batch = self._batches[rows] = [0, 0, 0, 0]
+        batch = self._of_size(rows)
         batch[0] += 1
         batch[1] += input_ns
         batch[2] += infer_ns
@@ -267,6 +265,15 @@ class Statistics:
             self.summaries.request.add(taken_ns)
             self.summaries.queue.add(started_ns - queued_ns)
             self.summaries.add_batch(1, input_ns, infer_ns, output_ns)
+
+    def _of_size(self, rows: int) -> list[int]:
+        """Return the counts of batches of this size. Callers choose the sizes, so those beyond a number of them are not kept."""
+        batch = self._batches.get(rows)
+        if batch is None:
+            batch = [0, 0, 0, 0]
+            if len(self._batches) < MOST_BATCH_SIZES:
+                self._batches[rows] = batch
+        return batch
 
     def record_hit(self, now_ms: int, taken_ns: int) -> None:
         """Count a request that was answered from the cache, and the time that this took. It executed nothing."""
@@ -373,8 +380,9 @@ def add_counts(statistics: Statistics, counts: Counts) -> None:
     for bucket, count in enumerate(rest):
         by_duration[bucket] += count
     for rows, *counted in batches:
-        before = statistics._batches.get(rows, [0, 0, 0, 0])
-        statistics._batches[rows] = [a + b for a, b in zip(before, counted, strict=True)]
+        batch = statistics._of_size(rows)
+        batch[:] = [a + b for a, b in zip(batch, counted, strict=True)]
 
 
 learn(Statistics)
+learn_object("most batch sizes", MOST_BATCH_SIZES)

@@ -160,7 +160,8 @@ PyObject* py_learn(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       {"nowhere", &constants.nowhere}, {"no batch", &constants.no_batch},
       {"new lock", &constants.new_lock}, {"main thread", &constants.main_thread},
       {"peer gone", &constants.peer_gone}, {"moonpool error", &constants.moonpool_error}, {"partial", &constants.partial}, {"ties callers", &constants.ties_callers},
-      {"usual cost", &constants.usual_cost}, {"submitted", &constants.submitted}, {"no sequence", &constants.no_sequence}};
+      {"usual cost", &constants.usual_cost}, {"submitted", &constants.submitted}, {"no sequence", &constants.no_sequence},
+      {"most batch sizes", &constants.most_batch_sizes}};
   for (const auto& [what, place] : objects) {
     if (std::strcmp(what, bytes) != 0) continue;
     *place = Ref::to(arguments[1]).release();

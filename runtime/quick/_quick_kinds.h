@@ -269,7 +269,7 @@ extern Known known;
 // Objects that are made once.
 struct Constants {
   PyObject *ndarray, *byte, *zero, *empty_text, *nowhere, *no_batch, *new_lock, *main_thread, *peer_gone, *moonpool_error, *partial, *ties_callers,
-      *usual_cost, *submitted, *no_sequence;
+      *usual_cost, *submitted, *no_sequence, *most_batch_sizes;
   // Names of methods.
   PyObject *acquire, *release, *locked, *fileno, *popleft, *append, *appendleft, *popitem, *move_to_end, *notify_all, *allocate,
       *end_batch, *answered, *cancel, *resolve, *appoint, *abandon, *send, *launch, *settle, *lose,

@@ -654,6 +654,10 @@ bool count_batch(PyObject* statistics, int64_t rows, int64_t requests, int64_t s
   Ref batch = Ref::to(PyDict_GetItemWithError(batches.get(), key.get()));
   const int64_t more[4] = {1, input_ns, infer_ns, output_ns};
   if (!batch) {
+    // Callers choose the sizes.
+    int64_t most = 0;
+    if (!as_number(constants.most_batch_sizes, &most)) return false;
+    if (PyDict_Size(batches.get()) >= most) return true;
     batch = Ref(PyList_New(4));
     for (Py_ssize_t i = 0; batch && i < 4; ++i) PyList_SetItem(batch.get(), i, Ref::to(constants.zero).release());
     if (!batch || PyDict_SetItem(batches.get(), key.get(), batch.get()) != 0) return false;

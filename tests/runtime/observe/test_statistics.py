@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.runtime.observe.distributions import LatencySummaries
-from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS, Statistics, take_counts
+from moonpool.runtime.observe.statistics import (
+    DURATION_BOUNDS_NS,
+    MOST_BATCH_SIZES,
+    Statistics,
+    take_counts,
+)
 
 counts = st.integers(0, 1000)
 executions = st.lists(
@@ -96,6 +101,18 @@ def test_a_batch_in_which_everything_failed_was_executed_all_the_same() -> None:
     (batch,) = statistics.snapshot()["batch_stats"]
     assert batch["batch_size"] == 4
     assert batch["compute_infer"] == {"count": 1, "ns": 10}
+
+
+def test_callers_who_choose_sizes_fill_no_memory_with_them() -> None:
+    statistics = Statistics("m", "1")
+    for rows in range(1, 6001):
+        statistics.record_batch(7, rows, 1, rows, 1, 1, 1, 1, 1)
+        statistics.record_alone(rows + 10_000, 1, 2, 3, 4, 5)
+    assert statistics.success_count == 12_000
+    assert len(statistics.snapshot()["batch_stats"]) == MOST_BATCH_SIZES
+    # Those that are there are counted on.
+    statistics.record_batch(7, 1, 1, 1, 1, 1, 1, 1, 1)
+    assert statistics.batch_sizes()[1] == 2
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), *[st.integers(0, 10**9)] * 5)))
