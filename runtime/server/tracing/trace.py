@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -68,6 +69,7 @@ class Trace:
         "_ends",
         "_keeper",
         "_request",
+        "_size_bytes",
         "_wants_tensors",
         "context",
         "is_executed",
@@ -113,10 +115,13 @@ class Trace:
         # The answer whose outputs are not added yet.
         self._answer: Answer | None = None
         self._wants_tensors = wants_tensors
+        # What its marks and tensors take.
+        self._size_bytes = 0
 
     def mark(self, activity: str, ns: int | None = None) -> None:
         """Add an activity at a time of `time.monotonic_ns`, by default now."""
         self.marks.append((activity, time.monotonic_ns() if ns is None else ns))
+        self._size_bytes += _MARK_BYTES
 
     def follow(self, request: InferenceRequest) -> None:
         """Trace a request that is about to be submitted, and let its model know the trace."""
@@ -153,14 +158,14 @@ class Trace:
         ended_ns: int,
     ) -> None:
         """Add the times of the batch that the request was in. `answered` follows, and then `settled`."""
-        self.marks += (
-            ("QUEUE_START", queued_ns),
-            ("COMPUTE_START", started_ns),
-            ("COMPUTE_INPUT_END", sent_ns),
-            ("COMPUTE_OUTPUT_START", answered_ns),
-            ("COMPUTE_END", ended_ns),
-        )
         self._answer = answer
+        # A model may reschedule a request for ever.
+        if self._size_bytes < MAX_TRACE_BYTES:
+            self.mark("QUEUE_START", queued_ns)
+            self.mark("COMPUTE_START", started_ns)
+            self.mark("COMPUTE_INPUT_END", sent_ns)
+            self.mark("COMPUTE_OUTPUT_START", answered_ns)
+            self.mark("COMPUTE_END", ended_ns)
 
     def answered(self) -> None:
         """Add the outputs of the answer. Their text may take long, so the caller must not hold a lock."""
@@ -189,6 +194,9 @@ class Trace:
         shape: list[int] | tuple[int, ...],
         array: Any,
     ) -> None:
+        # A model may respond for ever.
+        if self._size_bytes >= MAX_TRACE_BYTES:
+            return
         tensor = TracedTensor(
             activity,
             name,
@@ -198,11 +206,17 @@ class Trace:
             time.monotonic_ns(),
         )
         self.tensors.append(tensor)
+        self._size_bytes += _TENSOR_BYTES + sum(
+            map(sys.getsizeof, (tensor.name, tensor.shape, tensor.data))
+        )
 
 
 # Traces are for people, who read no more than this.
 MAX_ELEMENTS = 4096
 MAX_STRING_BYTES = 4096
+# A trace with more gets no more tensors, and no more times of executions.
+MAX_TRACE_BYTES = 4 << 20
+_MARK_BYTES, _TENSOR_BYTES = 128, 256
 
 
 def tensor_text(datatype: int, array: np.ndarray[Any, Any]) -> str:

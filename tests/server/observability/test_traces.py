@@ -22,6 +22,7 @@ from moonpool.ipc.messages import FINAL
 from moonpool.runtime.model.request import LATER, Details, Response
 from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.server.inference.request import make_request
+from moonpool.runtime.server.tracing import trace
 from moonpool.runtime.server.tracing.settings import trace_options
 from moonpool.runtime.server.tracing.trace import Trace
 from moonpool.runtime.server.tracing.traces import Traces
@@ -137,6 +138,21 @@ def test_tensors_are_told_where_they_are_wanted(ask: Ask, tmp_path: Path) -> Non
         ("TENSOR_BACKEND_OUTPUT", "2,0,2,2"),
         ("TENSOR_BACKEND_OUTPUT", "3,1,3,3"),
     ]
+    traces.close()
+
+
+def test_a_model_that_responds_for_long_fills_no_memory_with_its_trace(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.json"
+    monkeypatch.setattr(trace, "MAX_TRACE_BYTES", 20_000)
+    traces = Traces(trace_options([f"triton,file={path}", "level=TENSORS", "rate=1"]))
+
+    ask(traces, "counts", 200)
+    wait_until(path.exists, what="the model to return, after its responses")
+
+    tensors = [entry["activity"] for entry in entries(path) if "tensor" in entry]
+    assert 10 < len(tensors) < 100
     traces.close()
 
 
