@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import stat
 import threading
 from collections.abc import Collection, Sequence
@@ -28,12 +29,16 @@ from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError, OutOfMemory
 from moonpool.ipc.memory import ALIGNMENT, Lease
+from moonpool.ipc.messages import size_of
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.stubs.regions import ClientRegion
 
 # The name of one file in /dev/shm. Semaphores lie there, too, and are no regions.
 _KEY = re.compile(r"/?(?!sem\.)(?!\.{1,2}$)[^/\0]{1,250}")
 _MAX_REGIONS = 10_000
+# Each region is a descriptor, and others need most of them.
+_PART_OF_DESCRIPTORS = 8
+_MAX_NAME_BYTES = 4096
 # A stub keeps a descriptor or two of each region that is lent to it.
 _MAX_LENT = 256
 # Smaller tensors are copied faster than they are lent.
@@ -81,6 +86,13 @@ class _Region:
             self.lent.close()
 
 
+def _most_regions() -> int:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return _MAX_REGIONS
+    return min(_MAX_REGIONS, descriptors // _PART_OF_DESCRIPTORS)
+
+
 def _keep(_: object) -> None:
     """Do nothing when a lease ends: it only keeps its token alive."""
 
@@ -116,6 +128,10 @@ class SystemSharedMemory:
         self.check_enabled()
         if not (type(name) is str and name):
             raise SharedMemoryError("a shared memory region must have a name")
+        if size_of(name) > _MAX_NAME_BYTES:
+            raise SharedMemoryError(
+                f"the name of a shared memory region has at most {_MAX_NAME_BYTES} bytes: {name[:80]!r}..."
+            )
         if min(offset, size_bytes) < 0:
             raise SharedMemoryError(
                 f"shared memory region '{name}' cannot have the offset {offset} and {size_bytes} bytes"
@@ -125,9 +141,11 @@ class SystemSharedMemory:
                 raise SharedMemoryError(
                     f"shared memory region '{name}' already in manager", "ALREADY_EXISTS"
                 )
-            if len(self._regions) >= _MAX_REGIONS:
+            if len(self._regions) >= _most_regions():
                 raise SharedMemoryError(
-                    f"{_MAX_REGIONS} regions are registered: unregister some", "UNAVAILABLE"
+                    f"{len(self._regions)} regions are registered: unregister some, or have the server started with a higher limit of open files "
+                    "(ulimit -n)",
+                    "UNAVAILABLE",
                 )
             region = _Region(name, key, offset, size_bytes, self._open(name, key))
             self._check_size(region)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -168,3 +169,21 @@ def test_a_region_lies_within_its_object(
 ) -> None:
     with pytest.raises(SharedMemoryError):
         shared.register("a", key, offset, size)
+
+
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "Regions of clients take at most an eighth of the server's descriptors, and their names at most 4096 bytes each.",
+)
+def test_regions_leave_descriptors_for_others(
+    shared: SystemSharedMemory, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (80, 80))
+    for number in range(10):
+        shared.register(f"r{number}", key, 0, 1)
+    with pytest.raises(SharedMemoryError, match="10 regions are registered: unregister some, or"):
+        shared.register("one more", key, 0, 1)
+    shared.unregister("r0")
+    shared.register("one more", key, 0, 1)
+    with pytest.raises(SharedMemoryError, match="at most 4096 bytes"):
+        shared.register("n" * 5000, key, 0, 1)
