@@ -67,13 +67,16 @@ class CachedResponse(NamedTuple):
     parameters: dict[str, Parameter]
 
     @classmethod
-    def of(cls, response: Response) -> CachedResponse | None:
-        """Copy a response. None if it does not lie in ordinary memory."""
+    def of(cls, response: Response, most_bytes: int) -> CachedResponse | None:
+        """Copy a response. None if it does not lie in ordinary memory, or has more bytes."""
         outputs: dict[str, WireTensor] = {}
         for name, output in response.outputs.items():
             if not isinstance(output, (np.ndarray, WireTensor)):
                 return None
             datatype, shape, raw = WireTensor.of(output)
+            most_bytes -= raw.nbytes
+            if most_bytes < 0:
+                return None
             copy = np.array(_bytes_of(raw))
             copy.flags.writeable = False
             outputs[name] = WireTensor(datatype, tuple(shape), copy)
@@ -325,7 +328,7 @@ class CachingScheduler(Scheduler):
 
     def _keep(self, key: Key, looked_ns: int, response: Response) -> None:
         began_ns = time.monotonic_ns()
-        kept = CachedResponse.of(response)
+        kept = CachedResponse.of(response, self._cache.size_bytes)
         if kept is not None:
             self._cache.keep(key, kept)
         with self._lock:

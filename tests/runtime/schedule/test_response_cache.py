@@ -481,7 +481,7 @@ def test_an_entry_takes_no_more_memory_than_is_counted(what: str) -> None:
     try:
         before, _ = tracemalloc.get_traced_memory()
         for number in range(10):
-            kept = CachedResponse.of(make(number))
+            kept = CachedResponse.of(make(number), cache.size_bytes)
             assert kept is not None
             cache.keep((owner, number.to_bytes(32, "little")), kept)
             # CPython keeps the UTF-8 of texts for which a protocol has asked.
@@ -495,3 +495,9 @@ def test_an_entry_takes_no_more_memory_than_is_counted(what: str) -> None:
     assert taken <= cache.used_bytes
     # An estimate that is far too large would make the cache useless. Small entries have a margin.
     assert cache.used_bytes <= 5 * taken + 10 * 2048
+
+
+def test_a_response_larger_than_the_cache_is_not_copied() -> None:
+    """It has a terabyte, of which no copy could be made."""
+    large = np.broadcast_to(np.float32(0), (1 << 38,))
+    assert CachedResponse.of(Response({"Y": large}), 1 << 20) is None
