@@ -212,8 +212,10 @@ class _Check:
             return [*found, self._as_finding(error)], False
         refused = list(_ungranted(rules, models)) if models else []
         found += [self._as_finding(each) for each in sorted(mistakes, key=_line)]
-        # Each is asked, since each may have options of its own.
-        ways = [self._can_do_without(each) for each in mistakes]
+        ways = [_options_without(each) for each in mistakes]
+        for options in ways:
+            self._without |= options
+        # Several mistakes may have the same way.
         return found + refused, all(ways) and not refused
 
     def _of_load(self) -> tuple[Finding, bool]:
@@ -240,7 +242,7 @@ class _Check:
 
         Return True if some were not tried.
         """
-        instead = getattr(error, "instead", None) or {}
+        instead = _options_without(error)
         is_new = not instead.keys() <= self._without.keys()
         self._without |= instead
         return is_new
@@ -330,6 +332,11 @@ def _closed(directory: ModelDirectory, level: str) -> Iterator[Finding]:
     if len(closed) > _MOST_CLOSED:
         what = f"{len(closed) - _MOST_CLOSED} more files are closed"
         yield Finding("warning", directory.name, _shown(directory.path), what)
+
+
+def _options_without(error: Exception) -> dict[str, str]:
+    """Return the options with which a model does without what this machine lacks; none if there is no way."""
+    return getattr(error, "instead", None) or {}
 
 
 def _is_missing(error: Exception) -> bool:

@@ -223,6 +223,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository = tmp_path_factory.mktemp("elsewhere") / "elsewhere"
     gpus = "instance_group [{ count: 2 kind: KIND_GPU gpus: [ 4000, 4001 ] }]\n"
     write_model(repository, "gpu", TRITON, IO + gpus)
+    both = "instance_group [{ kind: KIND_GPU gpus: [ 4000 ] }, { kind: KIND_GPU gpus: [ 4001 ] }]\n"
+    write_model(repository, "gpus", TRITON, IO + both)
     write_model(repository, "needs", "import not_there\n" + TRITON, IO + gpus)
     write_model(repository, "processors", TRITON, IO + parameter("MOONPOOL_CPUS", "9000-9002"))
     step = (
@@ -252,14 +254,17 @@ def test_a_model_of_a_larger_machine_is_checked_without_what_is_missing(
 
     assert ended.returncode == 1
     assert levels(ended.stdout) == [
-        *("error gpu", "ok gpu", "error needs", "error needs"),
+        *("error gpu", "ok gpu", "error gpus", "error gpus", "ok gpus"),
+        *("error needs", "error needs"),
         *("error processors", "ok processors", "error steps", "ok steps"),
     ]
     lines = ended.stdout.splitlines()
     assert re.search(r"gpu/config.pbtxt:3: instance_group\[0\].*KIND_GPU|gpu id 4000", lines[0])
     assert "use MOONPOOL_AS_CPU=yes, or `moonpool check --as-cpu`" in lines[0]
     assert lines[1].endswith(" s with MOONPOOL_AS_CPU=yes")
-    assert "No module named 'not_there'" in lines[3]
+    # Both mistakes have the same cure.
+    assert ["instance_group[0]" in lines[2], "instance_group[1]" in lines[3]] == [True, True]
+    assert "No module named 'not_there'" in lines[6]
     ended = cli("check", elsewhere, "--allow-missing")
     assert ended.returncode == 0
     assert not any(each.startswith("error ") for each in levels(ended.stdout))
