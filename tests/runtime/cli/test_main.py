@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from tests.runtime.cli.shell import MODELS, PATIENCE_S, CommandLine, environment, write_model
@@ -49,6 +50,30 @@ def test_the_help_of_a_command_has_an_example(
         # No example keeps the state of sequences.
         if command in ("infer", "bench") and not is_compare and "--sequence" not in words:
             assert (MODELS / options.model).is_dir(), words
+
+
+def test_the_pages_name_all_commands_that_take_the_operator_s_options(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    commands = re.findall(r"^    ([a-z-]+) ", make_parser().format_help(), re.MULTILINE)
+    takes = []
+    for command in commands:
+        with pytest.raises(SystemExit):
+            make_parser().parse_args([command, "--help"])
+        if "--sandbox-grants" in capsys.readouterr().out:
+            takes.append(command)
+    docs = Path(__file__).parents[3] / "docs"
+    sentences = [
+        re.search(
+            r"`--sandbox-grants` are options of ([^.]+)\.", (docs / "SANDBOX.md").read_text()
+        ),
+        re.search(r"`moonpool (check`, [^.]+) take `--sandbox`", (docs / "SERVING.md").read_text()),
+    ]
+    assert len(takes) > 3
+    for sentence in sentences:
+        assert sentence is not None
+        named = re.findall("[a-z]+(?=`)", sentence[1])
+        assert {*named, "serve"} == {*takes, "serve"}
 
 
 @pytest.mark.parametrize(
