@@ -41,12 +41,20 @@ _RELATIVE = r"""(?<![^\s"'(),:;<>=|])(?:[^\s/"'(),:;<>=|]+/)+(config\.pbtxt)\b""
 _ADDRESS = r"\b0x[0-9a-fA-F]{6,}\b"
 _FRAME = r'\s*File ".*", line \d+'
 _SOURCE = " " * 4
+# The most characters that are searched, which takes some milliseconds on the thread that answers all clients.
+_MOST_SCRUBBED = 1 << 16
 
 
 def scrubbed(text: str) -> str:
-    """Return the text without folders, addresses and lines of source. The last name of a path stays, and the line of a frame."""
+    """Return the text without folders, addresses and lines of source. The last name of a path stays, and the line of a frame.
+
+    Callers that have room for less cut the result: a path that was cut in two would not be found any more. A text that is too
+    long to be searched is cut here.
+    """
     import re  # no stub needs it for this
 
+    if len(text) > _MOST_SCRUBBED:
+        text = _beginning(text)
     text = re.sub(_QUOTED, r"\1\2\1", text)
     text = re.sub(_RELATIVE, r"\1", re.sub(_PATH, r"\1", text))
     text = re.sub(_ADDRESS, "0x…", text)
@@ -60,6 +68,16 @@ def scrubbed(text: str) -> str:
         is_frame = re.match(_FRAME, line) is not None
         kept.append(line)
     return "\n".join(kept)
+
+
+def _beginning(text: str) -> str:
+    """Return as much of a text as is searched, without a part of a path at its end."""
+    text = text[:_MOST_SCRUBBED]
+    # A path in quotes is not found without the second one. Any other ends at a space.
+    end = max(map(text.rfind, "\n\"'"))
+    if end < 0:
+        end = text.rfind(" ")
+    return text[: end + 1] + "..."
 
 
 class MoonpoolError(Exception):

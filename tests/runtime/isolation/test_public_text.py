@@ -191,3 +191,17 @@ def test_no_folder_is_in_the_option_that_would_allow_what_was_refused(kind: int,
 def test_long_words_of_a_model_take_no_time_to_speak_of(piece: str) -> None:
     # If each character could begin a path, this would take hours.
     assert len(scrubbed(piece * (1 << 20 >> 3))) > 0
+
+
+@pytest.mark.parametrize(
+    "end", ["'/home/my name/my secret'", "/home/name/secret", "/home/name/a'b"]
+)
+def test_a_text_that_is_too_long_to_be_searched_is_cut_and_no_path_in_two(end: str) -> None:
+    most = len(scrubbed("x y " * 100_000))
+    assert most < 100_000
+    # Wherever it is cut, no part of the path is left that would not be found any more.
+    for before in range(most - len(end) - 9, most + 3, 2):
+        text = ("x y " * (before // 4 + 1))[:before] + f" {end} and so on" + " z" * 1000
+        shown = scrubbed(text)
+        assert len(shown) < len(text)
+        assert not {"home", "name"} & set(re.findall("[a-z]+", shown)), before
