@@ -140,7 +140,9 @@ class Warmup:
         # Others may block, or read their requests until they have answered.
         with self._making if is_apart else contextlib.nullcontext():
             data = self._data(sample, _random)
-            requests = [self._request(data) for _ in range(sample.batch_size)]
+            # Strings are counted once, not for each request of the batch.
+            first = self._request(data)
+            requests = [first, *(_again(first) for _ in range(1, sample.batch_size))]
             try:
                 result = instance.backend.model_instance_execute(instance, requests)
             except (PeerGone, RemoteProtocolError):
@@ -229,6 +231,13 @@ class Warmup:
                 arrays.append(tensor.raw)
         request.arrays = arrays
         request.shapes = Shapes(tensors, shapes.batch_size, shapes.signature, is_shared=False)
+
+
+def _again(request: InferenceRequest) -> InferenceRequest:
+    """Return another request with the same data."""
+    again = InferenceRequest(list(request.arrays), request.shapes, request.details)
+    again.waiter = _Caller()
+    return again
 
 
 def _zeros(_: int, __: int, size_bytes: int, ___: np.random.Generator) -> NDArray[np.uint8]:

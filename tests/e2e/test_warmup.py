@@ -16,6 +16,8 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool import InvalidRequest, LoadFailed
+from moonpool.ipc.tensors import check_bytes
+from moonpool.runtime.model import signature
 
 PATIENCE_S = 60.0
 WARMED = MODELS / "warmed.py"
@@ -262,6 +264,26 @@ def test_data_may_come_from_files_and_be_random(
     assert (second["T"], second["I"]) == ([[b""]], [[0]])
     assert 0 <= second["X"][0][0] < 1
     assert first["I"] != [[0]]
+
+
+def test_the_strings_of_a_sample_are_counted_once_for_a_batch(
+    runtime: moonpool.Runtime, warmed: Warmed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be a million of them, and 4,096 requests in a batch."""
+    counted: list[str] = []
+
+    def count(raw: Any, shape: Any, name: str) -> None:
+        counted.append(name)
+        check_bytes(raw, shape, name)
+
+    monkeypatch.setattr(signature, "check_bytes", count)
+    folder = write(tmp_path / "repository" / "m", s=b"\1\0\0\0a")
+    strings = given("STRING", input_data_file="s")
+    config = warmed.config(sample(batch_size=3, T=strings), input=[tensor("T", "STRING", 1)])
+    with hosted(runtime, "m", folder, config):
+        assert warmed.batches == [[{"T": [[b"a"]]}] * 3]
+    # The load checks it, too.
+    assert counted == ["T", "T"]
 
 
 @pytest.mark.promise(

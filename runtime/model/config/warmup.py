@@ -15,6 +15,8 @@ from moonpool.runtime.model.config.source import Source, part
 # The most requests that a sample without batching may put into one batch, and the most bytes of one input.
 _MOST_ROWS = 4096
 _MOST_BYTES = 1 << 31
+# The most strings of all samples, each of one row: the runtime reads the length of each of them, one by one.
+_MOST_STRINGS = 1 << 20
 _KINDS = ONE_OF["ModelWarmup.Input"]
 
 
@@ -45,6 +47,7 @@ class WarmupSample:
 def warmup_samples(raw: Raw, source: Source) -> tuple[WarmupSample, ...]:
     """Read and check the samples that are not skipped. Raises ConfigError."""
     samples = []
+    strings = 0
     for index, sample in enumerate(raw["model_warmup"]):
         if sample["batch_size"] == 0:
             continue
@@ -55,7 +58,12 @@ def warmup_samples(raw: Raw, source: Source) -> tuple[WarmupSample, ...]:
         inputs = []
         for name, given in sample["inputs"].items():
             with part():
-                inputs.append(_input(name, given, f"{path}.inputs[{name}]", source))
+                made = _input(name, given, f"{path}.inputs[{name}]", source)
+                inputs.append(made)
+                strings += prod(made.dims) if made.datatype == "BYTES" else 0
+                if strings > _MOST_STRINGS:
+                    what = f"warmup setting asks for more than {_MOST_STRINGS} strings"
+                    raise source.error(f"{path}.inputs[{name}].dims", what)
         count = max(1, sample["count"])
         samples.append(WarmupSample(sample["name"], sample["batch_size"], count, tuple(inputs)))
     return tuple(samples)

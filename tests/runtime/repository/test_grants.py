@@ -428,7 +428,9 @@ NUMBERS = {
     "ModelInstanceGroup.count": LIMIT,
     "ModelInstanceGroup.SecondaryDevice.device_id": UNUSED,
     "ModelRateLimiter.priority": OWN,
-    "ModelRateLimiter.Resource.count": OWN,
+    # Under the operator's rate limiter, where others would wait for it.
+    "ModelRateLimiter.Resource.count": GRANT,
+    # So have the strings of its samples, each of which the runtime counts.
     "ModelWarmup.batch_size": LIMIT,
     # The deadline of the load.
     "ModelWarmup.count": LIMIT,
@@ -447,6 +449,10 @@ def test_each_number_of_a_configuration_has_something_that_bounds_its_cost() -> 
     assert found == set(NUMBERS)
 
 
+_MANY = {"data_type": "TYPE_STRING", "dims": [(1 << 19) + 1], "zero_data": True}
+STRINGS = {"name": "s", "batch_size": 1, "inputs": {"T": _MANY}}
+
+
 def checked(raw: dict[str, Any]) -> None:
     """Check a stranger's configuration as a load does."""
     here = Path("/models/m")
@@ -463,6 +469,7 @@ def checked(raw: dict[str, Any]) -> None:
         ({"instance_group": [{"kind": "KIND_CPU", "count": 1 << 30}]}, r"instance_group.*count"),
         ({"dynamic_batching": {"priority_levels": 1 << 40}}, "priority_levels"),
         ({"model_warmup": [{"name": "s", "batch_size": 1 << 30}]}, "batch_size"),
+        ({"model_warmup": [STRINGS, STRINGS]}, "more than 1048576 strings"),
         ({"instance_group": [{"kind": "KIND_GPU"}]}, "GPUS=all"),
         ({"input": [{"name": "X"}] * 5000}, "input"),
         ({"parameters": {f"p{i}": {"string_value": ""} for i in range(5000)}}, "parameters"),
