@@ -402,7 +402,7 @@ class HostedModel:
             self.is_dormant = False
         elif self.machine.state is not ModelState.READY or not self.scheduler.doze():
             return False
-        elif may_stay and self.supervisor.can_sleep and not self.scheduler.has_deserted:
+        elif may_stay and self.supervisor.can_sleep and not self.scheduler.has_begun:
             try:
                 self._note_hook(self.supervisor.sleep_all())
             except BaseException:  # a signal handler raised; all hooks have ended

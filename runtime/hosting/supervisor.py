@@ -71,10 +71,6 @@ from moonpool.runtime.schedule.scheduler import Scheduler
 
 _log = logging.getLogger("moonpool")
 _S = InstanceState
-# The number of checks within the time limit of an execution. One over the limit is noticed with the next check.
-_CHECKS_PER_LIMIT = 20
-# A model may have any limit, and must not have the reactor check all the time.
-_LEAST_CHECK_S = 0.005
 _TIDY_S = 5.0
 # An execution that nobody drives after this time is given to the reactor.
 _STRANDED_NS = 1_000_000_000
@@ -536,9 +532,9 @@ class Supervisor:
                 self._backend.abort(execution.instance, because)
         for instance in self._scheduler.deserted_since(since_ns):
             self._backend.abort(instance, kept_too_long(instance.name, limit_s))
-        self._reactor.call_later(
-            max(_LEAST_CHECK_S, limit_s / _CHECKS_PER_LIMIT), self._check_overdue
-        )
+        is_idle = not self._scheduler.has_begun
+        pause_s = self._model.options.overdue_pause_s(is_idle=is_idle)
+        self._reactor.call_later(pause_s, self._check_overdue)
 
     def _tidy(self) -> None:
         """Let idle instances give back what they have not needed lately, every few seconds."""

@@ -763,7 +763,7 @@ class Scheduler:
         """Take all instances out, if nobody waits for anything here: no request, no sequence. Requests that come from now on wait, and wake
         the model.
 
-        Returns False, and changes nothing, if somebody waits. Requests whose callers have left may be in the instances (`has_deserted`).
+        Returns False, and changes nothing, if somebody waits. Requests whose callers have left may be in the instances (`has_begun`).
         """
         with self._lock:
             if self.is_used or self._taken or self._refusal is not None:
@@ -942,8 +942,8 @@ class Scheduler:
         return bool(self.wanted_count) or self._queue.has_sequences
 
     @property
-    def has_deserted(self) -> bool:
-        """True if instances have requests, though `is_used` is False: their callers have left."""
+    def has_begun(self) -> bool:
+        """True if instances have requests, which they execute or keep open, whether or not their callers have left."""
         return bool(self._busy or len(self.open_requests))
 
     def forget_deserted(self) -> None:

@@ -249,6 +249,10 @@ USUAL_STATE_BYTES = 1 << 30
 _CONTAINED_TASKS = 512
 # Each may hold some hundred kilobytes of kernel memory, which no other limit counts.
 _CONTAINED_OPEN_FILES = 256
+# The number of checks within the time limit of an execution. One over the limit is noticed with the next check.
+_CHECKS_PER_LIMIT = 20
+# A model may have any limit, and must not have the reactor, which works for all models, check all the time.
+_LEAST_CHECK_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +342,18 @@ class ModelOptions:
     def template(self) -> str:
         """Return what the model's own template does: "imports", "initialize", or "no" if there is none. A blank one gives a model nothing."""
         return "no" if self.prefork == "blank" else self.prefork
+
+    def overdue_pause_s(self, *, is_idle: bool) -> float:
+        """Return the time until somebody looks again for a batch that takes longer than `execute_timeout_s`.
+
+        While there is none, nothing can be late before another whole limit is over. One second is the most, as the limit may change.
+        """
+        limit_s = self.execute_timeout_s or math.inf
+        return max(
+            _LEAST_CHECK_S,
+            limit_s / _CHECKS_PER_LIMIT,
+            min(limit_s, 1.0) if is_idle else 0.0,
+        )
 
     @property
     def has_template(self) -> bool:

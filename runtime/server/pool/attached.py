@@ -345,8 +345,6 @@ _TIDY_S = 5.0
 _AGAIN_S = 0.1
 # The time between two reports of counts to the main process, while requests come and otherwise.
 _SOON_S, _IDLE_S = 0.02, 0.1
-# Executions are checked this many times within their limit.
-_CHECKS_PER_LIMIT = 20
 
 
 class AttachedModels:
@@ -431,7 +429,7 @@ class AttachedModels:
             model, self._reactor, self._executor, memory, self._lost, self._served_by
         )
         if options.execute_timeout_s is not None:
-            self._check_overdue(number, options.execute_timeout_s / _CHECKS_PER_LIMIT)
+            self._check_overdue(number)
 
     def _serve(self, name: str, numbers: list[int]) -> None:
         models = [self._models[number] for number in numbers if number in self._models]
@@ -464,12 +462,14 @@ class AttachedModels:
 
     # Timers
 
-    def _check_overdue(self, number: int, pause_s: float) -> None:
+    def _check_overdue(self, number: int) -> None:
         model = self._models.get(number)
         if model is not None:
             for stub in model.overdue():
                 self._send(Word.OVERDUE, stub)
-            self._reactor.call_later(pause_s, lambda: self._check_overdue(number, pause_s))
+            is_idle = not model.scheduler.has_begun
+            pause_s = model.model.options.overdue_pause_s(is_idle=is_idle)
+            self._reactor.call_later(pause_s, lambda: self._check_overdue(number))
 
     def _tidy(self) -> None:
         for model in self._models.values():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +24,9 @@ import moonpool
 from moonpool.ipc.codec import encode
 from moonpool.ipc.messages import NO_CORE, Kind
 from moonpool.runtime.errors import ModelUnavailable, StubDied
+from moonpool.runtime.model.config.model import minimal
+from moonpool.runtime.server.pool.attached import AttachedModels
+from moonpool.runtime.server.pool.messages import Word
 from moonpool.runtime.stubs.link import Link
 
 STUB = "shared_0_0"
@@ -346,3 +353,22 @@ def test_a_batch_that_waits_for_its_turn_is_not_overdue(hall: Hall) -> None:
         one.on_reactor(one.model.close)
         thread.join()
         waiting.join()
+
+
+def test_a_front_end_does_not_look_for_late_batches_all_the_time() -> None:
+    """A model may have any limit, and the reactor works for all models."""
+    pauses: list[tuple[float, Callable[[], None]]] = []
+    reactor: Any = SimpleNamespace(
+        call_later=lambda *timer: pauses.append(timer), call_soon=lambda _: None
+    )
+    models = AttachedModels(reactor, ThreadPoolExecutor(1), lambda *_: None, Path())
+    config = {**minimal("m"), **SHARED_CONFIG, **options(EXECUTE_TIMEOUT_S="0.000001")}
+    file = os.memfd_create("config")
+    os.write(file, json.dumps(config).encode())
+    os.lseek(file, 0, os.SEEK_SET)
+    pauses.clear()
+    models.handle([Word.MODEL, 1, 1, "standard", "triton"], [file])
+    ((first_s, look),) = pauses
+    look()
+    assert first_s == pauses[1][0] == 0.005
+    models.leave()

@@ -164,3 +164,18 @@ def test_the_documented_table_is_current() -> None:
         pytest.skip("only the tests are here, without the documents")
 
     assert page.read_text() == options_table()
+
+
+def test_batches_that_take_too_long_are_looked_for_as_often_as_that_takes() -> None:
+    """The looks of all models are on one thread, so a tiny limit costs no more than a small one."""
+
+    def pause_s(limit_s: float | None, *, is_idle: bool) -> float:
+        return ModelOptions(execute_timeout_s=limit_s).overdue_pause_s(is_idle=is_idle)
+
+    assert pause_s(10, is_idle=False) == 0.5
+    assert pause_s(0.5, is_idle=True) == 0.5
+    # The limit may be another one meanwhile.
+    assert pause_s(10, is_idle=True) == 1
+    assert pause_s(1000, is_idle=True) == 50
+    for limit_s in (1e-9, 0.001):
+        assert pause_s(limit_s, is_idle=False) == pause_s(limit_s, is_idle=True) == 0.005
