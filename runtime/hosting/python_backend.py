@@ -119,7 +119,7 @@ class PythonBackend(Backend):
             if model.completes:
                 self._complete(model)
             else:
-                model.config = completed(model.config, {}, model.limits)
+                model.config = completed(model, {})
             if model.options.prefork == "initialize" and not model.is_asleep:
                 self._start_template(model)
         except BaseException:
@@ -144,7 +144,7 @@ class PythonBackend(Backend):
         if not (may_stay and is_fresh):
             stub.finalize(model.options.finalize_timeout_s)
             state.end_completing()
-        model.config = completed(model.config, _object(config, model.name), model.limits)
+        model.config = completed(model, _object(config, model.name))
 
     def _start_template(self, model: Model) -> None:
         # The model's `initialize` gets the same values as in the first instance.

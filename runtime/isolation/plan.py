@@ -18,7 +18,7 @@ from moonpool.runtime.isolation import environment_variables, scratch, users
 from moonpool.runtime.isolation.gpu_access import access_to
 from moonpool.runtime.isolation.paths import check_granted, keep_bytecode, needed_paths
 from moonpool.runtime.model.backend import Model
-from moonpool.runtime.model.config.options import USUAL_WEIGHT
+from moonpool.runtime.model.config.options import USUAL_WEIGHT, listed
 from moonpool.runtime.model.confinement import Confinement
 from moonpool.runtime.process.child import StubProcess
 from moonpool.runtime.process.spawner import working_folder
@@ -249,23 +249,12 @@ def check_processors(cpus: Sequence[int]) -> None:
     allowed = os.sched_getaffinity(0)
     if refused := sorted(set(cpus) - allowed):
         failure = LoadFailed(
-            f"MOONPOOL_CPUS names {_listed(refused)}, on which this runtime may not run; it may run on "
-            f"{_listed(sorted(allowed))}",
+            f"MOONPOOL_CPUS names {listed(refused)}, on which this runtime may not run; it may run on "
+            f"{listed(sorted(allowed))}",
             stage="start",
         )
         failure.instead = {"MOONPOOL_CPUS": ""}
         raise failure
-
-
-def _listed(cpus: Sequence[int]) -> str:
-    """Return processors as text, such as `0-3, 5`."""
-    ranges: list[list[int]] = []
-    for cpu in cpus:
-        if ranges and ranges[-1][-1] == cpu - 1:
-            ranges[-1][1:] = [cpu]
-        else:
-            ranges.append([cpu])
-    return ", ".join("-".join(map(str, each)) for each in ranges)
 
 
 def _compile_cache(model: Model) -> Path | None:

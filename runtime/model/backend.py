@@ -70,6 +70,10 @@ class Model:
         self.withheld: tuple[str, ...] = ()
         # The processors of each policy that the operator has given.
         self.host_policies: HostPolicies = {}
+        # True if its instances wait for resources that they share with other models.
+        self.is_rate_limited = False
+        # Raises `ConfigError` for a configuration that the operator's rules do not let the model have.
+        self.check: Callable[[ModelConfig], None] = _ignored
         # True if its processes may work in the memory of clients; False once a client has ended one by that.
         self.lends_clients_memory = True
         # True if one scheduler must see all requests: its responses are cached, or a rate limiter counts its executions.

@@ -20,7 +20,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,6 +123,8 @@ class HostingRules:
     limits: ConfigLimits = field(default_factory=ConfigLimits)
     # On which processors instances run, by the policy of their groups.
     host_policies: HostPolicies = field(default_factory=dict)
+    # True if instances of all models share the resources that their configurations name.
+    limits_rate: bool = False
 
     def said_of(self, wanted: Wanted) -> dict[str, str]:
         """Return the options that the operator set for a model, by its name or in the load itself. The load goes first."""
@@ -150,15 +154,42 @@ class HostingRules:
             model.options,
             sandbox=self.level_of(model.config, model.options, said, wanted.brings),
         )
-        floor = self.floor_of(said, wanted.brings)
-        if floor is not None and is_contained(floor):
-            check_ungranted(model, self.grants, self.grant_form, said=said, brings=wanted.brings)
-            # Links are checked at every start of an instance, as the owner of the files could change one meanwhile.
-            model.stays_inside = bool(wanted.brings) or model.name not in self.grants.whole
         model.completes = self.completes
         model.limits = self.limits
         model.cache_advice = self.cache_advice
         model.host_policies = self.host_policies
+        model.is_rate_limited = self.limits_rate
+        check = partial(self._check, copy(model), said, wanted.brings, wanted.asker)
+        check(model.config)
+        # Links are checked at every start of an instance, as the owner of the files could change one meanwhile.
+        is_free = model.name in self.grants.whole and not wanted.brings
+        model.stays_inside = self._is_strange(said, wanted.brings) and not is_free
+        model.check = check
+
+    def _check(
+        self,
+        described: Model,
+        said: Mapping[str, str],
+        brings: str,
+        asker: ModelOptions | None,
+        config: ModelConfig,
+    ) -> None:
+        """Check a configuration of a model: the one that was written, and the one that the model makes of it.
+
+        The options are those that were `described`. Those of a model that is loaded have limits that nobody asked for. Raises
+        `ConfigError`.
+        """
+        model = copy(described)
+        model.config = config
+        model.options.check(config)
+        if asker is not None:
+            check_not_looser(model, asker)
+        if self._is_strange(said, brings):
+            check_ungranted(model, self.grants, self.grant_form, said=said, brings=brings)
+
+    def _is_strange(self, said: Mapping[str, str], brings: str) -> bool:
+        """Return True if a configuration needs grants: the operator set a level that contains the model."""
+        return is_contained(self.floor_of(said, brings) or "off")
 
     def floor_of(self, said: Mapping[str, str], brings: str = "") -> str | None:
         """Return the least level of a model with these options of the operator; None if the operator set none.
@@ -445,8 +476,6 @@ def _versions(
                 where = of_file(directory.model_file(version, config.default_model_filename))
         where = where.within(directory.path, folder)
         models.append(model_of(wanted.name, where, raw, source, version, changes))
-        if wanted.asker is not None:
-            check_not_looser(models[-1], wanted.asker)
     return models
 
 

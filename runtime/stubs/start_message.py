@@ -9,20 +9,19 @@ from typing import Any
 from moonpool.ipc.messages import NO_DEVICE
 from moonpool.runtime.model import budgets
 from moonpool.runtime.model.backend import Model
-from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.model import ConfigError, ModelConfig
 from moonpool.runtime.model.config.options import is_compiled, look_us
 from moonpool.runtime.observe.log_settings import LogSettings
 
 # The fields that a model may complete. The number of its processes, for example, is not among them.
-_COMPLETABLE = (
+COMPLETABLE = (
     "max_batch_size",
     "input",
     "output",
     "model_transaction_policy",
 )
 # A model may also give one of these, if the configuration has none.
-_SCHEDULERS = ("dynamic_batching", "sequence_batching")
+SCHEDULERS = ("dynamic_batching", "sequence_batching")
 
 
 def start_of(
@@ -99,23 +98,26 @@ def output_names(config: ModelConfig) -> list[str]:
     return names + [each.output_name for each in config.states if each.output_name not in names]
 
 
-def completed(
-    config: ModelConfig, answer: Mapping[str, Any], limits: ConfigLimits | None = None
-) -> ModelConfig:
-    """Return the configuration with what the model's auto_complete_config added. Raises `ConfigError`."""
-    fields: tuple[str, ...] = _COMPLETABLE
-    if not any(scheduler in config.raw for scheduler in _SCHEDULERS):
-        fields += _SCHEDULERS
+def completed(model: Model, answer: Mapping[str, Any]) -> ModelConfig:
+    """Return the configuration with what the model's auto_complete_config added.
+
+    It passes all checks of a configuration that was written. Raises `ConfigError`.
+    """
+    config = model.config
+    fields: tuple[str, ...] = COMPLETABLE
+    if not any(scheduler in config.raw for scheduler in SCHEDULERS):
+        fields += SCHEDULERS
     changes = {field: answer[field] for field in fields if field in answer}
     try:
-        (limits or ConfigLimits()).check(changes, config.source)
-        return ModelConfig.from_dict(
+        model.limits.check(changes, config.source)
+        made = ModelConfig.from_dict(
             {**config.raw, **changes},
             source=config.source,
             has_states=config.has_states_elsewhere,
             # Agents were checked when the model was loaded, or a tritonserver runs them.
             has_agents=True,
         )
+        model.check(made)
     except ConfigError as error:
         (top,) = re.findall(r"^\w*", error.field)
         if error.line is not None or top not in changes or changes[top] == config.raw.get(top):
@@ -123,3 +125,4 @@ def completed(
         # The mistake is not in the file, but in what the model added.
         what = f"{error.what} (said by auto_complete_config)"
         raise ConfigError(what, field=error.field) from error
+    return made

@@ -24,19 +24,15 @@ from moonpool.runtime.process.terminal import harmless, one_line
 from moonpool.runtime.repository.grants import Grants, quoted
 from moonpool.runtime.repository.loading import HostingRules
 from moonpool.runtime.stubs.output import Budget
-from moonpool.runtime.stubs.start_message import input_names, output_names
+from moonpool.runtime.stubs.start_message import (
+    COMPLETABLE,
+    SCHEDULERS,
+    input_names,
+    output_names,
+)
 from moonpool.runtime.triton.notes import AS_IT_IS, MAX_BYTES
 
 _log = logging.getLogger("moonpool")
-# The fields that a model may complete.
-_COMPLETED = (
-    "max_batch_size",
-    "input",
-    "output",
-    "model_transaction_policy",
-    "dynamic_batching",
-    "sequence_batching",
-)
 # The most lines of an error that is logged, and the most characters of each.
 _MOST_LINES, _MOST_CHARACTERS = 100, 8192
 # Options without effect, because only the server could act on them: of all models, and of those that keep state
@@ -124,7 +120,9 @@ class ServedModel:
         """Return the completed configuration for TRITONBACKEND_ModelSetConfig; None if nothing has changed."""
         after = self.model.config.raw
         changes = {
-            name: after[name] for name in _COMPLETED if after.get(name) != self._before.get(name)
+            name: after[name]
+            for name in (*COMPLETABLE, *SCHEDULERS)
+            if after.get(name) != self._before.get(name)
         }
         if not changes:
             return None

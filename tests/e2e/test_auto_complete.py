@@ -156,3 +156,20 @@ def test_a_mistake_in_it_fails_the_load(completion: Completion, change: str, tex
     with pytest.raises(moonpool.MoonpoolError) as caught:
         completion.load(change)
     assert text in str(caught.value)
+
+
+@pytest.mark.promise(
+    "Hostile models", "A configuration that a model completes needs the grants of one that …"
+)
+def test_a_contained_model_completes_nothing_that_needs_a_grant(tmp_path: Path) -> None:
+    change = 'c.as_dict()["sequence_batching"] = {"max_sequence_idle_microseconds": 10**15}'
+    asked = f"m:SEQUENCE_IDLE_US={10**15}"
+    with moonpool.Runtime(sandbox="strict") as runtime:
+        what = rf'Runtime\(sandbox_grants=\["{asked}"\]\) \(said by auto_complete_config\)$'
+        with pytest.raises(moonpool.ConfigError, match=what):
+            Completion(runtime, tmp_path).load(change)
+        assert runtime.models() == {}
+    with moonpool.Runtime(tmp_path, sandbox="strict", sandbox_grants=[asked]) as runtime:
+        batching = runtime.config("m").sequence_batching
+        assert batching is not None
+        assert batching.max_idle_us == 10**15

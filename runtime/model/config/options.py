@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -142,6 +142,17 @@ def _cpus(text: str) -> tuple[int, ...]:
         first, last = int(match[1]), int(match[2] or match[1])
         cpus.update(range(first, last + 1))
     return tuple(sorted(cpus))
+
+
+def listed(cpus: Sequence[int]) -> str:
+    """Return processors as text, such as `0-3, 5`."""
+    ranges: list[list[int]] = []
+    for cpu in cpus:
+        if ranges and ranges[-1][-1] == cpu - 1:
+            ranges[-1][1:] = [cpu]
+        else:
+            ranges.append([cpu])
+    return ", ".join("-".join(map(str, each)) for each in ranges)
 
 
 # Processors by the name of a policy.
@@ -327,7 +338,7 @@ class ModelOptions:
                 what = f"no such option for {config.name}{suggestion(key, known)}"
                 config.source.mistake(field, what)
         options = cls(**values)  # type: ignore[arg-type]
-        options._check(config)
+        options.check(config)
         return options
 
     @property
@@ -337,11 +348,6 @@ class ModelOptions:
         A contained model's may be a stranger's, who chooses the text.
         """
         return self.log_errors == "line" or (self.log_errors is None and is_contained(self.sandbox))
-
-    @property
-    def template(self) -> str:
-        """Return what the model's own template does: "imports", "initialize", or "no" if there is none. A blank one gives a model nothing."""
-        return "no" if self.prefork == "blank" else self.prefork
 
     def overdue_pause_s(self, *, is_idle: bool) -> float:
         """Return the time until somebody looks again for a batch that takes longer than `execute_timeout_s`.
@@ -356,11 +362,17 @@ class ModelOptions:
         )
 
     @property
+    def template(self) -> str:
+        """Return what the model's own template does: "imports", "initialize", or "no" if there is none. A blank one gives a model nothing."""
+        return "no" if self.prefork == "blank" else self.prefork
+
+    @property
     def has_template(self) -> bool:
         """True if the instances are forked from a template of the model's own."""
         return self.template != "no"
 
-    def _check(self, config: ModelConfig) -> None:
+    def check(self, config: ModelConfig) -> None:
+        """Raise `ConfigError` for options that fit neither each other nor the configuration."""
         if self.region_limit_bytes is not None and self.region_bytes > self.region_limit_bytes:
             what = f"is smaller than MOONPOOL_REGION_BYTES ({self.region_bytes}) for {config.name}"
             config.source.mistake("parameters[MOONPOOL_REGION_LIMIT_BYTES]", what)

@@ -343,7 +343,7 @@ class InProcessModel(LoadedModel):
                 )
                 found = definition or import_class(start)
                 answer = json.loads(Model(start, found).complete())
-                self.config = description.config = completed(description.config, answer)
+                self.config = description.config = completed(description, answer)
                 start = start_of(
                     description, name, kind, 0, "serve", backend_dir=backend_dir, log=log
                 )

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.hosting.python_backend import _object
+from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ConfigError, ModelConfig
 from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.model.config.pbtxt import parse
 from moonpool.runtime.model.config.source import all_mistakes
+from moonpool.runtime.model.source import ModelSource
 from moonpool.runtime.stubs.start_message import completed as completed_config
 
-_CONFIG = ModelConfig.from_dict({"name": "m", "backend": "python"}, partial=True)
+_MODEL = Model(
+    ModelConfig.from_dict({"name": "m", "backend": "python"}, partial=True),
+    ModelOptions(),
+    1,
+    ModelSource("triton", Path("model.py"), None, Path(), Path()),
+)
 
 
 def pbtxt(data: bytes) -> None:
@@ -37,7 +46,7 @@ def _read(text: str) -> None:
 def completed(data: bytes) -> None:
     """Complete a configuration by what a stub sends."""
     try:
-        config = completed_config(_CONFIG, _object(data.decode("utf-8", "replace"), "m"))
+        config = completed_config(_MODEL, _object(data.decode("utf-8", "replace"), "m"))
         ModelOptions.from_parameters(config)
     except (ConfigError, LoadFailed) as error:
         str(error)

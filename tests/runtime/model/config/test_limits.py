@@ -11,8 +11,11 @@ from tests.server.repositories import CONFIG, ECHO, write
 
 import moonpool
 from moonpool.runtime.errors import LoadFailed
+from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.model import ConfigError, ModelConfig, Source, minimal
+from moonpool.runtime.model.config.options import ModelOptions
+from moonpool.runtime.model.source import ModelSource
 from moonpool.runtime.server.options.sources import BadOption
 from moonpool.runtime.server.process import config_limits
 from moonpool.runtime.server.repository_control import RepositoryControl
@@ -121,8 +124,10 @@ def test_a_model_completes_its_configuration_within_the_limits(
 ) -> None:
     config = ModelConfig.from_dict({**minimal("m"), "max_batch_size": 4}, partial=True)
     answer, field, limit = change
+    source = ModelSource("triton", Path("model.py"), None, Path(), Path())
+    model = Model(config, ModelOptions(), 1, source)
     with pytest.raises(ConfigError) as caught:
-        completed(config, {**config.raw, **answer})
+        completed(model, {**config.raw, **answer})
     assert caught.value.field == field
     assert limit in str(caught.value)
 
