@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
@@ -149,7 +150,7 @@ class Runtime:
         self._models = ModelRegistry(
             found, _checked(backends), BackendDirectory(backend_directory), *others
         )
-        self._models.rules = rules
+        self._models.rules = replace(rules, limits_rate=limiter is not None)
         self._models.cache, self._models.limiter = cache, limiter
         _open_registries.add(self._models)
         PRINTER.follow_cells(_read_output)

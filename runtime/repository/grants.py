@@ -15,13 +15,20 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 from moonpool.ipc.policy import LEVELS, is_contained
 from moonpool.runtime.errors import LoadFailed, NotGranted
 from moonpool.runtime.model.backend import Model
-from moonpool.runtime.model.config.model import name_problem
-from moonpool.runtime.model.config.options import OPTIONS, ModelOptions, hardened
+from moonpool.runtime.model.config.model import InstanceGroup, name_problem
+from moonpool.runtime.model.config.options import (
+    OPTIONS,
+    ModelOptions,
+    hardened,
+    listed,
+    policy_of,
+)
 from moonpool.runtime.model.config.patterns import fits_any
 from moonpool.runtime.model.config.schema import WrongPart, suggestion, unread
 from moonpool.runtime.process.files import is_within
@@ -94,6 +101,8 @@ def asks(model: Model, said: Collection[str] = ()) -> Iterator[Ask]:
         replace(type(options)(), sandbox=options.sandbox, memory_limit_bytes=memory_bytes)
     )
     yield from _links(model)
+    yield from _processors(model, said)
+    yield from _resources(model)
     for key, attribute in _GRANTS.items():
         value = getattr(options, attribute)
         if key not in said and value != getattr(usual, attribute):
@@ -120,6 +129,21 @@ def asks(model: Model, said: Collection[str] = ()) -> Iterator[Ask]:
     if idle_us > _MOST_SEQUENCE_IDLE_US:
         field, more = _SEQUENCE_IDLE_FIELD, f"more than {_MOST_SEQUENCE_IDLE_US}"
         yield Ask(_SEQUENCE_IDLE, str(idle_us), idle_us, field, more)
+
+
+class _Resource(NamedTuple):
+    """A resource of the rate limiter. `kind` is "global" if all devices share it, or else ""."""
+
+    name: str
+    kind: str
+    most: int
+
+    def includes(self, other: _Resource) -> bool:
+        """Tell if a grant of this one covers another one."""
+        return self[:2] == other[:2] and self.most >= other.most
+
+    def __str__(self) -> str:
+        return ":".join(str(part) for part in (self.name, self.most, self.kind) if part != "")
 
 
 class Grants:
@@ -197,6 +221,8 @@ def _is_within(ask: Ask, granted: Sequence[object]) -> bool:
         return True
     if isinstance(ask.value, tuple):
         single = {item for value in granted if isinstance(value, tuple) for item in value}
+        if ask.key == _RESOURCES:
+            return all(any(more.includes(each) for more in single) for each in ask.value)
         # A grant to write includes reading.
         single |= {(item[0], False) for item in single if isinstance(item, tuple)}
         return single.issuperset(ask.value)
@@ -286,9 +312,81 @@ def check_stays_inside(model: Model) -> None:
         raise LoadFailed(f"the model would have {link.more}, outside its folder", stage="sandbox")
 
 
+def _processors(model: Model, said: Collection[str]) -> Iterator[Ask]:
+    """Yield the processors of the model, if the host policies of the operator give instances of their kinds others."""
+    policies, own = model.host_policies, model.options.cpus
+    if own and _CPUS in said:
+        return
+    taken: set[int] = set()
+    field = more = ""
+    for index, group in enumerate(model.config.instance_groups):
+        for kind, gpu in _kinds(group, model):
+            allowed = policies.get(policy_of("", kind, gpu))
+            # Nothing but its name tells an instance of the kind MODEL from one on the CPU.
+            if allowed is None and kind == "MODEL":
+                allowed = policies.get(policy_of("", "CPU", 0))
+            if allowed is None:
+                continue
+            # A policy that the operator has not given is for all processors.
+            cpus = own or policies.get(policy_of(group.host_policy, kind, gpu))
+            cpus = tuple(sorted(os.sched_getaffinity(0))) if cpus is None else cpus
+            if set(cpus) <= set(allowed):
+                continue
+            taken |= set(cpus)
+            what = "host_policy" if group.host_policy else "kind"
+            field = field or (f"parameters[{_CPUS}]" if own else f"instance_group[{index}].{what}")
+            more = more or f"other processors than {listed(allowed)}, which the host policy has"
+    if taken:
+        cpus = tuple(sorted(taken))
+        yield Ask(_CPUS, listed(cpus).replace(" ", ""), cpus, field, more)
+
+
+def _kinds(group: InstanceGroup, model: Model) -> list[tuple[str, int]]:
+    """Return the kinds that the instances of a group may have, each with the number of a GPU."""
+    kinds = []
+    if group.kind == "GPU" or (group.kind == "AUTO" and model.config.uses_gpu):
+        # A group that names no GPU has all.
+        numbers = group.gpus or [
+            int(name[4:]) for name in model.host_policies if re.fullmatch("gpu_[0-9]{1,4}", name)
+        ]
+        kinds += [("GPU", number) for number in numbers]
+    if group.kind != "GPU":
+        kinds.append(("MODEL" if group.kind == "MODEL" else "CPU", 0))
+    return kinds
+
+
+def _resources(model: Model) -> Iterator[Ask]:
+    """Yield the resources that the model would share with others: it holds them while it executes, which may be for ever."""
+    if not model.is_rate_limited:
+        return
+    needed = {
+        (each.name, "global" if each.is_global else "", each.count)
+        for group in model.config.instance_groups
+        for each in group.rate_limits.resources
+    }
+    if not needed:
+        return
+    value = tuple(_Resource(*each) for each in sorted(needed))
+    text = ",".join(map(str, value))
+    try:
+        is_plain = _read_resources(text) == value
+    except ValueError:  # a name with a comma, for example
+        is_plain = False
+    field, more = "instance_group.rate_limiter", "resources that other models then wait for"
+    yield Ask(_RESOURCES, text, value, field, more) if is_plain else Ask("", "", None, field, more)
+
+
+def _read_resources(text: str) -> tuple[_Resource, ...]:
+    found = [_RESOURCE.fullmatch(each.strip()) for each in text.split(",")]
+    if None in found:
+        raise ValueError("must be NAME:COUNT, or NAME:COUNT:global, separated by commas")
+    return tuple(_Resource(each[1], each[3] or "", int(each[2])) for each in found if each)
+
+
 def _gpus(model: Model) -> tuple[int, ...] | None:
-    """Return the numbers of the GPUs that a configuration names; None for all."""
-    groups = [group for group in model.config.instance_groups if group.kind == "GPU"]
+    """Return the numbers of the GPUs that a configuration may get; None for all."""
+    # Beside a group of the kind GPU, those of the kind AUTO are placed on GPUs, too.
+    groups = [group for group in model.config.instance_groups if group.kind in ("GPU", "AUTO")]
     if not all(group.gpus for group in groups):
         return None
     return tuple(sorted({gpu for group in groups for gpu in group.gpus}))
@@ -339,6 +437,8 @@ def check_not_looser(model: Model, asker: ModelOptions) -> None:
             raise source.error("parameters[EXECUTION_ENV_PATH]", what)
         if model.config.uses_gpu:
             raise source.error("instance_group", f"{subject} give another a GPU")
+        for ask in _resources(model):
+            raise source.error(ask.field, f"{subject} give another {ask.more}")
         what = f"a model in the sandbox '{asker.sandbox}' cannot set this for another"
         for key, attribute in _GRANTS.items():
             value = getattr(options, attribute)
@@ -368,6 +468,7 @@ _DEADLINES = {
 _LIMITS = {
     **{key: (attribute, attribute) for key, attribute in _DEADLINES.items()},
     "MOONPOOL_MEMORY_LIMIT_BYTES": ("memory_limit_bytes", "memory_limit_bytes"),
+    # The first region counts with all others of the model's instances, which could grow as far without this option.
     "MOONPOOL_REGION_BYTES": ("region_bytes", "region_limit_bytes"),
     "MOONPOOL_REGION_LIMIT_BYTES": ("region_limit_bytes", "region_limit_bytes"),
     "MOONPOOL_TASK_LIMIT": ("task_limit", "task_limit"),
@@ -380,7 +481,8 @@ _LIMITS = {
     "MOONPOOL_MAX_RESTARTS": ("max_restarts", "max_restarts"),
     "MOONPOOL_CONCURRENT_BATCHES": ("concurrent_batches", "concurrent_batches"),
 }
-# Options that cost the runtime something if they are small, each with the least that it may be: restarts, and starts after a sleep.
+# Options that cost the runtime something if they are small, each with the least that it may be: restarts, starts after a sleep, and looks
+# for batches that take too long. A short deadline of a load, an end, `sleep` or `wake` costs the model itself alone.
 _FLOORS = {
     "MOONPOOL_RESTART_WINDOW_S": ("restart_window_s", ModelOptions().restart_window_s),
     "MOONPOOL_RESTART_BACKOFF_S": ("restart_backoff_s", ModelOptions().restart_backoff_s),
@@ -390,40 +492,43 @@ _FLOORS = {
     ),
     "MOONPOOL_RECYCLE_REQUESTS": ("recycle_requests", 1000),
     "MOONPOOL_IDLE_S": ("idle_s", 60.0),
+    "MOONPOOL_EXECUTE_TIMEOUT_S": ("execute_timeout_s", 0.1),
 }
 # Options that may have any value without a grant, since they give the model nothing that it lacks. Whatever is in none of these tables
 # needs a grant, also an option that is yet to come.
 HARMLESS = {
     "FORCE_CPU_ONLY_INPUT_TENSORS": "where inputs lie that it gets anyway",
     "MOONPOOL_SANDBOX": "a lower level than the operator's is not taken",
-    "MOONPOOL_EXECUTE_TIMEOUT_S": "its own batches end earlier; the operator's value takes precedence",
     "MOONPOOL_RETRY": "one more attempt for requests to itself",
     "MOONPOOL_LOG_ERRORS": "lines that it could log itself, which MOONPOOL_LOG_LINES_PER_S counts",
-    "MOONPOOL_CPUS": "fewer processors",
     "MOONPOOL_THREADS": "its own threads, which MOONPOOL_TASK_LIMIT counts",
     "MOONPOOL_INSTANCES_PER_PROCESS": "its own threads, which MOONPOOL_TASK_LIMIT counts",
     "MOONPOOL_STATE_SURVIVES": "states that MOONPOOL_STATE_LIMIT_BYTES counts",
     "MOONPOOL_GPU_AS_NUMPY": "its own memory",
     "MOONPOOL_AS_CPU": "no GPU",
     "MOONPOOL_INSTANCES": "no more instances than `instance_group` may have",
-    "MOONPOOL_WAIT_TARGET_MS": "no more instances than `instance_group` may have",
+    "MOONPOOL_WAIT_TARGET_MS": "no more instances than `instance_group` may have, which stay for seconds",
 }
+# Fewer processors harm nobody, and no others need a grant unless a host policy says which the model has.
+_CPUS = "MOONPOOL_CPUS"
 # What a template does, and not how the process was started: a blank one gives a model nothing.
 _ATTRIBUTES = {"MOONPOOL_PREFORK": "template"}
 _GRANTS = {
     option.key: _ATTRIBUTES.get(option.key, option.attribute)
     for option in OPTIONS
-    if option.key not in (*HARMLESS, *_LIMITS, *_FLOORS)
+    if option.key not in (*HARMLESS, *_LIMITS, *_FLOORS, _CPUS)
 }
 _MEMORY = "MOONPOOL_MEMORY_LIMIT_BYTES"
 # A sequence keeps the model awake, and its state in the runtime, for so long after its last request.
 _SEQUENCE_IDLE, _MOST_SEQUENCE_IDLE_US = "SEQUENCE_IDLE_US", 600_000_000
 _SEQUENCE_IDLE_FIELD = "sequence_batching.max_sequence_idle_microseconds"
-# The functions that read the values of grants, by key.
 _GPUS = "GPUS"
+_RESOURCES = "RESOURCES"
+# The functions that read the values of grants, by key.
 _GRANTABLE: dict[str, Callable[[str], object]] = {
     **{option.key: option.kind.read for option in OPTIONS if option.key not in HARMLESS},
     _GPUS: _read_gpus,
+    _RESOURCES: _read_resources,
     _SEQUENCE_IDLE: _read_idle_us,
 }
 _EXAMPLES = {
@@ -432,8 +537,10 @@ _EXAMPLES = {
     "MOONPOOL_SANDBOX_PORTS": "443",
     "MOONPOOL_MEMORY_LIMIT_BYTES": "64G",
     _GPUS: "0",
+    _RESOURCES: "R1:4",
 }
 # The place at which the next grant for the same model begins.
 _NEXT = re.compile(rf",(?=(?:{'|'.join(_GRANTABLE)})(?:=|,|$))")
+_RESOURCE = re.compile(r"([^:,]+):([0-9]{1,10})(?::(global))?", re.ASCII)
 # Only characters that read the same in a shell, in a variable with `;` between its values, and in a program.
 _PASTABLE = re.compile(r"[A-Za-z0-9_./,:*+@%= $-]+")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,13 @@ from moonpool.runtime.errors import NotGranted
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.model import ConfigError, Source, minimal
-from moonpool.runtime.model.config.options import OPTIONS, hardened
+from moonpool.runtime.model.config.options import (
+    OPTIONS,
+    ModelOptions,
+    OperatorOptions,
+    hardened,
+    listed,
+)
 from moonpool.runtime.model.config.schema import MESSAGES
 from moonpool.runtime.model.source import ModelSource
 from moonpool.runtime.repository.grants import (
@@ -25,7 +33,10 @@ from moonpool.runtime.repository.grants import (
     check_ungranted,
     granted,
 )
-from moonpool.runtime.repository.loading import HostingRules, model_of
+from moonpool.runtime.repository.loading import HostingRules, Wanted, model_of
+from moonpool.runtime.stubs.start_message import COMPLETABLE, SCHEDULERS, completed
+
+ALL = listed(sorted(os.sched_getaffinity(0))).replace(" ", "")
 
 GRANTS = [
     ("SANDBOX_PATHS", "/data"),
@@ -59,6 +70,8 @@ GRANTS = [
     ("RECYCLE_RSS_BYTES", "1G"),
     ("IDLE_S", "59"),
     ("CONCURRENT_BATCHES", "65"),
+    ("EXECUTE_TIMEOUT_S", "0.09"),
+    ("CPUS", "0-9999"),
 ]
 TIGHTER = {
     "MEMORY_LIMIT_BYTES": "64M",
@@ -84,7 +97,11 @@ TIGHTER = {
     "RECYCLE_RSS_BYTES": "none",
     "IDLE_S": "60",
     "CONCURRENT_BATCHES": "1",
+    "EXECUTE_TIMEOUT_S": "0.1",
+    "CPUS": "0",
 }
+# What the operator gives all instances.
+POLICIES = {"cpu": (0, 1)}
 
 
 # Options with names of Triton's.
@@ -111,9 +128,10 @@ def test_a_model_gives_itself_nothing_under_a_servers_level(
     asking = model(**{key: value})
 
     with pytest.raises(ConfigError, match=f"MOONPOOL_{key}.*--sandbox-grants=m"):
-        HostingRules(level).apply_to(asking)
-    HostingRules(level, grants=Grants(["m"])).apply_to(asking)
-    HostingRules("standard").apply_to(asking)
+        HostingRules(level, host_policies=POLICIES).apply_to(asking)
+    whole = Grants(["m"])
+    HostingRules(level, grants=whole, host_policies=POLICIES).apply_to(asking)
+    HostingRules("standard", host_policies=POLICIES).apply_to(asking)
 
 
 @pytest.mark.parametrize("value", ["no", "blank"])
@@ -128,10 +146,8 @@ def test_a_template_that_knows_no_model_is_nothing_to_grant(value: str, level: s
 FREELY = {
     "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
     "MOONPOOL_SANDBOX": "off",
-    "MOONPOOL_EXECUTE_TIMEOUT_S": "0.000001",
     "MOONPOOL_RETRY": "yes",
     "MOONPOOL_LOG_ERRORS": "full",
-    "MOONPOOL_CPUS": "0-9999",
     "MOONPOOL_THREADS": "999999999",
     "MOONPOOL_INSTANCES_PER_PROCESS": "999999999",
     "MOONPOOL_STATE_SURVIVES": "yes",
@@ -188,6 +204,96 @@ def test_a_sequence_that_is_idle_for_long_needs_a_grant() -> None:
         rules.apply_to(sequences(3_600_000_001))
 
 
+def grouped(*groups: dict[str, Any], **options: str) -> Model:
+    asking = model(**options)
+    raw = {**asking.config.raw, "instance_group": list(groups)}
+    return model_of("m", asking.source, raw, None, 1, {})
+
+
+CPU, NAMED = {"kind": "KIND_CPU"}, {"kind": "KIND_CPU", "host_policy": "far"}
+
+
+@pytest.mark.promise(
+    "Hostile models",
+    "Where the operator set a level, instances leave the processors that `--host-policy` gives those of their kind only by a grant.",
+)
+@pytest.mark.parametrize(
+    ("policies", "groups", "cpus", "asked"),
+    [
+        ({"cpu": (0, 1)}, [CPU], "", ""),
+        ({"cpu": (0, 1)}, [CPU], "1", ""),
+        ({"cpu": (0, 1)}, [CPU], "1-2", "1-2"),
+        ({"cpu": (0, 1), "far": (1,)}, [NAMED], "", ""),
+        ({"cpu": (0, 1), "far": (2, 3)}, [CPU, NAMED], "", "2-3"),
+        # A policy that nobody has given is for all processors.
+        ({"cpu": (9998, 9999)}, [NAMED], "", ALL),
+        ({"cpu": (9998, 9999)}, [{"kind": "KIND_MODEL"}], "", ALL),
+        ({"cpu": (9998, 9999), "model": (0,)}, [{"kind": "KIND_MODEL"}], "", ""),
+        ({"cpu": (9998, 9999)}, [{"kind": "KIND_AUTO", "host_policy": "x"}], "", ALL),
+        # The processors of a kind that has no policy are all.
+        ({"far": (2, 3)}, [CPU, NAMED], "7", ""),
+        ({}, [NAMED], "0-9999", ""),
+    ],
+)
+def test_a_model_leaves_no_processors_that_a_host_policy_gives_it(
+    policies: dict[str, tuple[int, ...]], groups: list[dict[str, Any]], cpus: str, asked: str
+) -> None:
+    asking = grouped(*groups, **({"CPUS": cpus} if cpus else {}))
+    rules = HostingRules("strict", host_policies=policies)
+    if not asked:
+        rules.apply_to(asking)
+        return
+    with pytest.raises(ConfigError, match=f"--sandbox-grants=m:'?MOONPOOL_CPUS={asked}'?$"):
+        rules.apply_to(asking)
+    replace(rules, grants=Grants([f"m:MOONPOOL_CPUS={asked}"])).apply_to(asking)
+    # The operator's own value is granted.
+    said = OperatorOptions.by_model({"m": {"MOONPOOL_CPUS": "0-9999"}})
+    replace(rules, options=said).apply_to(grouped(*groups, CPUS="0-9999"))
+
+
+def test_a_group_of_any_kind_takes_no_more_gpus_than_were_granted() -> None:
+    """Beside a group of the kind GPU, one of the kind AUTO is placed on GPUs."""
+    gpu = {"kind": "KIND_GPU", "gpus": [0]}
+    one = HostingRules("strict", grants=Grants(["m:GPUS=0"]))
+    one.apply_to(grouped(gpu))
+    for auto, what in (({"kind": "KIND_AUTO"}, "all"), ({"kind": "KIND_AUTO", "gpus": [1]}, "0,1")):
+        with pytest.raises(ConfigError, match=f"GPUS={what}"):
+            one.apply_to(grouped(gpu, auto))
+        HostingRules("strict", grants=Grants([f"m:GPUS={what}"])).apply_to(grouped(gpu, auto))
+
+
+def limited(*resources: tuple[str, int, bool]) -> Model:
+    named = [{"name": n, "count": count, "global": kind} for n, count, kind in resources]
+    return grouped({"kind": "KIND_CPU", "rate_limiter": {"resources": named}})
+
+
+@pytest.mark.promise(
+    "Hostile models",
+    "Where the operator set a level and a rate limiter, a model needs a grant for resources that others would wait for.",
+)
+def test_resources_that_other_models_wait_for_need_a_grant() -> None:
+    rules = HostingRules("strict", limits_rate=True)
+    asking = limited(("R1", 4, False), ("disk", 1, True))
+    grant = "m:RESOURCES=R1:4,disk:1:global"
+    with pytest.raises(ConfigError, match=rf"other models then wait.*--sandbox-grants={grant}$"):
+        rules.apply_to(asking)
+    granted = replace(rules, grants=Grants([grant]))
+    granted.apply_to(asking)
+    granted.apply_to(limited(("R1", 3, False)))
+    for beyond in (("R1", 5, False), ("R1", 1, True), ("R2", 1, False)):
+        with pytest.raises(ConfigError, match="resources that other models"):
+            granted.apply_to(limited(beyond))
+    # A name that would read as something else is granted with the whole configuration.
+    strange = limited(("a,b:1", 1, False))
+    with pytest.raises(ConfigError, match=r"now and later, start it with --sandbox-grants=m$"):
+        rules.apply_to(strange)
+    replace(rules, grants=Grants(["m"])).apply_to(strange)
+    # Without a rate limiter they have no effect.
+    HostingRules("strict").apply_to(asking)
+    with pytest.raises(ValueError, match="must be NAME:COUNT"):
+        Grants(["m:RESOURCES=R1"])
+
+
 def test_a_granted_deadline_is_for_that_long() -> None:
     grants = Grants(["m:MOONPOOL_LOAD_TIMEOUT_S=600", "all:MOONPOOL_LOAD_TIMEOUT_S=none"])
 
@@ -199,7 +305,7 @@ def test_a_granted_deadline_is_for_that_long() -> None:
 
 
 def test_a_model_may_limit_itself_further() -> None:
-    HostingRules("strict").apply_to(model(**TIGHTER))
+    HostingRules("strict", host_policies=POLICIES).apply_to(model(**TIGHTER))
 
 
 def test_a_model_chooses_no_interpreter_of_its_own_under_a_servers_level() -> None:
@@ -265,6 +371,7 @@ VALUES = [
     ("EXECUTION_ENV_PATH", "/env", ["/env"], ["/env/..", "/", "/env2"]),
     ("MOONPOOL_MEMORY_LIMIT_BYTES", "2T", ["1T", "2T"], ["3T"]),
     ("MOONPOOL_CPU_WEIGHT", "200", ["150", "200"], ["201"]),
+    ("MOONPOOL_CPUS", "1-3", ["2,3", "0,1"], ["0,3"]),
     ("MOONPOOL_MAX_RESTARTS", "9", ["9", "3"], ["10"]),
     ("MOONPOOL_PIN", "yes", ["yes"], []),
 ]
@@ -272,6 +379,7 @@ VALUES = [
 FLOORS = [
     ("MOONPOOL_RESTART_WINDOW_S", "5", ["5", "30"], ["4.9"]),
     ("MOONPOOL_RECYCLE_REQUESTS", "10", ["10", "2000"], ["9"]),
+    ("MOONPOOL_EXECUTE_TIMEOUT_S", "0.01", ["0.01", "2"], ["0.009"]),
 ]
 
 
@@ -283,12 +391,13 @@ def named(key: str) -> str:
 def test_a_grant_is_for_its_value_and_for_no_more(
     key: str, value: str, within: list[str], beyond: list[str]
 ) -> None:
-    rules = HostingRules("strict", grants=Grants([f"m:{key}={value}"]))
+    grants = Grants([f"m:{key}={value}"])
+    rules = HostingRules("strict", grants=grants, host_policies=POLICIES)
 
     for asked in within:
         rules.apply_to(model(**{named(key): asked}))
     for asked in beyond:
-        with pytest.raises(ConfigError, match=r"cannot give it (more|less)"):
+        with pytest.raises(ConfigError, match=r"cannot give it (more|less|other)"):
             rules.apply_to(model(**{named(key): asked}))
 
 
@@ -397,6 +506,80 @@ def test_links_lead_a_granted_path_in_the_model_s_own_directory_nowhere(tmp_path
     (folder / "env").symlink_to(other)
     with pytest.raises(ConfigError, match="the files at the end of the link"):
         rules.apply_to(asking)
+
+
+# Configurations that models complete
+
+# All that a model may change, as large as it may be. What needs a grant is in NUMBERS.
+TENSOR = {"data_type": "TYPE_FP32", "dims": [4]}
+TENSORS = {"input": [{"name": "X", **TENSOR}], "output": [{"name": "Y", **TENSOR}]}
+COMPLETED: dict[str, object] = {
+    "max_batch_size": 2**31 - 1,
+    **TENSORS,
+    "model_transaction_policy": {"decoupled": True},
+    "dynamic_batching": {"max_queue_delay_microseconds": 2**64 - 1, "preferred_batch_size": [8]},
+    "sequence_batching": {"max_sequence_idle_microseconds": 600_000_000},
+}
+# What no model may complete. Each is as a model would give itself more with it.
+WRITTEN: dict[str, object] = {
+    "parameters": {f"MOONPOOL_{key}": {"string_value": value} for key, value in GRANTS},
+    "instance_group": [{"kind": "KIND_GPU", "count": 1000, "host_policy": "far"}],
+}
+
+
+@pytest.mark.promise(
+    "Hostile models",
+    "A configuration that a model completes needs the grants of one that was written.",
+)
+def test_a_model_gets_no_more_by_completing_its_configuration() -> None:
+    assert set(COMPLETED) == {*COMPLETABLE, *SCHEDULERS}
+    asking = model()
+    HostingRules("strict", limits_rate=True, host_policies=POLICIES).apply_to(asking)
+    before = asking.config.raw
+    for scheduler in SCHEDULERS:
+        without = {name for name in SCHEDULERS if name != scheduler}
+        answer = {name: value for name, value in COMPLETED.items() if name not in without}
+        # Every other field of the schema stays as it is.
+        others = {name: WRITTEN.get(name, before.get(name)) for name in MESSAGES["ModelConfig"]}
+        raw = completed(asking, {**others, **answer}).raw
+        assert {name: raw.get(name) for name in others if name not in COMPLETED} == {
+            name: before.get(name) for name in others if name not in COMPLETED
+        }
+        assert raw["max_batch_size"] == 2**31 - 1
+
+    beyond = {**TENSORS, "sequence_batching": {"max_sequence_idle_microseconds": 10**15}}
+    asked = f"SEQUENCE_IDLE_US={10**15}"
+    what = rf"cannot give it more than 600000000.*=m:{asked} \(said by auto_complete_config\)$"
+    with pytest.raises(ConfigError, match=what):
+        completed(asking, beyond)
+    assert asking.config.sequence_batching is None
+    for grant in (f"m:{asked}", "m"):
+        HostingRules("strict", grants=Grants([grant])).apply_to(asking)
+        completed(asking, beyond)
+    HostingRules("standard").apply_to(asking)
+    completed(asking, beyond)
+    # A model that asks for the load gives no more in this way, either.
+    brought = model(SANDBOX="strict")
+    wanted = Wanted("m", is_whole=True, asker=ModelOptions(sandbox="strict"))
+    HostingRules().apply_to(brought, wanted)
+    with pytest.raises(ConfigError, match="cannot set this for another"):
+        completed(brought, beyond)
+
+
+def test_limits_of_a_loaded_model_are_nothing_that_it_asked_for() -> None:
+    """A model that was granted more memory than is usual has larger regions, too, once it is loaded."""
+    asking = model(MEMORY_LIMIT_BYTES="1T")
+    rules = HostingRules("strict", grants=Grants(["m:MOONPOOL_MEMORY_LIMIT_BYTES=1T"]))
+    rules.apply_to(asking)
+    asking.options = hardened(asking.options)
+    completed(asking, TENSORS)
+
+
+def test_options_that_do_not_fit_what_a_model_completes_are_refused() -> None:
+    asking = model(INSTANCES_PER_PROCESS="2")
+    HostingRules().apply_to(asking)
+    with pytest.raises(ConfigError, match="sequences belong to one instance each"):
+        completed(asking, {**TENSORS, "sequence_batching": {}})
 
 
 # Fields of a configuration
