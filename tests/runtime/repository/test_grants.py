@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.server.repositories import write
 
+import moonpool
 from moonpool.runtime.errors import NotGranted
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.limits import ConfigLimits
@@ -292,6 +294,17 @@ def test_resources_that_other_models_wait_for_need_a_grant() -> None:
     HostingRules("strict").apply_to(asking)
     with pytest.raises(ValueError, match="must be NAME:COUNT"):
         Grants(["m:RESOURCES=R1"])
+
+
+@pytest.mark.parametrize("given", [[], ["R1:4"]])
+def test_a_runtime_with_a_rate_limiter_asks_for_the_grant(tmp_path: Path, given: list[str]) -> None:
+    write(tmp_path, "m")
+    group = {"kind": "KIND_CPU", "rate_limiter": {"resources": [{"name": "R1", "count": 4}]}}
+    with (
+        moonpool.Runtime(tmp_path, models=(), sandbox="strict", rate_limit=given) as runtime,
+        pytest.raises(ConfigError, match=r"Runtime\(sandbox_grants=\[\"m:RESOURCES=R1:4\"\]\)$"),
+    ):
+        runtime.load("m", config={"instance_group": [group]})
 
 
 def test_a_granted_deadline_is_for_that_long() -> None:
