@@ -28,7 +28,7 @@ def test_a_front_end_that_nobody_could_tell_anything_is_not_left_running(
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name == "moonpool-front_end_0":
+        if thread.name == "moonpool-send-front_end_0":
             raise RuntimeError("can't start new thread")
         start(thread)
 
