@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool.runtime.model.config.options import ModelOptions
-from moonpool.runtime.repository.loading import Wanted, prepare
+from moonpool.runtime.repository.loading import HostingRules, Wanted, prepare
 from moonpool.runtime.repository.repository import ModelRepositories
 
 SAYS = """
@@ -270,6 +270,16 @@ def test_a_configuration_of_a_model_is_no_looser_than_its_own(
     refused = contextlib.nullcontext() if is_allowed else pytest.raises(moonpool.ConfigError)
     with refused:
         prepare(wanted, ModelRepositories([repository]), lambda _: None)
+
+
+def test_a_configuration_of_a_model_that_names_no_level_has_the_operator_s(
+    repository: Path,
+) -> None:
+    wanted = Wanted("m", config={}, is_whole=True, asker=ModelOptions(sandbox="strict"))
+    prepared = prepare(
+        wanted, ModelRepositories([repository]), lambda _: None, HostingRules("strict")
+    )
+    assert [each.options.sandbox for each in prepared.models] == ["strict"]
 
 
 def test_files_and_a_source_exclude_each_other(repository: Path) -> None:
