@@ -242,12 +242,15 @@ class Channel:
         return packet
 
     def _fail(self, error: OSError) -> NoReturn:
-        _pass_on(error)
-        if self._socket.fileno() < 0:
-            raise Closed("this end of the channel was closed") from error
-        if error.errno in (errno.EMSGSIZE, errno.EBADF):  # EBADF is about a descriptor to send
-            raise LocalProtocolError(f"a packet cannot be sent: {error.strerror}") from error
-        raise PeerGone(f"the peer closed the channel ({error.strerror})") from error
+        try:
+            _pass_on(error)
+            if self._socket.fileno() < 0:
+                raise Closed("this end of the channel was closed") from error
+            if error.errno in (errno.EMSGSIZE, errno.EBADF):  # EBADF is about a descriptor to send
+                raise LocalProtocolError(f"a packet cannot be sent: {error.strerror}") from error
+            raise PeerGone(f"the peer closed the channel ({error.strerror})") from error
+        finally:
+            del error  # as in `_pass_on`
 
     def wake(self) -> None:
         """Wake a thread that blocks in `receive` on this end: it sees the end of the channel. Any thread may call it."""
@@ -264,4 +267,8 @@ class Channel:
 def _pass_on(error: OSError) -> None:
     """Raise an error that is not of the socket, but of a signal handler that ran in the call: it has the handler's frame."""
     if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            # This frame is in its traceback. The error would keep itself, and the tensors in the frames of a model, until garbage is collected.
+            del error

@@ -31,23 +31,12 @@ _FIRST = frozenset([Kind.CONFINED, Kind.FAILED])
 class Overflow:
     """Stores messages that are too large for a packet in the memory of their sender."""
 
-    def pack(self, *message: Any) -> bytes:
-        """Return the packet of a message; if the message is too large, store it and return the packet of INDIRECT.
-
-        Raises `LocalProtocolError` for values that msgpack cannot carry, `OutOfMemory`.
-        """
-        packet = encode(*message)
-        return packet if len(packet) <= MAX_PACKET_BYTES else self.indirect(packet)
-
     def indirect(self, packet: bytes, most_bytes: int = sys.maxsize) -> bytes:
         """Store a packet, and return the packet of INDIRECT that points to it.
 
         Raises `LocalProtocolError` if it has more than `most_bytes`, and `OutOfMemory`.
         """
-        if len(packet) > most_bytes:
-            raise LocalProtocolError(
-                f"a message of {len(packet)} bytes beside its tensors; {most_bytes} is the most"
-            )
+        check_size(packet, most_bytes)
         return encode(_INDIRECT, *self.store(packet))
 
     def store(self, packet: bytes) -> tuple[int, int, int]:
@@ -57,6 +46,14 @@ class Overflow:
     def load(self, region: int, offset: int, size_bytes: int) -> bytes:
         """Copy a packet out of the peer's block, and release the block. Raises `RemoteProtocolError`."""
         raise NotImplementedError
+
+
+def check_size(packet: bytes, most_bytes: int) -> None:
+    """Raise `LocalProtocolError` if a packet to be stored has more than so many bytes."""
+    if len(packet) > most_bytes:
+        raise LocalProtocolError(
+            f"a message of {len(packet)} bytes beside its tensors; {most_bytes} is the most"
+        )
 
 
 class Conversation:

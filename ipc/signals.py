@@ -9,15 +9,25 @@ steps that must all be taken, or none, are functions of C that one other functio
 from __future__ import annotations
 
 import signal
+import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from operator import setitem
+from operator import is_, setitem
 from typing import Any
 
 # Drops whatever is put into it.
 NOWHERE: deque[Any] = deque(maxlen=0)
-_call = partial.__call__
+if sys.version_info >= (3, 11):
+    from operator import call
+
+    _results_of = partial(map, call)
+else:
+
+    def _results_of(steps: Sequence[Callable[[], object]]) -> Iterator[object]:
+        return map(partial.__call__, map(partial, steps))
+
+
 # Every Python ignores these two.
 _PYTHONS_OWN = frozenset((signal.SIGPIPE, signal.SIGXFSZ))
 
@@ -44,5 +54,18 @@ def set_at_once(tables: Sequence[Any], keys: Sequence[Any], values: Sequence[Any
 
 
 def at_once(*steps: Callable[[], object]) -> None:
-    """Call functions of C in this order. If one raises, those behind it are not called."""
-    NOWHERE.extend(map(_call, map(partial, steps)))
+    """Call functions of C in this order. If one raises, those behind it are not called, nor are they after `replacing`, if that finds another value."""
+    NOWHERE.extend(_results_of(steps))
+
+
+def replacing(
+    owner: object, name: str, before: object, after: object
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return the steps by which `at_once` replaces the value of an attribute, and goes on only if that was this very object until then.
+
+    For steps that were prepared from a value which a handler or a destructor, or another thread, may have replaced meanwhile. There is no error
+    then. A last step, which notes that it was taken, tells whether they were.
+    """
+    # `next` raises StopIteration, which is the end of the steps.
+    values = map(getattr, (owner,), (name,))
+    return partial(next, filter(partial(is_, before), values)), partial(setattr, owner, name, after)

@@ -20,7 +20,7 @@ from moonpool.ipc.errors import BadTensor
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import ALIGNMENT, SHARED_BYTES, Lease
 from moonpool.ipc.messages import LONG, MAX_DIMS, NO_DETAILS, size_of
-from moonpool.ipc.signals import NOWHERE, at_once
+from moonpool.ipc.signals import NOWHERE
 from moonpool.ipc.tensors import BYTES, DTYPES
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.tensor import Tensor
@@ -197,17 +197,15 @@ def read_outputs(
     outputs: Sequence[CallOutput],
     regions: Regions,
     give_back: Callable[[object], object],
-    *steps: Callable[[], object],
-) -> list[Tensor]:
-    """Return the tensors of a reply: views of blocks that the runtime lent. `give_back` gets the place of each in the end.
+) -> tuple[list[Tensor], list[Callable[[], object]]]:
+    """Return the tensors of a reply, and the steps, functions of C, from which on they have the blocks that the runtime lent.
 
-    The tensors have the blocks from the moment at which the steps, functions of C, are taken. If this raises before, they are not taken.
+    In the end `give_back` gets the place of each block. Before those steps nothing has changed.
     """
     leases: list[Lease | DeviceLease] = [
         regions.region(region).lease(offset, size_bytes, NOWHERE.append, (region, offset))
         for region, offset, size_bytes in blocks
     ]
-    at_once(*steps, *(partial(setattr, lease, "give_back", give_back) for lease in leases))
     if regions.devices is not None:
         regions.devices.order(leases)
     tensors: list[Tensor] = []
@@ -219,4 +217,4 @@ def read_outputs(
         else:
             devices = regions.on_devices()
             tensors.append(devices.tensor(name, datatype, shape, lease, offset))
-    return tensors
+    return tensors, [partial(setattr, lease, "give_back", give_back) for lease in leases]

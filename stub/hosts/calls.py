@@ -47,6 +47,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from moonpool.ipc.arena import Block
 from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
 from moonpool.ipc.codec import KnownCalls, calls_codec, encode
 from moonpool.ipc.errors import MoonpoolError, PeerGone
@@ -187,13 +188,12 @@ class Calls:
 
         Raises `LocalProtocolError` for fields that cannot travel, and `OutOfMemory`.
         """
-        self._send_queue.put(self._packet(*message))
+        self._put(message)
 
     def begin(self, call: Call, kind: int, *fields: Any) -> None:
         """Send the message of a call, which is open then. Blocks and raises as `send`."""
-        packet = self._packet(kind, call.number, *fields)
-        self._send_queue.put(
-            packet,
+        self._put(
+            (kind, call.number, *fields),
             partial(self._open.__setitem__, call.number, call),
             partial(setattr, call, "is_sent", True),
         )
@@ -202,12 +202,19 @@ class Calls:
         """Send what a compiled form has queued."""
         self._send_queue.flush()
 
-    def _packet(self, *message: Any) -> bytes:
+    def _put(self, message: tuple[Any, ...], *steps: Callable[[], object]) -> None:
         packet = encode(*message)
-        if len(packet) > MAX_PACKET_BYTES:
-            is_load = message[0] == Kind.LOAD_MODEL
-            packet = self._regions.indirect(packet, sys.maxsize if is_load else MAX_CALL_BYTES)
-        return packet
+        if len(packet) <= MAX_PACKET_BYTES:
+            self._send_queue.put(packet, *steps)
+            return
+        most_bytes = sys.maxsize if message[0] == Kind.LOAD_MODEL else MAX_CALL_BYTES
+        taken: list[Block] = []
+        try:
+            packet = self._regions.indirect(packet, most_bytes, taken)
+            self._send_queue.put(packet, *steps, taken.clear)
+        finally:
+            if taken:  # it was not queued
+                self._regions.take_back(taken)
 
     def cancel(self, call: Call) -> None:
         """Let the other model know that it may stop. Its answers come until it ends."""

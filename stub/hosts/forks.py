@@ -26,12 +26,14 @@ import struct
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import setitem
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moonpool.ipc.codec import encode, unpacked
 from moonpool.ipc.errors import LocalProtocolError
+from moonpool.ipc.signals import at_once
 from moonpool.ipc.tensors import BYTES, DTYPES
 from moonpool.stub import output, pb_utils, threads
 from moonpool.stub.hosts import descriptors
@@ -155,11 +157,16 @@ class ForkedHost(Host):
         end = self._ask("infer", decoupled, *_packed_request(request))
         if not decoupled:
             with end:
-                return _response(*_told(end))
+                return _response(*_told(_Incoming(end)))
 
-        def receive() -> InferenceResponse | None:
-            answer = _told(end)
-            return _response(*answer) if answer else None
+        # One item, the message that comes next.
+        messages = [_Incoming(end)]
+
+        def receive(seen: list[InferenceResponse]) -> None:
+            answer = _told(messages[0])
+            steps = [partial(seen.append, _response(*answer))] if answer else []
+            # A signal handler of the model's may raise.
+            at_once(*steps, partial(setitem, messages, 0, _Incoming(end)))
 
         def cancel() -> None:
             with contextlib.suppress(OSError):  # the stub has ended
@@ -184,7 +191,7 @@ class ForkedHost(Host):
 
     def _call(self, method: str, *arguments: Any) -> Any:
         with self._ask(method, *arguments) as end:
-            return _told(end)[0]
+            return _told(_Incoming(end))[0]
 
     def load_model(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:
         self._call("load_model", name, config, files)
@@ -231,7 +238,7 @@ def _knock(broker: socket.socket, wish: bytes) -> socket.socket:
 
 def _answer(end: socket.socket) -> None:
     """Answer one question. Raises EOFError or OSError if the fork has ended."""
-    question = _receive(end)
+    question = _Incoming(end).receive()
     try:
         if question[0] == "infer":
             _infer(end, *question[1:])
@@ -273,38 +280,56 @@ def _send_packet(end: socket.socket, packet: bytes) -> None:
     end.sendall(packet)
 
 
-def _receive(end: socket.socket) -> list[Any]:
-    """Receive a question, or the fields of an answer; no fields after the last response of several.
+class _Incoming:
+    """A message as it arrives. If a signal handler raises meanwhile, the next call of `receive` goes on with what has come."""
 
-    Raises TritonModelException if that is the answer, and EOFError at the end of the other process.
-    """
-    head = _read(end, _LENGTH.size)
-    first, *rest = unpacked(_read(end, _LENGTH.unpack(head)[0]))
-    if first == "raise":
-        raise TritonModelException(rest[0])
-    return rest if first == "answer" else [first, *rest]
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._head = _Buffer(_LENGTH.size)
+        self._body: _Buffer | None = None
+
+    def receive(self) -> list[Any]:
+        """Receive a question, or the fields of an answer; no fields after the last response of several.
+
+        Raises TritonModelException if that is the answer, and EOFError at the end of the other process.
+        """
+        head = self._head.filled(self._end)
+        if self._body is None:
+            self._body = _Buffer(*_LENGTH.unpack(head))
+        first, *rest = unpacked(self._body.filled(self._end))
+        if first == "raise":
+            raise TritonModelException(rest[0])
+        return rest if first == "answer" else [first, *rest]
 
 
-def _told(end: socket.socket) -> list[Any]:
+class _Buffer:
+    """So many bytes to receive."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._data = bytearray(size_bytes)
+        # The number of bytes of each part that has come.
+        self._counts: list[int] = []
+
+    def filled(self, end: socket.socket) -> bytearray:
+        """Receive until all bytes are there, and return them. Raises EOFError."""
+        counts, data = self._counts, memoryview(self._data)
+        while (count := sum(counts)) < len(data):
+            try:
+                # One call into C: what was received is counted.
+                counts.extend(map(end.recv_into, (data[count:],)))
+            except ConnectionResetError:  # the other process ended without reading everything
+                raise EOFError from None
+            if not counts[-1]:
+                raise EOFError
+        return self._data
+
+
+def _told(message: _Incoming) -> list[Any]:
     """Receive an answer. Raises TritonModelException if the stub has ended, too."""
     try:
-        return _receive(end)
+        return message.receive()
     except EOFError:
         raise TritonModelException(_GONE) from None
-
-
-def _read(end: socket.socket, size_bytes: int) -> bytearray:
-    data = bytearray(size_bytes)
-    left = memoryview(data)
-    while left:
-        try:
-            count = end.recv_into(left)
-        except ConnectionResetError:  # the other process ended without reading everything
-            count = 0
-        if not count:
-            raise EOFError
-        left = left[count:]
-    return data
 
 
 def _hang_up(end: socket.socket) -> None:

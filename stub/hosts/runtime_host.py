@@ -24,6 +24,7 @@ from moonpool.ipc.messages import (
     Kind,
     size_of,
 )
+from moonpool.ipc.signals import at_once
 from moonpool.stub.hosts.call_tensors import Placed, UsualInputs, read_outputs
 from moonpool.stub.hosts.calls import Call, Calls
 from moonpool.stub.pb_utils.errors import ErrorCode, TritonError, TritonModelException
@@ -238,32 +239,40 @@ class StubHost(Host):
         if ours:
             self._regions.take_back(ours)
 
-    def _response(self, call: Call, *steps: Callable[[], object]) -> InferenceResponse:
-        """Take the next answer to a call, and further steps at once with that, which are functions of C."""
+    def _response(
+        self,
+        call: Call,
+        *steps: Callable[[], object],
+        seen: list[InferenceResponse] | None = None,
+    ) -> InferenceResponse:
+        """Take the next answer to a call. `seen` gets the response, and further steps, functions of C, are taken, at once with that."""
         inbox = call.inbox
         _, _, _, _, blocks, rows, parameters, failure, _ = inbox[0]
         error = None
         if failure is not None:
             error = TritonError(failure[1], ErrorCode(failure[0]))
-        outputs = read_outputs(
-            blocks, rows, self._regions, self._calls.give_back, inbox.popleft, *steps
-        )
-        return InferenceResponse.from_wire(outputs, error, parameters)
+        outputs, owning = read_outputs(blocks, rows, self._regions, self._calls.give_back)
+        response = InferenceResponse.from_wire(outputs, error, parameters)
+        if seen is not None:
+            steps += (partial(seen.append, response),)
+        at_once(inbox.popleft, *owning, *steps)
+        return response
 
     def _iterator(self, call: Call, failed: InferenceResponse | None) -> ResponseIterator:
         if failed is not None:
-            left = [None, failed]
-            return ResponseIterator.over(left.pop, _nothing)
+            only = iter([failed])
+            return ResponseIterator.over(
+                lambda seen: seen.extend(itertools.islice(only, 1)), _nothing
+            )
         calls = self._calls
         # A destructor may abandon the iterator.
         call.prepare()
         is_over: deque[bool] = deque([False], maxlen=1)
 
-        def receive() -> InferenceResponse | None:
-            if is_over[0]:
-                return None
-            is_last = calls.wait(call)[2]
-            return self._response(call, partial(is_over.append, is_last))
+        def receive(seen: list[InferenceResponse]) -> None:
+            if not is_over[0]:
+                is_last = calls.wait(call)[2]
+                self._response(call, partial(is_over.append, is_last), seen=seen)
 
         return ResponseIterator.over(
             receive, partial(calls.cancel, call), partial(calls.abandon, call)

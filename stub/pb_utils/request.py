@@ -17,6 +17,7 @@ from typing import (
 )
 
 from moonpool.ipc.messages import NO_DETAILS, Details
+from moonpool.ipc.signals import replacing
 from moonpool.stub.pb_utils.errors import TritonModelException, as_text, shown
 from moonpool.stub.pb_utils.response import (
     Answer,
@@ -256,7 +257,12 @@ class InferenceRequest:
             reply = port.reply(batch, index, self._requested_output_names)
             reply.preferred_memory = self._preferred_memory
             reply.is_cancelled = self._cancelled
-            self._reply = reply
+            # A destructor or a signal handler of the model's, or another thread, may have asked for it meanwhile.
+            port.remember(reply, *replacing(self, "_reply", None, reply))
+            reply = self._reply or reply
+            # A cancellation has come meanwhile, or it finds the reply.
+            if self._cancelled:
+                reply.is_cancelled = True
         return reply
 
     @overload

@@ -2,11 +2,17 @@
 
 Theory of operation. A `Reply` is the state of the responses to one request: how many were sent, and whether more may come. The request and its
 sender share it, and any thread may use it. Its lock makes checking and sending one step, so that responses go out in the order of their
-flags. It is an RLock: while a thread sends, a garbage collection may run a destructor of the model's that sends, too.
+flags. It is an RLock: while a thread sends, a garbage collection may run a destructor of the model's that sends, too, and a signal may run a handler
+that does.
+
+A signal handler may also raise anywhere in a send. So the state changes at once with the response's coming into the queue (`ipc/signals.py`), after
+which nothing can be lost, and not before. If another send of the same thread has come between by then, the state is another one (`replacing`), and
+the send begins anew with the checks.
 
 If the request, its sender and everything else that could answer are dropped without a last response, nobody could ever answer, and the client
 would wait for ever. So the destructor of a reply that was left open ends the request with an error. It takes no lock: nothing refers to
-the reply any more.
+the reply any more. What a signal handler raises in a destructor is lost, and the destructor with it: then the port, which remembers the reply, ends
+the request.
 
 A `ResponseIterator` holds its lock while it waits for the next response. So threads that share a loop take turns, and each response
 goes to one of them. `cancel` takes no lock and can interrupt that wait from another thread. `abandon` comes from the destructor.
@@ -18,6 +24,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from operator import index
 
 # `error` may return None, but models ask `has_error` before they call it.
@@ -25,6 +32,7 @@ from typing import Any as MaybeNone
 from typing import Union
 
 from moonpool.ipc.messages import AGAIN, FINAL
+from moonpool.ipc.signals import at_once, replacing
 from moonpool.stub import threads
 from moonpool.stub.pb_utils.errors import TritonError, TritonModelException, bad_arguments, shown
 from moonpool.stub.pb_utils.tensor import PreferredMemory, Tensor
@@ -170,6 +178,7 @@ class ResponseIterator:
         "_is_begun",
         "_is_over",
         "_lock",
+        "_missed",
         "_receive",
         "_seen",
     )
@@ -180,28 +189,32 @@ class ResponseIterator:
     @classmethod
     def over(
         cls,
-        receive: Callable[[], InferenceResponse | None],
+        receive: Callable[[list[InferenceResponse]], object],
         cancel: Callable[[], None],
         abandon: Callable[[], None] | None = None,
     ) -> ResponseIterator:
-        """Make an iterator. `receive` waits for the next response and returns None after the last; the others do not wait.
+        """Make an iterator. `receive` waits for the next response and adds it to the list, nothing after the last; the others do not wait.
 
-        Responses still come after `cancel`. `abandon` is called when the iterator is destroyed.
+        If a signal handler raises in it, the next call adds that response. Responses still come after `cancel`. `abandon` is called when the
+        iterator is destroyed.
         """
         iterator = object.__new__(cls)
         iterator._receive = receive
         iterator._cancel = cancel
         iterator._abandon = abandon
         iterator._seen = []
+        iterator._missed = []
         iterator._index = 0
         iterator._is_over = iterator._is_begun = False
         iterator._lock = threads.Lock()
         return iterator
 
-    _receive: Callable[[], InferenceResponse | None]
+    _receive: Callable[[list[InferenceResponse]], object]
     _cancel: Callable[[], None]
     _abandon: Callable[[], None] | None
     _seen: list[InferenceResponse]
+    # The numbers of responses that were taken for a loop which a signal handler ended before it had them.
+    _missed: list[int]
     _index: int
     _is_over: bool
     # True once the current loop has yielded a response.
@@ -215,34 +228,50 @@ class ResponseIterator:
 
     def __next__(self) -> InferenceResponse:
         """Wait for the next response and return it. Raises StopIteration after the last."""
-        with self._lock:
-            seen = self._seen
-            if self._index == len(seen) and not self._is_over:
-                response = self._receive()
-                if response is None:
-                    self._is_over = True
+        taken = -1
+        try:
+            with self._lock:
+                if not self._missed:
+                    self._find()
+                # Signal handlers run after calls, and there is none until the number is in `taken` and nowhere else.
+                if self._missed:
+                    taken = self._missed[-1]
+                    del self._missed[-1]
                 else:
-                    seen.append(response)
-            if self._index == len(seen):
-                # A loop that has yielded a response ends here. A loop that starts at the end begins anew.
-                if self._is_begun or not seen:
-                    self._is_begun = True
-                    raise StopIteration(_END)
-                self._index = 0
-            self._is_begun = True
-            response = seen[self._index]
-            self._index += 1
-            return response
+                    following = self._index + 1
+                    taken = self._index
+                    self._index = following
+                self._is_begun = True
+            return self._seen[taken]
+        except BaseException:
+            if taken >= 0:
+                self._missed.append(taken)
+            raise
+
+    def _find(self) -> None:
+        """Wait until the response of the current number is there, and begin anew at the end. Raises StopIteration."""
+        seen = self._seen
+        if self._index == len(seen):
+            self._fill()
+        if self._index == len(seen):
+            # A loop that has yielded a response ends here. A loop that starts at the end begins anew.
+            if self._is_begun or not seen:
+                self._is_begun = True
+                raise StopIteration(_END)
+            self._index = 0
+
+    def _fill(self) -> None:
+        """Wait for another response, or the end."""
+        count = len(self._seen)
+        if not self._is_over:
+            self._receive(self._seen)
+            self._is_over = len(self._seen) == count
 
     def _wait(self) -> ResponseIterator:
         """Wait for the first response or the end; return the iterator."""
         with self._lock:
-            if not self._seen and not self._is_over:
-                response = self._receive()
-                if response is None:
-                    self._is_over = True
-                else:
-                    self._seen.append(response)
+            if not self._seen:
+                self._fill()
         return self
 
     def cancel(self) -> None:
@@ -338,7 +367,10 @@ DROPPED = (
 
 
 class ReplyPort:
-    """Delivers the responses of open requests, to the runtime or to a test."""
+    """Delivers the responses of open requests, to the runtime or to a test.
+
+    Each method takes `steps`, functions of C, at once with what it does itself (`signals.at_once`): all of it happens, or nothing.
+    """
 
     is_decoupled = False
 
@@ -346,16 +378,31 @@ class ReplyPort:
         """Make the reply of one request, which has only one."""
         return Reply(self, batch, index, wanted)
 
-    def respond(self, reply: Reply, response: InferenceResponse | None, flags: int) -> None:
+    def remember(self, reply: Reply, *steps: Callable[[], object]) -> None:  # noqa: ARG002
+        """Remember a reply that may be sent with from now on."""
+        at_once(*steps)
+
+    def respond(
+        self,
+        reply: Reply,
+        response: InferenceResponse | None,
+        flags: int,
+        *steps: Callable[[], object],
+    ) -> None:
         """Deliver a response, the flag that it was the last (`FINAL`), or both; or `AGAIN`, which schedules the request again."""
         raise NotImplementedError
 
-    def forget(self, reply: Reply) -> None:
+    def forget(self, reply: Reply, *steps: Callable[[], object]) -> None:  # noqa: ARG002
         """Forget a reply with which nothing was sent or will be."""
+        at_once(*steps)
 
-    def abandon(self, reply: Reply) -> None:
+    def abandon(self, reply: Reply, *steps: Callable[[], object]) -> None:
         """End a request that the model can no longer answer. Destructors call this."""
-        self.respond(reply, InferenceResponse(error=TritonError(DROPPED)), FINAL)
+        self.respond(reply, InferenceResponse(error=TritonError(DROPPED)), FINAL, *steps)
+
+
+# What was sent with a reply: the number of responses, whether it was anything at all, and whether it was the last or ANSWER carries the outcome.
+_State = tuple[int, bool, bool]
 
 
 class Reply:
@@ -363,12 +410,10 @@ class Reply:
 
     __slots__ = (
         "__weakref__",
-        "_count",
-        "_is_closed",
         "_is_open",
-        "_is_used",
         "_lock",
         "_port",
+        "_state",
         "batch",
         "index",
         "is_cancelled",
@@ -384,39 +429,30 @@ class Reply:
         self.wanted = wanted
         self.preferred_memory: PreferredMemory | None = None
         self.is_cancelled = False
-        # True once anything was sent.
-        self._is_used = False
-        self._count = 0
+        # Another object after each change.
+        self._state: _State = (0, False, False)
         self._is_open = False
-        self._is_closed = False
         # A destructor may send in the middle of a send of the same thread.
         self._lock = threads.RLock()
 
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
-        """Send by the rules of Triton's response senders. Raises `TritonModelException`."""
-        with self._lock:
-            if not self._port.is_decoupled:
-                self._check_count(response, final=final)
-            if self._is_closed:
-                raise TritonModelException(
-                    "Unable to send response. Response sender has been closed."
-                )
-            if response is not None:
-                self._count += 1
-            self._is_closed = final
-            self._is_used = True
-            self._port.respond(self, response, FINAL if final else 0)
+        """Send by the rules of Triton's response senders. Raises `TritonModelException`.
 
-    def _check_count(self, response: InferenceResponse | None, *, final: bool) -> None:
-        if response is not None and self._count:
-            raise TritonModelException(
-                "Unable to send response. Non-decoupled model cannot send more than one response."
-            )
-        if response is None and final and not self._count and not self._is_closed:
-            raise TritonModelException(
-                "Unable to send response. Non-decoupled model cannot send complete final before "
-                "sending a response."
-            )
+        If a signal handler raises meanwhile, this raises that, and the response was sent or it was not: the state says which.
+        """
+        with self._lock:
+            is_sent = False
+            while not is_sent:
+                count, _, is_closed = state = self._state
+                if not self._port.is_decoupled:
+                    _check_count(state, response, final=final)
+                if is_closed:
+                    raise TritonModelException(
+                        "Unable to send response. Response sender has been closed."
+                    )
+                is_sent = self._respond(
+                    state, count + (response is not None), response, FINAL if final else 0
+                )
 
     def finish(self, response: InferenceResponse) -> None:
         """Send the last response, unless it was sent already.
@@ -425,9 +461,10 @@ class Reply:
         model returned or raised afterwards.
         """
         with self._lock:
-            if not self._is_closed:
-                self._is_closed = self._is_used = True
-                self._port.respond(self, None if self.is_answered else response, FINAL)
+            while not self.is_closed:
+                count, *_ = state = self._state
+                last = None if count and not self._port.is_decoupled else response
+                self._respond(state, count, last, FINAL)
 
     def fail(self, message: str) -> None:
         """End the request with an error, unless it has ended."""
@@ -436,9 +473,9 @@ class Reply:
     def reschedule(self) -> None:
         """Schedule the request again. It comes with a new reply then."""
         with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._port.respond(self, None, AGAIN)
+            while not self.is_closed:
+                count, *_ = state = self._state
+                self._respond(state, count, None, AGAIN)
 
     def leave_open(self) -> None:
         """Note that `execute` gave no response. From now on, dropping the reply without a last response is an error."""
@@ -450,30 +487,57 @@ class Reply:
         Returns False and does nothing if something was sent already: the rest must go the same way.
         """
         with self._lock:
-            if self._is_used:
-                return False
-            self._count += responses
-            self._is_closed = True
-        self._port.forget(self)
+            is_closed = False
+            while not is_closed:
+                count, is_used, _ = state = self._state
+                if is_used:
+                    return False
+                after = count + responses, False, True
+                is_closed = self._change(state, after, partial(self._port.forget, self))
         return True
+
+    def _respond(
+        self, state: _State, count: int, response: InferenceResponse | None, flags: int
+    ) -> bool:
+        respond = partial(self._port.respond, self, response, flags)
+        return self._change(state, (count, True, bool(flags)), respond)
+
+    def _change(self, before: _State, after: _State, act: Callable[..., None]) -> bool:
+        """Act, and change the state at once with that. Returns False if the state was another one by then, and nothing was done."""
+        done: list[bool] = []
+        act(*replacing(self, "_state", before, after), partial(done.append, True))
+        return bool(done)
 
     @property
     def is_answered(self) -> bool:
         """True if the only response was sent."""
-        return self._count > 0 and not self._port.is_decoupled
+        return self.count > 0 and not self._port.is_decoupled
 
     @property
     def is_closed(self) -> bool:
         """Return whether the last response was sent."""
-        return self._is_closed
+        return self._state[2]
 
     @property
     def count(self) -> int:
         """Return the number of responses that were sent."""
-        return self._count
+        return self._state[0]
 
     def __del__(self) -> None:
         # Nothing refers to the reply any more, so there is no lock to take.
-        if getattr(self, "_is_open", False) and not self._is_closed:
-            self._is_closed = True
-            self._port.abandon(self)
+        if getattr(self, "_is_open", False) and not self.is_closed:
+            after = self.count, True, True
+            self._port.abandon(self, partial(setattr, self, "_state", after))
+
+
+def _check_count(state: _State, response: InferenceResponse | None, *, final: bool) -> None:
+    count, _, is_closed = state
+    if response is not None and count:
+        raise TritonModelException(
+            "Unable to send response. Non-decoupled model cannot send more than one response."
+        )
+    if response is None and final and not count and not is_closed:
+        raise TritonModelException(
+            "Unable to send response. Non-decoupled model cannot send complete final before "
+            "sending a response."
+        )

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from moonpool.ipc.errors import CODES
 from moonpool.ipc.messages import ANSWERED, FINAL, OPEN, RESCHEDULED
+from moonpool.ipc.signals import at_once
 from moonpool.stub.pb_utils.errors import TritonModelException
 from moonpool.stub.pb_utils.request import RELEASE_RESCHEDULE, InferenceRequest
 from moonpool.stub.pb_utils.response import DROPPED, InferenceResponse, Reply, ReplyPort
 from moonpool.stub.peers.batch import Batch
 from moonpool.stub.peers.control import Control
-from moonpool.stub.peers.placement import NO_OUTPUTS, PlacementPlan, Placer, error_remark
+from moonpool.stub.peers.placement import (
+    NO_OUTPUTS,
+    PlacementPlan,
+    Placer,
+    error_remark,
+    refusal_remark,
+)
 
 INTERNAL = CODES.index("INTERNAL")
 
@@ -46,8 +54,6 @@ class Answer:
 
         A request without a response stays open, or is scheduled again if the model asked for that.
         """
-        placer, batch = self._placer, self._batch
-        targets = batch.targets
         for request, response in zip(requests, responses):
             if response is None:
                 self._leave(request)
@@ -57,18 +63,31 @@ class Answer:
                 reply.finish(response)
                 self.add(NO_OUTPUTS, None, OPEN)
                 continue
-            plan, remark = placer.answer(
+            self._place(request, response)
+
+    def _place(self, request: InferenceRequest, response: InferenceResponse) -> None:
+        """Place the outputs of the response to the next request.
+
+        The model's `execute` is over, so nobody waits for what a signal handler raises here: it fails this response, as everything else does.
+        """
+        index, targets = len(self.plans), self._batch.targets
+        blocks: list[list[int]] = []
+        try:
+            plan, remark = self._placer.answer(
                 response,
                 request._requested_output_names,
-                self.blocks,
-                batch,
-                targets.get(len(self.plans)) if targets else None,
+                blocks,
+                self._batch,
+                targets.get(index) if targets else None,
                 request._preferred_memory,
             )
-            if remark is None and plan is not None:
-                self.plans.append(plan)
-            else:
-                self.add(plan or NO_OUTPUTS, remark)
+            self.add(plan or NO_OUTPUTS, remark, blocks=blocks)
+        except Exception as error:
+            if len(self.plans) == index:
+                self.add(NO_OUTPUTS, refusal_remark(error))
+        finally:
+            if blocks:
+                self._placer.give_back(blocks)
 
     def leave_open(self, requests: list[InferenceRequest]) -> None:
         """Leave requests open: their responses come later, or a message that schedules them again."""
@@ -111,13 +130,23 @@ class Answer:
             reply.reschedule()
             self.add(NO_OUTPUTS, None, OPEN)
 
-    def add(self, plan: PlacementPlan, remark: list[Any] | None, state: int = ANSWERED) -> None:
-        """Add the outcome of the next request."""
+    def add(
+        self,
+        plan: PlacementPlan,
+        remark: list[Any] | None,
+        state: int = ANSWERED,
+        blocks: list[list[int]] | None = None,
+    ) -> None:
+        """Add the outcome of the next request, all of it at once. Takes the blocks out of `blocks`."""
+        index = len(self.plans)
+        steps: list[Callable[[], object]] = [partial(self.plans.append, plan)]
         if remark is not None:
-            self.remarks[len(self.plans)] = remark
+            steps.append(partial(self.remarks.__setitem__, index, remark))
         if state:
-            self.states[len(self.plans)] = state
-        self.plans.append(plan)
+            steps.append(partial(self.states.__setitem__, index, state))
+        if blocks:
+            steps += (partial(self.blocks.extend, blocks), blocks.clear)
+        at_once(*steps)
 
 
 class Responses(ReplyPort):
@@ -129,6 +158,8 @@ class Responses(ReplyPort):
         self._control = control
         # Replies of requests that may still be answered apart from their batches.
         self.replies: dict[tuple[int, int], weakref.ref[Reply]] = {}
+        # Those of them that were dropped, and whose destructors have not ended their requests, or not yet.
+        self._dropped: dict[tuple[int, int], object] = {}
         # True in a process that the model forked, which has only copies of the replies.
         self.is_forked = False
 
@@ -137,10 +168,12 @@ class Responses(ReplyPort):
         """Return whether any request may still be answered apart from its batch."""
         return bool(self.replies)
 
-    def reply(self, batch: int, index: int, wanted: Collection[str]) -> Reply:
-        reply = Reply(self, batch, index, wanted)
-        self.replies[batch, index] = weakref.ref(reply)
-        return reply
+    def remember(self, reply: Reply, *steps: Callable[[], object]) -> None:
+        key = reply.batch, reply.index
+        # A function of C notes the end of a reply that is remembered still. Usually its destructor has ended the request before, but a collection of
+        # garbage calls this first.
+        known = weakref.ref(reply, partial(self._dropped.__setitem__, key))
+        at_once(*steps, partial(self.replies.__setitem__, key, known))
 
     def find(self, batch: int, index: int) -> Reply | None:
         """Return the reply of a request, as long as somebody may send with it."""
@@ -154,31 +187,62 @@ class Responses(ReplyPort):
             if reply is not None:
                 reply.is_cancelled = True
 
-    def respond(self, reply: Reply, response: InferenceResponse | None, flags: int) -> None:
-        """Send a response. One that cannot be placed reaches the client as an error, as in Triton."""
+    def respond(
+        self,
+        reply: Reply,
+        response: InferenceResponse | None,
+        flags: int,
+        *steps: Callable[[], object],
+    ) -> None:
+        """Send a response. One that cannot be placed reaches the client as an error, as in Triton.
+
+        Passes on what a signal handler raises. Then the response is queued, or it has no blocks any more.
+        """
         if self.is_forked:
             raise TritonModelException(
                 "Unable to send response. A process that the model forked cannot send any."
             )
         blocks: list[list[int]] = []
         layout = remark = None
-        if response is not None:
-            plan, remark = self._placer.answer(
-                response, reply.wanted, blocks, wish=reply.preferred_memory
-            )
-            layout = self._placer.layout((plan,)) if plan else None
-        if flags:
-            self.forget(reply)
-        if blocks:
-            self._placer.publish()
-        self._control.respond([reply.batch, reply.index, flags, blocks, layout, remark])
+        try:
+            if response is not None:
+                plan, remark = self._placer.answer(
+                    response, reply.wanted, blocks, wish=reply.preferred_memory
+                )
+                layout = self._placer.layout((plan,)) if plan else None
+            if blocks:
+                self._placer.publish()
+                steps += (blocks.clear,)
+            if flags:
+                steps += (self._forgetting(reply.batch, reply.index),)
+            self._control.respond([reply.batch, reply.index, flags, blocks, layout, remark], *steps)
+        finally:
+            if blocks:
+                self._placer.give_back(blocks)
 
-    def forget(self, reply: Reply) -> None:
-        self.replies.pop((reply.batch, reply.index), None)
+    def forget(self, reply: Reply, *steps: Callable[[], object]) -> None:
+        at_once(*steps, self._forgetting(reply.batch, reply.index))
 
-    def abandon(self, reply: Reply) -> None:
-        if self.is_forked:
-            return
-        self.forget(reply)
-        remark = error_remark(CODES.index("INTERNAL"), DROPPED)
-        self._control.respond([reply.batch, reply.index, FINAL, [], None, remark])
+    def _forgetting(self, batch: int, index: int) -> Callable[[], object]:
+        return partial(self.replies.pop, (batch, index), None)
+
+    def abandon(self, reply: Reply, *steps: Callable[[], object]) -> None:
+        if not self.is_forked and not self._end(reply.batch, reply.index, *steps):
+            at_once(*steps)
+
+    def _end(self, batch: int, index: int, *steps: Callable[[], object]) -> bool:
+        """End a request whose reply was dropped. Returns False, and takes no step, if it has ended."""
+        row = [batch, index, FINAL, [], None, error_remark(INTERNAL, DROPPED)]
+        try:
+            self._control.respond(row, partial(self.replies.__delitem__, (batch, index)), *steps)
+        except KeyError as error:
+            if error.args != ((batch, index),):  # a signal handler has raised it
+                raise
+            return False
+        return True
+
+    def end_dropped(self) -> None:
+        """End the requests whose replies were dropped while a signal handler raised in their destructors. For the main thread."""
+        for key in list(self._dropped):
+            self._end(*key)
+            self._dropped.pop(key, None)

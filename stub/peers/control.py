@@ -10,7 +10,9 @@ this code, so `add` and `drop` append to deques and wake the sender, and never w
 them under a lock that the same thread may take again (RLock), since a finalizer may interrupt the thread that holds it. If another
 thread holds the lock, `flush` waits for it: when it returns, all changes made before are sent, and a response may follow. The thread
 `moonpool-metrics` sends changes that no response carries. It clears `_is_wished` before it flushes, so that a
-change which comes during the flush wakes it again.
+change which comes during the flush wakes it again. A signal handler of the model's may raise anywhere. So changes leave their deques at once with their
+coming into the sums or into a message, and a message stays until the queue of its own has it. If a finalizer or a handler has flushed meanwhile, the
+sums are others by then (`replacing`), and all of it begins anew.
 
 In a process that the model forked, a thread of the parent may have held these locks at the moment of the fork. `begin` makes new ones.
 
@@ -23,10 +25,12 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from functools import partial
+from itertools import repeat
 from queue import SimpleQueue
 from typing import Any
 
+from moonpool.ipc.arena import Block
 from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
 from moonpool.ipc.codec import control_codec, encode
 from moonpool.ipc.errors import MoonpoolError, PeerGone
@@ -40,6 +44,7 @@ from moonpool.ipc.messages import (
     Kind,
     Side,
 )
+from moonpool.ipc.signals import NOWHERE, at_once, replacing
 from moonpool.stub import threads
 from moonpool.stub.pb_utils import logger
 from moonpool.stub.peers.regions import Regions
@@ -72,15 +77,22 @@ class Control:
         # Holds packets, and packed responses in tuples, which become packets when they are sent.
         self._send_queue = SendQueue(self._channel, self._on_gone, _packet_of)
         self._left_out = 0
-        # Sends past the queue: no other message depends on the order.
+        # Another one, so that `MetricChanges.flush` has sent when it returns: no other message depends on the order.
+        self._metrics_queue = SendQueue(self._channel, self._on_gone)
         self.metric_changes = MetricChanges(self._send_changes)
 
     def send(self, *message: Any, notes: Iterable[Callable[[], object]] = ()) -> None:
-        """Send a control message; blocks while the runtime is behind with reading. `notes` are those of `SendQueue.put`."""
-        self._send_queue.put(self._regions.pack(*message), *notes)
+        """Send a control message; blocks while the runtime is behind with reading. `notes` are the steps of `SendQueue.put`."""
+        taken: list[Block] = []
+        try:
+            packet = self._regions.pack(taken, *message)
+            self._send_queue.put(packet, *notes, taken.clear)
+        finally:
+            if taken:  # it was not queued
+                self._regions.take_back(taken)
 
-    def respond(self, response: list[Any]) -> None:
-        """Send a response, a row of RESPONSES, together with others that are ready.
+    def respond(self, response: list[Any], *steps: Callable[[], object]) -> None:
+        """Send a response, a row of RESPONSES, together with others that are ready. `steps` are those of `SendQueue.put`.
 
         Changes of metrics that the model made before go first.
         """
@@ -88,12 +100,14 @@ class Control:
             self.metric_changes.flush()
         row = encode(*response)
         if len(row) > MAX_PACKET_BYTES // MAX_RESPONSES_IN_PACKET:
-            self._send_queue.put(self._regions.pack(_RESPONSES, [response]))
+            self.send(_RESPONSES, [response], notes=steps)
         else:
-            self._send_queue.put((row,))
+            self._send_queue.put((row,), *steps)
 
-    def _send_changes(self, changes: list[Row], dropped: list[int]) -> None:
-        self._send_queue.send(encode(Kind.METRICS, changes, dropped))
+    def _send_changes(
+        self, changes: list[Row], dropped: list[int], *steps: Callable[[], object]
+    ) -> None:
+        self._metrics_queue.put(encode(Kind.METRICS, changes, dropped), *steps)
 
     def send_packet(self, packet: bytes) -> None:
         """Send a packet whose order among the others does not matter. Blocks as `send` does."""
@@ -173,8 +187,9 @@ def _packet_of(items: deque[Any]) -> tuple[bytes, int]:
     if len(items) == 1:
         return _ONE_RESPONSE + item[0], 1
     rows = []
-    # Copied by one call into C, since other threads append meanwhile.
-    for each in tuple(islice(items, MAX_RESPONSES_IN_PACKET)):
+    # By their numbers, since other threads and destructors append meanwhile.
+    for number in range(min(len(items), MAX_RESPONSES_IN_PACKET)):
+        each = items[number]
         if type(each) is not tuple:
             break
         rows.append(each[0])
@@ -188,12 +203,18 @@ _ONE_RESPONSE = encode(_RESPONSES, [0])[:-1]
 
 # Number of the metric, operation, value, how many times.
 Row = tuple[int, int, float, int]
+# By the number of the metric, operation and value; and by number and value, how often that was observed.
+Sums = tuple[dict[int, tuple[int, float]], dict[tuple[int, float], int]]
+# The fields of METRICS.
+_Message = tuple[list[Row], list[int]]
 
 
 # Changes that no response follows wait so long for others.
 _GATHER_S = 0.05
 # From so many changes on, the thread that makes another one adds them up.
 _MANY = 1 << 16
+# The argument of `acquire` for a lock that is not waited for.
+_AT_ONCE = (False,)
 
 
 class MetricChanges:
@@ -202,17 +223,22 @@ class MetricChanges:
     # `threads` says why this lock is not in the dictionary.
     __slots__ = ("__dict__", "__weakref__", "_lock")
 
-    def __init__(self, send: Callable[[list[Row], list[int]], object]) -> None:
-        """Take `send`, which sends rows and the numbers of dropped metrics to the runtime."""
+    def __init__(self, send: Callable[..., object]) -> None:
+        """Take `send`, which sends rows and the numbers of dropped metrics to the runtime.
+
+        Further arguments of it are steps that it takes at once with making certain that these are sent (`SendQueue.put`).
+        """
         self._send = send
         # False while `flush` has nothing to do: models without metrics call it for every batch.
         self.are_made = False
         self._new: deque[tuple[int, int, float]] = deque()
         self._dropped: deque[int] = deque()
-        self._sums: dict[int, tuple[int, float]] = {}
-        self._observed: dict[tuple[int, float], int] = {}
+        # The changes that are added up, and the messages that are not sent yet: other objects after each change.
+        self._sums: Sums = ({}, {})
+        self._messages: tuple[_Message, ...] = ()
         # A finalizer may interrupt the thread that holds it, and need it, too.
         self._lock = threads.RLock()
+        self._try_lock = self._lock.acquire
         # SimpleQueue.put may be called in the middle of itself, as a finalizer does.
         self._wishes: SimpleQueue[None] = SimpleQueue()
         self._is_wished = False
@@ -220,24 +246,36 @@ class MetricChanges:
 
     def add(self, metric: int, operation: int, value: float) -> None:
         """Apply an operation to a metric, soon."""
-        self._new.append((metric, operation, value))
-        self.are_made = True
-        self._wish()
-        if len(self._new) >= _MANY and self._lock.acquire(blocking=False):
-            try:
-                self._add_up()
-            finally:
-                self._lock.release()
+        try:
+            self._new.append((metric, operation, value))
+            self.are_made = True
+        finally:  # a signal handler of the model's may raise
+            self._wish()
+        if len(self._new) >= _MANY:
+            self._add_up_early()
 
     def drop(self, metric: int) -> None:
         """Release a metric, after all its changes are sent."""
-        self._dropped.append(metric)
-        self._wish()
+        try:
+            self._dropped.append(metric)
+        finally:
+            self._wish()
 
     def _wish(self) -> None:
         if not self._is_wished:
-            self._is_wished = True
-            self._wishes.put(None)
+            at_once(partial(setattr, self, "_is_wished", True), partial(self._wishes.put, None))
+
+    def _add_up_early(self) -> None:
+        """Add up the changes so far, unless another thread does."""
+        has_lock: list[bool] = []
+        try:
+            # One call into C takes the lock and notes it: no signal handler runs in between.
+            has_lock.extend(map(self._try_lock, _AT_ONCE))
+            if has_lock[0]:
+                self._add_up()
+        finally:
+            if has_lock and has_lock[0]:
+                self._lock.release()
 
     def start(self) -> None:
         """Start the thread that sends changes which no `flush` sends."""
@@ -259,31 +297,58 @@ class MetricChanges:
         if not self.are_made:
             return
         with self._lock:
-            # Only those dropped so far: one that is dropped from here on may have changes that are not added up yet.
-            dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-            self._add_up()
-            sums, self._sums = self._sums, {}
-            observed, self._observed = self._observed, {}
-            rows: list[Row] = [(m, op, value, 1) for m, (op, value) in sums.items()]
-            rows += [(m, OBSERVE, value, n) for (m, value), n in observed.items()]
-            chunks = deque(_chunks(rows))
-            while chunks or dropped:
-                chunk = chunks.popleft() if chunks else []
-                gone = [] if chunks else dropped[:MAX_METRIC_CHANGES]
-                dropped = dropped[len(gone) :]
-                self._send(chunk, gone)
+            self._add_up(packs=True)
+            # A finalizer or a signal handler that flushes, too, may send some of them first.
+            while messages := self._messages:
+                self._send(*messages[0], *replacing(self, "_messages", messages, messages[1:]))
 
-    def _add_up(self) -> None:
-        sums, observed = self._sums, self._observed
-        for _ in range(len(self._new)):
-            metric, operation, value = self._new.popleft()
-            if operation == OBSERVE:
-                observed[metric, value] = observed.get((metric, value), 0) + 1
-            elif operation == SET:
-                sums[metric] = (SET, value)
-            else:
-                before, amount = sums.get(metric, (INCREMENT, 0.0))
-                sums[metric] = (before, amount + value)
+    def _add_up(self, *, packs: bool = False) -> None:
+        """Add up the changes so far, and with `packs` make messages of them, and of the metrics that were dropped. Needs the lock."""
+        new, dropped = self._new, self._dropped
+        done: list[bool] = []
+        while not done:
+            before = self._sums
+            # First: one that is dropped from here on may have changes that are not among these.
+            gone = dropped.copy() if packs else ()
+            changes = new.copy()
+            sums = after = _added(before, changes)
+            messages = self._messages
+            if packs:
+                messages, after = (*messages, *_messages(sums, [*gone])), ({}, {})
+            at_once(
+                *replacing(self, "_sums", before, after),
+                partial(setattr, self, "_messages", messages),
+                partial(NOWHERE.extend, map(deque.popleft, repeat(new, len(changes)))),
+                partial(NOWHERE.extend, map(deque.popleft, repeat(dropped, len(gone)))),
+                partial(done.append, True),
+            )
+
+
+def _added(before: Sums, changes: Iterable[tuple[int, int, float]]) -> Sums:
+    """Return the sums with further changes."""
+    sums, observed = before[0].copy(), before[1].copy()
+    for metric, operation, value in changes:
+        if operation == OBSERVE:
+            observed[metric, value] = observed.get((metric, value), 0) + 1
+        elif operation == SET:
+            sums[metric] = (SET, value)
+        else:
+            kind, amount = sums.get(metric, (INCREMENT, 0.0))
+            sums[metric] = (kind, amount + value)
+    return sums, observed
+
+
+def _messages(added: Sums, dropped: list[int]) -> Iterator[_Message]:
+    """Divide changes into messages. The metrics that were dropped come after all of them."""
+    sums, observed = added
+    rows: list[Row] = [(m, op, value, 1) for m, (op, value) in sums.items()]
+    rows += [(m, OBSERVE, value, n) for (m, value), n in observed.items()]
+    chunks = deque(_chunks(rows))
+    while chunks or dropped:
+        chunk = chunks.popleft() if chunks else []
+        gone = [] if chunks else dropped[:MAX_METRIC_CHANGES]
+        dropped = dropped[len(gone) :]
+        yield chunk, gone
 
 
 def _chunks(rows: list[Row]) -> Iterator[list[Row]]:

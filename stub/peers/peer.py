@@ -237,6 +237,8 @@ class Peers:
         """
         idle_s, keep_s = 0.0, self._main.regions.keep.others_s
         while some := [peer for peer in self._all.copy().values() if peer.needs_care]:
+            for peer in some:
+                peer.responses.end_dropped()
             wait_s = min(_LOOK_S, keep_s) if any(peer.is_waited_for for peer in some) else keep_s
             if ready := self._poll.poll(wait_s * 1000):
                 return self._of(ready)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +33,7 @@ PASSED_BYTES = 256 * 1024
 _MEMORABLE_BYTES = 4096
 _MAX_TEXT = 65536
 _INTERNAL = CODES.index("INTERNAL")
+_is_shared = attrgetter("is_shared")
 
 
 class BadResponse(MoonpoolError):
@@ -53,6 +55,15 @@ class PlacementPlan:
         self.offsets: list[int] = []
 
 
+# How one response is placed: its plan; the arrays to copy into one block, as the plan says; the blocks in which the other outputs lie, and those
+# of them that are this stub's own; and outputs for memory of clients, which is among those blocks.
+_Placement = tuple[
+    PlacementPlan,
+    list[np.ndarray],
+    Sequence[list[int]],
+    Sequence[Block],
+    Sequence[tuple[Target, np.ndarray]],
+]
 _NO_TARGETS: Mapping[int, Target] = {}
 NO_OUTPUTS = PlacementPlan([], 0, is_shared=True)
 
@@ -79,62 +90,87 @@ class Placer:
     ) -> tuple[PlacementPlan | None, list[Any] | None]:
         """Place the requested outputs of a response. Returns the plan, and the remark that goes with it.
 
-        A response that cannot be sent becomes an error without outputs. The model may have made it without its constructor,
-        or changed its fields, so anything may be raised here, and nothing of that may end the stub.
+        A response that cannot be sent becomes an error without outputs. The model may have made it without its constructor, or changed its
+        fields, so anything may be raised while it is read, also by code of the model's. What a signal handler raises is passed on, and no type
+        tells the two apart. But what objects raise, they raise again, and the handler has run. So the response is read first, which takes a moment
+        and changes nothing, and once more if that raises. What takes longer comes after that, to wait for memory and to copy: there, only our own
+        errors are the fault of the response.
+
+        If this raises, `blocks` may have got blocks, which go back by `give_back`.
         """
-        before = len(blocks)
         try:
-            error = response._error
-            if error is not None:
-                return None, error_remark(int(error.code()), error.message())
-            parameters = response._parameters and checked_parameters(response._parameters)
-            outputs = response._outputs
-            if len(names) != len(self._indices):
-                outputs = self.wanted(outputs, names)
-            if targets is None and (wish is None or wish.is_ordinary):
-                plan = self.place(outputs, blocks, passable, wish)
-            else:
-                outputs = self.wanted(outputs, self._indices)
-                plan = self._place_apart(outputs, blocks, passable, wish, targets or _NO_TARGETS)
-        except Exception as error:
-            # Only a signal handler that raises right after the blocks were added leaves some.
-            self._regions.returned.extend(
-                [(region, offset) for region, offset, _ in blocks[before:]]
-            )
-            del blocks[before:]
+            try:
+                placement, remark = self._read(response, names, passable, targets, wish)
+            except MoonpoolError:
+                raise
+            except Exception:
+                self._read_again(response, names, passable, targets, wish)
+                raise
+            if placement is None:
+                return None, remark
+            plan, arrays, there, *_ = placement
+            if there:
+                self._place_apart(placement, blocks)
+            elif arrays:
+                place_copies(self._regions, arrays, plan, blocks)
+        except MoonpoolError as error:
             return None, refusal_remark(error)
-        return plan, [parameters, None] if parameters else None
+        return plan, remark
+
+    def give_back(self, blocks: list[list[int]]) -> None:
+        """Take back the blocks of a response that is not sent."""
+        self._regions.returned.extend([(region, offset) for region, offset, _ in blocks])
 
     def wanted(self, outputs: list[Tensor], names: Collection[str]) -> list[Tensor]:
         """Return the requested outputs. As in Triton, all others are left out without a check."""
         return [tensor for tensor in outputs if tensor._name in names]
 
-    def place(
-        self,
-        outputs: list[Tensor],
-        blocks: list[list[int]],
-        passable: Batch | None,
-        wish: PreferredMemory | None = None,
-    ) -> PlacementPlan:
-        """Put the outputs where the runtime can read them, and add their blocks to `blocks`.
+    def _read_again(self, *arguments: Any) -> None:
+        """Raise `BadResponse` if a response cannot be read."""
+        try:
+            self._read(*arguments)
+        except Exception as error:
+            raise BadResponse(f"the response cannot be sent: {describe(error)}") from error
 
-        Outputs may stay in blocks of the batch `passable`. `wish` is the memory that the client would like them in. Raises
-        `OutOfMemory` and `BadResponse` without having done anything.
-        """
+    def _read(
+        self,
+        response: InferenceResponse,
+        names: Collection[str],
+        passable: Batch | None,
+        targets: Mapping[int, Target] | None,
+        wish: PreferredMemory | None,
+    ) -> tuple[_Placement | None, list[Any] | None]:
+        """Return how to place a response and its remark, or an error as a remark. Raises what the model's objects raise."""
+        error = response._error
+        if error is not None:
+            return None, error_remark(int(error.code()), error.message())
+        parameters = response._parameters and checked_parameters(response._parameters)
+        remark = [parameters, None] if parameters else None
+        outputs = response._outputs
+        if len(names) != len(self._indices):
+            outputs = self.wanted(outputs, names)
+        placement = None
+        if targets is None and (wish is None or wish.is_ordinary):
+            placement = self._copied(outputs)
+        if placement is None:
+            outputs = self.wanted(outputs, self._indices)
+            placement = self._apart(outputs, passable, wish, targets or _NO_TARGETS)
+        return placement, remark
+
+    def _copied(self, outputs: list[Tensor]) -> _Placement | None:
+        """Describe outputs that are all copied. Returns None if one of them is not."""
         key: list[object] = []
         arrays = arrays_to_copy(outputs, key)
         if arrays is None:
-            return self._place_apart(self.wanted(outputs, self._indices), blocks, passable, wish)
+            return None
         known = tuple(key)
         plan = self.plans.get(known)
         if plan is None:
             ours = self.wanted(outputs, self._indices)
             if len(ours) < len(outputs):
-                return self.place(ours, blocks, passable, wish)
+                return self._copied(ours)
             plan = self.plans.keep(known, self._plan(outputs, arrays))
-        if arrays:
-            place_copies(self._regions, arrays, plan, blocks)
-        return plan
+        return plan, arrays, (), (), ()
 
     def _plan(self, outputs: list[Tensor], arrays: list[np.ndarray]) -> PlacementPlan:
         """Make the plan for outputs that are all copied. Raises `BadResponse`."""
@@ -144,15 +180,17 @@ class Placer:
         _lay_out(plan, rows, 0)
         return plan
 
-    def _place_apart(
+    def _apart(
         self,
         outputs: list[Tensor],
-        blocks: list[list[int]],
         passable: Batch | None,
         wish: PreferredMemory | None,
-        targets: Mapping[int, Target] = _NO_TARGETS,
-    ) -> PlacementPlan:
-        """Do the same as `place` if some outputs lie in a region already, or go to a client's memory or to a device."""
+        targets: Mapping[int, Target],
+    ) -> _Placement:
+        """Describe outputs of which some lie in a region already, or go to a client's memory or to a device.
+
+        Outputs may stay in blocks of the batch `passable`. `wish` is the memory that the client would like them in.
+        """
         if targets:
             wish = ORDINARY
         if wish is not None and not (wish.is_ordinary and all(t.is_cpu() for t in outputs)):
@@ -177,7 +215,7 @@ class Placer:
             if tensor._is_on_device:
                 if lease is None:
                     outputs = self._moved(outputs, passable, None)
-                    return self._place_apart(outputs, blocks, passable, None, targets)
+                    return self._apart(outputs, passable, None, targets)
                 self._regions.on_devices().touch(lease)  # type: ignore[arg-type]
             if lease is None:
                 copied.append(row)
@@ -188,14 +226,25 @@ class Placer:
         _check_names(outputs)
         plan = PlacementPlan(rows, len(there) + (1 if copied else 0), is_shared=False)
         _lay_out(plan, copied, len(there))
-        # These may raise, if a client has cut its memory short or no block is free. So nothing else has changed before.
+        return plan, arrays, there, ours, delivered
+
+    def _place_apart(self, placement: _Placement, blocks: list[list[int]]) -> None:
+        """Do the same as `place_copies` if some outputs are not copied. Raises `CutShort`, too; memory of a client may have been written to then."""
+        plan, arrays, there, ours, delivered = placement
         for target, data in delivered:
             target.region.write(target.offset, data)
-        if copied:
-            place_copies(self._regions, arrays, plan, there)
-        self._regions.hold(ours)
-        blocks += there
-        return plan
+        named = list(there)
+        held: list[Block] = []
+        steps = (partial(blocks.extend, named), held.clear)
+        try:
+            self._regions.hold(ours, held)
+            if arrays:
+                place_copies(self._regions, arrays, plan, named, *steps)
+            else:
+                at_once(*steps)
+        except BaseException:  # a signal handler of the model's may raise
+            self._regions.take_back(held)
+            raise
 
     def _moved(
         self, outputs: list[Tensor], passable: Batch | None, wish: PreferredMemory | None
@@ -248,7 +297,7 @@ class Placer:
         packed = self.layouts.get(responses)
         if packed is None:
             packed = _packed(responses)
-            if len(packed) <= _MEMORABLE_BYTES and all(plan.is_shared for plan in responses):
+            if len(packed) <= _MEMORABLE_BYTES and all(map(_is_shared, responses)):
                 self.layouts.keep(responses, packed)
         return packed
 

@@ -45,7 +45,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from moonpool.ipc.arena import Arena, Block, Keep, is_short
-from moonpool.ipc.conversation import Overflow
+from moonpool.ipc.channel import MAX_PACKET_BYTES
+from moonpool.ipc.codec import encode
+from moonpool.ipc.conversation import Overflow, check_size
 from moonpool.ipc.errors import MoonpoolError, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.memory import Lease, Region
 from moonpool.ipc.messages import MAX_STORED_BYTES, NO_DEVICE, Kind, Side
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 
 # The runtime sends a region before the message that needs it. The wait covers the switch between threads.
 _ARRIVAL_S = 30.0
+_INDIRECT = int(Kind.INDIRECT)
 # The argument of a `get` that blocks.
 _WAITING = (True,)
 
@@ -321,13 +324,28 @@ class Regions(Overflow):
         devices.remember(lease)
         return lease
 
-    def indirect(self, packet: bytes, most_bytes: int = MAX_STORED_BYTES) -> bytes:
-        """Store a message in memory, within the size that the runtime reads."""
-        return super().indirect(packet, most_bytes)
+    def pack(self, taken: list[Block], *message: Any) -> bytes:
+        """Return the packet of a message; if the message is too large, store it and return the packet of INDIRECT.
 
-    def store(self, packet: bytes) -> tuple[int, int, int]:
+        `taken` gets its block, which goes back by `take_back` if the packet is not sent. Raises `LocalProtocolError` for values that msgpack
+        cannot carry, `OutOfMemory`.
+        """
+        packet = encode(*message)
+        return packet if len(packet) <= MAX_PACKET_BYTES else self.indirect(packet, taken=taken)
+
+    def indirect(
+        self,
+        packet: bytes,
+        most_bytes: int = MAX_STORED_BYTES,
+        taken: list[Block] | None = None,
+    ) -> bytes:
+        """Store a message in memory, within the size that the runtime reads. `taken` gets its block."""
+        check_size(packet, most_bytes)
+        return encode(_INDIRECT, *self.store(packet, taken))
+
+    def store(self, packet: bytes, taken: list[Block] | None = None) -> tuple[int, int, int]:
         """Put a message that is too large for a packet into a block, which the runtime releases after it has copied it."""
-        block = self.allocate(len(packet))
+        block = self.allocate(len(packet), taken=taken)
         block.region.memory()[block.offset : block.offset + len(packet)] = packet
         return block.region.id, block.offset, len(packet)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,7 +131,9 @@ class RecordingHost(Host):
             responses.close()
             asked.cancel()
 
-        return ResponseIterator.over(lambda: next(responses, None), cancel, abandon)
+        return ResponseIterator.over(
+            lambda seen: seen.extend(islice(responses, 1)), cancel, abandon
+        )
 
     def _called(
         self, request: InferenceRequest, asked: Request, *, decoupled: bool = False

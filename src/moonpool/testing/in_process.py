@@ -35,6 +35,7 @@ from moonpool.ipc.arena import Block
 from moonpool.ipc.errors import CODES, MoonpoolError
 from moonpool.ipc.memory import Region
 from moonpool.ipc.messages import AGAIN, FINAL, NO_DEVICE, Details
+from moonpool.ipc.signals import at_once
 from moonpool.ipc.tensors import BYTES
 from moonpool.runtime.errors import InvalidRequest, LoadFailed, QueueTimeout, RequestTimedOut
 from moonpool.runtime.model.backend import Model as Description
@@ -140,22 +141,37 @@ class Collector(ReplyPort):
         self._open[batch, index].made(reply)
         return reply
 
-    def respond(self, reply: Reply, response: InferenceResponse | None, flags: int) -> None:
+    def respond(
+        self,
+        reply: Reply,
+        response: InferenceResponse | None,
+        flags: int,
+        *steps: Callable[[], object],
+    ) -> None:
         """Keep a response. As in a stub, a response that cannot be sent becomes an error."""
         with self._changed:
-            exchange = self._open[reply.batch, reply.index]
+            place = reply.batch, reply.index
+            exchange = self._open[place]
             if response is not None:
                 if exchange.responses and not self.is_decoupled:
-                    exchange.responses.clear()  # it is the error of a sender that was dropped
-                exchange.responses.append(self._received(response, reply, exchange.cause))
+                    # It is the error of a sender that was dropped.
+                    steps += (exchange.responses.clear,)
+                received = self._received(response, reply, exchange.cause)
+                steps += (partial(exchange.responses.append, received),)
+            if flags:
+                ended_alone = flags == FINAL and response is None and self.is_decoupled
+                steps += (
+                    partial(setattr, exchange, "ended_alone", ended_alone),
+                    partial(setattr, exchange, "is_final", flags == FINAL),
+                    partial(setattr, exchange, "is_again", flags == AGAIN),
+                    partial(self._open.__delitem__, place),
+                )
+            # A signal handler of the model's may raise.
+            at_once(*steps)
+            if flags == FINAL:
+                exchange.request.executions.discard(exchange)
             if len(exchange.responses) == exchange.request.cancel_after:
                 exchange.cancel()
-            if flags == FINAL:
-                exchange.ended_alone = response is None and self.is_decoupled
-                exchange.request.executions.discard(exchange)
-            if flags:
-                exchange.is_final, exchange.is_again = flags == FINAL, flags == AGAIN
-                del self._open[reply.batch, reply.index]
             self._changed.notify_all()
 
     def _received(

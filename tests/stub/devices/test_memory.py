@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from moonpool.ipc.dlpack import make
 from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.messages import ANY_MEMORY, DEVICE_MEMORY, ORDINARY_MEMORY, Kind
 from moonpool.ipc.region import SharedRegion
+from moonpool.ipc.signals import at_once
 from moonpool.stub import pb_utils
 from moonpool.stub.devices.tensor import DeviceTensor
 from moonpool.stub.hosts.call_tensors import Placed, prepared, read_outputs
@@ -228,9 +230,11 @@ def test_tensors_on_a_device_go_to_other_models_and_come_back(peer: Peer) -> Non
     assert placed.blocks[placed.rows[1][3]] == [50, 4096, 8]
     peer.regions.on_devices().tidy()
     back: list[object] = []
-    outputs = read_outputs(
+    outputs, owning = read_outputs(
         [[50, 4096, 8]], prepared([["Y", 11, [2], 0, 0, 8]]), peer.regions, back.append
     )
+    at_once(*owning)
+    owning.clear()
     assert not outputs[0].is_cpu()
     del outputs
     gc.collect()
@@ -264,13 +268,18 @@ def test_a_response_apart_from_its_batch_is_published_before_it_is_sent(
     place = pb_utils.empty((2,), np.float32, device=0)
     steps: list[Any] = []
     monkeypatch.setattr(peer.regions.on_devices(), "publish", lambda: steps.append("published"))
-    control = cast(Any, SimpleNamespace(respond=steps.append))
+
+    def respond(row: list[Any], *taken: Callable[[], object]) -> None:
+        steps.append(row[3].copy())
+        at_once(*taken)
+
+    control = cast(Any, SimpleNamespace(respond=respond))
     responses = Responses(peer.placer, control, {"decoupled": True})
     reply = responses.reply(1, 0, ["Y"])
     reply.preferred_memory = preferred(wished, 0)
     reply.send(InferenceResponse([Tensor.from_dlpack("Y", place)]), final=True)
     assert steps[0] == "published"
-    (region, _, _), *_ = steps[1][3]
+    (region, _, _), *_ = steps[1]
     assert isinstance(peer.made[region], DeviceRegion) == (wished == ANY_MEMORY)
 
 

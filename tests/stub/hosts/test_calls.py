@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -35,6 +36,14 @@ class NoMemory(Overflow):
     def hold(self, blocks: object) -> None: ...
 
     def publish(self) -> None: ...
+
+    def indirect(
+        self,
+        packet: bytes,
+        most_bytes: int = sys.maxsize,
+        _: object = None,
+    ) -> bytes:
+        return super().indirect(packet, most_bytes)
 
     def store(self, packet: bytes) -> tuple[int, int, int]:
         raise OutOfMemory(f"no room for {len(packet)} bytes")

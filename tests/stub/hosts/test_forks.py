@@ -45,8 +45,13 @@ class Stub(Host):
     def infer(self, request: InferenceRequest, decoupled: bool) -> Any:
         self.asked.append(request)
         if decoupled:
-            return ResponseIterator.over(self.answer, self.is_cancelled.set)
+            return ResponseIterator.over(self._receive, self.is_cancelled.set)
         return self.answer()
+
+    def _receive(self, seen: list[InferenceResponse]) -> None:
+        response = self.answer()
+        if response is not None:
+            seen.append(response)
 
     def is_model_ready(self, name: str, version: str) -> bool:  # noqa: ARG002
         return bool(self.answer())

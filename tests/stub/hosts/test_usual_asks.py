@@ -41,14 +41,18 @@ FORMS = [False, *([True] if load_if_there("moonpool.stub.peers._usual") is not N
 class Asking:
     """A stub's host, whose runtime is the test. A reply is sent before the request, as nobody answers meanwhile."""
 
+    region_bytes = REGION_BYTES
+
     def __init__(self, *, is_compiled: bool) -> None:
         ours, theirs = Channel.pair()
         self.runtime = ours
         self.codec = calls_codec(Side.RUNTIME)
         self.regions = Regions(lambda *_, **__: None)
-        shared = [SharedRegion.create(number, REGION_BYTES) for number in (FROM_RUNTIME, OF_STUB)]
+        shared = [
+            SharedRegion.create(number, self.region_bytes) for number in (FROM_RUNTIME, OF_STUB)
+        ]
         for region, writer in zip(shared, (Side.RUNTIME, Side.STUB), strict=True):
-            self.regions.add_first(region.id, REGION_BYTES, os.dup(region.fd), writer)
+            self.regions.add_first(region.id, self.region_bytes, os.dup(region.fd), writer)
         shared[0].memory()[:512] = bytes(range(256)) * 2
         for region in shared:
             region.close()

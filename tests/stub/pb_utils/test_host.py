@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -87,8 +88,10 @@ def test_the_files_of_a_model_must_be_a_dictionary() -> None:
 
 
 def iterator(*answers: pb_utils.InferenceResponse) -> pb_utils.ResponseIterator:
-    left = [*answers, None]
-    return pb_utils.ResponseIterator.over(lambda: left.pop(0), lambda: None)
+    left = iter(answers)
+    return pb_utils.ResponseIterator.over(
+        lambda seen: seen.extend(itertools.islice(left, 1)), lambda: None
+    )
 
 
 def test_responses_are_seen_again_by_a_second_loop() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from moonpool.ipc.messages import AGAIN, FINAL, NO_DETAILS
+from moonpool.ipc.signals import at_once
 from moonpool.stub.pb_utils.errors import TritonModelException
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.response import (
@@ -31,9 +34,16 @@ class Post(ReplyPort):
         self.is_decoupled = is_decoupled
         self.sent: list[tuple[object, int]] = []
 
-    def respond(self, _: Reply, response: InferenceResponse | None, flags: int) -> None:
+    def respond(
+        self,
+        _: Reply,
+        response: InferenceResponse | None,
+        flags: int,
+        *steps: Callable[[], object],
+    ) -> None:
         error = None if response is None else response.error()
-        self.sent.append((response if error is None else error.message(), flags))
+        sent = (response if error is None else error.message(), flags)
+        at_once(*steps, partial(self.sent.append, sent))
 
 
 def request(port: ReplyPort | None) -> InferenceRequest:

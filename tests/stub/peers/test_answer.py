@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from moonpool.ipc.messages import ANSWERED, NO_DETAILS, OPEN, RESCHEDULED
+from moonpool.ipc.signals import at_once
 from moonpool.stub.pb_utils.errors import TritonModelException
 from moonpool.stub.pb_utils.request import RELEASE_RESCHEDULE, InferenceRequest
 from moonpool.stub.pb_utils.response import InferenceResponse
@@ -27,9 +30,12 @@ class Desk:
     def __init__(self) -> None:
         self.sent: list[list[Any]] = []
         placer = Placer(cast(Any, None), {"outputs": []})
-        control = cast(Any, SimpleNamespace(respond=self.sent.append))
+        control = cast(Any, SimpleNamespace(respond=self._respond))
         self.responses = Responses(placer, control, {"decoupled": False})
         self.answer = Answer(placer, cast(Any, SimpleNamespace(targets={}, places=[])))
+
+    def _respond(self, row: list[Any], *steps: Callable[[], object]) -> None:
+        at_once(*steps, partial(self.sent.append, row))
 
     def request(self) -> InferenceRequest:
         return InferenceRequest.from_wire(NO_DETAILS, (), [], (self.responses, 1, 0))

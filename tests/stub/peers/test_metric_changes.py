@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from tests.waiting import wait_until
 
 from moonpool.ipc.messages import INCREMENT, MAX_METRIC_CHANGES, MAX_OBSERVATIONS, OBSERVE, SET
+from moonpool.ipc.signals import at_once
 from moonpool.stub.peers.control import MetricChanges
 
 pytestmark = pytest.mark.promise(
@@ -24,8 +27,8 @@ class Sent:
     def __init__(self) -> None:
         self.messages: list[tuple[list[Any], list[int]]] = []
 
-    def __call__(self, rows: list[Any], dropped: list[int]) -> None:
-        self.messages.append((rows, dropped))
+    def __call__(self, rows: list[Any], dropped: list[int], *steps: Callable[[], object]) -> None:
+        at_once(*steps, partial(self.messages.append, (rows, dropped)))
 
     @property
     def rows(self) -> list[Any]:
