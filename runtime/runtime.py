@@ -522,8 +522,9 @@ class Runtime:
         self._close()
 
     def _close(self, drain_timeout_s: float | None = None) -> None:
-        self._forgotten.detach()
         self._models.close(drain_timeout_s)
+        # Not before: if a signal handler raises, nobody may call this again.
+        self._forgotten.detach()
         _open_registries.discard(self._models)
         PRINTER.wait()
 

@@ -20,7 +20,8 @@ kernel drops the registration when the file is closed; `arm` then gets FileNotFo
 A callback that raises is logged, whatever it raises, because all stubs depend on this thread.
 
 Closing: `close` waits until the thread has run what was to run soon, then closes the descriptors. A later `call_soon` finds no
-eventfd, and its callback never runs.
+eventfd, and its callback never runs. A signal handler may raise while `close` waits, and then the next `close` does the rest. So it waits for a bare
+lock, as Python counts a thread as ended for which a `join` was interrupted.
 
 The kernel limits the watches of epoll for all processes of a user (`/proc/sys/fs/epoll/max_user_watches`), so another program
 can take all of them. `Poller` waits for descriptors that epoll refuses with `poll`, which needs no watches and more time.
@@ -44,6 +45,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from moonpool.ipc.errors import Closed
+from moonpool.ipc.signals import at_once
 from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.quick import learn
@@ -108,6 +110,9 @@ class Reactor:
         self._numbers = itertools.count()
         self._running = True
         self._has_ended = False
+        # Taken until then.
+        self._ends = threading.Lock()
+        self._ends.acquire()
         # The thread sets it before it runs anything.
         self._ident = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -235,19 +240,21 @@ class Reactor:
 
     def close(self) -> None:
         """Stop the thread after the callbacks of `call_soon` have run. May be called many times."""
-        if not self._running:
+        if self._wake_fd < 0:
             return
         self.call_soon(self._stop)
         if not self.is_here:
-            self._thread.join()
-            self._close_descriptors()
+            with self._ends:
+                self._thread.join()
+                self._close_descriptors()
 
     def _close_descriptors(self) -> None:
+        if self._wake_fd < 0:
+            return
         self._epoll.close()
         self._timer.close()
         # A later call must not write to another file with its number.
-        wake_fd, self._wake_fd = self._wake_fd, -1
-        os.close(wake_fd)
+        at_once(partial(setattr, self, "_wake_fd", -1), partial(os.close, self._wake_fd))
 
     def _stop(self) -> None:
         self._running = False
@@ -272,6 +279,7 @@ class Reactor:
             self._turn()
         finally:
             self._has_ended = True
+            self._ends.release()
 
     def _turn(self) -> None:
         """Run callbacks, one turn after the other, until the end."""
@@ -432,8 +440,9 @@ class Timer:
             os.read(self._fd, 8)
 
     def close(self) -> None:
-        """Close the descriptor."""
-        os.close(self._fd)
+        """Close the descriptor. May be called many times."""
+        if self._fd >= 0:
+            at_once(partial(setattr, self, "_fd", -1), partial(os.close, self._fd))
 
 
 learn(Reactor)

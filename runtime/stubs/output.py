@@ -31,7 +31,7 @@ from typing import Any
 from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.model.budgets import LOG_LINE_BYTES
 from moonpool.runtime.process.terminal import harmless
-from moonpool.runtime.process.threads import CountingCondition, start_thread
+from moonpool.runtime.process.threads import CountingCondition, apart, start_thread
 
 _log = logging.getLogger("moonpool.stub")
 _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
@@ -256,6 +256,11 @@ class Printer:
     def wait(self, timeout_s: float = _END_S) -> None:
         """Return when all is written, or after so long. Writes the lines itself if no thread could be started."""
         self._changed.wait_for(lambda: not self._is_writing, time.monotonic() + timeout_s)
+        if self._lines:
+            # A signal handler that raises would leave the others waiting for this thread to write.
+            apart(self._write_rest)
+
+    def _write_rest(self) -> None:
         with self._lock:
             if self._is_writing or not self._lines:
                 return

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.runtime.adders import CONFIG, rows, write_model
+from tests.runtime.interrupting import interrupted_everywhere
 from tests.runtime.recorder import PATIENCE_S
 from tests.waiting import wait_until
 
@@ -318,3 +321,24 @@ def test_one_bad_model_of_a_repository_says_how_to_load_the_others(tmp_path: Pat
     with pytest.raises(moonpool.MoonpoolError, match=words) as caught:
         Runtime(tmp_path, models=["all"])
     assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.promise(
+    "Lifecycle",
+    "A signal handler may raise at any point of `close`: what is left to do is done when the last reference to the runtime is gone.",
+)
+def test_a_runtime_whose_close_was_interrupted_at_any_point_comes_to_its_end() -> None:
+    def count() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    made = [Runtime()]
+
+    def check() -> None:
+        made.clear()
+        gc.collect()
+        wait_until(lambda: count() == before, PATIENCE_S)
+        made.append(Runtime())
+
+    assert interrupted_everywhere(lambda: made[0].close(), check, at_lines=False) > 20
+    made[0].close()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
+from tests.runtime.interrupting import Alarm, Interrupted, interrupted_everywhere
 from tests.waiting import wait_until
 
 from moonpool.runtime.process.reactor import Reactor
@@ -316,6 +317,37 @@ def test_close_runs_what_was_to_run_soon_and_may_be_called_often() -> None:
     reactor.close()
     reactor.close()
     assert seen == list(range(10))
+
+
+def test_a_close_that_is_interrupted_at_any_point_is_done_by_the_next_one() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    made = [Reactor()]
+
+    def check() -> None:
+        made.pop().close()
+        assert len(os.listdir("/proc/self/fd")) == before
+        made.append(Reactor())
+
+    assert interrupted_everywhere(lambda: made[0].close(), check) > 10
+    made[0].close()
+
+
+def test_a_close_waits_for_the_thread_after_one_that_was_interrupted() -> None:
+    reactor, goes_on = Reactor(), threading.Event()
+    done: list[None] = []
+
+    def work() -> None:
+        goes_on.wait(PATIENCE_S)
+        done.append(None)
+
+    reactor.call_soon(work)
+    with pytest.raises(Interrupted), Alarm(Interrupted, 0.05):
+        reactor.close()
+    timer = threading.Timer(0.05, goes_on.set)
+    timer.start()
+    reactor.close()
+    assert done
+    timer.join()
 
 
 def test_close_does_not_wait_for_what_is_to_run_later() -> None:

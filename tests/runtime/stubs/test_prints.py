@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 
 import pytest
+from tests.runtime.interrupting import interrupted_everywhere
 from tests.waiting import wait_until
 
 from moonpool.runtime.stubs import output
@@ -144,6 +145,36 @@ def test_where_no_thread_can_be_started_whoever_waits_writes(
         stuck.goes_on.set()
         printer.wait(60.0)
         assert stuck.getvalue() == "first\nsecond\n"
+
+
+def test_a_wait_that_is_interrupted_at_any_point_loses_no_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    printer = Printer()
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    count = 0
+
+    def say() -> None:
+        nonlocal count
+        count += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            printer.say(f"line {count}")
+
+    def check() -> None:
+        printer.wait(60.0)
+        assert shown.getvalue() == f"line {count}\n"
+        shown.seek(0)
+        shown.truncate()
+        say()
+
+    say()
+    assert interrupted_everywhere(lambda: printer.wait(60.0), check, at_lines=False) > 5
+    printer.wait(60.0)
 
 
 # Its parent waits in a stream that nobody reads while the child prints. A process of its own: a fork of this one would have the
