@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.ensemble_repositories import write_model
 from tests.waiting import wait_until
 
 import moonpool
+from moonpool.runtime.observe.statistics import MOST_BATCH_SIZES
 from moonpool.runtime.repository.loading import Wanted
 
 pytestmark = pytest.mark.promise(
@@ -61,3 +64,27 @@ def test_a_name_that_no_model_can_have_is_not_kept() -> None:
         with pytest.raises(moonpool.MoonpoolError, match="must be 1 to 512"):
             runtime._models.load(Wanted("n" * 1_000_000))
         assert runtime._models.statuses() == {}
+
+
+@pytest.mark.promise(
+    "Watching a server",
+    "Statistics have 4096 sizes of batches of a model version at most; further ones count in all other figures.",
+)
+def test_executions_count_whatever_their_size(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", more="max_batch_size: 8")
+    with moonpool.Runtime(tmp_path) as runtime:
+        statistics = runtime._models.find("m").scheduler.statistics
+        statistics._batches |= {8 + more: [1, 0, 0, 0] for more in range(MOST_BATCH_SIZES - 1)}
+
+        def ask() -> None:
+            for rows in (2, 3) * 2:
+                runtime.infer("m", {"X": np.zeros((rows, 3), np.float32)})
+
+        # Quick forms count those of other threads, once they know the shapes.
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        shown = runtime.statistics("m")
+    assert shown["inference_count"] == 10
+    assert len(shown["batch_stats"]) == MOST_BATCH_SIZES
+    assert [each["batch_size"] for each in shown["batch_stats"][:2]] == [2, 8]
