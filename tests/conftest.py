@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # OpenBLAS's threads spin while numpy is imported, which takes a third of it, and an ordinary user may not move a
@@ -18,6 +19,7 @@ from tests.chaos import seed
 from tests.gpu import cards
 from tests.leaks import _leaves_nothing_behind
 from tests.runtime.cli.shell import cli, warm_commands
+from tests.runtime.recorder import tensor
 from tests.sandbox_level import (
     _models_share_the_folder_of_a_test,
     pytest_collection_modifyitems,
@@ -25,6 +27,7 @@ from tests.sandbox_level import (
 from tests.thorough import pytest_itemcollected
 from tests.workers import pytest_xdist_make_scheduler, pytest_xdist_setupnodes
 
+import moonpool
 from moonpool.runtime.process import blank_templates
 
 # Tests start thousands of processes, which inherit these variables. Without bytecode every stub compiles moonpool again,
@@ -78,6 +81,19 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _begins_with_little_to_collect() -> None:
     _hide_from_collector()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _keeps_a_template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep a stub that was forked from a template, and so the template, for all runtimes of this process: numpy is imported once."""
+    file = tmp_path_factory.mktemp("kept") / "model.py"
+    file.write_text(
+        "class TritonPythonModel:\n    def execute(self, requests):\n        return [None for _ in requests]\n"
+    )
+    with moonpool.Runtime() as runtime:
+        config = {"input": [tensor("X", "FP32", 1)], "output": [tensor("Y", "FP32", 1)]}
+        runtime.load("kept", file, config=config, sandbox="standard")
+        yield
 
 
 def _hide_from_collector() -> None:

@@ -9,7 +9,10 @@ if a process that is started now would inherit the same: the same interpreter, v
 processors and cgroup (`_inherited`). All of these are its key. A template has imported numpy from a file, which must still be the same one,
 in a folder to which nothing was installed since: the interpreter reads `.pth` files there when it starts.
 
-Locks. `BlankTemplates._lock` guards the table and the numbers of forks, and is held for moments. `_Template._turn` is held
+Who shares. All open runtimes of a process share its templates (`TemplatePool`): a program with one runtime after the other, or beside it, as a
+suite of tests is, waits for numpy once. The last runtime that closes ends them all. One that closes earlier leaves what it was to end to another one.
+
+Locks. `TemplatePool.lock` guards the table, the users and the numbers of forks, and is held for moments. `_Template._turn` is held
 by the thread that starts a template or asks it for a fork, and waits for the answer; others that start at the same time wait for their turn,
 which is shorter than to start a process each. The reactor never waits for a turn: it tries again later (`_end_soon`).
 
@@ -58,16 +61,34 @@ _NICE, _REAL_TIME = 16, slice(37, 39)
 _Key = tuple[str, str, tuple[tuple[str, str], ...], tuple[bytes, ...]]
 
 
-class BlankTemplates:
-    """Forks stubs from blank templates, which it starts and ends as they are needed. Any thread may call any method."""
+class TemplatePool:
+    """Templates, and the runtimes that use them."""
 
-    def __init__(self, reactor: Reactor) -> None:
-        self._reactor = reactor
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
         # Those that may be asked; the one that was used last comes last.
-        self._templates: dict[_Key, _Template] = {}
+        self.templates: dict[_Key, _Template] = {}
         # Those whose processes may not have been reaped.
-        self._all: set[_Template] = set()
+        self.all: set[_Template] = set()
+        self.users: list[BlankTemplates] = []
+
+
+# The pool of this process comes last. Those before it belong to processes that this one was forked from: they are kept, as a
+# socket that nobody closed would warn of it.
+_pools = [TemplatePool()]
+os.register_at_fork(after_in_child=lambda: _pools.append(TemplatePool()))
+
+
+class BlankTemplates:
+    """Forks the stubs of one runtime from blank templates, which it starts and ends as they are needed.
+
+    Any thread may call any method.
+    """
+
+    def __init__(self, reactor: Reactor, pool: TemplatePool | None = None) -> None:
+        """Use the templates of `pool`, by default those of this process."""
+        self._reactor = reactor
+        self._pool = pool or _pools[-1]
         self._is_closed = False
 
     def fork(
@@ -86,18 +107,22 @@ class BlankTemplates:
         """
         inherited = where_processes_start(_inherited)
         key = (python, folder, tuple(sorted(environment.items())), inherited)
-        with self._lock:
+        with self._pool.lock:
             if self._is_closed:
                 return None
-            template = self._templates.pop(key, None)
+            if self not in self._pool.users:
+                self._pool.users.append(self)
+            template = self._pool.templates.pop(key, None)
             if template is None:
                 template = _Template(python, environment, folder)
-                self._all.add(template)
-            self._templates[key] = template
+                self._pool.all.add(template)
+            self._pool.templates[key] = template
             template.uses += 1
-            crowded_out = [self._templates.pop(old) for old in list(self._templates)[:-_MOST]]
-        for each in crowded_out:
-            self._retire(each)
+            crowded_out = [
+                self._pool.templates.pop(old) for old in list(self._pool.templates)[:-_MOST]
+            ]
+            for each in crowded_out:
+                self._retire(each)
         pid = None
         try:
             pid = template.fork(name, fds, deadline)
@@ -111,41 +136,54 @@ class BlankTemplates:
 
     def _leave(self, template: _Template) -> None:
         """Count one use less: a fork has ended, or there was none."""
-        with self._lock:
+        with self._pool.lock:
             template.uses -= 1
             template.used_s = time.monotonic()
-            if template.uses or self._is_closed:
-                return
-        self._reactor.call_later(KEEP_S, lambda: self._drop_if_idle(template))
+            if template in self._pool.all and self._pool.users:
+                self._pool.users[0].look_after(template)
+
+    def look_after(self, template: _Template) -> None:
+        """End a template once it is not needed. With the pool's lock."""
+        if template.is_retired:
+            self._reactor.call_soon(lambda: self._end_soon(template))
+        elif not template.uses:
+            self._reactor.call_later(KEEP_S, lambda: self._drop_if_idle(template))
 
     def _drop_if_idle(self, template: _Template) -> None:
-        with self._lock:
+        with self._pool.lock:
             # Used meanwhile: the end of that use looks again.
             if template.uses or time.monotonic() - template.used_s < KEEP_S or self._is_closed:
                 return
-            for key in [key for key, each in self._templates.items() if each is template]:
-                del self._templates[key]
-        self._retire(template)
+            for key in [key for key, each in self._pool.templates.items() if each is template]:
+                del self._pool.templates[key]
+            self._retire(template)
 
     def _retire(self, template: _Template) -> None:
         template.retire()
-        self._reactor.call_soon(lambda: self._end_soon(template))
+        self.look_after(template)
 
     def _end_soon(self, template: _Template) -> None:
         """End a retired template without waiting for it. On the reactor's thread."""
         if template.try_end():
-            with self._lock:
-                self._all.discard(template)
+            with self._pool.lock:
+                self._pool.all.discard(template)
         elif not self._is_closed:
             self._reactor.call_later(_AGAIN_S, lambda: self._end_soon(template))
 
     def close(self) -> None:
-        """End all templates, and wait. Not on the reactor's thread."""
-        with self._lock:
+        """Fork no more. The last user ends all templates, and waits. Not on the reactor's thread."""
+        with self._pool.lock:
             self._is_closed = True
-            self._templates.clear()
-            left = list(self._all)
-            self._all.clear()
+            if self in self._pool.users:
+                self._pool.users.remove(self)
+            if self._pool.users:
+                # What was to be done on this reactor.
+                for template in self._pool.all:
+                    self._pool.users[0].look_after(template)
+                return
+            self._pool.templates.clear()
+            left = list(self._pool.all)
+            self._pool.all.clear()
         for template in left:
             template.retire()
         for template in left:
@@ -157,13 +195,13 @@ class _Gone(Exception):
 
 
 class _Template:
-    """A template, with its process while there is one. The book guards `uses` and `used_s`."""
+    """A template, with its process while there is one. The pool's lock guards `uses` and `used_s`."""
 
     def __init__(self, python: str, environment: Mapping[str, str], folder: str) -> None:
         self.uses, self.used_s = 0, 0.0
         self._python, self._environment, self._folder = python, environment, folder
         self._turn = threading.Lock()
-        self._is_retired = False
+        self.is_retired = False
         # True if no stub can be forked from such a process.
         self._is_unfit = False
         self._process: _TemplateProcess | None = None
@@ -189,7 +227,7 @@ class _Template:
                         return None
                     self._end()
                     self._begin(wait_s)
-                if self._is_unfit or self._is_retired or self._channel is None:
+                if self._is_unfit or self.is_retired or self._channel is None:
                     return None
                 try:
                     return self._ask(self._channel, name, fds)
@@ -205,7 +243,7 @@ class _Template:
 
     def _begin(self, wait_s: float) -> None:
         """Start the process and wait until it can fork. If it cannot, it is unfit from then on."""
-        if self._is_unfit or self._is_retired:
+        if self._is_unfit or self.is_retired:
             return
         try:
             why = self._start(wait_s)
@@ -269,7 +307,7 @@ class _Template:
 
     def retire(self) -> None:
         """Begin to end the process, and let no other one begin. Does not wait."""
-        self._is_retired = True
+        self.is_retired = True
         process = self._process
         if process is not None:
             process.kill()

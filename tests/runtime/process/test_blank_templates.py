@@ -16,7 +16,7 @@ import pytest
 from tests.waiting import wait_until
 
 from moonpool.runtime.process import blank_templates
-from moonpool.runtime.process.blank_templates import BlankTemplates
+from moonpool.runtime.process.blank_templates import BlankTemplates, TemplatePool
 from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.spawner import spawn
@@ -50,7 +50,7 @@ class Fakes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._reactor = Reactor()
-        self.templates = BlankTemplates(self._reactor)
+        self.templates = BlankTemplates(self._reactor, TemplatePool())
         self.program = folder / "python"
         self._ends = [*socket.socketpair(), *socket.socketpair()]
 
