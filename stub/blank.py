@@ -2,7 +2,7 @@
 
     runtime                                    template                          stub
                                     ◀──   ["", file of numpy], or [why it cannot fork, ""]
-    name, with 4 descriptors        ──▶   fork                        ──▶   leave the session and channel of the template
+    name and variables, with 4      ──▶   fork                        ──▶   leave the session and channel of the template
                                     ◀──   the pid, or minus an errno
     SANDBOX, REGION, REGION, START  ◀──────────────────────────────────▶   the handshake of any stub
 
@@ -74,7 +74,7 @@ def fork_for(channel_fd: int, parent_pid: int) -> tuple[str, list[int]]:
             except OSError as error:
                 pid = -(error.errno or 1)
             if pid == 0:
-                return _become(packet.decode(), fds, parent_pid, folder, channel)
+                return _become(*json.loads(packet), fds, parent_pid, folder, channel)
             channel.send_waiting(b"%d" % pid)
             for fd in fds:
                 os.close(fd)
@@ -147,7 +147,12 @@ def _fork_beside(places: _Places) -> int:
 
 
 def _become(
-    name: str, fds: list[int], parent_pid: int, folder: str, channel: Channel
+    name: str,
+    variables: dict[str, str | None],
+    fds: list[int],
+    parent_pid: int,
+    folder: str,
+    channel: Channel,
 ) -> tuple[str, list[int]]:
     """Become a process of its own, in a fork: leave the session, the channel and the output of the template."""
     try:
@@ -158,6 +163,11 @@ def _become(
         os.dup2(output_fd, 1)
         os.dup2(output_fd, 2)
         os.close(output_fd)
+        for each, value in variables.items():
+            if value is not None:
+                os.environ[each] = value
+            else:
+                os.environ.pop(each, None)
         # The folder may have been made anew since the template was started.
         os.chdir(folder)
         importlib.invalidate_caches()

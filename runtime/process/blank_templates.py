@@ -9,6 +9,8 @@ if a process that is started now would inherit the same: the same interpreter, v
 processors and cgroup (`_inherited`). All of these are its key. A template has imported numpy from a file, which must still be the same one,
 in a folder to which nothing was installed since: the interpreter reads `.pth` files there when it starts.
 
+Variables of the moment. pytest changes one for every test (`PASSING`). It is no part of the key, and each fork gets it as it is then.
+
 Who shares. All open runtimes of a process share its templates (`TemplatePool`): a program with one runtime after the other, or beside it, as a
 suite of tests is, waits for numpy once. The last runtime that closes ends them all. One that closes earlier leaves what it was to end to another one.
 
@@ -56,6 +58,8 @@ _INHERITED = (
     b"Umask:", b"Uid:", b"Gid:", b"Groups:", b"CapInh:", b"CapPrm:", b"CapEff:", b"CapBnd:", b"CapAmb:",
     b"NoNewPrivs:", b"Seccomp:", b"Seccomp_filters:", b"Cpus_allowed:", b"Mems_allowed:",
 )  # fmt: skip
+# Variables that no interpreter and no library reads while it starts.
+PASSING = ("PYTEST_CURRENT_TEST",)
 # Where `stat` has the niceness and the policy of scheduling, counted from the field after the name.
 _NICE, _REAL_TIME = 16, slice(37, 39)
 _Key = tuple[str, str, tuple[tuple[str, str], ...], tuple[bytes, ...]]
@@ -106,7 +110,8 @@ class BlankTemplates:
         template starts.
         """
         inherited = where_processes_start(_inherited)
-        key = (python, folder, tuple(sorted(environment.items())), inherited)
+        lasting = tuple(sorted(item for item in environment.items() if item[0] not in PASSING))
+        key = (python, folder, lasting, inherited)
         with self._pool.lock:
             if self._is_closed:
                 return None
@@ -125,7 +130,8 @@ class BlankTemplates:
                 self._retire(each)
         pid = None
         try:
-            pid = template.fork(name, fds, deadline)
+            passing = {each: environment.get(each) for each in PASSING}
+            pid = template.fork(json.dumps([name, passing]), fds, deadline)
             return None if pid is None else _Fork(pid, lambda: self._leave(template))
         except BaseException:
             pid = None  # it has ended again, or nobody knows of it
@@ -210,7 +216,7 @@ class _Template:
         self._numpy = ""
         self._stamp: tuple[object, ...] = ()
 
-    def fork(self, name: str, fds: Sequence[int], deadline: float | None) -> int | None:
+    def fork(self, order: str, fds: Sequence[int], deadline: float | None) -> int | None:
         """Return the pid of a fork, a child of this process that the caller owns; None if there is none."""
         wait_s, may_begin = _READY_S, True
         if deadline is not None:
@@ -230,7 +236,7 @@ class _Template:
                 if self._is_unfit or self.is_retired or self._channel is None:
                     return None
                 try:
-                    return self._ask(self._channel, name, fds)
+                    return self._ask(self._channel, order, fds)
                 except _Gone as error:
                     _log.debug("a template of %s has ended: %s", self._python, error)
                     self._end()
@@ -292,11 +298,11 @@ class _Template:
         return _stamp(self._python, self._numpy, os.path.dirname(os.path.dirname(self._numpy)))
 
     @staticmethod
-    def _ask(channel: socket.socket, name: str, fds: Sequence[int]) -> int | None:
+    def _ask(channel: socket.socket, order: str, fds: Sequence[int]) -> int | None:
         """Return the pid of a fork; None if the kernel refuses one. Raises `_Gone`."""
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
         try:
-            channel.sendmsg([name.encode()], [rights], socket.MSG_NOSIGNAL)
+            channel.sendmsg([order.encode()], [rights], socket.MSG_NOSIGNAL)
             answer = channel.recv(64)
         except OSError as error:  # a timeout included
             raise _Gone(str(error)) from error

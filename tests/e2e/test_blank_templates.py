@@ -46,6 +46,7 @@ class TritonPythonModel:
             "group": os.getpgid(0),
             "folder": os.getcwd(),
             "variable": os.environ.get("MADE_UP"),
+            "test": os.environ.get("PYTEST_CURRENT_TEST"),
             "number": int(np.random.default_rng(None).integers(1 << 62)),
             "global number": float(np.random.random()),
             "program": open("/proc/self/cmdline").read().split("\\0")[:4],
@@ -249,6 +250,80 @@ def test_a_fork_has_the_variables_and_the_folder_of_its_start(
             assert ask(runtime)["variable"] is None
             said = ask(runtime, "n")
             assert (said["variable"], said["folder"]) == ("one", str(tmp_path))
+
+
+@pytest.mark.promise(
+    "Forked instances",
+    "`PYTEST_CURRENT_TEST`, which changes with every test, costs no template: a fork has it as it is then.",
+)
+def test_tests_of_pytest_have_one_template(
+    runtime: moonpool.Runtime, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hosted(runtime, "m", file, config()):
+        monkeypatch.setenv("PYTEST_CURRENT_TEST", "the next")
+        with hosted(runtime, "n", file, config()):
+            assert ask(runtime, "n")["test"] == "the next"
+        monkeypatch.delenv("PYTEST_CURRENT_TEST")
+        with hosted(runtime, "n", file, config()):
+            assert ask(runtime, "n")["test"] is None
+            assert len(templates()) == 1
+
+
+@pytest.mark.promise("Forked instances", "All runtimes of a process share its templates.")
+def test_runtimes_share_templates_until_the_last_has_no_fork(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KEEP_S, 1000.0)
+    with moonpool.Runtime() as one:
+        one.load("m", file, config=config())
+        (template,) = templates()
+        with moonpool.Runtime() as other:
+            other.load("m", file, config=config())
+            assert templates() == [template]
+            one.close()
+            assert ask(other)["parent"] == os.getpid()
+            other.load("n", file, config=config())
+            assert templates() == [template]
+            monkeypatch.setattr(KEEP_S, 0.0)
+        # The runtime of the whole run is open still, and ends what nobody uses.
+    wait_until(lambda: not is_running(template))
+
+
+def test_what_the_closed_runtime_was_to_end_another_one_ends(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KEEP_S, 1000.0)
+    with moonpool.Runtime() as one:
+        one.load("m", file, config=config())
+        (template,) = templates()
+        one.unload("m")
+        assert is_running(template)
+        monkeypatch.setattr(KEEP_S, 0.0)
+    wait_until(lambda: not is_running(template))
+
+
+def test_the_last_runtime_ends_the_templates(file: Path) -> None:
+    program = (
+        "import moonpool, os\n"
+        "from tests.chaos.figures import children_of\n"
+        "one, other = moonpool.Runtime(), moonpool.Runtime()\n"
+        "for each in (one, other):\n"
+        f"    each.load('m', {str(file)!r}, config={config()!r})\n"
+        "counts = [len(children_of(os.getpid()))]\n"
+        "for each in (one, other):\n"
+        "    each.close()\n"
+        "    counts.append(len(children_of(os.getpid())))\n"
+        "print(counts)\n"
+    )
+    paths = Path(moonpool.__file__).parents[1], Path(__file__).parents[2]
+    printed = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+    ).stdout
+    assert json.loads(printed) == [3, 2, 0]
 
 
 def test_a_fork_has_the_processors_of_its_start(runtime: moonpool.Runtime, file: Path) -> None:
