@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -51,11 +54,30 @@ HEAVY = {
 }
 
 
-def nodes() -> Iterator[tuple[str, ast.AST]]:
-    """Every node of every source, with the place it stands at."""
-    for path, source in SOURCES.items():
-        for node in ast.walk(ast.parse(source)):
-            yield f"{path}:{getattr(node, 'lineno', 0)}", node
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """The parsed sources."""
+    return {path: ast.parse(source) for path, source in SOURCES.items()}
+
+
+@cache
+def nodes() -> list[tuple[Path, ast.AST]]:
+    """Every node of every source, with its file."""
+    return [(path, node) for path, tree in trees().items() for node in ast.walk(tree)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _keeps_the_trees_until_the_end() -> Iterator[None]:
+    # The collector would look through all of their nodes again and again, which takes most of the time.
+    gc.disable()
+    yield
+    nodes.cache_clear()
+    trees.cache_clear()
+    gc.enable()
+
+
+def place(path: Path, node: ast.AST) -> str:
+    return f"{path}:{getattr(node, 'lineno', 0)}"
 
 
 def modules(*folders: str) -> list[str]:
@@ -99,8 +121,8 @@ def test_no_file_is_longer_than_1000_lines() -> None:
 
 def test_no_function_is_longer_than_60_lines() -> None:
     assert [
-        f"{place} {node.name}"
-        for place, node in nodes()
+        f"{place(path, node)} {node.name}"
+        for path, node in nodes()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (node.end_lineno or 0) - node.lineno + 1 > 60
     ] == []
@@ -152,9 +174,7 @@ APART = {
 
 
 def test_no_short_module_has_one_importer() -> None:
-    users = Counter(
-        name for source in SOURCES.values() for name in set(imported(ast.parse(source)))
-    )
+    users = Counter(name for tree in trees().values() for name in set(imported(tree)))
     short = {
         module_of(path)
         for path, source in SOURCES.items()
@@ -187,8 +207,7 @@ FOR_TYPES_ALONE = HEAVY | {
 def test_imports_for_types_alone_are_of_heavy_packages() -> None:
     found = [
         f"{path}:{node.lineno}: {name}"
-        for path, source in SOURCES.items()
-        for block in ast.walk(ast.parse(source))
+        for path, block in nodes()
         if isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING"
         for node in block.body
         for name in imports(node)
@@ -204,7 +223,7 @@ def test_a_module_with_a_lock_or_a_thread_begins_with_its_theory() -> None:
         str(path)
         for path, source in SOURCES.items()
         if makes.search(source)
-        and "Theory of operation" not in (ast.get_docstring(ast.parse(source)) or "")
+        and "Theory of operation" not in (ast.get_docstring(trees()[path]) or "")
     ]
 
     assert found == []
@@ -219,10 +238,12 @@ def test_docstrings_begin_with_a_verb_or_a_name() -> None:
         for path in sorted((ROOT / folder).rglob("*.py"))
         if not path.is_relative_to(ROOT / "tests" / "models")
     }
+    theirs = (
+        (path, node) for path, source in others.items() for node in ast.walk(ast.parse(source))
+    )
     found = [
         f"{path}: {text.splitlines()[0]}"
-        for path, source in (SOURCES | others).items()
-        for node in ast.walk(ast.parse(source))
+        for path, node in chain(nodes(), theirs)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         for text in [ast.get_docstring(node) or ""]
         if begins.match(text)
@@ -232,14 +253,18 @@ def test_docstrings_begin_with_a_verb_or_a_name() -> None:
 
 
 def test_nothing_that_must_hold_is_left_to_assert() -> None:
-    assert [place for place, node in nodes() if isinstance(node, ast.Assert)] == []
+    assert [place(*each) for each in nodes() if isinstance(each[1], ast.Assert)] == []
 
 
 def test_nothing_can_unpickle() -> None:
-    importing = [p for p, node in nodes() if PICKLES & {i.split(".")[0] for i in imports(node)}]
+    importing = [
+        place(path, node)
+        for path, node in nodes()
+        if PICKLES & {name.split(".")[0] for name in imports(node)}
+    ]
     allowing = [
-        place
-        for place, node in nodes()
+        place(path, node)
+        for path, node in nodes()
         if isinstance(node, ast.keyword)
         and node.arg == "allow_pickle"
         and not (isinstance(node.value, ast.Constant) and node.value.value is False)
@@ -425,6 +450,7 @@ OLD_WORDS = {
 }
 
 
+@cache
 def words_of(name: str) -> set[str]:
     """The words of a name, in lower case: `call_desk` and `CallDesk` have the same ones."""
     return set(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_"))
@@ -441,8 +467,8 @@ def test_names_have_the_words_of_the_glossary() -> None:
     assert {path: words for path, words in files.items() if words} == {}
 
     assert [
-        f"{place}: {name} (say {OLD_WORDS[word]})"
-        for place, node in nodes()
+        f"{place(path, node)}: {name} (say {OLD_WORDS[word]})"
+        for path, node in nodes()
         for name in names_of(node)
         for word in words_of(name) & OLD_WORDS.keys()
     ] == []
@@ -465,10 +491,10 @@ SAME_NAMES = {
 
 def test_no_two_public_classes_have_one_name() -> None:
     found: dict[str, list[str]] = {}
-    for path, source in SOURCES.items():
+    for path, tree in trees().items():
         if "backends" in path.parts:
             continue  # models, which all have the class that Triton looks for
-        for node in ast.parse(source).body:
+        for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, []).append(path.name)
 

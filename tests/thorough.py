@@ -1,6 +1,6 @@
 """The tests that the usual run leaves out: `pytest -m thorough` runs these alone, and `.ci/run thorough` does.
 
-They take half of the whole time. Most repeat what quicker tests try, too: for longer, in more variants, under a sanitizer
+They take more than half of the whole time. Most repeat what quicker tests try, too: for longer, in more variants, under a sanitizer
 or beside a whole tritonserver. Others are here for their time alone. Run them before a release, and after a change to
 what they are about.
 """
@@ -17,18 +17,23 @@ TESTS = (
     "tests/server/grpc/test_sanitized.py",
     "tests/stub/peers/test_sanitized.py",
     "tests/triton/sanitized",
+    # The types of a user's program, by two type checkers.
+    "tests/testing/test_type_information.py",
     # The attacks again as another user. Part `strict` of CI runs models as one.
     "tests/hostile/test_as_nobody.py",
     # Many variants of the same.
     "tests/e2e/test_strange_contents.py",
     "tests/server/page/test_hostile_pages.py",
+    "tests/hostile/test_granted_folders.py::test_where_no_ids_are_mapped",
     # Long runs. Part `pure` of CI has chaos.
     "tests/chaos",
     "tests/e2e/test_soak.py",
     "tests/runtime/cli/test_tune.py",
     "tests/server/pool/test_front_ends.py",
+    "tests/runtime/bench/test_timeline.py",
     "tests/runtime/cli/test_bench_hosts.py",
     "tests/runtime/cli/test_bench_servers.py",
+    "tests/runtime/cli/test_bench_tls.py",
     "tests/e2e/test_prefork.py",
     "tests/e2e/test_sleep_hooks.py",
     "tests/server/test_cloud_repository.py",
@@ -42,9 +47,22 @@ TESTS = (
     "tests/triton/overlay",
     "tests/triton/test_backends.py",
     "tests/triton/test_completion.py",
-    # Each benchmark in its quick form, but for those below.
+    "tests/triton/test_differences.py",
+    "tests/triton/test_watching.py",
+    # Each benchmark in its quick form, but for those below, and what runs several of them.
     "tests/test_benchmarks.py::test_a_benchmark_answers_its_question",
-    # What pages and packages say, with installations.
+    "tests/test_benchmarks.py::test_all_runs",
+    "tests/test_benchmarks.py::test_compare_sets",
+    "tests/test_benchmarks.py::test_trips_to_a_gpu",
+    # What runs on a machine with a card, on the fake driver.
+    "tests/card",
+    # The suite's own namespaces.
+    "tests/test_spaces.py",
+    # What pages and packages say, with installations. Part `wheel` of CI makes a distribution.
+    "tests/e2e/test_packed_environments.py",
+    "tests/runtime/cli/test_environments.py",
+    "tests/runtime/repository/test_environment_builder.py",
+    "tests/test_package.py::test_a_source_distribution_is_the_repository",
     "tests/deploy/test_dockerfile.py",
     "tests/test_docs.py::test_the_blocks_of_a_page_run[docs/BENCH.md]",
     "tests/e2e/test_lying_templates.py",
@@ -53,7 +71,7 @@ TESTS = (
 # The usual run takes these all the same.
 USUAL = tuple(
     f"tests/test_benchmarks.py::test_a_benchmark_answers_its_question[{name}]"
-    for name in ("latency", "mixed", "serve")
+    for name in ("latency", "mixed")
 )
 
 
