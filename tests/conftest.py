@@ -35,6 +35,8 @@ from moonpool.runtime.process import blank_templates
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A template that waits for the next model would count as left behind by the test that unloaded the last one.
 blank_templates.KEEP_S = 0.0
+# Until all tests are collected: there is much to look through, and nothing to find.
+gc.disable()
 # Workers share the modules of tests that pytest has rewritten.
 sys.dont_write_bytecode = False
 
@@ -76,6 +78,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     _hide_from_collector()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")
