@@ -74,7 +74,8 @@ def fork_for(channel_fd: int, parent_pid: int) -> tuple[str, list[int]]:
             except OSError as error:
                 pid = -(error.errno or 1)
             if pid == 0:
-                return _become(*json.loads(packet), fds, parent_pid, folder, channel)
+                name, variables = json.loads(packet)
+                return _become(name, variables, fds, parent_pid, folder, channel)
             channel.send_waiting(b"%d" % pid)
             for fd in fds:
                 os.close(fd)

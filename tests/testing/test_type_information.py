@@ -340,7 +340,7 @@ class Sums(TypedDict):
 
 def hinted(hints: list[str]) -> str:
     """A program in which each line has one of the hints."""
-    lines = []
+    lines: list[str] = []
     for hint in hints:
         given = f"({hint if ':' in hint.partition('[')[0] else f'X: {hint}'}) -> None"
         head = f"(){hint}" if hint.startswith("->") else given
