@@ -322,6 +322,10 @@ class LoopDriver:
                 return True
         except (RuntimeError, ReferenceError):  # nobody waits there any more
             return False
+        except BaseException:  # a signal handler raised, perhaps right before the bell rang
+            if self._bell is not None:
+                self._bell.ring()
+            raise
         return False
 
     def _look(self) -> None:

@@ -4,8 +4,9 @@ Theory of operation. `StreamWaiter` collects responses, on the reactor's thread 
 and a thread or a task takes them out. A deque lies between them, whose append and popleft are atomic. A thread waits on
 a bell, a bare lock that is released to wake it. The first response and the last one wake their consumer at once. A model may
 send others faster than they can be handed over one by one, since two threads would take the interpreter's lock from each other
-for each of them. So the reactor wakes the consumer when it has taken in all that the stub had sent, or `_MANY` responses. A task puts a function into `wake`, which schedules an event in its loop,
-at most one at a time however many responses come. The waiter does not refer to the stream, so a stream that nobody has any
+for each of them. So the reactor wakes the consumer when it has taken in all that the stub had sent, or `_MANY` responses. A task that waits puts a function
+into `wake`, which has the driver of its loop wake it, once however many responses come. The driver does so even if a signal handler raises meanwhile
+(`event_loop.py`), and what it sets is a future, in one step. The waiter does not refer to the stream, so a stream that nobody has any
 more is collected, and that cancels the request. A collector may run in the middle of anything, under any lock, so
 `__del__` leaves the cancelling to the reactor.
 
@@ -20,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moonpool.runtime.arguments import check_timeout
 from moonpool.runtime.errors import BacklogFull, RequestTimedOut
@@ -28,7 +29,7 @@ from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, 
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.schedule.backlog import ResponseBacklog, held_bytes
 from moonpool.runtime.schedule.callers import response_of, submit_to_reactor
-from moonpool.runtime.schedule.scheduler import Scheduler
+from moonpool.runtime.schedule.scheduler import LEAVE_S, Scheduler
 
 if TYPE_CHECKING:
     import asyncio
@@ -188,16 +189,20 @@ class ResponseStream:
     async def _wait(self) -> None:
         import asyncio
 
+        from moonpool.runtime.schedule.event_loop import driver_of
+
         loop = asyncio.get_running_loop()
-        woken = asyncio.Event()
-        self._waiter.wake = _waker(loop, woken)
+        driver = driver_of(loop)
         try:
             async with asyncio.timeout(
                 None if self._deadline is None else self._deadline - time.monotonic()
             ):
                 while not self._waiter.waiting:
-                    await woken.wait()
-                    woken.clear()
+                    woken: asyncio.Future[None] = loop.create_future()
+                    self._waiter.wake = _waker(driver.call, woken)
+                    # Again: a response may have come before there was anything to wake.
+                    if not self._waiter.waiting:
+                        await woken
         except TimeoutError:
             self._time_out()
         finally:
@@ -226,8 +231,15 @@ class ResponseStream:
                 # Another thread or task that waits for the next response finds the end.
                 self._waiter.resolve(None)
             except BaseException:  # a signal handler raised, and a second call would do nothing
-                self._scheduler.leave_soon(self._request)
+                # In one instruction: another signal may follow.
+                self._scheduler.reactor.soon.append(self._leave)
+                self._scheduler.reactor.flush(LEAVE_S)
                 raise
+
+    def _leave(self) -> None:
+        """Cancel the request, and let whoever waits for the next response find the end. On the reactor's thread."""
+        self._scheduler.leave(self._request)
+        self._waiter.resolve(None)
 
     async def aclose(self) -> None:
         """Close the stream."""
@@ -254,22 +266,25 @@ class ResponseStream:
             scheduler.reactor.call_soon(lambda: scheduler.leave(request))
 
 
-def _waker(loop: asyncio.AbstractEventLoop, woken: asyncio.Event) -> Callable[[], None]:
-    """Return a function that wakes a task of this loop once, however often it is called until then."""
+def _waker(
+    call: Callable[[Callable[[Any], object], object], bool], woken: asyncio.Future[None]
+) -> Callable[[], None]:
+    """Return a function that wakes the task that awaits `woken`, once however often it is called. `call` is `LoopDriver.call`."""
     pending = [True]
 
     def wake() -> None:
         try:
             pending.pop()
+            call(_set, woken)
         except IndexError:  # it is about to wake up
             return
-        try:
-            loop.call_soon_threadsafe(set_woken)
-        except RuntimeError:  # the loop is closed: nobody waits there any more
-            return
-
-    def set_woken() -> None:
-        pending.append(True)
-        woken.set()
+        except BaseException:  # a signal handler raised: this is no call
+            pending.append(True)
+            raise
 
     return wake
+
+
+def _set(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)

@@ -30,7 +30,7 @@ from tests.runtime.quick.built import skip_without_forms
 from tests.runtime.recorder import PATIENCE_S, Recorder, config, row
 from tests.waiting import wait_until
 
-from moonpool import MoonpoolError, Runtime
+from moonpool import MoonpoolError, ResponseStream, Runtime
 from moonpool.runtime import quick
 from moonpool.runtime.schedule.execution import Execution
 from moonpool.runtime.schedule.scheduler import Scheduler
@@ -124,6 +124,13 @@ def tasks(runtime: Runtime, loop: asyncio.AbstractEventLoop) -> None:
     loop.run_until_complete(ask())
 
 
+def task_stream(runtime: Runtime, loop: asyncio.AbstractEventLoop) -> None:
+    async def read() -> list[Any]:
+        return [each async for each in runtime.stream("m", rows(1), timeout_s=PATIENCE_S)]
+
+    assert len(loop.run_until_complete(read())) == 1
+
+
 def empty(runtime: Runtime, _: asyncio.AbstractEventLoop) -> None:
     placed = runtime.empty("m", "A", (1, 1))
     placed[:] = 1
@@ -185,6 +192,37 @@ def test_a_handler_may_raise_at_any_line_of_a_request(
     assert interrupt_everywhere(hosted, ask) > 20
     (instance,) = hosted.runtime.instances("m")
     assert (instance["state"], instance["restarts"]) == ("READY", 0)
+
+
+def test_a_handler_may_raise_at_any_line_of_a_stream_in_a_task(hosted: Hosted) -> None:
+    assert interrupt_everywhere(hosted, task_stream) > 20
+
+
+def test_another_task_finds_the_end_of_a_stream_whose_close_is_interrupted(
+    hosted: Hosted,
+) -> None:
+    with notebook_loop() as loop:
+        streams: list[ResponseStream] = []
+
+        async def read() -> list[Any]:
+            return [each async for each in streams[0]]
+
+        async def close() -> None:
+            reading = asyncio.ensure_future(read())
+            await asyncio.sleep(0)
+            streams[0].close()
+            await reading
+
+        def ask() -> None:
+            streams[:] = [hosted.runtime.stream("m", rows(1), timeout_s=PATIENCE_S)]
+            loop.run_until_complete(close())
+
+        def check() -> None:
+            for task in asyncio.all_tasks(loop):
+                loop.run_until_complete(task)
+            hosted.check()
+
+        assert interrupted_everywhere(ask, check) > 20
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
