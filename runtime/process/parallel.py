@@ -143,25 +143,30 @@ async def awaited(function: Callable[[], R], name: str, interrupted: Callable[[]
 
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
+    has_ended = False
     results: list[R] = []
     errors: list[BaseException] = []
 
     def run() -> None:
+        nonlocal has_ended
         try:
             results.append(function())
         except BaseException as error:
             errors.append(error)
+        has_ended = True
         with contextlib.suppress(RuntimeError):  # the loop was closed
             loop.call_soon_threadsafe(ended.set)
 
     start_thread_safely(threading.Thread(target=run, name=name))
     cancellation: asyncio.CancelledError | None = None
-    while not ended.is_set():
+    while not has_ended:
         try:
-            async with asyncio.timeout(None if cancellation is None else _NOTICE_S):
+            # asyncio loses a callback that a signal handler interrupts, so this looks again after a while.
+            async with asyncio.timeout(_NOTICE_S):
                 await ended.wait()
         except TimeoutError:
-            interrupted()
+            if cancellation is not None:
+                interrupted()
         except asyncio.CancelledError as error:
             cancellation = error
             interrupted()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import asyncio.locks
 import os
 import signal
 import threading
 
 import pytest
 from tests.dispositions import default_signals
+from tests.runtime.interrupting import interrupted_everywhere
 
-from moonpool.runtime.process.parallel import in_parallel
+from moonpool.runtime.process.parallel import awaited, in_parallel
 
 PATIENCE_S = 60.0
 
@@ -74,3 +77,26 @@ def test_an_interrupt_among_the_starts_leaves_nothing_running() -> None:
 
     assert 1 in begun
     assert sorted(ended) == sorted(begun)
+
+
+@pytest.mark.promise(
+    "Lifecycle",
+    "A task that awaits a load, a change of the number of instances, an unload or a close goes on when that has ended, also if a signal "
+    "handler raises while its event loop learns of the end.",
+)
+def test_a_task_goes_on_though_a_handler_raises_when_it_is_about_to() -> None:
+    loop = asyncio.new_event_loop()
+    # asyncio passes what its callbacks raise to this, and they are over.
+    loop.set_exception_handler(lambda *_: None)
+
+    async def wait() -> int:
+        return await asyncio.wait_for(awaited(lambda: 1, "test", lambda: None), PATIENCE_S)
+
+    def ask() -> None:
+        assert loop.run_until_complete(wait()) == 1
+
+    try:
+        within = (asyncio.locks.__file__,)
+        assert interrupted_everywhere(ask, lambda: None, within=within) > 5
+    finally:
+        loop.close()
