@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from moonpool.runtime.hosting.backends import BackendDirectory
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.hosting.registry import ModelRegistry
+from moonpool.runtime.log import RuntimeLog, flush
 from moonpool.runtime.model.backend import Backend
 from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.model import ModelConfig
@@ -66,7 +66,7 @@ from moonpool.runtime.stubs.readiness import wait_for_answer
 if TYPE_CHECKING:
     from moonpool.ipc.cuda.array import DeviceArray
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 T = TypeVar("T")
 # Registries and not runtimes: the models of a runtime that nobody has any more must still be finalized.
 _open_registries: set[ModelRegistry] = set()
@@ -527,6 +527,7 @@ class Runtime:
         self._forgotten.detach()
         _open_registries.discard(self._models)
         PRINTER.wait()
+        flush()
 
     async def aclose(self) -> None:
         """Close the runtime as `close` does, from an event loop. Cancelling the task ends the wait, as Ctrl-C does."""
@@ -574,9 +575,8 @@ def _go_on() -> None:
 
 @atexit.register
 def _close_all() -> None:
-    # Whatever one of them raises, all are closed, and what was printed is written last.
+    # Whatever one of them raises, all are closed.
     with contextlib.ExitStack() as stack:
-        stack.callback(PRINTER.wait)
         for models in list(_open_registries):
             stack.callback(models.close)
 

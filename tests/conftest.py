@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # OpenBLAS's threads spin while numpy is imported, which takes a third of it, and an ordinary user may not move a
 # process with threads into other namespaces. CI's part `strict` and the tests of templates turn these threads on, so
@@ -17,7 +18,7 @@ import pytest
 from tests import sandbox_level, settings_of_hypothesis, workers
 from tests.chaos import seed
 from tests.gpu import cards
-from tests.leaks import _leaves_nothing_behind
+from tests.leaks import GRACE_S, _leaves_nothing_behind
 from tests.runtime.cli.shell import cli, warm_commands
 from tests.runtime.recorder import tensor
 from tests.sandbox_level import (
@@ -28,6 +29,7 @@ from tests.thorough import pytest_itemcollected
 from tests.workers import pytest_xdist_make_scheduler, pytest_xdist_setupnodes
 
 import moonpool
+from moonpool.runtime.log import flush
 from moonpool.runtime.process import blank_templates
 
 # Tests start thousands of processes, which inherit these variables. Without bytecode every stub compiles moonpool again,
@@ -43,6 +45,7 @@ sys.dont_write_bytecode = False
 __all__ = [
     "_leaves_nothing_behind",
     "_models_share_the_folder_of_a_test",
+    "caplog",
     "cli",
     "pytest_collection_modifyitems",
     "pytest_itemcollected",
@@ -50,6 +53,23 @@ __all__ = [
     "pytest_xdist_setupnodes",
     "warm_commands",
 ]
+
+
+class _Flushed(pytest.LogCaptureFixture):  # type: ignore[misc]
+    """Shows what was logged until somebody looks: records of the runtime get there on a thread of their own."""
+
+    @property
+    def handler(self) -> Any:
+        flush(GRACE_S)
+        return super().handler
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    # What was logged before the test is no part of it.
+    flush(GRACE_S)
+    caplog.__class__ = _Flushed
+    return caplog
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

@@ -164,6 +164,22 @@ def test_a_package_has_at_most_15_modules() -> None:
     assert {package: modules for package, modules in count.items() if modules > 15} == {}
 
 
+# These set up the log of a program of moonpool's own.
+SET_UP_LOGS = ("runtime/log.py", "runtime/server/log.py", "runtime/cli/shared.py")
+
+
+def test_the_runtime_logs_on_no_thread_but_that_of_its_log() -> None:
+    """A logger of Python's would run the program's handlers on the thread that logs."""
+    assert [
+        place
+        for place, node in nodes()
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith("getLogger")
+        and "/runtime/" in place
+        and not place.rpartition(":")[0].endswith(SET_UP_LOGS)
+    ] == []
+
+
 # Short modules with one importer that stay apart, with the reason.
 APART = {
     "moonpool.runtime.cli.completion": "a command each has a file",

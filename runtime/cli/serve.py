@@ -81,12 +81,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _serve(options: ServerOptions, without_effect: dict[str, str]) -> int:
-    import logging
-
     # Imported here, so that no server is made if it is missing.
     import uvloop  # noqa: F401
 
     from moonpool.runtime.hosting.progress import Progress
+    from moonpool.runtime.log import RuntimeLog
     from moonpool.runtime.process.event_loop import run
     from moonpool.runtime.process.terminal import Terminal
     from moonpool.runtime.server.listening import raise_limit
@@ -109,6 +108,6 @@ def _serve(options: ServerOptions, without_effect: dict[str, str]) -> int:
         raise BadOption(f"--log-file: {options.log_file}: {error.strerror}") from error
     with logged(log):
         for flag, why in without_effect.items():
-            logging.getLogger("moonpool.server").warning("--%s has no effect here: %s", flag, why)
+            RuntimeLog("moonpool.server").warning("--%s has no effect here: %s", flag, why)
         server = Server(options, log, progress)
         return run(server.run())

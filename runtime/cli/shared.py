@@ -14,6 +14,7 @@ from typing import Any
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.policy import LEVELS
 from moonpool.runtime.hosting.progress import Progress
+from moonpool.runtime.log import flush
 from moonpool.runtime.model.config.options import by_pattern, read_model_option
 from moonpool.runtime.model.config.schema import unread
 from moonpool.runtime.process.terminal import harmless
@@ -172,6 +173,7 @@ def logged_to(handler: logging.Handler, level: int) -> Iterator[None]:
     try:
         yield
     finally:
+        flush()
         log.removeHandler(handler)
         # Loggers below cache the level until it is set again.
         log.setLevel(before[0])

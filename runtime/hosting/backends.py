@@ -9,7 +9,6 @@ when no load is left.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -19,12 +18,13 @@ from pathlib import Path
 from moonpool.runtime.arguments import OF_RUNTIME
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.hosting.ensembles import EnsembleBackend
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Backend
 from moonpool.runtime.model.config.ensembles import ENSEMBLE
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.states import BACKEND, BackendState, Machine
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 
 # The backends that come with moonpool, laid out as any other directory of backends.
 BUILT_IN = Path(__file__).parents[2] / "stub" / "backends"

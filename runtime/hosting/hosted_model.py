@@ -20,7 +20,6 @@ over, fail the rest, end the instances, fail requests that were queued again whi
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from moonpool.runtime.hosting.instance_record import InstanceRecord
 from moonpool.runtime.hosting.scaling import InstanceSpec, Matching, matched, specs_of
 from moonpool.runtime.hosting.supervisor import Supervisor
 from moonpool.runtime.hosting.warmup import Warmup
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Backend, Model, ModelInstance
 from moonpool.runtime.model.config.live import with_count, with_live_options, with_live_parts
 from moonpool.runtime.model.config.model import ModelConfig, remarks
@@ -56,7 +56,7 @@ from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.handle import Stubs
 from moonpool.runtime.stubs.readiness import Answer, ask_all
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _NO_CACHE = "model '%s' has a response_cache, and there is none: %s"
 # The time that instances of an update that failed elsewhere have for requests that they took meanwhile.
 _UNDO_S = 30.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from moonpool.ipc.policy import is_contained
 from moonpool.runtime.errors import LoadFailed, ModelUnavailable
 from moonpool.runtime.isolation.environment_variables import OF_THE_INTERPRETER, unseen
 from moonpool.runtime.isolation.plan import IsolationPlan, check_processors, plan_for
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Backend, Model, ModelInstance
 from moonpool.runtime.model.config.options import hardened, policy_of, ties_callers
 from moonpool.runtime.model.device_intake import DeviceIntake
@@ -32,7 +32,7 @@ from moonpool.runtime.stubs.template import Template, TemplateStub
 
 MakeStub = Callable[..., StubHandle]
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _UNSEEN = "[%s] does not see these variables of the environment: %s; MOONPOOL_ENVIRONMENT can name those that it needs"
 
 

@@ -21,7 +21,6 @@ starts a thread.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -31,11 +30,12 @@ from functools import partial
 from typing import Protocol
 
 from moonpool.runtime.hosting.instance_record import InstanceRecord
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import ModelInstance
 from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.schedule.scheduler import Scheduler
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 REASONS = ("requests", "rss", "regions")
 # The time that an instance which is to be recycled waits for requests that it has yet to answer.
 _OPEN_S = 30.0

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -76,6 +75,7 @@ from moonpool.runtime.hosting.model_statuses import (
     ModelStatuses,
 )
 from moonpool.runtime.hosting.python_backend import PythonBackend
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Backend, Model
 from moonpool.runtime.model.config.live import with_count
 from moonpool.runtime.model.config.model import ModelConfig, name_problem
@@ -94,7 +94,7 @@ from moonpool.runtime.schedule.rate_limiter import RateLimiter
 from moonpool.runtime.schedule.response_cache import ResponseCache
 from moonpool.runtime.stubs.handle import Stubs, StubSharing
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # The time for which a model that was replaced still takes requests.
 _GRACE_S = 1.0
 # The time between two looks of a closing runtime for loads that have begun meanwhile.

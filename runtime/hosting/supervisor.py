@@ -32,7 +32,6 @@ is taken inside the scheduler's lock, so nothing under it calls the scheduler. I
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -50,6 +49,7 @@ from moonpool.runtime.hosting.instance_record import InstanceRecord
 from moonpool.runtime.hosting.recycling import Recycler, Recycling
 from moonpool.runtime.hosting.scaling import Leave
 from moonpool.runtime.hosting.warmup import Warmup
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Backend, Model, ModelInstance
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.model.states import InstanceState
@@ -69,7 +69,7 @@ from moonpool.runtime.schedule.failures import (
 )
 from moonpool.runtime.schedule.scheduler import Scheduler
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _S = InstanceState
 _TIDY_S = 5.0
 # An execution that nobody drives after this time is given to the reactor.

@@ -18,7 +18,6 @@ configuration's, and the memory is the runtime's. The load checks all samples wi
 from __future__ import annotations
 
 import contextlib
-import logging
 import select
 import threading
 import time
@@ -32,6 +31,7 @@ from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.tensors import BYTES, CODES, DTYPES, ITEMSIZE
 from moonpool.runtime.errors import BackendError, InvalidRequest, LoadFailed
 from moonpool.runtime.hosting.python_backend import PythonBackend
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Model, ModelInstance, Pending
 from moonpool.runtime.model.config.warmup import WarmupInput, WarmupSample
 from moonpool.runtime.model.request import (
@@ -48,7 +48,7 @@ from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.process.files import read_file
 from moonpool.runtime.schedule.sequence_states import SequenceStates
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # The folder of a model in which the files of its samples lie.
 FOLDER = "warmup"
 _MOST_BYTES = 1 << 31

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import time
 from collections.abc import Callable
@@ -13,11 +12,12 @@ from moonpool.ipc.policy import MEMORY, OFF, Policy, limit_named
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.isolation.cgroups import GROUPS, Group
 from moonpool.runtime.isolation.watcher import Watched, Watcher
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.diagnose import death_in_words, fatal_call, oom_kills
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # If the machine runs out of memory, the kernel should end a stub before its runtime.
 _OOM_SCORE = 500
 # A larger limit is seldom the reason why a process crashes or hangs without a message.

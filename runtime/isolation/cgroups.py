@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import threading
 import time
@@ -26,9 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.ipc.policy import reached
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.config.options import USUAL_WEIGHT
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 VARIABLE = "MOONPOOL_CGROUP"
 _WANTED = ("memory", "pids", "cpu")
 _PREFIX = "moonpool-"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import secrets
 import stat
@@ -12,8 +11,9 @@ import tempfile
 from pathlib import Path
 
 from moonpool.runtime.isolation import users
+from moonpool.runtime.log import RuntimeLog
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _PREFIX = "moonpool-scratch-"
 _BLOCK_BYTES = 512
 # Even an empty file takes some of the kernel's memory.

@@ -16,7 +16,6 @@ not enforced, the log says so, and the next `add` tries again.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -25,11 +24,12 @@ from dataclasses import dataclass
 from moonpool.ipc.policy import reached
 from moonpool.runtime.errors import OutOfThreads, StubDied
 from moonpool.runtime.isolation.scratch import size_of_folder
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.process_tree import children_of
 from moonpool.runtime.process.threads import start_thread
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _PERIOD_S = 1.0
 
 

@@ -9,7 +9,6 @@ server read them. Lines are logged outside of the lock, since a handler of the l
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import OrderedDict
@@ -18,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonpool.ipc.denials import FORK, KINDS, in_sentence, in_words, option_for, would_allow
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.terminal import one_line
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # The most samples that are kept of an instance.
 MOST_TEXTS = 16
 # An instance may log `_LINES` lines at once, then one in `_LINE_S` seconds, and the same line once in `_AGAIN_S` seconds.

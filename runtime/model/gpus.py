@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from uuid import UUID
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.policy import is_contained
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ModelConfig
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # Shown wherever a user meets GPUs, until the tests and figures of a card are in docs/GPU.md.
 EXPERIMENTAL = "Support for GPUs is experimental: it was tried on a fake driver and never on a card (docs/GPU.md)."
 _BUS_ID_BYTES = 32

@@ -29,7 +29,6 @@ from __future__ import annotations
 import array
 import contextlib
 import json
-import logging
 import os
 import socket
 import threading
@@ -37,12 +36,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.child import ChildProcess, SpawnedProcess, boot_command
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.spawner import spawn, where_processes_start
 from moonpool.runtime.process.terminal import harmless
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # A template is kept for so long after its last fork has ended.
 KEEP_S = 60.0
 # The most templates. A program that changes a variable before each load would otherwise have one for each model.
@@ -343,7 +343,7 @@ class _Template:
         if process is not None:
             process.kill()
             if process.wait(_END_S) is None:
-                _log.error("a template of %s cannot be killed: %r", self._python, process)
+                _log.error("a template of %s cannot be killed: %s", self._python, repr(process))
             process.close()
         if channel is not None:
             with contextlib.suppress(OSError, ValueError):

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import select
 import signal
@@ -31,8 +30,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from moonpool.runtime.log import RuntimeLog
+
 Start = Callable[[Sequence[str], Sequence[int]], subprocess.Popen[bytes]]
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _STUB_SIDE = str(Path(__file__).resolve().parents[2] / "stub" / "process_tree.py")
 # Python starts before the namespace is made, on a machine that may be busy.
 _BEGIN_S = 30.0

@@ -17,7 +17,8 @@ a pause is undone only if it is still the same one, and an event of a descriptor
 A descriptor that is watched once at a time stays registered in epoll, disarmed, so that the next time takes one call of the kernel. The
 kernel drops the registration when the file is closed; `arm` then gets FileNotFoundError, and registers the new file with that number.
 
-A callback that raises is logged, whatever it raises, because all stubs depend on this thread.
+A callback that raises is logged, whatever it raises, because all stubs depend on this thread. The program's handlers of the log
+run on another one (`runtime/log.py`).
 
 Closing: `close` waits until the thread has run what was to run soon, then closes the descriptors. A later `call_soon` finds no
 eventfd, and its callback never runs. A signal handler may raise while `close` waits, and then the next `close` does the rest. So it waits for a bare
@@ -34,7 +35,6 @@ import ctypes
 import errno
 import heapq
 import itertools
-import logging
 import os
 import select
 import threading
@@ -47,10 +47,11 @@ from typing import Generic, TypeVar
 from moonpool.ipc.errors import Closed
 from moonpool.ipc.signals import at_once
 from moonpool.runtime.errors import OutOfThreads
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.quick import learn
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _ONCE = select.EPOLLIN | select.EPOLLONESHOT
 # The callbacks of one turn: a look at the descriptors costs as much as a few of them.
 _MOST_SOON = 64
@@ -322,7 +323,9 @@ class Reactor:
         try:
             callback()
         except BaseException:  # all stubs depend on this thread
-            _log.exception("a callback of the reactor failed: %r", callback)
+            # Memory for the record may be short, too.
+            with contextlib.suppress(BaseException):
+                _log.exception("a callback of the reactor failed: %r", callback)
 
 
 # The errors for no watch, and no memory for one.

@@ -13,7 +13,6 @@ the number of the process in `_pid` shows to be missing.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import signal
 import subprocess
@@ -23,9 +22,10 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.threads import start_thread
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 1, 3, 4
 _privacy = threading.Lock()
 _T = TypeVar("_T")

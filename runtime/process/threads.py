@@ -22,7 +22,6 @@ from __future__ import annotations
 import _thread
 import contextlib
 import importlib
-import logging
 import os
 import sys
 import threading
@@ -35,8 +34,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from moonpool.ipc.errors import Closed, MoonpoolError
 from moonpool.runtime.errors import OutOfThreads
+from moonpool.runtime.log import RuntimeLog
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 P = ParamSpec("P")
 R = TypeVar("R")
 _WHAT_TO_DO = (

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import queue
 import shutil
@@ -35,13 +34,14 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.files import RepositoryError
 from moonpool.runtime.process.parallel import in_parallel
 from moonpool.runtime.repository.cloud_address import read_address
 from moonpool.runtime.repository.cloud_store import CloudFile, CloudListing, CloudStore
 from moonpool.runtime.repository.folder_cache import FolderCache, FolderLease, cache_root
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 
 _THREADS = 4
 # The times that a model is copied anew because its files changed meanwhile, or that its copy on disk was changed.

@@ -8,17 +8,17 @@ deadline, and is asked again where that may help.
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.extras import how_to_install
 from moonpool.runtime.process.files import DEEPEST, RepositoryError
 from moonpool.runtime.repository.cloud_address import CloudAddress, without_secrets
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 
 # The bounds of one model.
 MOST_FILES = 100_000

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import shutil
 import signal
@@ -26,13 +25,14 @@ from threading import Event
 from typing import IO
 
 from moonpool.runtime.errors import BadEnvironment
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.extras import how_to_install
 from moonpool.runtime.process.terminal import harmless
 from moonpool.runtime.repository.package_list import LOCK, PROJECT, PackageList, bare_project, fits
 
 # Commands show these steps, too, as they may take minutes.
 LOG_OF_BUILDS = "moonpool.environments"
-_log = logging.getLogger(LOG_OF_BUILDS)
+_log = RuntimeLog(LOG_OF_BUILDS)
 # In an environment: what it was built from.
 NOTE = "moonpool-environment.json"
 # Large packages come over slow lines. A tool that hangs must not hold a load for ever.

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import shutil
 import stat
@@ -37,8 +36,9 @@ from threading import Event
 from typing import NamedTuple
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.log import RuntimeLog
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 
 # Long enough for a job that runs once a week, short enough for a disk on which the originals change daily.
 KEEP_UNUSED_S = 8 * 24 * 3600.0

@@ -37,7 +37,6 @@ for all threads.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -49,6 +48,7 @@ from typing import Protocol
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import ModelUnavailable, OutOfThreads
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.model.states import RESIDENCE, Machine, Residence
 from moonpool.runtime.observe.machine import GpuMetrics
@@ -82,7 +82,7 @@ from moonpool.runtime.residency.policy import (
     decide,
 )
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _R = Residence
 # The states in which a model has processes that are awake, or is about to have them.
 _SERVING = (_R.WAKING, _R.AWAKE, _R.LEAVING)

@@ -27,7 +27,6 @@ queue, and the worker whose turn it is. The threads are daemons, start with the 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections import deque
@@ -38,6 +37,7 @@ from functools import partial
 from moonpool.ipc.errors import MoonpoolError, PeerGone
 from moonpool.runtime.arguments import check_timeout
 from moonpool.runtime.errors import OutOfThreads, RequestTimedOut, own
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.threads import is_interruptible, start_thread
@@ -45,7 +45,7 @@ from moonpool.runtime.quick import forms, learn, learn_object
 from moonpool.runtime.schedule.execution import Execution
 from moonpool.runtime.schedule.scheduler import LEAVE_S, Scheduler
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # Seconds after which a thread that delivers outcomes counts as stuck, and ends if there is none; and the most of these threads.
 _STUCK_S = 0.05
 _IDLE_S = 5.0

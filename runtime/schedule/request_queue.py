@@ -6,12 +6,12 @@ takes a lock or reads a clock: the scheduler calls them with its lock held, exce
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import BackendError, InvalidRequest, ModelUnavailable, QueueTimeout
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Model, ModelInstance
 from moonpool.runtime.model.config.model import ModelConfig, SequenceBatching
 from moonpool.runtime.model.request import AGAIN, LATER, Answer, InferenceRequest
@@ -21,7 +21,7 @@ from moonpool.runtime.schedule.sequence_controls import SequenceControls
 from moonpool.runtime.schedule.sequence_states import SequenceStates
 from moonpool.runtime.schedule.sequences import START, Sequencer, lost
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 
 Rejected: TypeAlias = "list[tuple[InferenceRequest, MoonpoolError]]"
 

@@ -22,7 +22,6 @@ copied without it. An owner that has left (`leave`) can neither find nor keep an
 from __future__ import annotations
 
 import hashlib
-import logging
 import sys
 import threading
 import time
@@ -38,6 +37,7 @@ from moonpool.ipc.messages import DEVICE_MEMORY
 from moonpool.ipc.tensors import BYTES, DTYPES, decode_bytes
 from moonpool.runtime.arguments import OF_RUNTIME
 from moonpool.runtime.errors import own
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.request import (
     Details,
     InferenceRequest,
@@ -50,7 +50,7 @@ from moonpool.runtime.observe.statistics import CacheCounts
 from moonpool.runtime.schedule.execution import Execution
 from moonpool.runtime.schedule.scheduler import Pair, Scheduler
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _NO_DETAILS = Details()
 # About what an entry takes beside its tensors and parameters, and each of these beside its bytes and texts: objects, and places in tables.
 _ENTRY_BYTES, _TENSOR_BYTES, _PARAMETER_BYTES = 1024, 512, 128

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import os
 import threading
 import time
@@ -23,12 +22,13 @@ from collections.abc import Iterator
 from typing import IO, NamedTuple
 
 from moonpool.ipc.tensors import NAMES
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.request import InferenceRequest, ModelVersion
 from moonpool.runtime.model.reshaping import Reshaping, of_inputs
 from moonpool.runtime.process.threads import start_thread
 
-_log = logging.getLogger("moonpool.server")
+_log = RuntimeLog("moonpool.server")
 # The form of the file, as `moonpool bench` reads it.
 FORMAT = 1
 # The most bytes of tensors, and the most requests, that wait to be written.

@@ -12,16 +12,16 @@ Clients can cause refusals without end, so they are counted, and the log has one
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.usage import part_of_memory
 from moonpool.runtime.server.metrics import Meter
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _LOG_S = 1.0
 # For all clients of a port together: what they do not read.
 _UNSENT_BYTES = part_of_memory(8, 4 << 30)

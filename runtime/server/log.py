@@ -4,7 +4,9 @@ extension.
 Theory of operation. Any thread logs, and any thread may change the settings. `_writing` keeps lines whole, and keeps the
 descriptor of the log file open while a line is written to it. `_changing` makes a change of the settings one step: the new
 file is opened first, then it takes the place of the old one under `_writing`, and only then is the old one closed.
-`_changing` is always taken before `_writing`, and no line is written with `_changing` held. `LogControl` has a lock of its
+`_changing` is always taken before `_writing`, and no line is written with `_changing` held. A handler of Python's has a lock besides, for
+which `logging` waits at the end of the program. There is none here, as a write may be stuck for ever if nobody reads what the server logs, and
+neither `close` nor the end of the server may wait for that. `LogControl` has a lock of its
 own, so that the server's log and the models' loggers, which are changed one after the other, end with the same settings
 when two clients change them at once.
 """
@@ -23,6 +25,7 @@ from datetime import UTC, datetime
 from typing import TextIO
 
 from moonpool.runtime.hosting.progress import Progress
+from moonpool.runtime.log import END_S, flush
 from moonpool.runtime.observe.log_settings import LogSettings
 from moonpool.runtime.process.terminal import harmless, harmless_json, one_line
 from moonpool.runtime.server.setting_values import BadSetting, boolean, text, unsigned
@@ -72,6 +75,10 @@ class ServerLog(logging.Handler):
         self._writing = threading.Lock()
         self.options = LogOptions()
         self.change(options or LogOptions())
+
+    def createLock(self) -> None:  # noqa: N802 - Python's name
+        """Make no lock."""
+        self.lock = None
 
     def change(self, options: LogOptions) -> None:
         """Replace the settings. Raises `OSError` if the file cannot be opened, and then nothing changes."""
@@ -154,10 +161,14 @@ class ServerLog(logging.Handler):
 
     def close(self) -> None:
         """Close the file."""
-        with self._changing, self._writing:
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
+        with self._changing:
+            if self._writing.acquire(timeout=END_S):
+                try:
+                    if self._fd is not None:
+                        os.close(self._fd)
+                        self._fd = None
+                finally:
+                    self._writing.release()
         super().close()
 
 
@@ -173,6 +184,7 @@ def logged(log: ServerLog) -> Iterator[ServerLog]:
         log.change(log.options)
         yield log
     finally:
+        flush()
         ours.removeHandler(log)
         libraries.removeHandler(log)
         # Loggers below cache the level until it is set again.

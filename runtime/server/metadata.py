@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
 from moonpool.runtime.errors import InvalidRequest, ModelNotFound, ModelUnavailable
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.model_control import version_of
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.config.model import TensorConfig
 from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.process.terminal import harmless
@@ -17,7 +17,7 @@ from moonpool.runtime.server.options.table import ServerOptions
 from moonpool.runtime.stubs.readiness import not_healthy, wait_for_answer
 from moonpool.runtime.version import VERSION
 
-_log = logging.getLogger("moonpool.server")
+_log = RuntimeLog("moonpool.server")
 EXTENSIONS = (
     "classification",
     "sequence",

@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
@@ -34,6 +33,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import InvalidRequest, OutOfThreads
 from moonpool.runtime.hosting.progress import Progress
+from moonpool.runtime.log import RuntimeLog, flush
 from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.options import HostPolicies, by_pattern, read_host_policies
 from moonpool.runtime.observe.metrics_options import MetricsOptions, metrics_options
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.server.grpc.server import GrpcServer
 
 
-_log = logging.getLogger("moonpool.server")
+_log = RuntimeLog("moonpool.server")
 # The pause between two calls that have loads given up: one may have begun a moment after the last call.
 _INSIST_S = 0.2
 # The pause between two looks at a server that is not ready yet.
@@ -341,6 +341,7 @@ class Server:
     def _on_signal(self, number: int) -> None:
         if self._ending.is_set():
             _log.error("Signal (%d) received again. Exiting immediately.", number)
+            flush()
             # The kernel kills the stubs with this process.
             os._exit(128 + number)
         _log.info("Signal (%d) received.", number)

@@ -16,13 +16,13 @@ or the other. A load that begins in between is caught by the next call: the serv
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.hosting.model_control import POLLED, loading, wanted_of
 from moonpool.runtime.hosting.model_statuses import ModelStatus
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.process.parallel import in_parallel
 from moonpool.runtime.process.threads import start_thread
@@ -31,7 +31,7 @@ from moonpool.runtime.repository.repository import Listing
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.schedule.failures import missing_file_line
 
-_log = logging.getLogger("moonpool.server")
+_log = RuntimeLog("moonpool.server")
 # The time that a poll waits for its loads. A model may load for ever, and new models must not wait for it.
 _PATIENCE_S = 60.0
 # The errors for clients and models that load and unload, by the mode. Triton has the same words for both modes.

@@ -12,14 +12,14 @@ cancels the handshakes; connections that were made belong to the port, which dra
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import ssl
 from typing import Any, Protocol
 
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.event_loop import Watches, watch
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # Connections that are accepted before others have their turn.
 _TURN = 64
 # Seconds without accepting anybody when the process has no descriptor left.

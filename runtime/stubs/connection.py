@@ -21,7 +21,6 @@ without a limit for REGION or REFUSED, in the middle of a batch. So it must get 
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, NO_DEVICE, SHORT, Kind, 
 from moonpool.ipc.policy import is_contained
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.errors import OutOfThreads
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.budgets import RELEASE_AT
 from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.model.request import InferenceRequest, Outcome
@@ -217,7 +217,7 @@ def _nothing(*_: object) -> None:
     """Do nothing, until `serve` is called."""
 
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 
 
 class Growth:

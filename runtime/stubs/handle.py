@@ -25,7 +25,6 @@ folders and the user (`plan`) are given up. They must outlive the process, and a
 from __future__ import annotations
 
 import json
-import logging
 import os
 import select
 import signal
@@ -47,6 +46,7 @@ from moonpool.runtime.isolation.hints import withheld
 from moonpool.runtime.isolation.inspection import confirmed
 from moonpool.runtime.isolation.plan import IsolationPlan
 from moonpool.runtime.isolation.watcher import Watcher
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Model, ModelAccounts
 from moonpool.runtime.model.budgets import OBSERVATIONS_PER_MESSAGE
 from moonpool.runtime.model.confinement import Confinement
@@ -73,7 +73,7 @@ from moonpool.runtime.stubs.readiness import StubReadiness
 Fork = Callable[[str, int, int, int, int], ChildProcess]
 
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # Seconds from SIGTERM, at which a stub writes the stacks of its threads to the log, to SIGKILL.
 GRACE_S = 0.25
 # Seconds that a process may take to end after it has closed its channel.
@@ -424,7 +424,7 @@ class StubHandle(StubConnection):
         """End the process if it still runs, and give up everything. May be called many times."""
         self.process.kill()
         if self.process.wait(10 * _EXIT_S) is None:
-            _log.error("[%s] cannot be killed: %r", self.name, self.process)
+            _log.error("[%s] cannot be killed: %s", self.name, repr(self.process))
         try:
             self._on_reactor(self.close)
         finally:

@@ -1,39 +1,33 @@
 """Writes the output of stubs into the runtime's log, or prints it: whole lines, marked, harmless to a terminal, rate-limited.
 
 Theory of operation. The reactor's thread reads the output of stubs (`StubOutput`). It must never wait until somebody reads the
-output of this program. A program that keeps a log gets the lines there. For any other, `Printer` puts lines into `_lines`, and a
-thread of its own writes them. That thread starts with the first line and ends after the last one. It is a daemon, as the reactor's
-thread is, which starts it. So the end of a runtime waits for the lines (`wait`), for `_END_S` at most: a program ends even if nobody
-reads its output. Lines beyond `_MOST_WAITING` are counted and dropped. If no thread can be started, lines stay in `_lines` until the
-next one comes, or until `wait` is called.
+output of this program. A program that keeps a log gets the lines there (`runtime/log.py`). For any other, `Printer` has them written
+by an outlet as well. The end of a runtime waits for the lines (`wait`), but not for ever: a program ends even if nobody reads its output.
 
 A notebook shows output below the cell in whose context it is written. IPython calls back when a cell begins and ends, on the
 thread that runs it. At the beginning its context is kept, and `_write` runs in it. At the end, all output of models until then
 is read and written, so that none of it stands below the next cell. Output between two cells goes to the earlier one.
-
-`_lock` guards all fields of `Printer`. `_write` runs outside of it, on one thread at a time.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import contextvars
 import logging
 import os
 import re
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from moonpool.runtime.errors import OutOfThreads
+from moonpool.runtime.log import END_S, Outlet, RuntimeLog
 from moonpool.runtime.model.budgets import LOG_LINE_BYTES
 from moonpool.runtime.process.terminal import harmless
-from moonpool.runtime.process.threads import CountingCondition, apart, start_thread
 
-_log = logging.getLogger("moonpool.stub")
+_log = RuntimeLog("moonpool.stub")
 _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
 # Marks the record of a line that a model logged on purpose.
 LOGGED = {"is_logged": True}
@@ -201,11 +195,9 @@ class StubOutput:
             self.fd = -1
 
 
-_OURS = ("moonpool.stub", "moonpool")
+_OURS = (_log.logger, RuntimeLog("moonpool").logger)
 # Lines that wait to be written, each of at most some kilobytes.
 _MOST_WAITING = 4096
-# Seconds that the end of a cell, or of a runtime, waits for the lines before it.
-_END_S = 2.0
 
 
 def are_logged() -> bool:
@@ -213,77 +205,39 @@ def are_logged() -> bool:
 
     `logging.basicConfig()` alone takes no lines of this level, so it does not count.
     """
-    loggers = [logging.getLogger(name) for name in _OURS]
-    if any(logger.level != logging.NOTSET or logger.handlers for logger in loggers):
+    if any(logger.level != logging.NOTSET or logger.handlers for logger in _OURS):
         return True
-    return loggers[0].hasHandlers() and loggers[0].isEnabledFor(logging.INFO)
+    return _log.logger.hasHandlers() and _log.is_enabled(logging.INFO)
 
 
 class Printer:
     """Writes lines to `sys.stdout`, as it is at that moment. Any thread may call any method."""
 
     def __init__(self) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
-        """Start empty. A fork must do so, since the thread and the lines are its parent's."""
-        # The reactor takes the lock, too. A signal handler that raises in `wait` must not leave it taken.
-        self._lock = threading.Lock()
-        self._changed = CountingCondition(self._lock)
-        self._lines: deque[str] = deque()
-        self._left_out = 0
-        self._is_writing = False
+        self._outlet: Outlet[str] = Outlet("moonpool-prints", self._write, _MOST_WAITING)
+        # Replaced, and never changed. So the thread of the outlet sees one or the other.
         self._context = contextvars.Context()
         self._reads: Callable[[], object] | None = None
 
+    def forget(self) -> None:
+        """Start empty, in a fork."""
+        self._outlet.forget()
+        self._context = contextvars.Context()
+        self._reads = None
+
     def say(self, line: str) -> None:
-        """Write a line soon. Does not block: if no thread can be started, the line waits for the next call, or for `wait`."""
-        with self._lock:
-            if len(self._lines) >= _MOST_WAITING:
-                self._left_out += 1
-                return
-            self._lines.append(line)
-            if self._is_writing:
-                return
-            self._is_writing = True
-        try:
-            start_thread(threading.Thread(target=self._run, name="moonpool-prints"))
-        except OutOfThreads:
-            with self._lock:
-                self._is_writing = False
-                self._changed.notify_all()
+        """Write a line soon. Does not block."""
+        self._outlet.put(line)
 
-    def wait(self, timeout_s: float = _END_S) -> None:
-        """Return when all is written, or after so long. Writes the lines itself if no thread could be started."""
-        self._changed.wait_for(lambda: not self._is_writing, time.monotonic() + timeout_s)
-        if self._lines:
-            # A signal handler that raises would leave the others waiting for this thread to write.
-            apart(self._write_rest)
+    def wait(self, timeout_s: float = END_S) -> None:
+        """Return when all is written, or after so long. Writes the lines itself if no thread can be started."""
+        self._outlet.flush(timeout_s)
 
-    def _write_rest(self) -> None:
-        with self._lock:
-            if self._is_writing or not self._lines:
-                return
-            self._is_writing = True
-        self._run()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._lines:
-                    self._is_writing = False
-                    self._changed.notify_all()
-                    return
-                lines = [*self._lines]
-                self._lines.clear()
-                if self._left_out:
-                    lines.append(
-                        f"{self._left_out} lines of models were dropped: this output is not being read"
-                    )
-                    self._left_out = 0
-                context = self._context
-            # The cell itself may run in its context, and no context can be entered twice. A copy leads to the same cell.
-            context.copy().run(_write, "".join(f"{line}\n" for line in lines))
+    def _write(self, lines: list[str], dropped: int) -> None:
+        if dropped:
+            lines.append(f"{dropped} lines of models were dropped: this output is not being read")
+        # The cell itself may run in its context, and no context can be entered twice. A copy leads to the same cell.
+        self._context.copy().run(_write, "".join(f"{line}\n" for line in lines))
 
     def follow_cells(self, read: Callable[[], object]) -> None:
         """Write lines below the cell that runs, if this is IPython. `read` reads the output of models until now.
@@ -300,8 +254,7 @@ class Printer:
         self._reads = read
 
     def _begin_cell(self, *_: object) -> None:
-        with self._lock:
-            self._context = contextvars.copy_context()
+        self._context = contextvars.copy_context()
 
     def _end_cell(self, *_: object) -> None:
         if self._reads is not None:
@@ -313,8 +266,7 @@ def _write(text: str) -> None:
     stream = sys.stdout
     if stream is None:
         return
-    # The stream may be closed, have no reader, or be an object of the program's that raises anything. If that ended the thread,
-    # its place would stay taken, and no line would ever be written again.
+    # The stream may be closed, have no reader, or be an object of the program's that raises anything.
     with contextlib.suppress(Exception, SystemExit):
         encoding = getattr(stream, "encoding", None) or "utf-8"
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -328,4 +280,5 @@ def _shell() -> Any:
 
 
 PRINTER = Printer()
-os.register_at_fork(after_in_child=PRINTER._forget)
+os.register_at_fork(after_in_child=PRINTER.forget)
+atexit.register(PRINTER.wait)

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import select
 import signal
@@ -51,6 +50,7 @@ from moonpool.ipc.errors import PeerGone, ProtocolError
 from moonpool.ipc.messages import Kind
 from moonpool.runtime.errors import ModelUnavailable, OutOfThreads
 from moonpool.runtime.isolation.plan import IsolationPlan
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.restart import GiveUp, RestartPolicy
@@ -58,7 +58,7 @@ from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.schedule.failures import is_shortage
 from moonpool.runtime.stubs.handle import StubHandle
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 
 
 class _State(Enum):

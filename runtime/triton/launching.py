@@ -31,6 +31,7 @@ from moonpool.runtime.hosting.backends import BackendDirectory
 from moonpool.runtime.hosting.model_control import POLLED
 from moonpool.runtime.hosting.registry import ModelRegistry
 from moonpool.runtime.isolation.public_text import scrubbed
+from moonpool.runtime.log import RuntimeLog, flush
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.process.parallel import in_parallel
 from moonpool.runtime.process.threads import start_thread
@@ -43,7 +44,7 @@ from moonpool.runtime.triton.models import ServedModel, refusal, rules_of
 from moonpool.runtime.triton.notes import Notes
 from moonpool.runtime.version import VERSION
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # The name under which allotments note memory that this process gives to the shim.
 _SHIM = "shim"
 _UNAVAILABLE = CODES.index("UNAVAILABLE")
@@ -114,7 +115,7 @@ class Launcher:
                 "log_verbose_level": int(verbose),
             }
         )
-        _log.setLevel(logging.DEBUG if verbose else logging.INFO)
+        _log.logger.setLevel(logging.DEBUG if verbose else logging.INFO)
 
     # Models
 
@@ -256,11 +257,12 @@ def launch(channel_fd: int) -> None:
     """Run a launcher on this socket until its end of file. Owns the socket."""
     peer = LauncherChannel(Channel(socket.socket(fileno=channel_fd)), End.LAUNCHER)
     notes = Notes(peer)
-    _log.addHandler(notes)
-    _log.setLevel(logging.INFO)
-    _log.propagate = False
+    _log.logger.addHandler(notes)
+    _log.logger.setLevel(logging.INFO)
+    _log.logger.propagate = False
     try:
         Launcher(peer).run()
     finally:
-        _log.removeHandler(notes)
+        flush()
+        _log.logger.removeHandler(notes)
         peer.close()

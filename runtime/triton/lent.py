@@ -15,7 +15,6 @@ model, the launcher uses the work channel again, after the shim has stopped usin
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import threading
 import time
@@ -32,6 +31,7 @@ from moonpool.runtime.hosting.python_backend import EndedIdle, PythonBackend
 from moonpool.runtime.hosting.supervisor import Supervisor
 from moonpool.runtime.isolation.environment_variables import OF_THE_INTERPRETER
 from moonpool.runtime.isolation.public_text import public_text
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Backend, Model, ModelInstance
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.model.states import InstanceState
@@ -96,7 +96,7 @@ class LentStub(StubHandle):
         """Do nothing: the shim has the control channel, and sends its messages."""
 
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _S = InstanceState
 # Seconds between two attempts to break off a start.
 _LOOK_S = 0.1

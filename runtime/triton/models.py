@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from moonpool.ipc.messages import beginning
 from moonpool.ipc.policy import LEVELS, is_contained
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.isolation.public_text import scrubbed
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.model import MODEL_FILENAME, ModelConfig, Source
@@ -32,7 +32,7 @@ from moonpool.runtime.stubs.start_message import (
 )
 from moonpool.runtime.triton.notes import AS_IT_IS, MAX_BYTES
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # The most lines of an error that is logged, and the most characters of each.
 _MOST_LINES, _MOST_CHARACTERS = 100, 8192
 # Options without effect, because only the server could act on them: of all models, and of those that keep state

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -292,6 +293,40 @@ def test_a_load_does_not_keep_it_from_ending(models: Path) -> None:
         server.wait_for("] loading for long")
         server.tell(signal.SIGTERM)
         assert server.wait() == 0
+
+
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "A server whose log nobody reads, such as a pipe that is full, serves, and ends in order.",
+)
+def test_a_server_whose_log_nobody_reads_serves_and_ends(models: Path, tmp_path: Path) -> None:
+    # More than a pipe holds.
+    write(
+        models, "loud", ECHO.replace("return", "print(('x' * 100 + chr(10)) * 900)\n        return")
+    )
+    pipe, said = tmp_path / "pipe", b""
+    os.mkfifo(pipe)
+    fd = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def is_ready() -> bool:
+        nonlocal said
+        with contextlib.suppress(BlockingIOError):
+            said += os.read(fd, 65536)
+        return b"] Ready" in said
+
+    try:
+        into_pipe = ("bash", "-c", f'exec "$@" 2> {shlex.quote(str(pipe))}', "bash")
+        with starting(models, before=into_pipe) as server:
+            wait_until(is_ready)
+            server.log.write_bytes(said)
+            body = b'{"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}'
+            for _ in range(3):
+                status, answer = server.get("/v2/models/loud/infer", "POST", body)
+                assert status == 200, answer
+            server.tell(signal.SIGTERM)
+            assert server.wait() == 0
+    finally:
+        os.close(fd)
 
 
 @pytest.mark.promise(

@@ -14,6 +14,7 @@ from tests.triton.server import BACKENDS
 
 import moonpool
 from moonpool import MoonpoolError
+from moonpool.runtime.log import flush
 from moonpool.runtime.server.metadata import Metadata
 
 TIMEOUT_S = 60.0
@@ -118,6 +119,7 @@ class MoonpoolSide:
 
     def log(self) -> list[LogLine]:
         """Return the lines that models logged since the last look."""
+        flush()
         lines = self._lines.lines[self._heard :]
         self._heard += len(lines)
         return lines

@@ -28,7 +28,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import logging
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -38,6 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from moonpool.ipc.errors import Closed
 from moonpool.ipc.memo import Memo
 from moonpool.runtime.errors import OutOfThreads
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.event_loop import Watches
 from moonpool.runtime.server.clients import Admission, Clients
 from moonpool.runtime.server.grpc.call import (
@@ -55,7 +55,7 @@ from moonpool.runtime.server.grpc.status import Status
 if TYPE_CHECKING:
     from moonpool.runtime.server.grpc import _http2
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # As in `_http2.cpp`.
 _HEAD, _MESSAGE, _END, _CLOSED, _REFUSED, _SENT, _PING, _GREETED, _COMING = range(9)
 _PART_BYTES = 256 << 10

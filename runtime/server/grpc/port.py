@@ -12,7 +12,6 @@ when the time is over are aborted, which ends their calls early.
 from __future__ import annotations
 
 import asyncio
-import logging
 import ssl
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.extension import PURE, is_wanted, load
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.event_loop import watches_of
 from moonpool.runtime.server.clients import Clients, relieve
 from moonpool.runtime.server.grpc.call import OpenCalls
@@ -32,7 +32,7 @@ from moonpool.runtime.server.tls import TlsServer
 if TYPE_CHECKING:
     from moonpool.runtime.server.grpc import _http2
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _LIBRARY = "libnghttp2.so.14"
 # A wheel has a copy if it was built where there is one.
 _BUNDLED = Path(__file__).with_name(_LIBRARY)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import NamedTuple
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.isolation.public_text import public_text
+from moonpool.runtime.log import RuntimeLog
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _DETAILS_BYTES = 6000
 # Triton's frontend maps the codes of errors so.
 _CODES = {

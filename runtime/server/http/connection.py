@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -51,6 +50,7 @@ from typing import Protocol
 from moonpool.ipc.errors import HTTP_STATUSES, MoonpoolError
 from moonpool.ipc.memo import Memo
 from moonpool.runtime.isolation.public_text import public_text
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.event_loop import watches_of
 from moonpool.runtime.server.clients import Admission, AllClients, Clients, relieve
 from moonpool.runtime.server.http.body import (
@@ -74,7 +74,7 @@ from moonpool.runtime.server.http.head import (
 from moonpool.runtime.server.http.options import HttpLimits
 from moonpool.runtime.server.metrics import Meter
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # Joining small parts costs less than handing them over one by one.
 _JOIN_BYTES = 16 << 10
 # How long a client may go on sending after an error, so that it reads the response before it sees a reset.

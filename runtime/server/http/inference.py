@@ -13,7 +13,6 @@ response. If the client goes meanwhile, the thread ends by itself, and its resul
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
@@ -23,6 +22,7 @@ from typing import Any
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.memo import Memo
 from moonpool.runtime.isolation.public_text import public_text
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.details import with_parameters
 from moonpool.runtime.model.request import InferenceRequest, Response
 from moonpool.runtime.server.http.body import (
@@ -63,7 +63,7 @@ from moonpool.runtime.server.tracing.trace import Trace
 # The headers by which load balancers ask for the load, and get it (ORCA).
 LOAD_FORM, LOAD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
 _ENCODINGS = ((b"Accept-Encoding", b"gzip, deflate"), *TEXT)
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # Larger work takes longer than a hand-over to a thread, and is not done in the loop.
 _LONG_DEFLATE_BYTES = 64 << 10
 # Clients that send binary tensors send the same short JSON every time, but for the id.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from urllib.parse import parse_qsl
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.isolation.public_text import public_text
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.server.http.connection import (
     HttpExchange,
     error_body,
@@ -20,7 +20,7 @@ from moonpool.runtime.server.http.connection import (
 from moonpool.runtime.server.http.head import JSON, TEXT, Headers, path_of
 from moonpool.runtime.server.http.json_text import dumps, loads
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 
 
 class RouteRequest:

@@ -9,17 +9,17 @@ others behind it, or on a thread that the loop waits for. The latter also bounds
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from moonpool.runtime.isolation.public_text import public_text
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.server.http.connection import HttpExchange
 
 LONG_BYTES = 1 << 20
 """The size above which JSON takes longer than other clients should wait."""
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 
 
 class Turns:

@@ -19,7 +19,6 @@ find its channels closed and drop what they had for it.
 from __future__ import annotations
 
 import json
-import logging
 import socket
 import threading
 import time
@@ -36,6 +35,7 @@ from moonpool.ipc.messages import Side, beginning
 from moonpool.ipc.policy import is_contained
 from moonpool.runtime import errors
 from moonpool.runtime.errors import ModelNotFound, ModelUnavailable, OutOfThreads, StubDied
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Backend, Model, ModelInstance
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.config.options import ModelOptions
@@ -56,7 +56,7 @@ from moonpool.runtime.stubs.control import ControlChannel
 from moonpool.runtime.stubs.link import Link
 from moonpool.runtime.stubs.regions import CallerMemory
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # How long the main process may take to give the reason for the end of a stub.
 _REASON_S = 15.0
 # For a model that is recycled after a number of requests: the main process gets a report after each of so many parts of it.

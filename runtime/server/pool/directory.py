@@ -28,7 +28,6 @@ recycle or recover, and some of them under the locks of those. A method that wai
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import socket
 import threading
@@ -41,6 +40,7 @@ from moonpool.ipc.messages import Side, beginning
 from moonpool.runtime.errors import LoadFailed, OutOfThreads
 from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.isolation.public_text import public_text
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.observe.metrics_options import duration_bounds_ns
 from moonpool.runtime.observe.statistics import Counts, Statistics, add_counts, take_counts
@@ -54,7 +54,7 @@ from moonpool.runtime.server.pool.messages import MAX_TEXT, Word
 from moonpool.runtime.stubs.allotment import Allotment
 from moonpool.runtime.stubs.handle import StubHandle, StubSharing
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # How long a front end may take to answer COUNT. After that the figures are those of a moment ago.
 _COUNT_S = 1.0
 # How much longer than its requests a front end may take to answer DRAIN.

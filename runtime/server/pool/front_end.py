@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import signal
 import socket
@@ -38,6 +37,7 @@ from moonpool.ipc import signals
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import PeerGone
+from moonpool.runtime.log import RuntimeLog, flush
 from moonpool.runtime.process.event_loop import run
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.spawner import die_with
@@ -56,7 +56,7 @@ from moonpool.runtime.server.tracing.traces import Traces
 if TYPE_CHECKING:
     from moonpool.runtime.server.pool.front_grpc import FrontGrpcServer
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # Seconds that the reactor may take to leave the models. Its callbacks do not block, but the machine may be busy.
 _LEAVE_S = 60.0
 
@@ -186,7 +186,7 @@ def _ending_with_an_error() -> Iterator[None]:
         os._exit(1)
     except BaseException:
         _log.exception("the front end has lost a message of the main process, and ends")
-        logging.shutdown()
+        flush()
         os._exit(1)
 
 
@@ -217,6 +217,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    logging.shutdown()
     # sys.exit would wait for threads that wait for more work.
     os._exit(code)

@@ -17,7 +17,6 @@ the reactor's thread, as that may be reading it.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import threading
@@ -31,13 +30,14 @@ from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import Closed, PeerGone, ProtocolError
 from moonpool.runtime.errors import OutOfThreads
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.child import SpawnedProcess
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.spawner import spawn, working_folder
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.server.pool.messages import End, Word, codec
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _STDERR = 2
 _EXIT_S = 5.0
 # The time between two heartbeats, and the turns in a row that a front end may leave unanswered.
@@ -194,7 +194,7 @@ class FrontEndProcess:
         """Kill the process if it still runs, and close everything. Not for the reactor's thread, which this waits for."""
         self.process.kill()
         if self.process.wait(_EXIT_S) is None:
-            _log.error("[%s] cannot be killed: %r", self.name, self.process)
+            _log.error("[%s] cannot be killed: %s", self.name, repr(self.process))
         self._messages.put(None)
         self._channel.wake()
         self._sender.join()

@@ -13,7 +13,6 @@ starting a process has put it into its slot by then, so none is left behind.
 
 from __future__ import annotations
 
-import logging
 import shutil
 import socket
 import tempfile
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import OutOfThreads
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.server.http.options import HttpOptions
@@ -147,7 +147,7 @@ def _bind(reserved: socket.socket, place: Any) -> None:
         reserved.bind(place)
 
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _START_S = 30.0
 # The pause before a front end is started again: the first one, and the longest of several in a row.
 _PAUSE_S = 0.05

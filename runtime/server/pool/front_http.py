@@ -8,7 +8,6 @@ event loop's thread.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections import deque
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any
 from httptools import HttpParserError, HttpResponseParser
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.event_loop import open_unix_connection
 from moonpool.runtime.server.clients import AllClients
 from moonpool.runtime.server.http.connection import HttpExchange
@@ -101,7 +101,7 @@ class FrontHttpServer(HttpServer):
 
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 _READ_BYTES = 256 << 10
 # Headers about a connection, which mean nothing on another one.
 _OWN_HEADERS = frozenset(

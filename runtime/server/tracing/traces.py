@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.request import ModelVersion
 from moonpool.runtime.server.setting_values import BadSetting
 from moonpool.runtime.server.tracing.settings import (
@@ -263,7 +263,7 @@ class Traces:
         self._sink.close()
 
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 
 
 class TraceFile:

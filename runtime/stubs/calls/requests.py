@@ -7,7 +7,6 @@ these threads for a stub; further calls get an error. The rest of this file star
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -27,6 +26,7 @@ from moonpool.runtime.errors import (
     OutOfThreads,
 )
 from moonpool.runtime.isolation.public_text import public_text
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.budgets import LONGEST_ERROR
 from moonpool.runtime.model.details import check_finite
@@ -130,7 +130,7 @@ class ModelCall(Waiter):
             self.scheduler.leave(self.request)
 
 
-_log = logging.getLogger("moonpool")
+_log = RuntimeLog("moonpool")
 # Calls of one model whose inputs are being copied from a device.
 _MOST_FETCHED = 64
 # The details of a call that leaves them out, as most do.

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 from tests.runtime.interrupting import interrupted_everywhere
-from tests.waiting import wait_until
 
+from moonpool.runtime import log
 from moonpool.runtime.stubs import output
 from moonpool.runtime.stubs.output import Printer, are_logged
 
@@ -44,13 +44,12 @@ def stuck_output() -> Iterator[Stuck]:
         stream.goes_on.set()
 
 
-def test_lines_are_written_in_order_and_the_thread_ends(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_written_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     printer = Printer()
     for number in range(1000):
         printer.say(f"line {number}")
     printer.wait(60.0)
     assert capsys.readouterr().out.splitlines() == [f"line {number}" for number in range(1000)]
-    wait_until(lambda: "moonpool-prints" not in [each.name for each in threading.enumerate()])
 
 
 def test_nobody_waits_for_a_stream_that_is_stuck_and_what_is_left_out_is_counted(
@@ -132,13 +131,13 @@ def test_where_no_thread_can_be_started_whoever_waits_writes(
 ) -> None:
     """The caller gets the output of all stubs. It would hang if nobody read the stream."""
 
-    def refuse(_: threading.Thread) -> None:
+    def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
     printer = Printer()
     with stuck_output() as stuck:
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+            patch.setattr(log, "start_new_thread", refuse)
             printer.say("first")
             printer.say("second")
             assert not stuck.is_reached.is_set()
@@ -150,31 +149,29 @@ def test_where_no_thread_can_be_started_whoever_waits_writes(
 def test_a_wait_that_is_interrupted_at_any_point_loses_no_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(_: threading.Thread) -> None:
+    def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    printer = Printer()
     shown = io.StringIO()
     monkeypatch.setattr(sys, "stdout", shown)
-    count = 0
+    printers: list[Printer] = []
 
     def say() -> None:
-        nonlocal count
-        count += 1
+        printers.append(Printer())
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            printer.say(f"line {count}")
+            patch.setattr(log, "start_new_thread", refuse)
+            printers[-1].say(f"line {len(printers)}")
 
     def check() -> None:
-        printer.wait(60.0)
-        assert shown.getvalue() == f"line {count}\n"
+        printers[-1].wait(60.0)
+        assert shown.getvalue() == f"line {len(printers)}\n"
         shown.seek(0)
         shown.truncate()
         say()
 
     say()
-    assert interrupted_everywhere(lambda: printer.wait(60.0), check, at_lines=False) > 5
-    printer.wait(60.0)
+    assert interrupted_everywhere(lambda: printers[-1].wait(60.0), check, at_lines=False) > 5
+    printers[-1].wait(60.0)
 
 
 # Its parent waits in a stream that nobody reads while the child prints. A process of its own: a fork of this one would have the

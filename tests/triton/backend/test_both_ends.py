@@ -34,6 +34,7 @@ from tritonclient.grpc import InferRequestedOutput
 from tritonclient.utils import InferenceServerException
 
 import moonpool
+from moonpool.runtime.log import flush
 from moonpool.runtime.process import child as process
 from moonpool.runtime.triton import install
 
@@ -172,6 +173,7 @@ class Python:
         return ""
 
     def log(self) -> str:
+        flush()
         return "\n".join(self._log.lines)
 
 
