@@ -92,7 +92,7 @@ def test_a_model_that_no_thread_could_unload_goes_on_in_front_ends(
         with monkeypatch.context() as patch:
             patch.setattr(models.stubs.sharing, "serve", serve)
             patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(moonpool.OutOfThreads, match="no thread for moonpool-add"):
+            with pytest.raises(moonpool.OutOfThreads, match="no thread for moonpool-unload-add"):
                 models.begin_unload("add")
         assert runtime.models() == {"add": [1]}
         assert served[-1] == ("add", [1])
