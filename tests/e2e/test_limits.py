@@ -166,6 +166,10 @@ def test_a_weight_becomes_nice_where_there_is_no_group(
         if group is not None:
             group.remove()
         assert said == (0 if group is not None and group.has_weight else 5)
+        # The stub has a session of its own, among which the kernel shares processors.
+        session = Path(f"/proc/{runtime.instances('greedy')[0]['pid']}/autogroup")
+        if session.exists():
+            assert session.read_text().endswith(f" nice {said}\n")
 
 
 def test_an_instance_is_the_first_to_go_where_memory_runs_out(
