@@ -163,23 +163,27 @@ class TritonServer:
         """Return the log of the server and its stubs so far."""
         return self.log_file.read_text(encoding="utf-8", errors="replace")
 
-    def stop(self) -> None:
-        """End it and all that it leaves behind: a stub that hangs in its end, and its region."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """End it and all that it leaves behind: a stub that hangs in its end, and its region.
+
+        `at_once`, nothing is finalized: with many models that takes half a minute.
+        """
         process, self._process = self._process, None
         for each in self._reserved:
             each.close()
         self._reserved = []
         if process is None:
             return
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGKILL if at_once else signal.SIGTERM)
         try:
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
         self.exit_code = process.returncode
-        with suppress(AssertionError):
-            wait_until(lambda: not _stubs(self._regions), 3.0)
+        if not at_once:
+            with suppress(AssertionError):
+                wait_until(lambda: not _stubs(self._regions), 3.0)
         for pid in _stubs(self._regions):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -220,4 +224,4 @@ def running(
     try:
         yield server
     finally:
-        server.stop()
+        server.stop(at_once=True)
