@@ -36,6 +36,8 @@ class ConfigLimits:
     outputs: int = 4096
     # Each has a queue once a request names it.
     priority_levels: int = 1024
+    # Of one instance at a time. Each is there until it has been idle for as long as the model says.
+    sequences: int = 1 << 16
     # The entries of any other list or map: preferred sizes, queue policies, parameters, tags, buckets, GPUs.
     items: int = 4096
     # The requests that one request to an ensemble becomes, ensembles in its steps included.
@@ -85,9 +87,21 @@ class ConfigLimits:
             waiting += [(where, each, depth + 1) for where, each in reversed(inner)]
         batching = raw.get("dynamic_batching")
         levels = batching.get("priority_levels") if isinstance(batching, Mapping) else None
-        if isinstance(levels, int | str) and re.fullmatch("[0-9]{1,20}", str(levels)[:21]):
-            path = "dynamic_batching.priority_levels"
-            self._check(path, "priority_levels", int(levels), "levels", source)
+        self._check_number(
+            "dynamic_batching.priority_levels", "priority_levels", levels, "levels", source
+        )
+        sequences = raw.get("sequence_batching")
+        if isinstance(sequences, Mapping):
+            oldest, path = sequences.get("oldest"), "max_batch_size"
+            slots = raw.get(path)
+            if isinstance(oldest, Mapping) and oldest.get("max_candidate_sequences"):
+                path = "sequence_batching.oldest.max_candidate_sequences"
+                slots = oldest["max_candidate_sequences"]
+            self._check_number(path, "sequences", slots, "sequences of an instance", source)
+
+    def _check_number(self, path: str, name: str, value: object, unit: str, source: Source) -> None:
+        if isinstance(value, int | str) and re.fullmatch("[0-9]{1,20}", str(value)[:21]):
+            self._check(path, name, int(value), unit, source)
 
     def _check_count(self, path: str, count: int, source: Source) -> None:
         self._check(path, _LISTS.get(path, "items"), count, "entries", source)

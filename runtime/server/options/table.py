@@ -265,7 +265,7 @@ model-load-thread-count whole: The number of models that are loaded at the same 
 model-load-retry-count whole: The number of further tries for a load that fails at the start.
 disable-auto-complete-config switch: Do not ask models to complete their configuration. It must be complete.
 backend-directory path: The directory of Python-based backends, each as `<name>/model.py`.
-model-config-limit text*: `<limit>=<number>`: a limit for the configurations of models. The limits are config_bytes (1048576), instances (1024, of all versions), versions (256), inputs (4096), outputs (4096), priority_levels (1024), ensemble_requests (4096), items (4096, of any other list).
+model-config-limit text*: `<limit>=<number>`: a limit for the configurations of models. The limits are config_bytes (1048576), instances (1024, of all versions), versions (256), inputs (4096), outputs (4096), priority_levels (1024), sequences (65536, of an instance), ensemble_requests (4096), items (4096, of any other list).
 model-config-name name: A model whose folder has the file `configs/<name>.pbtxt` is configured by that file in place of `config.pbtxt`. All other models have `config.pbtxt`.
 cache-config text*: `local,size=<bytes>`: keep responses of models with `response_cache { enable: true }`, in at most so many bytes together, and answer equal requests with them.
 response-cache-byte-size positive: The same as `--cache-config=local,size=…`.
