@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from moonpool.ipc.memo import Memo
 from moonpool.runtime.errors import LoadFailed
-from moonpool.runtime.model.config.ensembles import EnsembleScheduling, EnsembleStep
+from moonpool.runtime.model.config.ensembles import EnsembleScheduling, EnsembleStep, in_order
 from moonpool.runtime.model.config.model import ModelConfig, TensorConfig
 
 # Finds the configuration of a step's model.
@@ -128,16 +128,12 @@ class EnsembleGraph:
         A decoupled model gives any number of responses, so only tensors of the same one can be told to belong together.
         """
         origins: dict[str, int] = {tensor.name: -1 for tensor in self.config.inputs}
-        left = dict(enumerate(self.steps))
-        while left:
-            for number, step in list(left.items()):
-                read = [tensor for _, tensor in step.inputs]
-                if all(tensor in origins for tensor in read):
-                    del left[number]
-                    origin = self._one_of({origins[tensor] for tensor in read})
-                    if member_of(step).decoupled:
-                        origin = number
-                    origins.update((tensor, origin) for _, tensor in step.outputs)
+        for number in in_order(self.steps, origins):
+            step = self.steps[number]
+            origin = self._one_of({origins[tensor] for _, tensor in step.inputs})
+            if member_of(step).decoupled:
+                origin = number
+            origins.update((tensor, origin) for _, tensor in step.outputs)
         self._one_of({origins[tensor.name] for tensor in self.config.outputs})
 
     def _one_of(self, origins: set[int]) -> int:

@@ -5,7 +5,7 @@ What a step's model must be for the ensemble to work is checked when the models 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moonpool.runtime.model.config.schema import Raw
@@ -147,21 +147,9 @@ class _Flow:
 
     def _ready(self) -> set[str]:
         """Return the tensors that come if all inputs do."""
-        readers: dict[str, list[int]] = {}
-        missing = []
-        for number, step in enumerate(self._steps):
-            read = set(_tensors(step.inputs))
-            missing.append(len(read))
-            for tensor in read:
-                readers.setdefault(tensor, []).append(number)
         ready = set(self._inputs)
-        fresh = list(ready)
-        while fresh:
-            for number in readers.get(fresh.pop(), ()):
-                missing[number] -= 1
-                written = () if missing[number] else _tensors(self._steps[number].outputs)
-                fresh += [tensor for tensor in written if tensor not in ready]
-                ready.update(written)
+        for number in in_order(self._steps, self._inputs):
+            ready.update(_tensors(self._steps[number].outputs))
         return ready
 
     def _why_unwritten(self, output: str, ready: set[str]) -> str:
@@ -173,6 +161,28 @@ class _Flow:
         if missing:
             what += f": at least one of its depending tensors, '{missing[0]}', is not connected"
         return what
+
+
+def in_order(steps: Sequence[EnsembleStep], given: Iterable[str]) -> list[int]:
+    """Return the numbers of the steps that run if these tensors are given, each behind those that write what it reads."""
+    readers: dict[str, list[int]] = {}
+    missing = []
+    for number, step in enumerate(steps):
+        read = set(_tensors(step.inputs))
+        missing.append(len(read))
+        for tensor in read:
+            readers.setdefault(tensor, []).append(number)
+    ready = set(given)
+    fresh, order = list(ready), []
+    while fresh:
+        for number in readers.get(fresh.pop(), ()):
+            missing[number] -= 1
+            if not missing[number]:
+                order.append(number)
+                written = set(_tensors(steps[number].outputs)) - ready
+                fresh += written
+                ready |= written
+    return order
 
 
 def _tensors(pairs: Iterable[tuple[str, str]]) -> list[str]:
