@@ -1,8 +1,10 @@
 """Runs models whose `execute` is a coroutine: on an event loop with its own thread, where batches overlap.
 
 Theory of operation. The main thread hands over a coroutine and goes on to the next batch. The requests stay open, and `done` answers
-them on the loop's thread. A semaphore bounds the coroutines that run at once: the main thread waits for a place, and so
-reads no further EXECUTE. `_run` gives the place back in any case. If a coroutine could not be handed over, the main thread does.
+them on the loop's thread. `_room` bounds the coroutines that run at once: the main thread waits for a place, and so
+reads no further EXECUTE. `_run` gives the place back in any case. If a coroutine could not be handed over, the main thread does. A signal handler may
+raise there when the loop has the coroutine already, or not yet: the one that takes the place out of the list of the two goes on, and the other one
+leaves the coroutine alone.
 
 `_starting` makes sure that there is one loop, as the main thread and the thread that asks `is_ready` may both need the first one.
 The loop keeps only weak references to its tasks, so `_tasks` holds them. SystemExit and KeyboardInterrupt of a task leave
@@ -16,22 +18,29 @@ At the end `stop` only stops the loop, and the process ends with what still runs
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from moonpool.ipc.signals import at_once
 from moonpool.stub import threads
 
 if TYPE_CHECKING:
     import asyncio
+
+# The argument of a `get` that blocks.
+_WAITING = (True,)
 
 
 class Coroutines:
     """Runs coroutines of the model, at most `most` at the same time."""
 
     def __init__(self, most: int) -> None:
-        self._room = threading.BoundedSemaphore(most)
+        # The places that are free.
+        self._room: SimpleQueue[None] = SimpleQueue()
+        for _ in range(most):
+            self._room.put(None)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threads.Thread
         self._starting = threads.Lock()
@@ -46,15 +55,18 @@ class Coroutines:
     ) -> None:
         """Run a coroutine, and then `done` with its result or its exception, on the loop's thread.
 
-        Blocks while the most coroutines run. For the main thread.
+        Blocks while the most coroutines run. For the main thread. If a signal handler raises meanwhile, the coroutine may run all the same.
         """
-        self._room.acquire()
+        place: list[None] = []
         try:
+            # One call into C takes the place and notes it: no signal handler runs in between.
+            place.extend(map(self._room.get, _WAITING))
             loop = self._running_loop()
-            loop.call_soon_threadsafe(self._create_task, loop, self._run(coroutine, done))
+            loop.call_soon_threadsafe(self._create_task, loop, coroutine, done, place)
         except BaseException:
-            self._room.release()
-            coroutine.close()
+            with contextlib.suppress(IndexError):  # it has none, or it runs
+                at_once(place.pop, partial(self._room.put, None))
+                coroutine.close()
             raise
 
     def wait_for(self, coroutine: Coroutine[Any, Any, object]) -> object:
@@ -72,10 +84,18 @@ class Coroutines:
             raise
 
     def _create_task(
-        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coroutine: Coroutine[Any, Any, object],
+        done: Callable[[object, BaseException | None], None],
+        place: list[None],
     ) -> None:
         try:
-            task = loop.create_task(coroutine)
+            place.pop()
+        except IndexError:  # the main thread was interrupted, and has closed it
+            return
+        try:
+            task = loop.create_task(self._run(coroutine, done))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         except MemoryError:  # nobody would answer its requests
@@ -91,7 +111,7 @@ class Coroutines:
         except BaseException as error:  # a model may raise anything, SystemExit included
             self._fail(done, error)
         finally:
-            self._room.release()
+            self._room.put(None)
 
     @staticmethod
     def _fail(done: Callable[[object, BaseException | None], None], error: BaseException) -> None:
