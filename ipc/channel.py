@@ -12,7 +12,7 @@ Three things about these sockets are easy to get wrong:
   the peer sent. So each receiving method tries again after ECONNRESET. Otherwise the reason that a dying stub sends
   would be lost.
 - *A signal handler that raises.* It may raise an error of the same class as the socket, such as TimeoutError, which says nothing about the
-  peer (`_pass_on`). Between the return of `recv` and the next line of Python, a handler may raise
+  peer (`signals.pass_on`). Between the return of `recv` and the next line of Python, a handler may raise
   KeyboardInterrupt, and the packet would be gone. `wait` receives and stores the packet in a single call of C
   code (`deque.extend` over `map`), so a packet is either in the socket or in the inbox. `send_first` sends and removes in the same way.
 """
@@ -32,6 +32,7 @@ from itertools import chain, compress, repeat
 from typing import Any, NoReturn
 
 from moonpool.ipc.errors import Closed, LocalProtocolError, PeerGone, RemoteProtocolError
+from moonpool.ipc.signals import pass_on
 
 MAX_PACKET_BYTES = 32 * 1024
 # One byte more than a packet may have: a longer packet, which the kernel cuts, is recognized by its length.
@@ -165,7 +166,7 @@ class Channel:
                 self._inbox.extend(map(self._receive, _ROOM))
             except ConnectionResetError as error:
                 # The kernel reports it once, before the last packets of a peer that ended with packets unread.
-                _pass_on(error)
+                pass_on(error)
                 self.wait()
             except OSError as error:
                 self._fail(error)
@@ -190,7 +191,7 @@ class Channel:
             try:
                 packet = self._receive(_ROOM[0])
             except ConnectionResetError as error:  # as in `wait`
-                _pass_on(error)
+                pass_on(error)
                 return self.receive()
             except OSError as error:
                 self._fail(error)
@@ -243,14 +244,14 @@ class Channel:
 
     def _fail(self, error: OSError) -> NoReturn:
         try:
-            _pass_on(error)
+            pass_on(error)
             if self._socket.fileno() < 0:
                 raise Closed("this end of the channel was closed") from error
             if error.errno in (errno.EMSGSIZE, errno.EBADF):  # EBADF is about a descriptor to send
                 raise LocalProtocolError(f"a packet cannot be sent: {error.strerror}") from error
             raise PeerGone(f"the peer closed the channel ({error.strerror})") from error
         finally:
-            del error  # as in `_pass_on`
+            del error  # as in `pass_on`
 
     def wake(self) -> None:
         """Wake a thread that blocks in `receive` on this end: it sees the end of the channel. Any thread may call it."""
@@ -262,13 +263,3 @@ class Channel:
     def close(self) -> None:
         """Close this end. The peer sees the end of the channel. May be called many times."""
         self._socket.close()
-
-
-def _pass_on(error: OSError) -> None:
-    """Raise an error that is not of the socket, but of a signal handler that ran in the call: it has the handler's frame."""
-    if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-        try:
-            raise error
-        finally:
-            # This frame is in its traceback. The error would keep itself, and the tensors in the frames of a model, until garbage is collected.
-            del error

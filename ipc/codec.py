@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import IntEnum
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgpack
@@ -38,6 +39,7 @@ from moonpool.ipc.messages import (
     Table,
     Text,
 )
+from moonpool.ipc.signals import raised_again
 
 Fields = list[Any]
 V = TypeVar("V")
@@ -78,7 +80,10 @@ class Codec:
             check = self._checks[fields[0]]
         except Exception as error:
             fields = None  # so that a large message is not in memory twice
-            check = self._unmet(packet, error)
+            unmet = self._unmet(packet, error)
+            if unmet is None:
+                raise
+            check = unmet
             fields = unpack(packet, strict_map_key=True, max_ext_len=0)
         check(fields)
         return fields  # type: ignore[no-any-return]
@@ -106,8 +111,11 @@ class Codec:
             raise RemoteProtocolError(f"a stored message of unknown kind {kind!r:.20}")
         return fields
 
-    def _unmet(self, packet: bytes, error: Exception) -> Check:
-        """Return the check for a kind that has not come before. Raises `RemoteProtocolError` if the packet is refused."""
+    def _unmet(self, packet: bytes, error: Exception) -> Check | None:
+        """Return the check for a kind that has not come before. Raises `RemoteProtocolError` if the packet is refused.
+
+        Returns None if the kind has come before: then a signal handler has raised `error`.
+        """
         try:
             fields = unpack(packet, strict_map_key=True, max_ext_len=0)
         except Exception as unreadable:  # msgpack raises six unrelated classes
@@ -120,6 +128,8 @@ class Codec:
             raise RemoteProtocolError(f"a message of unknown kind {fields[0]}") from error
         if message.sender is self._us:
             raise RemoteProtocolError(f"{self._kinds[fields[0]].name} is not the peer's to send")
+        if fields[0] in self._checks:
+            return None
         self._checks[fields[0]] = check = check_of(self._kinds[fields[0]], message)
         return check
 
@@ -132,7 +142,10 @@ def encode(*message: object) -> bytes:
     """
     try:
         return _pack(message)  # type: ignore[no-any-return]
-    except Exception as error:  # OverflowError, TypeError, ValueError, UnicodeEncodeError
+    except Exception:  # OverflowError, TypeError, ValueError, UnicodeEncodeError
+        error = raised_again(partial(_pack, message))
+        if error is None:
+            raise
         raise LocalProtocolError(f"{message[:1]!r:.60} cannot be sent: {error}") from error
 
 
@@ -344,6 +357,12 @@ _MOST = 16
 _SIZES = {0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9}
 
 
+def _four_of(packed: bytes) -> list[Any]:
+    fields = unpack(packed)
+    _, _, _, _ = fields
+    return fields  # type: ignore[no-any-return]
+
+
 class KnownCalls(Generic[V]):
     """Knows INFER or REPLY by their bytes, so that the receiver need not read again what is the same in call after call.
 
@@ -390,11 +409,14 @@ class KnownCalls(Generic[V]):
         for place, (head, tail, value) in enumerate(self._known):
             if packet.endswith(tail) and packet.startswith(head, start):
                 middle = packet[start + len(head) : len(packet) - len(tail)]
+                values = b"\x94\x00" + packet[2:start] + middle
                 try:
-                    fields = unpack(b"\x94\x00" + packet[2:start] + middle)
-                    _, number, released, blocks = fields
+                    fields = _four_of(values)
                 except Exception:  # not these values: the codec tells what is wrong, if anything is
+                    if raised_again(partial(_four_of, values)) is None:
+                        raise
                     return None
+                _, number, released, blocks = fields
                 self._check(fields)
                 if place:
                     self._known.insert(0, self._known.pop(place))

@@ -31,6 +31,7 @@ import numpy as np
 from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
 from moonpool.ipc.extension import is_wanted, load_if_there
 from moonpool.ipc.memory import Region
+from moonpool.ipc.signals import pass_on
 
 # fcntl has these names from Python 3.9 on, but only if it was built against a recent libc.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
@@ -130,8 +131,9 @@ class SharedRegion(Region):
             try:
                 _copy(self.buffer or self._open(), offset, array)
                 return
-            except (BufferError, ValueError):  # it is not contiguous, or of a type without buffers
-                pass
+            except (BufferError, ValueError) as error:
+                # It is not contiguous, or of a type without buffers.
+                pass_on(error)
         super().write(offset, array)
 
     def share(self, send: Callable[[SharedRegion], object]) -> bool:

@@ -69,3 +69,28 @@ def replacing(
     # `next` raises StopIteration, which is the end of the steps.
     values = map(getattr, (owner,), (name,))
     return partial(next, filter(partial(is_, before), values)), partial(setattr, owner, name, after)
+
+
+def raised_again(act: Callable[[], object]) -> Exception | None:
+    """Call a function that has raised, and return what it raises now. None says that a signal handler has raised in it before.
+
+    No type of an exception tells the two apart where a function may raise anything. But what its arguments make it raise, it raises again, and the
+    handler has run. For functions that take a moment and change nothing.
+    """
+    try:
+        act()
+    except Exception as error:
+        # A frame that gets an error whose traceback leads back to it would keep itself, and with it the tensors of a model, until garbage is collected.
+        error.__context__ = None
+        return error.with_traceback(None)
+    return None
+
+
+def pass_on(error: BaseException) -> None:
+    """Raise an error that is not of the function of C just called, but of a signal handler that ran in the call: it has the handler's frame."""
+    if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+        try:
+            raise error
+        finally:
+            # This frame is in its traceback. The error would keep itself, and the tensors in the frames of a model, until garbage is collected.
+            del error

@@ -14,6 +14,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from moonpool.ipc.errors import BadTensor
 from moonpool.ipc.messages import MAX_DIMS as MAX_DIMS
+from moonpool.ipc.signals import raised_again
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -248,12 +250,19 @@ def _payload(element: object, index: int, name: str) -> bytes:
         # The length that a subclass reports may be false.
         return bytes(memoryview(element))
     try:
-        return str(element).encode()
-    except Exception as error:
+        return _text(element)
+    except Exception:
+        error = raised_again(partial(_text, element))
+        if error is None:
+            raise
         raise BadTensor(
             f"element {index} of {_tensor(name)}, of type {type(element).__name__}, has no UTF-8 "
             f"form ({type(error).__name__}); pass bytes or a str without surrogates"
         ) from error
+
+
+def _text(element: object) -> bytes:
+    return str(element).encode()
 
 
 def decode_bytes(buffer: Buffer, shape: Sequence[int], name: str = "") -> NDArray[np.object_]:

@@ -15,7 +15,7 @@ from moonpool.ipc.errors import CODES, LocalProtocolError, MoonpoolError
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import ALIGNMENT, Lease, lease_of
 from moonpool.ipc.messages import MAX_DIMS, MAX_PARAMETERS, beginning
-from moonpool.ipc.signals import at_once
+from moonpool.ipc.signals import at_once, raised_again
 from moonpool.ipc.tensors import BYTES, size_bytes
 from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import ORDINARY, PreferredMemory, Tensor
@@ -92,9 +92,9 @@ class Placer:
 
         A response that cannot be sent becomes an error without outputs. The model may have made it without its constructor, or changed its
         fields, so anything may be raised while it is read, also by code of the model's. What a signal handler raises is passed on, and no type
-        tells the two apart. But what objects raise, they raise again, and the handler has run. So the response is read first, which takes a moment
-        and changes nothing, and once more if that raises. What takes longer comes after that, to wait for memory and to copy: there, only our own
-        errors are the fault of the response.
+        tells the two apart. So the response is read first, which takes a moment and changes nothing, and once more if that raises
+        (`signals.raised_again`). What takes longer comes after that, to wait for memory and to copy: there, only our own errors are the fault of the
+        response.
 
         If this raises, `blocks` may have got blocks, which go back by `give_back`.
         """
@@ -104,8 +104,10 @@ class Placer:
             except MoonpoolError:
                 raise
             except Exception:
-                self._read_again(response, names, passable, targets, wish)
-                raise
+                error = raised_again(partial(self._read, response, names, passable, targets, wish))
+                if error is None:
+                    raise
+                return None, refusal_remark(error)
             if placement is None:
                 return None, remark
             plan, arrays, there, *_ = placement
@@ -124,13 +126,6 @@ class Placer:
     def wanted(self, outputs: list[Tensor], names: Collection[str]) -> list[Tensor]:
         """Return the requested outputs. As in Triton, all others are left out without a check."""
         return [tensor for tensor in outputs if tensor._name in names]
-
-    def _read_again(self, *arguments: Any) -> None:
-        """Raise `BadResponse` if a response cannot be read."""
-        try:
-            self._read(*arguments)
-        except Exception as error:
-            raise BadResponse(f"the response cannot be sent: {describe(error)}") from error
 
     def _read(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from tests.e2e.hosting import MODELS, Config, hosted, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.waiting import wait_until
 
 import moonpool
 from moonpool import ModelError, StubDied
@@ -139,6 +140,43 @@ def test_every_stream_ends_and_the_process_lives(runtime: moonpool.Runtime, code
         assert piece in response
     assert do(runtime, FINE) == ["fine"]
     assert pid(runtime) == before
+
+
+# Sends until it is sent. A handler raises in the middle of that, once.
+INTERRUPTED = """
+import signal
+def handle(_, frame):
+    while frame is not None and frame.f_code.co_name != 'send':
+        frame = frame.f_back
+    if frame is not None:
+        raise TimeoutError
+signal.signal(signal.SIGALRM, handle)
+signal.setitimer(signal.ITIMER_REAL, {after_s})
+while s is not None:
+    try:
+        s.send(said('once'), 1)
+        s = None
+    except TimeoutError:
+        print('interrupted')
+    except Exception as error:
+        assert 'has been closed' in str(error)
+        s = None
+signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+
+
+@pytest.mark.promise(
+    "Responses at any time", "A signal handler of a model may raise at any point of `send`: …"
+)
+@pytest.mark.usefixtures("wrong")
+def test_a_send_that_a_handler_interrupts_is_made_once(
+    runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "moonpool.stub")
+    for number in range(1, 200):
+        after_s = f"{number * 2e-6:.6f}"
+        assert do(runtime, SENDER + INTERRUPTED.format(after_s=after_s)) == ["once"]
+    wait_until(lambda: "interrupted" in caplog.text)
 
 
 @pytest.mark.usefixtures("wrong")
