@@ -73,11 +73,15 @@ class HostedEnsemble(HostedModel):
             scheduler.member(number)
         return scheduler
 
-    def weigh(self, count_of: Callable[[str], int]) -> None:
-        """Note how many requests one request to each member becomes. They change when members are replaced."""
-        self.scheduler.weights = [
-            count_of(step.model) for step in scheduling_of(self.model.config).steps
-        ]
+    @property
+    def is_chain(self) -> bool:
+        """True if its steps run one after the other, once each."""
+        return bool(self.scheduler.graph.flow().chain)
+
+    def weigh(self, width_of: Callable[[str], int]) -> None:
+        """Note how many requests one request to each member has open at a time. They change when members are replaced."""
+        steps = scheduling_of(self.model.config).steps
+        self.scheduler.weights = [width_of(step.model) for step in steps]
 
     def is_fit(self) -> bool:
         """Return True if the ensemble fits its members as they are now."""
@@ -272,18 +276,28 @@ def member_failed(name: str, member: str, error: MoonpoolError) -> Unfit:
 def weigh(
     name: str, models: Mapping[str, LoadedVersions], above: Sequence[str], limits: ConfigLimits
 ) -> None:
-    """Note in an ensemble, and in those above it, how many requests one request becomes. `models` has all that are loaded.
+    """Note in an ensemble, and in those above it, how many requests one request to a member has open at a time. `models` has all that are loaded.
 
-    Raises `Unfit` if one of them becomes too many; then nothing has changed.
+    Raises `Unfit` if a request to one of them becomes too many in all; then nothing has changed.
     """
     known: dict[str, Nesting] = {}
+    widths: dict[str, int] = {}
 
     def steps_of(each: str) -> list[str]:
         return step_models(models[each].config) if each in models else []
 
     for each in (name, *above):
         nesting_of(each, steps_of, limits, known)
+
+    def width_of(each: str) -> int:
+        if each not in widths:
+            inner = list(map(width_of, steps_of(each)))
+            hosted = models[each].latest if inner else None
+            is_chain = isinstance(hosted, HostedEnsemble) and hosted.is_chain
+            widths[each] = 1 + (max(inner) if is_chain else sum(inner))
+        return widths[each]
+
     for each in (name, *above):
         for hosted in models[each].versions.values():
             if isinstance(hosted, HostedEnsemble):
-                hosted.weigh(lambda member: known[member].requests)
+                hosted.weigh(width_of)

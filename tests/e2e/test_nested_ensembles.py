@@ -10,6 +10,7 @@ import pytest
 from tests.ensemble_repositories import (
     ADDS,
     REPEATS,
+    Io,
     chain,
     ensemble_text,
     step,
@@ -94,14 +95,17 @@ def test_ensembles_nest_only_so_deep(runtime: moonpool.Runtime, tmp_path: Path) 
 
 @pytest.mark.promise(
     "Limits",
-    "Responses that wait before a step which is an ensemble count as all requests that they may become there.",
+    "A response that waits before a step which is an ensemble counts as all requests that it may have open there at a time.",
 )
 def test_a_response_counts_as_what_becomes_of_it(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     write_model(tmp_path, "repeats", REPEATS, more=DECOUPLED)
     write_model(tmp_path, "holds", HOLDS)
-    write_ensemble(tmp_path, "ten", chain(["holds", *["adds"] * 9]))
-    steps = [*chain(["repeats"], last="t"), step("ten", {"A": "t"}, {"B": "B"})]
-    write_ensemble(tmp_path, "outer", steps, more=LIMIT)
+    names = ["B", *(f"C{number}" for number in range(9))]
+    outputs = [Io(name) for name in names]
+    wide = [step("adds" if n else "holds", {"X": "A"}, {"Y": name}) for n, name in enumerate(names)]
+    write_ensemble(tmp_path, "ten", wide, outputs=outputs)
+    steps = [*chain(["repeats"], last="t"), step("ten", {"A": "t"}, {name: name for name in names})]
+    write_ensemble(tmp_path, "outer", steps, outputs=outputs, more=LIMIT)
     held = tmp_path / "holds" / "1" / "HELD"
     held.touch()
     runtime.load("outer")
