@@ -171,12 +171,12 @@ SET_UP_LOGS = ("runtime/log.py", "runtime/server/log.py", "runtime/cli/shared.py
 def test_the_runtime_logs_on_no_thread_but_that_of_its_log() -> None:
     """A logger of Python's would run the program's handlers on the thread that logs."""
     assert [
-        place
-        for place, node in nodes()
+        f"{path}:{node.lineno}"
+        for path, node in nodes()
         if isinstance(node, ast.Call)
         and ast.unparse(node.func).endswith("getLogger")
-        and "/runtime/" in place
-        and not place.rpartition(":")[0].endswith(SET_UP_LOGS)
+        and "/runtime/" in str(path)
+        and not str(path).endswith(SET_UP_LOGS)
     ] == []
 
 
