@@ -17,7 +17,7 @@ from moonpool.runtime.errors import InvalidRequest, ModelError
 from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.request import InferenceRequest, WireTensor
-from moonpool.runtime.process.usage import part_of_memory
+from moonpool.runtime.process.usage import MemoryAccount, MemoryCharge, part_of_memory
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.server.capture import Capture
 from moonpool.runtime.server.inference.tensors import Input, WrongSize, shape_size, to_bytes
@@ -32,8 +32,29 @@ from moonpool.runtime.stubs.regions import CallerMemory, is_clients, overlap
 
 Place = tuple[str, int, int]
 _UINT8 = np.dtype(np.uint8)
-# For one input. Clients may name any number of bytes, as a file of theirs may be a hole.
+# For all inputs that are there at a time. Clients may name any number of bytes, as a file of theirs may be a hole.
 _MOST_COPIED_BYTES = part_of_memory(4, 64 << 30)
+
+
+class _Room(np.ndarray[Any, np.dtype[np.uint8]]):
+    """The memory of a copy."""
+
+
+class _Copy(np.ndarray[Any, np.dtype[np.uint8]]):
+    """A copy of a client's memory. It counts for as long as something is a view of it.
+
+    A view refers to what its base is a view of, if that is of the view's own class. So there is another class between this one and plain
+    arrays: their views refer to this one, which has the charge.
+    """
+
+    charge: MemoryCharge
+
+    @classmethod
+    def in_room(cls, room: NDArray[Any], charge: MemoryCharge) -> NDArray[Any]:
+        """Return a plain array in this memory, which counts."""
+        copy = room.view(_Room).view(cls)
+        copy.charge = charge
+        return copy.view(np.ndarray)
 
 
 class SharedInput(Protocol):
@@ -65,6 +86,8 @@ class Service:
         """The caller closes the runtime, after the last protocol has ended."""
         self.runtime = runtime
         self.models = runtime._models
+        # Inputs that were copied out of the memory of clients.
+        self._copies = MemoryAccount()
         self.shared_memory = shared_memory or SystemSharedMemory()
         self.metadata = metadata or Metadata(runtime)
         self.repository = repository or RepositoryControl(runtime)
@@ -137,7 +160,13 @@ class Service:
                     f"input '{name}' has {size_bytes} bytes in shared memory region '{region}', and at most {_MOST_COPIED_BYTES} bytes are copied"
                     " for a model that may not read that memory itself"
                 )
-            raw = self._room_for(model, size_bytes)
+            charge = self._copies.charge(size_bytes, _MOST_COPIED_BYTES)
+            if charge is None:
+                raise OutOfMemory(
+                    f"input '{name}' has {size_bytes} bytes in shared memory region '{region}', and with those of other requests at most "
+                    f"{_MOST_COPIED_BYTES} bytes are copied at a time for models that may not read that memory themselves: ask again later"
+                )
+            raw = _Copy.in_room(self._room_for(model, size_bytes), charge)
             self.shared_memory.read(region, offset, raw)
         else:
             raw = np.ndarray((size_bytes,), np.uint8, lease)

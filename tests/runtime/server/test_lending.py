@@ -17,9 +17,11 @@ from tests.runtime.server.outcomes import outcome_of
 from tests.waiting import wait_until
 
 import moonpool
+from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.tensors import CODES
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.model.request import Response, WireTensor
+from moonpool.runtime.server import service
 from moonpool.runtime.server.inference.request import make_request
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.stubs.regions import is_clients
@@ -318,3 +320,27 @@ def descriptors(pid: int) -> Sequence[str]:
         with contextlib.suppress(FileNotFoundError):
             found.append(os.readlink(f"/proc/{pid}/fd/{each}"))
     return found
+
+
+@pytest.mark.promise(
+    "Memory of clients that is lent",
+    "Inputs in memory of clients that have to be copied take at most a quarter of the machine's memory, those of all requests together.",
+)
+def test_copies_for_all_requests_have_one_limit(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosted = client.load("gives_back")
+    hosted.model.lends_clients_memory = False
+    monkeypatch.setattr(service, "_MOST_COPIED_BYTES", _BYTES * 3 // 2)
+
+    def read() -> Any:
+        return client.service.read_shared(hosted.model, "X", FP32, [_COUNT], ("all", 0, _BYTES))
+
+    client.seen[:_COUNT] = ramp(0)
+    part = read()[5:7]
+    with pytest.raises(OutOfMemory, match="bytes are copied at a time for models"):
+        read()
+    assert part.tolist() == [5, 6]
+    del part
+    request = make_request(hosted, {"X": read()})
+    assert isinstance(outcome_of(hosted, request), Response)
