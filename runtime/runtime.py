@@ -153,6 +153,7 @@ class Runtime:
         self._models.rules = replace(rules, limits_rate=limiter is not None)
         self._models.cache, self._models.limiter = cache, limiter
         _open_registries.add(self._models)
+        self._models.on_end = _open_registries.discard
         PRINTER.follow_cells(_read_output)
         self._forgotten = weakref.finalize(self, self._models.close_soon)
         self._forgotten.atexit = False
@@ -525,7 +526,6 @@ class Runtime:
         self._models.close(drain_timeout_s)
         # Not before: if a signal handler raises, nobody may call this again.
         self._forgotten.detach()
-        _open_registries.discard(self._models)
         PRINTER.wait()
         flush()
 
@@ -591,6 +591,7 @@ def _disown_all() -> None:
     """Forget all models in a fork: the stubs belong to the parent, and the threads that serve them are not here."""
     for models in list(_open_registries):
         models.disown()
+    _open_registries.clear()
 
 
 os.register_at_fork(after_in_child=_disown_all)

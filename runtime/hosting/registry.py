@@ -110,6 +110,10 @@ def _anything(_: str) -> None:
     """Let everything be loaded and unloaded."""
 
 
+def _nothing(_: ModelRegistry) -> None:
+    """Do nothing at the end."""
+
+
 class ModelRegistry:
     """Loads, finds and unloads models, one load or unload at a time for each name. Thread-safe."""
 
@@ -160,6 +164,8 @@ class ModelRegistry:
         self.limiter: RateLimiter | None = None
         self._closed = self._disowned = False
         self._closing, self._ended = threading.Event(), threading.Event()
+        # Called at the end of the close, whoever closes.
+        self.on_end: Callable[[ModelRegistry], object] = _nothing
         self.metrics_options = metrics or MetricsOptions()
         self._reactor = Reactor()
         self._executor = TaskPool(32, "moonpool-execute")
@@ -817,6 +823,7 @@ class ModelRegistry:
             finally:
                 self._finalize_all()
         finally:
+            self.on_end(self)
             self._ended.set()
 
     def _patiently(self, doing: str, name: str | None, act: Callable[[], None]) -> None:
@@ -861,13 +868,15 @@ class ModelRegistry:
     def _finalize_all(self) -> None:
         with self._lock:
             self._changed.wait_for(lambda: not self._locks.names and not self._retiring)
-        self.residency.join()
-        self.backends.finalize_all()
-        self.repositories.close()
-        self.stubs.blank_templates.close()
-        self._executor.shutdown()
-        self.deliveries.close()
-        self._reactor.close()
+        # All of these, in this order, whatever one of them raises.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._reactor.close)
+            stack.callback(self.deliveries.close)
+            stack.callback(self._executor.shutdown)
+            stack.callback(self.stubs.blank_templates.close)
+            stack.callback(self.repositories.close)
+            stack.callback(self.backends.finalize_all)
+            stack.callback(self.residency.join)
 
     def _unload_if_there(self, name: str, may: CheckName = _anything) -> None:
         try:

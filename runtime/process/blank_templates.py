@@ -11,8 +11,8 @@ in a folder to which nothing was installed since: the interpreter reads `.pth` f
 
 Variables of the moment. pytest changes one for every test (`PASSING`). It is no part of the key, and each fork gets it as it is then.
 
-Who shares. All open runtimes of a process share its templates (`TemplatePool`): a program with one runtime after the other, or beside it, as a
-suite of tests is, waits for numpy once. The last runtime that closes ends them all. One that closes earlier leaves what it was to end to another one.
+Who shares. All open runtimes of a process share its templates (`TemplatePool`): a program with several waits for numpy once. So does a suite of
+tests in which one stays open. The last runtime that closes ends them all. One that closes earlier leaves what it was to end to another one.
 
 Locks. `TemplatePool.lock` guards the table, the users and the numbers of forks, and is held for moments. `_Template._turn` is held
 by the thread that starts a template or asks it for a fork, and waits for the answer; others that start at the same time wait for their turn,
@@ -132,19 +132,21 @@ class BlankTemplates:
         try:
             passing = {each: environment.get(each) for each in PASSING}
             pid = template.fork(json.dumps([name, passing]), fds, deadline)
-            return None if pid is None else _Fork(pid, lambda: self._leave(template))
+            return None if pid is None else _Fork(pid, lambda: self._leave(template, was_used=True))
         except BaseException:
             pid = None  # it has ended again, or nobody knows of it
             raise
         finally:
             if pid is None:
-                self._leave(template)
+                # One that never forks is tried anew now and then: what it lacked may be there again.
+                self._leave(template, was_used=False)
 
-    def _leave(self, template: _Template) -> None:
+    def _leave(self, template: _Template, *, was_used: bool) -> None:
         """Count one use less: a fork has ended, or there was none."""
         with self._pool.lock:
             template.uses -= 1
-            template.used_s = time.monotonic()
+            if was_used:
+                template.used_s = time.monotonic()
             if template in self._pool.all and self._pool.users:
                 self._pool.users[0].look_after(template)
 

@@ -80,6 +80,13 @@ class ServerLog(logging.Handler):
         """Make no lock."""
         self.lock = None
 
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Write a record that no filter takes out. From Python 3.13 on, the method of the base class needs the lock."""
+        found = self.filter(record)
+        if found:
+            self.emit(found if isinstance(found, logging.LogRecord) else record)
+        return bool(found)
+
     def change(self, options: LogOptions) -> None:
         """Replace the settings. Raises `OSError` if the file cannot be opened, and then nothing changes."""
         with self._changing:

@@ -164,9 +164,12 @@ class ForkedHost(Host):
 
         def receive(seen: list[InferenceResponse]) -> None:
             answer = _told(messages[0])
-            steps = [partial(seen.append, _response(*answer))] if answer else []
-            # A signal handler of the model's may raise.
-            at_once(*steps, partial(setitem, messages, 0, _Incoming(end)))
+            # The end stays, for another call: a signal handler of the model's may raise.
+            if answer:
+                response = _response(*answer)
+                at_once(
+                    partial(seen.append, response), partial(setitem, messages, 0, _Incoming(end))
+                )
 
         def cancel() -> None:
             with contextlib.suppress(OSError):  # the stub has ended

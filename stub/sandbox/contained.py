@@ -146,6 +146,7 @@ class Contained:
         policy = self._policy
         limits.set_limits(policy.limits)
         limits.share_processors(policy.cpus, policy.nice)
+        self._applied.leave_out(limits.weigh_session())
         limits.forbid_core_dumps()
         limits.forbid_what_outlives()
         limits.limit_what_is_shared()

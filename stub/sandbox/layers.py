@@ -28,6 +28,7 @@ def apply(policy: Policy, *, launches: bool = False) -> Applied:
         return applied
     limits.set_limits(policy.limits)
     limits.share_processors(policy.cpus, policy.nice)
+    applied.leave_out(limits.weigh_session())
     if policy.level != OFF:
         limits.forbid_core_dumps()
         with refusing("no_new_privs"):

@@ -18,8 +18,8 @@ _LIMITS = {
 }
 _PENDING_SIGNALS = 1024
 _LOCKED_BYTES = 8 << 20
-# The kernel takes one change every tenth of a second from all ordinary users together.
-_WEIGHING_S, _AGAIN_S = 1.0, 0.02
+# The kernel takes one change every tenth of a second from all ordinary users together, so many that start at once do without.
+_WEIGHING_S, _AGAIN_S = 0.3, 0.02
 # Message queues, which outlive a process, and priorities over all other processes.
 _NEVER = (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE)
 
@@ -88,11 +88,10 @@ def share_processors(cpus: Sequence[int], nice: int) -> None:
                 f"to be as nice as {nice} was refused ({error})",
                 "ask for no more than the usual weight of 100, or run the runtime as root",
             ) from error
-    _weigh_session()
 
 
-def _weigh_session() -> None:
-    """Give the session of this process its niceness, whether that was asked for or inherited.
+def weigh_session() -> str:
+    """Give the session of this process its niceness, whether that was asked for or inherited. Returns why not, or "".
 
     Where the kernel shares processors among sessions (`sched_autogroup_enabled`, unless a cgroup has the process), the
     niceness of a process counts within its session only, and a stub has a session of its own.
@@ -103,9 +102,11 @@ def _weigh_session() -> None:
         try:
             with open("/proc/self/autogroup", "w") as file:
                 file.write(str(nice))
-            return
+            break
+        except FileNotFoundError:  # this kernel has no such groups
+            break
         except OSError as error:
-            # Without such groups there is no file. Who may not change it, or not now, has the share of any session.
             if error.errno != errno.EAGAIN or time.monotonic() > deadline:
-                return
+                return f"niceness {nice} of its session: {error}"
         time.sleep(_AGAIN_S)
+    return ""

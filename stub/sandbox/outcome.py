@@ -35,3 +35,8 @@ class Applied:
         """Begin with the layer that `boot.py` puts on every stub."""
         self.on: list[str] = ["dies_with_runtime"]
         self.left_out: list[str] = []
+
+    def leave_out(self, why: str) -> None:
+        """Note that something was left out, if there is a reason."""
+        if why:
+            self.left_out.append(why)

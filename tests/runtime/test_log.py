@@ -300,6 +300,9 @@ class Free(Prints):
     def createLock(self):
         self.lock = None
 
+    def handle(self, record):
+        self.emit(record)
+
 log.logger.addHandler(Free())
 log.error("first")
 log.error("stuck")

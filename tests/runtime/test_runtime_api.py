@@ -19,6 +19,7 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool import Runtime
+from moonpool.runtime.hosting.registry import ModelRegistry
 
 
 @pytest.fixture(scope="module")
@@ -328,15 +329,16 @@ def test_one_bad_model_of_a_repository_says_how_to_load_the_others(tmp_path: Pat
     "A signal handler may raise at any point of `close`: what is left to do is done when the last reference to the runtime is gone.",
 )
 def test_a_runtime_whose_close_was_interrupted_at_any_point_comes_to_its_end() -> None:
-    def count() -> tuple[int, int]:
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+    def count() -> tuple[int, int, int]:
+        gc.collect()
+        registries = sum(isinstance(each, ModelRegistry) for each in gc.get_objects())
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), registries
 
     before = count()
     made = [Runtime()]
 
     def check() -> None:
         made.clear()
-        gc.collect()
         wait_until(lambda: count() == before, PATIENCE_S)
         made.append(Runtime())
 

@@ -159,3 +159,17 @@ def test_the_level_is_as_it_was_when_a_log_is_closed() -> None:
 
     assert ours.level == before
     assert LOG.isEnabledFor(logging.DEBUG) == (LOG.getEffectiveLevel() <= logging.DEBUG)
+
+
+def test_no_lock_is_missed_by_a_newer_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handle(self: logging.Handler, record: logging.LogRecord) -> bool:
+        # As from Python 3.13 on.
+        with self.lock:  # type: ignore[union-attr]
+            self.emit(record)
+        return True
+
+    monkeypatch.setattr(logging.Handler, "handle", handle)
+    stream = io.StringIO()
+    with logged(ServerLog(LogOptions(), stream)):
+        logging.getLogger("moonpool").warning("heard")
+    assert "heard" in stream.getvalue()

@@ -105,6 +105,19 @@ def test_one_that_cannot_fork_is_asked_once(
     assert (tmp_path / "begun").read_text() == "x"
 
 
+def test_one_that_could_not_fork_is_tried_anew_however_often_it_is_asked(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blank_templates, "KEEP_S", 0.2)
+    fakes.does("ready('not now')")
+    assert fakes.fork() is None
+    fakes.does(FORKS.format(clone=clone(), answer="channel.send(b'%d' % pid)"))
+    process = wait_until(fakes.fork)
+    process.kill()
+    process.wait(60.0)
+    process.close()
+
+
 def test_an_interpreter_that_is_absent_is_for_the_start_to_tell(fakes: Fakes) -> None:
     assert fakes.fork() is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.runtime.interrupting import OF_A_STUB, interrupted_everywhere
 from tests.waiting import wait_until
 
 from moonpool.stub.hosts.forks import ForkBroker, ForkedHost
@@ -125,6 +127,30 @@ def test_every_failure_reaches_the_fork(forked: ForkedHost, error: Exception) ->
 
 
 @pytest.mark.promise("Requests between models", "`cancel` of an iterator only sets …")
+def test_a_loop_that_a_signal_handler_interrupted_goes_on_to_its_end(forked: ForkedHost) -> None:
+    def ask() -> Any:
+        answers = iter([Y, Y, None])
+        host.use(Stub(lambda: next(answers)))
+        return forked.infer(request(), True)
+
+    responses = [ask()]
+    taken: list[InferenceResponse] = []
+
+    def go_on() -> None:
+        with contextlib.suppress(StopIteration):
+            while True:
+                taken.append(next(responses[0]))
+
+    def check() -> None:
+        go_on()
+        assert len(taken) == 2
+        taken.clear()
+        responses[0] = ask()
+
+    assert interrupted_everywhere(go_on, check, within=OF_A_STUB, at_lines=False) > 50
+    go_on()
+
+
 def test_a_loop_that_is_cancelled_goes_on_to_the_model_s_own_end(forked: ForkedHost) -> None:
     def all_answers() -> Iterator[Any]:
         yield Y
