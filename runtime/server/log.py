@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import TextIO
+from typing import Any, TextIO
 
 from moonpool.runtime.hosting.progress import Progress
 from moonpool.runtime.log import END_S, flush
@@ -82,7 +82,7 @@ class ServerLog(logging.Handler):
 
     def handle(self, record: logging.LogRecord) -> bool:
         """Write a record that no filter takes out. From Python 3.13 on, the method of the base class needs the lock."""
-        found = self.filter(record)
+        found: Any = self.filter(record)
         if found:
             self.emit(found if isinstance(found, logging.LogRecord) else record)
         return bool(found)

@@ -113,6 +113,7 @@ def test_one_that_could_not_fork_is_tried_anew_however_often_it_is_asked(
     assert fakes.fork() is None
     fakes.does(FORKS.format(clone=clone(), answer="channel.send(b'%d' % pid)"))
     process = wait_until(fakes.fork)
+    assert process is not None
     process.kill()
     process.wait(60.0)
     process.close()
