@@ -100,7 +100,7 @@ def test_a_stub_that_broke_the_protocol_is_killed_and_the_details_are_told(
 
     assert message.startswith("Stub process 'm_0' broke the protocol and was ended")
     wait_until(lambda: not os.path.exists(f"/proc/{stub.pid}"))
-    assert any("ANSWER.batch may not be -1" in text for _, text in shim.notes)
+    shim.wait_for_note("ANSWER.batch may not be -1")
 
 
 @pytest.mark.promise("The launcher of a tritonserver", "If a stub dies, the …")
@@ -188,7 +188,7 @@ def test_a_process_that_has_served_long_enough_is_replaced(shim: Shim, start: St
     assert shim.hear(Word.STARTED, Word.DIED)[:3] == [Word.STARTED, number, 2]
     assert shim.stubs[number].infer([1]) == [2]
     because = "it has executed 2 requests; MOONPOOL_RECYCLE_REQUESTS is 2"
-    assert (0, f"[m_0] is started anew: {because}") in shim.notes
+    shim.wait_for_note(f"[m_0] is started anew: {because}", 0)
 
 
 @pytest.mark.promise("The launcher of a tritonserver", "A model in a tritonserver finalizes …")
@@ -394,7 +394,7 @@ def test_an_error_text_is_logged_whole_and_returned_without_folders(
     shim.tell(Word.SCRUB, 1001, ready[1], "no file '/srv/a/b.txt'")
 
     assert shim.hear(Word.SCRUBBED) == [Word.SCRUBBED, 1001, "no file 'b.txt'"]
-    assert (2, "model 'm': no file '/srv/a/b.txt'") in shim.notes
+    shim.wait_for_note("model 'm': no file '/srv/a/b.txt'", 2)
     for _ in range(30):
         shim.tell(Word.SCRUB, 1002, ready[1], "/srv/a/b\n" * 10_000)
         assert shim.hear(Word.SCRUBBED)[:2] == [Word.SCRUBBED, 1002]
@@ -408,7 +408,7 @@ def test_a_model_that_is_not_there_is_refused(shim: Shim, tmp_path: Path) -> Non
 
     assert word == Word.REFUSED
     assert message.startswith("Python model file not found in ")
-    assert (0, f"Failed to preinitialize Python stub: {message}") in shim.notes
+    shim.wait_for_note(f"Failed to preinitialize Python stub: {message}", 0)
 
 
 def test_an_option_that_there_is_not_is_refused(shim: Shim, write: Write) -> None:

@@ -356,7 +356,7 @@ def test_log_lines_of_a_completion_go_to_the_server_s_log(shim: Shim, write: Wri
 """
     shim.load(write(DOUBLES + text), CONFIG, completes=True)
 
-    assert (1, "[m_auto_complete] nothing is missing (model.py:11)") in shim.notes
+    shim.wait_for_note("[m_auto_complete] nothing is missing (model.py:11)", 1)
 
 
 @pytest.mark.promise("The launcher of a tritonserver", "What a model logs and asks …")
@@ -403,4 +403,4 @@ def test_instances_are_forked_from_a_template(start: Start, shim: Shim) -> None:
 def test_options_that_only_a_runtime_can_act_on_are_told(shim: Shim, write: Write) -> None:
     shim.load(write(DOUBLES), with_options(MOONPOOL_RETRY="yes"))
 
-    assert (1, "model 'm': MOONPOOL_RETRY has no effect in Triton") in shim.notes
+    shim.wait_for_note("model 'm': MOONPOOL_RETRY has no effect in Triton", 1)
