@@ -152,8 +152,7 @@ class Runtime:
         )
         self._models.rules = replace(rules, limits_rate=limiter is not None)
         self._models.cache, self._models.limiter = cache, limiter
-        _open_registries.add(self._models)
-        self._models.on_end = _open_registries.discard
+        _close_at_the_end(self._models)
         PRINTER.follow_cells(_read_output)
         self._forgotten = weakref.finalize(self, self._models.close_soon)
         self._forgotten.atexit = False
@@ -579,6 +578,12 @@ def _close_all() -> None:
     with contextlib.ExitStack() as stack:
         for models in list(_open_registries):
             stack.callback(models.close)
+
+
+def _close_at_the_end(models: ModelRegistry) -> None:
+    """Have a registry closed when the program ends, unless it is closed before."""
+    _open_registries.add(models)
+    models.on_end = _open_registries.discard
 
 
 def _read_output() -> None:

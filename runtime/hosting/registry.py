@@ -111,7 +111,7 @@ def _anything(_: str) -> None:
 
 
 def _nothing(_: ModelRegistry) -> None:
-    """Do nothing at the end."""
+    """Do nothing at the end of a close, whoever closes."""
 
 
 class ModelRegistry:
@@ -158,13 +158,11 @@ class ModelRegistry:
         self._awaiting: dict[str, tuple[Wanted, list[str]]] = {}
         # Models that were loaded for an ensemble alone.
         self._implied: set[str] = set()
-        # None if no responses are kept.
+        # None if no responses are kept, and None if instances execute without limits.
         self.cache: ResponseCache | None = None
-        # None if instances execute without limits.
         self.limiter: RateLimiter | None = None
         self._closed = self._disowned = False
         self._closing, self._ended = threading.Event(), threading.Event()
-        # Called at the end of the close, whoever closes.
         self.on_end: Callable[[ModelRegistry], object] = _nothing
         self.metrics_options = metrics or MetricsOptions()
         self._reactor = Reactor()
