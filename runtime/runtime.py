@@ -209,6 +209,7 @@ class Runtime:
 
         Raises `LoadFailed`, `ConfigError`, `RepositoryError`, `BadEnvironment`, `RuntimeClosed`.
         """
+        OF_LOAD.one("name", name, str, "a text")
         if instances is not None:
             OF_LOAD.whole("instances", instances, 1)
         if config is not None:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.test_layout import ROOT, nodes
+from tests.test_layout import ROOT, _keeps_the_trees_until_the_end, nodes
+
+__all__ = ["_keeps_the_trees_until_the_end"]
 
 PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 

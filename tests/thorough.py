@@ -27,20 +27,22 @@ TESTS = (
     "tests/hostile/test_granted_folders.py::test_where_no_ids_are_mapped",
     # Long runs. Part `pure` of CI has chaos.
     "tests/chaos",
+    "tests/e2e/test_prints.py",
     "tests/e2e/test_soak.py",
+    "tests/ray/test_local_server.py",
     "tests/runtime/cli/test_tune.py",
     "tests/server/pool/test_front_ends.py",
     "tests/runtime/bench/test_timeline.py",
-    "tests/runtime/cli/test_bench_hosts.py",
-    "tests/runtime/cli/test_bench_servers.py",
-    "tests/runtime/cli/test_bench_tls.py",
+    "tests/runtime/cli/test_bench",
     "tests/e2e/test_prefork.py",
     "tests/e2e/test_sleep_hooks.py",
+    "tests/server/observability/test_capture.py",
     "tests/server/test_cloud_repository.py",
     # In a browser.
     "tests/server/page/test_page.py",
     # Comparisons with a tritonserver of their own, and the library inside one.
     "tests/runtime/triton/test_launcher.py",
+    "tests/runtime/triton/test_codec.py",
     "tests/runtime/triton/test_lent_stubs.py",
     "tests/triton/backend",
     "tests/triton/core",
@@ -48,6 +50,7 @@ TESTS = (
     "tests/triton/test_backends.py",
     "tests/triton/test_completion.py",
     "tests/triton/test_differences.py",
+    "tests/triton/test_log.py",
     "tests/triton/test_watching.py",
     # Each benchmark in its quick form, but for those below, and what runs several of them.
     "tests/test_benchmarks.py::test_a_benchmark_answers_its_question",

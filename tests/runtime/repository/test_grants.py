@@ -526,8 +526,10 @@ def test_links_lead_a_granted_path_in_the_model_s_own_directory_nowhere(tmp_path
 # All that a model may change, as large as it may be. What needs a grant is in NUMBERS.
 TENSOR = {"data_type": "TYPE_FP32", "dims": [4]}
 TENSORS = {"input": [{"name": "X", **TENSOR}], "output": [{"name": "Y", **TENSOR}]}
+# A model with sequences has as many of them in an instance, of which ConfigLimits allows no more.
+MOST_ROWS = ConfigLimits().sequences
 COMPLETED: dict[str, object] = {
-    "max_batch_size": 2**31 - 1,
+    "max_batch_size": MOST_ROWS,
     **TENSORS,
     "model_transaction_policy": {"decoupled": True},
     "dynamic_batching": {"max_queue_delay_microseconds": 2**64 - 1, "preferred_batch_size": [8]},
@@ -558,7 +560,7 @@ def test_a_model_gets_no_more_by_completing_its_configuration() -> None:
         assert {name: raw.get(name) for name in others if name not in COMPLETED} == {
             name: before.get(name) for name in others if name not in COMPLETED
         }
-        assert raw["max_batch_size"] == 2**31 - 1
+        assert raw["max_batch_size"] == MOST_ROWS
 
     beyond = {**TENSORS, "sequence_batching": {"max_sequence_idle_microseconds": 10**15}}
     asked = f"SEQUENCE_IDLE_US={10**15}"

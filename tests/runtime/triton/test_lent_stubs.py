@@ -277,7 +277,9 @@ def test_under_it_a_model_has_the_values_that_it_was_granted_and_no_others(write
         assert shim.load(write(DOUBLES), asked)[0] == Word.MODEL_READY
         asked = with_options(MOONPOOL_SANDBOX_PATHS="rw:/etc")
         assert shim.load(write(DOUBLES), asked)[0] == Word.REFUSED
-    with launched(options={"sandbox": "strict", "sandbox-grants": "m:MOONPOOL_SANDBOX_PATH=/"}) as shim:
+    with launched(
+        options={"sandbox": "strict", "sandbox-grants": "m:MOONPOOL_SANDBOX_PATH=/"}
+    ) as shim:
         word, _, _, message = shim.load(write(DOUBLES), CONFIG)
     assert word == Word.REFUSED
     assert 'did you mean "MOONPOOL_SANDBOX_PATHS"' in message

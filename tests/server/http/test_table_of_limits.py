@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import re
@@ -15,6 +16,7 @@ from tests.server.http.served import MODELS, PLAIN, TEXT
 from tests.server.http.serving import Serving
 
 import moonpool
+from moonpool.runtime.server import service
 from moonpool.runtime.server.http import json_text
 from moonpool.runtime.server.http.options import HttpLimits
 
@@ -110,8 +112,9 @@ def slow_body(serving: Serving) -> int:
     return raw(serving, f"POST {INFER} HTTP/1.1\r\nContent-Length: 9\r\n\r\n1".encode())
 
 
-def hole_in_shared_memory(serving: Serving) -> int:
-    size_bytes = 1 << 40
+@contextlib.contextmanager
+def client_region(serving: Serving, size_bytes: int) -> Iterator[dict[str, Any]]:
+    """Parameters of an input in a region of the client's that is a hole."""
     file = Path("/dev/shm/moonpool-test-hole")
     file.touch()
     try:
@@ -121,10 +124,28 @@ def hole_in_shared_memory(serving: Serving) -> int:
         assert serving.post("/v2/systemsharedmemory/region/r/register", region).status == 200
     finally:
         file.unlink()
-    given = {"shared_memory_region": "r", "shared_memory_byte_size": size_bytes}
-    inputs = [{"name": "X", "datatype": "BYTES", "shape": [1], "parameters": given}]
-    reply = serving.post("/v2/models/text/infer", {"inputs": inputs})
+    yield {"shared_memory_region": "r", "shared_memory_byte_size": size_bytes}
+
+
+def hole_in_shared_memory(serving: Serving) -> int:
+    size_bytes = 1 << 40
+    with client_region(serving, size_bytes) as given:
+        inputs = [{"name": "X", "datatype": "BYTES", "shape": [1], "parameters": given}]
+        reply = serving.post("/v2/models/text/infer", {"inputs": inputs})
     assert f"{size_bytes} bytes" in reply.error
+    return reply.status
+
+
+def copies_of_others(serving: Serving) -> int:
+    """Ask while the copies of other requests take what all may have together."""
+    with client_region(serving, 1 << 20) as given:
+        most_bytes = service._MOST_COPIED_BYTES
+        others = serving.service._copies.charge(most_bytes, most_bytes)
+        assert others is not None
+        inputs = [{"name": "X", "datatype": "BYTES", "shape": [1], "parameters": given}]
+        reply = serving.post("/v2/models/text/infer", {"inputs": inputs})
+        assert "ask again later" in reply.error
+        del others
     return reply.status
 
 
@@ -139,7 +160,10 @@ CASES: dict[str, list[tuple[dict[str, Any], Callable[[Serving], int], int]]] = {
         ({}, too_many("arrays"), 413),
         ({"json_bytes": 10_000}, outputs_too_long, 400),
     ],
-    "an input in shared memory that has to be copied": [({}, hole_in_shared_memory, 400)],
+    "inputs in shared memory that have to be copied, of all requests at a time": [
+        ({}, hole_in_shared_memory, 400),
+        ({}, copies_of_others, 503),
+    ],
     "all three sizes at once, as in Triton": [
         (
             dict.fromkeys(("body_bytes", "inflated_bytes", "json_bytes", "input_bytes"), 1000),
