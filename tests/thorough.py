@@ -34,10 +34,12 @@ TESTS = (
     "tests/server/pool/test_front_ends.py",
     "tests/runtime/bench/test_timeline.py",
     "tests/runtime/cli/test_bench",
+    "tests/runtime/cli/test_offers.py",
     "tests/e2e/test_prefork.py",
     "tests/e2e/test_sleep_hooks.py",
     "tests/server/observability/test_capture.py",
     "tests/server/test_cloud_repository.py",
+    "tests/server/test_port_limits.py",
     # In a browser.
     "tests/server/page/test_page.py",
     # Comparisons with a tritonserver of their own, and the library inside one.
