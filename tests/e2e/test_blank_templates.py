@@ -75,7 +75,8 @@ KEEP_S = "moonpool.runtime.process.blank_templates.KEEP_S"
 @pytest.fixture(autouse=True)
 def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let numpy start threads, which must end before a fork, and begin again in it."""
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    # More than anybody who runs the suite sets, so that these tests have templates of their own.
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
 
 
 @pytest.fixture
