@@ -46,10 +46,11 @@ _MOST_SCRUBBED = 1 << 16
 
 
 def scrubbed(text: str) -> str:
-    """Return the text without folders, addresses and lines of source. The last name of a path stays, and the line of a frame.
+    """Return the text without folders, addresses and lines of source. The last name of a path stays, and the line of a
+    frame.
 
-    Callers that have room for less cut the result: a path that was cut in two would not be found any more. A text that is too
-    long to be searched is cut here.
+    Callers that have room for less cut the result: a path that was cut in two would not be found any more. A text that
+    is too long to be searched is cut here.
     """
     import re  # no stub needs it for this
 

@@ -54,17 +54,21 @@ def set_at_once(tables: Sequence[Any], keys: Sequence[Any], values: Sequence[Any
 
 
 def at_once(*steps: Callable[[], object]) -> None:
-    """Call functions of C in this order. If one raises, those behind it are not called, nor are they after `replacing`, if that finds another value."""
+    """Call functions of C in this order.
+
+    If one raises, those behind it are not called, nor are they after `replacing`, if that finds another value.
+    """
     NOWHERE.extend(_results_of(steps))
 
 
 def replacing(
     owner: object, name: str, before: object, after: object
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return the steps by which `at_once` replaces the value of an attribute, and goes on only if that was this very object until then.
+    """Return the steps by which `at_once` replaces the value of an attribute, and goes on only if that was this very
+    object until then.
 
-    For steps that were prepared from a value which a handler or a destructor, or another thread, may have replaced meanwhile. There is no error
-    then. A last step, which notes that it was taken, tells whether they were.
+    For steps that were prepared from a value which a handler or a destructor, or another thread, may have replaced
+    meanwhile. There is no error then. A last step, which notes that it was taken, tells whether they were.
     """
     # `next` raises StopIteration, which is the end of the steps.
     values = map(getattr, (owner,), (name,))
@@ -72,25 +76,30 @@ def replacing(
 
 
 def raised_again(act: Callable[[], object]) -> Exception | None:
-    """Call a function that has raised, and return what it raises now. None says that a signal handler has raised in it before.
+    """Call a function that has raised, and return what it raises now. None says that a signal handler has raised in it
+    before.
 
-    No type of an exception tells the two apart where a function may raise anything. But what its arguments make it raise, it raises again, and the
-    handler has run. For functions that take a moment and change nothing.
+    No type of an exception tells the two apart where a function may raise anything. But what its arguments make it
+    raise, it raises again, and the handler has run. For functions that take a moment and change nothing.
     """
     try:
         act()
     except Exception as error:
-        # A frame that gets an error whose traceback leads back to it would keep itself, and with it the tensors of a model, until garbage is collected.
+        # A frame that gets an error whose traceback leads back to it would keep itself, and with it the tensors of a
+        # model, until garbage is collected.
         error.__context__ = None
         return error.with_traceback(None)
     return None
 
 
 def pass_on(error: BaseException) -> None:
-    """Raise an error that is not of the function of C just called, but of a signal handler that ran in the call: it has the handler's frame."""
+    """Raise an error that is not of the function of C just called, but of a signal handler that ran in the call: it
+    has the handler's frame.
+    """
     if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
         try:
             raise error
         finally:
-            # This frame is in its traceback. The error would keep itself, and the tensors in the frames of a model, until garbage is collected.
+            # This frame is in its traceback. The error would keep itself, and the tensors in the frames of a model,
+            # until garbage is collected.
             del error

@@ -1,23 +1,28 @@
-"""The runtime's log. Its records go to the program's handlers on a thread of their own, so no other thread of the runtime waits for them.
+"""The runtime's log. Its records go to the program's handlers on a thread of their own, so no other thread of the
+runtime waits for them.
 
-Python's `logging` runs handlers, filters and formatters of the embedding program on the thread that logs, and takes their locks. They may
-raise anything, and block for as long as nobody reads a pipe. The reactor serves all models, a thread that drives a batch serves all callers in
-it, and a recovery is the only one that its instance gets. So no thread of the runtime may run them, except one that does nothing else.
+Python's `logging` runs handlers, filters and formatters of the embedding program on the thread that logs, and takes
+their locks. They may raise anything, and block for as long as nobody reads a pipe. The reactor serves all models, a
+thread that drives a batch serves all callers in it, and a recovery is the only one that its instance gets. So no
+thread of the runtime may run them, except one that does nothing else.
 
-Theory of operation. `RuntimeLog` makes a record where it is logged, with its time, thread and place, and puts it into an `Outlet`: a queue, and
-a thread that takes items out of it. The record is finished, which may run the program's factory of records, and handled on that thread. Thus the
-records of one thread stay in order. Whether a level is enabled is looked up without `Logger.isEnabledFor`, which may take the lock that
-the program holds while it sets up its logging.
+Theory of operation. `RuntimeLog` makes a record where it is logged, with its time, thread and place, and puts it into
+an `Outlet`: a queue, and a thread that takes items out of it. The record is finished, which may run the program's
+factory of records, and handled on that thread. Thus the records of one thread stay in order. Whether a level is
+enabled is looked up without `Logger.isEnabledFor`, which may take the lock that the program holds while it sets up its
+logging.
 
-The thread begins with the first item and stays. It is started bare: this is one step, so that no signal handler can raise half-way, and nobody
-waits for its beginning. If the kernel refuses it, items stay in the queue until the next one comes, or until `flush` writes them itself. `_turn`
-belongs to the thread that writes, so items are written in order even if two threads were started at the same moment; the second one ends.
+The thread begins with the first item and stays. It is started bare: this is one step, so that no signal handler can
+raise half-way, and nobody waits for its beginning. If the kernel refuses it, items stay in the queue until the next
+one comes, or until `flush` writes them itself. `_turn` belongs to the thread that writes, so items are written in
+order even if two threads were started at the same moment; the second one ends.
 
-The queue is a SimpleQueue: an item is put, and the thread woken, in one step, in any thread, also in a signal handler that interrupts another `put`.
-The arguments of a record are put into its text on that thread, too: they must not change.
-The queue is bounded. Items beyond that are counted and dropped, and the count is reported behind those that were there before. `flush` puts a mark
-behind all items and waits until the thread comes to it, but not for ever. It is called when a runtime is closed, before a handler of our own is removed,
-and at the end of the program. A fork begins with an empty queue and no thread: the items are its parent's.
+The queue is a SimpleQueue: an item is put, and the thread woken, in one step, in any thread, also in a signal handler
+that interrupts another `put`. The arguments of a record are put into its text on that thread, too: they must not
+change. The queue is bounded. Items beyond that are counted and dropped, and the count is reported behind those that
+were there before. `flush` puts a mark behind all items and waits until the thread comes to it, but not for ever. It is
+called when a runtime is closed, before a handler of our own is removed, and at the end of the program. A fork begins
+with an empty queue and no thread: the items are its parent's.
 """
 
 from __future__ import annotations
@@ -50,12 +55,18 @@ class _Mark:
 
 
 class Outlet(Generic[T]):
-    """Gives items to a function that may block and raise, on a thread of its own. Any thread may call any method, and only `flush` waits."""
+    """Gives items to a function that may block and raise, on a thread of its own.
+
+    Any thread may call any method, and only `flush` waits.
+    """
 
     def __init__(
         self, name: str, write: Callable[[list[T], int], object], most_waiting: int
     ) -> None:
-        """`write` gets items in their order, and the number of those that were dropped after them. `name` is that of the thread."""
+        """`write` gets items in their order, and the number of those that were dropped after them.
+
+        `name` is that of the thread.
+        """
         self._name, self._write, self._most_waiting = name, write, most_waiting
         self.forget()
 
@@ -77,7 +88,10 @@ class Outlet(Generic[T]):
         self._start()
 
     def flush(self, timeout_s: float = END_S) -> None:
-        """Return when all is written that was put before, or after so long. Writes it itself if no thread can be started."""
+        """Return when all is written that was put before, or after so long.
+
+        Writes it itself if no thread can be started.
+        """
         # `write` itself may come here, for example if a handler closes the runtime.
         if (self._items.empty() and not self._has_thread) or threading.get_ident() == self._writer:
             return
@@ -251,7 +265,8 @@ class _Handling:
     """Hands records to their loggers. On the log's thread."""
 
     def __init__(self) -> None:
-        # True from a record whose handlers raised to the next one whose handlers did not, so that one fault is reported once.
+        # True from a record whose handlers raised to the next one whose handlers did not, so that one fault is
+        # reported once.
         self._is_failing = False
         self._reporter = logging.Handler()
 

@@ -2,7 +2,7 @@
 
     runtime                                    template                          stub
                                     ◀──   ["", file of numpy], or [why it cannot fork, ""]
-    name and variables, with 4      ──▶   fork                        ──▶   leave the session and channel of the template
+    name, variables, 4 descriptors  ──▶   fork                        ──▶   leave the session and channel of the template
                                     ◀──   the pid, or minus an errno
     SANDBOX, REGION, REGION, START  ◀──────────────────────────────────▶   the handshake of any stub
 

@@ -1,10 +1,10 @@
 """Runs models whose `execute` is a coroutine: on an event loop with its own thread, where batches overlap.
 
-Theory of operation. The main thread hands over a coroutine and goes on to the next batch. The requests stay open, and `done` answers
-them on the loop's thread. `_room` bounds the coroutines that run at once: the main thread waits for a place, and so
-reads no further EXECUTE. `_run` gives the place back in any case. If a coroutine could not be handed over, the main thread does. A signal handler may
-raise there when the loop has the coroutine already, or not yet: the one that takes the place out of the list of the two goes on, and the other one
-leaves the coroutine alone.
+Theory of operation. The main thread hands over a coroutine and goes on to the next batch. The requests stay open, and
+`done` answers them on the loop's thread. `_room` bounds the coroutines that run at once: the main thread waits for a
+place, and so reads no further EXECUTE. `_run` gives the place back in any case. If a coroutine could not be handed
+over, the main thread does. A signal handler may raise there when the loop has the coroutine already, or not yet: the
+one that takes the place out of the list of the two goes on, and the other one leaves the coroutine alone.
 
 `_starting` makes sure that there is one loop, as the main thread and the thread that asks `is_ready` may both need the first one.
 The loop keeps only weak references to its tasks, so `_tasks` holds them. SystemExit and KeyboardInterrupt of a task leave
@@ -55,7 +55,8 @@ class Coroutines:
     ) -> None:
         """Run a coroutine, and then `done` with its result or its exception, on the loop's thread.
 
-        Blocks while the most coroutines run. For the main thread. If a signal handler raises meanwhile, the coroutine may run all the same.
+        Blocks while the most coroutines run. For the main thread. If a signal handler raises meanwhile, the coroutine
+        may run all the same.
         """
         place: list[None] = []
         try:

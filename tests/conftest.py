@@ -108,7 +108,9 @@ def _begins_with_little_to_collect() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _keeps_a_template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep a stub that was forked from a template, and so the template, for all runtimes of this process: numpy is imported once."""
+    """Keep a stub that was forked from a template, and so the template, for all runtimes of this process: numpy is
+    imported once.
+    """
     file = tmp_path_factory.mktemp("kept") / "model.py"
     file.write_text(
         "class TritonPythonModel:\n    def execute(self, requests):\n        return [None for _ in requests]\n"

@@ -1,8 +1,8 @@
 """The tests that the usual run leaves out: `pytest -m thorough` runs these alone, and `.ci/run thorough` does.
 
-They take more than half of the whole time. Most repeat what quicker tests try, too: for longer, in more variants, under a sanitizer
-or beside a whole tritonserver. Others are here for their time alone. Run them before a release, and after a change to
-what they are about.
+They take more than half of the whole time. Most repeat what quicker tests try, too: for longer, in more variants,
+under a sanitizer or beside a whole tritonserver. Others are here for their time alone. Run them before a release, and
+after a change to what they are about.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ happens on the reactor's thread. `_Step` brings it there.
 *Who leaves.* A run that is over leaves the steps that have not ended. A step is noted before it is submitted. If the run is over by the
 time that it was submitted, the thread that submitted it leaves it again, so no order of the two loses it.
 
-*What waits.* A decoupled model may answer faster than the steps that read its tensors, and each of its responses becomes a request of such
-a step. A `ResponseBacklog` bounds them, on the reactor's thread. A request to another ensemble counts as all those that it has open at a time.
+*What waits.* A decoupled model may answer faster than the steps that read its tensors, and each of its responses
+becomes a request of such a step. A `ResponseBacklog` bounds them, on the reactor's thread. A request to another
+ensemble counts as all those that it has open at a time.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ class EnsembleScheduler(Scheduler):
         """`find` returns the model of a step, as a client would get it at that moment. Raises `MoonpoolError` if there is none."""
         super().__init__(model, reactor, executor, _no_instance)
         self.graph = graph
-        # For each step: the number of requests that one to its model has open at a time, itself included. Replaced, never changed.
+        # For each step: the number of requests that one to its model has open at a time, itself included. Replaced,
+        # never changed.
         self.weights: Sequence[int] = [1] * len(graph.steps)
         self._whole = graph.flow()
         self.is_decoupled = model.config.decoupled

@@ -79,7 +79,10 @@ class HostedEnsemble(HostedModel):
         return bool(self.scheduler.graph.flow().chain)
 
     def weigh(self, width_of: Callable[[str], int]) -> None:
-        """Note how many requests one request to each member has open at a time. They change when members are replaced."""
+        """Note how many requests one request to each member has open at a time.
+
+        They change when members are replaced.
+        """
         steps = scheduling_of(self.model.config).steps
         self.scheduler.weights = [width_of(step.model) for step in steps]
 
@@ -191,7 +194,9 @@ def check_no_circle(name: str, members_of: Callable[[str], Iterable[str]]) -> No
 
 
 class Nesting(NamedTuple):
-    """The requests that one request to a model becomes, itself included, if each model responds once, and how many ensembles lie in each other there."""
+    """The requests that one request to a model becomes, itself included, if each model responds once, and how many
+    ensembles lie in each other there.
+    """
 
     requests: int
     depth: int
@@ -206,10 +211,11 @@ def nesting_of(
     limits: ConfigLimits,
     known: dict[str, Nesting],
 ) -> Nesting:
-    """Return the nesting of a model. `steps_of` returns the model of each step of an ensemble, nothing for other models.
+    """Return the nesting of a model. `steps_of` returns the model of each step of an ensemble, nothing for other
+    models.
 
-    `known` has what was found before, and gets what is found. Raises `Unfit` if a request to an ensemble becomes too many, or ensembles are
-    nested too deep: what a request does recurses with that depth.
+    `known` has what was found before, and gets what is found. Raises `Unfit` if a request to an ensemble becomes too
+    many, or ensembles are nested too deep: what a request does recurses with that depth.
     """
     # The ensembles whose members are being looked at. Each is a member of the one before.
     inside: dict[str, Sequence[str]] = {}
@@ -276,7 +282,8 @@ def member_failed(name: str, member: str, error: MoonpoolError) -> Unfit:
 def weigh(
     name: str, models: Mapping[str, LoadedVersions], above: Sequence[str], limits: ConfigLimits
 ) -> None:
-    """Note in an ensemble, and in those above it, how many requests one request to a member has open at a time. `models` has all that are loaded.
+    """Note in an ensemble, and in those above it, how many requests one request to a member has open at a time.
+    `models` has all that are loaded.
 
     Raises `Unfit` if a request to one of them becomes too many in all; then nothing has changed.
     """

@@ -1,11 +1,11 @@
 """The locks of models while they are loaded or unloaded, and the attempts that hold them.
 
 Theory of operation. A thread that loads or unloads a model holds its model lock, for as long as that takes
-(`ModelLocks`). Model locks are entries in a set, guarded by the registry's `_lock`, and not threading locks: one thread may
-acquire a model lock for another thread that does the work, and `find` can tell that a model is just loading. A model can
-ask for the load of another one and waits for it in its stub. If the second one is about to be unloaded, or replaced, and
-that waits for the first, both would wait for ever. So each wait of a model is noted, and a wait that closes a circle is
-refused.
+(`ModelLocks`). Model locks are entries in a set, guarded by the registry's `_lock`, and not threading locks: one
+thread may acquire a model lock for another thread that does the work, and `find` can tell that a model is just
+loading. A model can ask for the load of another one and waits for it in its stub. If the second one is about to be
+unloaded, or replaced, and that waits for the first, both would wait for ever. So each wait of a model is noted, and a
+wait that closes a circle is refused.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class ModelLocks:
     ) -> Iterator[None]:
         """Hold the lock of a model; waits until it is free, or `attempt` is given up.
 
-        `asker` is the model that waits for this. Raises `ModelUnavailable` if it would wait for itself, and `LoadFailed`.
+        `asker` is the model that waits for this. Raises `ModelUnavailable` if it would wait for itself, and
+        `LoadFailed`.
         """
         attempt = attempt or LoadAttempt(name)
         with self._changed:

@@ -48,7 +48,10 @@ def with_code(error: MoonpoolError | LoadFailure, text: str | None = None) -> st
 
 
 class LoadFailure(NamedTuple):
-    """Keeps the texts of the error of a load. The error itself refers to all that the load had in its hands, such as a client's files."""
+    """Keeps the texts of the error of a load.
+
+    The error itself refers to all that the load had in its hands, such as a client's files.
+    """
 
     code: str
     text: str
@@ -180,7 +183,8 @@ class LoadedVersions:
         """`before` are the versions that were updated to these. Their files are in use still."""
         self.versions = {hosted.model.version: hosted for hosted in versions}
         self.latest = versions[-1]
-        # Only ensembles are loaded again as they were wanted. The files of others, which a client brought, lie on the disk by now.
+        # Only ensembles are loaded again as they were wanted. The files of others, which a client brought, lie on the
+        # disk by now.
         is_ensemble = self.config.ensemble is not None
         self.wanted = wanted if is_ensemble else replace(wanted, config=None, files=None)
         self.status = status

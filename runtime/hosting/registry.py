@@ -2,7 +2,8 @@
 
 Theory of operation.
 
-*One at a time for each name.* A thread that loads or unloads a model holds its model lock, for as long as that takes (`model_locks`).
+*One at a time for each name.* A thread that loads or unloads a model holds its model lock, for as long as that takes
+(`model_locks`).
 
 *Who finds what.* `_models` and `_latest` change under `_lock`, together. `find` reads them without it, as it is part of every
 request and one look into a dict is atomic. A model is taken out of both before it is unloaded, so new requests do not find
@@ -111,7 +112,7 @@ def _anything(_: str) -> None:
 
 
 def _nothing(_: ModelRegistry) -> None:
-    """Do nothing at the end of a close, whoever closes."""
+    """Do nothing at the end of a close."""
 
 
 class ModelRegistry:
@@ -620,7 +621,10 @@ class ModelRegistry:
             self.begin_unload(member, with_members=True)
 
     def _put(self, name: str, loaded: LoadedVersions) -> None:
-        """Put a model into the table, so that requests find it. Needs the lock. Raises `Unfit` if a request would become too many."""
+        """Put a model into the table, so that requests find it.
+
+        Needs the lock. Raises `Unfit` if a request would become too many.
+        """
         weigh(name, {**self._models, name: loaded}, self._above([name]), self.rules.limits)
         self._models[name] = loaded
         self._latest[name] = loaded.latest

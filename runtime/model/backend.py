@@ -37,7 +37,9 @@ from moonpool.runtime.quick import learn
 
 
 class ModelAccounts:
-    """Counts memory of the runtime that all versions of a model take together, those that are being replaced among them."""
+    """Counts memory of the runtime that all versions of a model take together, those that are being replaced among
+    them.
+    """
 
     __slots__ = ("__weakref__", "metrics", "states")
 

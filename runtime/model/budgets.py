@@ -34,7 +34,8 @@ OBSERVATIONS_PER_MESSAGE = 100
 MAX_METRICS = 10_000
 METRICS_CHARACTERS = 16 << 20
 METRIC_PART_CHARACTERS = 64
-# The same for all instances of a model, whose metrics lie in the runtime. Where they lie in a tritonserver, only each stub has a limit.
+# The same for all instances of a model, whose metrics lie in the runtime. Where they lie in a tritonserver, only each
+# stub has a limit.
 MODEL_METRICS_CHARACTERS = 4 * METRICS_CHARACTERS
 # A line that a model logs counts as several if it is longer.
 LOG_LINE_BYTES = 8192

@@ -267,7 +267,10 @@ class Statistics:
             self.summaries.add_batch(1, input_ns, infer_ns, output_ns)
 
     def _of_size(self, rows: int) -> list[int]:
-        """Return the counts of batches of this size. Callers choose the sizes, so those beyond a number of them are not kept."""
+        """Return the counts of batches of this size.
+
+        Callers choose the sizes, so those beyond a number of them are not kept.
+        """
         batch = self._batches.get(rows)
         if batch is None:
             batch = [0, 0, 0, 0]

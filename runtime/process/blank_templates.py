@@ -9,14 +9,17 @@ if a process that is started now would inherit the same: the same interpreter, v
 processors and cgroup (`_inherited`). All of these are its key. A template has imported numpy from a file, which must still be the same one,
 in a folder to which nothing was installed since: the interpreter reads `.pth` files there when it starts.
 
-Variables of the moment. pytest changes one for every test (`PASSING`). It is no part of the key, and each fork gets it as it is then.
+Variables of the moment. pytest changes one for every test (`PASSING`). It is no part of the key, and each fork gets it
+as it is then.
 
-Who shares. All open runtimes of a process share its templates (`TemplatePool`): a program with several waits for numpy once. So does a suite of
-tests in which one stays open. The last runtime that closes ends them all. One that closes earlier leaves what it was to end to another one.
+Who shares. All open runtimes of a process share its templates (`TemplatePool`): a program with several waits for numpy
+once. So does a suite of tests in which one stays open. The last runtime that closes ends them all. One that closes
+earlier leaves what it was to end to another one.
 
-Locks. `TemplatePool.lock` guards the table, the users and the numbers of forks, and is held for moments. `_Template._turn` is held
-by the thread that starts a template or asks it for a fork, and waits for the answer; others that start at the same time wait for their turn,
-which is shorter than to start a process each. The reactor never waits for a turn: it tries again later (`_end_soon`).
+Locks. `TemplatePool.lock` guards the table, the users and the numbers of forks, and is held for moments.
+`_Template._turn` is held by the thread that starts a template or asks it for a fork, and waits for the answer; others
+that start at the same time wait for their turn, which is shorter than to start a process each. The reactor never waits
+for a turn: it tries again later (`_end_soon`).
 
 Order of ending. A template without forks for `KEEP_S`, or one too many, is taken out of the table, marked and killed. A thread that just asks it sees
 the end of the channel, sees the mark, and starts its stub in the ordinary way. Whoever has the turn then reaps the process. It also
@@ -77,8 +80,8 @@ class TemplatePool:
         self.users: list[BlankTemplates] = []
 
 
-# The pool of this process comes last. Those before it belong to processes that this one was forked from: they are kept, as a
-# socket that nobody closed would warn of it.
+# The pool of this process comes last. Those before it belong to processes that this one was forked from: they are
+# kept, as a socket that nobody closed would warn of it.
 _pools = [TemplatePool()]
 os.register_at_fork(after_in_child=lambda: _pools.append(TemplatePool()))
 

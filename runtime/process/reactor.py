@@ -17,12 +17,13 @@ a pause is undone only if it is still the same one, and an event of a descriptor
 A descriptor that is watched once at a time stays registered in epoll, disarmed, so that the next time takes one call of the kernel. The
 kernel drops the registration when the file is closed; `arm` then gets FileNotFoundError, and registers the new file with that number.
 
-A callback that raises is logged, whatever it raises, because all stubs depend on this thread. The program's handlers of the log
-run on another one (`runtime/log.py`).
+A callback that raises is logged, whatever it raises, because all stubs depend on this thread. The program's handlers
+of the log run on another one (`runtime/log.py`).
 
-Closing: `close` waits until the thread has run what was to run soon, then closes the descriptors. A later `call_soon` finds no
-eventfd, and its callback never runs. A signal handler may raise while `close` waits, and then the next `close` does the rest. So it waits for a bare
-lock, as Python counts a thread as ended for which a `join` was interrupted.
+Closing: `close` waits until the thread has run what was to run soon, then closes the descriptors. A later `call_soon`
+finds no eventfd, and its callback never runs. A signal handler may raise while `close` waits, and then the next
+`close` does the rest. So it waits for a bare lock, as Python counts a thread as ended for which a `join` was
+interrupted.
 
 The kernel limits the watches of epoll for all processes of a user (`/proc/sys/fs/epoll/max_user_watches`), so another program
 can take all of them. `Poller` waits for descriptors that epoll refuses with `poll`, which needs no watches and more time.

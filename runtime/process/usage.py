@@ -1,7 +1,8 @@
 """Measures what processes use of the machine, and what is left: memory, processor time, idle processors.
 
-Theory of operation. Only `MemoryAccount` has a lock. A charge gives its bytes back when nothing refers to it any more, perhaps in the
-garbage collector, where no lock may be taken. So it appends to a deque, and the next call of the account collects that.
+Theory of operation. Only `MemoryAccount` has a lock. A charge gives its bytes back when nothing refers to it any more,
+perhaps in the garbage collector, where no lock may be taken. So it appends to a deque, and the next call of the
+account collects that.
 """
 
 from __future__ import annotations

@@ -356,7 +356,9 @@ def _kinds(group: InstanceGroup, model: Model) -> list[tuple[str, int]]:
 
 
 def _resources(model: Model) -> Iterator[Ask]:
-    """Yield the resources that the model would share with others: it holds them while it executes, which may be for ever."""
+    """Yield the resources that the model would share with others: it holds them while it executes, which may be for
+    ever.
+    """
     if not model.is_rate_limited:
         return
     needed = {
@@ -481,8 +483,9 @@ _LIMITS = {
     "MOONPOOL_MAX_RESTARTS": ("max_restarts", "max_restarts"),
     "MOONPOOL_CONCURRENT_BATCHES": ("concurrent_batches", "concurrent_batches"),
 }
-# Options that cost the runtime something if they are small, each with the least that it may be: restarts, starts after a sleep, and looks
-# for batches that take too long. A short deadline of a load, an end, `sleep` or `wake` costs the model itself alone.
+# Options that cost the runtime something if they are small, each with the least that it may be: restarts, starts after
+# a sleep, and looks for batches that take too long. A short deadline of a load, an end, `sleep` or `wake` costs the
+# model itself alone.
 _FLOORS = {
     "MOONPOOL_RESTART_WINDOW_S": ("restart_window_s", ModelOptions().restart_window_s),
     "MOONPOOL_RESTART_BACKOFF_S": ("restart_backoff_s", ModelOptions().restart_backoff_s),

@@ -176,8 +176,8 @@ class HostingRules:
     ) -> None:
         """Check a configuration of a model: the one that was written, and the one that the model makes of it.
 
-        The options are those that were `described`. Those of a model that is loaded have limits that nobody asked for. Raises
-        `ConfigError`.
+        The options are those that were `described`. Those of a model that is loaded have limits that nobody asked for.
+        Raises `ConfigError`.
         """
         model = copy(described)
         model.config = config

@@ -5,11 +5,12 @@ takes a kilobyte or more here, and a model may send a million of them that all n
 read on nevertheless: it also brings the responses of others, which one slow reader must not stop. So when too much waits for one
 request, that request ends with `BacklogFull`.
 
-A backlog belongs to one request. One thread at a time adds to it and one takes from it, each in a number of its own, so there is no lock: the
-reactor adds, and a lock that callers take too could be held by a thread whose signal handler runs for long. Backlogs of more bytes than
-a request takes itself are in `_large`, whose operations are atomic. After each MiB or so that has come for all of them, the thread that
-adds looks at their sum. If that is too much for this process, the largest one ends. Threads that add at the same time may lose bytes of
-`_Look`, so that one looks a little later. A finalizer may call `close`, which takes no lock either.
+A backlog belongs to one request. One thread at a time adds to it and one takes from it, each in a number of its own,
+so there is no lock: the reactor adds, and a lock that callers take too could be held by a thread whose signal handler
+runs for long. Backlogs of more bytes than a request takes itself are in `_large`, whose operations are atomic. After
+each MiB or so that has come for all of them, the thread that adds looks at their sum. If that is too much for this
+process, the largest one ends. Threads that add at the same time may lose bytes of `_Look`, so that one looks a little
+later. A finalizer may call `close`, which takes no lock either.
 """
 
 from __future__ import annotations

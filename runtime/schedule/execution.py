@@ -105,7 +105,10 @@ class Execution:
 
     @property
     def began_ns(self) -> int | None:
-        """The time at which the instance began to execute this batch. None while it waits in the stub behind a batch of another process."""
+        """The time at which the instance began to execute this batch.
+
+        None while it waits in the stub behind a batch of another process.
+        """
         return self.instance.backend.began_ns(self.instance, self.started_ns)
 
     def began_before(self, time_ns: int) -> bool:

@@ -76,8 +76,9 @@ def took_too_long(
 ) -> ExecuteTimedOut:
     """Make the error for the requests of a batch that an instance did not execute in time.
 
-    A refusal of the sandbox since its start, `taken_s` ago, may be the reason: what a process that the model started was refused is no
-    error of the model. Without `taken_s`, the start is where it can be, as batches beyond their time are found some time after that.
+    A refusal of the sandbox since its start, `taken_s` ago, may be the reason: what a process that the model started
+    was refused is no error of the model. Without `taken_s`, the start is where it can be, as batches beyond their time
+    are found some time after that.
     """
     taken_s = _FOUND_AFTER * limit_s if taken_s is None else taken_s
     refused = denials.since(instance, time.time_ns() // 1_000_000 - int(taken_s * 1000))

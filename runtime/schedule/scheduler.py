@@ -763,7 +763,8 @@ class Scheduler:
         """Take all instances out, if nobody waits for anything here: no request, no sequence. Requests that come from now on wait, and wake
         the model.
 
-        Returns False, and changes nothing, if somebody waits. Requests whose callers have left may be in the instances (`has_begun`).
+        Returns False, and changes nothing, if somebody waits. Requests whose callers have left may be in the instances
+        (`has_begun`).
         """
         with self._lock:
             if self.is_used or self._taken or self._refusal is not None:

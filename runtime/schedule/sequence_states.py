@@ -9,9 +9,10 @@ instance still has the request. So an instance that dies leaves the state as it 
 The values lie in memory of the runtime's own. A stub could change what lies in memory that it shares, also after its answer
 was checked, and a state must survive its stub.
 
-Bytes are counted before they are taken, and for as long as anything refers to a `State`: its sequence, or a request that executes with it. One
-account (`Model.accounts`) counts for all versions of a model, those that are being replaced among them, and the values at the start too.
-`accept` runs on the driver's thread or the reactor's, without the scheduler's lock.
+Bytes are counted before they are taken, and for as long as anything refers to a `State`: its sequence, or a request
+that executes with it. One account (`Model.accounts`) counts for all versions of a model, those that are being replaced
+among them, and the values at the start too. `accept` runs on the driver's thread or the reactor's, without the
+scheduler's lock.
 """
 
 from __future__ import annotations
@@ -87,7 +88,10 @@ class SequenceStates:
         limit_bytes: int,
         account: MemoryAccount,
     ) -> None:
-        """`initial` has a value for each state of the configuration. The limit is for all that `account` counts. Raises `OutOfMemory`."""
+        """`initial` has a value for each state of the configuration.
+
+        The limit is for all that `account` counts. Raises `OutOfMemory`.
+        """
         self._model = config.name
         self._has_rows = config.max_batch_size > 0
         self._states = config.states
@@ -187,7 +191,10 @@ class SequenceStates:
         return f"state '{state.output_name}' of model '{self._model}'"
 
     def _checked(self, state: SequenceState, output: Any) -> int:
-        """Return the memory that an output will take as the next value of a state. Raises `BadTensor` if it cannot be that."""
+        """Return the memory that an output will take as the next value of a state.
+
+        Raises `BadTensor` if it cannot be that.
+        """
         datatype = output.datatype if isinstance(output, WireTensor) else code_of(output.dtype)
         title = self._title(state)
         if datatype != CODES[state.datatype]:

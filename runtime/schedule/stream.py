@@ -1,14 +1,15 @@
 """The responses to one request, one after another: for threads and for event loops.
 
 Theory of operation. `StreamWaiter` collects responses, on the reactor's thread or on the one that settles the batch,
-and a thread or a task takes them out. A deque lies between them, whose append and popleft are atomic. A thread waits on
-a bell, a bare lock that is released to wake it. The first response and the last one wake their consumer at once. A model may
-send others faster than they can be handed over one by one, since two threads would take the interpreter's lock from each other
-for each of them. So the reactor wakes the consumer when it has taken in all that the stub had sent, or `_MANY` responses. A task that waits puts a function
-into `wake`, which has the driver of its loop wake it, once however many responses come. The driver does so even if a signal handler raises meanwhile
-(`event_loop.py`), and what it sets is a future, in one step. The waiter does not refer to the stream, so a stream that nobody has any
-more is collected, and that cancels the request. A collector may run in the middle of anything, under any lock, so
-`__del__` leaves the cancelling to the reactor.
+and a thread or a task takes them out. A deque lies between them, whose append and popleft are atomic. A thread waits
+on a bell, a bare lock that is released to wake it. The first response and the last one wake their consumer at once. A
+model may send others faster than they can be handed over one by one, since two threads would take the interpreter's
+lock from each other for each of them. So the reactor wakes the consumer when it has taken in all that the stub had
+sent, or `_MANY` responses. A task that waits puts a function into `wake`, which has the driver of its loop wake it,
+once however many responses come. The driver does so even if a signal handler raises meanwhile (`event_loop.py`), and
+what it sets is a future, in one step. The waiter does not refer to the stream, so a stream that nobody has any more is
+collected, and that cancels the request. A collector may run in the middle of anything, under any lock, so `__del__`
+leaves the cancelling to the reactor.
 
 Responses that nobody takes are bounded by a `ResponseBacklog`. When it is full, the waiter drops what waits and ends the stream with an error, and what the
 stub still sends is dropped. So a consumer that has seen a response in the deque may find none.
@@ -237,7 +238,10 @@ class ResponseStream:
                 raise
 
     def _leave(self) -> None:
-        """Cancel the request, and let whoever waits for the next response find the end. On the reactor's thread."""
+        """Cancel the request, and wake the reader of the next response, which finds the end.
+
+        On the reactor's thread.
+        """
         self._scheduler.leave(self._request)
         self._waiter.resolve(None)
 
@@ -269,7 +273,10 @@ class ResponseStream:
 def _waker(
     call: Callable[[Callable[[Any], object], object], bool], woken: asyncio.Future[None]
 ) -> Callable[[], None]:
-    """Return a function that wakes the task that awaits `woken`, once however often it is called. `call` is `LoopDriver.call`."""
+    """Return a function that wakes the task that awaits `woken`, once however often it is called.
+
+    `call` is `LoopDriver.call`.
+    """
     pending = [True]
 
     def wake() -> None:

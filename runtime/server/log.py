@@ -1,14 +1,14 @@
 """The log of a server: its lines, in Triton's form or as JSON, and its settings, which clients change by Triton's logging
 extension.
 
-Theory of operation. Any thread logs, and any thread may change the settings. `_writing` keeps lines whole, and keeps the
-descriptor of the log file open while a line is written to it. `_changing` makes a change of the settings one step: the new
-file is opened first, then it takes the place of the old one under `_writing`, and only then is the old one closed.
-`_changing` is always taken before `_writing`, and no line is written with `_changing` held. A handler of Python's has a lock besides, for
-which `logging` waits at the end of the program. There is none here, as a write may be stuck for ever if nobody reads what the server logs, and
-neither `close` nor the end of the server may wait for that. `LogControl` has a lock of its
-own, so that the server's log and the models' loggers, which are changed one after the other, end with the same settings
-when two clients change them at once.
+Theory of operation. Any thread logs, and any thread may change the settings. `_writing` keeps lines whole, and keeps
+the descriptor of the log file open while a line is written to it. `_changing` makes a change of the settings one step:
+the new file is opened first, then it takes the place of the old one under `_writing`, and only then is the old one
+closed. `_changing` is always taken before `_writing`, and no line is written with `_changing` held. A handler of
+Python's has a lock besides, for which `logging` waits at the end of the program. There is none here, as a write may be
+stuck for ever if nobody reads what the server logs, and neither `close` nor the end of the server may wait for that.
+`LogControl` has a lock of its own, so that the server's log and the models' loggers, which are changed one after the
+other, end with the same settings when two clients change them at once.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class _Room(np.ndarray[Any, np.dtype[np.uint8]]):
 class _Copy(np.ndarray[Any, np.dtype[np.uint8]]):
     """A copy of a client's memory. It counts for as long as something is a view of it.
 
-    A view refers to what its base is a view of, if that is of the view's own class. So there is another class between this one and plain
-    arrays: their views refer to this one, which has the charge.
+    A view refers to what its base is a view of, if that is of the view's own class. So there is another class between
+    this one and plain arrays: their views refer to this one, which has the charge.
     """
 
     charge: MemoryCharge

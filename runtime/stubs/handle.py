@@ -594,7 +594,9 @@ class Stubs:
         self._memory_lock = threading.Lock()
 
     def join_accounts(self, model: Model) -> None:
-        """Count what a version takes of the runtime's memory together with all other versions of its model, before it loads."""
+        """Count what a version takes of the runtime's memory together with all other versions of its model, before it
+        loads.
+        """
         with self._memory_lock:
             model.accounts = self._accounts.setdefault(model.name, model.accounts)
 

@@ -28,7 +28,10 @@ class StubMetrics:
         sandbox: str = STANDARD,
         account: MemoryAccount | None = None,
     ) -> None:
-        """`catch_up` reads the changes that the stub has sent so far. `sandbox` is its level. `account` counts the metrics of its whole model."""
+        """`catch_up` reads the changes that the stub has sent so far.
+
+        `sandbox` is its level. `account` counts the metrics of its whole model.
+        """
         self._registry = registry
         # A contained model may try to pass its figures off as the runtime's, so its names are checked.
         self._is_contained = is_contained(sandbox)

@@ -1,8 +1,9 @@
 """Writes the output of stubs into the runtime's log, or prints it: whole lines, marked, harmless to a terminal, rate-limited.
 
-Theory of operation. The reactor's thread reads the output of stubs (`StubOutput`). It must never wait until somebody reads the
-output of this program. A program that keeps a log gets the lines there (`runtime/log.py`). For any other, `Printer` has them written
-by an outlet as well. The end of a runtime waits for the lines (`wait`), but not for ever: a program ends even if nobody reads its output.
+Theory of operation. The reactor's thread reads the output of stubs (`StubOutput`). It must never wait until somebody
+reads the output of this program. A program that keeps a log gets the lines there (`runtime/log.py`). For any other,
+`Printer` has them written by an outlet as well. The end of a runtime waits for the lines (`wait`), but not for ever: a
+program ends even if nobody reads its output.
 
 A notebook shows output below the cell in whose context it is written. IPython calls back when a cell begins and ends, on the
 thread that runs it. At the beginning its context is kept, and `_write` runs in it. At the end, all output of models until then

@@ -198,7 +198,8 @@ def read_outputs(
     regions: Regions,
     give_back: Callable[[object], object],
 ) -> tuple[list[Tensor], list[Callable[[], object]]]:
-    """Return the tensors of a reply, and the steps, functions of C, from which on they have the blocks that the runtime lent.
+    """Return the tensors of a reply, and the steps, functions of C, from which on they have the blocks that the
+    runtime lent.
 
     In the end `give_back` gets the place of each block. Before those steps nothing has changed.
     """

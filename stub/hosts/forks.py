@@ -284,7 +284,10 @@ def _send_packet(end: socket.socket, packet: bytes) -> None:
 
 
 class _Incoming:
-    """A message as it arrives. If a signal handler raises meanwhile, the next call of `receive` goes on with what has come."""
+    """A message as it arrives.
+
+    If a signal handler raises meanwhile, the next call of `receive` goes on with what has come.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end

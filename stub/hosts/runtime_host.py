@@ -245,7 +245,10 @@ class StubHost(Host):
         *steps: Callable[[], object],
         seen: list[InferenceResponse] | None = None,
     ) -> InferenceResponse:
-        """Take the next answer to a call. `seen` gets the response, and further steps, functions of C, are taken, at once with that."""
+        """Take the next answer to a call.
+
+        `seen` gets the response, and further steps, functions of C, are taken, at once with that.
+        """
         inbox = call.inbox
         _, _, _, _, blocks, rows, parameters, failure, _ = inbox[0]
         error = None

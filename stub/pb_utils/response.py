@@ -1,18 +1,18 @@
 """Defines responses: the answer of a model, the iterator over several, and the sender that sends them at any time.
 
-Theory of operation. A `Reply` is the state of the responses to one request: how many were sent, and whether more may come. The request and its
-sender share it, and any thread may use it. Its lock makes checking and sending one step, so that responses go out in the order of their
-flags. It is an RLock: while a thread sends, a garbage collection may run a destructor of the model's that sends, too, and a signal may run a handler
-that does.
+Theory of operation. A `Reply` is the state of the responses to one request: how many were sent, and whether more may
+come. The request and its sender share it, and any thread may use it. Its lock makes checking and sending one step, so
+that responses go out in the order of their flags. It is an RLock: while a thread sends, a garbage collection may run a
+destructor of the model's that sends, too, and a signal may run a handler that does.
 
-A signal handler may also raise anywhere in a send. So the state changes at once with the response's coming into the queue (`ipc/signals.py`), after
-which nothing can be lost, and not before. If another send of the same thread has come between by then, the state is another one (`replacing`), and
-the send begins anew with the checks.
+A signal handler may also raise anywhere in a send. So the state changes at once with the response's coming into the
+queue (`ipc/signals.py`), after which nothing can be lost, and not before. If another send of the same thread has come
+between by then, the state is another one (`replacing`), and the send begins anew with the checks.
 
-If the request, its sender and everything else that could answer are dropped without a last response, nobody could ever answer, and the client
-would wait for ever. So the destructor of a reply that was left open ends the request with an error. It takes no lock: nothing refers to
-the reply any more. What a signal handler raises in a destructor is lost, and the destructor with it: then the port, which remembers the reply, ends
-the request.
+If the request, its sender and everything else that could answer are dropped without a last response, nobody could ever
+answer, and the client would wait for ever. So the destructor of a reply that was left open ends the request with an
+error. It takes no lock: nothing refers to the reply any more. What a signal handler raises in a destructor is lost,
+and the destructor with it: then the port, which remembers the reply, ends the request.
 
 A `ResponseIterator` holds its lock while it waits for the next response. So threads that share a loop take turns, and each response
 goes to one of them. `cancel` takes no lock and can interrupt that wait from another thread. `abandon` comes from the destructor.
@@ -193,10 +193,11 @@ class ResponseIterator:
         cancel: Callable[[], None],
         abandon: Callable[[], None] | None = None,
     ) -> ResponseIterator:
-        """Make an iterator. `receive` waits for the next response and adds it to the list, nothing after the last; the others do not wait.
+        """Make an iterator. `receive` waits for the next response and adds it to the list, nothing after the last; the
+        others do not wait.
 
-        If a signal handler raises in it, the next call adds that response. Responses still come after `cancel`. `abandon` is called when the
-        iterator is destroyed.
+        If a signal handler raises in it, the next call adds that response. Responses still come after `cancel`.
+        `abandon` is called when the iterator is destroyed.
         """
         iterator = object.__new__(cls)
         iterator._receive = receive
@@ -369,7 +370,8 @@ DROPPED = (
 class ReplyPort:
     """Delivers the responses of open requests, to the runtime or to a test.
 
-    Each method takes `steps`, functions of C, at once with what it does itself (`signals.at_once`): all of it happens, or nothing.
+    Each method takes `steps`, functions of C, at once with what it does itself (`signals.at_once`): all of it happens,
+    or nothing.
     """
 
     is_decoupled = False
@@ -401,7 +403,8 @@ class ReplyPort:
         self.respond(reply, InferenceResponse(error=TritonError(DROPPED)), FINAL, *steps)
 
 
-# What was sent with a reply: the number of responses, whether it was anything at all, and whether it was the last or ANSWER carries the outcome.
+# What was sent with a reply: the number of responses, whether it was anything at all, and whether it was the last or
+# ANSWER carries the outcome.
 _State = tuple[int, bool, bool]
 
 
@@ -438,7 +441,8 @@ class Reply:
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
         """Send by the rules of Triton's response senders. Raises `TritonModelException`.
 
-        If a signal handler raises meanwhile, this raises that, and the response was sent or it was not: the state says which.
+        If a signal handler raises meanwhile, this raises that, and the response was sent or it was not: the state says
+        which.
         """
         with self._lock:
             is_sent = False
@@ -503,7 +507,10 @@ class Reply:
         return self._change(state, (count, True, bool(flags)), respond)
 
     def _change(self, before: _State, after: _State, act: Callable[..., None]) -> bool:
-        """Act, and change the state at once with that. Returns False if the state was another one by then, and nothing was done."""
+        """Act, and change the state at once with that.
+
+        Returns False if the state was another one by then, and nothing was done.
+        """
         done: list[bool] = []
         act(*replacing(self, "_state", before, after), partial(done.append, True))
         return bool(done)

@@ -68,7 +68,8 @@ class Answer:
     def _place(self, request: InferenceRequest, response: InferenceResponse) -> None:
         """Place the outputs of the response to the next request.
 
-        The model's `execute` is over, so nobody waits for what a signal handler raises here: it fails this response, as everything else does.
+        The model's `execute` is over, so nobody waits for what a signal handler raises here: it fails this response,
+        as everything else does.
         """
         index, targets = len(self.plans), self._batch.targets
         blocks: list[list[int]] = []
@@ -170,8 +171,8 @@ class Responses(ReplyPort):
 
     def remember(self, reply: Reply, *steps: Callable[[], object]) -> None:
         key = reply.batch, reply.index
-        # A function of C notes the end of a reply that is remembered still. Usually its destructor has ended the request before, but a collection of
-        # garbage calls this first.
+        # A function of C notes the end of a reply that is remembered still. Usually its destructor has ended the
+        # request before, but a collection of garbage calls this first.
         known = weakref.ref(reply, partial(self._dropped.__setitem__, key))
         at_once(*steps, partial(self.replies.__setitem__, key, known))
 
@@ -242,7 +243,10 @@ class Responses(ReplyPort):
         return True
 
     def end_dropped(self) -> None:
-        """End the requests whose replies were dropped while a signal handler raised in their destructors. For the main thread."""
+        """End the requests whose replies were dropped while a signal handler raised in their destructors.
+
+        For the main thread.
+        """
         for key in list(self._dropped):
             self._end(*key)
             self._dropped.pop(key, None)

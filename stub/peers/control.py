@@ -5,14 +5,15 @@ cancellations. It never waits for the main thread, because the main thread waits
 not arrived. All threads send through one queue (`send_queue.py`), so messages keep the order in which each thread put them.
 Responses are queued as they are described, and those that are ready together travel in one packet.
 
-Changes of metrics do not take the queue. A model may change a metric anywhere, also in a finalizer that runs in the middle of any of
-this code, so `add` and `drop` append to deques and wake the sender, and never wait for a lock. `flush` adds the changes up and sends
-them under a lock that the same thread may take again (RLock), since a finalizer may interrupt the thread that holds it. If another
-thread holds the lock, `flush` waits for it: when it returns, all changes made before are sent, and a response may follow. The thread
-`moonpool-metrics` sends changes that no response carries. It clears `_is_wished` before it flushes, so that a
-change which comes during the flush wakes it again. A signal handler of the model's may raise anywhere. So changes leave their deques at once with their
-coming into the sums or into a message, and a message stays until the queue of its own has it. If a finalizer or a handler has flushed meanwhile, the
-sums are others by then (`replacing`), and all of it begins anew.
+Changes of metrics do not take the queue. A model may change a metric anywhere, also in a finalizer that runs in the
+middle of any of this code, so `add` and `drop` append to deques and wake the sender, and never wait for a lock.
+`flush` adds the changes up and sends them under a lock that the same thread may take again (RLock), since a finalizer
+may interrupt the thread that holds it. If another thread holds the lock, `flush` waits for it: when it returns, all
+changes made before are sent, and a response may follow. The thread `moonpool-metrics` sends changes that no response
+carries. It clears `_is_wished` before it flushes, so that a change which comes during the flush wakes it again. A
+signal handler of the model's may raise anywhere. So changes leave their deques at once with their coming into the sums
+or into a message, and a message stays until the queue of its own has it. If a finalizer or a handler has flushed
+meanwhile, the sums are others by then (`replacing`), and all of it begins anew.
 
 In a process that the model forked, a thread of the parent may have held these locks at the moment of the fork. `begin` makes new ones.
 
@@ -82,7 +83,10 @@ class Control:
         self.metric_changes = MetricChanges(self._send_changes)
 
     def send(self, *message: Any, notes: Iterable[Callable[[], object]] = ()) -> None:
-        """Send a control message; blocks while the runtime is behind with reading. `notes` are the steps of `SendQueue.put`."""
+        """Send a control message; blocks while the runtime is behind with reading.
+
+        `notes` are the steps of `SendQueue.put`.
+        """
         taken: list[Block] = []
         try:
             packet = self._regions.pack(taken, *message)
@@ -92,7 +96,8 @@ class Control:
                 self._regions.take_back(taken)
 
     def respond(self, response: list[Any], *steps: Callable[[], object]) -> None:
-        """Send a response, a row of RESPONSES, together with others that are ready. `steps` are those of `SendQueue.put`.
+        """Send a response, a row of RESPONSES, together with others that are ready. `steps` are those of
+        `SendQueue.put`.
 
         Changes of metrics that the model made before go first.
         """
@@ -226,7 +231,8 @@ class MetricChanges:
     def __init__(self, send: Callable[..., object]) -> None:
         """Take `send`, which sends rows and the numbers of dropped metrics to the runtime.
 
-        Further arguments of it are steps that it takes at once with making certain that these are sent (`SendQueue.put`).
+        Further arguments of it are steps that it takes at once with making certain that these are sent
+        (`SendQueue.put`).
         """
         self._send = send
         # False while `flush` has nothing to do: models without metrics call it for every batch.
@@ -303,7 +309,10 @@ class MetricChanges:
                 self._send(*messages[0], *replacing(self, "_messages", messages, messages[1:]))
 
     def _add_up(self, *, packs: bool = False) -> None:
-        """Add up the changes so far, and with `packs` make messages of them, and of the metrics that were dropped. Needs the lock."""
+        """Add up the changes so far, and with `packs` make messages of them, and of the metrics that were dropped.
+
+        Needs the lock.
+        """
         new, dropped = self._new, self._dropped
         done: list[bool] = []
         while not done:

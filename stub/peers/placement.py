@@ -55,8 +55,9 @@ class PlacementPlan:
         self.offsets: list[int] = []
 
 
-# How one response is placed: its plan; the arrays to copy into one block, as the plan says; the blocks in which the other outputs lie, and those
-# of them that are this stub's own; and outputs for memory of clients, which is among those blocks.
+# How one response is placed: its plan; the arrays to copy into one block, as the plan says; the blocks in which the
+# other outputs lie, and those of them that are this stub's own; and outputs for memory of clients, which is among
+# those blocks.
 _Placement = tuple[
     PlacementPlan,
     list[np.ndarray],
@@ -90,10 +91,11 @@ class Placer:
     ) -> tuple[PlacementPlan | None, list[Any] | None]:
         """Place the requested outputs of a response. Returns the plan, and the remark that goes with it.
 
-        A response that cannot be sent becomes an error without outputs. The model may have made it without its constructor, or changed its
-        fields, so anything may be raised while it is read, also by code of the model's. What a signal handler raises is passed on, and no type
-        tells the two apart. So the response is read first, which takes a moment and changes nothing, and once more if that raises
-        (`signals.raised_again`). What takes longer comes after that, to wait for memory and to copy: there, only our own errors are the fault of the
+        A response that cannot be sent becomes an error without outputs. The model may have made it without its
+        constructor, or changed its fields, so anything may be raised while it is read, also by code of the model's.
+        What a signal handler raises is passed on, and no type tells the two apart. So the response is read first,
+        which takes a moment and changes nothing, and once more if that raises (`signals.raised_again`). What takes
+        longer comes after that, to wait for memory and to copy: there, only our own errors are the fault of the
         response.
 
         If this raises, `blocks` may have got blocks, which go back by `give_back`.
@@ -135,7 +137,10 @@ class Placer:
         targets: Mapping[int, Target] | None,
         wish: PreferredMemory | None,
     ) -> tuple[_Placement | None, list[Any] | None]:
-        """Return how to place a response and its remark, or an error as a remark. Raises what the model's objects raise."""
+        """Return how to place a response and its remark, or an error as a remark.
+
+        Raises what the model's objects raise.
+        """
         error = response._error
         if error is not None:
             return None, error_remark(int(error.code()), error.message())
@@ -224,7 +229,10 @@ class Placer:
         return plan, arrays, there, ours, delivered
 
     def _place_apart(self, placement: _Placement, blocks: list[list[int]]) -> None:
-        """Do the same as `place_copies` if some outputs are not copied. Raises `CutShort`, too; memory of a client may have been written to then."""
+        """Do the same as `place_copies` if some outputs are not copied.
+
+        Raises `CutShort`, too; memory of a client may have been written to then.
+        """
         plan, arrays, there, ours, delivered = placement
         for target, data in delivered:
             target.region.write(target.offset, data)

@@ -327,8 +327,8 @@ class Regions(Overflow):
     def pack(self, taken: list[Block], *message: Any) -> bytes:
         """Return the packet of a message; if the message is too large, store it and return the packet of INDIRECT.
 
-        `taken` gets its block, which goes back by `take_back` if the packet is not sent. Raises `LocalProtocolError` for values that msgpack
-        cannot carry, `OutOfMemory`.
+        `taken` gets its block, which goes back by `take_back` if the packet is not sent. Raises `LocalProtocolError`
+        for values that msgpack cannot carry, `OutOfMemory`.
         """
         packet = encode(*message)
         return packet if len(packet) <= MAX_PACKET_BYTES else self.indirect(packet, taken=taken)

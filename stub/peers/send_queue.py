@@ -6,11 +6,11 @@ giving up the turn that thread looks at the deque once more, so a packet that ca
 no thread ever blocks for the turn, a destructor may put a packet in the middle of another `put` of the same thread.
 
 A signal handler may raise anywhere in `put`, above all while the socket is full. An item stays in the deque until its
-packet is sent (`Channel.send_first`). The turn is noted in the call that takes it, so it is given up in any case. Other
-threads may have left their packets to the one that was interrupted, and may wait for the answers: so it sends what is
-left before it raises. If it is interrupted again, the next `put` does. What a caller has to remember of a message that
-is certain to be sent, it notes at once with the item's coming into the queue. The first of these steps may find out that the message must not
-be sent any more (`signals.replacing`): then there is neither.
+packet is sent (`Channel.send_first`). The turn is noted in the call that takes it, so it is given up in any case.
+Other threads may have left their packets to the one that was interrupted, and may wait for the answers: so it sends
+what is left before it raises. If it is interrupted again, the next `put` does. What a caller has to remember of a
+message that is certain to be sent, it notes at once with the item's coming into the queue. The first of these steps
+may find out that the message must not be sent any more (`signals.replacing`): then there is neither.
 
 A send blocks while the runtime is behind with reading, and so does the thread that has the turn. `close` takes the turn with
 blocking, so that no thread is still sending when the descriptor goes away; the peer is gone then, and no send blocks.
@@ -63,7 +63,10 @@ class SendQueue:
         return len(self._items)
 
     def put(self, item: Any, *steps: Callable[[], object]) -> None:
-        """Send an item, after those that are queued already. `steps`, functions of C, are taken right before it comes into the queue, at once with that."""
+        """Send an item, after those that are queued already.
+
+        `steps`, functions of C, are taken right before it comes into the queue, at once with that.
+        """
         try:
             if steps:
                 at_once(*steps, partial(self._items.append, item))

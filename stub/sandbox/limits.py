@@ -18,7 +18,8 @@ _LIMITS = {
 }
 _PENDING_SIGNALS = 1024
 _LOCKED_BYTES = 8 << 20
-# The kernel takes one change every tenth of a second from all ordinary users together, so many that start at once do without.
+# The kernel takes one change every tenth of a second from all ordinary users together, so many that start at once do
+# without.
 _WEIGHING_S, _AGAIN_S = 0.3, 0.02
 # Message queues, which outlive a process, and priorities over all other processes.
 _NEVER = (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE)

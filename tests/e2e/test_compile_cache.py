@@ -65,7 +65,8 @@ def test_what_is_compiled_is_kept_for_the_model_alone(
         assert len({each.stat().st_uid for each in folders} - {0}) == 2
     if level == "strict":
         other = next(each for each in folders if (each / "inductor" / "kept").read_text() == "x")
-        # Landlock refuses to open a folder, and not to ask for its rights. A folder that may be read yields at least itself.
+        # Landlock refuses to open a folder, and not to ask for its rights. A folder that may be read yields at least
+        # itself.
         code = f"[*__import__('os').walk({str(other)!r})] != []"
         assert said(runtime, "one", code) is False
 

@@ -80,7 +80,8 @@ def test_models_are_served_and_come_back_whatever_a_handler_does(
     file.write_text(MODEL)
     with handled_by(handler):
         with moonpool.Runtime() as runtime, hosted(runtime, "m", file, CONFIG):
-            # The reactor has a part in all of these: it reads what the model prints, drives requests of futures, and sees a death.
+            # The reactor has a part in all of these: it reads what the model prints, drives requests of futures, and
+            # sees a death.
             for _ in range(3):
                 runtime.submit("m", ZERO).result(PATIENCE_S)
             assert handler.is_reached.wait(PATIENCE_S)

@@ -1,4 +1,6 @@
-"""Tests of what the runtime keeps of models that are gone: their names and why they are gone, and nothing that their loads brought."""
+"""Tests of what the runtime keeps of models that are gone: their names and why they are gone, and nothing that their
+loads brought.
+"""
 
 from __future__ import annotations
 

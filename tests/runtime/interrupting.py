@@ -90,8 +90,8 @@ class RaisesAt:
     ) -> None:
         """Raise at the first of these events, and then so many events later at the next one. `within` are the folders that count.
 
-        Without `at_lines`, only calls and returns count. Between two lines without one, Python runs no handler. `act` is called in place of
-        raising. What is raised with `in_destructors`, Python reports, and goes on.
+        Without `at_lines`, only calls and returns count. Between two lines without one, Python runs no handler. `act`
+        is called in place of raising. What is raised with `in_destructors`, Python reports, and goes on.
         """
         self.left = list(numbers)
         self._within = within
@@ -160,8 +160,8 @@ def interrupted_everywhere(
 ) -> int:
     """Interrupt `ask` at one event after the other, and `check` after each. Returns the number of events.
 
-    With `again`, a second handler raises so many events after the first one. With `step`, only each `step`th event is taken. The others
-    are those of `RaisesAt`.
+    With `again`, a second handler raises so many events after the first one. With `step`, only each `step`th event is
+    taken. The others are those of `RaisesAt`.
     """
     for number in itertools.count(1, step):
         raises = RaisesAt(

@@ -1,4 +1,6 @@
-"""A signal handler of a model's may raise anywhere while a coroutine is handed to its loop: no place is lost, and none runs twice."""
+"""A signal handler of a model's may raise anywhere while a coroutine is handed to its loop: no place is lost, and none
+runs twice.
+"""
 
 from __future__ import annotations
 

@@ -352,7 +352,8 @@ class ModelOptions:
     def overdue_pause_s(self, *, is_idle: bool) -> float:
         """Return the time until somebody looks again for a batch that takes longer than `execute_timeout_s`.
 
-        While there is none, nothing can be late before another whole limit is over. One second is the most, as the limit may change.
+        While there is none, nothing can be late before another whole limit is over. One second is the most, as the
+        limit may change.
         """
         limit_s = self.execute_timeout_s or math.inf
         return max(

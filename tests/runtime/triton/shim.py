@@ -166,7 +166,9 @@ class Shim:
                 return fields
 
     def wait_for_note(self, text: str, *levels: int) -> None:
-        """Wait for a note with this text, of one of these levels if there are any: the launcher's log has a thread of its own."""
+        """Wait for a note with this text, of one of these levels if there are any: the launcher's log has a thread of
+        its own.
+        """
         while not any(
             text in noted and level in (levels or (level,)) for level, noted in self.notes
         ):

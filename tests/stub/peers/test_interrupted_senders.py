@@ -1,4 +1,6 @@
-"""A signal handler of a model's may raise anywhere while the model answers: each request has its end once, and no memory is lost."""
+"""A signal handler of a model's may raise anywhere while the model answers: each request has its end once, and no
+memory is lost.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ everywhere = partial(interrupted_everywhere, within=OF_A_STUB, at_lines=False)
 
 
 class Desk(StubDesk):
-    """A stub whose runtime is the test: it counts responses and ends of requests, and gives back all memory that comes."""
+    """A stub whose runtime is the test: it counts responses and ends of requests, and gives back all memory that
+    comes.
+    """
 
     def __init__(self, *, is_decoupled: bool) -> None:
         super().__init__(UsualWay, decoupled=is_decoupled)
