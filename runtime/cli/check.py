@@ -298,7 +298,7 @@ def _with_all_granted(runtime: Runtime, name: str) -> list[Model]:
 
 
 def _ungranted(rules: HostingRules, models: list[Model]) -> Iterator[Finding]:
-    """List everything that a model asks for and is not granted, then the grant to paste."""
+    """List everything that a model asks for and is not granted, then the option that grants all of it."""
     name = models[0].name
     said = rules.said_of(Wanted(name))
     if not is_contained(rules.floor_of(said) or "off") or name in rules.grants.whole:

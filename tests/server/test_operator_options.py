@@ -219,8 +219,8 @@ MOONPOOL_THREADS = 2
 """
 
 
-@pytest.mark.promise("The server (`moonpool serve`)", "A name goes before a pattern, …")
-def test_the_command_line_goes_before_the_environment_and_that_before_the_file_option_by_option(
+@pytest.mark.promise("The server (`moonpool serve`)", "An exact name takes precedence …")
+def test_the_command_line_overrides_the_environment_and_that_the_file_option_by_option(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "server.toml"

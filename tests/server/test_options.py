@@ -168,10 +168,10 @@ def test_nothing_said_is_every_default() -> None:
 
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
-    "Options come from the command line, the environment or a file. The command line goes "
-    "before the environment, and that before the file.",
+    "Options come from the command line, the environment or a file. The command line overrides "
+    "the environment, and that overrides the file.",
 )
-def test_the_command_line_goes_before_the_environment_and_that_before_the_file(file: Path) -> None:
+def test_the_command_line_overrides_the_environment_and_that_the_file(file: Path) -> None:
     file.write_text("http-port = 1\ngrpc_port = 1\nmetrics-port = 1\nallow-http = false\n")
     arguments = {"config": [str(file)], "http-port": ["3"]}
     found = read(arguments, {"MOONPOOL_SERVE_HTTP_PORT": "2", "MOONPOOL_SERVE_GRPC_PORT": "2"})

@@ -27,11 +27,11 @@ def options(*texts: str) -> OperatorOptions:
 
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
-    "A name goes before a pattern, a longer pattern before a shorter one, the command line "
-    "before the environment and the file.",
+    "An exact name takes precedence over a pattern, a longer pattern over a shorter one, and the command line over the "
+    "environment and the file.",
 )
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_name_goes_before_a_pattern_and_a_longer_pattern_before_a_shorter_one(order: int) -> None:
+def test_a_name_overrides_a_pattern_and_a_longer_pattern_a_shorter_one(order: int) -> None:
     said = (f"a-1:{MEMORY}=1G", f"a-*:{MEMORY}=2G", f"*:{MEMORY}=3G", f"*:{THREADS}=1")
     found = options(*said[::order])
 
