@@ -36,6 +36,7 @@ from tests.server.grpc.frames import (
 from tests.server.grpc.serving import TIMEOUT_S, Served, messages
 from tests.waiting import wait_until
 
+from moonpool.runtime.server import clients
 from moonpool.runtime.server.grpc import connection
 
 Serve = Callable[..., Served]
@@ -334,6 +335,28 @@ def test_a_client_that_takes_nothing_is_left(serve: Serve, reads: bool) -> None:
             return not served.server.calls
 
         wait_until(is_left)
+
+
+@pytest.mark.promise(
+    "gRPC",
+    "Unread answers of all clients have a bound, beyond which the connection with the most unread bytes is closed.",
+)
+def test_the_connection_with_the_most_unread_bytes_is_closed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "_UNSENT_BYTES", 1 << 20)
+    served = serve()
+    served.runtime.load("echo", MODELS / "echo.py", config=ECHO)
+    with RawClient(served.server.port) as patient, RawClient(served.server.port) as greedy:
+        patient.send(call(1, STREAM))
+        ask_much(greedy, window=0)
+        # Its window is closed behind the first 64 KiB, so it ends without the end of its answer.
+        got = list(greedy.frames())
+
+        assert sum(len(each.body) for each in got if each.kind == DATA) <= 64 << 10
+        assert not any(each.flags & END_STREAM for each in got if each.kind in (DATA, HEADERS))
+        patient.send(ping)
+        assert patient.next(PING).flags == 1
 
 
 def test_a_client_that_takes_a_little_now_and_then_is_not_stalled() -> None:
