@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from tests.runtime.cli.shell import MODELS, PATIENCE_S, CommandLine, write_model
 
+from moonpool.runtime.bench.tuning.search import Place
+from moonpool.runtime.bench.tuning.tuner import Measured, Tuner
+from moonpool.runtime.cli.main import main
 from moonpool.runtime.cli.tune.report import replace_file
 
 TENSORS = """\
@@ -104,6 +107,32 @@ def test_a_model_that_waits_gets_another_instance(cli: CommandLine, waits: Path)
     assert "<script" not in page
     assert "+instance_group [ { count: 2" in page
     assert page.count("<svg") == 1
+
+
+@pytest.mark.promise(
+    "Finding settings (`moonpool tune`)", "Settings are compared at the same number of callers, …"
+)
+def test_what_is_not_better_when_it_is_measured_again_is_not_written(
+    waits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def again(tuner: Tuner, place: Place, callers: int) -> Measured:
+        rate = 50.0 if place == tuner.start else 40.0
+        return Measured(place, callers, rate, rate, 1000.0)
+
+    monkeypatch.setattr(Tuner, "_measure_again", again)
+    words = [
+        "tune", str(waits), "waits", "--settings", "instances", "--most-instances", "2", "--write", *QUICK,
+        "--most-callers", "2", "--seconds", "0.5",
+    ]  # fmt: skip
+
+    assert main(words) == 0
+
+    shown = capsys.readouterr().out
+    assert "with waits.instances=2." in shown
+    assert "0.80 and 0.80 times the rate" in shown
+    assert "so nothing is proposed" in shown
+    assert "instance_group" not in shown
+    assert (waits / "waits" / "config.pbtxt").read_text() == CONFIG
 
 
 @pytest.mark.promise(

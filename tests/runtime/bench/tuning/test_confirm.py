@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from moonpool.runtime.bench.tuning.search import Place
-from moonpool.runtime.bench.tuning.tuner import Confirmation, Measured, confirm
+from moonpool.runtime.bench.tuning.tuner import Confirmation, Measured, Tuner, confirm
 
 START: Place = (0,)
 BEST: Place = (1,)
@@ -83,3 +83,27 @@ def test_the_start_needs_no_comparison_with_itself() -> None:
     asked, found = confirmed({}, Measured(START, 8, 10.0, 10.0))
 
     assert (asked, found.pairs, found.as_good, found.holds) == ([], (), None, True)
+
+
+class Scripted(Tuner):
+    """A search without a server, whose loads have the scores of a script."""
+
+    def __init__(self, scores: Sequence[float]) -> None:
+        self.left = list(scores)
+
+    def _load_once(self, place: Place, callers: int) -> Measured:
+        return Measured(place, callers, self.left.pop(0))
+
+
+@pytest.mark.parametrize(
+    ("scores", "count"), [([-1.03, 0.9], 2), ([-1.05, -1.04], 2), ([-1.2, 0.9], 1), ([0.9, 0.8], 1)]
+)
+def test_a_load_that_just_misses_its_limits_is_tried_once_more(
+    scores: list[float], count: int
+) -> None:
+    tuner = Scripted(scores)
+
+    found = tuner._load(START, 8)
+
+    assert found.score == scores[count - 1]
+    assert tuner.left == scores[count:]
