@@ -211,6 +211,66 @@ def test_a_load_that_takes_too_long_for_the_user_can_be_interrupted(cli: Command
     assert complaint == b"moonpool: interrupted\n"
 
 
+# Works until its request is cancelled, and ends never.
+STUCK = """
+import time
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        open("asked", "w").close()
+        while not requests[0].is_cancelled():
+            time.sleep(0.01)
+        return [pb_utils.InferenceResponse(error=pb_utils.TritonError("cancelled"))]
+
+    def finalize(self):
+        while True:
+            time.sleep(1)
+"""
+STUCK_CONFIG = """
+backend: "python"
+input { name: "X" data_type: TYPE_FP32 dims: 1 }
+output { name: "Y" data_type: TYPE_FP32 dims: 1 }
+"""
+
+
+@pytest.mark.promise(
+    "The command line",
+    "Ctrl-C ends a command. If a model takes its time to end, the command says so, and a second "
+    "Ctrl-C ends it at once.",
+)
+def test_a_second_signal_ends_a_command_that_waits_for_its_model(cli: CommandLine) -> None:
+    write_model(cli.folder / "models", "stuck", STUCK, STUCK_CONFIG)
+    errors = cli.folder / "errors"
+    with errors.open("wb") as stderr:
+        process = cli.start(
+            "infer", "models", "stuck", "--input", "X=[1]", stdout=subprocess.DEVNULL, stderr=stderr.fileno(),
+        )  # fmt: skip
+
+    def says(words: str) -> bool:
+        if process.poll() is not None:
+            pytest.fail(f"ended with {process.returncode}:\n{errors.read_text()}")
+        return words in errors.read_text()
+
+    with process:
+        try:
+            asked = cli.folder / "asked"
+            wait_until(lambda: says("") and asked.exists(), PATIENCE_S, "the request")
+            process.send_signal(signal.SIGINT)
+            why = "takes its time: stuck:1 finalizes (MOONPOOL_FINALIZE_TIMEOUT_S). Ctrl-C ends it at once."
+            wait_until(lambda: says(why), PATIENCE_S, "the line about what it waits for")
+            process.send_signal(signal.SIGINT)
+            process.wait(PATIENCE_S)
+        except BaseException:
+            process.kill()
+            raise
+
+    assert process.returncode == 130
+    assert errors.read_text().endswith("moonpool: interrupted\n")
+
+
 def test_a_reader_that_goes_away_ends_a_command_quietly(cli: CommandLine) -> None:
     process = cli.start(
         "check", MODELS, "primes", "normalise", stdout=subprocess.PIPE, stderr=subprocess.PIPE
