@@ -123,6 +123,26 @@ def test_models_of_each_kind_are_asked(cli: CommandLine) -> None:
     assert "sequence 7 to model 'sums' must specify the START flag" in ended.stderr
 
 
+def test_a_response_cache_that_is_missing_is_told_with_the_command_that_has_one(
+    cli: CommandLine,
+) -> None:
+    write_model(
+        cli.folder / "models",
+        "cached",
+        "from moonpool import Float32\n\n\nclass Cached:\n"
+        "    def __call__(self, X: Float32[1]) -> Float32[1]:\n        return X\n",
+        "response_cache { enable: true }",
+    )
+
+    ended = cli("infer", "models", "cached", "--input", "X=[1]")
+
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == (
+        "model 'cached' has a response_cache, and there is none: commands keep no responses, "
+        "`moonpool serve` does with --cache-config=local,size=BYTES\n"
+    )
+
+
 CONFIG = ModelConfig.from_dict(
     {
         "name": "m",
