@@ -17,6 +17,8 @@ from tests.runtime.bench.conftest import Kserve, kserve
 from tests.runtime.cli.shell import MODELS, CommandLine
 from tests.waiting import wait_until
 
+from moonpool.runtime.cli.bench.report import warnings
+
 __all__ = ["kserve"]
 
 QUICK = ("--seconds", "0.05", "--warm-up", "0", "--windows", "3")
@@ -66,7 +68,24 @@ def test_a_rate_is_asked_for_and_what_came_late_is_said(cli: CommandLine, url: s
     assert modest["request_rate"] == 100
     assert modest["requests"] + modest["unsent"] == 15
     assert absurd["delayed"] > 0.05 * absurd["requests"]
-    assert re.search(r"1e\+06/s: \d+ of \d+ requests were sent more than 1 ms late", ended.stderr)
+    late = re.search(r"1e\+06/s: \d+ of \d+ requests were sent more than 1 ms late.*", ended.stderr)
+    assert late is not None
+    assert ("could not keep up" in late[0]) == (absurd["unsent"] > 0)
+
+
+@pytest.mark.parametrize("unsent", [0, 3])
+def test_only_a_load_with_requests_that_were_never_sent_could_not_be_kept_up_with(
+    unsent: int,
+) -> None:
+    point = {
+        "request_rate": 26.0, "requests": 42 - unsent, "failed": 0, "unsent": unsent, "delayed": 33, "stable": True,
+        "generator_share": None,
+    }  # fmt: skip
+
+    [told] = warnings({"where": "here", "series": [point], "processes": 1})
+
+    never = ", and 3 were never sent: it could not keep up" if unsent else ""
+    assert told == f"here, 26/s: 33 of 42 requests were sent more than 1 ms late{never}"
 
 
 @pytest.mark.promise(
