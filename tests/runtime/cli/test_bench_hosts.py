@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -26,13 +27,20 @@ def test_a_model_is_measured_in_several_hosts(
     monkeypatch.setenv("UV_OFFLINE", "1")
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv(VARIABLE, raising=False)
     ended = cli(
-        "bench", MODELS, "add_sub", "--hosts", "moonpool,processpool,mosec", *QUICK, "--instances", "2",
+        "bench", MODELS, "add_sub", "--hosts", "moonpool,processpool,mosec,triton", *QUICK, "--instances", "2",
         "--save", ".", "--sandbox-grants", "add_sub", "--model-option", "*:MOONPOOL_THREADS=1",
     )  # fmt: skip
 
     assert ended.returncode == 0, ended.stderr
-    assert "moonpool: mosec is left out: no environment can be built" in ended.stderr
+    for name in ("mosec", "triton"):
+        told = ended.stderr.partition(f"moonpool: starts {name}\n")[2].splitlines()
+        assert re.fullmatch(
+            rf"builds the environment of .*/{name}\.txt with (uv|pip), which may take minutes",
+            told[0],
+        )
+        assert told[1].startswith(f"moonpool: {name} is left out: no environment can be built")
     found = json.loads((cli.folder / "add_sub.json").read_text())
     assert found["host"]["name"] == "moonpool"
     command = found["host"]["command"].split()
