@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from io import BytesIO
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -169,6 +170,20 @@ def check_shape(shape: Sequence[int], name: str = "") -> int:
         if bound > MAX_ELEMENTS:
             raise BadTensor(f"{_shape_of(name)} has more than 2**59 elements")
     return count
+
+
+def check_tensor(code: int, shape: Sequence[int], size_bytes: int) -> None:
+    """Check what a peer says of a tensor in a message, whose dimensions the codec has checked.
+
+    Raises BadTensor if no array has the shape, and unless the elements have so many bytes in all, which only those of BYTES may
+    choose. Its text follows the name of the tensor in an error. `check_tensor` in ipc/native/answer.h is the same.
+    """
+    count = prod(shape)
+    # numpy makes no array whose other dimensions are huge, beside one of 0.
+    if (count or prod([size or 1 for size in shape])) > MAX_ELEMENTS:
+        raise BadTensor(f"of shape {shape}: more elements than any tensor has")
+    if code != BYTES and count * ITEMSIZE[code] != size_bytes:
+        raise BadTensor(f"of shape {shape} has {size_bytes} bytes")
 
 
 def _shape_of(name: str) -> str:

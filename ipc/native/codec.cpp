@@ -25,12 +25,32 @@ std::string shown(const Value& value) {
   }
 }
 
+// Returns true if the packet announces more than `most` values, nested ones included; `wrong` says so then. As
+// `check_items` in ipc/codec.py does, it looks at no more of them.
+bool has_more_values(std::string_view packet, uint64_t most, std::string* wrong) {
+  if (packet.size() <= most) return false;  // a value takes a byte at least
+  Reader reader(packet, UINT32_MAX * uint64_t{2});
+  for (uint64_t left = 1; left > 0 && !reader.at_end();) {
+    const Value value = reader.next();
+    if (value.form == Form::kBad) return false;  // the check of the packet stops there, too
+    --most;
+    --left;
+    if (value.form == Form::kArray) left += value.number;
+    if (value.form == Form::kMap) left += 2 * value.number;
+    if (left > most) {
+      *wrong = "a packet of more values than any message has";
+      return true;
+    }
+  }
+  return false;
+}
+
 // Checks one message. After the first error, `wrong` holds it.
 class Checker {
  public:
   // `what` names the checked bytes: a packet, or a part of one.
-  Checker(const char* what, const Spec* specs, Reader reader, uint64_t most, std::string* wrong)
-      : what_(what), specs_(specs), reader_(reader), left_(most), wrong_(wrong) {}
+  Checker(const char* what, const Spec* specs, Reader reader, std::string* wrong)
+      : what_(what), specs_(specs), reader_(reader), wrong_(wrong) {}
 
   const Value& value() const { return value_; }
   const Reader& reader() const { return reader_; }
@@ -42,11 +62,6 @@ class Checker {
     if (value_.form == Form::kText && !is_utf8(value_.bytes)) {
       return not_msgpack("a text is no UTF-8");
     }
-    if (left_ == 0) {
-      *wrong_ = "a packet of more values than any message has";
-      return false;
-    }
-    --left_;
     return true;
   }
 
@@ -147,7 +162,6 @@ class Checker {
   const char* const what_;
   const Spec* specs_;
   Reader reader_;
-  uint64_t left_;
   std::string* wrong_;
   Value value_;
   bool refused_ = false;
@@ -158,7 +172,8 @@ class Checker {
 
 const Message* check_message(const Message* messages, size_t count, const Spec* specs, uint8_t peer,
                              std::string_view packet, Reader* fields, std::string* wrong) {
-  Checker checker("a packet", specs, Reader(packet), kMaxValues, wrong);
+  if (has_more_values(packet, kMaxValues, wrong)) return nullptr;
+  Checker checker("a packet", specs, Reader(packet), wrong);
   if (!checker.take()) return nullptr;
   const Value head = checker.value();
   const bool led = head.form == Form::kArray && head.number > 0;
@@ -194,7 +209,8 @@ const Message* check_message(const Message* messages, size_t count, const Spec* 
 }
 
 bool check_packed(const Spec* specs, const Spec& spec, std::string_view packed, uint64_t most, std::string* wrong) {
-  Checker checker("a layout", specs, Reader(packed), most, wrong);
+  if (has_more_values(packed, most, wrong)) return false;
+  Checker checker("a layout", specs, Reader(packed), wrong);
   if (checker.check(spec) && checker.check_end()) return true;
   checker.say("layout");
   return false;

@@ -82,7 +82,7 @@ Value Reader::bytes(Form form, uint64_t size) {
 // A value takes at least one byte, so no count may exceed the bytes that are left.
 Value Reader::counted(Form form, uint64_t count) {
   const uint64_t least = form == Form::kMap ? 2 * count : count;
-  if (static_cast<uint64_t>(end_ - at_) < least) return bad();
+  if (static_cast<uint64_t>(end_ - at_) + more_ < least) return bad();
   Value value;
   value.form = form;
   value.number = count;

@@ -35,7 +35,9 @@ struct Raw {
 class Reader {
  public:
   Reader() = default;
-  explicit Reader(std::string_view bytes) : at_(bytes.data()), end_(bytes.data() + bytes.size()) {}
+  // Where the bytes are only the beginning of a message, `more` are missing. An array or a map may need them.
+  explicit Reader(std::string_view bytes, uint64_t more = 0)
+      : at_(bytes.data()), end_(bytes.data() + bytes.size()), more_(more) {}
 
   // Returns the next value. Of an array or a map it returns only the head; its contents come next.
   Value next();
@@ -65,6 +67,7 @@ class Reader {
 
   const char* at_ = nullptr;
   const char* end_ = nullptr;
+  uint64_t more_ = 0;
   bool failed_ = false;
 };
 

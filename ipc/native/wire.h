@@ -1049,15 +1049,9 @@ constexpr Table<Word, 24> kLauncher = {{{
 }}, kSpecs};
 
 constexpr size_t kLayoutSpec = 278;
-// The tensors of each request, or response, of a batch.
-using Layout = List<List<Tensor>>;
-
-// A layout of at most so many values; else false, and `wrong` says why.
-inline bool read_layout(std::string_view packed, uint64_t most, Layout* layout, std::string* wrong) {
-  if (!check_packed(kSpecs, kSpecs[kLayoutSpec], packed, most, wrong)) return false;
-  Reader reader(packed);
-  layout->read(reader);
-  return true;
+// Returns true if the bytes are a layout of at most so many values; else `wrong` says why.
+inline bool check_layout(std::string_view packed, uint64_t most, std::string* wrong) {
+  return check_packed(kSpecs, kSpecs[kLayoutSpec], packed, most, wrong);
 }
 
 template <class Table>

@@ -6,15 +6,14 @@ Everything here is pure, and the same for all batches of the same shapes. So a l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from moonpool.ipc.codec import encode, unpack_layout
-from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.errors import BadTensor, RemoteProtocolError
 from moonpool.ipc.memory import ALIGNMENT
-from moonpool.ipc.tensors import BYTES, DTYPES, ITEMSIZE, MAX_DIMS
+from moonpool.ipc.tensors import BYTES, DTYPES, ITEMSIZE, MAX_DIMS, check_tensor
 from moonpool.runtime.model.request import Shapes
 
 # A row and its six fields, with as many dimensions as there may be.
@@ -146,14 +145,9 @@ def _output(row: list[Any], names: Sequence[str]) -> OutputLayout:
     if index >= len(names):
         raise RemoteProtocolError(f"output {index}: there is no such output")
     name = names[index]
-    if datatype == BYTES:
-        return OutputLayout(name, datatype, tuple(shape), None, block, offset, size_bytes)
-    if prod(shape) * ITEMSIZE[datatype] != size_bytes:
-        raise RemoteProtocolError(f"output {name!r} of shape {shape} has {size_bytes} bytes")
-    dtype = DTYPES[datatype]
-    if not size_bytes:
-        try:
-            np.empty(shape, dtype)
-        except (ValueError, OverflowError) as bad:  # a huge dimension beside an empty one
-            raise RemoteProtocolError(f"output {name!r} of shape {shape}: {bad}") from bad
+    try:
+        check_tensor(datatype, shape, size_bytes)
+    except BadTensor as bad:
+        raise RemoteProtocolError(f"output {name!r} {bad}") from None
+    dtype = None if datatype == BYTES else DTYPES[datatype]
     return OutputLayout(name, datatype, tuple(shape), dtype, block, offset, size_bytes)

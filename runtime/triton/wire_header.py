@@ -79,12 +79,9 @@ _TOP = """\
 namespace moonpool::wire {
 """
 _BOTTOM = """\
-// A layout of at most so many values; else false, and `wrong` says why.
-inline bool read_layout(std::string_view packed, uint64_t most, Layout* layout, std::string* wrong) {
-  if (!check_packed(kSpecs, kSpecs[kLayoutSpec], packed, most, wrong)) return false;
-  Reader reader(packed);
-  layout->read(reader);
-  return true;
+// Returns true if the bytes are a layout of at most so many values; else `wrong` says why.
+inline bool check_layout(std::string_view packed, uint64_t most, std::string* wrong) {
+  return check_packed(kSpecs, kSpecs[kLayoutSpec], packed, most, wrong);
 }
 
 template <class Table>
@@ -120,7 +117,8 @@ def header() -> str:
     specs = _Specs()
     tables = [specs.table(name, enum, table) for name, (enum, table) in _TABLES.items()]
     layout = specs.placed([("", messages.LAYOUT.item)])
-    layout_type = rows.type(messages.LAYOUT.item, "")
+    # The row of a layout, which is read for itself.
+    rows.type(messages.LAYOUT.item, "")
     parts = [
         _TOP,
         *(_enumeration(name, enum) for name, enum in _SIDES.items()),
@@ -131,7 +129,6 @@ def header() -> str:
         specs.text(),
         *tables,
         f"constexpr size_t kLayoutSpec = {layout};",
-        f"// The tensors of each request, or response, of a batch.\nusing Layout = {layout_type};\n",
         _BOTTOM,
     ]
     return "\n".join(parts)

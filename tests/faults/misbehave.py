@@ -655,6 +655,7 @@ FAULTS: dict[str, Fault] = {
     "no such datatype": lambda peer: peer.output(datatype=15),
     "33 dimensions": lambda peer: peer.output((1,) * 33, 4),
     "strings that are none": bad_strings,
+    "strings without a byte": lambda peer: peer.output((5,), 0, datatype=BYTES, index=1),
     # The control channel
     "control garbage": lambda peer: peer.control.send(b"\xc1"),
     "control of the runtime": lambda peer: peer.tell(Kind.REGION, 1, 1, 1, NO_DEVICE, b""),

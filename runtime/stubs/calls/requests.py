@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from moonpool.ipc.errors import CODES, MoonpoolError, RemoteProtocolError
+from moonpool.ipc.errors import CODES, BadTensor, MoonpoolError, RemoteProtocolError
 from moonpool.ipc.memory import ALIGNMENT
 from moonpool.ipc.messages import ANY_MEMORY, DEVICE_MEMORY
-from moonpool.ipc.tensors import BYTES, DTYPES, ITEMSIZE
+from moonpool.ipc.tensors import BYTES, DTYPES, check_tensor
 from moonpool.runtime.errors import (
     BackendError,
     InvalidRequest,
@@ -249,8 +248,10 @@ def read_inputs(rows: Sequence[list[Any]], leases: Sequence[Any]) -> dict[str, A
             raise RemoteProtocolError(f"input {name!r:.80} does not lie in its block")
         if name in inputs:
             raise InvalidRequest(f"input '{name}' is given twice")
-        if datatype != BYTES and prod(shape) * ITEMSIZE[datatype] != size_bytes:
-            raise RemoteProtocolError(f"input {name!r:.80} of shape {shape} has {size_bytes} bytes")
+        try:
+            check_tensor(datatype, shape, size_bytes)
+        except BadTensor as bad:
+            raise RemoteProtocolError(f"input {name!r:.80} {bad}") from None
         dims = tuple(shape)
         if not isinstance(leases[block], np.ndarray):
             inputs[name] = _on_device(name, datatype, dims, leases[block], offset)
@@ -259,13 +260,10 @@ def read_inputs(rows: Sequence[list[Any]], leases: Sequence[Any]) -> dict[str, A
             raw = leases[block][offset : offset + size_bytes]
             inputs[name] = WireTensor(datatype, dims, raw)
             continue
-        try:
-            if not size_bytes:
-                inputs[name] = np.empty(dims, DTYPES[datatype])
-            else:
-                inputs[name] = np.ndarray(dims, DTYPES[datatype], leases[block], offset)
-        except (ValueError, OverflowError) as bad:  # a huge dimension beside an empty one
-            raise RemoteProtocolError(f"input {name!r:.80} of shape {shape}: {bad}") from bad
+        if not size_bytes:
+            inputs[name] = np.empty(dims, DTYPES[datatype])
+        else:
+            inputs[name] = np.ndarray(dims, DTYPES[datatype], leases[block], offset)
     return inputs
 
 

@@ -6,10 +6,10 @@
 #include <cstring>
 #include <vector>
 
-#include "answer.h"
 #include "api.h"
 #include "model.h"
 #include "requests.h"
+#include "responses.h"
 #include "stub.h"
 #include "wire.h"
 
@@ -19,7 +19,7 @@ namespace moonpool {
 class Batch {
  public:
   Batch(triton::ModelInstance* instance, const Model& model, bool is_on_device)
-      : instance_(instance), model_(model), requests_(model, is_on_device), answer_(model) {}
+      : instance_(instance), model_(model), requests_(model, is_on_device), responses_(model) {}
 
   // Take over these requests. One that cannot be executed gets its error at once.
   void gather(triton::Request** requests, uint32_t count) {
@@ -127,12 +127,8 @@ class Batch {
   void write(Stub& stub, const wire::Block& block) {
     stub.answers().take_released(&released_, wire::kMaxPlaces);
     wire::encode<wire::Kind::EXECUTE>(
-        message_, number_, current_core(), released_,
-        [&](Writer& writer) {
-          writer.array(1);
-          block.write(writer);
-        },
-        Raw{requests_.layout()}, [this](Writer& writer) { requests_.write_details(writer); }, std::nullopt);
+        message_, number_, current_core(), released_, std::vector<wire::Block>{block}, Raw{requests_.layout()},
+        [this](Writer& writer) { requests_.write_details(writer); }, std::nullopt);
     pack(message_, stub.borrowed_blocks());
   }
 
@@ -153,18 +149,8 @@ class Batch {
 
   void take_answer(Stub& stub, const wire::Answer& said) {
     const size_t count = outcomes_.size();
-    const size_t responses = answer_.read(said.layout.bytes, count);
-    if (said.batch != number_ || responses != count) {
-      throw Violation("an answer to batch " + std::to_string(said.batch) + " with " + std::to_string(responses) +
-                      " responses; batch " + std::to_string(number_) + " has " + std::to_string(count) + " requests");
-    }
-    if (said.remarks && said.remarks->size() != count) {
-      throw Violation(std::to_string(said.remarks->size()) + " remarks on " + std::to_string(count) + " responses");
-    }
-    if (said.states && said.states->size() != count) {
-      throw Violation(std::to_string(said.states->size()) + " states of " + std::to_string(count) + " requests");
-    }
-    answer_.open(said.blocks, stub.answers(), &stub.borrowed_blocks());
+    responses_.read(said, number_, count);
+    responses_.open(said.blocks, stub.answers(), &stub.borrowed_blocks());
     // Before anybody has a response, as in the runtime. The blocks themselves are needed until all is copied.
     stub.borrowed_blocks().check_kept(said.released);
     stub.borrowed_blocks().keep(said.held);
@@ -184,16 +170,16 @@ class Batch {
     stub.open_requests().end();
     // Wake the listener, which checks from now on if the clients of open requests still wait.
     if (said.states && stub.open_requests().are_open()) stub.wake();
-    answer_.release(stub.answers());
+    responses_.release(stub.answers());
     stub.borrowed_blocks().end_batch();
     for (const wire::Place& place : said.released) stub.borrowed_blocks().take_back(place);
-    answer_.check_strings();
+    responses_.check_strings();
   }
 
   void respond(size_t i, const std::optional<wire::Remarks>& remarks) {
     triton::Response* response;
     check(triton::ResponseNew(&response, requests_.all()[i]));
-    outcomes_[i].is_good = answer_.send(response, i, remarks, triton::kResponseFinal);
+    outcomes_[i].is_good = responses_.send(response, i, remarks, triton::kResponseFinal);
   }
 
   void fail_alone(triton::Request* request, const Failure& failure) noexcept {
@@ -207,7 +193,7 @@ class Batch {
   triton::ModelInstance* const instance_;
   const Model& model_;
   Requests requests_;
-  Answer answer_;
+  Responses responses_;
   std::vector<Outcome> outcomes_;
   uint64_t number_ = 0;
   uint64_t start_ns_ = 0, sent_ns_ = 0, answered_ns_ = 0;

@@ -117,7 +117,7 @@ bool Calls::read(RateLimiter& rate_limiter) {
     if (!takes_in(where, beginning, rate_limiter)) return true;
     question = fetched(wire::kCalls, where, stub_->answers(), &stored_, UINT64_MAX);
     // The copy was charged by the kind and the call that the beginning had before the copy.
-    Reader before(beginning);
+    Reader before(beginning, where.size);
     const Head head = head_of(before);
     if (head.kind != question.kind() || head.call != Reader(question.fields).uint()) {
       throw Violation("a message in memory that changed while it was read");
@@ -144,7 +144,7 @@ Calls::Head Calls::head_of(Reader& reader) {
 
 // Decides by its beginning if a message in memory is copied. If not, the message was answered. Throws Violation.
 bool Calls::takes_in(const wire::Indirect& where, std::string_view beginning, RateLimiter& rate_limiter) {
-  Reader reader(beginning);
+  Reader reader(beginning, where.size);
   const auto [kind, call] = head_of(reader);
   if (kind == Kind::WITHDRAW || kind == Kind::CANCEL_CALL || kind == Kind::LET_GO || kind == Kind::INDIRECT) {
     throw Violation(name_of(kind) + " that lies in memory");

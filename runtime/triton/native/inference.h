@@ -12,10 +12,12 @@
 #include <utility>
 #include <vector>
 
+#include "answer.h"
 #include "api.h"
 #include "calls.h"
 #include "memory.h"
 #include "parameters.h"
+#include "place.h"
 #include "wire.h"
 
 namespace moonpool {
@@ -200,11 +202,9 @@ class Inference : public std::enable_shared_from_this<Inference> {
     if (input.offset > block.size || input.size > block.size - input.offset) {
       refuse(input.name, "does not lie in its block");
     }
-    const auto elements = elements_of(input.shape);
-    const uint64_t item = wire::kItemBytes[input.datatype];
-    if (!elements || (item != 0 && *elements * item != input.size)) {
-      refuse(input.name, "of shape " + shown(input.shape) + " has " + std::to_string(input.size) + " bytes");
-    }
+    uint64_t elements;
+    std::string wrong;
+    if (!check_tensor(input.shape, input.datatype, input.size, &elements, &wrong)) refuse(input.name, wrong);
     shape_.clear();
     for (const uint64_t dimension : input.shape) shape_.push_back(static_cast<int64_t>(dimension));
     const std::string name(input.name);

@@ -18,22 +18,6 @@ namespace {
 
 }  // namespace
 
-std::string shown(const List<uint64_t>& shape) {
-  std::string text;
-  for (const uint64_t dimension : shape) text += (text.empty() ? "" : ", ") + std::to_string(dimension);
-  return "[" + text + "]";
-}
-
-std::optional<uint64_t> elements_of(const List<uint64_t>& shape) {
-  uint64_t elements = 1, bound = 1;
-  for (const uint64_t dimension : shape) {
-    elements *= dimension;
-    if (dimension > 0 && bound > wire::kMaxElements / dimension) return std::nullopt;
-    bound *= std::max<uint64_t>(dimension, 1);
-  }
-  return elements;
-}
-
 BorrowedBlocks::BorrowedBlocks(std::shared_ptr<Region> first, RegionSource& source)
     : source_(source), first_region_(first->id()) {
   parts_[first_region_].region = std::move(first);

@@ -40,11 +40,6 @@ inline bool is_there(Channel::Received received) {
   return received == Channel::Received::kDone;
 }
 
-// Writes a shape that the stub named, for an error text.
-std::string shown(const List<uint64_t>& shape);
-// Returns the number of elements of a shape that the stub named; none if no memory could hold them.
-std::optional<uint64_t> elements_of(const List<uint64_t>& shape);
-
 // Makes regions for one stub. Any thread may call any method.
 class RegionSource {
  public:
@@ -154,17 +149,6 @@ class Answers {
   std::map<uint64_t, std::shared_ptr<Region>> regions_;
   std::vector<wire::Place> released_;
 };
-
-// Writes the place of a tensor, which is named by its index or its name.
-template <class Which>
-void write_tensor(Writer& writer, Which which, int datatype, const int64_t* shape, uint64_t dims, uint64_t block,
-                  uint64_t offset, uint64_t size) {
-  writer.array(6);
-  write_all(writer, which, datatype);
-  writer.array(dims);
-  for (uint64_t i = 0; i < dims; ++i) writer.integer(shape[i]);
-  write_all(writer, block, offset, size);
-}
 
 // If a message is too large for a packet, puts it into a borrowed block and makes it INDIRECT. With `keep`, the stub
 // releases the block. Throws Failure, Violation.

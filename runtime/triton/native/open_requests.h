@@ -16,9 +16,9 @@
 #include <utility>
 #include <vector>
 
-#include "answer.h"
 #include "api.h"
 #include "memory.h"
+#include "responses.h"
 #include "wire.h"
 
 namespace moonpool {
@@ -41,7 +41,7 @@ inline void release(triton::Request* request, uint32_t flags = triton::kReleaseA
 class OpenRequests {
  public:
   explicit OpenRequests(const Model& model)
-      : answer_(model), reschedules_(model.facts().reschedules), is_decoupled_(model.facts().is_decoupled) {}
+      : responses_(model), reschedules_(model.facts().reschedules), is_decoupled_(model.facts().is_decoupled) {}
 
   // The next step for a request after the answer to its batch.
   enum class Left { kRespond, kRelease, kReschedule, kNothing };
@@ -105,25 +105,18 @@ class OpenRequests {
     }
     // Send without the lock, because the server's callback may take long. No other thread ends the request.
     const uint32_t flags = row.flags == wire::kFinal ? uint32_t{triton::kResponseFinal} : 0;
+    responses_.read(row);
     if (row.layout || row.remarks) {
-      if (row.layout) {
-        const size_t responses = answer_.read(row.layout->bytes, 1);
-        if (responses != 1) throw Violation(std::to_string(responses) + " responses in the place of one");
-      } else {
-        answer_.read_nothing();
-      }
-      answer_.open(row.blocks, answers, nullptr);
+      responses_.open(row.blocks, answers, nullptr);
       triton::Response* response;
       check(triton::ResponseNewFromFactory(&response, factory));
-      answer_.send(response, 0, row.remarks, flags);
-      answer_.release(answers);
-    } else if (row.flags == 0 || !row.blocks.empty()) {
-      throw Violation("an empty response");
+      responses_.send(response, 0, row.remarks, flags);
+      responses_.release(answers);
     } else if (flags) {
       complain(triton::ResponseFactorySendFlags(factory, flags), "the last response cannot be sent");
     }
     if (row.flags != 0) finish(row);
-    answer_.check_strings();
+    responses_.check_strings();
   }
 
   // End all open requests with an error, because no response will come.
@@ -251,7 +244,7 @@ class OpenRequests {
     pending.factory = nullptr;
   }
 
-  Answer answer_;
+  Responses responses_;
   // The model may have a request scheduled again until its last response. It is not released before.
   const bool reschedules_, is_decoupled_;
   std::mutex mutex_;

@@ -5,12 +5,14 @@
 #include <cstdint>
 #include <cstring>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "api.h"
 #include "model.h"
 #include "open_requests.h"
 #include "parameters.h"
+#include "place.h"
 #include "wire.h"
 
 namespace moonpool {
@@ -74,22 +76,21 @@ class Requests {
   // Begin with a batch of this number.
   void begin(uint64_t batch) {
     requests_.clear();
-    items_.clear();
+    counts_.clear();
     tensors_.clear();
+    sources_.clear();
     details_.clear();
     has_details_ = false;
-    most_tensors_ = 0;
     rows_ = 0;
     batch_ = batch;
   }
 
   // Adds a request. Throws Failure and leaves it out if it cannot be executed.
   void add(triton::Request* request) {
-    const size_t first = tensors_.size(), details = details_.bytes().size();
+    const size_t details = details_.bytes().size();
     try {
       gather(request);
     } catch (const Failure&) {
-      tensors_.resize(first);
       details_.cut(details);
       throw;
     }
@@ -99,47 +100,29 @@ class Requests {
   // Returns the sum of their rows, as the server counts them.
   uint64_t rows() const { return rows_; }
 
-  // Plans a block for all inputs, and returns its size in bytes.
-  // The rows of one input lie back to back across the requests, so a model that wants them stacked need not copy
-  // them.
+  // Plans a block for all inputs, and returns its size in bytes. Throws Failure if they are too large for any.
   uint64_t lay_out() {
-    uint64_t end = 0;
-    for (size_t number = 0; number < most_tensors_; ++number) {
-      end = (end + wire::kAlignment - 1) & -wire::kAlignment;
-      for (const Item& item : items_) {
-        if (number >= item.count) continue;
-        Tensor& tensor = tensors_[item.first + number];
-        // Another request may have another input at this number.
-        const uint64_t width = std::max<uint64_t>(1, wire::kItemBytes[static_cast<size_t>(tensor.datatype)]);
-        end = (end + width - 1) / width * width;
-        tensor.offset = end;
-        // An empty tensor takes a byte, so that its block is a borrowed one.
-        end += std::max<uint64_t>(1, tensor.size);
-      }
+    uint64_t size;
+    if (!place(counts_, tensors_, &size)) {
+      throw Failure(triton::kUnavailable, "the inputs of the batch have more bytes than memory can have");
     }
     layout_.clear();
-    layout_.array(items_.size());
-    for (const Item& item : items_) {
-      layout_.array(item.count);
-      for (size_t i = item.first; i < item.first + item.count; ++i) {
-        const Tensor& tensor = tensors_[i];
-        write_tensor(layout_, tensor.index, tensor.datatype, tensor.shape, tensor.dims, 0, tensor.offset, tensor.size);
-      }
-    }
-    return end;
+    write_layout(layout_, counts_, tensors_);
+    return size;
   }
 
   void copy(char* block) const {
-    for (const Tensor& tensor : tensors_) {
-      char* at = block + tensor.offset;
-      uint64_t left = tensor.size;
-      const void* bytes = tensor.bytes;
-      uint64_t size = tensor.first_size;
-      for (uint32_t i = 0; i < tensor.buffers && left > 0; ++i) {
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      const Source& source = sources_[i];
+      char* at = block + tensors_[i].offset;
+      uint64_t left = tensors_[i].size;
+      const void* bytes = source.bytes;
+      uint64_t size = source.size;
+      for (uint32_t number = 0; number < source.buffers && left > 0; ++number) {
         int memory_type = triton::kCpu;
         int64_t memory_type_id = 0;
-        if (i > 0) {
-          check(triton::InputBuffer(tensor.input, i, &bytes, &size, &memory_type, &memory_type_id));
+        if (number > 0) {
+          check(triton::InputBuffer(source.input, number, &bytes, &size, &memory_type, &memory_type_id));
         }
         size = std::min(size, left);
         std::memcpy(at, bytes, size);
@@ -153,7 +136,7 @@ class Requests {
   std::string_view layout() const { return layout_.bytes(); }
   void write_details(Writer& writer) const {
     if (!has_details_) return writer.nil();
-    writer.array(items_.size());
+    writer.array(counts_.size());
     writer.values(details_.bytes());
   }
 
@@ -174,69 +157,71 @@ class Requests {
     return static_cast<size_t>(std::find(names.begin(), names.end(), name) - names.begin());
   }
 
-  struct Tensor {
-    uint64_t index;
-    int datatype;
-    const int64_t* shape;
-    uint32_t dims, buffers;
-    uint64_t size, offset;
+  // The bytes of an input: those of the first buffer, and of the others, which the server is asked for.
+  struct Source {
     triton::Input* input;
-    const void* bytes;  // of the first buffer
-    uint64_t first_size;
-  };
-  struct Item {
-    size_t first, count;  // of its tensors
+    uint32_t buffers;
+    const void* bytes;
+    uint64_t size;
   };
   void gather(triton::Request* request) {
     uint32_t count;
     check(triton::RequestInputCount(request, &count));
-    const Item item{tensors_.size(), count};
+    gathered_.clear();
     for (uint32_t i = 0; i < count; ++i) gather_input(request, i);
     gather_details(request);
-    const auto first = tensors_.begin() + static_cast<std::ptrdiff_t>(item.first);
-    std::sort(first, tensors_.end(), [](const Tensor& one, const Tensor& other) { return one.index < other.index; });
-    const bool has_rows = model_.facts().max_batch_size > 0 && count > 0 && first->dims > 0;
-    rows_ += has_rows ? static_cast<uint64_t>(first->shape[0]) : 1;
-    most_tensors_ = std::max<size_t>(most_tensors_, count);
+    std::sort(gathered_.begin(), gathered_.end(),
+              [](const auto& one, const auto& other) { return one.first.index < other.first.index; });
+    const bool has_rows = model_.facts().max_batch_size > 0 && count > 0 && gathered_[0].first.dims > 0;
+    rows_ += has_rows ? static_cast<uint64_t>(gathered_[0].first.shape[0]) : 1;
+    for (const auto& [tensor, source] : gathered_) {
+      tensors_.push_back(tensor);
+      sources_.push_back(source);
+    }
     requests_.push_back(request);
-    items_.push_back(item);
+    counts_.push_back(count);
   }
 
   void gather_input(triton::Request* request, uint32_t number) {
-    Tensor tensor{};
+    PlacedTensor tensor{};
+    Source source{};
     const char* name;
-    check(triton::RequestInputByIndex(request, number, &tensor.input));
-    check(triton::InputProperties(tensor.input, &name, &tensor.datatype, &tensor.shape, &tensor.dims, &tensor.size,
-                                  &tensor.buffers));
+    int datatype;
+    uint32_t dims;
+    check(triton::RequestInputByIndex(request, number, &source.input));
+    check(triton::InputProperties(source.input, &name, &datatype, &tensor.shape, &dims, &tensor.size,
+                                  &source.buffers));
     const auto refuse = [name](int code, const std::string& why) {
       throw Failure(code, std::string("input '") + name + "' " + why);
     };
     tensor.index = number_of(name, model_.inputs());
+    tensor.datatype = static_cast<uint64_t>(datatype);
+    tensor.dims = dims;
     if (tensor.index == model_.inputs().size()) refuse(triton::kInvalidArg, "is not one of the model's");
-    if (tensor.dims > wire::kMaxDims) refuse(triton::kInvalidArg, "has more dimensions than a tensor may have");
-    const bool has_strings = tensor.datatype == triton::kBytes;
-    const uint64_t elements = elements_of(tensor.shape, tensor.dims);
-    if (!has_strings && elements * wire::kItemBytes.at(static_cast<size_t>(tensor.datatype)) != tensor.size) {
+    if (dims > wire::kMaxDims) refuse(triton::kInvalidArg, "has more dimensions than a tensor may have");
+    const bool has_strings = datatype == triton::kBytes;
+    const uint64_t elements = elements_of(tensor.shape, dims);
+    if (!has_strings && elements * wire::kItemBytes.at(tensor.datatype) != tensor.size) {
       refuse(triton::kInvalidArg, "has " + std::to_string(tensor.size) + " bytes, which do not fit its shape");
     }
     Strings strings(name, elements);
-    for (uint32_t i = 0; i < tensor.buffers; ++i) {
+    for (uint32_t i = 0; i < source.buffers; ++i) {
       const void* bytes;
       uint64_t size;
       int memory_type = triton::kCpu;
       int64_t memory_type_id = 0;
-      check(triton::InputBuffer(tensor.input, i, &bytes, &size, &memory_type, &memory_type_id));
+      check(triton::InputBuffer(source.input, i, &bytes, &size, &memory_type, &memory_type_id));
       if (memory_type == triton::kGpu) {
         refuse(triton::kUnsupported, "lies in GPU memory, which moonpool does not read");
       }
       if (has_strings) strings.look(bytes, size);
       if (i == 0) {
-        tensor.bytes = bytes;
-        tensor.first_size = size;
+        source.bytes = bytes;
+        source.size = size;
       }
     }
     if (has_strings) strings.end();
-    tensors_.push_back(tensor);
+    gathered_.emplace_back(tensor, source);
   }
 
   void gather_details(triton::Request* request) {
@@ -304,9 +289,12 @@ class Requests {
   const Model& model_;
   const bool is_on_device_;
   std::vector<triton::Request*> requests_;
-  std::vector<Item> items_;
-  std::vector<Tensor> tensors_;
-  size_t most_tensors_ = 0;
+  // How many of the tensors each request has. A tensor has its source at the same index.
+  std::vector<uint32_t> counts_;
+  std::vector<PlacedTensor> tensors_;
+  std::vector<Source> sources_;
+  // The inputs of the last request, to sort them.
+  std::vector<std::pair<PlacedTensor, Source>> gathered_;
   uint64_t batch_ = 0, rows_ = 0;
   // One value for each request, nil for a request without details.
   Writer details_;

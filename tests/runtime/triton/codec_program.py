@@ -13,11 +13,16 @@ from moonpool.ipc.messages import LAYOUT
 from moonpool.runtime.triton import wire_header
 
 NATIVE = wire_header.HEADER.parent
-CHANNELS = ("work", "control", "calls", "launcher", "layout")
+# Messages of four channels, and what comes in some of them.
+CHANNELS = ("work", "control", "calls", "launcher", "layout", "answer", "place", "strings")
 
 
 class Asked(NamedTuple):
-    """`sender`: of a layout, how many values it may have, up to 255; 0 for as many as any."""
+    """`sender` is a number up to 255 where the packet is no message.
+
+    Of a layout, it is the number of the values that it may have, 0 for as many as any; of an answer, that of the requests in the
+    batch, 0 for a response apart from it; and of strings, their number.
+    """
 
     channel: str
     sender: int
@@ -91,7 +96,8 @@ def _compiled(name: str, folder: Path, *options: str) -> Path:
     (folder / "structs.inc").write_text(_structs(), encoding="utf-8")
     (folder / "writers.inc").write_text(_writers(), encoding="utf-8")
     here = Path(__file__).parent
-    sources = [here / f"{name}.cpp", NATIVE / "codec.cpp", NATIVE / "msgpack.cpp"]
+    core = [NATIVE / f"{each}.cpp" for each in ("answer", "codec", "msgpack", "place")]
+    sources = [here / f"{name}.cpp", *core]
     return compiled(folder / name, sources, f"-I{NATIVE}", f"-I{folder}", *options)
 
 

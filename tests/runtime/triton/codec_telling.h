@@ -1,12 +1,17 @@
-// What the codec says of a packet, whatever its bytes are; for programs that ask it.
+// What the codec, and what reads and writes layouts, says of a packet, whatever its bytes are; for programs that ask it.
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
+#include "answer.h"
+#include "place.h"
 #include "wire.h"
 
 // What the library reads and never writes.
@@ -105,17 +110,99 @@ Told told_of(const Table& table, uint8_t sender, std::string_view packet) {
 }
 
 Told told_of_layout(std::string_view packed, uint64_t most) {
-  wire::Layout layout;
   std::string wrong;
-  if (!wire::read_layout(packed, most, &layout, &wrong)) {
-    return {wrong.empty() ? "no reason" : wrong, ""};
-  }
+  if (!wire::check_layout(packed, most, &wrong)) return {wrong.empty() ? "no reason" : wrong, ""};
+  List<List<wire::Tensor>> layout;
+  Reader reader(packed);
+  layout.read(reader);
   Writer writer;
   write(writer, layout);
   return {wrong, std::string(writer.bytes())};
 }
 
-// The channel: work, control, calls or launcher; any other one: a layout of so many values, 0 for as many as any.
+// The answer to a batch of so many requests, or for 0 a response that comes apart from it: the number of its blocks, the
+// size of each, both in one byte, and the layout.
+Told told_of_answer(std::string_view packet, size_t requests) {
+  static const std::vector<std::string> names = {"Y", "Z", "STRINGS"};
+  static AnswerLayout answer(names);  // used again, as by its owner
+  size_t count = packet.empty() ? 0 : static_cast<uint8_t>(packet[0]) % 16;
+  packet.remove_prefix(std::min<size_t>(1, packet.size()));
+  std::vector<wire::Block> blocks;
+  for (count = std::min(count, packet.size()); blocks.size() < count;) {
+    blocks.push_back({1, 0, static_cast<uint8_t>(packet[blocks.size()])});
+  }
+  const Raw layout{packet.substr(count)};
+  const std::vector<wire::Place> places;
+  Writer message;
+  std::string wrong;
+  if (requests == 0) {
+    const auto row = [&](Writer& writer) {
+      writer.array(1);
+      writer.array(6);
+      write_all(writer, 1u, 0u, wire::kFinal, blocks, layout, std::nullopt);
+    };
+    wire::encode<wire::Kind::RESPONSES>(message, row);
+    const auto decoded = decode(wire::kControl, wire::Side::STUB, message.bytes());
+    if (!decoded) std::abort();
+    answer.read(*wire::Responses(decoded.fields).responses.begin(), &wrong);
+  } else {
+    wire::encode<wire::Kind::ANSWER>(message, 1u, wire::kNoCore, places, places, blocks, layout, std::nullopt,
+                                     std::nullopt);
+    const auto decoded = decode(wire::kWork, wire::Side::STUB, message.bytes());
+    if (!decoded) std::abort();
+    answer.read(wire::Answer(decoded.fields), 1, requests, &wrong);
+  }
+  if (!wrong.empty()) return {wrong, ""};
+  Writer writer;
+  writer.array(answer.responses());
+  for (size_t i = 0; i < answer.responses(); ++i) {
+    writer.array(answer.first(i + 1) - answer.first(i));
+    for (size_t each = answer.first(i); each < answer.first(i + 1); ++each) {
+      const OutputLayout& output = answer.outputs()[each];
+      writer.array(2);
+      write_tensor(writer, answer.name(output), output.datatype, answer.shape(output), output.dims, output.block,
+                   output.offset, output.size);
+      writer.uint(output.elements);
+    }
+  }
+  return {"", std::string(writer.bytes())};
+}
+
+// The size of the first block of a batch, and its layout, which is given but for the offsets in that block.
+Told told_of_place(std::string_view packed) {
+  std::string wrong;
+  if (!wire::check_layout(packed, kMaxValues, &wrong)) return {wrong, ""};
+  List<List<wire::Tensor>> layout;
+  Reader reader(packed);
+  layout.read(reader);
+  std::vector<uint32_t> counts;
+  std::vector<PlacedTensor> tensors;
+  std::deque<std::vector<int64_t>> shapes;
+  for (const List<wire::Tensor>& rows : layout) {
+    counts.push_back(rows.size());
+    for (const wire::Tensor& row : rows) {
+      std::vector<int64_t>& shape = shapes.emplace_back();
+      for (const uint64_t dimension : row.shape) shape.push_back(static_cast<int64_t>(dimension));
+      const uint64_t offset = row.block == 0 ? 7 : row.offset;
+      tensors.push_back({row.index, row.datatype, shape.data(), shape.size(), row.size, row.block, offset});
+    }
+  }
+  uint64_t size;
+  if (!place(counts, tensors, &size)) return {"it is too large", ""};
+  Writer placed, writer;
+  write_layout(placed, counts, tensors);
+  writer.array(2);
+  write_all(writer, size, Raw{placed.bytes()});
+  return {"", std::string(writer.bytes())};
+}
+
+Told told_of_strings(std::string_view bytes, uint64_t count) {
+  if (is_strings(bytes.data(), bytes.size(), count)) return {"", "\x90"};
+  return {"it is not so many strings", ""};
+}
+
+// The channel: work, control, calls or launcher; or one of what comes in them. There the sender is a number: of the values
+// that a layout may have, 0 for as many as any, of requests, or of strings.
 Told told_of(uint8_t channel, uint8_t sender, std::string_view packet) {
   switch (channel) {
     case 0:
@@ -126,8 +213,14 @@ Told told_of(uint8_t channel, uint8_t sender, std::string_view packet) {
       return told_of(wire::kCalls, sender, packet);
     case 3:
       return told_of(wire::kLauncher, sender, packet);
-    default:
+    case 4:
       return told_of_layout(packet, sender == 0 ? kMaxValues : sender);
+    case 5:
+      return told_of_answer(packet, sender);
+    case 6:
+      return told_of_place(packet);
+    default:
+      return told_of_strings(packet, sender);
   }
 }
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import msgpack
 import pytest
-from tests.runtime.triton.both_codecs import LAYOUTS, agree, corpus, vectors
+from tests.runtime.triton.both_codecs import LAYOUTS, agree, corpus, layouts_of_batches, vectors
 from tests.runtime.triton.codec_program import Asked, CodecProgram
 from tests.vectors.make import CHANNELS, plain, reason
 
@@ -116,6 +117,31 @@ def test_layouts_are_read_alike_however_many_values_they_may_have(program: Codec
 
     accepted = sum(map(agree, asked, program.tell(asked)))
     assert accepted > 200
+
+
+@pytest.mark.promise(
+    "The wire",
+    "Both ends of a stub lay out the same batches in the same way, accept the same answers, and "
+    "refuse all others with the same words.",
+)
+def test_both_ends_place_inputs_and_read_answers_alike(program: CodecProgram) -> None:
+    dice = random.Random("batches")
+    known = layouts_of_batches()
+    packets = [each.packet for each in known]
+    asked = known + [
+        picked._replace(
+            packet=changed(picked.packet, packets, dice),
+            sender=dice.choice([picked.sender] * 7 + [dice.randrange(4)]),
+        )
+        for picked in (dice.choice(known) for _ in range(20_000))
+    ]
+
+    accepted = Counter(
+        each.channel
+        for each, told in zip(asked, program.tell(asked), strict=True)
+        if agree(each, told)
+    )
+    assert min(accepted[channel] for channel in ("answer", "place", "strings")) > 200
 
 
 def test_a_message_has_no_more_values_than_any_honest_one(program: CodecProgram) -> None:

@@ -55,18 +55,13 @@ SIGNATURE: Config = {
     "output": [tensor("Y", "FP32", -1), tensor("STRINGS", "STRING", -1)],
 }
 BROKE = "broke the protocol and was ended: "
-# The library has other words than `WORDS` for these. It shuts all channels of a stub at once, which then ends by itself. It
-# refuses a message at its first mistake, where the runtime counts the values first.
-OF_THE_LIBRARY = {
-    "an empty packet": "exited with 0 during execute",
-    "a layout that bursts": "layout may not be list",
-    "an answer that bursts": "a message of unknown kind 30",
-    "a notice that bursts": "a message of unknown kind 30",
-    "a call that bursts": "a message without a head",
-}
+# The library has other words than `WORDS` for this. An empty packet is the end of a channel to both, and the stub that sent it
+# waits for the next batch. The runtime waits for its end, and then ends it. The library shuts all of its channels, so it ends by itself.
+OF_THE_LIBRARY = {"an empty packet": "exited with 0 during execute"}
 # The client gets these errors in the response, or from the server, before the stub is ended.
 TOLD_BEFORE = {
     "strings that are none": "output 'STRINGS' does not hold the strings of its shape",
+    "strings without a byte": "output 'STRINGS' does not hold the strings of its shape",
     "responds twice": "expected a single response, got 2",
 }
 
