@@ -17,7 +17,7 @@ from moonpool.runtime.model.signature import Signature
 F32 = np.float32
 
 
-def signature(max_batch_size: int = 0, **more: Any) -> Signature:
+def signature(max_batch_size: int = 0, *, is_native: bool = False, **more: Any) -> Signature:
     """Inputs A (FP32, 4) and B (INT32, any size), outputs Y and Z, for the model `m`."""
     raw = {
         "name": "m",
@@ -27,7 +27,7 @@ def signature(max_batch_size: int = 0, **more: Any) -> Signature:
         "output": [tensor("Y", "FP32", 4), tensor("Z", "FP32", 4)],
         **more,
     }
-    return Signature(ModelConfig.from_dict(raw))
+    return Signature(ModelConfig.from_dict(raw), is_native=is_native)
 
 
 def inputs(rows: int | None = None) -> dict[str, Any]:
@@ -222,6 +222,13 @@ def test_another_shape_is_refused_where_the_model_batches(
         "prepended to each input shape. If you want to specify the full shape including the batch dim "
         "in your input dims config, try setting max_batch_size to zero. See the model configuration "
         "docs for more info on max_batch_size."
+    )
+
+
+def test_the_author_of_a_native_model_reads_no_note_on_a_configuration() -> None:
+    given = {**inputs(2), "A": np.zeros((2, 3), F32)}
+    assert refused(signature(8, is_native=True), given) == (
+        "unexpected shape for input 'A' for model 'm'. Expected [-1,4], got [2,3]. "
     )
 
 

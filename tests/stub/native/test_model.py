@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -291,3 +292,28 @@ def test_hints_and_configuration_must_name_the_same_inputs() -> None:
     with pytest.raises(BadHint, match="has no parameter 'Z', which the configuration of model 'm'"):
         NativeAdapter(AddSub, {"name": "m", "input": [{"name": n} for n in ("A", "B", "Z")]})
     NativeAdapter(unhinted, {"name": "m", "input": [{"name": "X"}, {"name": "Z"}]})
+
+
+def test_what_neither_a_hint_nor_the_configuration_says_is_named() -> None:
+    def unhinted(X, Y=None):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+    def silent(X: Float32[Batch, 2]):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+    tensor = {"data_type": "TYPE_FP32", "dims": [2]}
+    inputs, outputs = [{"name": "X", **tensor}], [{"name": "OUTPUT0", **tensor}]
+
+    def complete(model: Any, **given: Any) -> ModelConfig:
+        return complete_config(model, ModelConfig(json.dumps({"name": "m", **given})))
+
+    with pytest.raises(
+        BadHint, match=r"'X' has no hint; give it one, such as X: Float32\[Batch, 3\]"
+    ):
+        complete(unhinted, output=outputs)
+    with pytest.raises(
+        BadHint, match=r"what it returns; give it a hint, such as -> Float32\[Batch"
+    ):
+        complete(silent)
+    complete(unhinted, input=inputs, output=outputs)
+    complete(silent, output=outputs)
