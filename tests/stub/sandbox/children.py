@@ -104,6 +104,7 @@ class Identity:
             prefix = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups"]
         return subprocess.run(
             [*prefix, self.python, "-I", "-S", "-c", program, *arguments],
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             check=False,

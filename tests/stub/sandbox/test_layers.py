@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -209,3 +210,32 @@ def test_landlock_takes_all_rights_that_the_kernel_knows(
     handled = int.from_bytes(asked[0][1][:8], "little")
     assert handled == (1 << rights) - 1
     assert not (landlock.CHANGE | landlock.READ | landlock.USE_DEVICE) >> 16
+
+
+# Makes the kernel's version of Landlock the one after the table's last.
+YOUNG_KERNEL = """
+from moonpool.stub.sandbox import landlock
+landlock.NEWEST = landlock.abi() - 1
+"""
+TRIAL = f"""
+import sys, types
+package = sys.modules["moonpool"] = types.ModuleType("moonpool")
+package.__path__ = [sys.argv.pop(1)]
+{YOUNG_KERNEL}
+from moonpool.stub.sandbox import trial
+trial.main()
+"""
+
+
+@pytest.mark.promise("Layers of the sandbox", "From version 9 of Landlock on …")
+def test_a_version_of_landlock_that_moonpool_does_not_know_is_named(identity: Identity) -> None:
+    version = landlock.abi()
+    with identity.scratch() as scratch:
+        policy = identity.policy(scratch=scratch, scratch_bytes=1 << 20, limits=LIMITS)
+        results = identity.attempt(policy, before=YOUNG_KERNEL)
+        tried = identity.run(TRIAL, str(identity.folder), "landlock", policy.to_json())
+
+    unknown = f"what Landlock of version {version} can do beyond version {version - 1}, the last that this moonpool knows"
+    assert unknown in results["left_out"]
+    assert f"landlock:{version}" in results["on"]
+    assert f"nothing that is newer than version {version - 1}" in json.loads(tried.stdout)["detail"]
