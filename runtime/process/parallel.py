@@ -62,7 +62,7 @@ def in_parallel(
                     _apart(interrupted, name)
                 told = len(signals)
             for task in unstarted:
-                task.start()
+                task.start_or_run()
             for task in tasks:
                 while not task.wait():
                     if takes_long is not None and time.monotonic() > patience_ends:
@@ -91,7 +91,14 @@ def _apart(act: Callable[[], object], name: str) -> None:
 class _Task(Generic[T, R]):
     """One call of the function in a thread of its own."""
 
-    def __init__(self, function: Callable[[T], R], item: T, name: str) -> None:
+    def __init__(
+        self,
+        function: Callable[[T], R],
+        item: T,
+        name: str,
+        told: Callable[[], object] | None = None,
+    ) -> None:
+        """Take `told`, which is called at the end, too, on the thread of the call."""
         self.results: list[R] = []
         self.error: BaseException | None = None
         self._call = partial(function, item)
@@ -99,6 +106,7 @@ class _Task(Generic[T, R]):
         # Released at the end.
         self._bell = threading.Lock()
         self._bell.acquire()
+        self._told = told
         self._thread = threading.Thread(target=self._run, name=name)
 
     def _run(self) -> None:
@@ -111,10 +119,17 @@ class _Task(Generic[T, R]):
         finally:
             self._has_ended = True
             self._bell.release()
+            if self._told is not None:
+                self._told()
 
     def start(self) -> None:
+        """Begin the call. Raises `OutOfThreads`."""
+        start_thread_safely(self._thread)
+
+    def start_or_run(self) -> None:
+        """Begin the call, or make it now if there is no thread for it."""
         try:
-            start_thread_safely(self._thread)
+            self.start()
         except OutOfThreads:
             self._run()
 
@@ -122,10 +137,14 @@ class _Task(Generic[T, R]):
         """Cancel the call unless it runs already."""
         self._is_cancelled = True
 
+    @property
+    def is_over(self) -> bool:
+        """True if the call has ended, or was cancelled before it began."""
+        return self._has_ended or (self._is_cancelled and not self._has_begun)
+
     def wait(self) -> bool:
         """Wait a moment for the end of the call. Returns False if it has not ended."""
-        is_over = self._has_ended or (self._is_cancelled and not self._has_begun)
-        return is_over or self._bell.acquire(timeout=_NOTICE_S)
+        return self.is_over or self._bell.acquire(timeout=_NOTICE_S)
 
     def join(self) -> None:
         """Wait for the last steps of the thread after the call has ended."""
@@ -136,42 +155,46 @@ class _Task(Generic[T, R]):
 async def awaited(function: Callable[[], R], name: str, interrupted: Callable[[], object]) -> R:
     """Call a function on a thread of its own for a task, which goes on when it has ended. Raises what it raises, and `OutOfThreads`.
 
-    If the task is cancelled, `interrupted` is called again and again, to make the call end sooner, and CancelledError is raised after that:
-    the code that cleans up must find nothing at work.
+    If the task is cancelled, or a signal handler raises in it, `interrupted` is called again and again, to make the call end sooner, and
+    that exception is raised after that: the code that cleans up must find nothing at work.
     """
     import asyncio
 
     loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    has_ended = False
-    results: list[R] = []
-    errors: list[BaseException] = []
+    turn = loop.create_future()
 
-    def run() -> None:
-        nonlocal has_ended
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-        has_ended = True
+    def wake() -> None:
+        if not turn.done():
+            turn.set_result(None)
+
+    def ring() -> None:
         with contextlib.suppress(RuntimeError):  # the loop was closed
-            loop.call_soon_threadsafe(ended.set)
+            loop.call_soon_threadsafe(wake)
 
-    start_thread_safely(threading.Thread(target=run, name=name))
-    cancellation: asyncio.CancelledError | None = None
-    while not has_ended:
+    task = _Task(lambda _: function(), None, name, ring)
+    signals: list[BaseException] = []
+    has_started = False
+    while True:
         try:
-            # asyncio loses a callback that a signal handler interrupts, so this looks again after a while.
-            async with asyncio.timeout(_NOTICE_S):
-                await ended.wait()
-        except TimeoutError:
-            if cancellation is not None:
+            if signals:
+                task.cancel()
+            turn = loop.create_future()
+            if task.is_over:
+                break
+            if not has_started:
+                has_started = True
+                task.start()
+            if 0 < len(signals) <= _MOST_TOLD:
                 interrupted()
-        except asyncio.CancelledError as error:
-            cancellation = error
-            interrupted()
-    if cancellation is not None:
-        raise cancellation
+            # asyncio loses a callback that a signal handler interrupts, so this looks again after a while.
+            look = loop.call_later(_NOTICE_S, wake)
+            await turn
+            look.cancel()
+        except (GeneratorExit, OutOfThreads):  # nobody waits any more, or nothing has begun
+            raise
+        except BaseException as error:
+            signals.append(error)
+    errors = [*signals, *([] if task.error is None else [task.error])]
     if errors:
         raise errors[0]
-    return results[0]
+    return task.results[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import asyncio.locks
 import os
 import signal
 import threading
@@ -12,6 +11,7 @@ import pytest
 from tests.dispositions import default_signals
 from tests.runtime.interrupting import interrupted_everywhere
 
+from moonpool.runtime.process import parallel
 from moonpool.runtime.process.parallel import awaited, in_parallel
 
 PATIENCE_S = 60.0
@@ -82,21 +82,43 @@ def test_an_interrupt_among_the_starts_leaves_nothing_running() -> None:
 @pytest.mark.promise(
     "Lifecycle",
     "A task that awaits a load, a change of the number of instances, an unload or a close goes on when that has ended, also if a signal "
-    "handler raises while its event loop learns of the end.",
+    "handler raises while its event loop learns of the end. If one raises in the task, the task ends so when nothing is at work any more.",
 )
-def test_a_task_goes_on_though_a_handler_raises_when_it_is_about_to() -> None:
+def test_a_task_goes_on_when_the_work_has_ended_wherever_a_handler_raises() -> None:
     loop = asyncio.new_event_loop()
     # asyncio passes what its callbacks raise to this, and they are over.
     loop.set_exception_handler(lambda *_: None)
+    goes_on = threading.Event()
+    at_work: list[None] = []
+    tasks: list[asyncio.Task[int]] = []
+
+    def work() -> int:
+        at_work.append(None)
+        loop.call_soon_threadsafe(go_on)
+        goes_on.wait(PATIENCE_S)
+        at_work.pop()
+        return 1
+
+    def go_on() -> None:
+        # A task that is done has not waited for the end of the work.
+        if not tasks[0].done():
+            goes_on.set()
 
     async def wait() -> int:
-        return await asyncio.wait_for(awaited(lambda: 1, "test", lambda: None), PATIENCE_S)
+        tasks[:] = [asyncio.ensure_future(awaited(work, "test", goes_on.set))]
+        return await asyncio.wait_for(tasks[0], PATIENCE_S)
 
     def ask() -> None:
         assert loop.run_until_complete(wait()) == 1
 
+    def check() -> None:
+        was_at_work = list(at_work)
+        goes_on.set()
+        assert not was_at_work
+        assert not asyncio.all_tasks(loop)
+        goes_on.clear()
+
     try:
-        within = (asyncio.locks.__file__,)
-        assert interrupted_everywhere(ask, lambda: None, within=within) > 5
+        assert interrupted_everywhere(ask, check, within=(parallel.__file__,)) > 20
     finally:
         loop.close()
