@@ -113,8 +113,12 @@ def stream(runtime: Runtime, _: asyncio.AbstractEventLoop) -> None:
         pass
 
 
-def task(runtime: Runtime, loop: asyncio.AbstractEventLoop) -> None:
+def ainfer(runtime: Runtime, loop: asyncio.AbstractEventLoop) -> None:
     loop.run_until_complete(runtime.ainfer("m", rows(1)))
+
+
+def arequest(runtime: Runtime, loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_until_complete(runtime.arequest("m", rows(1), request_id="mine"))
 
 
 def tasks(runtime: Runtime, loop: asyncio.AbstractEventLoop) -> None:
@@ -137,7 +141,20 @@ def empty(runtime: Runtime, _: asyncio.AbstractEventLoop) -> None:
     runtime.infer("m", {"A": placed, "B": np.ones((1, 1), np.float32)})
 
 
-ASKING = [infer, infer_in_time, request, submit, cancel, stream, task, tasks, empty]
+ASKING = [infer, infer_in_time, request, submit, cancel, stream, ainfer, arequest, tasks, empty]
+# More events than a call has.
+MANY = 10**9
+# What shows a model and changes nothing of it.
+SHOWING: dict[str, tuple[Any, ...]] = {
+    "models": (),
+    "is_ready": ("m",),
+    "why_not_ready": ("m",),
+    "config": ("m",),
+    "statistics": ("m",),
+    "log_settings": (),
+    "metrics": (),
+    "instances": ("m",),
+}
 
 
 class Hosted:
@@ -192,6 +209,17 @@ def test_a_handler_may_raise_at_any_line_of_a_request(
     assert interrupt_everywhere(hosted, ask) > 20
     (instance,) = hosted.runtime.instances("m")
     assert (instance["state"], instance["restarts"]) == ("READY", 0)
+
+
+@pytest.mark.parametrize("name", SHOWING)
+def test_a_handler_may_raise_at_any_line_of_what_shows_a_model(hosted: Hosted, name: str) -> None:
+    show = partial(getattr(hosted.runtime, name), *SHOWING[name])
+    with RaisesAt(MANY) as counts:
+        show()
+    events = MANY - counts.left[0]
+    assert interrupted_everywhere(show, lambda: None, step=max(1, events // 20)) > 1
+    hosted.check()
+    assert show() is not None or name == "why_not_ready"
 
 
 def test_a_handler_may_raise_at_any_line_of_a_stream_in_a_task(hosted: Hosted) -> None:
@@ -327,6 +355,30 @@ def test_a_handler_may_raise_at_any_line_of_a_load_and_an_unload(folder: Path) -
     backend.check_pairs()
 
 
+def test_a_handler_may_raise_at_any_line_of_a_task_that_loads_and_unloads(folder: Path) -> None:
+    backend = Recorder()
+    with Runtime(backends=[backend]) as runtime, notebook_loop() as loop:
+        aload = partial(runtime.aload, "m", folder, config=config())
+
+        async def load_and_unload() -> None:
+            await aload()
+            await runtime.ascale("m", 2)
+            await runtime.aunload("m")
+
+        def check() -> None:
+            # The task that was interrupted has left nothing at work.
+            assert not asyncio.all_tasks(loop)
+            assert not runtime._models._loading
+            loop.run_until_complete(aload())
+            answer = runtime.ainfer("m", {"X": np.ones(1, np.float32)}, timeout_s=PATIENCE_S)
+            assert loop.run_until_complete(answer)["Y"] == 1
+            loop.run_until_complete(runtime.aunload("m"))
+
+        act = lambda: loop.run_until_complete(load_and_unload())  # noqa: E731
+        assert interrupted_everywhere(act, check, step=5) > 100
+    backend.check_pairs()
+
+
 def test_a_handler_that_raises_in_a_load_lets_the_load_of_another_thread_go_on(
     folder: Path,
 ) -> None:
@@ -351,20 +403,34 @@ def test_a_handler_that_raises_in_a_load_lets_the_load_of_another_thread_go_on(
         assert runtime.models() == {"m": [1]}
 
 
-def test_a_handler_may_raise_at_any_line_of_a_close(folder: Path) -> None:
-    for number in itertools.count(1):
-        backend = Recorder()
-        runtime = Runtime(backends=[backend])
-        runtime.load("m", folder, config=config())
-        raises = RaisesAt(number)
-        with contextlib.suppress(Interrupted), raises:
+@pytest.mark.parametrize("method", ["close", "aclose"])
+def test_a_handler_may_raise_at_any_line_of_a_close(folder: Path, method: str) -> None:
+    with notebook_loop() as loop:
+        for number in itertools.count(1, 1 if method == "close" else 3):
+            backend = Recorder()
+            runtime = Runtime(backends=[backend])
+            runtime.load("m", folder, config=config())
+            raises = RaisesAt(number)
+            with contextlib.suppress(Interrupted), raises:
+                if method == "close":
+                    runtime.close()
+                else:
+                    loop.run_until_complete(runtime.aclose())
+            # What was begun ends by itself, and a second close waits for that.
             runtime.close()
-        # What was begun ends by itself, and a second close waits for that.
-        runtime.close()
-        backend.check_pairs()
-        if not raises.is_over:
-            break
+            backend.check_pairs()
+            if not raises.is_over:
+                break
     assert number > 30
+
+
+# The others that are interrupted here.
+LOADING = {"load", "aload", "scale", "ascale", "unload", "aunload", "close", "aclose"}
+
+
+def test_each_method_of_a_runtime_is_interrupted_by_a_test() -> None:
+    methods = {name for name in dir(Runtime) if name[0] != "_" and callable(getattr(Runtime, name))}
+    assert methods == (methods & {ask.__name__ for ask in ASKING}) | SHOWING.keys() | LOADING
 
 
 def test_all_runtimes_are_closed_at_the_end_whatever_one_of_them_raises(
