@@ -19,7 +19,7 @@ the stacks of all threads and lets the process go on. If a client has cut its me
 kernel would do a moment later: the runtime then knows that the model is not to blame.
 
 Order of closing. FINALIZE comes on the main work channel after all batches. The loop of the coroutines stops first, so that none
-answers while the model finalizes. Then come `finalize`, the functions of `atexit`, the output, the denials of the sandbox, and the
+answers while the model finalizes. Then come `finalize`, the functions that libraries have for the end of a program, the output, the denials of the sandbox, and the
 wait for devices, whose events would go with the process. FINALIZED is the last message. The process ends with `os._exit`, since
 threads that the model left behind would keep it. If the runtime is gone (`PeerGone`), nobody waits for any of this, and the process
 ends at once.
@@ -386,7 +386,7 @@ class Stub:
                 failure = each.finalize()
                 if failure is not None:
                     message, traceback = describe(failure), traceback_of(failure)
-        atexit._run_exitfuncs()
+        _call_exit_functions()
         sys.stdout.flush()
         sys.stderr.flush()
         denials.flush()
@@ -394,3 +394,16 @@ class Stub:
         self._main.conversation.send(Kind.FINALIZED, message, traceback)
         # Not `sys.exit`, which would wait for threads that the model left behind.
         os._exit(0)
+
+
+def _call_exit_functions() -> None:
+    """Call the functions that libraries have registered for the end of the program, in Python's order.
+
+    Pools of processes tell their workers to end before `multiprocessing` waits for these. Nobody waits for the threads of pools: they may
+    be at work for ever.
+    """
+    getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", {}).clear()
+    # `atexit` begins with the last ones. A model that has no threads has not imported the module.
+    for act in getattr(sys.modules.get("threading"), "_threading_atexits", []):
+        atexit.register(act)
+    atexit._run_exitfuncs()

@@ -108,6 +108,12 @@ def found(runtime: moonpool.Runtime, method: str, code: str, name: str = "parent
     return str(answer["Y"][0].decode())
 
 
+def skip_without(library: str) -> None:
+    """Skip the test if this library has to be installed and is not."""
+    if library in ("joblib", "torch") and importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+
+
 @pytest.mark.promise(
     "Models",
     "Processes that a model starts by fork, spawn and forkserver import its file and Triton's module, whichever library starts them.",
@@ -126,9 +132,7 @@ def found(runtime: moonpool.Runtime, method: str, code: str, name: str = "parent
     ],
 )
 def test_children_import_the_model(runtime: moonpool.Runtime, library: str, method: str) -> None:
-    if library in ("joblib", "torch") and importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
-
+    skip_without(library)
     assert found(runtime, method, LIBRARIES[library]) == "9"
 
 
@@ -214,3 +218,62 @@ def test_shared_memory_of_a_model_ends_with_it(
                 found(runtime, "fork", code, "makes")
             wait_until(lambda: not names & shm_names(), PATIENCE_S, "the end of the memory")
     assert not names & shm_names()
+
+
+# joblib keeps arrays for its workers in files of a folder there.
+MAKES_BY_JOBLIB = """
+import joblib
+square.keeps = parallel = joblib.Parallel(2, max_nbytes=1)
+parallel.__enter__()
+sizes = parallel(joblib.delayed(len)(np.zeros(1000)) for _ in range(2))
+found = " ".join(os.listdir("/dev/shm"))
+"""
+
+
+@pytest.mark.promise("Lifecycle", "Shared memory and semaphores that a model made …")
+@pytest.mark.needs("processes")
+@pytest.mark.parametrize("end", ["unload", "kill"])
+def test_shared_memory_of_joblib_ends_with_the_model(
+    runtime: moonpool.Runtime, tmp_path: Path, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    skip_without("joblib")
+    before = shm_names()
+    with hosted(runtime, "makes", written(tmp_path / "makes"), CONFIG):
+        files = found(runtime, "spawn", MAKES_BY_JOBLIB, "makes").split()
+        names = {f"/dev/shm/{file}" for file in files} - before
+        assert any("folder" in name for name in names)
+        code = ENDS[end]
+        if code is not None:
+            with pytest.raises(moonpool.StubDied):
+                found(runtime, "fork", code, "makes")
+            wait_until(lambda: not names & shm_names(), PATIENCE_S, "the end of the memory")
+    assert not names & shm_names()
+    assert "killing it" not in caplog.text
+
+
+# Each leaves a pool as a model does that uses it for each request.
+KEEPS = {
+    "executor": """
+square.keeps = concurrent.futures.ProcessPoolExecutor(1, mp_context=context)
+found = square.keeps.submit(square, 3).result()
+""",
+    "threads": """
+square.keeps = concurrent.futures.ThreadPoolExecutor(1)
+square.keeps.submit(signal.pause)
+found = 9
+""",
+}
+
+
+@pytest.mark.promise(
+    "Lifecycle",
+    "A model that keeps a pool of processes or threads ends without waiting for its deadline, as a program does, also while a thread of it is at work.",
+)
+@pytest.mark.needs("processes")
+@pytest.mark.parametrize("library", KEEPS)
+def test_a_pool_that_a_model_keeps_ends_with_it(
+    runtime: moonpool.Runtime, tmp_path: Path, library: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hosted(runtime, "keeps", written(tmp_path / "keeps"), CONFIG):
+        assert found(runtime, "fork", KEEPS[library], "keeps") == "9"
+    assert "killing it" not in caplog.text
