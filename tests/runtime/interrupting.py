@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import linecache
+import re
 import signal
 import sys
 import threading
@@ -21,9 +22,9 @@ import moonpool
 PACKAGES = tuple(str(Path(moonpool.__path__[0], name)) for name in ("runtime", "ipc"))
 # What a model's main thread runs.
 OF_A_STUB = tuple(str(Path(moonpool.__path__[0], name)) for name in ("stub", "ipc"))
-# No signal handler can run between the end of such a block and the release of its lock, nor at a `try`, which is no instruction, nor from
+# No signal handler can run between the end of a block and the release of its lock, nor at a `try`, which is no instruction, nor from
 # an exception to the end of the first call after it.
-_NO_STEPS = ("with self._lock", "with self._sharing", "try:", "except BaseException:")
+_NO_STEPS = re.compile(r"\s*(with (self\.)?_\w+:|try:|except BaseException:)")
 _FIRST_CALL = ".soon.append("
 
 
@@ -135,7 +136,7 @@ class RaisesAt:
     def _line(self, frame: FrameType, event: str, _: object) -> Any:
         if event == "line":
             line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            if not line.lstrip().startswith(_NO_STEPS) and _FIRST_CALL not in line:
+            if not _NO_STEPS.match(line) and _FIRST_CALL not in line:
                 self._count()
         return self._line
 
