@@ -130,45 +130,48 @@ def parameter(key: str, value: str) -> str:
     return f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n'
 
 
+KEPT = "kept"
+
+
 @pytest.fixture(scope="module")
 def strangers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models that ask for more than `strict` gives them."""
     repository = tmp_path_factory.mktemp("strangers") / "strangers"
-    asks = parameter("MOONPOOL_SANDBOX_PATHS", "/usr, rw:/var/tmp")
+    (repository / KEPT).mkdir(parents=True)
+    asks = parameter("MOONPOOL_SANDBOX_PATHS", f"/usr, rw:{repository / KEPT}")
     write_model(repository, "asks", TRITON, IO + asks + parameter("MOONPOOL_SANDBOX_PORTS", "443"))
     hostile = parameter("EXECUTION_ENV_PATH", "/env,MOONPOOL_SANDBOX_PATHS=rw:/")
     write_model(repository, "hostile", TRITON, IO + hostile)
     return repository
 
 
-GRANT = "asks:MOONPOOL_SANDBOX_PATHS=/usr,rw:/var/tmp,MOONPOOL_SANDBOX_PORTS=443"
-
-
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
-    "`moonpool check --sandbox strict` prints what a model asks for beyond its level as a grant "
-    "that can be pasted and is taken.",
+    "`moonpool check --sandbox strict` prints what a model asks for beyond its level as an option "
+    "that grants this and no more.",
 )
-def test_the_grants_of_a_model_are_printed_in_a_form_to_paste(
+def test_the_grants_of_a_model_are_printed_as_an_option_that_grants_them(
     cli: CommandLine, strangers: Path
 ) -> None:
     (cli.folder / "strangers").symlink_to(strangers)
+    paths = f"MOONPOOL_SANDBOX_PATHS=/usr,rw:{strangers / KEPT}"
+    grant = f"asks:{paths},MOONPOOL_SANDBOX_PORTS=443"
 
     ended = cli("check", "strangers", "asks", "--sandbox", "strict")
 
     file = "strangers/asks/config.pbtxt"
     assert ended.stdout.splitlines() == [
-        f"error: asks: {file}:3: asks for MOONPOOL_SANDBOX_PATHS=/usr,rw:/var/tmp, beyond its sandbox",
+        f"error: asks: {file}:3: asks for {paths}, beyond its sandbox",
         f"error: asks: {file}:4: asks for MOONPOOL_SANDBOX_PORTS=443, beyond its sandbox",
-        f"error: asks: to grant this and no more: --sandbox-grants={GRANT}; "
-        f'in Python: Runtime(sandbox_grants=["{GRANT}"])',
+        f"error: asks: to grant this and no more: --sandbox-grants={grant}; "
+        f'in Python: Runtime(sandbox_grants=["{grant}"])',
     ]
     assert ended.returncode == 1
     # The line is split as a shell would split it.
     pasted = shlex.split(
         ended.stdout.splitlines()[-1].split("no more: ")[1].split("; in Python")[0]
     )
-    assert pasted == [f"--sandbox-grants={GRANT}"]
+    assert pasted == [f"--sandbox-grants={grant}"]
     ended = cli("check", "strangers", "asks", "--sandbox", "strict", *pasted)
     assert ended.stdout.startswith("ok: asks: version 1")
     ended = cli("check", "strangers", "asks", "--sandbox=strict", "--sandbox-grants=asks")
