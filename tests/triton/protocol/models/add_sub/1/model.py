@@ -2,6 +2,8 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
+    """Gives its outputs in another order than the configuration."""
+
     def execute(self, requests):
         responses = []
         for request in requests:
@@ -10,8 +12,8 @@ class TritonPythonModel:
                 for name in ("INPUT0", "INPUT1")
             )
             outputs = [
-                pb_utils.Tensor("OUTPUT0", left + right),
                 pb_utils.Tensor("OUTPUT1", left - right),
+                pb_utils.Tensor("OUTPUT0", left + right),
             ]
             responses.append(pb_utils.InferenceResponse(outputs))
         return responses
