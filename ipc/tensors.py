@@ -220,19 +220,21 @@ _pack_length = struct.Struct("<I").pack
 _unpack_length = struct.Struct("<I").unpack_from
 
 
-def encode_bytes(array: NDArray[np.object_] | NDArray[np.bytes_], name: str = "") -> bytes:
+def encode_bytes(
+    array: NDArray[np.object_] | NDArray[np.bytes_], name: str = "", first: int = 0
+) -> bytes:
     """Return the wire form of an array of strings (dtype object or S).
 
     Elements that are bytes are kept, everything else becomes the UTF-8 of its str(). An S array
     loses trailing NULs, as numpy itself does. Raises BadTensor for another dtype, and for an
-    element that has no UTF-8 form or is 4 GiB or longer.
+    element that has no UTF-8 form or is 4 GiB or longer. Errors count the elements from `first` on.
     """
     if array.dtype.kind not in "OS":
         raise BadTensor(
             f"{_tensor(name)} has dtype {array.dtype}, and BYTES is made from object or S arrays; "
             "convert it first: array.astype(object)"
         )
-    payloads = _payloads(np.asarray(array).ravel().tolist(), name)
+    payloads = _payloads(np.asarray(array).ravel().tolist(), name, first)
     lengths = list(map(len, payloads))
     # There are far fewer lengths than strings, so each is packed once.
     prefixes = {length: _prefix(length, name) for length in set(lengths)}
@@ -250,14 +252,14 @@ def _prefix(length: int, name: str) -> bytes:
     return _pack_length(length)
 
 
-def _payloads(elements: list[object], name: str) -> list[bytes]:
+def _payloads(elements: list[object], name: str, first: int) -> list[bytes]:
     kinds = set(map(type, elements))
     if kinds <= {bytes}:
         return elements  # type: ignore[return-value]
     if kinds == {str}:
         with suppress(UnicodeEncodeError):
             return list(map(str.encode, elements))  # type: ignore[arg-type]
-    return [_payload(element, index, name) for index, element in enumerate(elements)]
+    return [_payload(element, index, name) for index, element in enumerate(elements, first)]
 
 
 def _payload(element: object, index: int, name: str) -> bytes:

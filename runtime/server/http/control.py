@@ -93,14 +93,14 @@ class Endpoints:
 
     async def index(self, request: RouteRequest) -> RouteReply:
         """List all models of the repositories."""
-        ready = member(request.json(empty={}), "ready", bool)
+        ready = member(await request.json(empty={}), "ready", bool)
         repository = self._service.repository
         return reply(await self._elsewhere(lambda: repository.index(ready_only=bool(ready))))
 
     async def load(self, request: RouteRequest) -> RouteReply:
         """Load or reload a model."""
         _check_repository(request)
-        parameters = member(request.json(empty={}), "parameters", dict) or {}
+        parameters = member(await request.json(empty={}), "parameters", dict) or {}
         config: str | None = None
         files: dict[str, bytes] = {}
         for key in parameters:
@@ -119,7 +119,7 @@ class Endpoints:
         """Unload a model."""
         _check_repository(request)
         try:
-            parameters = _object(request.json(empty={})).get("parameters")
+            parameters = _object(await request.json(empty={})).get("parameters")
         except NotJson:
             parameters = None  # Triton does not look at it either
         dependents = _object(parameters).get("unload_dependents") is True
@@ -135,7 +135,7 @@ class Endpoints:
 
     async def system_register(self, request: RouteRequest) -> RouteReply:
         """Register a region."""
-        body = request.json()
+        body = await request.json()
         key, size_bytes = member(body, "key", str), member(body, "byte_size", int)
         for field, value in (("key", key), ("byte_size", size_bytes)):
             if value is None:
@@ -160,7 +160,7 @@ class Endpoints:
     async def cuda_register(self, request: RouteRequest) -> RouteReply:
         """Refuse: tensors on a GPU are not served."""
         self._service.shared_memory.check_enabled()
-        if member(request.json(), "raw_handle", dict) is None:
+        if member(await request.json(), "raw_handle", dict) is None:
             raise InvalidRequest("Shared memory register request has no 'raw_handle' field")
         raise ModelError(
             f"failed to register CUDA shared memory region '{request.parts['region']}': "
@@ -177,13 +177,13 @@ class Endpoints:
 
     async def trace(self, request: RouteRequest) -> RouteReply:
         """Change the settings of traces, and return them."""
-        changes = _object(request.json()) if request.method == "POST" else None
+        changes = _object(await request.json()) if request.method == "POST" else None
         traces, name = self._service.traces, request.parts.get("model", "")
         return reply(await self._elsewhere(traces.settings, name, changes))
 
     async def logging(self, request: RouteRequest) -> RouteReply:
         """Change the settings of the log, and return them."""
-        changes = _object(request.json()) if request.method == "POST" else None
+        changes = _object(await request.json()) if request.method == "POST" else None
         return reply(await self._elsewhere(self._service.logs.settings, changes))
 
     # Generate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,7 +19,7 @@ from moonpool.runtime.model.details import check_finite, details_of, with_parame
 from moonpool.runtime.model.request import InferenceRequest, Parameter, Response, WireTensor
 from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.server.http.connection import HttpExchange, error_body
-from moonpool.runtime.server.http.head import JSON, Headers
+from moonpool.runtime.server.http.head import JSON, Body, Headers
 from moonpool.runtime.server.http.inference import LOAD_FORM, begin_trace, with_load
 from moonpool.runtime.server.http.json_pieces import is_long, values_of, write
 from moonpool.runtime.server.http.json_text import (
@@ -31,7 +32,7 @@ from moonpool.runtime.server.http.json_text import (
 )
 from moonpool.runtime.server.http.routes import RouteReply, RouteRequest
 from moonpool.runtime.server.inference.request import Hosted, make_request
-from moonpool.runtime.server.inference.tensors import Input, of_values
+from moonpool.runtime.server.inference.tensors import Input, LongArray, of_values
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.tracing.trace import Trace
 
@@ -48,7 +49,7 @@ _NOT_ONE = (
 async def generate(service: Service, request: RouteRequest) -> RouteReply:
     """Return the only response of a model. Raises `MoonpoolError` for a bad request."""
     exchange = request.exchange
-    hosted, trace, stream = _begin(service, request)
+    hosted, trace, stream = await _begin(service, request)
     text, status, count = b"", 200, 0
     with stream:
         try:
@@ -75,7 +76,7 @@ async def generate_stream(service: Service, request: RouteRequest) -> None:
     many wait, the connection ends. If the client goes, the request is cancelled.
     """
     exchange = request.exchange
-    hosted, trace, stream = _begin(service, request)
+    hosted, trace, stream = await _begin(service, request)
     with stream:
         while not exchange.is_gone:
             status = 200
@@ -101,13 +102,15 @@ async def generate_stream(service: Service, request: RouteRequest) -> None:
     exchange.finish()
 
 
-def _begin(service: Service, request: RouteRequest) -> tuple[Hosted, Trace | None, ResponseStream]:
+async def _begin(
+    service: Service, request: RouteRequest
+) -> tuple[Hosted, Trace | None, ResponseStream]:
     """Submit the request, which is cancelled if the client goes."""
     exchange = request.exchange
     exchange.received_ns = time.monotonic_ns()
     name, version = request.model
     hosted: Hosted = service.models.find(name, version_of(version))
-    made = _request(hosted, request.body, exchange.head.forwarded)
+    made = await request.read(partial(_request, hosted, exchange.head.forwarded))
     if service.capture is not None:
         service.capture.take(hosted.model, made)
     trace = begin_trace(service, exchange, hosted, made) if service.traces.is_on else None
@@ -120,7 +123,8 @@ def _event(text: bytes) -> bytes:
     return b"data: %b\n\n" % text
 
 
-def _request(hosted: Hosted, body: bytes, forwarded: Mapping[str, str]) -> InferenceRequest:
+def _request(hosted: Hosted, forwarded: Mapping[str, str], body: Body) -> InferenceRequest:
+    """Make and check the request, on any thread. Raises `MoonpoolError`."""
     root = loads(body)
     if not isinstance(root, dict):
         raise NotJson("attempt to get members for non-object")
@@ -188,7 +192,7 @@ def _parameter(key: str, value: object) -> Parameter:
 
 def _input(tensor: TensorConfig, value: Any, is_batch: bool) -> Input:
     """Make an input of a value or a flat array. The number of values decides about sizes that the configuration leaves open."""
-    values = value if isinstance(value, list) else [value]
+    values = value if isinstance(value, list | LongArray) else [value]
     shape = list(tensor.dims)
     if shape.count(-1):
         # If several sizes are open, the last one gets all values.

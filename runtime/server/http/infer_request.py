@@ -26,6 +26,7 @@ from moonpool.runtime.server.inference.tensors import (
     BadJson,
     Bytes,
     Input,
+    LongArray,
     WrongSize,
     code_of,
     of_bytes,
@@ -173,9 +174,9 @@ def _array(root: Mapping[str, Any], name: str) -> list[Any]:
     if name not in root:
         raise _missing(name)
     value = root[name]
-    if type(value) is not list:
+    if not isinstance(value, list | LongArray):
         raise BadJson(name, WRONG[list])
-    if len(value) > _MOST_ELEMENTS:
+    if isinstance(value, LongArray) or len(value) > _MOST_ELEMENTS:
         raise InvalidRequest(
             f"'{name}' has {len(value)} elements, and {_MOST_ELEMENTS} is the most"
         )

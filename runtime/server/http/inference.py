@@ -2,9 +2,8 @@
 
 Theory of operation. A request is read, checked and submitted in the callback of the connection that received it; the rest is that of all
 calls (`inference.call`). Work that would hold the loop for long runs in `executor`: compression, and copies of more than a megabyte from
-or to memory of clients. It goes on in the loop afterwards, unless the client has gone meanwhile. JSON of more than a megabyte is
-read there as well, one body at a time (`turns`): orjson holds the interpreter while it parses, but what becomes of the values takes
-ten times as long, and lets the loop run in between.
+or to memory of clients. It goes on in the loop afterwards, unless the client has gone meanwhile. JSON of more than 256 KiB is
+read there as well, one body at a time (`turns`), in pieces that let the loop run in between (`json_text`).
 
 On a thread of the executor a call only reads or writes memory that nothing else uses at that time: the body, the arrays of its inputs, the
 response. If the client goes meanwhile, the thread ends by itself, and its result is dropped.

@@ -1,11 +1,17 @@
-"""A table of routes, for requests that are not in a hurry: each is answered in a task of the event loop."""
+"""A table of routes, for requests that are not in a hurry: each is answered in a task of the event loop.
+
+Theory of operation. Everything runs in the loop's thread but for the reading of long JSON (`LongBodies`), which a thread of
+the executor does with nothing but the body. Its lock is the loop's: one body is read at a time, in the order in which they
+came, so that their values do not need memory at once. The task of a client that has gone by its turn is cancelled.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from concurrent.futures import Executor
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
 from moonpool.ipc.errors import MoonpoolError
@@ -17,18 +23,23 @@ from moonpool.runtime.server.http.connection import (
     error_headers,
     http_status,
 )
-from moonpool.runtime.server.http.head import JSON, TEXT, Headers, path_of
+from moonpool.runtime.server.http.head import JSON, TEXT, Body, Headers, path_of
 from moonpool.runtime.server.http.json_text import dumps, loads
+from moonpool.runtime.server.http.turns import LONG_BYTES
 
+T = TypeVar("T")
 _log = RuntimeLog("moonpool")
 
 
 class RouteRequest:
     """A request to a route. `parts` are the named parts of its path, as the client wrote them."""
 
-    def __init__(self, exchange: HttpExchange, parts: Mapping[str, str]) -> None:
+    def __init__(
+        self, exchange: HttpExchange, parts: Mapping[str, str], long_bodies: LongBodies
+    ) -> None:
         self.exchange = exchange
         self.parts = parts
+        self._long_bodies = long_bodies
 
     @property
     def method(self) -> str:
@@ -39,13 +50,18 @@ class RouteRequest:
         """Name and version of the model that the path names; empty texts if it names none."""
         return self.parts.get("model", ""), self.parts.get("version", "")
 
-    @property
-    def body(self) -> bytes:
-        return bytes(self.exchange.body)
-
-    def json(self, empty: Any = None) -> Any:
+    async def json(self, empty: Any = None) -> Any:
         """Return the value of the body, or `empty`, if that is given, for an empty body. Raises `NotJson`."""
-        return empty if not self.exchange.body and empty is not None else loads(self.body)
+        if empty is not None and not len(self.exchange.body):
+            return empty
+        return await self.read(loads)
+
+    async def read(self, function: Callable[[Body], T]) -> T:
+        """Return what a function makes of the body, and raise what it raises. A thread calls it if the body is long."""
+        body = self.exchange.body
+        if len(body) <= LONG_BYTES:
+            return function(body)
+        return await self._long_bodies.read(self.exchange, function)
 
     def header(self, name: bytes, default: str) -> str:
         """Return the value of a header by its lower-case name."""
@@ -56,6 +72,24 @@ class RouteRequest:
         """Return a parameter of the query, the last one of this name."""
         query = self.exchange.head.target.partition(b"?")[2].decode("latin-1")
         return dict(parse_qsl(query, keep_blank_values=True)).get(name)
+
+
+class LongBodies:
+    """Has long bodies read on a thread, one at a time. For the loop's thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, executor: Executor) -> None:
+        self._loop = loop
+        self._executor = executor
+        self._turn = asyncio.Lock()
+
+    async def read(self, exchange: HttpExchange, function: Callable[[Body], T]) -> T:
+        """Return what a function makes of the body, and raise what it raises. Cancels the task if the client goes."""
+        async with self._turn:
+            if not exchange.is_gone:
+                made = await self._loop.run_in_executor(self._executor, function, exchange.body)
+        if exchange.is_gone:
+            raise asyncio.CancelledError
+        return made
 
 
 class RouteReply(NamedTuple):
@@ -100,8 +134,11 @@ def _part(found: re.Match[str]) -> str:
 class RouteTable:
     """Answers by the first route whose path fits. For the loop's thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, routes: Iterable[Route]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, executor: Executor, routes: Iterable[Route]
+    ) -> None:
         self._loop = loop
+        self._long_bodies = LongBodies(loop, executor)
         self._routes = list(routes)
         # The loop itself refers to tasks only weakly.
         self._tasks: set[asyncio.Task[None]] = set()
@@ -135,5 +172,5 @@ class RouteTable:
                 endpoint = route.endpoints.get(exchange.head.method)
                 if endpoint is None:
                     return failure(405, "Method Not Allowed", route.wrong)
-                return await endpoint(RouteRequest(exchange, found.groupdict()))
+                return await endpoint(RouteRequest(exchange, found.groupdict(), self._long_bodies))
         return failure(404, "Not Found", TEXT)

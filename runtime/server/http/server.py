@@ -72,7 +72,7 @@ class HttpServer:
                 self._parts.append((server, port))
             if options.metrics_port is not None:
                 # On the threads for short work: monitoring must not wait for models.
-                table = RouteTable(loop, metrics_routes(service, self._executor))
+                table = RouteTable(loop, self._executor, metrics_routes(service, self._executor))
                 await self._listen(
                     "metrics",
                     options.metrics_address,
@@ -94,7 +94,7 @@ class HttpServer:
         ]
         return HttpHandler(
             HttpInference(service, loop, self._executor, options.limits),
-            RouteTable(loop, routes),
+            RouteTable(loop, self._executor, routes),
             *self.guards(),
         )
 

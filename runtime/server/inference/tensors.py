@@ -7,7 +7,7 @@ on those bytes. Outputs are `WireTensor` for every datatype.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,6 +36,49 @@ FP16 = CODES["FP16"]
 _NO_BYTES = np.empty(0, np.uint8)
 # Values that are handled in one go. Between two slices, another thread may have the interpreter.
 _SLICE = 1 << 16
+
+
+class LongArray:
+    """The innermost values of a JSON array in order, in parts that can each be handled in one go, and their types.
+
+    Values in more levels of arrays than a tensor has dimensions stay in them. No tensor has objects, so an empty one
+    stands for any number of them.
+    """
+
+    __slots__ = ("parts", "types")
+
+    def __init__(self) -> None:
+        self.parts: list[list[Any]] = []
+        self.types: set[type] = set()
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def add(self, values: list[Any] | LongArray) -> None:
+        """Add the values of an array, which may be changed."""
+        for part, types in _flat_parts(values, MAX_DIMS):
+            self.types |= types
+            if dict in types:
+                part = [{}]
+            if self.parts and len(self.parts[-1]) + len(part) <= _SLICE:
+                self.parts[-1] += part
+            else:
+                self.parts.append(part)
+
+    def slices(self) -> Iterator[list[Any]]:
+        """Yield the values in parts of at most `_SLICE`, and drop each before the next one."""
+        self.parts.reverse()
+        while self.parts:
+            part = self.parts.pop()
+            if len(part) <= _SLICE:
+                yield part
+                continue
+            for begin in range(0, len(part), _SLICE):
+                yield part[begin : begin + _SLICE]
+
+
+ARRAYS = frozenset({list, LongArray})
+"""The types of JSON arrays."""
 
 
 def code_of(datatype: object, name: str) -> int:
@@ -98,19 +141,19 @@ def _raw(data: Bytes, offset: int, size_bytes: int) -> NDArray[np.uint8]:
 def of_values(name: str, code: int, shape: Sequence[int], values: object) -> Input:
     """Return an input with the values of a JSON array, which is nested like the shape, or flat.
 
-    Raises `BadJson` and `InvalidRequest` with Triton's texts. Numbers that do not fit the datatype are refused, while Triton takes
-    their lowest bits.
+    A `LongArray` is empty afterwards. Raises `BadJson` and `InvalidRequest` with Triton's texts. Numbers that do not
+    fit the datatype are refused, while Triton takes their lowest bits.
     """
     if code in (FP16, BF16):
         raise InvalidRequest(
             f"receiving {NAMES[code]} data via JSON is not supported. "
             f"Please use the binary data format for input {name}"
         )
-    if not isinstance(values, list):
+    if not isinstance(values, list | LongArray):
         raise BadJson("data", "attempt to access JSON non-array as array")
     count = shape_size(name, shape)
-    flat, types = _flattened(values)
-    if not types <= _TYPES[code]:
+    flat = values if isinstance(values, LongArray) else _flattened(values)
+    if not flat.types <= _TYPES[code]:
         if code == BYTES:
             raise BadStrings
         raise BadJson("data", _WRONG_TYPE[DTYPES[code].kind])
@@ -119,11 +162,13 @@ def of_values(name: str, code: int, shape: Sequence[int], values: object) -> Inp
     if code == BYTES:
         return _strings(name, shape, flat)
     array: NDArray[Any] = np.empty(count, DTYPES[code])
+    begin = 0
     try:
         # Whole numbers that do not fit are refused, not wrapped; others become infinite.
         with np.errstate(over="ignore"):
-            for begin in range(0, count, _SLICE):
-                array[begin : begin + _SLICE] = np.array(flat[begin : begin + _SLICE], DTYPES[code])
+            for some in flat.slices():
+                array[begin : begin + len(some)] = np.array(some, DTYPES[code])
+                begin += len(some)
     except (OverflowError, ValueError):
         raise InvalidRequest(
             f"input '{name}' has values that do not fit its datatype {NAMES[code]}"
@@ -158,19 +203,49 @@ _WRONG_TYPE = {
 }
 
 
-def _flattened(values: list[Any]) -> tuple[list[Any], set[type]]:
-    """Return the innermost values in order, and their types."""
+def _flattened(values: list[Any]) -> LongArray:
+    flat = LongArray()
+    flat.add(values)
+    return flat
+
+
+def _flat_parts(
+    values: list[Any] | LongArray, levels: int
+) -> Iterator[tuple[list[Any], set[type]]]:
+    """Yield the innermost values in order, in parts, each with its types. Arrays in more levels stay as they are."""
+    if isinstance(values, LongArray):
+        for part in values.parts:
+            yield part, _types_in(part)
+        return
     types = _types_in(values)
-    for _ in range(MAX_DIMS):
-        if types != {list}:
-            break
-        values = list(chain.from_iterable(values))
-        types = _types_in(values)
-    if list in types and len(types) > 1:
+    arrays = types & ARRAYS
+    if not arrays or (types == arrays and not levels):
+        yield values, types
+    elif types == {list}:
+        for joined in _joined(values):
+            yield from _flat_parts(joined, levels - 1)
+    elif types == arrays:
+        for each in values:
+            yield from _flat_parts(each, levels - 1)
+    else:
         # Like Triton, which takes numbers beside arrays of numbers.
-        values = list(_leaves(values))
-        types = _types_in(values)
-    return values, types
+        leaves = _leaves(values)
+        while leaf_part := list(islice(leaves, _SLICE)):
+            yield leaf_part, _types_in(leaf_part)
+
+
+def _joined(rows: list[list[Any]]) -> Iterator[list[Any]]:
+    """Yield the elements of rows in order, in parts of some `_SLICE`."""
+    if sum(map(len, rows)) <= _SLICE:
+        yield list(chain.from_iterable(rows))
+        return
+    part: list[Any] = []
+    for row in rows:
+        part += row
+        if len(part) >= _SLICE:
+            yield part
+            part = []
+    yield part
 
 
 def _types_in(values: list[Any]) -> set[type]:
@@ -183,35 +258,34 @@ def _types_in(values: list[Any]) -> set[type]:
 
 
 def _leaves(values: list[Any]) -> Iterator[Any]:
-    levels = [iter(values)]
+    levels: list[Iterator[Any]] = [iter(values)]
     while levels:
         for each in levels[-1]:
-            if type(each) is list:
-                levels.append(iter(each))
+            if type(each) in ARRAYS:
+                inner = each.parts if isinstance(each, LongArray) else each
+                levels.append(iter(inner))
                 break
             yield each
         else:
             levels.pop()
 
 
-def _strings(name: str, shape: Sequence[int], texts: list[str]) -> WireTensor:
+def _strings(name: str, shape: Sequence[int], flat: LongArray) -> WireTensor:
+    encoded: list[bytes] = []
+    count = 0
     try:
-        parts = [
-            _encoded(texts[begin : begin + _SLICE], name) for begin in range(0, len(texts), _SLICE)
-        ]
-    except BadTensor:  # half of a surrogate pair
-        try:
-            # The error names the place among all of them.
-            parts = [_encoded(texts, name)]
-        except BadTensor as error:
-            raise InvalidRequest(str(error)) from None
-    return WireTensor(BYTES, tuple(shape), np.frombuffer(b"".join(parts), np.uint8))
+        for some in flat.slices():
+            encoded.append(_encoded(some, name, count))
+            count += len(some)
+    except BadTensor as error:  # half of a surrogate pair
+        raise InvalidRequest(str(error)) from None
+    return WireTensor(BYTES, tuple(shape), np.frombuffer(b"".join(encoded), np.uint8))
 
 
-def _encoded(texts: list[str], name: str) -> bytes:
+def _encoded(texts: list[str], name: str, first: int) -> bytes:
     array = np.empty(len(texts), object)
     array[:] = texts
-    return encode_bytes(array, name)
+    return encode_bytes(array, name, first)
 
 
 def to_bytes(output: WireTensor) -> memoryview:

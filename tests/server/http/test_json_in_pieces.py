@@ -1,0 +1,338 @@
+"""Large JSON is read in pieces, between which others have the interpreter. What comes out is what one piece would give."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import orjson
+import pytest
+from hypothesis import example, given
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.server.http.served import served
+from tests.server.http.serving import TIMEOUT_S, Serving
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.tensors import CODES
+from moonpool.runtime.server.http import generate, json_text, routes
+from moonpool.runtime.server.http.head import Body
+from moonpool.runtime.server.http.json_text import NotJson, loads, repeated_key
+from moonpool.runtime.server.http.turns import LONG_BYTES
+from moonpool.runtime.server.inference.tensors import LongArray, of_values
+
+PROMISE = pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "Large JSON of a request is read in pieces, on a thread, and other clients are answered in between.",
+)
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    with served("plain") as made:
+        yield made
+
+
+def texts(unit: bytes, size_bytes: int) -> bytes:
+    return b"[" + b",".join([unit] * (size_bytes // (len(unit) + 1))) + b"]"
+
+
+LONG = {
+    "numbers": texts(b"7", 4 << 20),
+    "rows": texts(b"[1,2,3,4]", 1 << 20),
+    "strings": texts(b'"abc"', 3 << 20),
+    "one string": b'"%b"' % (b'\\"' * (2 << 20)),
+    "objects": texts(b'{"a":1}', 1 << 20),
+    "NaN": texts(b"NaN", 2 << 20),
+}
+
+
+def parts_with_turns(read: Callable[[Body], object], text: bytes) -> int:
+    """Read a text on a thread; return in how many tenths of the thread's own processor time the loop had a turn."""
+    seen: list[float] = []
+
+    def work() -> tuple[float, float]:
+        clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
+        begin = time.thread_time()
+        read(text)
+        return begin, time.thread_time()
+
+    clocks: list[int] = []
+
+    async def main() -> tuple[float, float]:
+        with ThreadPoolExecutor(1) as pool:
+            reading = asyncio.get_running_loop().run_in_executor(pool, work)
+            while not reading.done():
+                if clocks:
+                    seen.append(time.clock_gettime(clocks[0]))
+                await asyncio.sleep(0)
+            return await reading
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(0.001)
+    try:
+        begin, end = asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+    finally:
+        sys.setswitchinterval(interval_s)
+    return len({int(10 * (at - begin) / (end - begin)) for at in seen if begin <= at < end})
+
+
+@PROMISE
+@pytest.mark.parametrize("what", LONG)
+def test_the_loop_has_turns_while_a_long_text_is_read(what: str) -> None:
+    assert parts_with_turns(loads, LONG[what]) >= 5
+
+
+@PROMISE
+def test_the_loop_has_turns_while_keys_are_compared() -> None:
+    assert parts_with_turns(repeated_key, b'{"X":%b}' % LONG["numbers"]) >= 5
+
+
+@PROMISE
+@pytest.mark.parametrize(
+    ("path", "module"), [("/v2/models/plain/generate", generate), ("/v2/logging", routes)]
+)
+def test_others_are_answered_while_a_route_reads_a_large_body(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, path: str, module: ModuleType
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(text: Body) -> Any:
+        begun.set()
+        assert goes_on.wait(TIMEOUT_S)
+        return loads(text)
+
+    monkeypatch.setattr(module, "loads", slow)
+    body = json.dumps({"X": [7] * LONG_BYTES}).encode()
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(serving.post, path, body)
+        try:
+            assert begun.wait(TIMEOUT_S)
+            assert serving.get("/v2/health/live").status == 200
+        finally:
+            goes_on.set()
+        assert large.result(TIMEOUT_S).status == 200
+
+
+class Asked:
+    """An exchange with what long bodies use of it."""
+
+    def __init__(self, name: str) -> None:
+        self.body = name.encode()
+        self.is_gone = False
+
+
+def test_long_bodies_are_read_one_at_a_time_and_not_for_clients_that_are_gone() -> None:
+    seen: list[bytes] = []
+    goes_on = threading.Event()
+    loop: asyncio.AbstractEventLoop
+    begun: asyncio.Event
+
+    def read(body: Body) -> bytes:
+        seen.append(bytes(body))
+        loop.call_soon_threadsafe(begun.set)
+        assert goes_on.wait(TIMEOUT_S)
+        return bytes(body)
+
+    async def main() -> None:
+        nonlocal loop, begun
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+        with ThreadPoolExecutor(3) as pool:
+            long = routes.LongBodies(loop, pool)
+            asked: list[Any] = [Asked(name) for name in ("first", "gone", "goes", "last")]
+            tasks = [asyncio.create_task(long.read(each, read)) for each in asked]
+            await begun.wait()
+            asked[1].is_gone = True
+            assert seen == [b"first"]
+            goes_on.set()
+            assert await tasks[0] == b"first"
+            asked[2].is_gone = True
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(each) for each in results] == [
+            bytes,
+            asyncio.CancelledError,
+            asyncio.CancelledError,
+            bytes,
+        ]
+        assert b"gone" not in seen
+
+    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+
+
+# What comes out
+
+PIECE_BYTES = 64
+
+
+def in_pieces(read: Callable[[bytes], Any], text: bytes, most_values: int = 3) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_text, "_PIECE_BYTES", PIECE_BYTES)
+        patch.setattr(json_text, "_LIST_VALUES", most_values)
+        return read(text)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list):
+        for each in value:
+            yield from leaves(each)
+    else:
+        yield {} if isinstance(value, dict) else value
+
+
+def same(whole: Any, found: Any) -> bool:
+    """Return True for the same value, where a long array has the innermost values, or an object that stands for any."""
+    if isinstance(found, LongArray):
+        values = [each for part in found.parts for each in part]
+        return {} in values if dict in found.types else values == list(leaves(whole))
+    if isinstance(whole, list):
+        return len(whole) == len(found) and all(map(same, whole, found))
+    if isinstance(whole, dict):
+        return list(whole) == list(found) and all(same(whole[key], found[key]) for key in whole)
+    return type(whole) is type(found) and bool(whole == found)
+
+
+CHARACTERS = st.sampled_from(list('ab"\\/ä€😀[]{},: \n\x1f'))
+STRINGS = st.text(CHARACTERS, max_size=90)
+VALUES = st.recursive(
+    st.sampled_from([0, 1, -5, 1.5, 1e300, True, False, None, 2**63]) | STRINGS,
+    lambda inner: st.lists(inner, max_size=12) | st.dictionaries(STRINGS, inner, max_size=6),
+    max_leaves=60,
+)
+CHANGES = st.none() | st.tuples(
+    st.floats(0, 1, exclude_max=True),
+    st.integers(0, 3),
+    st.sampled_from([b"", *b',"[]{}:\\ 1'.split(), b"\\ud83d", b"\xc3", b"null", b",", b"]"]),
+)
+
+
+@given(VALUES, st.booleans(), st.sampled_from([(",", ":"), (" ,\t", "\n: ")]), CHANGES)
+@example(["x" * 61, 1], True, (",", ":"), None)
+@example(["😀" * 40], True, (",", ":"), None)
+@example(["😀" * 40], False, (",", ":"), None)
+@example([[]] * 40, True, (",", ":"), (0.5, 0, b","))
+def test_a_text_in_pieces_has_the_same_value_or_is_refused(
+    value: Any,
+    is_ascii: bool,
+    separators: tuple[str, str],
+    change: tuple[float, int, bytes] | None,
+) -> None:
+    text = json.dumps(value, ensure_ascii=is_ascii, separators=separators).encode()
+    if change is not None:
+        share, left_out, added = change
+        at = int(share * len(text))
+        text = text[:at] + added + text[at + left_out :]
+    try:
+        whole = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        with pytest.raises(NotJson):
+            in_pieces(loads, text)
+    else:
+        assert same(whole, in_pieces(loads, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" + b" " * 200 + b"]",
+        b"{" + b" " * 200 + b"}",
+        b" " * 200 + b"[1]" + b" " * 200,
+        b'{"a"' + b" " * 200 + b":" + b" " * 200 + b"1" + b" " * 200 + b"}",
+        b"\xef\xbb\xbf[" + b"1," * 100 + b"1]",
+        b'["' + b"\\ud83d\\ude00" * 40 + b'"]',
+        b'{"%b":1,"%b":[2]}' % (b"k" * 200, b"\\n" * 200),
+    ],
+)
+def test_odd_texts_are_read(text: bytes) -> None:
+    assert same(json.loads(text.decode("utf-8-sig")), in_pieces(loads, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b" " * 200,
+        b"[," + b"1," * 100 + b"1]",
+        b"[" + b"1," * 100 + b"]",
+        b"[" + b"1," * 100 + b"," + b"1," * 100 + b"1]",
+        b"[" + b"1," * 100 + b"1}",
+        b"[" + b"1," * 100 + b"1",
+        b"[" + b"1," * 100 + b"1] 1",
+        b"[%b , , 1]" % texts(b"1", 200),
+        b"[%b %b]" % (texts(b"1", 200), texts(b"1", 200)),
+        b"[1,\xef\xbb\xbf2," + b"1," * 100 + b"1]",
+        b'{"a":%b,}' % texts(b"1", 200),
+        b'{"a":%b,1:2}' % texts(b"1", 200),
+        b'{"a" %b}' % texts(b"1", 200),
+        b'{"a":%b' % texts(b"1", 200),
+        b'["' + b"x" * 200,
+        b'["' + b"\\ud83d" * 60 + b'"]',
+        b'["' + b"\xc3" * 200 + b'"]',
+        b'["' + b"x" * 200 + b'\x01"]',
+        b"[" * 200 + b"]" * 200,
+        b"[" + b"1" * 200 + b"]",
+    ],
+)
+def test_odd_texts_are_refused(text: bytes) -> None:
+    with pytest.raises(NotJson):
+        in_pieces(loads, text)
+
+
+def test_numbers_that_only_triton_has_are_read_in_each_piece() -> None:
+    text = texts(b"NaN", 100) + b" "
+    found = in_pieces(loads, b"[%b,Infinity,-Infinity,1.5]" % text[1:-2])
+
+    assert str(found.parts) == str([[float("nan")] * 25 + [np.inf, -np.inf, 1.5]])
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (b'{"a":1,"b":[%b],"c":{"a":1}}', None),
+        (b'{"a":1,"b":[%b],"a":2}', "a"),
+        (b'{"a":[%b],"b":{"c":1,"c":2}}', "c"),
+        (b'{"x":[[{"k":1,"k":1}],%b]}', "k"),
+        (b'[{"a":1},{"a":1},%b]', None),
+    ],
+)
+def test_a_key_is_found_to_be_repeated_within_a_piece_and_over_several(
+    text: bytes, key: str | None
+) -> None:
+    assert in_pieces(repeated_key, text % (b"1," * 100 + b"1")) == key
+
+
+TENSORS: list[tuple[str, Any, list[int]]] = [
+    ("INT32", list(range(60)), [60]),
+    ("INT32", [[1, 2, 3]] * 30, [30, 3]),
+    ("FP32", [[[1, 2.5], [3, 4]]] * 20, [20, 2, 2]),
+    ("FP64", [list(range(50)), list(range(50))], [2, 50]),
+    ("INT32", [[1] * 50, 2, [[3]] * 30, 4], [82]),
+    ("BYTES", [["a", "ü" * 60]] * 20, [40]),
+    ("INT32", [1] * 60 + [True], [61]),
+    ("INT32", [1] * 60 + [{}], [61]),
+    ("INT32", [[1] * 50, {"a": [1] * 50}], [51]),
+    ("INT32", [1] * 60, [61]),
+    ("INT8", [1] * 60 + [300], [61]),
+    ("INT32", [[[]]] * 40, [0]),
+]
+
+
+@pytest.mark.parametrize(("datatype", "values", "shape"), TENSORS)
+def test_a_tensor_of_a_text_in_pieces_is_that_of_the_whole(
+    datatype: str, values: Any, shape: list[int]
+) -> None:
+    def made(data: Any) -> object:
+        try:
+            found: Any = of_values("X", CODES[datatype], shape, data)
+        except MoonpoolError as error:
+            return str(error)
+        return bytes(found.raw) if datatype == "BYTES" else found.tolist()
+
+    text = json.dumps(values).encode()
+    assert made(in_pieces(loads, text)) == made(json.loads(text))
