@@ -70,9 +70,11 @@ def is_live(server: RunningServer) -> bool:
 def stub_of(server: RunningServer) -> int:
     """Return the process of its only instance; 0 while there is none."""
     for task in Path(f"/proc/{server.process.pid}/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            if b"triton_python_backend_stub" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return int(pid)
+        # A thread or a child may end meanwhile.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for pid in (task / "children").read_text().split():
+                if b"triton_python_backend_stub" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return int(pid)
     return 0
 
 
