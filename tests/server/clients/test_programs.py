@@ -72,6 +72,7 @@ def test_curl_asks(server: RunningServer) -> None:
     answer = json.loads(curl("--compressed", f"{url}/add_sub/infer", "-d", json.dumps(GOOD)))
     events = curl("-N", f"{url}/says/generate_stream", "-d", '{"text_input":"hi","count":3}')
 
-    assert answer["outputs"][0]["data"] == [2.0, 3.0, 4.0, 5.5]
+    data = {output["name"]: output["data"] for output in answer["outputs"]}
+    assert data == {"OUTPUT0": [2.0, 3.0, 4.0, 5.5], "OUTPUT1": [0.0, 1.0, 2.0, 2.5]}
     assert events.count("data: ") == 3
     assert "nv_inference_request_success" in curl(f"http://{server.metrics}/metrics")
