@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from typing import Any
@@ -110,7 +110,8 @@ async def _begin(
     exchange.received_ns = time.monotonic_ns()
     name, version = request.model
     hosted: Hosted = service.models.find(name, version_of(version))
-    made = await request.read(partial(_request, hosted, exchange.head.forwarded))
+    place = partial(service.placed, hosted.model)
+    made = await request.read(partial(_request, hosted, exchange.head.forwarded, place))
     if service.capture is not None:
         service.capture.take(hosted.model, made)
     trace = begin_trace(service, exchange, hosted, made) if service.traces.is_on else None
@@ -123,8 +124,10 @@ def _event(text: bytes) -> bytes:
     return b"data: %b\n\n" % text
 
 
-def _request(hosted: Hosted, forwarded: Mapping[str, str], body: Body) -> InferenceRequest:
-    """Make and check the request, on any thread. Raises `MoonpoolError`."""
+def _request(
+    hosted: Hosted, forwarded: Mapping[str, str], place: Callable[[Input], Input], body: Body
+) -> InferenceRequest:
+    """Make and check the request, on any thread. `place` puts tensors where stubs see them. Raises `MoonpoolError`."""
     root = loads(body)
     if not isinstance(root, dict):
         raise NotJson("attempt to get members for non-object")
@@ -142,7 +145,8 @@ def _request(hosted: Hosted, forwarded: Mapping[str, str], body: Body) -> Infere
     members = _Members(tensors, config.max_batch_size > 0)
     members.read(root, nested="parameters")
     details = details_of(request_id, 0, 0, 0, 0, members.parameters)
-    return make_request(hosted, members.inputs, None, with_parameters(details, forwarded))
+    inputs = {name: place(values) for name, values in members.inputs.items()}
+    return make_request(hosted, inputs, None, with_parameters(details, forwarded))
 
 
 class _Members:

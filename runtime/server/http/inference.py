@@ -264,7 +264,7 @@ class HttpInferCall(InferCall):
             return
         if length > LONG_BYTES:
             take = partial(self._take, data, offset, is_shared)
-            parse = partial(self._work, partial(inference.plan, text), take)
+            parse = partial(self._work, partial(self._long_plan, text), take)
             inference.turns.take(self._exchange, parse)
             return
         try:
@@ -276,6 +276,17 @@ class HttpInferCall(InferCall):
             self.refuse(error)
         else:
             self._take(data, offset, is_shared, plan)
+
+    def _long_plan(self, text: Body) -> HttpRequestPlan:
+        """Return the plan of a request with this JSON, on a thread, which also copies its tensors. Raises `MoonpoolError`."""
+        plan, service, model = read_plan(text), self._inference.service, self.hosted.model
+        plan.inputs = [
+            each
+            if each.values is None
+            else each._replace(values=service.placed(model, each.values))
+            for each in plan.inputs
+        ]
+        return plan
 
     def _take(self, data: Any, offset: int, is_shared: bool, plan: HttpRequestPlan) -> None:
         """Send a request of this plan."""

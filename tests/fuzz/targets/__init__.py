@@ -36,6 +36,7 @@ TARGETS: dict[str, Target] = {
     "call_dispatcher": calls.call_dispatcher,
     "http_infer": clients.http_infer,
     "http_generate": clients.http_generate,
+    "http_json": clients.http_json,
     "grpc_wire": clients.grpc_wire,
     "grpc_infer": clients.grpc_infer,
     "shared_memory": clients.shared_memory,

@@ -22,9 +22,13 @@ from tests.server.http.served import served
 from tests.server.http.serving import TIMEOUT_S, Serving
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.memory import lease_of
 from moonpool.ipc.tensors import CODES
+from moonpool.runtime.model.request import InferenceRequest
+from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.server.http import generate, json_text, routes
 from moonpool.runtime.server.http.head import Body
+from moonpool.runtime.server.http.inference import HttpInferCall
 from moonpool.runtime.server.http.json_text import NotJson, loads, repeated_key
 from moonpool.runtime.server.http.turns import LONG_BYTES
 from moonpool.runtime.server.inference.tensors import LongArray, of_values
@@ -120,6 +124,37 @@ def test_others_are_answered_while_a_route_reads_a_large_body(
         finally:
             goes_on.set()
         assert large.result(TIMEOUT_S).status == 200
+
+
+@pytest.mark.promise(
+    "HTTP",
+    "The tensors of large JSON are put where the model reads them, and the loop copies none of them.",
+)
+@pytest.mark.parametrize("way", ["infer", "generate"])
+def test_tensors_of_large_json_lie_where_the_model_reads_them(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    seen: list[bool] = []
+    send = HttpInferCall.send
+
+    def sent(call: HttpInferCall, request: InferenceRequest) -> None:
+        seen.extend(lease_of(array) is not None for array in request.arrays)
+        send(call, request)
+
+    def stream(scheduler: Any, request: InferenceRequest, timeout_s: None) -> ResponseStream:
+        seen.extend(lease_of(array) is not None for array in request.arrays)
+        return ResponseStream(scheduler, request, timeout_s)
+
+    monkeypatch.setattr(HttpInferCall, "send", sent)
+    monkeypatch.setattr(generate, "ResponseStream", stream)
+    values = [7, 8] * (LONG_BYTES // 4)
+    described = {"name": "X", "datatype": "UINT8", "shape": [len(values)], "data": values}
+    asked = {"inputs": [described]} if way == "infer" else {"X": values}
+
+    reply = serving.post(f"/v2/models/plain/{way}", asked)
+
+    assert seen == [True]
+    assert (reply.value["outputs"][0]["data"] if way == "infer" else reply.value["OUT_X"]) == values
 
 
 class Asked:
