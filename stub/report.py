@@ -321,13 +321,17 @@ def _grants_for(error: BaseException, text: str) -> list[str]:
     if not isinstance(error, OSError) or error.errno not in _REFUSED:
         return []
     modules, names, is_for_forks = _places(error)
+    is_of_filter = error.errno == errno.EPERM
+    if not is_of_filter and not names & _SHARED:
+        # A file was refused, whose path tells what would allow it.
+        return []
     calls = [call for module, needed in _OF_MODULES if _is_in(module, modules) for call in needed]
-    for name, needed in _OF_NAMES if error.errno == errno.EPERM else ():
+    for name, needed in _OF_NAMES if is_of_filter else ():
         if name in names:
             calls += needed
     if _is_in(_SENDS_DESCRIPTORS, modules) and any(_is_in(each, modules) for each in _WITHOUT_FORK):
         calls += _SOCKETS
-    if error.errno != errno.EPERM and names & _SHARED:
+    if not is_of_filter:
         # `multiprocessing` starts a process that removes what others leave there, but not for what only forks inherit.
         calls += () if is_for_forks else _PROGRAM
         return [f"{PATHS}={_SHARED_MEMORY}", *([_granting(calls)] if calls else [])]

@@ -105,6 +105,10 @@ _USUAL = (
     ("/proc/cpuinfo", READ),
     ("/sys/devices/system/cpu", READ),
     ("/sys/devices/system/node", READ),
+    # joblib counts the processors that its control group may use, and fails where it may not read this.
+    ("/sys/fs/cgroup/cpu.max", READ),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", READ),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_period_us", READ),
     # ONNX Runtime lists the cards, and logs an error where it may not. The list has links, which lead to nothing that can be read.
     ("/sys/bus/pci/devices", READ),
     # Allocators ask how much memory there is, and how the kernel gives it out.

@@ -77,6 +77,9 @@ def test_a_strict_process_does_what_models_do(identity: Identity) -> None:
         "open('/dev/null', 'w').write('x'); open('/dev/urandom', 'rb').read(1)",
         "open('/proc/self/maps').read(); open('/proc/meminfo').read(); open('/proc/cpuinfo').read()",
         "os.cpu_count(); os.sched_getaffinity(0); os.uname(); os.getloadavg",
+        # Of the processors that a control group may use, in both versions.
+        "names = ('cpu.max', 'cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us'); paths = [f'/sys/fs/cgroup/{name}' for name in names]",
+        "for path in filter(os.path.exists, paths): open(path).read()",
         "os.fstat(0); os.isatty(0); os.set_blocking(os.pipe()[0], False)",
     ]
     with identity.scratch() as scratch:
