@@ -14,7 +14,7 @@ import pytest
 from tests import lesser_kernel
 from tests.e2e.hosting import options
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
-from tests.e2e.test_children import CONFIG, LIBRARIES, found, written
+from tests.e2e.test_children import CONFIG, LIBRARIES, found, skip_without, written
 from tests.waiting import wait_until
 
 import moonpool
@@ -54,13 +54,66 @@ import socket
 socket.socket(socket.AF_UNIX).close()
 found = 9
 """,
+    # As torch passes the tensors of its workers.
+    "descriptor": """
+from multiprocessing import reduction
+def write(queue):
+    fd = queue.get().detach()
+    os.write(fd, b"9")
+    os.close(fd)
+read_fd, write_fd = os.pipe()
+queue = context.SimpleQueue()
+child = context.Process(target=write, args=(queue,))
+child.start()
+queue.put(reduction.DupFd(write_fd))
+os.close(write_fd)
+found = os.read(read_fd, 9).decode()
+child.join()
+os.close(read_fd)
+""",
+    "descriptor of a child": """
+from multiprocessing import reduction
+def pass_on(queue):
+    read_fd, write_fd = os.pipe()
+    os.write(write_fd, b"9")
+    queue.put(reduction.DupFd(read_fd))
+    taken.get()
+queue, taken = context.SimpleQueue(), context.SimpleQueue()
+child = context.Process(target=pass_on, args=(queue,))
+child.start()
+fd = queue.get().detach()
+taken.put(None)
+child.join()
+found = os.read(fd, 9).decode()
+os.close(fd)
+""",
+    "sqlite": """
+import sqlite3, tempfile
+with tempfile.TemporaryDirectory() as name:
+    database = sqlite3.connect(f"{name}/a.db")
+    database.execute("create table t (x)")
+    database.execute("insert into t values (9)")
+    database.commit()
+    found = database.execute("select x from t").fetchone()[0]
+    database.close()
+""",
+    "lockf": """
+import fcntl, tempfile
+with tempfile.TemporaryFile() as file:
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    found = 9
+""",
 }
 # With the method, and the calls that the first error has to name.
 CASES = [
     ("process", "fork", "fork"),
+    ("pool", "fork", "fork"),
     ("executor", "fork", "fork"),
+    ("torch", "fork", "fork"),
     ("process", "spawn", "fork,execve"),
     ("executor", "spawn", "fork,execve"),
+    # It has a method of its own.
+    ("joblib", "spawn", "fork,execve"),
     ("process", "forkserver", "fork,execve,unix"),
     ("manager", "fork", "fork,unix"),
     ("program", "fork", "fork,execve"),
@@ -106,6 +159,7 @@ def granted(runtime: moonpool.Runtime, folder: Path, calls: str) -> str:
 def test_the_grants_that_an_error_names_are_enough(
     runtime: moonpool.Runtime, folder: Path, alone: str, use: str, method: str, calls: str
 ) -> None:
+    skip_without(use)
     with pytest.raises(moonpool.ModelError) as caught:
         found(runtime, method, USES[use], alone)
     said = re.findall(r"MOONPOOL_SANDBOX_SYSCALLS=(\S+) would allow it", str(caught.value))
@@ -122,6 +176,21 @@ def test_an_error_names_the_calls_that_the_model_has_already(
     with pytest.raises(moonpool.ModelError) as caught:
         found(runtime, "fork", USES["program"], granted(runtime, folder, "unix"))
     assert "MOONPOOL_SANDBOX_SYSCALLS=unix,fork,execve would allow it" in str(caught.value)
+
+
+FILE_OF_A_LIBRARY = """
+names = {"__name__": "joblib.externals.loky"}
+exec("def look(): open('/etc/passwd')", names)
+names["look"]()
+"""
+
+
+def test_the_file_that_a_library_was_refused_is_named_and_not_what_its_processes_take(
+    runtime: moonpool.Runtime, alone: str
+) -> None:
+    with pytest.raises(moonpool.ModelError) as caught:
+        found(runtime, "fork", FILE_OF_A_LIBRARY, alone)
+    assert "MOONPOOL_SANDBOX_PATHS=ro:/etc/passwd would allow it" in str(caught.value)
 
 
 REFUSED_IN_A_CHILD = """
@@ -164,6 +233,30 @@ def test_what_a_child_was_refused_is_named_at_the_deadline(
         )
     finally:
         runtime.unload("late")
+
+
+@pytest.mark.promise(
+    "Layers of the sandbox", "A model that may fork passes descriptors between its processes …"
+)
+@pytest.mark.parametrize("use", ["descriptor", "descriptor of a child"])
+def test_a_child_and_the_model_pass_descriptors_to_each_other(
+    runtime: moonpool.Runtime, folder: Path, use: str
+) -> None:
+    assert found(runtime, "fork", USES[use], granted(runtime, folder, "fork")) == "9"
+
+
+@pytest.mark.promise("Seeing sandboxes", "Where a library needs several grants …")
+@pytest.mark.parametrize("use", ["sqlite", "lockf"])
+def test_beside_the_grant_of_processes_locks_on_files_take_one_too(
+    runtime: moonpool.Runtime, folder: Path, alone: str, use: str
+) -> None:
+    """Without processes such locks keep nobody out, and need no grant."""
+    assert found(runtime, "fork", USES[use], alone) == "9"
+    with pytest.raises(moonpool.ModelError) as caught:
+        found(runtime, "fork", USES[use], granted(runtime, folder, "fork"))
+    assert "MOONPOOL_SANDBOX_SYSCALLS=fork,locks would allow it" in str(caught.value)
+
+    assert found(runtime, "fork", USES[use], granted(runtime, folder, "fork,locks")) == "9"
 
 
 @pytest.mark.promise("Lifecycle", "Shared memory and semaphores that a model made …")
