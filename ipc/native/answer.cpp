@@ -14,30 +14,31 @@ bool refuse(std::string* wrong, std::string why) {
   return false;
 }
 
-std::string shown(const List<uint64_t>& shape) {
+std::string shown(const int64_t* shape, uint64_t dims) {
   std::string text;
-  for (const uint64_t dimension : shape) text += (text.empty() ? "" : ", ") + std::to_string(dimension);
-  return "[" + text + "]";
+  for (uint64_t i = 0; i < dims; ++i) text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
+  return "of shape [" + text + "]";
 }
 
 }  // namespace
 
-bool check_tensor(const List<uint64_t>& shape, uint64_t datatype, uint64_t size, uint64_t* elements,
+bool check_tensor(const int64_t* shape, uint64_t dims, uint64_t datatype, uint64_t size, uint64_t* elements,
                   std::string* wrong) {
   // numpy makes no array whose other dimensions are huge, beside one of 0. Within this limit, a signed number of 64 bits
   // counts the bytes, too: an element has at most eight.
   uint64_t count = 1, bound = 1;
-  for (const uint64_t dimension : shape) {
+  for (uint64_t i = 0; i < dims; ++i) {
+    const auto dimension = static_cast<uint64_t>(shape[i]);
     count *= dimension;
     if (dimension == 0) continue;
     if (bound > wire::kMaxElements / dimension) {
-      return refuse(wrong, "of shape " + shown(shape) + ": more elements than any tensor has");
+      return refuse(wrong, shown(shape, dims) + ": more elements than any tensor has");
     }
     bound *= dimension;
   }
   *elements = count;
   if (datatype == wire::kBytes || count * wire::kItemBytes[datatype] == size) return true;
-  return refuse(wrong, "of shape " + shown(shape) + " has " + std::to_string(size) + " bytes");
+  return refuse(wrong, shown(shape, dims) + " has " + std::to_string(size) + " bytes");
 }
 
 bool is_strings(const char* bytes, uint64_t size, uint64_t count) {
@@ -129,24 +130,23 @@ bool AnswerLayout::read_response(Reader& reader, std::string* wrong) {
     if (row.index >= names_.size()) {
       return refuse(wrong, "output " + std::to_string(row.index) + ": there is no such output");
     }
-    uint64_t elements;
-    if (!check_tensor(row.shape, row.datatype, row.size, &elements, wrong)) {
-      return refuse(wrong, "output '" + names_[row.index] + "' " + *wrong);
-    }
+    if (!add(row, wrong)) return refuse(wrong, "output '" + names_[row.index] + "' " + *wrong);
     is_twice = is_twice || last_of_output_[row.index] == response_;
     last_of_output_[row.index] = response_;
-    add(row, elements);
   }
   return !is_twice || refuse(wrong, "an output that is given twice");
 }
 
-void AnswerLayout::add(const wire::Tensor& row, uint64_t elements) {
-  outputs_.push_back({static_cast<uint32_t>(row.index), static_cast<uint32_t>(row.datatype), row.shape.size(),
-                      dims_.size(), row.block, row.offset, row.size, elements});
+bool AnswerLayout::add(const wire::Tensor& row, std::string* wrong) {
+  OutputLayout& output = outputs_.emplace_back(
+      OutputLayout{static_cast<uint32_t>(row.index), static_cast<uint32_t>(row.datatype), row.shape.size(),
+                   dims_.size(), row.block, row.offset, row.size, 0});
   for (const uint64_t dimension : row.shape) dims_.push_back(static_cast<int64_t>(dimension));
+  if (!check_tensor(shape(output), output.dims, row.datatype, row.size, &output.elements, wrong)) return false;
   if (row.block >= last_of_block_.size()) last_of_block_.resize(row.block + 1);
   used_blocks_ += last_of_block_[row.block] != answer_;
   last_of_block_[row.block] = answer_;
+  return true;
 }
 
 }  // namespace moonpool

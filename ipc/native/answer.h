@@ -17,7 +17,7 @@ namespace moonpool {
 // Checks what a stub says of a tensor, as `check_tensor` in ipc/tensors.py does: an array may have this shape, and its
 // elements have so many bytes, unless they are BYTES. Sets their number. Else returns false, and `wrong` has what
 // follows the name of the tensor in an error text.
-bool check_tensor(const List<uint64_t>& shape, uint64_t datatype, uint64_t size, uint64_t* elements,
+bool check_tensor(const int64_t* shape, uint64_t dims, uint64_t datatype, uint64_t size, uint64_t* elements,
                   std::string* wrong);
 
 // Returns true if the bytes are so many strings, each after its length. The stub must not be able to change them.
@@ -57,7 +57,7 @@ class AnswerLayout {
   void clear();
   bool read_layout(std::string_view packed, size_t responses, std::string* wrong);
   bool read_response(Reader& reader, std::string* wrong);
-  void add(const wire::Tensor& row, uint64_t elements);
+  bool add(const wire::Tensor& row, std::string* wrong);
   bool check_blocks(const List<wire::Block>& blocks, std::string* wrong);
 
   const std::vector<std::string>& names_;

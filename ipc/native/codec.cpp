@@ -66,6 +66,8 @@ class Checker {
   }
 
   bool check(const Spec& spec) {
+    // Most values are such numbers, which need no other look.
+    if (spec.type == Type::kInt && reader_.small_within(spec.low, spec.high)) return true;
     if (!take()) return false;
     if (spec.maybe && value_.form == Form::kNil) return true;
     if (!fits(spec)) return refuse(spec, "");

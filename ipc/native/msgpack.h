@@ -45,10 +45,16 @@ class Reader {
   void skip();
   // Skips the next value if it is nil, and returns true if it was.
   bool nil();
+  // Skips the next value if it is a number below 128 within these bounds, and returns true if it was.
+  bool small_within(int64_t low, uint64_t high) {
+    if (!is_small() || *at_ < low || static_cast<uint8_t>(*at_) > high) return false;
+    ++at_;
+    return true;
+  }
   bool at_end() const { return at_ == end_; }
   bool failed() const { return failed_; }
 
-  uint64_t uint() { return expect(Form::kUint).number; }
+  uint64_t uint() { return is_small() ? static_cast<uint8_t>(*at_++) : expect(Form::kUint).number; }
   int64_t integer();
   double real() { return expect(Form::kReal).real; }
   bool flag() { return expect(Form::kFlag).number != 0; }
@@ -58,6 +64,8 @@ class Reader {
   uint32_t map() { return static_cast<uint32_t>(expect(Form::kMap).number); }
 
  private:
+  // Most values are numbers below 128, which are the byte that they have.
+  bool is_small() const { return at_ != end_ && static_cast<uint8_t>(*at_) < 0x80; }
   Value expect(Form form);
   Value bad();
   bool take(size_t width, uint64_t* number);

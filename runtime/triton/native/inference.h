@@ -202,11 +202,13 @@ class Inference : public std::enable_shared_from_this<Inference> {
     if (input.offset > block.size || input.size > block.size - input.offset) {
       refuse(input.name, "does not lie in its block");
     }
-    uint64_t elements;
-    std::string wrong;
-    if (!check_tensor(input.shape, input.datatype, input.size, &elements, &wrong)) refuse(input.name, wrong);
     shape_.clear();
     for (const uint64_t dimension : input.shape) shape_.push_back(static_cast<int64_t>(dimension));
+    uint64_t elements;
+    std::string wrong;
+    if (!check_tensor(shape_.data(), shape_.size(), input.datatype, input.size, &elements, &wrong)) {
+      refuse(input.name, wrong);
+    }
     const std::string name(input.name);
     check(triton::InferenceRequestAddInput(request_, name.c_str(), static_cast<int>(input.datatype), shape_.data(),
                                            shape_.size()));
