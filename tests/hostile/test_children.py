@@ -115,6 +115,8 @@ CASES = [
     # It has a method of its own.
     ("joblib", "spawn", "fork,execve"),
     ("process", "forkserver", "fork,execve,unix"),
+    ("torch", "spawn", "fork,execve,unix"),
+    ("torch", "forkserver", "fork,execve,unix"),
     ("manager", "fork", "fork,unix"),
     ("program", "fork", "fork,execve"),
     ("wrapped", "fork", "fork,execve"),
