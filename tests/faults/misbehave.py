@@ -572,14 +572,18 @@ def end_the_cancelled(peer: Peer) -> None:
 
 def say_what_is_asked_for(peer: Peer) -> None:
     """Send a packet so many times, and answer when the runtime has read all of them."""
-    _, channel, times, packet = peer.details.split(" ")
+    _, channel, times, sent = peer.details.split(" ")
     end: socket.socket = getattr(peer, channel)
     for _ in range(int(times)):
-        end.send(bytes.fromhex(packet))
+        end.send(bytes.fromhex(sent))
     peer.calls.send(encode(Kind.IS_MODEL_READY, HUGE, "nobody", ""))
     codec = calls_codec(Side.STUB)
-    while codec.decode(peer.calls.recv(MAX_PACKET_BYTES))[:2] != [Kind.DONE, HUGE]:
-        pass
+    fields: list[Any] = []
+    while fields[:2] != [Kind.DONE, HUGE]:
+        packet = peer.calls.recv(MAX_PACKET_BYTES)
+        if not packet:  # the runtime has ended this stub
+            os._exit(0)
+        fields = codec.decode(packet)
     peer.answer()
 
 
