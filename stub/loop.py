@@ -19,8 +19,8 @@ the stacks of all threads and lets the process go on. If a client has cut its me
 kernel would do a moment later: the runtime then knows that the model is not to blame.
 
 Order of closing. FINALIZE comes on the main work channel after all batches. The loop of the coroutines stops first, so that none
-answers while the model finalizes. Then come `finalize`, the functions that libraries have for the end of a program, the output, the denials of the sandbox, and the
-wait for devices, whose events would go with the process. FINALIZED is the last message. The process ends with `os._exit`, since
+answers while the model finalizes. Then come `finalize`, the functions that libraries have for the end of a program, the
+output, the denials of the sandbox, and the wait for devices, whose events would go with the process. FINALIZED is the last message. The process ends with `os._exit`, since
 threads that the model left behind would keep it. If the runtime is gone (`PeerGone`), nobody waits for any of this, and the process
 ends at once.
 

@@ -10,6 +10,9 @@ No signal handler may find the calling thread in a lock that a call needs (`thre
 `takes_long` run on threads of their own. A thread that begins and `cancel` may meet: each sets its own flag first and looks at the other one then. If
 no thread can be started, the call runs in the calling thread.
 
+`awaited` does the same for a task of an event loop, which must not stand still. So it waits for a future, and calls `interrupted`, which must be
+quick, itself. A handler may also raise between asyncio and a callback, which is lost then, and so `awaited` looks now and then.
+
 A `TaskPool` does not do this: its tasks may wait for each other, and a load may ask for another one.
 """
 
@@ -186,7 +189,7 @@ async def awaited(function: Callable[[], R], name: str, interrupted: Callable[[]
                 task.start()
             if 0 < len(signals) <= _MOST_TOLD:
                 interrupted()
-            # asyncio loses a callback that a signal handler interrupts, so this looks again after a while.
+            # The callback of the end may be lost.
             look = loop.call_later(_NOTICE_S, wake)
             await turn
             look.cancel()
