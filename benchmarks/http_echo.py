@@ -52,9 +52,9 @@ class Routed(Echo):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         async def echo(request: RouteRequest) -> RouteReply:
-            return RouteReply(200, (), request.body)
+            return RouteReply(200, (), bytes(request.exchange.body))
 
-        self._table = RouteTable(loop, [Route("/echo", {"POST": echo})])
+        self._table = RouteTable(loop, ThreadPoolExecutor(1), [Route("/echo", {"POST": echo})])
 
     def handle(self, exchange: HttpExchange) -> None:
         self._table.handle(exchange)

@@ -78,7 +78,7 @@ class LocalServer:
         self._patient = TaskPool(_PATIENT_THREADS, "moonpool-ray-patient")
         self._http = HttpHandler(
             HttpInference(service, loop, self._quick, self._limits),
-            RouteTable(loop, control_routes(service, self._patient)),
+            RouteTable(loop, self._quick, control_routes(service, self._patient)),
             Restriction({}, None),
             Origins(),
         )
