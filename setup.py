@@ -14,6 +14,7 @@ import os
 import runpy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -64,7 +65,11 @@ LINK = [
 def extension(name: str, *core: str) -> Extension:
     """Describe an extension. Its sources lie where the module will; `core` names files of the core that it needs."""
     place = SOURCE / name.replace(".", "/")
-    sources = [*place.parent.glob(f"{place.name}*.cpp"), *(CORE / f"{each}.cpp" for each in core)]
+    sources = [
+        *place.parent.glob(f"{place.name}*.cpp"),
+        *place.parent.glob(f"{place.name}.pyx"),
+        *(CORE / f"{each}.cpp" for each in core),
+    ]
     return Extension(
         name,
         sorted(map(str, sources)),
@@ -84,6 +89,7 @@ def extension(name: str, *core: str) -> Extension:
 
 EXTENSIONS = [
     extension("moonpool.ipc._copy"),
+    extension("moonpool.ipc.port._port", "answer", "channel", "codec", "msgpack", "place"),
     extension("moonpool.runtime.quick._quick", "channel", "codec", "msgpack"),
     extension(HTTP2),
     extension("moonpool.stub.peers._usual", "channel", "codec", "msgpack"),
@@ -135,8 +141,32 @@ class Build(build_ext):
             return f"{fullname.replace('.', '/')}.so"
         return super().get_ext_filename(fullname)
 
+    def in_cpp(self, extension: Extension) -> list[str]:
+        """Return the sources of an extension, with what is written in Cython as C++ in the folder for what is temporary."""
+        made = []
+        for source in extension.sources:
+            if source.endswith(".pyx"):
+                target = Path(self.build_temp, extension.name).with_suffix(".cpp")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                tool = [
+                    sys.executable,
+                    "-m",
+                    "cython",
+                    "-3",
+                    "--cplus",
+                    "--module-name",
+                    extension.name,
+                ]
+                if subprocess.run([*tool, source, "-o", str(target)], check=False).returncode:
+                    raise CompileError(f"{source} was not compiled; it needs Cython")
+                made.append(str(target))
+            else:
+                made.append(source)
+        return made
+
     def build_extension(self, extension: Extension) -> None:
         if extension.name != LIBRARY:
+            extension.sources = self.in_cpp(extension)
             super().build_extension(extension)
             if extension.name == HTTP2:
                 bundle(Path(self.get_ext_fullpath(extension.name)).parent)

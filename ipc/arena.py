@@ -36,9 +36,24 @@ from moonpool.ipc.region import headroom_bytes
 from moonpool.ipc.signals import at_once, set_at_once
 
 _PAGE = 4096
+# Larger tensors have a block of just their size.
+LARGEST_CLASS = 1 << 20
 # The last item of a list, and the place behind it.
 _LAST = slice(-1, None)
 _END = slice(sys.maxsize, None)
+
+
+def block_bytes(size_bytes: int) -> int:
+    """Return the size of the block for a tensor of so many bytes: a few classes for each power of two.
+
+    Requests of different sizes then find a block that was released before them. A class is larger than a tensor in it by a quarter at most.
+    `block_bytes` in ipc/native/port.h does the same.
+    """
+    units = (size_bytes + ALIGNMENT - 1) // ALIGNMENT or 1
+    if size_bytes <= LARGEST_CLASS:
+        shift = max(0, units.bit_length() - 3)
+        units = -(-units >> shift) << shift
+    return units * ALIGNMENT
 
 
 class Block:
@@ -98,6 +113,13 @@ class Extents:
                 return block
         return None
 
+    def has_room(self, size_bytes: int) -> bool:
+        """Return True if a block of that size is free."""
+        if any(block.size_bytes == size_bytes for block in self._spares[-1:]):
+            return True
+        self._join_spares()
+        return any(free >= size_bytes for _, free in self._free)
+
     def give(self, block: Block, *steps: Callable[[], object]) -> None:
         """Make the bytes of a block free again, and take further steps at once with that."""
         if self._spares and self._spares[-1].size_bytes != block.size_bytes:
@@ -149,6 +171,11 @@ class Arena:
         """Allocate in this region from now on, if it is not known yet. The first one added is never idle."""
         if region.id not in self._extents:
             self._extents[region.id] = Extents(region)
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Return True if a block of that size needs no other region."""
+        size = (size_bytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
+        return any(extents.has_room(size) for extents in self._extents.values())
 
     def allocate(self, size_bytes: int, taken: list[Block] | None = None) -> Block:
         """Return a block that the caller holds once. If there is no room, raises what `create` raises.

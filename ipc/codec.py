@@ -52,7 +52,7 @@ MAX_ITEMS = 1 << 21
 unpack = msgpack.unpackb
 # One packer for all threads: packing runs in C and keeps the interpreter's lock. The pure-Python
 # packer would mix the messages of two threads, so with it each message has its own packer.
-_pack = (
+pack = (
     msgpack.packb
     if msgpack.Packer.__module__ == "msgpack.fallback"
     else msgpack.Packer(autoreset=True, use_bin_type=True).pack
@@ -141,9 +141,9 @@ def encode(*message: object) -> bytes:
     text that is no Unicode, objects.
     """
     try:
-        return _pack(message)  # type: ignore[no-any-return]
+        return pack(message)  # type: ignore[no-any-return]
     except Exception:  # OverflowError, TypeError, ValueError, UnicodeEncodeError
-        error = raised_again(partial(_pack, message))
+        error = raised_again(partial(pack, message))
         if error is None:
             raise
         raise LocalProtocolError(f"{message[:1]!r:.60} cannot be sent: {error}") from error

@@ -59,7 +59,7 @@ def check_size(packet: bytes, most_bytes: int) -> None:
 class Conversation:
     """One end of a work channel. One thread at a time."""
 
-    __slots__ = ("_after", "_codec", "_is_stub", "_overflow", "_turn", "channel")
+    __slots__ = ("_codec", "_is_stub", "_overflow", "after", "channel", "turn")
 
     def __init__(
         self, channel: Channel, us: Side, overflow: Overflow, after: Kind | None = None
@@ -70,8 +70,8 @@ class Conversation:
         self._overflow = overflow
         self._codec = work_codec(us)
         # The kinds that may come next, from us and from the peer; then the same after each kind.
-        self._turn = _split(_FIRST if after is None else WORK[after].followers, us)
-        self._after = {int(kind): _split(message.followers, us) for kind, message in WORK.items()}
+        self.turn = _split(_FIRST if after is None else WORK[after].followers, us)
+        self.after = {int(kind): _split(message.followers, us) for kind, message in WORK.items()}
 
     def use_overflow(self, overflow: Overflow) -> None:
         """Store large messages in this memory from now on."""
@@ -84,7 +84,7 @@ class Conversation:
         `RemoteProtocolError` if the stub does not read.
         """
         kind = message[0]
-        if kind not in self._turn[0]:
+        if kind not in self.turn[0]:
             raise LocalProtocolError(f"{Kind(kind).name} may not be sent now; {self._words()}")
         packet = encode(*message)
         if len(packet) > MAX_PACKET_BYTES:
@@ -96,7 +96,7 @@ class Conversation:
                 self.channel.send(packet)
             except BlockingIOError as error:
                 raise RemoteProtocolError("the stub answers without reading") from error
-        self._turn = self._after[kind]
+        self.turn = self.after[kind]
 
     def receive(self) -> list[Any]:
         """Return the next message, its kind first. Blocks. Raises `PeerGone`, `RemoteProtocolError`."""
@@ -109,25 +109,25 @@ class Conversation:
         if kind == _INDIRECT:
             fields = self._codec.decode_stored(self._overflow.load(*fields[1:]))
             kind = fields[0]
-        if kind not in self._turn[1]:
+        if kind not in self.turn[1]:
             raise RemoteProtocolError(f"{Kind(kind).name} came out of turn; {self._words()}")
-        self._turn = self._after[kind]
+        self.turn = self.after[kind]
         return fields
 
     def pass_turn(self, kind: int) -> None:
         """Note that a message of this kind was sent or received past this object."""
-        self._turn = self._after[kind]
+        self.turn = self.after[kind]
 
     def accept_known(self, kind: int) -> None:
         """Accept a received packet of this kind whose bytes the caller has seen before. Raises `RemoteProtocolError`."""
-        if kind not in self._turn[1]:
+        if kind not in self.turn[1]:
             raise RemoteProtocolError(f"{Kind(kind).name} came out of turn; {self._words()}")
-        self._turn = self._after[kind]
+        self.turn = self.after[kind]
 
     @property
     def allowed(self) -> frozenset[int]:
         """The kinds that may come next, from either side."""
-        ours, theirs = self._turn
+        ours, theirs = self.turn
         return ours | theirs
 
     def _words(self) -> str:

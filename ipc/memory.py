@@ -127,6 +127,18 @@ def lease_of(array: np.ndarray) -> Lease | None:
     return None
 
 
+def is_lendable(array: np.ndarray) -> bool:
+    """Return False if an array lies in memory of its own, or is a small output of a model. It is then copied for the next one.
+
+    Memory that callers and clients write into themselves is lent, whatever its size.
+    """
+    lease = lease_of(array)
+    if lease is None:
+        return False
+    # The token of an output is its place.
+    return array.nbytes >= SHARED_BYTES or type(lease.token) is not tuple
+
+
 def offset_in(lease: Lease, array: np.ndarray) -> int:
     """Return the offset in `lease` of the bytes of `array`, which is a view of it."""
     if array.nbytes == lease.nbytes:

@@ -18,6 +18,8 @@ from typing import Any
 
 PURE = "MOONPOOL_PURE"
 
+# What an extension is written in.
+_KINDS = ("cpp", "h", "pyx", "pxd")
 # setup.py runs this file alone, with the same path.
 _PACKAGE = Path(__file__).parents[2]
 
@@ -46,7 +48,7 @@ def sources(name: str) -> list[Path]:
     """Return all that an extension may be compiled from, in one order. It is empty where moonpool is installed without sources."""
     place = _PACKAGE.joinpath(*name.split(".")[1:])
     shared = _PACKAGE / "ipc"
-    own = sorted([*place.parent.glob(f"{place.name}*.cpp"), *place.parent.glob(f"{place.name}*.h")])
+    own = sorted(file for kind in _KINDS for file in place.parent.glob(f"{place.name}*.{kind}"))
     common = sorted(
         [*shared.glob("native/*.cpp"), *shared.glob("native/*.h"), *shared.glob("extension/*.h")]
     )

@@ -163,6 +163,7 @@ constexpr uint64_t kReleaseAt = 64;
 constexpr uint64_t kShortMessage = 7000;
 constexpr uint64_t kMaxPacketBytes = 32768;
 constexpr uint64_t kAlignment = 64;
+constexpr uint64_t kLargestClass = 1048576;
 constexpr uint64_t kMaxElements = 576460752303423488;
 constexpr uint64_t kLengthBytes = 4;
 constexpr uint64_t kBytes = 13;

@@ -16,6 +16,7 @@ import numpy as np
 
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.messages import ANY_MEMORY, SHORT, size_of
+from moonpool.ipc.port import Spec
 from moonpool.ipc.tensors import BYTES, DTYPES, decode_bytes
 from moonpool.runtime.ensemble.graph import Flow, fits
 from moonpool.runtime.errors import InvalidRequest
@@ -110,9 +111,8 @@ class _Asked(NamedTuple):
 class StepPlan(NamedTuple):
     """Keeps all by which quick forms make requests of one flow to a step's model, if those are usual."""
 
-    # As `Signature.usual_form`.
-    inputs: list[Any]
-    shapes: dict[Any, Any]
+    # That of the signature.
+    usual: Spec
     scheduler: Scheduler
     feeds_caller: bool
 
@@ -193,8 +193,8 @@ class StepModel:
         is_all = len(outputs) == len(self._outputs)
         feeds_caller = flow.feeds_caller(self._step)
         if is_all and not self._has_strings and not self._shaping.is_mixed:
-            inputs, shapes = self.hosted.signature.usual_form
-            self.plans.keep(flow, StepPlan(inputs, shapes, self.hosted.scheduler, feeds_caller))
+            usual = self.hosted.signature.usual
+            self.plans.keep(flow, StepPlan(usual, self.hosted.scheduler, feeds_caller))
         return _Asked(None if is_all else outputs, feeds_caller)
 
 

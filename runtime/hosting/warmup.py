@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.ipc.errors import PeerGone, RemoteProtocolError
+from moonpool.ipc.port import RequestTensor, Shapes
 from moonpool.ipc.tensors import BYTES, CODES, DTYPES, ITEMSIZE
 from moonpool.runtime.errors import BackendError, InvalidRequest, LoadFailed
 from moonpool.runtime.hosting.python_backend import PythonBackend
@@ -39,8 +40,6 @@ from moonpool.runtime.model.request import (
     Answer,
     InferenceRequest,
     Outcome,
-    RequestTensor,
-    Shapes,
     Waiter,
     WireTensor,
 )

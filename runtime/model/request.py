@@ -12,24 +12,16 @@ from numpy.typing import NDArray
 from moonpool.ipc.memory import Lease
 from moonpool.ipc.messages import ORDINARY_MEMORY
 from moonpool.ipc.messages import Details as Details
+from moonpool.ipc.port import RequestBase, RequestTensor, compiled
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES, NAMES, code_of, encode_bytes
 from moonpool.runtime.model.config.model import ModelConfig
-from moonpool.runtime.quick import learn, learn_object
+from moonpool.runtime.quick import learn
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
 Parameter = bool | int | float | str
-
-
-class RequestTensor(NamedTuple):
-    """The description of one input for the stub. `number` is its place in the configuration."""
-
-    number: int
-    datatype: int
-    shape: list[int]
-    size_bytes: int
 
 
 class WireTensor(NamedTuple):
@@ -73,24 +65,6 @@ class Placement(NamedTuple):
     datatype: int
     # A typed array, for BYTES the bytes of the wire as uint8.
     data: NDArray[Any]
-
-
-class Shapes:
-    """The common part of all requests whose inputs have the same shapes.
-
-    All such requests share one object, so results that depend on the shapes alone can be remembered by it. Requests with
-    BYTES, whose size differs from request to request, have one each.
-    """
-
-    __slots__ = ("batch_size", "is_shared", "signature", "tensors")
-
-    def __init__(
-        self, tensors: list[RequestTensor], batch_size: int, signature: Hashable, *, is_shared: bool
-    ) -> None:
-        self.tensors = tensors
-        self.batch_size = batch_size
-        self.signature = signature
-        self.is_shared = is_shared
 
 
 class Response:
@@ -214,9 +188,6 @@ class StatesOfRequest(Protocol):
     """Outputs with states, which its caller does not get."""
 
 
-_NOWHERE: Mapping[int, Lease] = {}
-
-
 class Waiter:
     """A caller who waits for the outcome of a request, as the scheduler sees it."""
 
@@ -248,85 +219,16 @@ class Waiter:
         return False
 
 
-class InferenceRequest:
+class InferenceRequest(RequestBase):
     """One request. The scheduler's queue, the backend and the caller's waiter share it."""
 
-    __slots__ = (
-        "allocator",
-        "arrays",
-        "attempts",
-        "batch_size",
-        "details",
-        "durations_ns",
-        "fills_place",
-        "has_views",
-        "is_cancelled",
-        "left",
-        "priority",
-        "queued_ns",
-        "responded_ns",
-        "response",
-        "responses",
-        "shapes",
-        "signature",
-        "states",
-        "takes_devices",
-        "targets",
-        "timeout_us",
-        "trace",
-        "userp",
-        "waiter",
-        "wants_wire",
-    )
-
-    def __init__(
-        self,
-        arrays: list[NDArray[Any]],
-        shapes: Shapes,
-        details: Details | None = None,
-        *,
-        has_views: bool = True,
-    ) -> None:
-        # In the order of `shapes.tensors`: typed arrays, and for BYTES the bytes of the wire.
-        self.arrays = arrays
-        self.shapes = shapes
-        self.batch_size = shapes.batch_size
-        self.signature = shapes.signature
-        self.details = details
-        self.priority = self.timeout_us = 0
-        if details is not None:
-            self.priority = details.priority
-            self.timeout_us = details.timeout_us
-        # True if any array is a view of other memory, which may be shared memory.
-        self.has_views = has_views
-        # The memory that the stub writes outputs to, by their numbers. Only used if `has_views`.
-        self.targets: Mapping[int, Lease] = _NOWHERE
-        self.allocator: ResponseAllocator | None = None
-        self.userp: object = None
-        # True if outputs are wanted as `WireTensor`, by a caller that only passes them on.
-        self.wants_wire = False
-        # True if they may then be arrays on devices.
-        self.takes_devices = False
-        # The states of its sequence, if the runtime keeps some and the request is in a batch.
-        self.states: StatesOfRequest | None = None
-        # None for most requests.
-        self.trace: RequestTrace | None = None
-        # Of a step of an ensemble: the sums of compute input, infer and output of all steps, to which its batch adds its own.
-        self.durations_ns: list[int] | None = None
-        self.waiter: Waiter
-        self.queued_ns = 0
-        self.attempts = 0
-        # The caller went away: nobody wants the outcome.
-        self.left = False
-        # The model may stop, but its responses are still wanted.
-        self.is_cancelled = False
-        # It fills an empty place in the batch of a sequence batcher. No caller sent it.
-        self.fills_place = False
-        # The number of responses so far, apart from the outcome. `response` is the only one of a model that gives one.
-        self.responses = 0
-        # If the model is decoupled: the time of the last response, or of the start of its batch.
-        self.responded_ns = 0
-        self.response: Outcome | None = None
+    __slots__ = ()
+    waiter: Waiter
+    allocator: ResponseAllocator | None
+    details: Details | None
+    trace: RequestTrace | None
+    states: StatesOfRequest | None
+    response: Outcome | None
 
     @property
     def request_id(self) -> str:
@@ -349,6 +251,11 @@ class InferenceRequest:
     def flags(self) -> int:
         """1 starts a sequence, 2 ends one."""
         return 0 if self.details is None else self.details.flags
+
+    def detail(self, details: Details) -> None:
+        """Set what its caller says beside its inputs."""
+        self.details = details
+        self.priority, self.timeout_us = details.priority, details.timeout_us
 
     def tell_apart(self, states: Hashable) -> None:
         """Let it share a batch only with requests whose states have the same key."""
@@ -425,8 +332,7 @@ def allocate(
     return np.ndarray(shape, DTYPES[datatype], lease)
 
 
-learn(WireTensor, 0, (), np.empty(0, np.uint8))
-learn(Shapes)
 learn(Response)
 learn(InferenceRequest)
-learn_object("nowhere", _NOWHERE)
+if compiled is not None:
+    compiled.use(Response, WireTensor, RequestTensor)

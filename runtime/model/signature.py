@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from moonpool.ipc.errors import BadTensor
 from moonpool.ipc.memo import Memo
+from moonpool.ipc.memory import is_lendable
+from moonpool.ipc.port import RequestTensor, Shapes, Spec, key_of
 from moonpool.ipc.tensors import (
     BF16,
     BYTES,
@@ -33,13 +35,10 @@ from moonpool.runtime.model.request import (
     Details,
     InferenceRequest,
     Parameter,
-    RequestTensor,
     ResponseAllocator,
-    Shapes,
     WireTensor,
 )
 from moonpool.runtime.model.reshaping import of_inputs
-from moonpool.runtime.quick import forms
 
 if TYPE_CHECKING:
     from moonpool.ipc.cuda.array import DeviceArray
@@ -58,6 +57,11 @@ _BATCH_NOTE = (
     "in your input dims config, try setting max_batch_size to zero. See the model configuration "
     "docs for more info on max_batch_size."
 )
+
+
+def _memory(array: Any) -> NDArray[Any]:
+    """Return the array that has the memory of an input."""
+    return array.raw if type(array) is WireTensor else array
 
 
 class _Input:
@@ -97,11 +101,12 @@ class Signature:
         self._all_outputs = [tensor.name for tensor in config.outputs]
         self._outputs = {tensor.name: i for i, tensor in enumerate(config.outputs)}
         self._shapes: Memo[tuple[tuple[int, ...] | None, ...], Shapes] = Memo()
-
-    @property
-    def usual_form(self) -> tuple[list[Any], dict[Any, Any]]:
-        """The inputs and the shapes by which quick forms make requests."""
-        return self._usual, self._shapes
+        rows = [
+            (t.name, CODES[t.datatype], t.dims, t.ragged, t.name in self._reshaped)
+            for t in config.inputs
+        ]
+        self.usual = Spec(InferenceRequest, rows, config.max_batch_size)
+        """Makes usual requests."""
 
     def request(
         self,
@@ -110,10 +115,17 @@ class Signature:
         details: Details | None = None,
     ) -> InferenceRequest:
         """Make a request for the scheduler. Raises `InvalidRequest`, with Triton's texts where Triton has some."""
-        if forms is not None and details is None and outputs is None:
-            usual: InferenceRequest | None = forms.request(self._usual, inputs, self._shapes)
-            if usual is not None:
-                return usual
+        request: InferenceRequest | None = self.usual.request(inputs)
+        if request is None:
+            request = self._request(inputs)
+        if outputs is not None and outputs != self._all_outputs:
+            details = self._with_outputs(outputs, details or Details())
+        if details is not None:
+            request.detail(details)
+        return request
+
+    def _request(self, inputs: Mapping[str, object]) -> InferenceRequest:
+        """Make a request of inputs that are not exactly the model's arrays."""
         if type(inputs) is not dict and not isinstance(inputs, Mapping):
             raise InvalidRequest(
                 f"the inputs for model '{self._model}' must be a mapping of names to arrays, not "
@@ -137,7 +149,7 @@ class Signature:
                     arrays.append(array)
                     dims.append(array.shape)
                     continue
-            if array.base is not None:
+            if array.base is not None and is_lendable(_memory(array)):
                 has_views = True
             arrays.append(array)
             dims.append(array.shape)
@@ -149,9 +161,7 @@ class Signature:
             shapes = self._shapes.keep(key, self._check_shapes(key))
         if not shapes.is_shared:
             arrays, shapes = self._encoded(arrays, shapes)
-        if outputs is not None and outputs != self._all_outputs:
-            details = self._with_outputs(outputs, details or Details())
-        return InferenceRequest(arrays, shapes, details, has_views=has_views)
+        return InferenceRequest(arrays, shapes, has_views=has_views)
 
     def _check_shapes(self, dims: tuple[tuple[int, ...] | None, ...]) -> Shapes:
         """Check the shapes of inputs, None for those left out, and return what such requests have in common."""
@@ -182,7 +192,7 @@ class Signature:
         return Shapes(
             tensors,
             batch_size,
-            tuple(signature) if self._max_batch_size else None,
+            key_of(signature) if self._max_batch_size else None,
             is_shared=is_shared,
         )
 

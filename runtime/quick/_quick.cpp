@@ -21,18 +21,12 @@ bool Known::learn(const char* name, PyObject* sample) {
         &request.has_views, &request.is_cancelled, &request.left, &request.priority, &request.queued_ns, &request.responded_ns,
         &request.response, &request.responses, &request.shapes, &request.signature, &request.takes_devices, &request.targets,
         &request.states, &request.timeout_us, &request.trace, &request.userp, &request.waiter, &request.wants_wire}},
-      {"WireTensor", &wire_tensor.kind, {}},
-      {"Shapes", &shapes.kind, {&shapes.batch_size, &shapes.is_shared, &shapes.signature, &shapes.tensors}},
       {"Response", &response.kind, {&response.outputs, &response.parameters, &response.request_id}},
       {"Link", &link.kind,
-       {&link.conversation, &link.lanes, &link.is_on_gpu, &link.given_back, &link.released, &link.layouts, &link.batch,
-        &link.head, &link.begun, &link.replies, &link.borrowed_blocks, &link.response_regions, &link.reader, &link.release,
-        &link.is_quick, &link.look_ns, &link.core, &link.rests}},
+       {&link.conversation, &link.lanes, &link.given_back, &link.released, &link.replies, &link.borrowed_blocks, &link.response_regions,
+        &link.port, &link.release}},
       {"BorrowedBlocks", &borrowed_blocks.kind,
-       {&borrowed_blocks.arena, &borrowed_blocks.kept, &borrowed_blocks.lock, &borrowed_blocks.first, &borrowed_blocks.lent, &borrowed_blocks.rest, &borrowed_blocks.targets,
-        &borrowed_blocks.returned}},
-      {"Replies", &replies.kind, {&replies.lock, &replies.executing, &replies.ended}},
-      {"AnswerReader", &reader.kind, {&reader.has_devices, &reader.layouts}},
+       {&borrowed_blocks.arena, &borrowed_blocks.kept, &borrowed_blocks.lock, &borrowed_blocks.returned}},
       {"Block", &block.kind, {&block.region, &block.offset, &block.size_bytes, &block.holds}},
       {"SharedRegion", &region.kind, {&region.id, &region.size_bytes, &region.buffer}},
       {"Lease", &lease.kind, {&lease.give_back, &lease.token, &lease.region, &lease.offset}},
@@ -50,7 +44,6 @@ bool Known::learn(const char* name, PyObject* sample) {
       {"ModelCall", &model_call.kind,
        {&model_call.answer, &model_call.batch, &model_call.is_cancelled, &model_call.model, &model_call.number, &model_call.request,
         &model_call.scheduler, &model_call.takes_many}},
-      {"Conversation", &conversation.kind, {&conversation.channel, &conversation.turn, &conversation.after}},
       {"Channel", &channel.kind, {&channel.inbox, &channel.socket}},
       {"Execution", &execution.kind,
        {&execution.drivers, &execution.answers, &execution.has_deferred, &execution.has_traces, &execution.instance,
@@ -119,7 +112,7 @@ bool Constants::make(PyObject* ndarray_type, PyObject* byte_dtype) {
       {&not_submitted, "_not_submitted"}, {&answer, "_answer"}, {&self, "__self__"}, {&reply, "_reply"}, {&put, "put"},
       {&take_back, "take_back"}, {&answers, "answers"}, {&scheduler, "scheduler"},
       {&member, "member"}, {&leave_step, "_leave"}, {&offer, "_offer"}, {&broke, "_broke"}, {&follow, "_follow"},
-      {&last_tensor, "last"}, {&soon, "soon"}, {&wake, "wake"},
+      {&last_tensor, "last"}, {&soon, "soon"}, {&wake, "wake"}, {&take, "take"}, {&wait_alone, "wait_alone"}, {&request, "request"}, {&batch_size, "batch_size"}, {&executing, "executing"}, {&channel, "channel"}, {&is_plain, "is_plain"}, {&tensors, "tensors"},
   };
   for (const auto& [place, name] : names) *place = PyUnicode_InternFromString(name);
   return !PyErr_Occurred();
@@ -171,34 +164,6 @@ PyObject* py_learn(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-PyObject* py_request(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  return has("request", count, 3) ? make_request(arguments[0], arguments[1], arguments[2]) : nullptr;
-}
-
-PyObject* py_prepared(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  int64_t offset = 0;
-  if (!has("prepared", count, 6)) return nullptr;
-  if (!as_number(arguments[3], &offset)) return Ref::to(Py_None).release();
-  return make_prepared(arguments[0], arguments[1], arguments[2], offset, arguments[4], arguments[5] == Py_True);
-}
-
-PyObject* py_execute(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  return has("execute", count, 2) ? answer_of(execute(arguments[0], arguments[1])) : nullptr;
-}
-
-PyObject* py_answers(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (!has("answers", count, 2)) return nullptr;
-  Ref answers;
-  const Done done = finish(arguments[0], arguments[1], &answers);
-  if (done == Done::kError) return nullptr;
-  if (done == Done::kNo) PyErr_Clear();
-  return answers ? answers.release() : Ref::to(Py_None).release();
-}
-
-PyObject* py_wait(PyObject*, PyObject* channel) { return answer_of(wait(channel)); }
-
-PyObject* py_look(PyObject*, PyObject* link) { return answer_of(look(link)); }
-
 PyObject* py_submit(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (!has("submit", count, 2)) return nullptr;
   Ref execution;
@@ -232,14 +197,9 @@ PyObject* py_chain_step(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   return answer_of(done, std::move(execution));
 }
 
-PyObject* py_response(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  return has("response", count, 2) ? response(arguments[0], arguments[1]) : nullptr;
-}
-
 PyObject* py_counts(PyObject*, PyObject*) {
-  return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "request", counts.request, "prepared", counts.prepared, "execute", counts.execute, "answers",
-                       counts.answers, "wait", counts.wait, "submit", counts.submit, "finish", counts.finish, "serve_call",
-                       counts.serve_call, "answer_call", counts.answer_call, "response", counts.response, "tie", counts.tie,
+  return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "execute", counts.execute, "answers", counts.answers, "submit", counts.submit,
+                       "finish", counts.finish, "serve_call", counts.serve_call, "answer_call", counts.answer_call, "tie", counts.tie,
                        "chain_step", counts.chain_step);
 }
 
@@ -261,12 +221,6 @@ PyCFunction many() {
 PyMethodDef functions[] = {
     {"start", many<py_start>(), METH_FASTCALL, nullptr},
     {"learn", many<py_learn>(), METH_FASTCALL, nullptr},
-    {"request", many<py_request>(), METH_FASTCALL, nullptr},
-    {"prepared", many<py_prepared>(), METH_FASTCALL, nullptr},
-    {"execute", many<py_execute>(), METH_FASTCALL, nullptr},
-    {"answers", many<py_answers>(), METH_FASTCALL, nullptr},
-    {"wait", with_one<py_wait>, METH_O, nullptr},
-    {"look", with_one<py_look>, METH_O, nullptr},
     {"submit", many<py_submit>(), METH_FASTCALL, nullptr},
     {"finish", many<py_finish>(), METH_FASTCALL, nullptr},
     {"outcome", many<py_outcome>(), METH_FASTCALL, nullptr},
@@ -274,7 +228,6 @@ PyMethodDef functions[] = {
     {"serve_call", with_one<py_serve_call>, METH_O, nullptr},
     {"answer_call", many<py_answer_call>(), METH_FASTCALL, nullptr},
     {"chain_step", many<py_chain_step>(), METH_FASTCALL, nullptr},
-    {"response", many<py_response>(), METH_FASTCALL, nullptr},
     {"counts", py_counts, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

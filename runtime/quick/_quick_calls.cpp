@@ -81,7 +81,7 @@ class Ask {
     const Ref usual = of.usual.get(dispatcher_);
     link_ = of.link.get(dispatcher_);
     if (!known.usual_calls.kind.is(usual.get()) || !known.link.kind.is(link_.get())) return false;
-    if (!known.link.is_quick.is_true(link_.get()) || !known.link.lanes.is_none(link_.get())) return false;
+    if (!is_compiled(link_.get()) || !known.link.lanes.is_none(link_.get())) return false;
     const Ref asks = known.usual_calls.asks.get(usual.get());
     if (!known.known_calls.kind.is(asks.get())) return false;
     const Ref begin = known.known_calls.begin.get(asks.get()), calls = known.known_calls.known.get(asks.get());
@@ -119,7 +119,7 @@ class Ask {
     if (block.offset + block.size > static_cast<uint64_t>(size) || block.size < static_cast<uint64_t>(least)) return false;
     const Ref memory = known.region.buffer.get(region.get());
     PyObject *const shapes = PyTuple_GetItem(plan, 3), *const inputs = PyTuple_GetItem(plan, 5);
-    if (!memory || memory.is_none() || !known.shapes.kind.is(shapes) || !PyList_CheckExact(inputs)) return false;
+    if (!memory || memory.is_none() || !PyList_CheckExact(inputs)) return false;
     lease_ = lease_on(link_.get(), region.get(), memory.get(), id.get(), offset.get(), size_bytes.get());
     Ref arrays(lease_ ? PyList_New(PyList_Size(inputs)) : nullptr);
     for (Py_ssize_t i = 0; arrays && i < PyList_Size(inputs); ++i) {
@@ -165,7 +165,7 @@ class Ask {
   Ref make_call() {
     const ModelCalls& of = known.model_call;
     const Ref replies = known.link.replies.get(link_.get());
-    const Ref executing = known.replies.kind.is(replies.get()) ? known.replies.executing.get(replies.get()) : Ref();
+    const Ref executing(replies ? PyObject_GetAttr(replies.get(), constants.executing) : nullptr);
     PyObject* const batch = executing ? PyTuple_GetItem(executing.get(), 0) : nullptr;
     Ref made = batch == nullptr ? Ref() : of.kind.make();
     PyObject* const object = made.get();
@@ -231,7 +231,7 @@ class Reply {
     if (!known.link.kind.is(link_.get()) || !known.send_queue.kind.is(queue_.get())) return false;
     if (!known.usual_calls.kind.is(usual.get()) || !known.copy_budget.kind.is(budget.get())) return false;
     const Ref taken = known.copy_budget.taken.get(budget.get());
-    if (!known.link.is_quick.is_true(link_.get()) || !known.link.lanes.is_none(link_.get())) return false;
+    if (!is_compiled(link_.get()) || !known.link.lanes.is_none(link_.get())) return false;
     return taken && PyDict_Size(taken.get()) == 0 && find_plan(known.usual_calls.replies.get(usual.get()));
   }
 
@@ -368,7 +368,7 @@ bool drive(PyObject* execution) {
   const Ref reactor = known.scheduler.kind.is(scheduler.get()) ? known.scheduler.reactor.get(scheduler.get()) : Ref();
   const Ref poller = known.reactor.kind.is(reactor.get()) ? known.reactor.epoll.get(reactor.get()) : Ref();
   const Ref conversation = known.link.kind.is(pending.get()) ? known.link.conversation.get(pending.get()) : Ref();
-  const Ref channel = known.conversation.kind.is(conversation.get()) ? known.conversation.channel.get(conversation.get()) : Ref();
+  const Ref channel(conversation ? PyObject_GetAttr(conversation.get(), constants.channel) : nullptr);
   const Ref finish(pending ? PyObject_GetAttr(execution, constants.finish) : nullptr), drivers(PyList_New(1));
   int64_t ident = 0, epoll_fd = -1;
   // All objects that a collection may be made for are made: nobody else runs from here on.

@@ -38,8 +38,8 @@ class Step {
     const Ref plans = known.step_model.plans.get(member.get());
     plan_ = Ref::to(plans ? PyDict_GetItemWithError(plans.get(), flow.get()) : nullptr);
     // Inputs, shapes, scheduler and if its output is the caller's.
-    if (!plan_ || PyTuple_Size(plan_.get()) != 4) return no();
-    if (PyTuple_GetItem(plan_.get(), 3) == Py_True) {
+    if (!plan_ || PyTuple_Size(plan_.get()) != 3) return no();
+    if (PyTuple_GetItem(plan_.get(), 2) == Py_True) {
       if (!its.allocator.is_none(asked.get())) return no();
       wants_wire_ = its.wants_wire.is_true(asked.get());
       takes_devices_ = !wants_wire_ || its.takes_devices.is_true(asked.get());
@@ -51,7 +51,7 @@ class Step {
   Done submit(Ref* execution) {
     const ChainRuns& of = known.chain_run;
     const Requests& its = known.request;
-    PyObject *const request = request_.get(), *const scheduler = PyTuple_GetItem(plan_.get(), 2);
+    PyObject *const request = request_.get(), *const scheduler = PyTuple_GetItem(plan_.get(), 1);
     const bool is_set = its.waiter.set_to(request, run_) && its.durations_ns.set(request, of.durations_ns.get(run_).release()) &&
                         its.takes_devices.set_to(request, takes_devices_ ? Py_True : Py_False) &&
                         its.wants_wire.set_to(request, wants_wire_ ? Py_True : Py_False) && of.at.set(run_, PyLong_FromLongLong(at_ + 1)) &&
@@ -83,7 +83,7 @@ class Step {
     for (Py_ssize_t i = 0; inputs && i < PyTuple_Size(names); ++i) {
       if (PyDict_SetItem(inputs.get(), PyTuple_GetItem(names, i), value) != 0) return Done::kError;
     }
-    if (inputs) request_ = Ref(make_request(PyTuple_GetItem(plan_.get(), 0), inputs.get(), PyTuple_GetItem(plan_.get(), 1)));
+    if (inputs) request_ = call(PyTuple_GetItem(plan_.get(), 0), constants.request, inputs.get());
     if (!request_) return Done::kError;
     return request_.is_none() ? Done::kNo : Done::kYes;
   }
@@ -209,7 +209,7 @@ Ref make_run(PyObject* scheduler, PyObject* request, PyObject* waiter, PyObject*
 // Returns the only input of a request, if it is that of the chain; empty if the request is unusual.
 Ref input_of(PyObject* request, PyObject* usual) {
   const Ref shapes = known.request.shapes.get(request), arrays = known.request.arrays.get(request);
-  const Ref tensors = known.shapes.kind.is(shapes.get()) ? known.shapes.tensors.get(shapes.get()) : Ref();
+  const Ref tensors(shapes ? PyObject_GetAttr(shapes.get(), constants.tensors) : nullptr);
   if (!tensors || !arrays || !PyList_CheckExact(tensors.get()) || !PyList_CheckExact(arrays.get())) return Ref();
   if (PyList_Size(tensors.get()) != 1 || PyList_Size(arrays.get()) != 1) return Ref();
   int64_t number = -1, wanted = -2;

@@ -22,35 +22,18 @@ struct Requests {
       signature{"signature"}, takes_devices{"takes_devices"}, targets{"targets"}, timeout_us{"timeout_us"}, states{"states"}, trace{"trace"},
       userp{"userp"}, waiter{"waiter"}, wants_wire{"wants_wire"};
 };
-struct ShapesKind {
-  Kind kind;
-  Field batch_size{"batch_size"}, is_shared{"is_shared"}, signature{"signature"}, tensors{"tensors"};
-};
-struct WireTensors {
-  Kind kind;
-};
 struct Responses {
   Kind kind;
   Field outputs{"outputs"}, parameters{"parameters"}, request_id{"request_id"};
 };
 struct Links {
   Kind kind;
-  Field conversation{"conversation"}, lanes{"lanes"}, is_on_gpu{"is_on_gpu"}, given_back{"_given_back"}, released{"released"},
-      layouts{"_layouts"}, batch{"_batch"}, head{"_head"}, begun{"_begun"}, replies{"replies"},
-      borrowed_blocks{"borrowed_blocks"}, response_regions{"response_regions"}, reader{"_reader"}, release{"_release"},
-      is_quick{"is_quick"}, look_ns{"look_ns"}, core{"core"}, rests{"rests"};
+  Field conversation{"conversation"}, lanes{"lanes"}, given_back{"_given_back"}, released{"released"}, replies{"replies"},
+      borrowed_blocks{"borrowed_blocks"}, response_regions{"response_regions"}, port{"port"}, release{"_release"};
 };
 struct BorrowedBlocksKind {
   Kind kind;
-  Field arena{"_arena"}, kept{"_kept"}, lock{"_lock"}, first{"first"}, lent{"_lent"}, rest{"_rest"}, targets{"_targets"}, returned{"_returned"};
-};
-struct RepliesKind {
-  Kind kind;
-  Field lock{"_lock"}, executing{"_executing"}, ended{"_ended"};
-};
-struct Readers {
-  Kind kind;
-  Field has_devices{"has_devices"}, layouts{"_layouts"};
+  Field arena{"_arena"}, kept{"_kept"}, lock{"_lock"}, returned{"_returned"};
 };
 struct Blocks {
   Kind kind;
@@ -71,10 +54,6 @@ struct Arenas {
 struct ExtentsKind {
   Kind kind;
   Field live{"live"}, spares{"_spares"}, uses{"uses"};
-};
-struct Conversations {
-  Kind kind;
-  Field channel{"channel"}, turn{"_turn"}, after{"_after"};
 };
 struct Channels {
   Kind kind;
@@ -215,19 +194,14 @@ struct StatisticsKind {
 // Everything that was taught. Read by all forms, written by `learn` alone.
 struct Known {
   Requests request;
-  ShapesKind shapes;
-  WireTensors wire_tensor;
   Responses response;
   Links link;
   BorrowedBlocksKind borrowed_blocks;
-  RepliesKind replies;
-  Readers reader;
   Blocks block;
   Regions region;
   Leases lease;
   Arenas arena;
   ExtentsKind extents;
-  Conversations conversation;
   Channels channel;
   Executions execution;
   Schedulers scheduler;
@@ -275,7 +249,7 @@ struct Constants {
       *end_batch, *answered, *cancel, *resolve, *appoint, *abandon, *send, *launch, *settle, *lose,
       *base, *dtype, *nbytes, *shape, *drive_in_reactor, *wait, *finish, *enter,
       *receive_ready, *find, *signature, *scheduler, *took, *start, *not_submitted, *answer, *self, *reply, *put, *take_back, *answers, *member,
-      *leave_step, *offer, *broke, *follow, *last_tensor, *soon, *wake;
+      *leave_step, *offer, *broke, *follow, *last_tensor, *soon, *wake, *take, *wait_alone, *request, *batch_size, *executing, *channel, *is_plain, *tensors;
   PyObject* delivered;  // {"delivered": True}
   PyObject* keeping;    // {"keep": True}
   PyObject *last, *not_last;  // {"is_last": True}, {"is_last": False}
@@ -295,6 +269,8 @@ inline Ref call(PyObject* object, PyObject* name, PyObject* argument) {
 
 // Returns true if somebody holds a lock, or if that cannot be found out.
 bool is_locked(const Ref& lock);
+// Returns true if the usual batches of a link go the compiled way.
+bool is_compiled(PyObject* link);
 // Returns the descriptor of a channel, -1 if it is closed.
 int descriptor_of(PyObject* channel);
 
@@ -351,16 +327,12 @@ class Released {
 
 // How often each form did its work, for tests: a form that always declines would pass all others.
 struct Counts {
-  uint64_t request, prepared, execute, answers, wait, submit, finish, serve_call, answer_call, response, tie, chain_step;
+  uint64_t execute, answers, submit, finish, serve_call, answer_call, tie, chain_step;
 };
 extern Counts counts;
 
 // The forms. Each does all of what the function of that name in Python does, or nothing.
 
-// `Signature.request`: returns a request, or None if Python has to make it.
-PyObject* make_request(PyObject* usual, PyObject* inputs, PyObject* shapes);
-// `PreparedRequest.request`, of tensors that all lie in one message: returns a request, or None if Python has to make it.
-PyObject* make_prepared(PyObject* tensors, PyObject* shapes, PyObject* data, int64_t offset, PyObject* sent, bool has_views);
 // Returns a request with the attributes that `InferenceRequest.__init__` sets. Empty with an error set.
 Ref request_of(Ref arrays, PyObject* shapes, bool has_views);
 // Returns a lease on a block in a region, as `SharedRegion.lease` makes one for `Link.open`. Empty with an error set. `memory` is the
@@ -382,14 +354,10 @@ bool take_back(PyObject* blocks, const std::vector<wire::Place>& places);
 Done execute(PyObject* link, PyObject* requests);
 // `Link.finish`. If it answers kNo, the packet is in the channel's inbox.
 Done finish(PyObject* link, PyObject* requests, Ref* answers);
-// `Link.response`. Returns NotImplemented if Python has to do it.
-PyObject* response(PyObject* link, PyObject* row);
-// `Channel.wait`.
-Done wait(PyObject* channel);
+// `Link.wait`.
+Done wait(PyObject* link);
 // `Link.wait`, for a caller who alone waits for the stub.
 Done wait_alone(PyObject* link);
-// Looks for the answer of a stub for a moment, as `wait_alone` does before it sleeps. kNo if it is not there.
-Done look(PyObject* link);
 // `Scheduler.submit`. Sets `execution` to what it returns.
 Done submit(PyObject* scheduler, PyObject* request, Ref* execution);
 // `wait_for_response` without a time limit. Returns the outcome, empty with an error set.

@@ -854,11 +854,8 @@ class Caller {
     // A signal handler may have raised. The scheduler of an ensemble has no queue of that kind.
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) return Done::kError;
     PyErr_Clear();
-    const Ref conversation = known.link.conversation.get(link);
-    if (!known.conversation.kind.is(conversation.get())) return Done::kNo;
-    const Ref channel = known.conversation.channel.get(conversation.get());
     if (!is_interruptible_) together_.tie();
-    return wait(channel.get());
+    return wait(link);
   }
 
   // Returns true, and drops the error, if it says that the stub is gone: `finish` meets it again.

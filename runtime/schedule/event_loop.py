@@ -245,7 +245,7 @@ class LoopDriver:
         else:
             watched.execution = execution
             self._awaited.add(watched)
-            if forms is not None and len(self._awaited) == 1:
+            if len(self._awaited) == 1 and hasattr(watched.link, "look"):
                 self._loop.call_soon(self._look_for, watched)
 
     def _look_for(self, watched: WatchedSocket) -> None:
@@ -264,7 +264,7 @@ class LoopDriver:
         try:
             if not execution.claim(self):
                 return False
-            if not is_here and not forms.look(watched.link):
+            if not is_here and not watched.link.look():  # type: ignore[attr-defined]
                 execution.offer()
                 return True
             watched.execution = None

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.ipc.memo import Memo
+from moonpool.ipc.port import RequestTensor, Shapes
 from moonpool.ipc.tensors import BYTES, CODES, DTYPES, encode_bytes
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.config.model import ModelConfig, SequenceControl
-from moonpool.runtime.model.request import Details, InferenceRequest, RequestTensor, Shapes, Waiter
+from moonpool.runtime.model.request import Details, InferenceRequest, Waiter
 from moonpool.runtime.schedule.sequence_states import SequenceStates, State
 from moonpool.runtime.schedule.sequences import END, START, CorrelationId
 

@@ -6,7 +6,7 @@ layouts may be used by many threads. An answer is checked in this order: the lay
 it is opened, and then if each block holds what the layout says. Nothing is copied, and no array is made, before that.
 
 `Replies` is where the driver and the reactor meet, so it has a lock. Responses to a request may come before the answer to its
-batch and after it. Before it, the batch in `_executing` has the request, and `_ended` notes those that had their last response.
+batch and after it. Before it, the batch in `executing` has the request, and `ended` notes those that had their last response.
 The answer then moves the requests that stay open to `_open`. A request that had its last response before must be OPEN in the answer,
 since an outcome there would be a second one. Nothing is called under the lock.
 """
@@ -38,7 +38,6 @@ from moonpool.runtime.model.request import (
     allocate,
 )
 from moonpool.runtime.model.reshaping import Reshaping, of_outputs
-from moonpool.runtime.quick import learn, learn_object
 from moonpool.runtime.stubs.layout import AnswerLayout, OutputLayout, read_answer
 from moonpool.runtime.stubs.start_message import output_names
 
@@ -68,6 +67,11 @@ class AnswerReader:
         """Set the configuration of the model before the first answer."""
         self.output_names = output_names(config)
         self._reshaped = of_outputs(config)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if responses are made of an answer as it is."""
+        return not (self._reshaped or self.has_devices)
 
     def layout(self, packed: bytes, count: int) -> AnswerLayout:
         """Read a layout of at most `count` responses. Raises `RemoteProtocolError` for tensors that no block could hold.
@@ -245,32 +249,32 @@ _NO_BATCH: tuple[int, Sequence[InferenceRequest]] = (0, ())
 class Replies:
     """Finds the request that a response is for. Any thread may call any method."""
 
-    # Where quick forms find them. Others may be added as to any object.
-    __slots__ = ("__dict__", "__weakref__", "_ended", "_executing", "_lock")
+    # Where the port and quick forms find them. Others may be added as to any object.
+    __slots__ = ("__dict__", "__weakref__", "ended", "executing", "lock")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._executing = _NO_BATCH
+        self.lock = threading.Lock()
+        self.executing = _NO_BATCH
         # The requests of the batch that is executing which already had their last response, by index.
-        self._ended: set[int] = set()
+        self.ended: set[int] = set()
         self._open: dict[Key, InferenceRequest] = {}
         self._keys: dict[InferenceRequest, Key] = {}
 
     def begin(self, batch: int, requests: Sequence[InferenceRequest]) -> None:
         """Note the batch that is about to be sent."""
-        self._executing = (batch, requests)
+        self.executing = (batch, requests)
 
     def answered(self, states: Sequence[int] | None) -> None:
         """Note the answer to the batch. `states` has one state for each request, None if all are answered.
 
         Raises `RemoteProtocolError` if a request was answered twice.
         """
-        with self._lock:
-            batch, requests = self._executing
-            self._executing = _NO_BATCH
-            if states is None and not self._ended:
+        with self.lock:
+            batch, requests = self.executing
+            self.executing = _NO_BATCH
+            if states is None and not self.ended:
                 return
-            ended, self._ended = self._ended, set()
+            ended, self.ended = self.ended, set()
             for index, request in enumerate(requests):
                 state = ANSWERED if states is None else states[index]
                 if state == OPEN and index not in ended:
@@ -284,40 +288,40 @@ class Replies:
 
         Raises `RemoteProtocolError` if no such request waits for a response.
         """
-        with self._lock:
+        with self.lock:
             request = self._open.get((batch, index))
             if request is not None:
                 if is_last:
                     del self._open[batch, index], self._keys[request]
                 return request
-            executing, requests = self._executing
-            if batch != executing or index >= len(requests) or index in self._ended:
+            executing, requests = self.executing
+            if batch != executing or index >= len(requests) or index in self.ended:
                 raise RemoteProtocolError(
                     f"a response to request {index} of batch {batch}, which waits for none"
                 )
             if is_last:
-                self._ended.add(index)
+                self.ended.add(index)
             return requests[index]
 
     @property
-    def executing(self) -> int:
+    def batch(self) -> int:
         """The number of the batch that is executing, 0 for none."""
-        return self._executing[0]
+        return self.executing[0]
 
     @property
     def deserted(self) -> int:
         """The number of the batch that is executing if the callers of all requests here have left, else 0."""
-        with self._lock:
-            batch, requests = self._executing
+        with self.lock:
+            batch, requests = self.executing
             some_wait = any(not each.left for each in (*requests, *self._open.values()))
             return 0 if some_wait else batch
 
     def key_of(self, request: InferenceRequest) -> Key | None:
         """Return batch and index of a request that is executing or open, None for any other."""
-        with self._lock:
-            batch, requests = self._executing
+        with self.lock:
+            batch, requests = self.executing
             for index, each in enumerate(requests):
-                if each is request and index not in self._ended:
+                if each is request and index not in self.ended:
                     return batch, index
             return self._keys.get(request)
 
@@ -326,8 +330,8 @@ class Replies:
 
         `details` carry the context of the trace that the model hands on.
         """
-        with self._lock:
-            here = [*self._executing[1], *self._open.values()]
+        with self.lock:
+            here = [*self.executing[1], *self._open.values()]
         for request in here:
             if request.trace is not None and request.trace.context == details.trace:
                 request.trace.child(model, details.request_id).follow(asked)
@@ -335,12 +339,7 @@ class Replies:
 
     def close(self) -> None:
         """Forget the requests. Their arrays may be large, and belong to their callers."""
-        with self._lock:
-            self._executing = _NO_BATCH
+        with self.lock:
+            self.executing = _NO_BATCH
             self._open.clear()
             self._keys.clear()
-
-
-learn(AnswerReader)
-learn(Replies)
-learn_object("no batch", _NO_BATCH)

@@ -3,20 +3,21 @@
 Theory of operation. Every block that a message to the stub names is noted here first, by its place (region and offset), and stays
 allocated until the stub has no use for it. There are three ways to have a block:
 
-- `_lent` has the inputs of the present batch. The epoch of such a borrowed block is the batch: its ANSWER ends it. ANSWER lists the
+- `lent` has the inputs of the present batch. The epoch of such a borrowed block is the batch: its ANSWER ends it. ANSWER lists the
   blocks that the model still refers to (`held`), and these move to `_kept`.
 - `_kept` has the blocks that the model keeps, and the answers to calls of the model, which no batch ends (`keep=True`). The stub gives such
   a block back by name, in a later ANSWER, in RELEASE, or with its next call. The same memory may be lent several times at
   once, so each place has a list, and each giving back ends one of them.
-- `_targets` has memory of clients that outputs of the present batch are written to. It ends with the batch.
+- `targets` has memory of clients that outputs of the present batch are written to. It ends with the batch.
 
 A block of ours may be used again when two things are true: the stub has given it back, and no caller looks at it. A model may
 answer with its input, and then `open` makes a lease on the block for the caller and counts it in `holds`. `Arena.release` frees a
 block only when its last holder has released it. Memory of others is kept alive by the reference to its lease.
 
-A batch mostly wants one block of the size of the last one. So if a batch had only one, in the first region, and nobody looks at it, `end_batch`
-does not release the block but puts it aside (`_rest`). Nothing is lent in it. The next `allocate` lends it again or
-releases it. `tidy` and `used_bytes` release it, too.
+Batches mostly want one block, of a size class that others had before. So if a batch had only one, in the first region, and nobody looks at it,
+`end_batch` does not release the block but puts it aside (`spares`), one of each class. Nothing is lent in it. The next `allocate` of that class lends
+it again. They are released before another region is made, and by `tidy` and `used_bytes`. Each step with them is one instruction, as `RuntimePort`
+takes them and puts them back without the lock.
 
 Who holds the lock. The driver lends inputs, ends batches, and takes back what ANSWER and RELEASE name. A thread with the answer to
 a call lends that, the reactor takes back what calls of the stub name, and any thread may drop the last view of a block. The last one may do so in the garbage collector, while
@@ -40,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moonpool.ipc.arena import Arena, Block, Extents, Idle, Keep
+from moonpool.ipc.arena import Arena, Block, Extents, Idle, Keep, block_bytes
 from moonpool.ipc.errors import CudaUnavailable, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.memory import ALIGNMENT, SHARED_BYTES, Lease, Region, lease_of, offset_in
 from moonpool.ipc.messages import Side
@@ -77,12 +78,12 @@ class BorrowedBlocks:
         "__weakref__",
         "_arena",
         "_kept",
-        "_lent",
         "_lock",
-        "_rest",
         "_returned",
-        "_targets",
         "first",
+        "lent",
+        "spares",
+        "targets",
     )
 
     def __init__(
@@ -120,13 +121,13 @@ class BorrowedBlocks:
         # Regions of others that the stub knows.
         self._announced: dict[int, SharedRegion | DeviceRegion] = {}
         # Lent for the present batch.
-        self._lent: list[tuple[Place, Borrowed]] = []
-        # The block of the last batch, if it was the only one and nobody looks at it. The next batch mostly wants one of that size.
-        self._rest: list[tuple[Place, Borrowed]] | None = None
+        self.lent: list[tuple[Place, Borrowed]] = []
+        # Blocks of earlier batches that nobody looks at, by their sizes.
+        self.spares: dict[int, Block] = {}
         # Kept by the model: inputs of earlier batches, and answers to its calls.
         self._kept: dict[Place, list[Borrowed]] = {}
         # Memory of clients that outputs of this batch may go to.
-        self._targets: list[tuple[Place, Lease]] = []
+        self.targets: list[tuple[Place, Lease]] = []
         # Blocks of ours that were handed on, and whose last view was dropped.
         self._returned: deque[object] = deque()
         self._give_back: Callable[[object], object] = self._returned.append
@@ -165,15 +166,12 @@ class BorrowedBlocks:
         with self._lock:
             if self._returned:
                 self._collect()
-            rest = self._rest
-            if rest is not None:
-                self._rest = None
-                block: Block = rest[0][1]  # type: ignore[assignment]
-                if (size_bytes + ALIGNMENT - 1) & -ALIGNMENT == block.size_bytes and not keep:
-                    self._lent += rest
-                    return block
-                self._arena.release(block)
-            block = self._allocate(self._arena, size_bytes)
+            size = block_bytes(size_bytes)
+            block = self.spares.pop(size, None)
+            if block is None:
+                if self.spares and not self._arena.has_room(size):
+                    self._release_spares()
+                block = self._allocate(self._arena, size)
             self._note((block.region.id, block.offset), block, keep)
             return block
 
@@ -265,7 +263,7 @@ class BorrowedBlocks:
         region: SharedRegion = lease.region  # type: ignore[assignment]
         with self._lock:
             self._announce(region)
-            self._targets.append(((region.id, lease.offset), lease))
+            self.targets.append(((region.id, lease.offset), lease))
         return [region.id, lease.offset, lease.size]
 
     def _announce(self, region: SharedRegion | DeviceRegion) -> bool:
@@ -286,7 +284,7 @@ class BorrowedBlocks:
         if keep:
             self._kept.setdefault(place, []).append(borrowed)
         else:
-            self._lent.append((place, borrowed))
+            self.lent.append((place, borrowed))
 
     # Looking at what is lent
 
@@ -324,10 +322,10 @@ class BorrowedBlocks:
         return region.lease(borrowed.offset, size_bytes, self._give_back, borrowed, lane)
 
     def _find_target(self, place: Place) -> Lease | None:
-        return next((lease for lent, lease in self._targets if lent == place), None)
+        return next((lease for lent, lease in self.targets if lent == place), None)
 
     def _find(self, place: Place) -> Borrowed | None:
-        borrowed = next((borrowed for lent, borrowed in self._lent if lent == place), None)
+        borrowed = next((borrowed for lent, borrowed in self.lent if lent == place), None)
         if borrowed is None and place in self._kept:
             borrowed = self._kept[place][-1]
         # A stub gets a private view of a client's input, so nobody else sees what it writes there.
@@ -341,15 +339,15 @@ class BorrowedBlocks:
         Raises `RemoteProtocolError` if the model keeps what it was not given.
         """
         with self._lock:
-            lent, self._lent = self._lent, []
-            if self._targets:
-                self._targets.clear()
+            lent, self.lent = self.lent, []
+            if self.targets:
+                self.targets.clear()
             if held:
                 lent = self._keep_some(lent, held)
             elif len(lent) == 1:
                 block = lent[0][1]
-                if type(block) is Block and block.holds == 1 and block.region is self.first:
-                    self._rest = lent
+                is_alone = type(block) is Block and block.holds == 1 and block.region is self.first
+                if is_alone and self.spares.setdefault(block.size_bytes, block) is block:  # type: ignore[union-attr,arg-type]
                     return
             for _, borrowed in lent:
                 if type(borrowed) is Block:
@@ -397,10 +395,13 @@ class BorrowedBlocks:
                 if type(borrowed) is Block:
                     self._arena_of(borrowed).release(borrowed)
 
-    def _release_rest(self) -> None:
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            self._arena.release(rest[0][1])  # type: ignore[arg-type]
+    def _release_spares(self) -> None:
+        while self.spares:
+            try:
+                _, block = self.spares.popitem()
+            except KeyError:  # the port has taken the last one
+                return
+            self._arena.release(block)
 
     def _collect(self) -> None:
         while self._returned:
@@ -413,7 +414,7 @@ class BorrowedBlocks:
         """Give up regions that were not used for their time. `now_s` is of a monotonic clock."""
         with self._lock:
             self._collect()
-            self._release_rest()
+            self._release_spares()
             for arena, region_id in self._idle.over((self._arena, *self._arenas.values()), now_s):
                 self._give_up(arena, region_id)
             self._forget_closed()
@@ -439,7 +440,7 @@ class BorrowedBlocks:
         """Let the stub forget regions that their makers have closed, and in which nothing is lent."""
         closed = [region.id for region in self._announced.values() if region.is_closed]
         if closed:
-            in_use = {place[0] for place in self._kept} | {place[0] for place, _ in self._lent}
+            in_use = {place[0] for place in self._kept} | {place[0] for place, _ in self.lent}
             for region_id in closed:
                 if region_id not in in_use:
                     del self._announced[region_id]
@@ -455,22 +456,22 @@ class BorrowedBlocks:
         """The bytes of that memory which are lent, or which others look at."""
         with self._lock:
             self._collect()
-            self._release_rest()
+            self._release_spares()
             return self._arena.used_bytes
 
     @property
     def count(self) -> int:
         """The number of borrowed blocks at this moment."""
         with self._lock:
-            return len(self._lent) + sum(map(len, self._kept.values()))
+            return len(self.lent) + sum(map(len, self._kept.values()))
 
     @property
     def has_clients_memory(self) -> bool:
         """True if the stub works at this moment in memory of a client, which the client can cut short."""
         with self._lock:
-            borrowed_blocks = [borrowed for _, borrowed in self._lent]
+            borrowed_blocks = [borrowed for _, borrowed in self.lent]
             borrowed_blocks += [borrowed for kept in self._kept.values() for borrowed in kept]
-            return bool(self._targets) or any(
+            return bool(self.targets) or any(
                 type(each.region) is ClientRegion for each in borrowed_blocks
             )
 
@@ -482,10 +483,10 @@ class BorrowedBlocks:
     def close(self) -> None:
         """Close all regions and end the use of all borrowed blocks. Leases that callers hold stay valid."""
         with self._lock:
-            self._lent.clear()
-            self._rest = None
+            self.lent.clear()
+            self.spares.clear()
             self._kept.clear()
-            self._targets.clear()
+            self.targets.clear()
             # Ends a cycle: the function refers to the link, which refers to this object.
             self._lanes = None
             for region in self._regions.values():
@@ -542,7 +543,7 @@ def hand_back(requests: Iterable[InferenceRequest], borrowed_blocks: BorrowedBlo
             lease = getattr(array, "lease", None)
             if lease is None or not borrowed_blocks.has_lent(lease.region):
                 continue
-            device_array: DeviceArray = array  # type: ignore[assignment]
+            device_array: DeviceArray = array
             lane = lanes.lane(lanes.nearest(device_array.device.ordinal))
             device_array.leave(lane.stream)
             if lease.lane is not None and lease.lane is not lane:

@@ -13,8 +13,8 @@ import numpy as np
 from moonpool.ipc.codec import encode, unpack_layout
 from moonpool.ipc.errors import BadTensor, RemoteProtocolError
 from moonpool.ipc.memory import ALIGNMENT
+from moonpool.ipc.port import Shapes
 from moonpool.ipc.tensors import BYTES, DTYPES, ITEMSIZE, MAX_DIMS, check_tensor
-from moonpool.runtime.model.request import Shapes
 
 # A row and its six fields, with as many dimensions as there may be.
 _VALUES_IN_ROW = 7 + MAX_DIMS

@@ -62,6 +62,7 @@ from moonpool.ipc.messages import (
     Kind,
     Side,
 )
+from moonpool.ipc.port import PythonPort, RuntimePort, Shapes
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.config.options import look_us, spares_contained
@@ -72,7 +73,6 @@ from moonpool.runtime.model.request import (
     Details,
     InferenceRequest,
     Outcome,
-    Shapes,
 )
 from moonpool.runtime.quick import forms, learn
 from moonpool.runtime.stubs.allotment import RegionSource
@@ -119,24 +119,18 @@ class Link(Overflow):
 
     # Where quick forms find them. Others may be added as to any object.
     __slots__ = (
-        "_batch",
-        "_begun",
         "_given_back",
-        "_head",
         "_layouts",
         "_reader",
         "_release",
         "borrowed_blocks",
         "conversation",
-        "core",
         "is_on_gpu",
-        "is_quick",
         "lanes",
-        "look_ns",
+        "port",
         "released",
         "replies",
         "response_regions",
-        "rests",
     )
 
     def __init__(
@@ -160,6 +154,8 @@ class Link(Overflow):
         batches from the beginning. `is_shared`: front ends send it batches, too. `make_lanes` is called when the stub first
         handles memory of devices, and is None if it must not. Raises `OutOfMemory`.
         """
+        # It raises for a wrong value, so before there is any memory.
+        port = PythonPort if is_private and spares_contained() else RuntimePort
         self.send_region = send_region
         self._make_lanes = make_lanes
         self._opening = threading.Lock()
@@ -170,8 +166,6 @@ class Link(Overflow):
         self._is_shared = is_shared
         after = Kind.LOADED if is_loaded else None
         self.conversation = Conversation(channel, Side.RUNTIME, self, after)
-        # True if the usual batches go the way of `moonpool.runtime.quick`.
-        self.is_quick = forms is not None and not (is_private and spares_contained())
         self._reader = AnswerReader(is_confined=is_private)
         self.replies = Replies()
         self._layouts: Memo[tuple[object, ...], RequestLayout] = Memo()
@@ -184,19 +178,17 @@ class Link(Overflow):
         # Blocks of requests that the model kept and dropped between batches. The ANSWER that lists them as held may not
         # have been read yet.
         self._given_back: deque[Place] = deque()
-        self._batch = 0
-        # The beginning of the answer to it, up to the number; and the rest of answers that were read, by their bytes.
-        self._head = b""
+        # The rest of answers that were read, behind the number of the batch, by their bytes.
         self._known_answers: Memo[bytes, KnownAnswer] = Memo(64)
         # Rows of EXECUTE: where outputs of the batch go.
         self._targets: list[list[int]] = []
-        # The batch that was sent last, and the time at which the stub began with it, None if it has not reported that.
-        self._begun: tuple[int, int | None] = (0, None)
         self._answers = answers
         first, lanes = requests.region(0, region_bytes), self.open_lanes
         self.borrowed_blocks = BorrowedBlocks(
             send_region, first, requests, retire, is_private=is_private, lanes=lanes
         )
+        blocks, regions = self.borrowed_blocks, self.response_regions
+        self.port = port(self.conversation, blocks, self.replies, self.released, regions)
         self._send_first(region_bytes)
 
     def _send_first(self, region_bytes: int) -> None:
@@ -214,8 +206,8 @@ class Link(Overflow):
         """Set the configuration of the model before the first batch."""
         self._reader.serve(config)
         self.borrowed_blocks.serve(caller_memory)
-        # For how long a lone caller looks for an answer, the core of the stub, and the requests until the next look.
-        self.look_ns, self.core, self.rests = look_us() * 1000, NO_CORE, 0
+        self.port.serve(self._reader.output_names, look_us() * 1000)
+        self.port.is_plain = self._reader.is_plain
 
     @property
     def may_have_lanes(self) -> bool:
@@ -232,7 +224,7 @@ class Link(Overflow):
                 lanes = self.lanes
                 if lanes is None:
                     lanes = self._make_lanes()
-                    self._reader.has_devices = True
+                    self._reader.has_devices, self.port.is_plain = True, False
                     self.lanes = lanes
         return lanes
 
@@ -268,10 +260,10 @@ class Link(Overflow):
 
         Raises `OutOfMemory` (nothing was sent), `PeerGone`, `RemoteProtocolError`.
         """
-        if self.is_quick and forms.execute(self, requests):
-            return
         if self._given_back:
             self._take_back()
+        elif self.port.put(requests):
+            return
         # The first block is for copies.
         blocks = [_NO_BLOCK]
         released = self.take_released() if self.released else []
@@ -284,9 +276,8 @@ class Link(Overflow):
                     break
             layout = self._lay_out(requests, elsewhere)
             blocks[0] = self._copy(requests, layout)
-            self._batch = batch = self._batch + 1
-            self._begun = (batch, None)
-            self._head = _ANSWER_HEAD + encode(batch)[1:]
+            self.port.batch = batch = self.port.batch + 1
+            self.port.begun = (batch, None)
             self.replies.begin(batch, requests)
             if self.lanes is not None:
                 self.lanes.publish()
@@ -306,12 +297,12 @@ class Link(Overflow):
 
     def begun(self, batch: int) -> None:
         """Note that the stub has begun with this batch. For the reactor."""
-        if batch == self._begun[0]:
-            self._begun = (batch, time.monotonic_ns())
+        if batch == self.port.begun[0]:
+            self.port.begun = (batch, time.monotonic_ns())
 
     def began_ns(self, sent_ns: int) -> int | None:
         """Return when the stub began with the batch that was sent at `sent_ns`, None while it is busy with those of others."""
-        return self._begun[1] if self._is_shared else sent_ns
+        return self.port.begun[1] if self._is_shared else sent_ns
 
     def release(self, places: Iterable[Sequence[int]]) -> None:
         """Note blocks that the model kept and has dropped. For the reactor. Raises `RemoteProtocolError` for too many."""
@@ -358,7 +349,7 @@ class Link(Overflow):
         for i, number, offset, end in layout.copies:
             array = requests[i].arrays[number]
             try:
-                buffer[start + offset : start + end] = array  # type: ignore[call-overload]
+                buffer[start + offset : start + end] = array
             except ValueError:  # it is not contiguous
                 region.write(start + offset, array)
         return [region.id, start, size_bytes]
@@ -407,23 +398,28 @@ class Link(Overflow):
 
         Raises `PeerGone`.
         """
-        channel = self.conversation.channel
-        if not (self.is_quick and forms.wait(channel)):
-            channel.wait()
+        if not self.port.wait():
+            self.conversation.channel.wait()
+
+    def look(self) -> bool:
+        """Look for the answer for a moment. Returns True if it is there."""
+        return self.port.look()
+
+    @property
+    def is_quick(self) -> bool:
+        """True if the usual batches go the compiled way."""
+        return forms is not None and type(self.port) is not PythonPort
 
     def finish(self, requests: Sequence[InferenceRequest]) -> list[Answer]:
         """Read and check the answer to the batch. Returns one answer for each request, in order.
 
         Raises `PeerGone`, and `RemoteProtocolError` for an answer that breaks the protocol.
         """
-        if self.is_quick:
-            answers: list[Answer] | None = forms.answers(self, requests)
-            if answers is not None:
-                return answers
-        return self._finish(requests)
+        answers: list[Answer] | None = self.port.take(requests)
+        return self._finish(requests) if answers is None else answers
 
     def _finish(self, requests: Sequence[InferenceRequest]) -> list[Answer]:
-        conversation, head = self.conversation, self._head
+        conversation, head = self.conversation, self._head()
         packet = conversation.channel.receive()
         known = None
         if packet.startswith(head) and self.lanes is None:
@@ -437,6 +433,10 @@ class Link(Overflow):
         self.borrowed_blocks.end_batch(())
         return answers
 
+    def _head(self) -> bytes:
+        """Return the beginning of the answer to the batch, up to the number."""
+        return _ANSWER_HEAD + encode(self.port.batch)[1:]
+
     def _read(self, packet: bytes, requests: Sequence[InferenceRequest]) -> list[Answer]:
         """Read an answer whose bytes are new. If there is nothing but outputs in it, they are known the next time."""
         message = self.conversation.accept(packet)
@@ -447,10 +447,10 @@ class Link(Overflow):
         reader = self._reader
         layout = reader.layout(packed, len(requests))
         count = len(layout.responses)
-        if batch != self._batch or count != len(requests):
+        if batch != self.port.batch or count != len(requests):
             raise RemoteProtocolError(
                 f"an answer to batch {batch} with {count} responses; "
-                f"batch {self._batch} has {len(requests)} requests"
+                f"batch {self.port.batch} has {len(requests)} requests"
             )
         reader.check_blocks(layout, blocks)
         leases = [self.open(*block) for block in blocks]
@@ -472,8 +472,8 @@ class Link(Overflow):
         self.borrowed_blocks.end_batch(held)
         if released:
             self.borrowed_blocks.take_back(released)
-        if not (held or released or remarks or states) and packet.startswith(self._head):
-            rest = _rest(packet, len(self._head))
+        if not (held or released or remarks or states) and packet.startswith(head := self._head()):
+            rest = _rest(packet, len(head))
             if 0 < len(rest) <= _KNOWN_BYTES:
                 self._known_answers.keep(rest, KnownAnswer(count, layout, blocks))
         return answers
@@ -483,12 +483,11 @@ class Link(Overflow):
 
         The outcome is None if the response is only a flag. For the reactor. Raises `RemoteProtocolError`.
         """
-        if self.is_quick:
-            made = forms.response(self, row)
-            if made is not NotImplemented:
-                return made  # type: ignore[no-any-return]
         batch, index, flags, blocks, packed, remark = row
+        is_plain = remark is None and self.port.open_apart(blocks, packed)
         request = self.replies.find(batch, index, is_last=flags != 0)
+        if is_plain and request.allocator is None:
+            return request, self.port.apart(request), flags
         layout = self._reader.known(packed) if remark is None and len(blocks) == 1 else None
         if layout is not None and self.lanes is None:
             # As below, in a straight line: a response like an earlier one, with nothing but outputs in one block.
@@ -621,7 +620,6 @@ def _details_on_gpu(request: InferenceRequest, lanes: Callable[[], Lanes]) -> De
 
 
 learn(Link)
-learn(Conversation)
 learn(Channel)
 learn(Lease, (1,))
 learn(SharedRegion)

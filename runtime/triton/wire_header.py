@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 from types import ModuleType
 
-from moonpool.ipc import channel, codec, denials, memory, messages
+from moonpool.ipc import arena, channel, codec, denials, memory, messages
 from moonpool.ipc.messages import (
     Flag,
     Int,
@@ -188,6 +188,7 @@ def _constants() -> str:
         **_numbers(budgets),
         "MAX_PACKET_BYTES": channel.MAX_PACKET_BYTES,
         "ALIGNMENT": memory.ALIGNMENT,
+        "LARGEST_CLASS": arena.LARGEST_CLASS,
         "MAX_ELEMENTS": MAX_ELEMENTS,
         "LENGTH_BYTES": LENGTH_BYTES,
         "BYTES": BYTES,

@@ -31,5 +31,5 @@ def _either_msgpack(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "in Python":
             patch.setattr(codec, "unpack", fallback.unpackb)
-            patch.setattr(codec, "_pack", lambda message: fallback.Packer().pack(message))
+            patch.setattr(codec, "pack", lambda message: fallback.Packer().pack(message))
         yield

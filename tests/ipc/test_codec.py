@@ -276,7 +276,7 @@ def test_each_form_of_msgpack_gets_a_packer_that_threads_may_share() -> None:
     program = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
         "import msgpack; from moonpool.ipc import codec\n"
-        "print(msgpack.Packer.__module__, codec._pack is msgpack.packb)"
+        "print(msgpack.Packer.__module__, codec.pack is msgpack.packb)"
     )
     command = [sys.executable, "-c", program]
     plain = dict(os.environ, MSGPACK_PUREPYTHON="1")

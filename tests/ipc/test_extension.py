@@ -13,6 +13,7 @@ from moonpool.ipc import extension
 
 NAMES = (
     "moonpool.ipc._copy",
+    "moonpool.ipc.port._port",
     "moonpool.runtime.quick._quick",
     "moonpool.runtime.server.grpc._http2",
     "moonpool.stub.peers._usual",
@@ -42,7 +43,9 @@ def test_each_source_counts(name: str) -> None:
     files = [file.name for file in extension.sources(name)]
     if not files:
         pytest.skip("the sources of the extensions are not installed")
-    assert {f"{name.rpartition('.')[2]}.cpp", "wire.h", "codec.cpp", "objects.h"} <= set(files)
+    own = name.rpartition(".")[2]
+    assert {f"{own}.cpp", f"{own}.pyx"} & set(files)
+    assert {"wire.h", "codec.cpp", "objects.h"} <= set(files)
     assert len(set(files)) == len(files)
 
 

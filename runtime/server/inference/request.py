@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.memory import ALIGNMENT
+from moonpool.ipc.port import compiled
 from moonpool.ipc.tensors import DTYPES
 from moonpool.runtime.errors import InvalidRequest, ModelError
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.request import Details, InferenceRequest
 from moonpool.runtime.model.signature import Signature
-from moonpool.runtime.quick import forms
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.server.inference.tensors import Input, WrongSize
 from moonpool.runtime.server.service import Service
@@ -226,12 +226,11 @@ class PreparedRequest:
         `sent` has (offset, size in bytes) of each tensor in `data`. The caller has compared the sizes with `sizes`. `details` are those of the first request, with the id of this one. `has_views` says that stubs see the
         memory of `data`. Returns None if a client's memory is not lent. Raises `InvalidRequest`, `SharedMemoryError`.
         """
-        if forms is not None and details is None and self._is_plain:
-            usual: InferenceRequest | None = forms.prepared(
-                self._tensors, self._shapes, data, offset, sent, has_views
+        if compiled is not None and details is None and self._is_plain and type(sent) is list:
+            usual: InferenceRequest = compiled.prepared(
+                InferenceRequest, self._tensors, self._shapes, data, offset, sent, has_views
             )
-            if usual is not None:
-                return usual
+            return usual
         arrays: list[NDArray[Any]] = []
         for shape, dtype, number, place in self._tensors:
             if place is None:

@@ -138,7 +138,7 @@ class CallDispatcher:
         self._usual = UsualCalls(link, models)
         # The quick form that receives a packet and serves a usual call, if the link may take it.
         self._serve: Callable[[CallDispatcher], bytes | Literal[True] | None] = (
-            forms.serve_call if link.is_quick and forms is not None else _receive
+            forms.serve_call if link.is_quick else _receive
         )
         self._fetching = Fetching()
         # The numbers of loads, which run on threads, and of questions if a model is ready.
@@ -210,7 +210,7 @@ class CallDispatcher:
         self._check_new(number)
         if released:
             self._link.borrowed_blocks.take_back(released)
-        executing = self._link.replies.executing
+        executing = self._link.replies.batch
         request = self._usual.request(block, plan)
         call = ModelCall(number, plan.model, self._answer, takes_many=False, batch=executing)
         self._calls[number] = call
@@ -343,7 +343,7 @@ class CallDispatcher:
             link.borrowed_blocks.take_back(released)
         leases = [link.open(*block) for block in blocks]
         call = ModelCall(
-            number, model, self._answer, takes_many=decoupled, batch=link.replies.executing
+            number, model, self._answer, takes_many=decoupled, batch=link.replies.batch
         )
         self._calls[number] = call
         try:

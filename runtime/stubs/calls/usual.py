@@ -28,9 +28,10 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import SHARED_BYTES
 from moonpool.ipc.messages import Kind
+from moonpool.ipc.port import Shapes
 from moonpool.ipc.tensors import BYTES, CODES, DTYPES
 from moonpool.runtime.model.config.model import ModelConfig
-from moonpool.runtime.model.request import Details, InferenceRequest, Response, Shapes, WireTensor
+from moonpool.runtime.model.request import Details, InferenceRequest, Response, WireTensor
 from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.quick import learn
 from moonpool.runtime.stubs.calls.requests import Callee, Callees

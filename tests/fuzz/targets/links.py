@@ -130,7 +130,7 @@ def _step(pair: Pair, choices: Choices, kept: list[Any]) -> None:
         for outcome in outcomes:
             _take(outcome, kept)
         # The peer sent its answer past its own end of the conversation, so its turn is set by hand.
-        peer.conversation._turn = peer.conversation._after[Kind.ANSWER]
+        peer.conversation.turn = peer.conversation.after[Kind.ANSWER]
     elif operation == 3:
         _take(link.response(_told(Kind.RESPONSES, [liar.response()])[0])[1], kept)
     elif operation == 4:

@@ -14,9 +14,10 @@ from moonpool.ipc.codec import encode
 from moonpool.ipc.cuda.device import device
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.errors import MoonpoolError, OutOfMemory, RemoteProtocolError
+from moonpool.ipc.port import Shapes
 from moonpool.ipc.tensors import CODES
 from moonpool.runtime.errors import BackendError, ModelUnavailable, OutOfThreads
-from moonpool.runtime.model.request import InferenceRequest, Response, Shapes, WireTensor
+from moonpool.runtime.model.request import InferenceRequest, Response, WireTensor
 from moonpool.runtime.stubs.answers import AnswerReader
 from moonpool.runtime.stubs.calls.requests import _MOST_FETCHED, Fetching
 

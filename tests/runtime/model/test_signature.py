@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.heap_region import HeapRegion
 from tests.runtime.recorder import tensor
 
 from moonpool import InvalidRequest
@@ -125,8 +126,14 @@ def test_wanted_outputs_travel_as_numbers() -> None:
 
 def test_a_view_is_noticed_as_it_may_lie_in_shared_memory() -> None:
     model = one_of("X", "FP32", -1)
+    region = HeapRegion(1, 4096)
+    # Callers write here; the token of an output is its place.
+    callers = region.lease(0, 32, lambda _: None, "")
+    output = region.lease(0, 32, lambda _: None, (1, 0))
     assert not model.request({"X": np.zeros(4, F32)}).has_views
-    assert model.request({"X": np.zeros(8, F32)[:4]}).has_views
+    assert not model.request({"X": np.zeros(8, F32)[:4]}).has_views
+    assert not model.request({"X": np.ndarray(8, F32, output)[:4]}).has_views
+    assert model.request({"X": np.ndarray(8, F32, callers)[:4]}).has_views
 
 
 def test_threads_may_ask_at_the_same_time() -> None:

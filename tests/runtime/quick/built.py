@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import sysconfig
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,20 +14,36 @@ import pytest
 from tests.runtime.triton.library import sanitizer_libraries
 
 import moonpool
+from moonpool.ipc import port
+from moonpool.ipc.channel import Channel
+from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.extension import checksum
+from moonpool.ipc.messages import Kind, Side
+from moonpool.ipc.port import RuntimePort
 from moonpool.runtime import quick
 
 PACKAGE = Path(moonpool.__path__[0])
 # To optimize takes the compiler more than twice as long, and hides from the sanitizers what it leaves out.
 FLAGS = ["-std=c++17", "-O0", "-g1", "-fPIC", "-shared", "-fno-omit-frame-pointer"]
 # As in setup.py: `unwinding.h` needs it.
-FLAGS += ["-Wl,--wrap=__gxx_personality_v0"]
+FLAGS += ["-Wl,--wrap=__gxx_personality_v0", "-DPy_LIMITED_API=0x030B0000"]
 
 
 def skip_without_forms() -> None:
     """Skip where moonpool was installed without a compiler, or is to go without what was compiled."""
     if quick.forms is None:
         pytest.skip("the quick forms are not built: python setup.py build_ext --inplace")
+
+
+def counts() -> dict[str, int]:
+    """Return how often each quick form and each method of the compiled port did its work."""
+    return {**quick.forms.counts(), **port.compiled.counts()}
+
+
+def port_on(channel: Channel) -> RuntimePort:
+    """Return the port of a channel that nothing else belongs to."""
+    conversation = Conversation(channel, Side.RUNTIME, Overflow(), Kind.LOADED)
+    return RuntimePort(conversation, None, None, deque(), {})
 
 
 def sanitized(
@@ -40,12 +58,14 @@ def sanitized(
     if not Path(include, "Python.h").is_file():
         pytest.skip("the headers of Python are not installed")
     place, shared = PACKAGE / module, PACKAGE / "ipc/native"
+    name = ".".join(("moonpool", *Path(module).parts))
     sources = [*place.parent.glob(f"{place.name}*.cpp"), *(shared / f"{each}.cpp" for each in core)]
+    if place.with_suffix(".pyx").is_file():
+        sources.append(_in_cpp(place.with_suffix(".pyx"), name, folder))
     if not (shared / "codec.cpp").is_file():
         pytest.skip("the sources of the extensions are not installed")
     target = folder / f"{place.name}.abi3.so"
     command = [os.environ.get("CXX", "g++"), *FLAGS, f"-fsanitize={sanitizers}"]
-    name = ".".join(("moonpool", *Path(module).parts))
     command += [f'-DMOONPOOL_SOURCES="{checksum(name)}"', f"-I{PACKAGE / 'ipc/extension'}"]
     command += [f"-I{include}", f"-I{shared}", "-o", str(target), *map(str, sources)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -54,4 +74,14 @@ def sanitized(
     return target, libraries
 
 
+def _in_cpp(source: Path, name: str, folder: Path) -> Path:
+    """Make C++ of what is written in Cython."""
+    target = folder / f"{name}.cpp"
+    tool = [sys.executable, "-m", "cython", "-3", "--cplus", "--module-name", name]
+    subprocess.run([*tool, str(source), "-o", str(target)], check=True)
+    return target
+
+
+PORT = ("ipc/port/_port", ("answer", "channel", "codec", "msgpack", "place"))
+"""The compiled port, and what it needs of the core."""
 LIBRARIES = {"address,undefined": ("asan", "ubsan"), "thread": ("tsan",)}

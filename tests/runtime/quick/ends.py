@@ -17,6 +17,9 @@ from typing import Any
 import numpy as np
 
 from moonpool.ipc.channel import Channel
+from moonpool.ipc.conversation import Conversation, Overflow
+from moonpool.ipc.messages import Kind, Side
+from moonpool.ipc.port import RuntimePort
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.quick import forms, learn
 from moonpool.runtime.schedule import callers  # noqa: F401 - teaches ThreadWaiter
@@ -68,6 +71,11 @@ def wait_in_destructor(endings: list[Any]) -> None:
     forms.outcome(Refused(endings), InferenceRequest.__new__(InferenceRequest))
 
 
+def port_on(channel: Channel) -> RuntimePort:
+    conversation = Conversation(channel, Side.RUNTIME, Overflow(), Kind.LOADED)
+    return RuntimePort(conversation, None, None, deque(), {})
+
+
 def main() -> None:
     learn(Channel)
     requests: list[InferenceRequest] = []
@@ -78,13 +86,13 @@ def main() -> None:
     channels = [Channel(ours) for ours, _ in pairs]
     threading.excepthook = lambda _: None
     for channel in channels:
-        threading.Thread(target=forms.wait, args=(channel,), daemon=True).start()
+        threading.Thread(target=port_on(channel).wait, daemon=True).start()
     for _ in range(EACH):
         threading.Thread(target=wait_for_bell, args=(requests,), daemon=True).start()
         threading.Thread(target=wait_in_destructor, args=(endings,), daemon=True).start()
     for each in begun:
         each.wait()
-    while len(requests) < EACH or not all(hasattr(each, "waiter") for each in requests):
+    while len(requests) < EACH or not all(getattr(each, "waiter", None) for each in requests):
         os.sched_yield()
     # All of them wake right before the end. All of this is in C, so this thread keeps the interpreter's lock from here on.
     bells = [request.waiter._bell for request in requests]  # type: ignore[attr-defined]

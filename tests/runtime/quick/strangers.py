@@ -22,8 +22,7 @@ from moonpool.runtime import quick
 
 # The number of the arguments of each form.
 FORMS = {
-    "request": 3, "prepared": 6, "execute": 2, "answers": 2, "wait": 1, "look": 1, "submit": 2, "finish": 3, "outcome": 2,
-    "known_call": 3, "serve_call": 1, "answer_call": 2, "chain_step": 2, "response": 2,
+    "submit": 2, "finish": 3, "outcome": 2, "known_call": 3, "serve_call": 1, "answer_call": 2, "chain_step": 2,
 }  # fmt: skip
 # What the attributes of these names mostly are.
 LIKELY = {

@@ -1,4 +1,4 @@
-"""Uses one runtime from threads of many kinds at once. A program, for a run under the sanitizer for threads: MODULE FOLDER SECONDS."""
+"""Uses one runtime from threads of many kinds at once. A program, for a run under the sanitizer for threads: PORT FORMS FOLDER SECONDS."""
 
 from __future__ import annotations
 
@@ -150,9 +150,10 @@ def main(folder: Path, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    quick = replaced("moonpool.runtime.quick._quick", sys.argv[1])
-    main(Path(sys.argv[2]), float(sys.argv[3]))
-    counts = quick.counts()
+    port = replaced("moonpool.ipc.port._port", sys.argv[1])
+    quick = replaced("moonpool.runtime.quick._quick", sys.argv[2])
+    main(Path(sys.argv[3]), float(sys.argv[4]))
+    counts = {**quick.counts(), **port.counts()}
     # Threads do not tie themselves here, and no model is an ensemble.
     unused = [n for n, count in counts.items() if not count and n not in ("tie", "chain_step")]
     if unused:

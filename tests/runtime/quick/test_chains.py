@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 # The modules whose steps have quick forms.
 FORMS = tuple(
     f"moonpool.runtime.{name}.forms"
-    for name in ("schedule.callers", "schedule.scheduler", "ensemble.chain", "model.signature")
+    for name in ("schedule.callers", "schedule.scheduler", "ensemble.chain")
 )
 # An instance that is interrupted while it takes a batch or gives an answer counts as lost.
 PATIENT = """

@@ -18,15 +18,15 @@ import pytest
 from tests.e2e.hosting import Config, hosted, tensor
 from tests.e2e.test_ways_agree import link_of
 from tests.runtime.interrupting import interrupted_everywhere
-from tests.runtime.quick.built import sanitized, skip_without_forms
+from tests.runtime.quick.built import PORT, counts, port_on, sanitized, skip_without_forms
 from tests.waiting import wait_until
 
 import moonpool
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.messages import NO_CORE
+from moonpool.ipc.port import PythonRequest
 from moonpool.ipc.tensors import CODES
-from moonpool.runtime import quick
-from moonpool.runtime.model.request import InferenceRequest, Response, WireTensor
+from moonpool.runtime.model.request import Response, WireTensor
 from moonpool.runtime.schedule.callers import FutureWaiter
 from moonpool.runtime.schedule.event_loop import wait_for_outcome
 from moonpool.runtime.server.inference.request import InputPlan, RequestPlan, make_request
@@ -77,7 +77,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[moonpool.Runtime
 
 def taken(before: dict[str, int]) -> dict[str, int]:
     """Return how often each form did its work since then."""
-    return {name: count - before[name] for name, count in quick.forms.counts().items()}
+    return {name: count - before[name] for name, count in counts().items()}
 
 
 def test_a_request_under_a_rate_limiter_goes_the_quick_way_and_returns_its_permit(
@@ -92,7 +92,7 @@ def test_a_request_under_a_rate_limiter_goes_the_quick_way_and_returns_its_permi
         limiter = runtime._models.find("one").scheduler._limiter  # type: ignore[attr-defined]
         runtime.infer("one", {"X": X})
         runtime.infer("one", {"X": X})
-        before = quick.forms.counts()
+        before = counts()
         for _ in range(10):
             assert runtime.infer("one", {"X": X})["Y"].tolist() == (X * 2).tolist()
 
@@ -113,10 +113,10 @@ def test_a_request_under_a_rate_limiter_goes_the_quick_way_and_returns_its_permi
 
 def test_a_small_output_that_is_passed_on_is_copied_the_quick_way(model: moonpool.Runtime) -> None:
     passed_on = model.infer("double", {"X": X})["Y"]
-    before = quick.forms.counts()
+    before = counts()
     again = model.infer("double", {"X": passed_on})["Y"]
 
-    assert taken(before)["execute"] == 1
+    assert taken(before)["put"] == 1
     assert again.tolist() == (X * 4).tolist()
 
 
@@ -125,10 +125,10 @@ def test_memory_that_a_caller_writes_itself_is_lent_whatever_its_size(
 ) -> None:
     placed = model.empty("double", "X", X.shape)
     placed[:] = X
-    before = quick.forms.counts()
+    before = counts()
     doubled = model.infer("double", {"X": placed})["Y"]
 
-    assert taken(before)["execute"] == 0
+    assert taken(before)["put"] == 0
     assert doubled.tolist() == (X * 2).tolist()
 
 
@@ -136,19 +136,19 @@ def test_a_large_output_that_is_passed_on_is_lent(model: moonpool.Runtime) -> No
     large = np.ones((1, 1 << 15), np.float32)
     for _ in range(2):
         passed_on = model.infer("double", {"X": large})["Y"]
-        before = quick.forms.counts()
+        before = counts()
         again = model.infer("double", {"X": passed_on})["Y"]
 
-    assert taken(before)["execute"] == 0
+    assert taken(before)["put"] == 0
     assert (again == 4).all()
 
 
 def test_a_lone_request_goes_all_the_quick_way(model: moonpool.Runtime) -> None:
-    before = quick.forms.counts()
+    before = counts()
     for _ in range(10):
         assert model.infer("double", {"X": X})["Y"].tolist() == [[2.0, 4.0]]
-    counts = taken(before)
-    assert {name: counts[name] for name in ("request", "wait", "submit", "finish")} == {
+    done = taken(before)
+    assert {name: done[name] for name in ("request", "wait", "submit", "finish")} == {
         "request": 10,
         "wait": 10,
         "submit": 10,
@@ -160,15 +160,15 @@ def test_requests_of_many_threads_and_tasks_go_the_quick_way(model: moonpool.Run
     async def ask_all() -> None:
         await asyncio.gather(*(model.ainfer("double", {"X": X}) for _ in range(200)))
 
-    before = quick.forms.counts()
+    before = counts()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: model.infer("double", {"X": X}), range(200)))
     asyncio.run(ask_all())
-    counts = taken(before)
-    assert counts["request"] == 400
+    done = taken(before)
+    assert done["request"] == 400
     # An instance that is handed back while a thread has the scheduler's lock goes Python's way.
-    assert counts["submit"] > 200
-    assert counts["finish"] > 10
+    assert done["submit"] > 200
+    assert done["finish"] > 10
 
 
 def test_a_request_of_a_client_goes_the_quick_way(model: moonpool.Runtime) -> None:
@@ -180,10 +180,10 @@ def test_a_request_of_a_client_goes_the_quick_way(model: moonpool.Runtime) -> No
         assert isinstance(outcome, Response)
         return outcome.outputs["Y"]  # type: ignore[return-value]
 
-    before = quick.forms.counts()
+    before = counts()
     output = asyncio.run(ask())
-    counts = taken(before)
-    assert {counts[name] for name in ("request", "submit", "execute", "answers", "finish")} == {1}
+    done = taken(before)
+    assert {done[name] for name in ("request", "submit", "put", "take", "finish")} == {1}
     assert type(output) is WireTensor
     assert output[:2] == (CODES["FP32"], X.shape)
     assert output.raw.tobytes() == (X * 2).tobytes()
@@ -202,11 +202,11 @@ def test_a_request_like_one_before_is_made_the_same_by_both_forms(
     message = b"head" + X.tobytes()
 
     def made(has_views: bool) -> dict[str, Any]:
-        sent, before = [(0, X.nbytes)], quick.forms.counts()
+        sent, before = [(0, X.nbytes)], counts()
         request = prepared.request(service, hosted.model, message, 4, sent, None, has_views)
         assert request is not None
         slots: dict[str, Any] = {
-            name: getattr(request, name, "unset") for name in InferenceRequest.__slots__
+            name: getattr(request, name, None) for name in PythonRequest.__slots__
         }
         [array] = slots.pop("arrays")
         return {
@@ -217,7 +217,7 @@ def test_a_request_like_one_before_is_made_the_same_by_both_forms(
 
     for has_views in (False, True):
         quickly = made(has_views)
-        monkeypatch.setattr("moonpool.runtime.server.inference.request.forms", None)
+        monkeypatch.setattr("moonpool.runtime.server.inference.request.compiled", None)
         assert quickly == {**made(has_views), "is_quick": True}
         monkeypatch.undo()
         assert quickly["has_views"] is has_views
@@ -247,21 +247,21 @@ def test_strings_for_a_client_are_read_the_quick_way(tmp_path: Path) -> None:
             return outcome.outputs["Y"]  # type: ignore[return-value]
 
         asyncio.run(ask())
-        before = quick.forms.counts()
+        before = counts()
         output = asyncio.run(ask())
-        assert taken(before)["answers"] == 1
+        assert taken(before)["take"] == 1
         assert output[:2] == (CODES["BYTES"], (1, 2))
         assert output.raw.tobytes() == b"\1\0\0\0a\4\0\0\0moon"
-        # As an array they are decoded in Python.
+        # As an array they are decoded there, too.
         assert runtime.infer("texts", {"X": texts})["Y"].tolist() == [[b"a", b"moon"]]
-        assert taken(before)["answers"] == 1
+        assert taken(before)["take"] == 2
         del output
 
 
 def test_a_view_of_ordinary_memory_goes_the_quick_way(model: moonpool.Runtime) -> None:
     values = np.arange(6, dtype=np.float32).reshape(3, 2)
     model.infer("double", {"X": values})
-    before = quick.forms.counts()
+    before = counts()
     assert np.array_equal(model.infer("double", {"X": values})["Y"], values * 2)
     assert taken(before)["submit"] == 1
 
@@ -324,12 +324,12 @@ def test_every_caller_of_a_batch_gets_its_outcome_whatever_the_waiter_of_another
         batch = [runtime.submit("double", {"X": X}) for _ in range(4)]
         raising += batch[:2]
         behind = [runtime.submit("double", {"X": X}) for _ in range(4)]
-        before = quick.forms.counts()["finish"]
+        before = counts()["finish"]
         goes_on.touch()
         for each in (first, *batch, *behind):
             assert each.result(PATIENCE_S).outputs["Y"].flat[0] == 2
         assert runtime.infer("double", {"X": X}, timeout_s=PATIENCE_S)["Y"].flat[0] == 2
-        assert quick.forms.counts()["finish"] > before
+        assert counts()["finish"] > before
     # The traceback in the log has the responses.
     caplog.clear()
 
@@ -361,13 +361,13 @@ def _infer_in_a_loop(model: moonpool.Runtime) -> None:
 def test_a_lone_caller_looks_for_an_answer_from_another_core_while_that_helps(
     model: moonpool.Runtime, infer: Callable[[moonpool.Runtime], object]
 ) -> None:
-    link = link_of(model, "double")
-    before = link.look_ns
+    port: Any = link_of(model, "double").port
+    before = port.look_ns
 
     def rests_after(look_ns: int, core: int, rests: int) -> int:
-        link.look_ns, link.core, link.rests = look_ns, core, rests
+        port.look_ns, port.core, port.rests = look_ns, core, rests
         infer(model)
-        return link.rests
+        return int(port.rests)
 
     # No thread runs on this core; one that is not known is no reason to look.
     other = NO_CORE - 1
@@ -380,7 +380,7 @@ def test_a_lone_caller_looks_for_an_answer_from_another_core_while_that_helps(
         assert rests_after(1, NO_CORE, 0) == 0
         assert rests_after(0, other, 0) == 0
     finally:
-        link.look_ns = before
+        port.look_ns = before
 
 
 class _Interrupted(Exception):
@@ -390,6 +390,7 @@ class _Interrupted(Exception):
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_signal_while_an_answer_is_awaited_loses_no_packet(raises: bool) -> None:
     ours, theirs = Channel.pair()
+    waiting = port_on(ours)
     handled = threading.Event()
 
     def handle(*_: object) -> None:
@@ -410,7 +411,7 @@ def test_a_signal_while_an_answer_is_awaited_loses_no_packet(raises: bool) -> No
 
     def start_and_wait() -> None:
         thread.start()
-        quick.forms.wait(ours)
+        waiting.wait()
 
     previous = signal.signal(signal.SIGUSR1, handle)
     thread = threading.Thread(target=interrupt)
@@ -421,7 +422,7 @@ def test_a_signal_while_an_answer_is_awaited_loses_no_packet(raises: bool) -> No
             thread.join()
         else:
             start_and_wait()
-        quick.forms.wait(ours)
+        waiting.wait()
         assert ours.receive() == b"answer"
     finally:
         thread.join()
@@ -433,16 +434,17 @@ def test_a_signal_while_an_answer_is_awaited_loses_no_packet(raises: bool) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_nothing_is_read_or_written_beyond_its_bounds(tmp_path: Path) -> None:
-    module, libraries = sanitized(tmp_path, "address,undefined")
+    quick_module, libraries = sanitized(tmp_path, "address,undefined")
+    port_module, _ = sanitized(tmp_path, "address,undefined", *PORT)
     program = tmp_path / "program.py"
     program.write_text(
-        "import importlib.machinery, importlib.util, sys\n"
-        "name = 'moonpool.runtime.quick._quick'\n"
-        f"loader = importlib.machinery.ExtensionFileLoader(name, {str(module)!r})\n"
-        "module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))\n"
-        "sys.modules[name] = module\n"
-        "import moonpool.runtime.quick as quick\n"
-        f"assert quick.forms is module and module.__file__ == {str(module)!r}\n"
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tests.runtime.quick.stress import replaced\n"
+        f"port = replaced('moonpool.ipc.port._port', {str(port_module)!r})\n"
+        f"quick = replaced('moonpool.runtime.quick._quick', {str(quick_module)!r})\n"
+        "import moonpool.ipc.port, moonpool.runtime.quick\n"
+        "assert moonpool.ipc.port.compiled is port and moonpool.runtime.quick.forms is quick\n"
         "import pytest\n"
         "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *sys.argv[1:]]))\n"
     )
@@ -454,7 +456,12 @@ def test_nothing_is_read_or_written_beyond_its_bounds(tmp_path: Path) -> None:
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "PYTHONMALLOC": "malloc",
     }
-    lies = ["runtime/stubs/test_link_lies.py", "runtime/stubs/calls", "ipc/test_known_calls.py"]
+    lies = [
+        "runtime/stubs/test_link_lies.py",
+        "runtime/stubs/calls",
+        "ipc/test_known_calls.py",
+        "ipc/port",
+    ]
     tests = [str(ROOT / "tests" / each) for each in ("runtime/quick", *lies)]
     # This test and the one with the other sanitizer are slow. Python's forms have no bounds to break, and objects are not
     # counted where each has memory of malloc.
@@ -483,6 +490,7 @@ def test_nothing_is_read_or_written_beyond_its_bounds(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_threads_of_many_kinds_do_not_race(tmp_path: Path) -> None:
     module, libraries = sanitized(tmp_path, "thread")
+    port_module, _ = sanitized(tmp_path, "thread", *PORT)
     # The interpreter's lock is a mutex, which the sanitizer sees. It sees what the extension does, and the kernel's calls of all.
     environment = {
         **os.environ,
@@ -493,6 +501,7 @@ def test_threads_of_many_kinds_do_not_race(tmp_path: Path) -> None:
         [
             sys.executable,
             str(Path(__file__).with_name("stress.py")),
+            str(port_module),
             str(module),
             str(tmp_path),
             "2",
@@ -544,7 +553,7 @@ def test_many_threads_wait_on_one_processor_and_return_with_all_of_theirs(
     double: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOONPOOL_TIE_CALLERS", "1")
-    before = quick.forms.counts()
+    before = counts()
     with moonpool.Runtime() as runtime, hosted(runtime, "double", double, CONFIG):
         with ManyCallers(runtime, 16) as callers:
             wait_until(lambda: taken(before)["tie"] > 100, PATIENCE_S, "threads that are tied")
@@ -575,7 +584,7 @@ def test_threads_stay_on_their_processors_by_default(
     double: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MOONPOOL_TIE_CALLERS", raising=False)
-    before = quick.forms.counts()
+    before = counts()
     with (
         moonpool.Runtime() as runtime,
         hosted(runtime, "double", double, CONFIG),

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.runtime.quick.built import skip_without_forms
+from tests.runtime.quick.built import counts, skip_without_forms
 from tests.runtime.quick.twins import ODD, changed, packed, paths, twins
 from tests.runtime.scripted import FP32
-
-from moonpool.runtime import quick
 
 
 @pytest.fixture(autouse=True)
@@ -24,14 +22,14 @@ def _with_forms() -> None:
 def test_an_honest_answer_is_read_the_quick_way(wants_wire: bool) -> None:
     with twins(wants_wire=wants_wire) as both:
         both.answered(packed(both.usual(2)))
-        before = quick.forms.counts()
+        before = counts()
         answers = both.answered(packed(both.usual(2)))[0]
-        after = quick.forms.counts()
+        after = counts()
     wire = (FP32, (2,), "|u1", (8,), bytes(8))
     assert answers == [{"Y": wire if wants_wire else ("<f4", (2,), bytes(8))}] * 2
-    assert {name: after[name] - before[name] for name in ("execute", "answers")} == {
-        "execute": 1,
-        "answers": 1,
+    assert {name: after[name] - before[name] for name in ("put", "take")} == {
+        "put": 1,
+        "take": 1,
     }
 
 

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 import pytest
-from tests.runtime.quick.built import skip_without_forms
+from tests.runtime.quick.built import port_on, skip_without_forms
 from tests.runtime.quick.twins import Side, packed
 from tests.waiting import wait_until
 
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import Kind
-from moonpool.runtime import quick
+from moonpool.ipc.port import RuntimePort
 from moonpool.runtime.model.request import Response
 from moonpool.runtime.stubs.link import Link
 
@@ -96,6 +96,7 @@ def test_a_form_reads_from_the_channel_that_is_open_now() -> None:
     """A handler closes a channel while a thread waits for a packet there, and its number becomes another stub's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel = Channel(ours)
+    waiting = port_on(channel)
     waits: list[bool] = []
     others: list[socket.socket] = []
 
@@ -109,7 +110,7 @@ def test_a_form_reads_from_the_channel_that_is_open_now() -> None:
 
     with interrupting(reuse, waits) as has_run:
         # One call into C notes that it waits, and does: a handler that finds the note runs in the form.
-        waits.extend(map(quick.forms.wait, notes(waits, channel)))
+        waits.extend(map(type(waiting).wait, notes(waits, waiting)))
         assert has_run()
     assert waits == [True, False]
     assert list(channel.inbox) == []
@@ -117,9 +118,9 @@ def test_a_form_reads_from_the_channel_that_is_open_now() -> None:
         each.close()
 
 
-def notes(waits: list[bool], channel: Channel) -> Iterator[Channel]:
+def notes(waits: list[bool], waiting: RuntimePort) -> Iterator[RuntimePort]:
     waits.append(True)
-    yield channel
+    yield waiting
 
 
 @contextmanager

@@ -52,7 +52,7 @@ class Side:
             self.pair = Pair()
         finally:
             allotment._numbers = before
-        self.pair.link.is_quick = is_quick
+        self.pair.link.port.is_plain = is_quick
         self._wants_wire = wants_wire
         self.requests: list[InferenceRequest] = []
 
@@ -78,7 +78,7 @@ class Side:
             blocks.count,
             blocks.used_bytes,
             sorted(pair.link.released),
-            pair.link.replies.executing,
+            pair.link.replies.batch,
             sorted(pair.link.conversation.allowed),
         )
 

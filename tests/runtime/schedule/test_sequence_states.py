@@ -10,17 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from moonpool.ipc.port import RequestTensor, Shapes
 from moonpool.ipc.tensors import BYTES, CODES, DTYPES, encode_bytes
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.model.config.model import ModelConfig
-from moonpool.runtime.model.request import (
-    Details,
-    InferenceRequest,
-    RequestTensor,
-    Response,
-    Shapes,
-    WireTensor,
-)
+from moonpool.runtime.model.request import Details, InferenceRequest, Response, WireTensor
 from moonpool.runtime.process.usage import MemoryAccount
 from moonpool.runtime.schedule.sequence_states import VALUE_BYTES, SequenceStates
 

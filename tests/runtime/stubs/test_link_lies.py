@@ -13,11 +13,15 @@ from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import NO_CORE, Kind
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
+@pytest.fixture(params=["compiled", "in Python"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair = Pair()
+    pair.link.port.is_plain = pair.link.port.is_plain and request.param != "in Python"
     yield pair
     pair.close()
+
+
+in_python = pytest.mark.parametrize("pair", ["in Python"], indirect=True)
 
 
 def _no_such_region(pair: Pair) -> None:
@@ -149,6 +153,7 @@ def test_an_answer_that_was_believed_once_is_checked_against_other_blocks(pair: 
         pair.link.finish(requests)
 
 
+@in_python
 def test_an_answer_that_was_believed_once_is_known_from_any_core(pair: Pair) -> None:
     good_answers(pair, 2)
     (known,) = pair.link._known_answers
@@ -160,6 +165,7 @@ def test_an_answer_that_was_believed_once_is_known_from_any_core(pair: Pair) -> 
     assert list(pair.link._known_answers) == [known]
 
 
+@in_python
 @pytest.mark.parametrize("core", [b"\xcc", b"\xff", b"\xc0", b""])
 def test_an_answer_that_was_believed_once_is_refused_with_a_core_that_is_none(
     pair: Pair, core: bytes
@@ -167,7 +173,7 @@ def test_an_answer_that_was_believed_once_is_refused_with_a_core_that_is_none(
     good_answers(pair, 2)
     (known,) = pair.link._known_answers
     requests = pair.execute([1])
-    pair.peer.channel.send(pair.link._head + core + known)
+    pair.peer.channel.send(pair.link._head() + core + known)
     with pytest.raises(RemoteProtocolError):
         pair.link.finish(requests)
 

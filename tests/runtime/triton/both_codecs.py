@@ -14,8 +14,8 @@ from tests.vectors.make import CHANNELS, FOLDER
 
 from moonpool.ipc.codec import Codec, encode, unpack_layout
 from moonpool.ipc.errors import BadTensor, LocalProtocolError, RemoteProtocolError
+from moonpool.ipc.port import RequestTensor, Shapes
 from moonpool.ipc.tensors import check_bytes
-from moonpool.runtime.model.request import RequestTensor, Shapes
 from moonpool.runtime.stubs.answers import AnswerReader
 from moonpool.runtime.stubs.layout import lay_out, read_answer
 

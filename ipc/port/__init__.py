@@ -1,0 +1,227 @@
+"""The usual way of requests over a work channel: what is placed in memory, sent, waited for and read. In Python and compiled.
+
+Theory of operation. `_port.pyx` is the compiled form. It lays out any mix of shapes, rows and datatypes by arithmetic, and remembers nothing from
+batch to batch. It does what most batches are: arrays that are copied, with ids, parameters and all other details, and answers with
+nothing but outputs in the stub's own regions. It looks if everything is so before it changes anything. If not, `put` returns False and
+`take` returns None, and the `Link` does all of it in Python.
+
+Here are the forms for interpreters without the compiled one. `Shapes` and `RequestBase` are complete. The port of this file does nothing, so that the link
+does everything.
+
+What belongs to the driver of a link is the port's, too: one thread at a time has it. Other threads meet the driver in `replies`, `released`,
+and in the blocks' `spares`, each step of which is one instruction.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from moonpool.ipc.extension import is_wanted, load_if_there
+from moonpool.ipc.messages import NO_CORE
+
+_NOWHERE: Mapping[int, Any] = {}
+
+
+class RequestTensor(NamedTuple):
+    """The description of one input for the stub. `number` is its place in the configuration."""
+
+    number: int
+    datatype: int
+    shape: list[int]
+    size_bytes: int
+
+
+def key_of(shapes: Sequence[tuple[int, Sequence[int] | None]]) -> bytes:
+    """Return what requests have in common that may share a batch. Each row is an input and its dimensions without rows, None if it is ragged."""
+    numbers: list[int] = []
+    for index, dims in shapes:
+        numbers += (index, -1) if dims is None else (index, len(dims), *dims)
+    return struct.pack(f"{len(numbers)}q", *numbers)
+
+
+class Shapes:
+    """The shapes of the inputs of a request, and what follows from them.
+
+    `signature` is equal for requests that may share a batch; None for a model that does not batch. `is_shared` is False if there are BYTES,
+    whose size differs from request to request.
+    """
+
+    __slots__ = ("batch_size", "is_shared", "signature", "tensors")
+
+    def __init__(
+        self,
+        tensors: list[RequestTensor],
+        batch_size: int,
+        signature: bytes | None,
+        *,
+        is_shared: bool,
+    ) -> None:
+        self.tensors = tensors
+        self.batch_size = batch_size
+        self.signature = signature
+        self.is_shared = is_shared
+
+
+class RequestBase:
+    """A request on its way to a stub and back: its attributes, and no methods."""
+
+    __slots__ = (
+        "allocator",
+        "arrays",
+        "attempts",
+        "batch_size",
+        "details",
+        "durations_ns",
+        "fills_place",
+        "has_views",
+        "is_cancelled",
+        "left",
+        "priority",
+        "queued_ns",
+        "responded_ns",
+        "response",
+        "responses",
+        "shapes",
+        "signature",
+        "states",
+        "takes_devices",
+        "targets",
+        "timeout_us",
+        "trace",
+        "userp",
+        "waiter",
+        "wants_wire",
+    )
+
+    def __init__(
+        self,
+        arrays: list[Any],
+        shapes: Shapes,
+        details: Any = None,
+        *,
+        has_views: bool = True,
+    ) -> None:
+        # In the order of `shapes.tensors`: typed arrays, and for BYTES the bytes of the wire.
+        self.arrays = arrays
+        self.shapes = shapes
+        self.batch_size: int = shapes.batch_size
+        self.signature: Any = shapes.signature
+        self.details = details
+        self.priority: int = 0
+        self.timeout_us: int = 0
+        if details is not None:
+            self.priority = details.priority
+            self.timeout_us = details.timeout_us
+        # True if any array is a view of memory that stubs may see where it lies.
+        self.has_views = has_views
+        # The memory that the stub writes outputs to, by their numbers. Only used if `has_views`.
+        self.targets: Mapping[int, Any] = _NOWHERE
+        self.allocator: Any = None
+        self.userp: object = None
+        # True if outputs are wanted as `WireTensor`, by a caller that only passes them on.
+        self.wants_wire = False
+        # True if they may then be arrays on devices.
+        self.takes_devices = False
+        # The states of its sequence, if the runtime keeps some and the request is in a batch.
+        self.states: Any = None
+        # None for most requests.
+        self.trace: Any = None
+        # Of a step of an ensemble: the sums of compute input, infer and output of all steps, to which its batch adds its own.
+        self.durations_ns: list[int] | None = None
+        self.waiter: Any = None
+        self.queued_ns = 0
+        self.attempts = 0
+        # The caller went away: nobody wants the outcome.
+        self.left = False
+        # The model may stop, but its responses are still wanted.
+        self.is_cancelled = False
+        # It fills an empty place in the batch of a sequence batcher. No caller sent it.
+        self.fills_place = False
+        # The number of responses so far, apart from the outcome. `response` is the only one of a model that gives one.
+        self.responses = 0
+        # If the model is decoupled: the time of the last response, or of the start of its batch.
+        self.responded_ns = 0
+        self.response: Any = None
+
+
+class Spec:
+    """The inputs of a model, by which usual requests are checked. In Python, no request is usual here."""
+
+    def __init__(
+        self,
+        kind: type[RequestBase],
+        inputs: list[tuple[str, int, tuple[int, ...], bool, bool]],
+        max_batch_size: int,
+    ) -> None:
+        """`kind` is the class of the requests. Each input has name, datatype, dimensions, and if it is ragged and if it is reshaped."""
+
+    def request(self, inputs: object) -> Any:  # noqa: ARG002
+        """Return the request with these inputs, None if they are not exactly the arrays of the model."""
+        return None
+
+
+class RuntimePort:
+    """The runtime's end of a work channel. Its driver calls all methods but those for a response apart, which the reactor calls."""
+
+    __slots__ = ("batch", "begun", "core", "is_plain", "look_ns", "rests")
+
+    def __init__(self, *_: Any) -> None:
+        """The arguments are the conversation, the blocks that are lent, the replies, the places that callers have dropped, and the regions for
+        answers by their numbers.
+        """
+        # The number of the last batch.
+        self.batch = 0
+        # The batch that was sent last, and the time at which the stub began with it, None if it has not reported that.
+        self.begun: tuple[int, int | None] = (0, None)
+        # The core on which the stub was last.
+        self.core = NO_CORE
+        # False if all batches go Python's way.
+        self.is_plain = False
+        # For how long a lone caller looks for an answer, and the number of requests until it looks again.
+        self.look_ns = self.rests = 0
+
+    def serve(self, names: Sequence[str], look_ns: int) -> None:
+        """Set the names of the model's outputs, and for how long a lone caller looks for an answer."""
+
+    def put(self, requests: Sequence[RequestBase]) -> bool:  # noqa: ARG002
+        """Place the inputs of a batch and send it. Returns False, having done nothing, if Python has to do it."""
+        return False
+
+    def wait(self) -> bool:
+        """Wait for a packet and put it into the channel's inbox. Returns False, having done nothing, if Python has to do it."""
+        return False
+
+    def wait_alone(self) -> bool:
+        """Do what `wait` does for a caller who alone waits. Looks for the answer for a moment first, where that has helped lately."""
+        return False
+
+    def look(self) -> bool:
+        """Look for the answer for a moment, where that has helped lately. Returns True if it is there."""
+        return False
+
+    def take(self, requests: Sequence[RequestBase]) -> list[Any] | None:  # noqa: ARG002
+        """Read the answer, and return the responses. Returns None, and leaves the packet in the inbox, if Python has to do it."""
+        return None
+
+    def open_apart(self, blocks: list[list[int]], packed: object) -> bool:  # noqa: ARG002
+        """Read a response that has nothing but outputs in one block. Returns False, having done nothing, if Python has to do it."""
+        return False
+
+    def apart(self, request: RequestBase) -> Any:
+        """Return the response that was opened, to this request."""
+        raise NotImplementedError
+
+
+PythonRequest, PythonPort = RequestBase, RuntimePort
+
+# The compiled forms, None if there are none.
+compiled: Any = load_if_there("moonpool.ipc.port._port") if is_wanted() else None
+if not TYPE_CHECKING and compiled is not None:
+    Shapes, RequestBase, Spec, RuntimePort = (
+        compiled.Shapes,
+        compiled.RequestBase,
+        compiled.Spec,
+        compiled.RuntimePort,
+    )

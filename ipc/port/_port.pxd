@@ -1,0 +1,84 @@
+# The parts of numpy's table, of Python and of the core in C++ that `_port.pyx` stands on.
+
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libcpp cimport bool as flag
+from libcpp.string cimport string
+from libcpp.vector cimport vector
+
+
+cdef extern from "<string_view>" namespace "std":
+    cdef cppclass string_view:
+        string_view()
+        string_view(const char*, size_t)
+        const char* data()
+        size_t size()
+
+
+cdef extern from "numpy_table.h" namespace "moonpool::numpy":
+    ctypedef struct Array:
+        char* data
+        int nd
+        int64_t* dims
+        void* base
+        void* descr
+        int flags
+    const int kContiguous
+    flag is_array(object)
+    Array* fields(object)
+    object view(type, object descr, int nd, const int64_t* dims, char* data, int64_t alignment, object base)
+    flag load(object, int64_t, int64_t, int64_t) except False
+
+
+cdef extern from "msgpack.h" namespace "moonpool":
+    cdef cppclass Writer:
+        void clear()
+        string_view bytes()
+        void nil()
+        void uint(uint64_t)
+        void array(size_t)
+        void raw(string_view)
+        void values(string_view)
+
+
+cdef extern from "place.h" namespace "moonpool":
+    ctypedef struct PlacedTensor:
+        uint64_t index, datatype
+        const int64_t* shape
+        uint64_t dims, size, block, offset
+    flag place(const vector[uint32_t]&, vector[PlacedTensor]&, uint64_t*)
+    void write_layout(Writer&, const vector[uint32_t]&, const vector[PlacedTensor]&)
+
+
+cdef extern from "wire.h" namespace "moonpool::wire":
+    ctypedef struct Block:
+        uint64_t region, offset, size
+    const uint64_t kNoCore, kMaxPacketBytes
+    const uint64_t kExecute "static_cast<uint64_t>(moonpool::wire::Kind::EXECUTE)"
+    const uint64_t kAnswer "static_cast<uint64_t>(moonpool::wire::Kind::ANSWER)"
+    const uint8_t* kItemBytes "moonpool::wire::kItemBytes.data()"
+
+
+cdef extern from "channel.h" namespace "moonpool":
+    uint64_t current_core()
+
+
+cdef extern from "answer.h" namespace "moonpool":
+    ctypedef struct OutputLayout:
+        uint32_t index, datatype, dims
+        uint64_t block, offset, size, elements
+    cdef cppclass AnswerLayout:
+        AnswerLayout(const vector[string]&)
+        size_t responses()
+        size_t first(size_t)
+        const vector[OutputLayout]& outputs()
+        const int64_t* shape(const OutputLayout&)
+    flag is_strings(const char*, uint64_t, uint64_t)
+
+
+cdef extern from "port.h" namespace "moonpool":
+    uint64_t block_bytes(uint64_t)
+    cdef cppclass PlainAnswer:
+        flag read(string_view packet, uint64_t batch, size_t requests, AnswerLayout& layout)
+        uint64_t core
+        vector[Block] blocks
+    flag read_apart(Writer& room, const Block& block, string_view packed, AnswerLayout& layout)

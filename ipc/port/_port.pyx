@@ -1,0 +1,802 @@
+# distutils: language = c++
+# cython: language_level=3, binding=False, boundscheck=True, wraparound=True, nonecheck=True, overflowcheck=True, annotation_typing=False
+"""The compiled form of `__init__.py`, which says what everything here is for. Both give the same.
+
+No signal handler runs inside a method, except where it calls Python's code: at hooks that a comment names, and where a garbage collection ends
+an object. So objects are made first, and what others see is changed after that.
+
+While the interpreter's lock is given up, no frame has anything to clean up: an interpreter that ends takes such a thread away.
+"""
+
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_Size
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
+from libc.errno cimport EAGAIN, EINTR, errno
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+from libcpp.string cimport string
+from libcpp.vector cimport vector
+
+import struct
+
+import numpy as np
+
+from moonpool.ipc.arena import Block as _Block
+from moonpool.ipc.codec import pack
+from moonpool.ipc.errors import BadTensor, RemoteProtocolError
+from moonpool.ipc.memory import Lease, is_lendable
+from moonpool.ipc.messages import Kind
+from moonpool.ipc.tensors import BYTES, DTYPES, decode_bytes
+
+cdef extern from *:
+    """
+    #include <sys/socket.h>
+    #include <time.h>
+    #include "unwinding.h"
+    static inline int64_t monotonic_ns() {
+      timespec now;
+      clock_gettime(CLOCK_MONOTONIC, &now);
+      return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+    }
+    // True if `recv` would not block. It takes nothing.
+    static inline bool has_packet(int fd) {
+      return recv(fd, nullptr, 0, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EINTR);
+    }
+    static const char kSources[] = MOONPOOL_SOURCES;
+    """
+    int64_t monotonic_ns() noexcept nogil
+    bint has_packet(int) noexcept nogil
+    ssize_t c_send "send"(int, const void*, size_t, int) noexcept nogil
+    ssize_t c_recv "recv"(int, void*, size_t, int) noexcept nogil
+    const int MSG_DONTWAIT, MSG_NOSIGNAL
+    const char* kSources
+
+SOURCES = kSources.decode()
+
+_example = np.ones((2, 3), np.float32)
+load(_example, _example.__array_interface__["data"][0], 2, 3)
+
+cdef object _ndarray = np.ndarray
+cdef object _u1 = np.dtype(np.uint8)
+cdef object _object = np.dtype(np.object_)
+cdef object _nowhere = {}
+# By datatype; None for those that are looked up at their first use, and for strings.
+cdef list _descrs = [DTYPES[code] if code in DTYPES else None for code in range(15)]
+cdef int _BYTES = BYTES
+cdef object _EXECUTE = int(Kind.EXECUTE)
+cdef object _ANSWER = int(Kind.ANSWER)
+# As in `Channel`: a longer packet is recognized by one byte more.
+cdef enum:
+    ROOM = 32769
+    # A copy from this size on takes so long that others should have the interpreter meanwhile.
+    LONG_COPY_BYTES = 262144
+    # After a look that did not find the answer, so many requests go without one: looking costs processor time, and tells only by
+    # trying if it would help now.
+    RESTS = 63
+    # What fits into a packet beside all else.
+    MOST_RELEASED = 1024
+
+
+# More than any machine has.
+cdef int64_t MOST_BYTES = 1 << 46
+
+
+# Made by whoever has the classes, once: this module lies below them.
+cdef object _response_type, _wire_tensor_type, _tensor_type
+
+
+def use(response_type, wire_tensor_type, tensor_type):
+    global _response_type, _wire_tensor_type, _tensor_type
+    _response_type, _wire_tensor_type, _tensor_type = response_type, wire_tensor_type, tensor_type
+
+
+# How often each method did its work, for tests: one that always declines would pass all others.
+cdef struct Counts:
+    uint64_t request, prepared, put, wait, take, apart
+
+cdef Counts _counts
+
+
+def counts():
+    return dict(_counts)
+
+
+cdef struct Row:
+    uint64_t number, datatype, size
+    size_t first_dim
+    uint32_t dims
+
+
+cdef class Shapes:
+    cdef vector[Row] _rows
+    cdef vector[int64_t] _dims
+    cdef public object batch_size, signature, is_shared
+    cdef list _tensors
+
+    def __init__(self, list tensors, batch_size, signature, *, is_shared):
+        self.batch_size, self.signature, self.is_shared = batch_size, signature, is_shared
+        self._tensors = tensors
+        for number, datatype, shape, size in tensors:
+            for dim in shape:
+                self._dims.push_back(dim)
+            self._add(number, datatype, len(shape), size)
+
+    cdef int _add(self, uint64_t number, uint64_t datatype, uint32_t dims, uint64_t size) except -1:
+        """Add a tensor whose dimensions are the last ones that were added."""
+        cdef Row row
+        row.number, row.datatype, row.size = number, datatype, size
+        row.first_dim, row.dims = self._dims.size() - dims, dims
+        self._rows.push_back(row)
+        return 0
+
+    @property
+    def tensors(self):
+        if self._tensors is None:
+            tensors = []
+            for i in range(<Py_ssize_t>self._rows.size()):
+                row = self._rows[i]
+                shape = [self._dims[row.first_dim + k] for k in range(row.dims)]
+                tensors.append(_tensor_type(row.number, row.datatype, shape, row.size))
+            self._tensors = tensors
+        return self._tensors
+
+
+cdef class RequestBase:
+    cdef public object allocator, arrays, attempts, batch_size, details, durations_ns, fills_place, has_views
+    cdef public object is_cancelled, left, priority, queued_ns, responded_ns, response, responses, shapes
+    cdef public object signature, states, takes_devices, targets, timeout_us, trace, userp, waiter, wants_wire
+
+    def __cinit__(self):
+        self.priority = self.timeout_us = self.queued_ns = self.attempts = self.responses = self.responded_ns = 0
+        self.wants_wire = self.takes_devices = self.left = self.is_cancelled = self.fills_place = False
+        self.targets = _nowhere
+
+    def __init__(self, arrays, shapes, details=None, *, has_views=True):
+        self.arrays, self.shapes, self.has_views = arrays, shapes, has_views
+        self.batch_size, self.signature = shapes.batch_size, shapes.signature
+        self.details = details
+        if details is not None:
+            self.priority, self.timeout_us = details.priority, details.timeout_us
+
+
+cdef struct Wanted:
+    size_t first_dim
+    uint32_t dims
+    int datatype
+    bint is_ragged
+
+
+cdef class Spec:
+    cdef object _kind
+    cdef list _names, _dtypes
+    cdef vector[Wanted] _inputs
+    cdef vector[int64_t] _dims
+    cdef int64_t _max_batch_size
+    cdef bint _is_usual
+    # Used again from request to request. Nothing runs between its uses in one call.
+    cdef vector[int64_t] _key
+
+    def __init__(self, kind, list inputs, max_batch_size):
+        self._kind, self._max_batch_size = kind, max_batch_size
+        self._names, self._dtypes = [], []
+        self._is_usual = True
+        cdef Wanted wanted
+        for name, datatype, dims, is_ragged, is_reshaped in inputs:
+            dtype = _descrs[datatype]
+            # Strings are encoded first, and the dtype of BF16 is perhaps not there yet.
+            if dtype is None or is_reshaped:
+                self._is_usual = False
+            self._names.append(name)
+            self._dtypes.append(dtype)
+            wanted.first_dim, wanted.dims, wanted.datatype, wanted.is_ragged = self._dims.size(), len(dims), datatype, is_ragged
+            for dim in dims:
+                self._dims.push_back(dim)
+            self._inputs.push_back(wanted)
+
+    cpdef request(self, inputs):
+        if not self._is_usual or type(inputs) is not dict or len(<dict>inputs) != len(self._names):
+            return None
+        cdef list arrays = []
+        cdef Shapes shapes = Shapes.__new__(Shapes)
+        cdef bint has_views = False
+        cdef int64_t rows = -1, size, dim
+        cdef Array* seen
+        cdef Wanted wanted
+        cdef Py_ssize_t i
+        cdef int lead = 1 if self._max_batch_size > 0 else 0, k
+        self._key.clear()
+        for i in range(len(self._names)):
+            found = (<dict>inputs).get(self._names[i])
+            if found is None or not is_array(found):
+                return None
+            seen = fields(found)
+            if <PyObject*>seen.descr is not <PyObject*>self._dtypes[i]:
+                return None
+            wanted = self._inputs[i]
+            if seen.nd != <int>wanted.dims + lead:
+                return None
+            size = kItemBytes[wanted.datatype]
+            if lead:
+                if rows >= 0 and seen.dims[0] != rows:
+                    return None
+                rows = seen.dims[0]
+                if rows <= 0 or rows > self._max_batch_size:
+                    return None
+                self._key.push_back(i)
+                self._key.push_back(-1 if wanted.is_ragged else <int64_t>wanted.dims)
+            for k in range(seen.nd):
+                dim = seen.dims[k]
+                if k >= lead:
+                    if self._dims[wanted.first_dim + k - lead] not in (-1, dim):
+                        return None
+                    if lead and not wanted.is_ragged:
+                        self._key.push_back(dim)
+                if dim > 0 and size > MOST_BYTES // dim:
+                    return None  # it lies in less memory than it seems to, and Python says what is wrong
+                size *= dim
+                shapes._dims.push_back(dim)
+            shapes._add(i, wanted.datatype, seen.nd, size)
+            has_views = has_views or seen.base != NULL
+            arrays.append(found)
+        shapes.is_shared = True
+        shapes.batch_size = rows if lead else 1
+        if lead:
+            shapes.signature = PyBytes_FromStringAndSize(<const char*>self._key.data(), self._key.size() * sizeof(int64_t))
+        if has_views:
+            # Python's code may run from here on, and other threads.
+            has_views = any([is_view(found) for found in arrays])
+        _counts.request += 1
+        return made(self._kind, arrays, shapes, has_views)
+
+
+cdef made(kind, list arrays, Shapes shapes, bint has_views):
+    cdef RequestBase request = kind.__new__(kind)
+    request.arrays, request.shapes, request.has_views = arrays, shapes, has_views
+    request.batch_size, request.signature = shapes.batch_size, shapes.signature
+    return request
+
+
+cdef bint is_view(array) except -1:
+    """Returns True if stubs may see the memory of an array where it lies. Python's code runs for the output of a model alone."""
+    if fields(array).base == NULL:
+        return False
+    base = <object>fields(array).base
+    while isinstance(base, _ndarray):
+        if type(base) is Lease:
+            return is_lendable(array)
+        if fields(base).base == NULL:
+            return False
+        base = <object>fields(base).base
+    return False
+
+
+def prepared(kind, list tensors, Shapes shapes, data, int64_t offset, list sent, has_views):
+    cdef list arrays = []
+    for shape, dtype, number, place in tensors:
+        # numpy checks that the tensor lies within the message.
+        arrays.append(_ndarray(shape, dtype, data, offset + sent[number][0]))
+    cdef RequestBase request = made(kind, arrays, shapes, has_views)
+    request.wants_wire = True
+    _counts.prepared += 1
+    return request
+
+
+cdef strings(raw, tuple shape, uint64_t count):
+    """Return the strings in an array of bytes, or None if it does not hold exactly so many."""
+    # A copy, which the stub cannot change.
+    cdef bytes data = bytes(raw)
+    cdef const char* at = PyBytes_AsString(data)
+    cdef uint32_t length
+    cdef list elements = []
+    if not is_strings(at, PyBytes_Size(data), count):
+        return None
+    for _ in range(count):
+        memcpy(&length, at, 4)
+        elements.append(PyBytes_FromStringAndSize(at + 4, length))
+        at += 4 + length
+    array = np.empty(count, _object)
+    array[:] = elements
+    return array.reshape(shape)
+
+
+cdef class RuntimePort:
+    """The runtime's end of a work channel."""
+
+    cdef object _conversation, _inbox, _fileno, _blocks, _replies, _released, _regions, _release
+    cdef public object batch, begun, core, is_plain
+    cdef public int64_t look_ns, rests
+    cdef list _names
+    cdef vector[string] _native_names
+    cdef AnswerLayout* _layout
+    cdef AnswerLayout* _apart
+    cdef PlainAnswer _answer
+    cdef vector[uint32_t] _counts
+    cdef vector[PlacedTensor] _tensors
+    cdef Writer _message, _packed, _room
+    cdef object _apart_lease
+
+    def __cinit__(self):
+        self._layout = self._apart = NULL
+
+    def __init__(self, conversation, blocks, replies, released, regions):
+        self._conversation = conversation
+        self._inbox, self._fileno = conversation.channel.inbox, conversation.channel.descriptor
+        self._blocks, self._replies, self._released, self._regions = blocks, replies, released, regions
+        self._release = released.append
+        self.batch, self.begun, self.core, self.is_plain = 0, (0, None), kNoCore, False
+        self.look_ns = self.rests = 0
+
+    def __dealloc__(self):
+        del self._layout
+        del self._apart
+
+    def serve(self, names, look_ns):
+        self._names, self.look_ns = list(names), look_ns
+        self._native_names.clear()
+        for name in names:
+            self._native_names.push_back(name.encode())
+        del self._layout
+        del self._apart
+        self._layout = self._apart = NULL
+        self._layout = new AnswerLayout(self._native_names)
+        self._apart = new AnswerLayout(self._native_names)
+        self.is_plain = True
+
+    # Down
+
+    def put(self, requests):
+        """Place the inputs of a batch and send it. Returns False, having done nothing, if Python has to do it."""
+        if not self.is_plain or self._layout == NULL or type(requests) is not list:
+            return False
+        if _EXECUTE not in self._conversation.turn[0]:
+            return False
+        cdef uint64_t size
+        cdef list taken = []
+        try:
+            if not self._place(requests, &size):
+                return False
+            block = self._take_block(size)
+            if not self._copy(requests, block) or not self._take_released(taken):
+                self._undo(taken)
+                return False
+            batch = self.batch + 1
+            self._write(batch, requests, taken, block, size)
+            if self._message.bytes().size() > kMaxPacketBytes:
+                self._undo(taken)
+                return False
+            self.batch, self.begun = batch, (batch, None)
+            # Its responses may come on another channel at once.
+            self._replies.executing = (batch, requests)
+            if c_send(self._fileno(), self._message.bytes().data(), self._message.bytes().size(),
+                      MSG_DONTWAIT | MSG_NOSIGNAL) != <ssize_t>self._message.bytes().size():
+                self._undo(taken)
+                return False
+        except Exception:
+            # Python's form meets the same.
+            self._undo(taken)
+            return False
+        except BaseException:
+            self._undo(taken)
+            raise
+        self._conversation.turn = self._conversation.after[_EXECUTE]
+        _counts.put += 1
+        return True
+
+    cdef bint _place(self, list requests, uint64_t* size) except -1:
+        cdef RequestBase request
+        cdef Shapes shapes
+        cdef PlacedTensor tensor
+        cdef Row row
+        cdef size_t i
+        self._counts.clear()
+        self._tensors.clear()
+        tensor.block = tensor.offset = 0
+        for each in requests:
+            request = <RequestBase?>each
+            if request.has_views:
+                return False
+            shapes = <Shapes?>request.shapes
+            if <size_t>len(<list?>request.arrays) != shapes._rows.size():
+                return False
+            self._counts.push_back(<uint32_t>shapes._rows.size())
+            for i in range(shapes._rows.size()):
+                row = shapes._rows[i]
+                tensor.index, tensor.datatype, tensor.size = row.number, row.datatype, row.size
+                tensor.shape, tensor.dims = shapes._dims.data() + row.first_dim, row.dims
+                self._tensors.push_back(tensor)
+        return place(self._counts, self._tensors, size) and size[0] > 0
+
+    cdef _take_block(self, uint64_t size):
+        """Borrow the block that a batch of this size had before, or have Python allocate one."""
+        # In one step: other threads take blocks for what the stub keeps.
+        block = self._blocks.spares.pop(block_bytes(size), None)
+        if block is None:
+            return self._blocks.allocate(size)
+        self._blocks.lent.append(((block.region.id, block.offset), block))
+        return block
+
+    cdef bint _copy(self, list requests, block) except -1:
+        """Copy the inputs into the block. Returns False for arrays that are not as they were checked."""
+        cdef Py_buffer memory
+        buffer = block.region.buffer
+        if buffer is None:
+            return False
+        cdef int64_t offset = block.offset, room = block.size_bytes
+        PyObject_GetBuffer(buffer, &memory, PyBUF_WRITABLE)
+        try:
+            if offset < 0 or room < 0 or offset > memory.len - room:
+                return False
+            return self._copy_to(requests, <char*>memory.buf + offset, room)
+        finally:
+            PyBuffer_Release(&memory)
+
+    cdef bint _copy_to(self, list requests, char* to, int64_t room) except -1:
+        cdef size_t at = 0
+        cdef PlacedTensor tensor
+        cdef Py_buffer source
+        cdef RequestBase request
+        for each in requests:
+            request = <RequestBase>each
+            for array in <list?>request.arrays:
+                tensor = self._tensors[at]
+                at += 1
+                if tensor.offset > <uint64_t>room or tensor.size > <uint64_t>room - tensor.offset:
+                    return False
+                if _is_as_checked(array, &tensor) and tensor.size < LONG_COPY_BYTES:
+                    memcpy(to + tensor.offset, fields(array).data, tensor.size)
+                    continue
+                if not is_array(array) or not (fields(array).flags & kContiguous):
+                    return False
+                PyObject_GetBuffer(array, &source, PyBUF_SIMPLE)
+                if <uint64_t>source.len != tensor.size:
+                    PyBuffer_Release(&source)
+                    return False
+                if tensor.size < LONG_COPY_BYTES:
+                    memcpy(to + tensor.offset, source.buf, tensor.size)
+                else:
+                    with nogil:
+                        memcpy(to + tensor.offset, source.buf, tensor.size)
+                PyBuffer_Release(&source)
+        return True
+
+    cdef bint _take_released(self, list taken) except -1:
+        """Take the places that callers have dropped. They must not be lost."""
+        cdef Py_ssize_t left = len(self._released)
+        if left > MOST_RELEASED:
+            return False
+        popleft = self._released.popleft
+        while left > 0:
+            left -= 1
+            try:
+                taken.append(popleft())
+            except IndexError:  # another thread took the last one
+                return True
+        return True
+
+    cdef int _write(self, batch, list requests, list taken, block, uint64_t size) except -1:
+        cdef RequestBase request
+        cdef bytes row
+        cdef bint has_details = False
+        self._packed.clear()
+        write_layout(self._packed, self._counts, self._tensors)
+        cdef Writer* message = &self._message
+        message.clear()
+        message.array(8)
+        message.uint(kExecute)
+        message.uint(batch)
+        message.uint(current_core())
+        message.array(len(taken))
+        for region, offset in taken:
+            message.array(2)
+            message.uint(region)
+            message.uint(offset)
+        message.array(1)
+        message.array(3)
+        message.uint(block.region.id)
+        message.uint(block.offset)
+        message.uint(size)
+        message.raw(self._packed.bytes())
+        for each in requests:
+            if (<RequestBase>each).details is not None:
+                has_details = True
+        if not has_details:
+            message.nil()
+        else:
+            message.array(len(requests))
+            for each in requests:
+                request = <RequestBase>each
+                if request.details is None:
+                    message.nil()
+                else:
+                    row = pack(request.details)
+                    message.values(string_view(PyBytes_AsString(row), PyBytes_Size(row)))
+        message.nil()
+        return 0
+
+    cdef int _undo(self, list taken) except -1:
+        """Make it as if nothing had happened. Keeps the error that is being handled."""
+        self._released.extend(taken)
+        self._blocks.end_batch(())
+        return 0
+
+    # Waiting
+
+    def wait(self):
+        """Wait for a packet and put it into the channel's inbox. Returns False, having done nothing, if Python has to do it."""
+        return self._wait(0, NULL, True)
+
+    def wait_alone(self):
+        """Do what `wait` does for a caller who alone waits. Looks for the answer for a moment first, where that has helped lately."""
+        return self._wait_or_look(True)
+
+    def look(self):
+        """Look for the answer for a moment, where that has helped lately. Returns True if it is there."""
+        return self._wait_or_look(False)
+
+    cdef bint _wait_or_look(self, bint sleeps) except -1:
+        cdef uint64_t here = current_core(), its = self.core
+        cdef bint is_there = False, done = True
+        if self.look_ns <= 0 or its == kNoCore or here == kNoCore or its == here:
+            return sleeps and self._wait(0, &is_there, True)
+        if sleeps or self.rests == 0:
+            done = self._wait(0 if self.rests > 0 else self.look_ns, &is_there, sleeps)
+        if done:
+            self.rests = self.rests - 1 if self.rests > 0 else 0 if is_there else RESTS
+        return done if sleeps else is_there
+
+    cdef bint _wait(self, int64_t look_ns, bint* is_there, bint sleeps) except -1:
+        inbox = self._inbox
+        if len(inbox):
+            if is_there != NULL:
+                is_there[0] = True
+            return True
+        cdef char* room = <char*>malloc(ROOM)
+        if room == NULL:
+            return False
+        cdef ssize_t size
+        cdef int fd, error
+        cdef int64_t end_ns
+        try:
+            while True:
+                if look_ns == 0:
+                    # A signal that has come already would not interrupt the call below.
+                    _check_signals()
+                # Each time: another thread may have closed the channel meanwhile, and its number may be another stub's.
+                fd = self._fileno()
+                if fd < 0:
+                    return False
+                if look_ns == 0:
+                    with nogil:
+                        size = c_recv(fd, room, ROOM, 0)
+                        error = errno
+                else:
+                    end_ns = monotonic_ns() + look_ns
+                    with nogil:
+                        while not has_packet(fd) and monotonic_ns() < end_ns:
+                            pass
+                    size = c_recv(self._fileno(), room, ROOM, MSG_DONTWAIT)
+                    error = errno
+                    if size < 0 and error == EAGAIN:
+                        error = EINTR
+                if size >= 0:
+                    # No signal handler runs before the packet is in the inbox.
+                    inbox.append(PyBytes_FromStringAndSize(room, size))
+                    _counts.wait += 1
+                    if is_there != NULL:
+                        is_there[0] = look_ns != 0
+                    return True
+                if error != EINTR:
+                    return False  # Python's form meets the same, or what comes after it
+                if not sleeps:
+                    return True
+                look_ns = 0
+        finally:
+            free(room)
+
+    # Up
+
+    def take(self, requests):
+        """Read the answer, and return the responses. Returns None, and leaves the packet in the inbox, if Python has to do it."""
+        if not self.is_plain or self._layout == NULL or type(requests) is not list:
+            return None
+        if _ANSWER not in self._conversation.turn[1]:
+            return None
+        for each in requests:
+            if (<RequestBase?>each).allocator is not None:
+                return None
+        inbox = self._inbox
+        if not len(inbox) and not self._receive(inbox):
+            return None
+        cdef bytes packet = inbox[0]
+        cdef size_t size = PyBytes_Size(packet)
+        if size == 0 or size > kMaxPacketBytes:
+            return None
+        if not self._answer.read(string_view(PyBytes_AsString(packet), size), self.batch, len(requests), self._layout[0]):
+            return None
+        if not self._has_descrs(self._layout):
+            return None
+        cdef list regions = self._open()
+        if regions is None:
+            return None
+        # From here on nothing is left to Python: leases give back what they are on when they end.
+        inbox.popleft()
+        cdef list leases = [self._lease(regions[i], self._answer.blocks[i]) for i in range(len(regions))]
+        cdef list answers = [self._response(self._layout, i, requests[i], leases) for i in range(len(requests))]
+        self._conversation.turn = self._conversation.after[_ANSWER]
+        self.core = self._answer.core
+        replies = self._replies
+        # A thread that holds the lock may be about to note that a request ended.
+        if replies.ended or replies.lock.locked():
+            replies.answered(None)
+        else:
+            replies.executing = (0, ())
+        self._end()
+        _counts.take += 1
+        return answers
+
+    cdef bint _receive(self, inbox) except -1:
+        """Take a packet from the socket, where it is already."""
+        cdef char* room = <char*>malloc(ROOM)
+        if room == NULL:
+            return False
+        cdef ssize_t size = -1
+        cdef int fd = self._fileno()
+        try:
+            if fd >= 0:
+                size = c_recv(fd, room, ROOM, MSG_DONTWAIT)
+            if size < 0:
+                return False  # Python's form meets the same
+            # An empty one is the end of the peer, or an empty packet, which would not come a second time.
+            inbox.append(PyBytes_FromStringAndSize(room, size))
+            return True
+        finally:
+            free(room)
+
+    cdef list _open(self):
+        """Return the regions of the answer's blocks, or None if one lies elsewhere."""
+        cdef list regions = []
+        cdef Block block
+        for i in range(<Py_ssize_t>self._answer.blocks.size()):
+            block = self._answer.blocks[i]
+            region = (<dict?>self._regions).get(block.region)
+            # Neither number has more than 63 bits.
+            if region is None or block.offset + block.size > <uint64_t>region.size_bytes or region.buffer is None:
+                return None
+            regions.append(region)
+        return regions
+
+    cdef _lease(self, region, Block block):
+        cdef Py_buffer memory
+        cdef int64_t size = block.size
+        buffer = region.buffer
+        PyObject_GetBuffer(buffer, &memory, PyBUF_WRITABLE)
+        cdef char* at = <char*>memory.buf + block.offset
+        PyBuffer_Release(&memory)
+        lease = view(Lease, _u1, 1, &size, at, 1, buffer)
+        lease.token = (block.region, block.offset)
+        lease.region, lease.offset = region, block.offset
+        # The last one: with it the lease holds the block.
+        lease.give_back = self._release
+        return lease
+
+    cdef bint _has_descrs(self, AnswerLayout* layout) except -1:
+        """Return True if all datatypes have a dtype here. That of BF16 is looked up when Python needs it first."""
+        cdef size_t i
+        for i in range(layout.outputs().size()):
+            datatype = layout.outputs()[i].datatype
+            if _descrs[datatype] is None and datatype != _BYTES:
+                if datatype not in DTYPES:
+                    return False
+                _descrs[datatype] = DTYPES[datatype]
+        return True
+
+    cdef _response(self, AnswerLayout* layout, size_t index, RequestBase request, list leases):
+        cdef dict outputs = {}
+        cdef OutputLayout output
+        cdef size_t i
+        cdef int64_t size
+        cdef char* at
+        cdef bint wants_wire = request.wants_wire is True
+        for i in range(layout.first(index), layout.first(index + 1)):
+            output = layout.outputs()[i]
+            lease = leases[output.block]
+            at = fields(lease).data + output.offset
+            if wants_wire or <int>output.datatype == _BYTES:
+                size = output.size
+                raw = view(_ndarray, _u1, 1, &size, at, 1, lease)
+                if wants_wire:
+                    made_output = tuple.__new__(_wire_tensor_type, (output.datatype, _shape_of(layout, &output), raw))
+                else:
+                    made_output = None
+                    # Python lets other threads run meanwhile.
+                    if output.size < LONG_COPY_BYTES:
+                        made_output = strings(raw, _shape_of(layout, &output), output.elements)
+                    if made_output is None:
+                        made_output = _decoded(self._names[output.index], raw, _shape_of(layout, &output))
+            else:
+                made_output = view(_ndarray, _descrs[output.datatype], output.dims, layout.shape(output), at,
+                                   kItemBytes[output.datatype], lease)
+            outputs[self._names[output.index]] = made_output
+        response = _response_type.__new__(_response_type)
+        response.outputs, response.parameters = outputs, {}
+        response.request_id = "" if request.details is None else request.details.request_id
+        return response
+
+    cdef int _end(self) except -1:
+        """Put the block of the batch aside, or have Python end it."""
+        blocks = self._blocks
+        cdef list lent = blocks.lent
+        if len(lent) == 1 and not blocks.targets:
+            block = lent[0][1]
+            if type(block) is _Block and block.holds == 1 and block.region is blocks.first:
+                if (<dict>blocks.spares).setdefault(block.size_bytes, block) is block:
+                    lent.clear()
+                    return 0
+        blocks.end_batch(())
+        return 0
+
+    # A response that comes apart from the answer
+
+    def open_apart(self, list blocks, packed):
+        """Read a response that has nothing but outputs in one block. Returns False, having done nothing, if Python has to do it."""
+        cdef Block block
+        if not self.is_plain or self._apart == NULL or len(blocks) != 1 or type(packed) is not bytes:
+            return False
+        block.region, block.offset, block.size = blocks[0]
+        if not read_apart(self._room, block, string_view(PyBytes_AsString(packed), PyBytes_Size(packed)), self._apart[0]):
+            return False
+        region = (<dict?>self._regions).get(block.region)
+        if region is None or block.offset + block.size > <uint64_t>region.size_bytes or region.buffer is None:
+            return False
+        if not self._has_descrs(self._apart):
+            return False
+        self._apart_lease = self._lease(region, block)
+        return True
+
+    def apart(self, request):
+        """Return the response that was opened, to this request."""
+        cdef list leases = [self._apart_lease]
+        self._apart_lease = None
+        _counts.apart += 1
+        return self._response(self._apart, 0, request, leases)
+
+
+cdef _decoded(name, raw, tuple shape):
+    """Return the strings of an output as Python reads them, or say as it does what is wrong."""
+    try:
+        return decode_bytes(raw, shape)
+    except BadTensor as bad:
+        raise RemoteProtocolError(f"output {name!r}: {bad}") from bad
+
+
+cdef bint _is_as_checked(array, PlacedTensor* tensor) except -1:
+    """Return True if an array has the bytes that it had when it was checked, in one piece."""
+    if not is_array(array):
+        return False
+    cdef Array* seen = fields(array)
+    descr = _descrs[tensor.datatype]
+    if descr is None:
+        descr = _u1  # strings, encoded
+    if not (seen.flags & kContiguous) or <PyObject*>seen.descr is not <PyObject*>descr:
+        return False
+    cdef uint64_t size = 1 if <int>tensor.datatype == _BYTES else kItemBytes[tensor.datatype]
+    cdef int k
+    for k in range(seen.nd):
+        size *= <uint64_t>seen.dims[k]
+    return size == tensor.size
+
+
+cdef tuple _shape_of(AnswerLayout* layout, const OutputLayout* output):
+    cdef const int64_t* dims = layout.shape(output[0])
+    return tuple([dims[k] for k in range(output.dims)])
+
+
+cdef extern from "Python.h":
+    int PyErr_CheckSignals() except -1
+
+
+cdef int _check_signals() except -1:
+    return PyErr_CheckSignals()
