@@ -7,7 +7,7 @@ on those bytes. Outputs are `WireTensor` for every datatype.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -45,19 +45,22 @@ class LongArray:
     stands for any number of them.
     """
 
-    __slots__ = ("parts", "types")
+    __slots__ = ("levels", "parts", "types")
 
     def __init__(self) -> None:
         self.parts: list[list[Any]] = []
         self.types: set[type] = set()
+        # The levels of arrays in the array; 0 if it is flat.
+        self.levels = 0
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
 
     def add(self, values: list[Any] | LongArray) -> None:
         """Add the values of an array, which may be changed."""
-        for part, types in _flat_parts(values, MAX_DIMS):
+        for part, types, levels in _flat_parts(values, 0):
             self.types |= types
+            self.levels = max(self.levels, levels)
             if dict in types:
                 part = [{}]
             if self.parts and len(self.parts[-1]) + len(part) <= _SLICE:
@@ -210,28 +213,37 @@ def _flattened(values: list[Any]) -> LongArray:
 
 
 def _flat_parts(
-    values: list[Any] | LongArray, levels: int
-) -> Iterator[tuple[list[Any], set[type]]]:
-    """Yield the innermost values in order, in parts, each with its types. Arrays in more levels stay as they are."""
+    values: list[Any] | LongArray, level: int
+) -> Iterator[tuple[list[Any], set[type], int]]:
+    """Yield the innermost values in order, in parts, each with its types and level. Arrays in more levels than a tensor
+    has dimensions stay as they are.
+    """
     if isinstance(values, LongArray):
+        level += values.levels
+        # They have been looked at, and an array may be in many others.
+        types = values.types if level <= MAX_DIMS else values.types | {list}
         for part in values.parts:
-            yield part, _types_in(part)
+            yield part, types, level
         return
     types = _types_in(values)
     arrays = types & ARRAYS
-    if not arrays or (types == arrays and not levels):
-        yield values, types
+    if not arrays or (types == arrays and level >= MAX_DIMS):
+        yield values, types, level
     elif types == {list}:
         for joined in _joined(values):
-            yield from _flat_parts(joined, levels - 1)
+            yield from _flat_parts(joined, level + 1)
     elif types == arrays:
         for each in values:
-            yield from _flat_parts(each, levels - 1)
+            yield from _flat_parts(each, level + 1)
     else:
         # Like Triton, which takes numbers beside arrays of numbers.
-        leaves = _leaves(values)
-        while leaf_part := list(islice(leaves, _SLICE)):
-            yield leaf_part, _types_in(leaf_part)
+        for is_long, some in groupby(_leaves(values), lambda each: type(each) is LongArray):
+            if is_long:
+                for each in some:
+                    yield from _flat_parts(each, level + 1)
+                continue
+            while leaf_part := list(islice(some, _SLICE)):
+                yield leaf_part, _types_in(leaf_part), level + 1
 
 
 def _joined(rows: list[list[Any]]) -> Iterator[list[Any]]:
@@ -258,12 +270,12 @@ def _types_in(values: list[Any]) -> set[type]:
 
 
 def _leaves(values: list[Any]) -> Iterator[Any]:
+    """Yield the innermost values, and long arrays as they are."""
     levels: list[Iterator[Any]] = [iter(values)]
     while levels:
         for each in levels[-1]:
-            if type(each) in ARRAYS:
-                inner = each.parts if isinstance(each, LongArray) else each
-                levels.append(iter(inner))
+            if type(each) is list:
+                levels.append(iter(each))
                 break
             yield each
         else:

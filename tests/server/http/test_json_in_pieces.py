@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ from tests.server.http.serving import TIMEOUT_S, Serving
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.memory import lease_of
-from moonpool.ipc.tensors import CODES
+from moonpool.ipc.tensors import CODES, MAX_DIMS
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.server.http import generate, json_text, routes
@@ -31,6 +32,7 @@ from moonpool.runtime.server.http.head import Body
 from moonpool.runtime.server.http.inference import HttpInferCall
 from moonpool.runtime.server.http.json_text import NotJson, loads, repeated_key
 from moonpool.runtime.server.http.turns import LONG_BYTES
+from moonpool.runtime.server.inference import tensors
 from moonpool.runtime.server.inference.tensors import LongArray, of_values
 
 PROMISE = pytest.mark.promise(
@@ -319,6 +321,77 @@ def test_odd_texts_are_refused(text: bytes) -> None:
         in_pieces(loads, text)
 
 
+class Counted:
+    """A pattern that adds up the bytes that it looks at."""
+
+    def __init__(self, pattern: re.Pattern[bytes], seen: list[int]) -> None:
+        self._pattern = pattern
+        self._seen = seen
+
+    def match(self, part: bytes) -> re.Match[bytes] | None:
+        found = self._pattern.match(part)
+        self._seen.append(found.end() if found else len(part))
+        return found
+
+    def finditer(self, text: bytes, begin: int, end: int) -> Iterator[re.Match[bytes]]:
+        at = begin
+        try:
+            for found in self._pattern.finditer(text, begin, end):
+                at = found.end()
+                yield found
+        finally:
+            self._seen.append(at - begin)
+
+
+def work_for(monkeypatch: pytest.MonkeyPatch, text: bytes) -> int:
+    """Return how many bytes and values are looked at while a text is read in pieces."""
+    seen: list[int] = []
+
+    def types_in(values: list[Any]) -> set[type]:
+        seen.append(len(values))
+        return set(map(type, values))
+
+    with monkeypatch.context() as patch:
+        for name in ("_ITEMS", "_LAST_ITEM", "_BRACKET_OR_STRING"):
+            patch.setattr(json_text, name, Counted(getattr(json_text, name), seen))
+        patch.setattr(tensors, "_types_in", types_in)
+        patch.setattr(json_text, "_PIECE_BYTES", 1024)
+        patch.setattr(json_text, "_LIST_VALUES", 100)
+        loads(text)
+    return sum(seen)
+
+
+@PROMISE
+@pytest.mark.parametrize(
+    "nested",
+    [
+        b"[" * 60 + b"%b" + b"]" * 60,
+        b'{"a":' * 60 + b"%b" + b"}" * 60,
+        b'[{"a":' * 30 + b"%b" + b"}]" * 30,
+        b"[1," * 60 + b"%b" + b"]" * 60,
+        b"[1," * 30 + b"%b" + (b"," + b"1," * 200 + b"1]") * 30,
+    ],
+)
+def test_arrays_in_many_others_are_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch, nested: bytes
+) -> None:
+    inner = texts(b"[]", 4000)
+    some = nested.replace(b"%b", inner)
+    text = b"[%b]" % b",".join([some] * 4)
+    flat = b"[%b]" % b",".join([inner + b",1" * ((len(some) - len(inner)) // 2)] * 4)
+
+    assert work_for(monkeypatch, text) < 4 * work_for(monkeypatch, flat)
+
+
+@PROMISE
+def test_items_in_as_many_levels_as_tensors_have_are_read_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few, many = (texts(b"[" * levels + b"]" * levels, 8000) for levels in (4, MAX_DIMS))
+
+    assert work_for(monkeypatch, many) < 2 * work_for(monkeypatch, few)
+
+
 def test_numbers_that_only_triton_has_are_read_in_each_piece() -> None:
     text = texts(b"NaN", 100) + b" "
     found = in_pieces(loads, b"[%b,Infinity,-Infinity,1.5]" % text[1:-2])
@@ -342,6 +415,12 @@ def test_a_key_is_found_to_be_repeated_within_a_piece_and_over_several(
     assert in_pieces(repeated_key, text % (b"1," * 100 + b"1")) == key
 
 
+def nested(value: list[Any], levels: int) -> list[Any]:
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
 TENSORS: list[tuple[str, Any, list[int]]] = [
     ("INT32", list(range(60)), [60]),
     ("INT32", [[1, 2, 3]] * 30, [30, 3]),
@@ -355,6 +434,9 @@ TENSORS: list[tuple[str, Any, list[int]]] = [
     ("INT32", [1] * 60, [61]),
     ("INT8", [1] * 60 + [300], [61]),
     ("INT32", [[[]]] * 40, [0]),
+    ("INT32", nested([1] * 60, MAX_DIMS), [60]),
+    ("INT32", nested([1] * 60, MAX_DIMS + 1), [60]),
+    ("INT32", nested([1], MAX_DIMS + 30), [1]),
 ]
 
 
