@@ -33,11 +33,12 @@ cdef extern from "msgpack.h" namespace "moonpool":
     cdef cppclass Writer:
         void clear()
         string_view bytes()
-        void nil()
-        void uint(uint64_t)
-        void array(size_t)
-        void raw(string_view)
-        void values(string_view)
+        # These grow, and there may be no memory for that.
+        void nil() except +
+        void uint(uint64_t) except +
+        void array(size_t) except +
+        void raw(string_view) except +
+        void values(string_view) except +
 
 
 cdef extern from "place.h" namespace "moonpool":
@@ -46,7 +47,7 @@ cdef extern from "place.h" namespace "moonpool":
         const int64_t* shape
         uint64_t dims, size, block, offset
     flag place(const vector[uint32_t]&, vector[PlacedTensor]&, uint64_t*)
-    void write_layout(Writer&, const vector[uint32_t]&, const vector[PlacedTensor]&)
+    void write_layout(Writer&, const vector[uint32_t]&, const vector[PlacedTensor]&) except +
 
 
 cdef extern from "wire.h" namespace "moonpool::wire":
@@ -67,7 +68,7 @@ cdef extern from "answer.h" namespace "moonpool":
         uint32_t index, datatype, dims
         uint64_t block, offset, size, elements
     cdef cppclass AnswerLayout:
-        AnswerLayout(const vector[string]&)
+        AnswerLayout(const vector[string]&) except +
         size_t responses()
         size_t first(size_t)
         const vector[OutputLayout]& outputs()

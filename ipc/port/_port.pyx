@@ -26,7 +26,7 @@ import numpy as np
 
 from moonpool.ipc.arena import Block as _Block
 from moonpool.ipc.codec import pack
-from moonpool.ipc.errors import BadTensor, RemoteProtocolError
+from moonpool.ipc.errors import BadTensor, MoonpoolError, RemoteProtocolError
 from moonpool.ipc.memory import Lease, is_lendable
 from moonpool.ipc.messages import Kind
 from moonpool.ipc.tensors import BYTES, DTYPES, decode_bytes
@@ -57,7 +57,10 @@ cdef extern from *:
 SOURCES = kSources.decode()
 
 _example = np.ones((2, 3), np.float32)
-load(_example, _example.__array_interface__["data"][0], 2, 3)
+try:
+    load(_example, _example.__array_interface__["data"][0], 2, 3)
+except (AttributeError, ValueError) as error:
+    raise ImportError(f"numpy's table is not where this file looks for it: {error}") from error
 
 cdef object _ndarray = np.ndarray
 cdef object _u1 = np.dtype(np.uint8)
@@ -78,6 +81,8 @@ cdef enum:
     RESTS = 63
     # What fits into a packet beside all else.
     MOST_RELEASED = 1024
+    # As in `Memo`.
+    MOST_SHAPES = 256
 
 
 # More than any machine has.
@@ -95,7 +100,7 @@ def use(response_type, wire_tensor_type, tensor_type):
 
 # How often each method did its work, for tests: one that always declines would pass all others.
 cdef struct Counts:
-    uint64_t request, prepared, put, wait, take, apart
+    uint64_t request, prepared, put, wait, take, apart, copied_bytes
 
 cdef Counts _counts
 
@@ -176,12 +181,12 @@ cdef class Spec:
     cdef vector[int64_t] _dims
     cdef int64_t _max_batch_size
     cdef bint _is_usual
-    # Used again from request to request. Nothing runs between its uses in one call.
-    cdef vector[int64_t] _key
+    # The shapes that came before, by their dimensions. Others remember by these objects what follows from them.
+    cdef dict _known
 
     def __init__(self, kind, list inputs, max_batch_size):
         self._kind, self._max_batch_size = kind, max_batch_size
-        self._names, self._dtypes = [], []
+        self._names, self._dtypes, self._known = [], [], {}
         self._is_usual = True
         cdef Wanted wanted
         for name, datatype, dims, is_ragged, is_reshaped in inputs:
@@ -200,14 +205,13 @@ cdef class Spec:
         if not self._is_usual or type(inputs) is not dict or len(<dict>inputs) != len(self._names):
             return None
         cdef list arrays = []
-        cdef Shapes shapes = Shapes.__new__(Shapes)
         cdef bint has_views = False
-        cdef int64_t rows = -1, size, dim
+        cdef int64_t rows = -1, dim
         cdef Array* seen
         cdef Wanted wanted
         cdef Py_ssize_t i
         cdef int lead = 1 if self._max_batch_size > 0 else 0, k
-        self._key.clear()
+        cdef vector[int64_t] dims
         for i in range(len(self._names)):
             found = (<dict>inputs).get(self._names[i])
             if found is None or not is_array(found):
@@ -218,38 +222,63 @@ cdef class Spec:
             wanted = self._inputs[i]
             if seen.nd != <int>wanted.dims + lead:
                 return None
-            size = kItemBytes[wanted.datatype]
             if lead:
                 if rows >= 0 and seen.dims[0] != rows:
                     return None
                 rows = seen.dims[0]
                 if rows <= 0 or rows > self._max_batch_size:
                     return None
-                self._key.push_back(i)
-                self._key.push_back(-1 if wanted.is_ragged else <int64_t>wanted.dims)
             for k in range(seen.nd):
                 dim = seen.dims[k]
-                if k >= lead:
-                    if self._dims[wanted.first_dim + k - lead] not in (-1, dim):
-                        return None
-                    if lead and not wanted.is_ragged:
-                        self._key.push_back(dim)
-                if dim > 0 and size > MOST_BYTES // dim:
-                    return None  # it lies in less memory than it seems to, and Python says what is wrong
-                size *= dim
-                shapes._dims.push_back(dim)
-            shapes._add(i, wanted.datatype, seen.nd, size)
+                if k >= lead and self._dims[wanted.first_dim + k - lead] not in (-1, dim):
+                    return None
+                dims.push_back(dim)
             has_views = has_views or seen.base != NULL
             arrays.append(found)
-        shapes.is_shared = True
-        shapes.batch_size = rows if lead else 1
-        if lead:
-            shapes.signature = PyBytes_FromStringAndSize(<const char*>self._key.data(), self._key.size() * sizeof(int64_t))
+        known = PyBytes_FromStringAndSize(<const char*>dims.data(), dims.size() * sizeof(int64_t))
+        shapes = self._known.get(known)
+        if shapes is None:
+            shapes = self._shapes_of(dims, lead)
+            if shapes is None:
+                return None
+            if len(self._known) >= MOST_SHAPES:
+                self._known.clear()
+            self._known[known] = shapes
         if has_views:
             # Python's code may run from here on, and other threads.
             has_views = any([is_view(found) for found in arrays])
         _counts.request += 1
         return made(self._kind, arrays, shapes, has_views)
+
+
+    cdef Shapes _shapes_of(self, const vector[int64_t]& dims, int lead):
+        """Return the shapes of all inputs, with these dimensions one behind another; None if no array is that large."""
+        cdef Shapes shapes = Shapes.__new__(Shapes)
+        cdef vector[int64_t] key
+        cdef Wanted wanted
+        cdef int64_t size, dim
+        cdef size_t i, k, at = 0, count
+        for i in range(self._inputs.size()):
+            wanted = self._inputs[i]
+            size = kItemBytes[wanted.datatype]
+            count = wanted.dims + lead
+            key.push_back(i)
+            key.push_back(-1 if wanted.is_ragged else <int64_t>wanted.dims)
+            for k in range(count):
+                dim = dims[at + k]
+                if dim > 0 and size > MOST_BYTES // dim:
+                    return None  # it lies in less memory than it seems to, and Python says what is wrong
+                size *= dim
+                shapes._dims.push_back(dim)
+                if k >= <size_t>lead and not wanted.is_ragged:
+                    key.push_back(dim)
+            at += count
+            shapes._add(i, wanted.datatype, count, size)
+        shapes.is_shared = True
+        shapes.batch_size = dims[0] if lead else 1
+        if lead:
+            shapes.signature = PyBytes_FromStringAndSize(<const char*>key.data(), key.size() * sizeof(int64_t))
+        return shapes
 
 
 cdef made(kind, list arrays, Shapes shapes, bint has_views):
@@ -316,7 +345,8 @@ cdef class RuntimePort:
     cdef vector[uint32_t] _counts
     cdef vector[PlacedTensor] _tensors
     cdef Writer _message, _packed, _room
-    cdef object _apart_lease
+    cdef object _apart_region
+    cdef Block _apart_block
 
     def __cinit__(self):
         self._layout = self._apart = NULL
@@ -358,13 +388,24 @@ cdef class RuntimePort:
         try:
             if not self._place(requests, &size):
                 return False
+        except (MemoryError, OverflowError, TypeError, ValueError):
+            return False
+        try:
             block = self._take_block(size)
+        except MoonpoolError:
+            # Python's form meets the same.
+            self._undo(taken)
+            return False
+        except BaseException:
+            # Also what a signal handler has raised in Python's code.
+            self._undo(taken)
+            raise
+        try:
             if not self._copy(requests, block) or not self._take_released(taken):
                 self._undo(taken)
                 return False
             batch = self.batch + 1
-            self._write(batch, requests, taken, block, size)
-            if self._message.bytes().size() > kMaxPacketBytes:
+            if not self._write(batch, requests, taken, block, size):
                 self._undo(taken)
                 return False
             self.batch, self.begun = batch, (batch, None)
@@ -383,6 +424,7 @@ cdef class RuntimePort:
             raise
         self._conversation.turn = self._conversation.after[_EXECUTE]
         _counts.put += 1
+        _counts.copied_bytes += size
         return True
 
     cdef bint _place(self, list requests, uint64_t* size) except -1:
@@ -476,7 +518,8 @@ cdef class RuntimePort:
                 return True
         return True
 
-    cdef int _write(self, batch, list requests, list taken, block, uint64_t size) except -1:
+    cdef bint _write(self, batch, list requests, list taken, block, uint64_t size) except -1:
+        """Write EXECUTE. Returns False if it does not fit into a packet."""
         cdef RequestBase request
         cdef bytes row
         cdef bint has_details = False
@@ -512,9 +555,12 @@ cdef class RuntimePort:
                     message.nil()
                 else:
                     row = pack(request.details)
+                    # Room for more would stay.
+                    if message.bytes().size() + PyBytes_Size(row) > kMaxPacketBytes:
+                        return False
                     message.values(string_view(PyBytes_AsString(row), PyBytes_Size(row)))
         message.nil()
-        return 0
+        return message.bytes().size() <= kMaxPacketBytes
 
     cdef int _undo(self, list taken) except -1:
         """Make it as if nothing had happened. Keeps the error that is being handled."""
@@ -583,7 +629,7 @@ cdef class RuntimePort:
                         error = EINTR
                 if size >= 0:
                     # No signal handler runs before the packet is in the inbox.
-                    inbox.append(PyBytes_FromStringAndSize(room, size))
+                    _keep(inbox, room, size)
                     _counts.wait += 1
                     if is_there != NULL:
                         is_there[0] = look_ns != 0
@@ -650,7 +696,7 @@ cdef class RuntimePort:
             if size < 0:
                 return False  # Python's form meets the same
             # An empty one is the end of the peer, or an empty packet, which would not come a second time.
-            inbox.append(PyBytes_FromStringAndSize(room, size))
+            _keep(inbox, room, size)
             return True
         finally:
             free(room)
@@ -729,7 +775,8 @@ cdef class RuntimePort:
         """Put the block of the batch aside, or have Python end it."""
         blocks = self._blocks
         cdef list lent = blocks.lent
-        if len(lent) == 1 and not blocks.targets:
+        # A thread that holds the lock may be about to hold this block, too.
+        if len(lent) == 1 and not blocks.targets and not blocks.lock.locked():
             block = lent[0][1]
             if type(block) is _Block and block.holds == 1 and block.region is blocks.first:
                 if (<dict>blocks.spares).setdefault(block.size_bytes, block) is block:
@@ -745,6 +792,9 @@ cdef class RuntimePort:
         cdef Block block
         if not self.is_plain or self._apart == NULL or len(blocks) != 1 or type(packed) is not bytes:
             return False
+        # Room for more would stay.
+        if <uint64_t>len(packed) > kMaxPacketBytes:
+            return False
         block.region, block.offset, block.size = blocks[0]
         if not read_apart(self._room, block, string_view(PyBytes_AsString(packed), PyBytes_Size(packed)), self._apart[0]):
             return False
@@ -753,15 +803,24 @@ cdef class RuntimePort:
             return False
         if not self._has_descrs(self._apart):
             return False
-        self._apart_lease = self._lease(region, block)
+        self._apart_region, self._apart_block = region, block
         return True
 
     def apart(self, request):
         """Return the response that was opened, to this request."""
-        cdef list leases = [self._apart_lease]
-        self._apart_lease = None
+        # Not earlier: a lease gives back its block when it ends, and Python may have to make another one there.
+        cdef list leases = [self._lease(self._apart_region, self._apart_block)]
         _counts.apart += 1
         return self._response(self._apart, 0, request, leases)
+
+
+cdef int _keep(inbox, const char* room, ssize_t size) except -1:
+    """Put a packet into the inbox. Without memory for it, the peer counts as gone: nobody else would wait for the packet any more."""
+    try:
+        inbox.append(PyBytes_FromStringAndSize(room, size))
+    except MemoryError:
+        inbox.append(b"")
+    return 0
 
 
 cdef _decoded(name, raw, tuple shape):

@@ -50,6 +50,8 @@ _PYTHON_VALUES = (list, tuple, int, float, bool, str, bytes)
 _BECOMES = {"b": "biufV", "i": "iufV", "u": "iufV", "f": "fV"}
 # No tensor may be larger. The limit of the regions applies, too.
 _MAX_BYTES = 1 << 40
+# What a message can say.
+_LARGEST_BYTES = (1 << 63) - 1
 
 _BATCH_NOTE = (
     "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
@@ -158,13 +160,29 @@ class Signature:
         key = tuple(dims)
         shapes = self._shapes.get(key)
         if shapes is None:
-            shapes = self._shapes.keep(key, self._check_shapes(key))
+            tensors, batch_size, signature = self._check_shapes(key)
+            self._check_sizes(tensors)
+            is_shared = all(tensor.datatype != BYTES for tensor in tensors)
+            group = key_of(signature) if self._max_batch_size else None
+            shapes = self._shapes.keep(key, Shapes(tensors, batch_size, group, is_shared=is_shared))
         if not shapes.is_shared:
             arrays, shapes = self._encoded(arrays, shapes)
         return InferenceRequest(arrays, shapes, has_views=has_views)
 
-    def _check_shapes(self, dims: tuple[tuple[int, ...] | None, ...]) -> Shapes:
-        """Check the shapes of inputs, None for those left out, and return what such requests have in common."""
+    def _check_sizes(self, tensors: Sequence[RequestTensor]) -> None:
+        """Raise `InvalidRequest` for an array that only seems to be so large, as no memory is."""
+        for tensor in tensors:
+            if tensor.size_bytes > _LARGEST_BYTES:
+                name = self._in_order[tensor.number].name
+                raise InvalidRequest(f"input '{name}' of shape {tensor.shape} is too large")
+
+    def _check_shapes(
+        self, dims: tuple[tuple[int, ...] | None, ...]
+    ) -> tuple[list[RequestTensor], int, list[tuple[int, tuple[int, ...] | None]]]:
+        """Check the shapes of inputs, None for those left out. They may be a stranger's, of any size.
+
+        Returns the tensors, the rows, and what requests have in common that may share a batch.
+        """
         tensors: list[RequestTensor] = []
         batch_size = 1
         signature: list[tuple[int, tuple[int, ...] | None]] = []
@@ -188,13 +206,7 @@ class Signature:
             reshaping = self._reshaped.get(spec.name)
             seen = list(shape) if reshaping is None else reshaping.of(shape)
             tensors.append(RequestTensor(spec.index, spec.code, seen, size_bytes))
-        is_shared = all(tensor.datatype != BYTES for tensor in tensors)
-        return Shapes(
-            tensors,
-            batch_size,
-            key_of(signature) if self._max_batch_size else None,
-            is_shared=is_shared,
-        )
+        return tensors, batch_size, signature
 
     def _encoded(
         self, arrays: list[NDArray[Any]], shapes: Shapes

@@ -33,7 +33,7 @@ struct Links {
 };
 struct BorrowedBlocksKind {
   Kind kind;
-  Field arena{"_arena"}, kept{"_kept"}, lock{"_lock"}, returned{"_returned"};
+  Field arena{"_arena"}, kept{"_kept"}, lock{"lock"}, returned{"_returned"};
 };
 struct Blocks {
   Kind kind;

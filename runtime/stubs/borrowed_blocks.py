@@ -78,10 +78,10 @@ class BorrowedBlocks:
         "__weakref__",
         "_arena",
         "_kept",
-        "_lock",
         "_returned",
         "first",
         "lent",
+        "lock",
         "spares",
         "targets",
     )
@@ -108,7 +108,7 @@ class BorrowedBlocks:
         # Bytes of retired regions on each device, which the process may have kept. Those of a contained process count
         # until it ends.
         self._kept_on: Counter[int] = Counter()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._arena = Arena(self._grow)
         self._arena.add(first)
         # Memory on devices that the runtime writes for the stub, by the device's number.
@@ -163,7 +163,7 @@ class BorrowedBlocks:
 
         Raises `OutOfMemory`.
         """
-        with self._lock:
+        with self.lock:
             if self._returned:
                 self._collect()
             size = block_bytes(size_bytes)
@@ -171,7 +171,11 @@ class BorrowedBlocks:
             if block is None:
                 if self.spares and not self._arena.has_room(size):
                     self._release_spares()
-                block = self._allocate(self._arena, size)
+                try:
+                    block = self._allocate(self._arena, size)
+                except OutOfMemory:
+                    # The rest of its class may be too much.
+                    block = self._allocate(self._arena, size_bytes)
             self._note((block.region.id, block.offset), block, keep)
             return block
 
@@ -192,7 +196,7 @@ class BorrowedBlocks:
         """
         # The stub must know the lane before the first region there.
         self.lanes.lane(gpu)
-        with self._lock:
+        with self.lock:
             self._collect()
             arena = self._arenas.get(gpu)
             if arena is None:
@@ -219,7 +223,7 @@ class BorrowedBlocks:
         region, place_offset, size_bytes = lease.region, lease.offset, lease.size
         if type(region) is not ClientRegion and not self._may_see(lease, array):
             return None
-        with self._lock:
+        with self.lock:
             if not self._announce(region):  # type: ignore[arg-type]
                 return None
             self._note((region.id, place_offset), lease, keep)  # type: ignore[union-attr]
@@ -240,7 +244,7 @@ class BorrowedBlocks:
         if not is_callers and (self.is_private or region.is_private):
             return None
         lane = lanes.lane(gpu)
-        with self._lock:
+        with self.lock:
             if not self._announce(region):
                 return None
             self._note((region.id, lease.offset), lease, keep)
@@ -261,7 +265,7 @@ class BorrowedBlocks:
     def lend_target(self, lease: Lease) -> list[int]:
         """Let the stub write an output of this batch to memory of a client. Returns its block."""
         region: SharedRegion = lease.region  # type: ignore[assignment]
-        with self._lock:
+        with self.lock:
             self._announce(region)
             self.targets.append(((region.id, lease.offset), lease))
         return [region.id, lease.offset, lease.size]
@@ -294,7 +298,7 @@ class BorrowedBlocks:
         Raises `RemoteProtocolError` if nothing of that size is lent there.
         """
         place = (region_id, offset)
-        with self._lock:
+        with self.lock:
             borrowed: Borrowed | None = self._find_target(place)
             if borrowed is None:
                 borrowed = self._find(place)
@@ -338,7 +342,7 @@ class BorrowedBlocks:
 
         Raises `RemoteProtocolError` if the model keeps what it was not given.
         """
-        with self._lock:
+        with self.lock:
             lent, self.lent = self.lent, []
             if self.targets:
                 self.targets.clear()
@@ -379,7 +383,7 @@ class BorrowedBlocks:
     def take_back(self, places: Iterable[Sequence[int]]) -> None:
         """Take back blocks that the model kept. Raises `RemoteProtocolError` for a block that it does not have."""
         borrowed_blocks = []
-        with self._lock:
+        with self.lock:
             for each in places:
                 place = (each[0], each[1])
                 kept = self._kept.get(place)
@@ -412,7 +416,7 @@ class BorrowedBlocks:
 
     def tidy(self, now_s: float) -> None:
         """Give up regions that were not used for their time. `now_s` is of a monotonic clock."""
-        with self._lock:
+        with self.lock:
             self._collect()
             self._release_spares()
             for arena, region_id in self._idle.over((self._arena, *self._arenas.values()), now_s):
@@ -454,7 +458,7 @@ class BorrowedBlocks:
     @property
     def used_bytes(self) -> int:
         """The bytes of that memory which are lent, or which others look at."""
-        with self._lock:
+        with self.lock:
             self._collect()
             self._release_spares()
             return self._arena.used_bytes
@@ -462,13 +466,13 @@ class BorrowedBlocks:
     @property
     def count(self) -> int:
         """The number of borrowed blocks at this moment."""
-        with self._lock:
+        with self.lock:
             return len(self.lent) + sum(map(len, self._kept.values()))
 
     @property
     def has_clients_memory(self) -> bool:
         """True if the stub works at this moment in memory of a client, which the client can cut short."""
-        with self._lock:
+        with self.lock:
             borrowed_blocks = [borrowed for _, borrowed in self.lent]
             borrowed_blocks += [borrowed for kept in self._kept.values() for borrowed in kept]
             return bool(self.targets) or any(
@@ -482,7 +486,7 @@ class BorrowedBlocks:
 
     def close(self) -> None:
         """Close all regions and end the use of all borrowed blocks. Leases that callers hold stay valid."""
-        with self._lock:
+        with self.lock:
             self.lent.clear()
             self.spares.clear()
             self._kept.clear()

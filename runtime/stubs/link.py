@@ -64,6 +64,7 @@ from moonpool.ipc.messages import (
 )
 from moonpool.ipc.port import PythonPort, RuntimePort, Shapes
 from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.config.options import look_us, spares_contained
 from moonpool.runtime.model.request import (
@@ -120,12 +121,12 @@ class Link(Overflow):
     # Where quick forms find them. Others may be added as to any object.
     __slots__ = (
         "_given_back",
+        "_is_on_gpu",
         "_layouts",
         "_reader",
         "_release",
         "borrowed_blocks",
         "conversation",
-        "is_on_gpu",
         "lanes",
         "port",
         "released",
@@ -161,8 +162,7 @@ class Link(Overflow):
         self._opening = threading.Lock()
         # None until memory of devices is handled.
         self.lanes: Lanes | None = None
-        # True if the model is on a GPU and leaves its outputs there, unless the request wants them elsewhere.
-        self.is_on_gpu = False
+        self._is_on_gpu = False
         self._is_shared = is_shared
         after = Kind.LOADED if is_loaded else None
         self.conversation = Conversation(channel, Side.RUNTIME, self, after)
@@ -207,7 +207,22 @@ class Link(Overflow):
         self._reader.serve(config)
         self.borrowed_blocks.serve(caller_memory)
         self.port.serve(self._reader.output_names, look_us() * 1000)
-        self.port.is_plain = self._reader.is_plain
+        self._choose_way()
+
+    def _choose_way(self) -> None:
+        """Let usual batches go the port's way, if there is no more to say of them than their callers do."""
+        is_compiled = type(self.port) is not PythonPort
+        self.port.is_plain = is_compiled and self._reader.is_plain and not self._is_on_gpu
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """True if the model is on a GPU and leaves its outputs there, unless the request wants them elsewhere."""
+        return self._is_on_gpu
+
+    @is_on_gpu.setter
+    def is_on_gpu(self, value: bool) -> None:
+        self._is_on_gpu = value
+        self._choose_way()
 
     @property
     def may_have_lanes(self) -> bool:
@@ -224,7 +239,8 @@ class Link(Overflow):
                 lanes = self.lanes
                 if lanes is None:
                     lanes = self._make_lanes()
-                    self._reader.has_devices, self.port.is_plain = True, False
+                    self._reader.has_devices = True
+                    self._choose_way()
                     self.lanes = lanes
         return lanes
 
@@ -342,12 +358,14 @@ class Link(Overflow):
         block = self.borrowed_blocks.allocate(size_bytes)
         region, start = block.region, block.offset
         buffer = region.buffer
-        if buffer is None or size_bytes > _SMALL:
-            for i, number, offset, _ in layout.copies:
-                region.write(start + offset, requests[i].arrays[number])
-            return [region.id, start, size_bytes]
+        is_large = buffer is None or size_bytes > _SMALL
         for i, number, offset, end in layout.copies:
             array = requests[i].arrays[number]
+            if array.nbytes != end - offset:
+                raise InvalidRequest("an input was resized after its request was made")
+            if buffer is None or is_large:
+                region.write(start + offset, array)
+                continue
             try:
                 buffer[start + offset : start + end] = array
             except ValueError:  # it is not contiguous

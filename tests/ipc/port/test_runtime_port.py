@@ -1,0 +1,127 @@
+"""The compiled port sends and reads what Python's way of a link does, and leaves the same behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.runtime import scripted
+from tests.runtime.scripted import Pair, y
+from tests.waiting import wait_until
+
+from moonpool import ResponseAllocator
+from moonpool.ipc import port
+from moonpool.ipc.codec import encode
+from moonpool.ipc.messages import ORDINARY_MEMORY
+from moonpool.runtime.schedule.callers import response_of
+from moonpool.runtime.stubs.link import Link
+
+PATIENCE_S = 60.0
+
+
+class Allocator(ResponseAllocator):
+    def alloc(self, *facts: Any) -> Any:
+        return bytearray(facts[3])
+
+
+@pytest.fixture(params=["compiled", "in Python"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair()
+    made.link.port.is_plain = made.link.port.is_plain and request.param == "compiled"
+    yield made
+    made.close()
+
+
+def test_a_response_apart_gives_back_its_block_once_whoever_has_its_memory(pair: Pair) -> None:
+    (request,) = pair.execute([1.0])
+    request.allocator = Allocator()
+    places = []
+    for value in (7.0, 8.0):
+        block = pair.peer.place([value])
+        places.append(tuple(block[:2]))
+        row = [pair.peer.batch, 0, 0, [block], encode([y(1)]), None]
+        _, response, _ = pair.link.response(row)
+        assert response_of(response)["Y"].tolist() == [value]
+        del response
+        gc.collect()
+    assert list(pair.link.released) == places
+
+
+def test_a_model_on_a_card_is_told_where_outputs_are_wanted(pair: Pair) -> None:
+    pair.link.is_on_gpu = True
+    request = pair.request([1, 2])
+    request.wants_wire = True
+    pair.link.execute([request])
+    pair.peer.receive()
+    sent = pair.peer.details
+    assert sent is not None
+    assert sent[0][-2] == ORDINARY_MEMORY
+
+
+def test_a_block_that_a_call_is_about_to_hold_is_not_used_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = pair.link.borrowed_blocks
+    requests = pair.execute([1, 2, 3, 4])
+    place = pair.peer.blocks[0]
+    is_inside, may_go_on, is_asked = threading.Event(), threading.Event(), threading.Event()
+    find, end_batch = blocks._find, blocks.end_batch
+
+    def find_slowly(where: tuple[int, int]) -> Any:
+        found = find(where)
+        is_inside.set()
+        may_go_on.wait(PATIENCE_S)
+        return found
+
+    def end(held: Any) -> None:
+        is_asked.set()
+        end_batch(held)
+
+    monkeypatch.setattr(blocks, "_find", find_slowly)
+    monkeypatch.setattr(blocks, "end_batch", end)
+    leases: list[Any] = []
+    opens = threading.Thread(target=lambda: leases.append(pair.link.open(*place)))
+    opens.start()
+    is_inside.wait(PATIENCE_S)
+    pair.peer.answer([pair.peer.place([9])], [[y(1)]])
+    ends = threading.Thread(target=pair.finish, args=(requests,))
+    ends.start()
+    wait_until(lambda: is_asked.is_set() or not ends.is_alive(), PATIENCE_S)
+    may_go_on.set()
+    opens.join()
+    ends.join()
+    (lease,) = leases
+    pair.execute([50, 60, 70, 80])
+    assert np.frombuffer(lease[:16].tobytes(), np.float32).tolist() == [1, 2, 3, 4]
+
+
+def test_what_a_handler_raises_in_a_call_of_python_goes_on(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = pair.link.borrowed_blocks
+
+    def interrupted(*_: object, **__: object) -> Any:
+        raise TimeoutError("the alarm of the program")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "allocate", interrupted)
+        with pytest.raises(TimeoutError):
+            pair.link.execute([pair.request([1, 2])])
+    assert blocks.count == 0
+    assert pair.link.conversation.turn[0]
+    pair.execute([1, 2])
+
+
+def test_contained_models_are_spared_the_compiled_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_PURE", "contained")
+    monkeypatch.setattr(
+        scripted, "Link", lambda *given, **named: Link(*given, **{**named, "is_private": True})
+    )
+    pair = Pair()
+    assert type(pair.link.port) is port.PythonPort
+    assert not pair.link.port.is_plain
+    pair.close()
