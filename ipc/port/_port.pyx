@@ -8,19 +8,15 @@ an object. So objects are made first, and what others see is changed after that.
 While the interpreter's lock is given up, no frame has anything to clean up: an interpreter that ends takes such a thread away.
 """
 
-cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_Size
 from cpython.object cimport PyObject
-from cpython.ref cimport Py_INCREF
 from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 from libcpp.string cimport string
 from libcpp.vector cimport vector
-
-import struct
 
 import numpy as np
 
@@ -89,16 +85,17 @@ cdef enum:
 cdef int64_t MOST_BYTES = 1 << 46
 
 
-# Made by whoever has the classes, once: this module lies below them.
+# This module lies below those of the runtime.
 cdef object _response_type, _wire_tensor_type, _tensor_type
 
 
 def use(response_type, wire_tensor_type, tensor_type):
+    """Make objects of these classes from now on. For the module that has them."""
     global _response_type, _wire_tensor_type, _tensor_type
     _response_type, _wire_tensor_type, _tensor_type = response_type, wire_tensor_type, tensor_type
 
 
-# How often each method did its work, for tests: one that always declines would pass all others.
+# For tests: a method that always declines would pass all others.
 cdef struct Counts:
     uint64_t request, prepared, put, wait, take, apart, copied_bytes
 
@@ -106,6 +103,7 @@ cdef Counts _counts
 
 
 def counts():
+    """Return how often each method did its work."""
     return dict(_counts)
 
 
@@ -187,7 +185,7 @@ cdef class Spec:
     def __init__(self, kind, list inputs, max_batch_size):
         self._kind, self._max_batch_size = kind, max_batch_size
         self._names, self._dtypes, self._known = [], [], {}
-        self._is_usual = True
+        self._is_usual = bool(inputs)
         cdef Wanted wanted
         for name, datatype, dims, is_ragged, is_reshaped in inputs:
             dtype = _descrs[datatype]
@@ -249,7 +247,6 @@ cdef class Spec:
             has_views = any([is_view(found) for found in arrays])
         _counts.request += 1
         return made(self._kind, arrays, shapes, has_views)
-
 
     cdef Shapes _shapes_of(self, const vector[int64_t]& dims, int lead):
         """Return the shapes of all inputs, with these dimensions one behind another; None if no array is that large."""

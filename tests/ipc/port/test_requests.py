@@ -120,6 +120,14 @@ def test_a_usual_request_is_made_by_the_port() -> None:
     assert port.compiled.counts()["request"] - before == 8 * 199
 
 
+def test_a_model_without_inputs_gets_requests() -> None:
+    compiled, in_python = signatures(0, [])
+    assert made(compiled, {}) == made(in_python, {})
+    assert made(compiled, {"X": np.zeros(1, np.float32)}) == made(
+        in_python, {"X": np.zeros(1, np.float32)}
+    )
+
+
 @given(st.integers(0, 1 << 22))
 def test_a_block_is_at_most_a_quarter_larger_than_what_it_is_for(size_bytes: int) -> None:
     found = block_bytes(size_bytes)
