@@ -2,7 +2,7 @@
 
 Theory of operation. Everything runs in the loop's thread but for the reading of long JSON (`LongBodies`), which a thread of
 the executor does with nothing but the body. Its lock is the loop's: one body is read at a time, in the order in which they
-came, so that their values do not need memory at once. The task of a client that has gone by its turn is cancelled.
+came, so that their values do not need memory at once. The task of a client that goes before its turn is cancelled.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
@@ -84,12 +85,20 @@ class LongBodies:
 
     async def read(self, exchange: HttpExchange, function: Callable[[Body], T]) -> T:
         """Return what a function makes of the body, and raise what it raises. Cancels the task if the client goes."""
+        # A task that waits keeps its body. Clients that come and go would fill the memory while one is read.
+        exchange.cancel = partial(_cancel, asyncio.current_task())
         async with self._turn:
+            exchange.cancel = None
             if not exchange.is_gone:
                 made = await self._loop.run_in_executor(self._executor, function, exchange.body)
         if exchange.is_gone:
             raise asyncio.CancelledError
         return made
+
+
+def _cancel(task: asyncio.Task[Any] | None) -> None:
+    if task is not None:
+        task.cancel()
 
 
 class RouteReply(NamedTuple):

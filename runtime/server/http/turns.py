@@ -9,8 +9,10 @@ others behind it, or on a thread that the loop waits for. The latter also bounds
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from typing import Any
 
 from moonpool.runtime.isolation.public_text import public_text
@@ -27,18 +29,32 @@ class Turns:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: deque[tuple[HttpExchange, Callable[[], asyncio.Future[Any] | object]]] = (
-            deque()
-        )
+        self._waiting: OrderedDict[
+            int, tuple[HttpExchange, Callable[[], asyncio.Future[Any] | object]]
+        ] = OrderedDict()
+        self._numbers = count()
+        # If one is under way, or about to be.
+        self._is_taken = False
 
     def take(self, exchange: HttpExchange, act: Callable[[], asyncio.Future[Any] | object]) -> None:
         """Call `act` in a later turn of the loop, unless the client has gone by then. If it returns a future, the next one waits for that."""
-        self._waiting.append((exchange, act))
-        if len(self._waiting) == 1:
+        number = next(self._numbers)
+        self._waiting[number] = exchange, act
+        # The bodies of clients that come and go would fill the memory while one is read.
+        exchange.cancel = partial(self._drop, number)
+        if not self._is_taken:
+            self._is_taken = True
             self._loop.call_soon(self._next)
 
+    def _drop(self, number: int) -> None:
+        self._waiting.pop(number, None)
+
     def _next(self) -> None:
-        exchange, act = self._waiting[0]
+        if not self._waiting:
+            self._is_taken = False
+            return
+        _, (exchange, act) = self._waiting.popitem(last=False)
+        exchange.cancel = None
         under_way: object = None
         try:
             if not exchange.is_gone:
@@ -54,6 +70,4 @@ class Turns:
             self._ended(None)
 
     def _ended(self, _: object) -> None:
-        self._waiting.popleft()
-        if self._waiting:
-            self._loop.call_soon(self._next)
+        self._loop.call_soon(self._next)

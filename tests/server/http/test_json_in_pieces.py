@@ -165,6 +165,12 @@ class Asked:
     def __init__(self, name: str) -> None:
         self.body = name.encode()
         self.is_gone = False
+        self.cancel: Callable[[], None] | None = None
+
+    def goes(self) -> None:
+        self.is_gone = True
+        if self.cancel is not None:
+            self.cancel()
 
 
 def test_long_bodies_are_read_one_at_a_time_and_not_for_clients_that_are_gone() -> None:
@@ -187,11 +193,13 @@ def test_long_bodies_are_read_one_at_a_time_and_not_for_clients_that_are_gone() 
             asked: list[Any] = [Asked(name) for name in ("first", "gone", "goes", "last")]
             tasks = [asyncio.create_task(long.read(each, read)) for each in asked]
             await begun.wait()
-            asked[1].is_gone = True
+            asked[1].goes()
+            # It waits no longer, while the first one is still read.
+            await asyncio.wait(tasks[1:2])
             assert seen == [b"first"]
             goes_on.set()
             assert await tasks[0] == b"first"
-            asked[2].is_gone = True
+            asked[2].goes()
             results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(each) for each in results] == [
             bytes,

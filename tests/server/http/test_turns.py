@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,6 +27,7 @@ class Asked:
         self.is_gone = is_gone
         self.head = Head("POST", b"/v2/models/m/infer", "1.1", ())
         self.failures: list[int] = []
+        self.cancel: Callable[[], None] | None = None
 
     def fail(self, status: int, _: str) -> None:
         self.failures.append(status)
@@ -102,3 +105,37 @@ def test_one_is_read_at_a_time_also_on_threads() -> None:
     asyncio.run(asyncio.wait_for(main(), 30.0))
 
     assert seen == ["second"]
+
+
+def test_one_that_goes_before_its_turn_is_let_go_of_at_once() -> None:
+    seen: list[str] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        turns, done = Turns(loop), asyncio.Event()
+        first: asyncio.Future[None] = loop.create_future()
+        exchanges: list[Any] = [Asked(), Asked(), Asked()]
+        turns.take(exchanges[0], lambda: first)
+        turns.take(exchanges[1], partial(seen.append, "gone"))
+        turns.take(exchanges[2], done.set)
+        await asyncio.sleep(0)
+        assert exchanges[0].cancel is None
+        goes = exchanges.pop(1)
+        cancel, goes.cancel = goes.cancel, None
+        cancel()
+        body = weakref.ref(goes)
+        del goes, cancel
+        assert body() is None
+        first.set_result(None)
+        await done.wait()
+        # A queue that all have left takes others.
+        done.clear()
+        turns.take(exchanges[1], partial(seen.append, "gone"))
+        exchanges[1].cancel()
+        await asyncio.sleep(0)
+        turns.take(exchanges[0], done.set)
+        await done.wait()
+
+    asyncio.run(asyncio.wait_for(main(), 30.0))
+
+    assert not seen
