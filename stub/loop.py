@@ -402,8 +402,9 @@ def _call_exit_functions() -> None:
     Pools of processes tell their workers to end before `multiprocessing` waits for these. Nobody waits for the threads of pools: they may
     be at work for ever.
     """
-    getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", {}).clear()
+    waits = getattr(sys.modules.get("concurrent.futures.thread"), "_python_exit", None)
     # `atexit` begins with the last ones. A model that has no threads has not imported the module.
     for act in getattr(sys.modules.get("threading"), "_threading_atexits", []):
-        atexit.register(act)
+        if waits is None or getattr(act, "func", None) is not waits:
+            atexit.register(act)
     atexit._run_exitfuncs()

@@ -262,6 +262,12 @@ square.keeps = concurrent.futures.ThreadPoolExecutor(1)
 square.keeps.submit(signal.pause)
 found = 9
 """,
+    "threads that begin at the end": """
+import threading
+square.keeps = concurrent.futures.ThreadPoolExecutor(1)
+threading._register_atexit(square.keeps.submit, signal.pause)
+found = 9
+""",
 }
 
 
