@@ -197,14 +197,16 @@ def _parameter(key: str, value: object) -> Parameter:
 def _input(tensor: TensorConfig, value: Any, is_batch: bool) -> Input:
     """Make an input of a value or a flat array. The number of values decides about sizes that the configuration leaves open."""
     values = value if isinstance(value, list | LongArray) else [value]
+    # Of arrays in it, each is one, however long it is.
+    count = values.elements if isinstance(values, LongArray) else len(values)
     shape = list(tensor.dims)
     if shape.count(-1):
         # If several sizes are open, the last one gets all values.
         known = prod(dim for dim in shape if dim >= 0)
         last = len(shape) - 1 - shape[::-1].index(-1)
         shape = [1 if dim < 0 else dim for dim in shape]
-        shape[last] = len(values) // known if known else 0
-    if prod(shape) != len(values):
+        shape[last] = count // known if known else 0
+    if prod(shape) != count:
         raise InvalidRequest(
             f"The schema can not convert input '{tensor.name}' to tensor with proper shape"
         )

@@ -45,19 +45,22 @@ class LongArray:
     stands for any number of them.
     """
 
-    __slots__ = ("levels", "parts", "types")
+    __slots__ = ("elements", "levels", "parts", "types")
 
     def __init__(self) -> None:
         self.parts: list[list[Any]] = []
         self.types: set[type] = set()
         # The levels of arrays in the array; 0 if it is flat.
         self.levels = 0
+        # How many elements the array itself has, which may be arrays.
+        self.elements = 0
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
 
-    def add(self, values: list[Any] | LongArray) -> None:
-        """Add the values of an array, which may be changed."""
+    def add(self, values: list[Any]) -> None:
+        """Add elements of the array, in a list that may be changed."""
+        self.elements += len(values)
         for part, types, levels in _flat_parts(values, 0):
             self.types |= types
             self.levels = max(self.levels, levels)

@@ -159,6 +159,19 @@ def test_tensors_of_large_json_lie_where_the_model_reads_them(
     assert (reply.value["outputs"][0]["data"] if way == "infer" else reply.value["OUT_X"]) == values
 
 
+@pytest.mark.promise("HTTP", "`generate` takes arrays in an array alike, however many there are.")
+@pytest.mark.parametrize(("row", "status"), [([7], 200), ([7, 8], 500)])
+def test_generate_takes_arrays_in_an_array_alike_in_any_number(
+    serving: Serving, row: list[int], status: int
+) -> None:
+    few, many = (
+        serving.post("/v2/models/plain/generate", {"X": [row] * rows}) for rows in (2, 80_000)
+    )
+
+    assert (few.status, many.status) == (status, status)
+    assert status == 200 or many.error == few.error
+
+
 class Asked:
     """An exchange with what long bodies use of it."""
 
