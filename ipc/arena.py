@@ -43,13 +43,18 @@ _LAST = slice(-1, None)
 _END = slice(sys.maxsize, None)
 
 
+def _rounded(size_bytes: int) -> int:
+    """Return the size of the smallest block for so many bytes."""
+    return (size_bytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
+
+
 def block_bytes(size_bytes: int) -> int:
     """Return the size of the block for a tensor of so many bytes: a few classes for each power of two.
 
     Requests of different sizes then find a block that was released before them. A class is larger than a tensor in it by a quarter at most.
     `block_bytes` in ipc/native/port.h does the same.
     """
-    units = (size_bytes + ALIGNMENT - 1) // ALIGNMENT or 1
+    units = _rounded(size_bytes) // ALIGNMENT
     if size_bytes <= LARGEST_CLASS:
         shift = max(0, units.bit_length() - 3)
         units = -(-units >> shift) << shift
@@ -174,7 +179,7 @@ class Arena:
 
     def has_room(self, size_bytes: int) -> bool:
         """Return True if a block of that size needs no other region."""
-        size = (size_bytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
+        size = _rounded(size_bytes)
         return any(extents.has_room(size) for extents in self._extents.values())
 
     def allocate(self, size_bytes: int, taken: list[Block] | None = None) -> Block:
@@ -182,7 +187,7 @@ class Arena:
 
         `taken` gets the block, too: if a signal handler raises, the block is there or was not allocated.
         """
-        size = (size_bytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
+        size = _rounded(size_bytes)
         into = [] if taken is None else taken
         for extents in self._extents.values():
             block = extents.take(size, into)
@@ -203,7 +208,7 @@ class Arena:
         extents = self._extents.get(place[0])
         has_grown = len(self._extents) > 1
         block = None if extents is None or has_grown else extents.live.get(place[1])
-        size = (size_bytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
+        size = _rounded(size_bytes)
         if extents is None or block is None or block.holds != 1 or block.size_bytes != size:
             return None
         extents.uses += 1

@@ -10,6 +10,7 @@ While the interpreter's lock is given up, no frame has anything to clean up: an 
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_Size
+from cpython.exc cimport PyErr_CheckSignals
 from cpython.object cimport PyObject
 from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -606,7 +607,7 @@ cdef class RuntimePort:
             while True:
                 if look_ns == 0:
                     # A signal that has come already would not interrupt the call below.
-                    _check_signals()
+                    PyErr_CheckSignals()
                 # Each time: another thread may have closed the channel meanwhile, and its number may be another stub's.
                 fd = self._fileno()
                 if fd < 0:
@@ -704,12 +705,19 @@ cdef class RuntimePort:
         cdef Block block
         for i in range(<Py_ssize_t>self._answer.blocks.size()):
             block = self._answer.blocks[i]
-            region = (<dict?>self._regions).get(block.region)
-            # Neither number has more than 63 bits.
-            if region is None or block.offset + block.size > <uint64_t>region.size_bytes or region.buffer is None:
+            region = self._region_of(block)
+            if region is None:
                 return None
             regions.append(region)
         return regions
+
+    cdef _region_of(self, Block block):
+        """Return the region for answers that a block lies in, or None if it lies elsewhere."""
+        region = (<dict?>self._regions).get(block.region)
+        # Neither number has more than 63 bits.
+        if region is None or block.offset + block.size > <uint64_t>region.size_bytes or region.buffer is None:
+            return None
+        return region
 
     cdef _lease(self, region, Block block):
         cdef Py_buffer memory
@@ -795,8 +803,8 @@ cdef class RuntimePort:
         block.region, block.offset, block.size = blocks[0]
         if not read_apart(self._room, block, string_view(PyBytes_AsString(packed), PyBytes_Size(packed)), self._apart[0]):
             return False
-        region = (<dict?>self._regions).get(block.region)
-        if region is None or block.offset + block.size > <uint64_t>region.size_bytes or region.buffer is None:
+        region = self._region_of(block)
+        if region is None:
             return False
         if not self._has_descrs(self._apart):
             return False
@@ -848,11 +856,3 @@ cdef bint _is_as_checked(array, PlacedTensor* tensor) except -1:
 cdef tuple _shape_of(AnswerLayout* layout, const OutputLayout* output):
     cdef const int64_t* dims = layout.shape(output[0])
     return tuple([dims[k] for k in range(output.dims)])
-
-
-cdef extern from "Python.h":
-    int PyErr_CheckSignals() except -1
-
-
-cdef int _check_signals() except -1:
-    return PyErr_CheckSignals()

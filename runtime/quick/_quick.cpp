@@ -98,21 +98,19 @@ bool Constants::make(PyObject* ndarray_type, PyObject* byte_dtype) {
   empty_text = PyUnicode_InternFromString("");
   delivered = Py_BuildValue("{s:O}", "delivered", Py_True);
   keeping = Py_BuildValue("{s:O}", "keep", Py_True);
-  last = Py_BuildValue("{s:O}", "is_last", Py_True);
-  not_last = Py_BuildValue("{s:O}", "is_last", Py_False);
   const std::pair<PyObject**, const char*> names[] = {
-      {&acquire, "acquire"},         {&release, "release"},   {&locked, "locked"},       {&fileno, "fileno"},
-      {&popleft, "popleft"},         {&append, "append"},     {&appendleft, "appendleft"}, {&popitem, "popitem"},
-      {&move_to_end, "move_to_end"}, {&notify_all, "notify_all"}, {&allocate, "allocate"}, {&end_batch, "end_batch"},
-      {&cancel, "cancel"},     {&resolve, "resolve"},     {&appoint, "appoint"},      {&abandon, "abandon"},
-      {&send, "_send"},              {&launch, "_launch"},    {&settle, "settle"},       {&lose, "_lose"},
-      {&base, "base"},               {&dtype, "dtype"},       {&nbytes, "nbytes"},     {&shape, "shape"},
-      {&drive_in_reactor, "drive_in_reactor"}, {&wait, "wait"}, {&finish, "finish"}, {&enter, "enter"},
-      {&receive_ready, "receive_ready"}, {&find, "find"}, {&signature, "signature"}, {&took, "took"}, {&start, "_start"},
-      {&not_submitted, "_not_submitted"}, {&answer, "_answer"}, {&self, "__self__"}, {&reply, "_reply"}, {&put, "put"},
-      {&take_back, "take_back"}, {&answers, "answers"}, {&scheduler, "scheduler"},
-      {&member, "member"}, {&leave_step, "_leave"}, {&offer, "_offer"}, {&broke, "_broke"}, {&follow, "_follow"},
-      {&last_tensor, "last"}, {&soon, "soon"}, {&wake, "wake"}, {&take, "take"}, {&wait_alone, "wait_alone"}, {&request, "request"}, {&batch_size, "batch_size"}, {&executing, "executing"}, {&channel, "channel"}, {&is_plain, "is_plain"}, {&tensors, "tensors"},
+      {&acquire, "acquire"}, {&release, "release"}, {&locked, "locked"}, {&fileno, "fileno"}, {&popleft, "popleft"},
+      {&append, "append"}, {&popitem, "popitem"}, {&move_to_end, "move_to_end"}, {&notify_all, "notify_all"},
+      {&allocate, "allocate"}, {&cancel, "cancel"}, {&resolve, "resolve"}, {&appoint, "appoint"}, {&abandon, "abandon"},
+      {&send, "_send"}, {&launch, "_launch"}, {&settle, "settle"}, {&lose, "_lose"}, {&dtype, "dtype"},
+      {&shape, "shape"}, {&drive_in_reactor, "drive_in_reactor"}, {&wait, "wait"}, {&finish, "finish"},
+      {&enter, "enter"}, {&receive_ready, "receive_ready"}, {&find, "find"}, {&signature, "signature"}, {&took, "took"},
+      {&start, "_start"}, {&not_submitted, "_not_submitted"}, {&answer, "_answer"}, {&self, "__self__"},
+      {&reply, "_reply"}, {&put, "put"}, {&take_back, "take_back"}, {&scheduler, "scheduler"}, {&member, "member"},
+      {&leave_step, "_leave"}, {&offer, "_offer"}, {&broke, "_broke"}, {&follow, "_follow"}, {&last_tensor, "last"},
+      {&soon, "soon"}, {&wake, "wake"}, {&take, "take"}, {&wait_alone, "wait_alone"}, {&request, "request"},
+      {&batch_size, "batch_size"}, {&executing, "executing"}, {&channel, "channel"}, {&is_plain, "is_plain"},
+      {&tensors, "tensors"},
   };
   for (const auto& [place, name] : names) *place = PyUnicode_InternFromString(name);
   return !PyErr_Occurred();
@@ -150,7 +148,6 @@ PyObject* py_learn(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   char* bytes = nullptr;
   if (!name || PyBytes_AsStringAndSize(name.get(), &bytes, nullptr) != 0) return nullptr;
   const std::pair<const char*, PyObject**> objects[] = {
-      {"nowhere", &constants.nowhere}, {"no batch", &constants.no_batch},
       {"new lock", &constants.new_lock}, {"main thread", &constants.main_thread},
       {"peer gone", &constants.peer_gone}, {"moonpool error", &constants.moonpool_error}, {"partial", &constants.partial}, {"ties callers", &constants.ties_callers},
       {"usual cost", &constants.usual_cost}, {"submitted", &constants.submitted}, {"no sequence", &constants.no_sequence},

@@ -242,17 +242,16 @@ extern Known known;
 
 // Objects that are made once.
 struct Constants {
-  PyObject *ndarray, *byte, *zero, *empty_text, *nowhere, *no_batch, *new_lock, *main_thread, *peer_gone, *moonpool_error, *partial, *ties_callers,
-      *usual_cost, *submitted, *no_sequence, *most_batch_sizes;
+  PyObject *ndarray, *byte, *zero, *empty_text, *new_lock, *main_thread, *peer_gone, *moonpool_error, *partial,
+      *ties_callers, *usual_cost, *submitted, *no_sequence, *most_batch_sizes;
   // Names of methods.
-  PyObject *acquire, *release, *locked, *fileno, *popleft, *append, *appendleft, *popitem, *move_to_end, *notify_all, *allocate,
-      *end_batch, *answered, *cancel, *resolve, *appoint, *abandon, *send, *launch, *settle, *lose,
-      *base, *dtype, *nbytes, *shape, *drive_in_reactor, *wait, *finish, *enter,
-      *receive_ready, *find, *signature, *scheduler, *took, *start, *not_submitted, *answer, *self, *reply, *put, *take_back, *answers, *member,
-      *leave_step, *offer, *broke, *follow, *last_tensor, *soon, *wake, *take, *wait_alone, *request, *batch_size, *executing, *channel, *is_plain, *tensors;
+  PyObject *acquire, *release, *locked, *fileno, *popleft, *append, *popitem, *move_to_end, *notify_all, *allocate,
+      *cancel, *resolve, *appoint, *abandon, *send, *launch, *settle, *lose, *dtype, *shape, *drive_in_reactor, *wait,
+      *finish, *enter, *receive_ready, *find, *signature, *scheduler, *took, *start, *not_submitted, *answer, *self,
+      *reply, *put, *take_back, *member, *leave_step, *offer, *broke, *follow, *last_tensor, *soon, *wake, *take,
+      *wait_alone, *request, *batch_size, *executing, *channel, *is_plain, *tensors;
   PyObject* delivered;  // {"delivered": True}
   PyObject* keeping;    // {"keep": True}
-  PyObject *last, *not_last;  // {"is_last": True}, {"is_last": False}
   // Makes them. Returns false with an error set.
   bool make(PyObject* ndarray_type, PyObject* byte_dtype);
 };
