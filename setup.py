@@ -142,7 +142,9 @@ class Build(build_ext):
         return super().get_ext_filename(fullname)
 
     def in_cpp(self, extension: Extension) -> list[str]:
-        """Return the sources of an extension, with what is written in Cython as C++ in the folder for what is temporary."""
+        """Return the sources of an extension, with what is written in Cython as C++ in the folder for what is
+        temporary.
+        """
         made = []
         for source in extension.sources:
             if source.endswith(".pyx"):

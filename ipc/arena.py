@@ -51,8 +51,8 @@ def _rounded(size_bytes: int) -> int:
 def block_bytes(size_bytes: int) -> int:
     """Return the size of the block for a tensor of so many bytes: a few classes for each power of two.
 
-    Requests of different sizes then find a block that was released before them. A class is larger than a tensor in it by a quarter at most.
-    `block_bytes` in ipc/native/port.h does the same.
+    Requests of different sizes then find a block that was released before them. A class is larger than a tensor in it
+    by a quarter at most. `block_bytes` in ipc/native/port.h does the same.
     """
     units = _rounded(size_bytes) // ALIGNMENT
     if size_bytes <= LARGEST_CLASS:

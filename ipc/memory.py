@@ -128,7 +128,8 @@ def lease_of(array: np.ndarray) -> Lease | None:
 
 
 def is_lendable(array: np.ndarray) -> bool:
-    """Return False if an array lies in memory of its own, or is a small output of a model. It is then copied for the next one.
+    """Return False if an array lies in memory of its own, or is a small output of a model. It is then copied for the
+    next one.
 
     Memory that callers and clients write into themselves is lent, whatever its size.
     """

@@ -175,8 +175,9 @@ def check_shape(shape: Sequence[int], name: str = "") -> int:
 def check_tensor(code: int, shape: Sequence[int], size_bytes: int) -> None:
     """Check what a peer says of a tensor in a message, whose dimensions the codec has checked.
 
-    Raises BadTensor if no array has the shape, and unless the elements have so many bytes in all, which only those of BYTES may
-    choose. Its text follows the name of the tensor in an error. `check_tensor` in ipc/native/answer.h is the same.
+    Raises BadTensor if no array has the shape, and unless the elements have so many bytes in all, which only those of
+    BYTES may choose. Its text follows the name of the tensor in an error. `check_tensor` in ipc/native/answer.h is the
+    same.
     """
     count = prod(shape)
     # numpy makes no array whose other dimensions are huge, beside one of 0.

@@ -18,11 +18,11 @@ becomes the error of the batch. SIGINT does nothing (`output.py`): the runtime e
 the stacks of all threads and lets the process go on. If a client has cut its memory short, the stub sends itself SIGBUS, as the
 kernel would do a moment later: the runtime then knows that the model is not to blame.
 
-Order of closing. FINALIZE comes on the main work channel after all batches. The loop of the coroutines stops first, so that
-none answers while the model finalizes. Then come `finalize`, the functions that libraries have for the end of a program, the
-output, the denials of the sandbox, and the wait for devices, whose events would go with the process. FINALIZED is the last
-message. The process ends with `os._exit`, since threads that the model left behind would keep it. If the runtime is gone
-(`PeerGone`), nobody waits for any of this, and the process ends at once.
+Order of closing. FINALIZE comes on the main work channel after all batches. The loop of the coroutines stops first, so
+that none answers while the model finalizes. Then come `finalize`, the functions that libraries have for the end of a
+program, the output, the denials of the sandbox, and the wait for devices, whose events would go with the process.
+FINALIZED is the last message. The process ends with `os._exit`, since threads that the model left behind would keep
+it. If the runtime is gone (`PeerGone`), nobody waits for any of this, and the process ends at once.
 
 A process that the model forked shares the channels with this one but must not use them. `os.register_at_fork` takes them from it
 (`Peers.leave_to_parent`, `Calls.disown`), and `hosts/forks.py` gives it another way to ask.
@@ -399,8 +399,8 @@ class Stub:
 def _call_exit_functions() -> None:
     """Call the functions that libraries have registered for the end of the program, in Python's order.
 
-    Pools of processes tell their workers to end before `multiprocessing` waits for these. Nobody waits for the threads of pools: they may
-    be at work for ever.
+    Pools of processes tell their workers to end before `multiprocessing` waits for these. Nobody waits for the threads
+    of pools: they may be at work for ever.
     """
     waits = getattr(sys.modules.get("concurrent.futures.thread"), "_python_exit", None)
     # `atexit` begins with the last ones. A model that has no threads has not imported the module.

@@ -1,8 +1,8 @@
 // Looks into arrays of numpy, and makes them, by numpy's own table of functions.
 //
-// The table and the head of an array are numpy's public interface, the same in its versions 1 and 2, so one file serves both without
-// numpy's headers. `np.ndarray(...)` takes four times as long. `load` compares what it sees of an array with what numpy says
-// of it: where they differ, nothing here may be used.
+// The table and the head of an array are numpy's public interface, the same in its versions 1 and 2, so one file
+// serves both without numpy's headers. `np.ndarray(...)` takes four times as long. `load` compares what it sees of an
+// array with what numpy says of it: where they differ, nothing here may be used.
 //
 // Everything here needs the interpreter's lock.
 #pragma once
@@ -36,15 +36,17 @@ inline PyTypeObject* array_type = nullptr;
 inline bool is_array(PyObject* object) { return Py_TYPE(object) == array_type; }
 inline Array* fields(PyObject* array) { return reinterpret_cast<Array*>(array); }
 
-// Returns an array of this type over memory that `base` keeps, C-contiguous; null with an error set, as for a shape that no array can
-// have. `descr` is borrowed. `alignment` is that of an element.
-inline PyObject* view(PyTypeObject* type, PyObject* descr, int nd, const int64_t* dims, char* data, int64_t alignment, PyObject* base) {
+// Returns an array of this type over memory that `base` keeps, C-contiguous; null with an error set, as for a shape
+// that no array can have. `descr` is borrowed. `alignment` is that of an element.
+inline PyObject* view(PyTypeObject* type, PyObject* descr, int nd, const int64_t* dims, char* data, int64_t alignment,
+                      PyObject* base) {
   using New = PyObject* (*)(PyTypeObject*, PyObject*, int, const int64_t*, const int64_t*, void*, int, PyObject*);
   using SetBase = int (*)(PyObject*, PyObject*);
   const bool is_aligned = reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(alignment) == 0;
   const int flags = kContiguous | kWriteable | (is_aligned ? kAligned : 0);
   Py_INCREF(descr);  // it is taken
-  PyObject* const array = reinterpret_cast<New>(table[kNewFromDescr])(type, descr, nd, dims, nullptr, data, flags, nullptr);
+  const auto make = reinterpret_cast<New>(table[kNewFromDescr]);
+  PyObject* const array = make(type, descr, nd, dims, nullptr, data, flags, nullptr);
   if (array == nullptr) return nullptr;
   Py_INCREF(base);  // as well
   if (reinterpret_cast<SetBase>(table[kSetBaseObject])(array, base) == 0) return array;
@@ -66,10 +68,12 @@ inline bool load(PyObject* example, int64_t address, int64_t rows, int64_t colum
   if (table == nullptr) return false;
   array_type = static_cast<PyTypeObject*>(table[kArrayType]);
   const Array* const seen = fields(example);
-  const bool is_known = is_array(example) && reinterpret_cast<int64_t>(seen->data) == address && seen->nd == 2 && seen->dims[0] == rows &&
-                        seen->dims[1] == columns && seen->base == nullptr && (seen->flags & kContiguous) != 0;
-  if (!is_known) PyErr_SetString(PyExc_ImportError, "numpy keeps its arrays in another form than this file was compiled for");
-  return is_known;
+  const bool is_known = is_array(example) && reinterpret_cast<int64_t>(seen->data) == address && seen->nd == 2 &&
+                        seen->dims[0] == rows && seen->dims[1] == columns && seen->base == nullptr &&
+                        (seen->flags & kContiguous) != 0;
+  if (is_known) return true;
+  PyErr_SetString(PyExc_ImportError, "numpy keeps its arrays in another form than this file was compiled for");
+  return false;
 }
 
 }  // namespace moonpool::numpy

@@ -24,8 +24,8 @@ std::string shown(const int64_t* shape, uint64_t dims) {
 
 bool check_tensor(const int64_t* shape, uint64_t dims, uint64_t datatype, uint64_t size, uint64_t* elements,
                   std::string* wrong) {
-  // numpy makes no array whose other dimensions are huge, beside one of 0. Within this limit, a signed number of 64 bits
-  // counts the bytes, too: an element has at most eight.
+  // numpy makes no array whose other dimensions are huge, beside one of 0. Within this limit, a signed number of 64
+  // bits counts the bytes, too: an element has at most eight.
   uint64_t count = 1, bound = 1;
   for (uint64_t i = 0; i < dims; ++i) {
     const auto dimension = static_cast<uint64_t>(shape[i]);

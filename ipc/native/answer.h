@@ -1,6 +1,7 @@
 // Answers of a stub: which outputs each response has, and where they lie. All of it is untrusted.
 //
-// Nothing here looks into a block. `read_answer` in runtime/stubs/layout.py refuses the same layouts with the same words.
+// Nothing here looks into a block. `read_answer` in runtime/stubs/layout.py refuses the same layouts with the same
+// words.
 #pragma once
 
 #include <cstddef>
@@ -41,8 +42,8 @@ class AnswerLayout {
   explicit AnswerLayout(const std::vector<std::string>& names) : names_(names), last_of_output_(names.size()) {}
 
   // Read the answer to a batch of so many requests, or a response that comes apart from it. If it breaks the protocol,
-  // they return false, `wrong` says why, and what is here means nothing. Otherwise all outputs lie within the blocks that
-  // it names, and no block is without outputs. The caller finds out if these blocks are the stub's.
+  // they return false, `wrong` says why, and what is here means nothing. Otherwise all outputs lie within the blocks
+  // that it names, and no block is without outputs. The caller finds out if these blocks are the stub's.
   bool read(const wire::Answer& said, uint64_t batch, size_t requests, std::string* wrong);
   bool read(const wire::Response& said, std::string* wrong);
 

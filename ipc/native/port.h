@@ -48,7 +48,8 @@ class PlainAnswer {
   std::vector<wire::Block> blocks;
 };
 
-// Reads a response that comes apart from the answer and lies in one block. Returns false if it breaks the protocol. `room` is reused.
+// Reads a response that comes apart from the answer and lies in one block. Returns false if it breaks the protocol.
+// `room` is reused.
 inline bool read_apart(Writer& room, const wire::Block& block, std::string_view packed, AnswerLayout& layout) {
   try {
     room.clear();

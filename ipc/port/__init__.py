@@ -1,15 +1,17 @@
-"""The usual way of requests over a work channel: what is placed in memory, sent, waited for and read. In Python and compiled.
+"""The usual way of requests over a work channel: what is placed in memory, sent, waited for and read. In Python and
+compiled.
 
-Theory of operation. `_port.pyx` is the compiled form. It lays out any mix of shapes, rows and datatypes by arithmetic, and remembers nothing from
-batch to batch. It does what most batches are: arrays that are copied, with ids, parameters and all other details, and answers with
-nothing but outputs in the stub's own regions. It looks if everything is so before it changes anything. If not, `put` returns False and
-`take` returns None, and the `Link` does all of it in Python.
+Theory of operation. `_port.pyx` is the compiled form. It lays out any mix of shapes, rows and datatypes by arithmetic,
+and remembers nothing from batch to batch. It does what most batches are: arrays that are copied, with ids, parameters
+and all other details, and answers with nothing but outputs in the stub's own regions. It looks if everything is so
+before it changes anything. If not, `put` returns False and `take` returns None, and the `Link` does all of it in
+Python.
 
-Here are the forms for interpreters without the compiled one. `Shapes` and `RequestBase` are complete. The port of this file does nothing, so that the link
-does everything.
+Here are the forms for interpreters without the compiled one. `Shapes` and `RequestBase` are complete. The port of this
+file does nothing, so that the link does everything.
 
-What belongs to the driver of a link is the port's, too: one thread at a time has it. Other threads meet the driver in `replies`, `released`,
-and in the blocks' `spares`, each step of which is one instruction.
+What belongs to the driver of a link is the port's, too: one thread at a time has it. Other threads meet the driver in
+`replies`, `released`, and in the blocks' `spares`, each step of which is one instruction.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ class RequestTensor(NamedTuple):
 
 
 def key_of(shapes: Sequence[tuple[int, Sequence[int] | None]]) -> bytes:
-    """Return what requests have in common that may share a batch. Each row is an input and its dimensions without rows, None if it is ragged."""
+    """Return what requests have in common that may share a batch.
+
+    Each row is an input and its dimensions without rows, None if it is ragged.
+    """
     numbers: list[int] = []
     for index, dims in shapes:
         numbers += (index, -1) if dims is None else (index, len(dims), *dims)
@@ -44,8 +49,8 @@ def key_of(shapes: Sequence[tuple[int, Sequence[int] | None]]) -> bytes:
 class Shapes:
     """The shapes of the inputs of a request, and what follows from them.
 
-    `signature` is equal for requests that may share a batch; None for a model that does not batch. `is_shared` is False if there are BYTES,
-    whose size differs from request to request.
+    `signature` is equal for requests that may share a batch; None for a model that does not batch. `is_shared` is
+    False if there are BYTES, whose size differs from request to request.
     """
 
     __slots__ = ("batch_size", "is_shared", "signature", "tensors")
@@ -128,7 +133,8 @@ class RequestBase:
         self.states: Any = None
         # None for most requests.
         self.trace: Any = None
-        # Of a step of an ensemble: the sums of compute input, infer and output of all steps, to which its batch adds its own.
+        # Of a step of an ensemble: the sums of compute input, infer and output of all steps, to which its batch adds
+        # its own.
         self.durations_ns: list[int] | None = None
         self.waiter: Any = None
         self.queued_ns = 0
@@ -155,7 +161,10 @@ class Spec:
         inputs: list[tuple[str, int, tuple[int, ...], bool, bool]],
         max_batch_size: int,
     ) -> None:
-        """`kind` is the class of the requests. Each input has name, datatype, dimensions, and if it is ragged and if it is reshaped."""
+        """`kind` is the class of the requests.
+
+        Each input has name, datatype, dimensions, and if it is ragged and if it is reshaped.
+        """
 
     def request(self, inputs: object) -> Any:  # noqa: ARG002
         """Return the request with these inputs, None if they are not exactly the arrays of the model."""
@@ -163,13 +172,16 @@ class Spec:
 
 
 class RuntimePort:
-    """The runtime's end of a work channel. Its driver calls all methods but those for a response apart, which the reactor calls."""
+    """The runtime's end of a work channel.
+
+    Its driver calls all methods but those for a response apart, which the reactor calls.
+    """
 
     __slots__ = ("batch", "begun", "core", "is_plain", "look_ns", "rests")
 
     def __init__(self, *_: Any) -> None:
-        """The arguments are the conversation, the blocks that are lent, the replies, the places that callers have dropped, and the regions for
-        answers by their numbers.
+        """The arguments are the conversation, the blocks that are lent, the replies, the places that callers have
+        dropped, and the regions for answers by their numbers.
         """
         # The number of the last batch.
         self.batch = 0
@@ -190,11 +202,17 @@ class RuntimePort:
         return False
 
     def wait(self) -> bool:
-        """Wait for a packet and put it into the channel's inbox. Returns False, having done nothing, if Python has to do it."""
+        """Wait for a packet and put it into the channel's inbox.
+
+        Returns False, having done nothing, if Python has to do it.
+        """
         return False
 
     def wait_alone(self) -> bool:
-        """Do what `wait` does for a caller who alone waits. Looks for the answer for a moment first, where that has helped lately."""
+        """Do what `wait` does for a caller who alone waits.
+
+        Looks for the answer for a moment first, where that has helped lately.
+        """
         return False
 
     def look(self) -> bool:
@@ -202,11 +220,17 @@ class RuntimePort:
         return False
 
     def take(self, requests: Sequence[RequestBase]) -> list[Any] | None:  # noqa: ARG002
-        """Read the answer, and return the responses. Returns None, and leaves the packet in the inbox, if Python has to do it."""
+        """Read the answer, and return the responses.
+
+        Returns None, and leaves the packet in the inbox, if Python has to do it.
+        """
         return None
 
     def open_apart(self, blocks: list[list[int]], packed: object) -> bool:  # noqa: ARG002
-        """Read a response that has nothing but outputs in one block. Returns False, having done nothing, if Python has to do it."""
+        """Read a response that has nothing but outputs in one block.
+
+        Returns False, having done nothing, if Python has to do it.
+        """
         return False
 
     def apart(self, request: RequestBase) -> Any:

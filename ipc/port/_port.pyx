@@ -1,11 +1,13 @@
 # distutils: language = c++
-# cython: language_level=3, binding=False, boundscheck=True, wraparound=True, nonecheck=True, overflowcheck=True, annotation_typing=False
+# cython: language_level=3, binding=False, annotation_typing=False
+# cython: boundscheck=True, wraparound=True, nonecheck=True, overflowcheck=True
 """The compiled form of `__init__.py`, which says what everything here is for. Both give the same.
 
-No signal handler runs inside a method, except where it calls Python's code: at hooks that a comment names, and where a garbage collection ends
-an object. So objects are made first, and what others see is changed after that.
+No signal handler runs inside a method, except where it calls Python's code: at hooks that a comment names, and where a
+garbage collection ends an object. So objects are made first, and what others see is changed after that.
 
-While the interpreter's lock is given up, no frame has anything to clean up: an interpreter that ends takes such a thread away.
+While the interpreter's lock is given up, no frame has anything to clean up: an interpreter that ends takes such a
+thread away.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
@@ -73,8 +75,8 @@ cdef enum:
     ROOM = 32769
     # A copy from this size on takes so long that others should have the interpreter meanwhile.
     LONG_COPY_BYTES = 262144
-    # After a look that did not find the answer, so many requests go without one: looking costs processor time, and tells only by
-    # trying if it would help now.
+    # After a look that did not find the answer, so many requests go without one: looking costs processor time, and
+    # tells only by trying if it would help now.
     RESTS = 63
     # What fits into a packet beside all else.
     MOST_RELEASED = 1024
@@ -195,7 +197,8 @@ cdef class Spec:
                 self._is_usual = False
             self._names.append(name)
             self._dtypes.append(dtype)
-            wanted.first_dim, wanted.dims, wanted.datatype, wanted.is_ragged = self._dims.size(), len(dims), datatype, is_ragged
+            wanted.first_dim, wanted.dims = self._dims.size(), len(dims)
+            wanted.datatype, wanted.is_ragged = datatype, is_ragged
             for dim in dims:
                 self._dims.push_back(dim)
             self._inputs.push_back(wanted)
@@ -287,7 +290,10 @@ cdef made(kind, list arrays, Shapes shapes, bint has_views):
 
 
 cdef bint is_view(array) except -1:
-    """Returns True if stubs may see the memory of an array where it lies. Python's code runs for the output of a model alone."""
+    """Return True if stubs may see the memory of an array where it lies.
+
+    Python's code runs for the output of a model alone.
+    """
     if fields(array).base == NULL:
         return False
     base = <object>fields(array).base
@@ -569,11 +575,17 @@ cdef class RuntimePort:
     # Waiting
 
     def wait(self):
-        """Wait for a packet and put it into the channel's inbox. Returns False, having done nothing, if Python has to do it."""
+        """Wait for a packet and put it into the channel's inbox.
+
+        Returns False, having done nothing, if Python has to do it.
+        """
         return self._wait(0, NULL, True)
 
     def wait_alone(self):
-        """Do what `wait` does for a caller who alone waits. Looks for the answer for a moment first, where that has helped lately."""
+        """Do what `wait` does for a caller who alone waits.
+
+        Looks for the answer for a moment first, where that has helped lately.
+        """
         return self._wait_or_look(True)
 
     def look(self):
@@ -643,7 +655,10 @@ cdef class RuntimePort:
     # Up
 
     def take(self, requests):
-        """Read the answer, and return the responses. Returns None, and leaves the packet in the inbox, if Python has to do it."""
+        """Read the answer, and return the responses.
+
+        Returns None, and leaves the packet in the inbox, if Python has to do it.
+        """
         if not self.is_plain or self._layout == NULL or type(requests) is not list:
             return None
         if _ANSWER not in self._conversation.turn[1]:
@@ -658,7 +673,8 @@ cdef class RuntimePort:
         cdef size_t size = PyBytes_Size(packet)
         if size == 0 or size > kMaxPacketBytes:
             return None
-        if not self._answer.read(string_view(PyBytes_AsString(packet), size), self.batch, len(requests), self._layout[0]):
+        cdef string_view said = string_view(PyBytes_AsString(packet), size)
+        if not self._answer.read(said, self.batch, len(requests), self._layout[0]):
             return None
         if not self._has_descrs(self._layout):
             return None
@@ -793,7 +809,10 @@ cdef class RuntimePort:
     # A response that comes apart from the answer
 
     def open_apart(self, list blocks, packed):
-        """Read a response that has nothing but outputs in one block. Returns False, having done nothing, if Python has to do it."""
+        """Read a response that has nothing but outputs in one block.
+
+        Returns False, having done nothing, if Python has to do it.
+        """
         cdef Block block
         if not self.is_plain or self._apart == NULL or len(blocks) != 1 or type(packed) is not bytes:
             return False
@@ -801,7 +820,8 @@ cdef class RuntimePort:
         if <uint64_t>len(packed) > kMaxPacketBytes:
             return False
         block.region, block.offset, block.size = blocks[0]
-        if not read_apart(self._room, block, string_view(PyBytes_AsString(packed), PyBytes_Size(packed)), self._apart[0]):
+        cdef string_view said = string_view(PyBytes_AsString(packed), PyBytes_Size(packed))
+        if not read_apart(self._room, block, said, self._apart[0]):
             return False
         region = self._region_of(block)
         if region is None:
@@ -820,7 +840,10 @@ cdef class RuntimePort:
 
 
 cdef int _keep(inbox, const char* room, ssize_t size) except -1:
-    """Put a packet into the inbox. Without memory for it, the peer counts as gone: nobody else would wait for the packet any more."""
+    """Put a packet into the inbox.
+
+    Without memory for it, the peer counts as gone: nobody would wait for the packet any more.
+    """
     try:
         inbox.append(PyBytes_FromStringAndSize(room, size))
     except MemoryError:

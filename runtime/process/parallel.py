@@ -10,8 +10,9 @@ No signal handler may find the calling thread in a lock that a call needs (`thre
 `takes_long` run on threads of their own. A thread that begins and `cancel` may meet: each sets its own flag first and looks at the other one then. If
 no thread can be started, the call runs in the calling thread.
 
-`awaited` does the same for a task of an event loop, which must not stand still. So it waits for a future, and calls `interrupted`, which must be
-quick, itself. A handler may also raise between asyncio and a callback, which is lost then, and so `awaited` looks now and then.
+`awaited` does the same for a task of an event loop, which must not stand still. So it waits for a future, and calls
+`interrupted`, which must be quick, itself. A handler may also raise between asyncio and a callback, which is lost
+then, and so `awaited` looks now and then.
 
 A `TaskPool` does not do this: its tasks may wait for each other, and a load may ask for another one.
 """
@@ -158,8 +159,8 @@ class _Task(Generic[T, R]):
 async def awaited(function: Callable[[], R], name: str, interrupted: Callable[[], object]) -> R:
     """Call a function on a thread of its own for a task, which goes on when it has ended. Raises what it raises, and `OutOfThreads`.
 
-    If the task is cancelled, or a signal handler raises in it, `interrupted` is called again and again, to make the call end sooner, and
-    that exception is raised after that: the code that cleans up must find nothing at work.
+    If the task is cancelled, or a signal handler raises in it, `interrupted` is called again and again, to make the
+    call end sooner, and that exception is raised after that: the code that cleans up must find nothing at work.
     """
     import asyncio
 

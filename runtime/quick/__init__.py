@@ -21,7 +21,8 @@ import numpy as np
 from moonpool.ipc.extension import is_wanted, load_if_there
 from moonpool.ipc.port import compiled
 
-# The module of the forms, None if there are only those in Python. `_quick.pyi` has their signatures. They stand on the compiled port.
+# The module of the forms, None if there are only those in Python. `_quick.pyi` has their signatures. They stand on the
+# compiled port.
 forms: Any = (
     load_if_there("moonpool.runtime.quick._quick") if is_wanted() and compiled is not None else None
 )

@@ -84,7 +84,8 @@ Ref request_of(Ref arrays, PyObject* shapes, bool has_views) {
   Ref request(reinterpret_cast<newfunc>(PyType_GetSlot(type, Py_tp_new))(type, nothing.get(), nullptr));
   if (!request) return Ref();
   PyObject* const object = request.get();
-  Ref batch_size(PyObject_GetAttr(shapes, constants.batch_size)), signature(PyObject_GetAttr(shapes, constants.signature));
+  Ref batch_size(PyObject_GetAttr(shapes, constants.batch_size));
+  Ref signature(PyObject_GetAttr(shapes, constants.signature));
   const bool is_set = of.arrays.set(object, arrays.release()) && of.shapes.set_to(object, shapes) &&
                       of.batch_size.set(object, batch_size.release()) && of.signature.set(object, signature.release()) &&
                       of.has_views.set_to(object, has_views ? Py_True : Py_False);

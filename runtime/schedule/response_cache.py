@@ -293,7 +293,8 @@ class CachingScheduler(Scheduler):
         owner = self._owner
         if owner is None or not may_be_cached(request):
             return None
-        # What is hashed must be what is executed. Others may write into the memory of a view meanwhile, but not into bytes.
+        # What is hashed must be what is executed. Others may write into the memory of a view meanwhile, but not into
+        # bytes.
         if any(each.base is not None and type(each.base) is not bytes for each in request.arrays):
             request.arrays = [np.array(array) for array in request.arrays]
             request.has_views = False

@@ -5,10 +5,10 @@ for RESPONSES, at the same time. It has no lock: it only reads what `serve` has 
 layouts may be used by many threads. An answer is checked in this order: the layout by itself, the number of blocks, each block when
 it is opened, and then if each block holds what the layout says. Nothing is copied, and no array is made, before that.
 
-`Replies` is where the driver and the reactor meet, so it has a lock. Responses to a request may come before the answer to its
-batch and after it. Before it, the batch in `executing` has the request, and `ended` notes those that had their last response.
-The answer then moves the requests that stay open to `_open`. A request that had its last response before must be OPEN in the answer,
-since an outcome there would be a second one. Nothing is called under the lock.
+`Replies` is where the driver and the reactor meet, so it has a lock. Responses to a request may come before the answer
+to its batch and after it. Before it, the batch in `executing` has the request, and `ended` notes those that had their
+last response. The answer then moves the requests that stay open to `_open`. A request that had its last response
+before must be OPEN in the answer, since an outcome there would be a second one. Nothing is called under the lock.
 """
 
 from __future__ import annotations

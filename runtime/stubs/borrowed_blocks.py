@@ -14,10 +14,11 @@ A block of ours may be used again when two things are true: the stub has given i
 answer with its input, and then `open` makes a lease on the block for the caller and counts it in `holds`. `Arena.release` frees a
 block only when its last holder has released it. Memory of others is kept alive by the reference to its lease.
 
-Batches mostly want one block, of a size class that others had before. So if a batch had only one, in the first region, and nobody looks at it,
-`end_batch` does not release the block but puts it aside (`spares`), one of each class. Nothing is lent in it. The next `allocate` of that class lends
-it again. They are released before another region is made, and by `tidy` and `used_bytes`. Each step with them is one instruction, as `RuntimePort`
-takes them and puts them back without the lock.
+Batches mostly want one block, of a size class that others had before. So if a batch had only one, in the first region,
+and nobody looks at it, `end_batch` does not release the block but puts it aside (`spares`), one of each class. Nothing
+is lent in it. The next `allocate` of that class lends it again. They are released before another region is made, and
+by `tidy` and `used_bytes`. Each step with them is one instruction, as `RuntimePort` takes them and puts them back
+without the lock.
 
 Who holds the lock. The driver lends inputs, ends batches, and takes back what ANSWER and RELEASE name. A thread with the answer to
 a call lends that, the reactor takes back what calls of the stub name, and any thread may drop the last view of a block. The last one may do so in the garbage collector, while

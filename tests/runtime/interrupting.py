@@ -22,8 +22,8 @@ import moonpool
 PACKAGES = tuple(str(Path(moonpool.__path__[0], name)) for name in ("runtime", "ipc"))
 # What a model's main thread runs.
 OF_A_STUB = tuple(str(Path(moonpool.__path__[0], name)) for name in ("stub", "ipc"))
-# No signal handler can run between the end of a block and the release of its lock, nor at a `try`, which is no instruction, nor from
-# an exception to the end of the first call after it.
+# No signal handler can run between the end of a block and the release of its lock, nor at a `try`, which is no
+# instruction, nor from an exception to the end of the first call after it.
 _NO_STEPS = re.compile(r"\s*(with (self\.)?_\w+:|try:|except BaseException:)")
 _FIRST_CALL = ".soon.append("
 

@@ -1,9 +1,10 @@
 """The route for inference over HTTP: from a connection into a scheduler and back, without a task or a thread between.
 
-Theory of operation. A request is read, checked and submitted in the callback of the connection that received it; the rest is that of all
-calls (`inference.call`). Work that would hold the loop for long runs in `executor`: compression, and copies of more than a megabyte from
-or to memory of clients. It goes on in the loop afterwards, unless the client has gone meanwhile. JSON of more than 256 KiB is
-read there as well, one body at a time (`turns`), in pieces that let the loop run in between (`json_text`).
+Theory of operation. A request is read, checked and submitted in the callback of the connection that received it; the
+rest is that of all calls (`inference.call`). Work that would hold the loop for long runs in `executor`: compression,
+and copies of more than a megabyte from or to memory of clients. It goes on in the loop afterwards, unless the client
+has gone meanwhile. JSON of more than 256 KiB is read there as well, one body at a time (`turns`), in pieces that let
+the loop run in between (`json_text`).
 
 On a thread of the executor a call only reads or writes memory that nothing else uses at that time: the body, the arrays of its inputs, the
 response. If the client goes meanwhile, the thread ends by itself, and its result is dropped.
@@ -278,7 +279,10 @@ class HttpInferCall(InferCall):
             self._take(data, offset, is_shared, plan)
 
     def _long_plan(self, text: Body) -> HttpRequestPlan:
-        """Return the plan of a request with this JSON, on a thread, which also copies its tensors. Raises `MoonpoolError`."""
+        """Return the plan of a request with this JSON, on a thread, which also copies its tensors.
+
+        Raises `MoonpoolError`.
+        """
         plan, service, model = read_plan(text), self._inference.service, self.hosted.model
         plan.inputs = [
             each

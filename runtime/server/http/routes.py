@@ -1,8 +1,9 @@
 """A table of routes, for requests that are not in a hurry: each is answered in a task of the event loop.
 
-Theory of operation. Everything runs in the loop's thread but for the reading of long JSON (`LongBodies`), which a thread of
-the executor does with nothing but the body. Its lock is the loop's: one body is read at a time, in the order in which they
-came, so that their values do not need memory at once. The task of a client that goes before its turn is cancelled.
+Theory of operation. Everything runs in the loop's thread but for the reading of long JSON (`LongBodies`), which a
+thread of the executor does with nothing but the body. Its lock is the loop's: one body is read at a time, in the order
+in which they came, so that their values do not need memory at once. The task of a client that goes before its turn is
+cancelled.
 """
 
 from __future__ import annotations

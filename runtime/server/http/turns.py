@@ -1,9 +1,10 @@
 """Lets requests that hold the loop for long wait for each other, so that other clients do not wait for all of them.
 
-Theory of operation. Reading a body of JSON as large as the limit takes seconds, in pieces that each hold the interpreter. If
-many such bodies come together, all of them are ready at once, and one after the other would be parsed before the loop looks at
-another client, or answers the main process, which would take it for hung. So one of them is read at a time: in the loop, with a turn for
-others behind it, or on a thread that the loop waits for. The latter also bounds the memory for their values.
+Theory of operation. Reading a body of JSON as large as the limit takes seconds, in pieces that each hold the
+interpreter. If many such bodies come together, all of them are ready at once, and one after the other would be parsed
+before the loop looks at another client, or answers the main process, which would take it for hung. So one of them is
+read at a time: in the loop, with a turn for others behind it, or on a thread that the loop waits for. The latter also
+bounds the memory for their values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Uses one runtime from threads of many kinds at once. A program, for a run under the sanitizer for threads: PORT FORMS FOLDER SECONDS."""
+"""Uses one runtime from threads of many kinds at once.
+
+A program, for a run under the sanitizer for threads: PORT FORMS FOLDER SECONDS.
+"""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ CHANNELS = ("work", "control", "calls", "launcher", "layout", "answer", "place",
 class Asked(NamedTuple):
     """`sender` is a number up to 255 where the packet is no message.
 
-    Of a layout, it is the number of the values that it may have, 0 for as many as any; of an answer, that of the requests in the
-    batch, 0 for a response apart from it; and of strings, their number.
+    Of a layout, it is the number of the values that it may have, 0 for as many as any; of an answer, that of the
+    requests in the batch, 0 for a response apart from it; and of strings, their number.
     """
 
     channel: str

@@ -1,4 +1,5 @@
-// What the codec, and what reads and writes layouts, says of a packet, whatever its bytes are; for programs that ask it.
+// What the codec, and what reads and writes layouts, says of a packet, whatever its bytes are; for programs that ask
+// it.
 #pragma once
 
 #include <algorithm>
@@ -120,8 +121,8 @@ Told told_of_layout(std::string_view packed, uint64_t most) {
   return {wrong, std::string(writer.bytes())};
 }
 
-// The answer to a batch of so many requests, or for 0 a response that comes apart from it: the number of its blocks, the
-// size of each, both in one byte, and the layout.
+// The answer to a batch of so many requests, or for 0 a response that comes apart from it: the number of its blocks,
+// the size of each, both in one byte, and the layout.
 Told told_of_answer(std::string_view packet, size_t requests) {
   static const std::vector<std::string> names = {"Y", "Z", "STRINGS"};
   static AnswerLayout answer(names);  // used again, as by its owner
@@ -201,8 +202,8 @@ Told told_of_strings(std::string_view bytes, uint64_t count) {
   return {"it is not so many strings", ""};
 }
 
-// The channel: work, control, calls or launcher; or one of what comes in them. There the sender is a number: of the values
-// that a layout may have, 0 for as many as any, of requests, or of strings.
+// The channel: work, control, calls or launcher; or one of what comes in them. There the sender is a number: of the
+// values that a layout may have, 0 for as many as any, of requests, or of strings.
 Told told_of(uint8_t channel, uint8_t sender, std::string_view packet) {
   switch (channel) {
     case 0:

@@ -1,4 +1,7 @@
-"""Large JSON is read in pieces, between which others have the interpreter. What comes out is what one piece would give."""
+"""Large JSON is read in pieces, between which others have the interpreter.
+
+What comes out is what one piece would give.
+"""
 
 from __future__ import annotations
 

@@ -55,8 +55,9 @@ SIGNATURE: Config = {
     "output": [tensor("Y", "FP32", -1), tensor("STRINGS", "STRING", -1)],
 }
 BROKE = "broke the protocol and was ended: "
-# The library has other words than `WORDS` for this. An empty packet is the end of a channel to both, and the stub that sent it
-# waits for the next batch. The runtime waits for its end, and then ends it. The library shuts all of its channels, so it ends by itself.
+# The library has other words than `WORDS` for this. An empty packet is the end of a channel to both, and the stub that
+# sent it waits for the next batch. The runtime waits for its end, and then ends it. The library shuts all of its
+# channels, so it ends by itself.
 OF_THE_LIBRARY = {"an empty packet": "exited with 0 during execute"}
 # The client gets these errors in the response, or from the server, before the stub is ended.
 TOLD_BEFORE = {
