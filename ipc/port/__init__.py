@@ -2,7 +2,7 @@
 compiled.
 
 Theory of operation. `_port.pyx` is the compiled form. It lays out any mix of shapes, rows and datatypes by arithmetic,
-and remembers nothing from batch to batch. It does what most batches are: arrays that are copied, with ids, parameters
+and keeps no layout from batch to batch. It does what most batches are: arrays that are copied, with ids, parameters
 and all other details, and answers with nothing but outputs in the stub's own regions. It looks if everything is so
 before it changes anything. If not, `put` returns False and `take` returns None, and the `Link` does all of it in
 Python.
