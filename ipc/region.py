@@ -40,8 +40,6 @@ _SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
 # takes a fifth of the time of a page fault for each.
 _LARGE = 2 << 20
 _SMALL = 16 << 10
-# From here on a copy past the caches (`_copy.cpp`) is quicker: neither the caches of the writer nor those of the reader hold so much.
-_PAST_CACHES = 16 << 20
 _SHARED = mmap.MAP_SHARED
 _PRESENT = _SHARED | getattr(mmap, "MAP_POPULATE", 0)  # from Python 3.10 on
 
@@ -127,7 +125,7 @@ class SharedRegion(Region):
                 return
             except ValueError:  # the array is not contiguous
                 pass
-        elif size_bytes >= _PAST_CACHES and _copy is not None:
+        elif _copy is not None:
             try:
                 _copy(self.buffer or self._open(), offset, array)
                 return

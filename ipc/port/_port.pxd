@@ -63,6 +63,10 @@ cdef extern from "channel.h" namespace "moonpool":
     uint64_t current_core()
 
 
+cdef extern from "copy.h" namespace "moonpool":
+    void copy(char*, const char*, size_t) noexcept nogil
+
+
 cdef extern from "answer.h" namespace "moonpool":
     ctypedef struct OutputLayout:
         uint32_t index, datatype, dims

@@ -504,7 +504,7 @@ cdef class RuntimePort:
                     memcpy(to + tensor.offset, source.buf, tensor.size)
                 else:
                     with nogil:
-                        memcpy(to + tensor.offset, source.buf, tensor.size)
+                        copy(to + tensor.offset, <const char*>source.buf, tensor.size)
                 PyBuffer_Release(&source)
         return True
 

@@ -51,6 +51,14 @@ def test_a_response_apart_gives_back_its_block_once_whoever_has_its_memory(pair:
     assert list(pair.link.released) == places
 
 
+@pytest.mark.parametrize("elements", [1 << 18, (1 << 20) + 77])
+def test_a_large_tensor_is_copied_whole(pair: Pair, elements: int) -> None:
+    values = np.arange(elements, dtype=np.float32)
+    pair.execute(values[::-1], values)
+    assert np.array_equal(pair.peer.input(0, 0), values[::-1])
+    assert np.array_equal(pair.peer.input(1, 0), values)
+
+
 def test_a_model_on_a_card_is_told_where_outputs_are_wanted(pair: Pair) -> None:
     pair.link.is_on_gpu = True
     request = pair.request([1, 2])
