@@ -21,6 +21,8 @@ from libc.string cimport memcpy
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
+from _thread import get_ident
+
 import numpy as np
 
 from moonpool.ipc.arena import Block as _Block
@@ -335,6 +337,36 @@ cdef strings(raw, tuple shape, uint64_t count):
     return array.reshape(shape)
 
 
+cdef class Elsewhere:
+    """The tensors of a batch that are not copied: blocks that others wrote, and places where clients want outputs."""
+
+    cdef object _blocks
+    # Rows of EXECUTE: region, offset and size of each, for targets behind request and output.
+    cdef list lent, targets
+
+    def __init__(self, blocks):
+        self._blocks, self.lent, self.targets = blocks, [], []
+
+    cdef bint lend(self, RequestBase request, uint64_t index, PlacedTensor* tensors, uint32_t count) except -1:
+        """Lend what a request has in memory of others, and name it in the request's tensors.
+
+        Returns False for arrays on devices. Calls Python's code.
+        """
+        cdef uint32_t number = 0
+        for output, lease in request.targets.items():
+            self.targets.append([index, output, *self._blocks.lend_target(lease)])
+        for array in <list?>request.arrays:
+            if number == count or not isinstance(array, _ndarray):
+                return False
+            found = self._blocks.lend(array)
+            if found is not None:
+                # The first block is for copies.
+                self.lent.append(found[0])
+                tensors[number].block, tensors[number].offset = len(self.lent), found[1]
+            number += 1
+        return True
+
+
 cdef class RuntimePort:
     """The runtime's end of a work channel."""
 
@@ -389,14 +421,23 @@ cdef class RuntimePort:
             return False
         cdef uint64_t size
         cdef list taken = []
+        cdef Elsewhere elsewhere = None
+        block = None
         try:
-            if not self._place(requests, &size):
+            for each in requests:
+                if (<RequestBase?>each).has_views:
+                    # Python's code lends, in which a handler could raise anywhere.
+                    if self._is_interruptible():
+                        return False
+                    elsewhere = Elsewhere(self._blocks)
+                    break
+            if not self._place(requests, elsewhere, &size):
+                if elsewhere is not None:
+                    self._undo(taken)
                 return False
-        except (MemoryError, OverflowError, TypeError, ValueError):
-            return False
-        try:
-            block = self._take_block(size)
-        except MoonpoolError:
+            if size > 0:
+                block = self._take_block(size)
+        except (MemoryError, MoonpoolError, OverflowError, TypeError, ValueError):
             # Python's form meets the same.
             self._undo(taken)
             return False
@@ -405,11 +446,11 @@ cdef class RuntimePort:
             self._undo(taken)
             raise
         try:
-            if not self._copy(requests, block) or not self._take_released(taken):
+            if block is not None and not self._copy(requests, block) or not self._take_released(taken):
                 self._undo(taken)
                 return False
             batch = self.batch + 1
-            if not self._write(batch, requests, taken, block, size):
+            if not self._write(batch, requests, taken, block, size, elsewhere):
                 self._undo(taken)
                 return False
             self.batch, self.begun = batch, (batch, None)
@@ -431,7 +472,11 @@ cdef class RuntimePort:
         _counts.copied_bytes += size
         return True
 
-    cdef bint _place(self, list requests, uint64_t* size) except -1:
+    cdef bint _place(self, list requests, Elsewhere elsewhere, uint64_t* size) except -1:
+        """Say where each tensor of the batch lies, and how large the block for those is that are copied.
+
+        Returns False if Python has to do it.
+        """
         cdef RequestBase request
         cdef Shapes shapes
         cdef PlacedTensor tensor
@@ -442,8 +487,6 @@ cdef class RuntimePort:
         tensor.block = tensor.offset = 0
         for each in requests:
             request = <RequestBase?>each
-            if request.has_views:
-                return False
             shapes = <Shapes?>request.shapes
             if <size_t>len(<list?>request.arrays) != shapes._rows.size():
                 return False
@@ -453,7 +496,23 @@ cdef class RuntimePort:
                 tensor.index, tensor.datatype, tensor.size = row.number, row.datatype, row.size
                 tensor.shape, tensor.dims = shapes._dims.data() + row.first_dim, row.dims
                 self._tensors.push_back(tensor)
-        return place(self._counts, self._tensors, size) and size[0] > 0
+        if elsewhere is not None and not self._lend(requests, elsewhere):
+            return False
+        return place(self._counts, self._tensors, size) and (size[0] > 0 or elsewhere is not None)
+
+    cdef bint _is_interruptible(self) except -1:
+        return get_ident() == self._blocks.interruptible[0]
+
+    cdef bint _lend(self, list requests, Elsewhere elsewhere) except -1:
+        cdef uint64_t index = 0, first = 0
+        cdef uint32_t count
+        for each in requests:
+            count = self._counts[index]
+            if (<RequestBase>each).has_views and not elsewhere.lend(each, index, self._tensors.data() + first, count):
+                return False
+            first += count
+            index += 1
+        return True
 
     cdef _take_block(self, uint64_t size):
         """Borrow the block that a batch of this size had before, or have Python allocate one."""
@@ -489,6 +548,8 @@ cdef class RuntimePort:
             for array in <list?>request.arrays:
                 tensor = self._tensors[at]
                 at += 1
+                if tensor.block > 0:
+                    continue
                 if tensor.offset > <uint64_t>room or tensor.size > <uint64_t>room - tensor.offset:
                     return False
                 if _is_as_checked(array, &tensor) and tensor.size < LONG_COPY_BYTES:
@@ -522,7 +583,7 @@ cdef class RuntimePort:
                 return True
         return True
 
-    cdef bint _write(self, batch, list requests, list taken, block, uint64_t size) except -1:
+    cdef bint _write(self, batch, list requests, list taken, block, uint64_t size, Elsewhere elsewhere) except -1:
         """Write EXECUTE. Returns False if it does not fit into a packet."""
         cdef RequestBase request
         cdef bytes row
@@ -540,11 +601,14 @@ cdef class RuntimePort:
             message.array(2)
             message.uint(region)
             message.uint(offset)
-        message.array(1)
+        message.array(1 if elsewhere is None else 1 + len(elsewhere.lent))
         message.array(3)
-        message.uint(block.region.id)
-        message.uint(block.offset)
+        # An empty block in a region that exists, if nothing is copied.
+        message.uint(self._blocks.first.id if block is None else block.region.id)
+        message.uint(0 if block is None else block.offset)
         message.uint(size)
+        if elsewhere is not None:
+            self._write_rows(elsewhere.lent)
         message.raw(self._packed.bytes())
         for each in requests:
             if (<RequestBase>each).details is not None:
@@ -563,8 +627,19 @@ cdef class RuntimePort:
                     if message.bytes().size() + PyBytes_Size(row) > kMaxPacketBytes:
                         return False
                     message.values(string_view(PyBytes_AsString(row), PyBytes_Size(row)))
-        message.nil()
+        if elsewhere is None or not elsewhere.targets:
+            message.nil()
+        else:
+            message.array(len(elsewhere.targets))
+            self._write_rows(elsewhere.targets)
         return message.bytes().size() <= kMaxPacketBytes
+
+    cdef int _write_rows(self, list rows) except -1:
+        for row in rows:
+            self._message.array(len(row))
+            for number in row:
+                self._message.uint(number)
+        return 0
 
     cdef int _undo(self, list taken) except -1:
         """Make it as if nothing had happened. Keeps the error that is being handled."""
@@ -716,16 +791,26 @@ cdef class RuntimePort:
             free(room)
 
     cdef list _open(self):
-        """Return the regions of the answer's blocks, or None if one lies elsewhere."""
+        """Return the regions of the answer's blocks, leases for those that were lent for the batch, or None if one lies elsewhere."""
         cdef list regions = []
         cdef Block block
         for i in range(<Py_ssize_t>self._answer.blocks.size()):
             block = self._answer.blocks[i]
-            region = self._region_of(block)
+            region = self._region_of(block) or self._lent(block)
             if region is None:
                 return None
             regions.append(region)
         return regions
+
+    cdef _lent(self, Block block):
+        """Return a lease on a block that was lent for the batch, or None if it lies elsewhere. Calls Python's code."""
+        if block.region in <dict>self._regions or self._is_interruptible():
+            return None
+        try:
+            lease = self._blocks.open(block.region, block.offset, block.size)
+        except MoonpoolError:
+            return None  # Python's form meets the same
+        return lease if type(lease) is Lease else None
 
     cdef _region_of(self, Block block):
         """Return the region for answers that a block lies in, or None if it lies elsewhere."""
@@ -736,6 +821,8 @@ cdef class RuntimePort:
         return region
 
     cdef _lease(self, region, Block block):
+        if type(region) is Lease:
+            return region
         cdef Py_buffer memory
         cdef int64_t size = block.size
         buffer = region.buffer

@@ -79,20 +79,20 @@ def check_unpatched() -> None:
         )
 
 
-# The thread on which signal handlers run, None if no handler of this process raises.
-_interruptible: int | None = threading.main_thread().ident
+# The thread on which signal handlers run, None if no handler of this process raises. In a list, where compiled code finds it without a
+# call of Python's, in which a handler could raise.
+INTERRUPTIBLE: list[int | None] = [threading.main_thread().ident]
 
 
 def is_interruptible() -> bool:
     """Return True if signal handlers run on this thread, which may raise between any two instructions."""
-    return threading.get_ident() == _interruptible
+    return threading.get_ident() == INTERRUPTIBLE[0]
 
 
 def _learn_main_thread() -> None:
     """Note the main thread again: a fork has the thread that forked."""
-    global _interruptible
-    if _interruptible is not None:
-        _interruptible = threading.main_thread().ident
+    if INTERRUPTIBLE[0] is not None:
+        INTERRUPTIBLE[0] = threading.main_thread().ident
 
 
 os.register_at_fork(after_in_child=_learn_main_thread)
@@ -101,14 +101,13 @@ os.register_at_fork(after_in_child=_learn_main_thread)
 @contextlib.contextmanager
 def trusted_handlers() -> Iterator[None]:
     """Count on it that no signal handler raises meanwhile, if this is the main thread. For a server, whose event loop handles all signals."""
-    global _interruptible
-    before = _interruptible
+    before = INTERRUPTIBLE[0]
     if is_interruptible():
-        _interruptible = None
+        INTERRUPTIBLE[0] = None
     try:
         yield
     finally:
-        _interruptible = before
+        INTERRUPTIBLE[0] = before
 
 
 def start_thread(thread: threading.Thread) -> None:

@@ -49,6 +49,7 @@ from moonpool.ipc.messages import Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.model import budgets
 from moonpool.runtime.model.request import InferenceRequest
+from moonpool.runtime.process.threads import INTERRUPTIBLE
 from moonpool.runtime.quick import learn
 from moonpool.runtime.stubs.allotment import RegionSource
 from moonpool.runtime.stubs.regions import CallerMemory, ClientRegion
@@ -72,6 +73,9 @@ def _keep(_: object) -> None:
 
 class BorrowedBlocks:
     """The blocks that one stub has at this moment. Any thread may call any method."""
+
+    # For the compiled port, which lies below that module.
+    interruptible = INTERRUPTIBLE
 
     # Where quick forms find them. Others may be added as to any object.
     __slots__ = (
@@ -327,7 +331,10 @@ class BorrowedBlocks:
         return region.lease(borrowed.offset, size_bytes, self._give_back, borrowed, lane)
 
     def _find_target(self, place: Place) -> Lease | None:
-        return next((lease for lent, lease in self.targets if lent == place), None)
+        for lent, lease in self.targets:
+            if lent == place:
+                return lease
+        return None
 
     def _find(self, place: Place) -> Borrowed | None:
         borrowed = next((borrowed for lent, borrowed in self.lent if lent == place), None)

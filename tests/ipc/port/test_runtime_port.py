@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +17,12 @@ from tests.waiting import wait_until
 from moonpool import ResponseAllocator
 from moonpool.ipc import port
 from moonpool.ipc.codec import encode
+from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import ORDINARY_MEMORY
+from moonpool.runtime.process.threads import trusted_handlers
 from moonpool.runtime.schedule.callers import response_of
 from moonpool.runtime.stubs.link import Link
+from moonpool.runtime.stubs.regions import ClientRegion
 
 PATIENCE_S = 60.0
 
@@ -57,6 +61,62 @@ def test_a_large_tensor_is_copied_whole(pair: Pair, elements: int) -> None:
     pair.execute(values[::-1], values)
     assert np.array_equal(pair.peer.input(0, 0), values[::-1])
     assert np.array_equal(pair.peer.input(1, 0), values)
+
+
+def _by_the_compiled_port() -> tuple[int, ...]:
+    counts = port.compiled.counts() if port.compiled is not None else {}
+    return tuple(counts.get(each, 0) for each in ("put", "take"))
+
+
+def test_what_lies_in_memory_of_others_is_named_and_not_copied(pair: Pair) -> None:
+    mine = pair.memory.empty((4,), np.dtype(np.float32), 16)
+    mine[:] = [1, 2, 3, 4]
+    clients = ClientRegion(256, os.memfd_create("of a client"))
+    wanted = clients.lease(128, 64, lambda _: None, None)
+    before = _by_the_compiled_port()
+    requests = [pair.request(mine[1:]), pair.request([5, 6]), pair.request(mine)]
+    requests[2].targets = {0: wanted}
+    with trusted_handlers():  # else the reactor would do it
+        pair.link.execute(requests)
+    pair.peer.receive()
+    inputs = [pair.peer.input(index, 0).tolist() for index in range(3)]
+    assert inputs == [[2, 3, 4], [5, 6], [1, 2, 3, 4]]
+    copied, *lent = pair.peer.blocks
+    assert copied[2] == 8
+    assert lent[0] == lent[1]
+    assert pair.peer.targets == [[2, 0, clients.id, 128, 64]]
+    target = [clients.id, 128, 16]
+    pair.peer.answer([lent[0], copied, target], [[y(3, 0, 4)], [y(2, 1)], [y(4, 2)]])
+    with trusted_handlers():
+        first, second, third = (outputs["Y"] for outputs in pair.finish(requests))
+    assert np.shares_memory(first, mine[1:])
+    assert second.tolist() == [5, 6]
+    assert np.shares_memory(third, wanted)
+    did = tuple(now - then for now, then in zip(_by_the_compiled_port(), before, strict=True))
+    assert did == ((1, 1) if pair.link.port.is_plain else (0, 0))
+    # Nothing is held any more but what its callers look at.
+    assert pair.link.borrowed_blocks.count == 0
+    del second
+    assert pair.lent_bytes == 0
+    clients.close()
+
+
+def test_a_batch_all_of_which_lies_in_memory_of_others_is_sent_without_a_copy(pair: Pair) -> None:
+    mine = pair.memory.empty((4,), np.dtype(np.float32), 16)
+    mine[:] = [1, 2, 3, 4]
+    pair.execute(mine)
+    empty, _ = pair.peer.blocks
+    assert empty[2] == 0
+    assert pair.peer.input(0, 0).tolist() == [1, 2, 3, 4]
+    assert pair.lent_bytes == 0
+
+
+def test_an_answer_from_memory_that_was_not_lent_is_refused(pair: Pair) -> None:
+    requests = pair.execute(pair.memory.empty((4,), np.dtype(np.float32), 16))
+    region, offset, size = pair.peer.blocks[1]
+    pair.peer.answer([[region, offset, size + 1]], [[y(4)]])
+    with pytest.raises(RemoteProtocolError, match="not the stub's to answer from"):
+        pair.link.finish(requests)
 
 
 def test_a_model_on_a_card_is_told_where_outputs_are_wanted(pair: Pair) -> None:
