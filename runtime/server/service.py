@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.ipc.errors import OutOfMemory
-from moonpool.ipc.memory import lease_of
+from moonpool.ipc.memory import Lease, lease_of
 from moonpool.ipc.policy import is_contained
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES, ITEMSIZE
 from moonpool.runtime.errors import InvalidRequest, ModelError
@@ -130,16 +130,6 @@ class Service:
             if code == BYTES or not (may_lend and self.shared_memory.can_lend(*place))
         )
 
-    def lend(
-        self, model: Model, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place
-    ) -> NDArray[Any] | None:
-        """Lend an input in a client's region that was checked before; None if it must be copied.
-
-        Raises as `read_shared`.
-        """
-        lease = self.shared_memory.lease(*place) if self.may_lend(model) else None
-        return None if lease is None else np.ndarray(shape, dtype, lease)
-
     def read_shared(
         self, model: Model, name: str, code: int, shape: Sequence[int], place: Place
     ) -> Input:
@@ -207,16 +197,23 @@ class Service:
     ) -> None:
         """Let the stub write outputs straight into the client's regions, if it may map them. Raises as `read_shared`."""
         self.shared_memory.check_enabled()
-        if not self.may_lend(model):
-            return
+        if self.may_lend(model):
+            inputs = [lease for array in request.arrays if (lease := lease_of(array)) is not None]
+            self.aim(request, numbered(model, places), inputs)
+
+    def aim(
+        self,
+        request: InferenceRequest,
+        places: Iterable[tuple[int, Place]],
+        inputs: Sequence[Lease],
+    ) -> None:
+        """Do the same for a model that may map them, with outputs by their numbers, and the leases in which inputs lie."""
         targets = {}
-        inputs = [lease for array in request.arrays if (lease := lease_of(array)) is not None]
-        for number, tensor in enumerate(model.config.outputs):
-            if tensor.name in places:
-                target = self.shared_memory.lease(*places[tensor.name])
-                # The model may still read an input when it writes an output, so the two must not overlap.
-                if target is not None and not any(overlap(each, target) for each in inputs):
-                    targets[number] = target
+        for number, place in places:
+            target = self.shared_memory.lease(*place)
+            # The model may still read an input when it writes an output, so the two must not overlap.
+            if target is not None and not any(overlap(each, target) for each in inputs):
+                targets[number] = target
         if targets:
             request.targets = targets
             request.has_views = True
@@ -226,10 +223,10 @@ class Service:
 
         Raises as `read_shared`, and `ModelError` if it does not fit.
         """
+        if is_clients(output.raw):
+            return output.raw.nbytes
         region, offset, size_bytes = place
         data = to_bytes(output)
-        if is_clients(output.raw):
-            return len(data)
         self.shared_memory.check(region, offset, size_bytes)
         if len(data) > size_bytes:
             raise ModelError(
@@ -238,3 +235,9 @@ class Service:
             )
         self.shared_memory.write(region, offset, [data])
         return len(data)
+
+
+def numbered(model: Model, places: Mapping[str, Place]) -> list[tuple[int, Place]]:
+    """Return the places of outputs with the outputs' numbers in the model."""
+    outputs = enumerate(model.config.outputs)
+    return [(number, places[each.name]) for number, each in outputs if each.name in places]

@@ -207,26 +207,35 @@ class InferMessage:
                 _plans.keep(head, self.plan)
         return self.plan
 
-    def request(
-        self, service: Service, hosted: Hosted, forwarded: Mapping[str, str] | None = None
-    ) -> InferenceRequest:
-        """Return the request for this model. Its inputs are views on the message.
+    def repeated(
+        self, service: Service, hosted: Hosted, forwarded: Mapping[str, str]
+    ) -> InferenceRequest | None:
+        """Return the request for this model if one like it was checked before, and nothing has to be copied for it; else None.
 
-        `forwarded` are parameters from headers. Raises `InvalidRequest`, `SharedMemoryError`.
+        Its inputs are views on the message. `forwarded` are parameters from headers. Raises as `request`.
         """
-        plan, tensors, request_id = self.read(), self._parts.tensors, self.request_id
+        plan, request_id = self.plan, self.request_id
         # Longer ids are checked like new ones.
-        if not forwarded and len(request_id) <= _LONG_ID:
-            request = plan.repeated(
-                service, hosted, self.data, 0, tensors, request_id, has_views=self.is_placed
-            )
-            if request is not None:
-                return request
+        if plan is None or forwarded or len(request_id) > _LONG_ID:
+            return None
+        tensors = self._parts.tensors
+        return plan.repeated(
+            service, hosted, self.data, 0, tensors, request_id, has_views=self.is_placed
+        )
+
+    def request(
+        self, service: Service, hosted: Hosted, forwarded: Mapping[str, str]
+    ) -> InferenceRequest:
+        """Return the request for this model, which is checked. Its inputs are views on the message.
+
+        Raises `InvalidRequest`, `SharedMemoryError`.
+        """
+        plan = self.read()
         try:
             inputs = self._inputs(plan, service, hosted)
         except InvalidRequest as error:
             raise self._refused(error, plan, hosted) from None
-        details = plan.details_of(request_id, forwarded)
+        details = plan.details_of(self.request_id, forwarded)
         return plan.make(service, hosted, inputs, details, is_typical=not forwarded)
 
     def _inputs(self, plan: GrpcRequestPlan, service: Service, hosted: Hosted) -> dict[str, Input]:

@@ -127,10 +127,16 @@ class GrpcInference(Inference):
         refuse: Callable[[BaseException], object],
     ) -> None:
         """Give the request for this model to `take`, or the error to `refuse`."""
-
-        def make() -> InferenceRequest:
-            return message.request(self.service, hosted, self._forwarded(metadata))
-
+        try:
+            forwarded = self._forwarded(metadata)
+            request = message.repeated(self.service, hosted, forwarded)
+        except Exception as error:
+            refuse(error)
+            return
+        if request is not None:
+            take(request)
+            return
+        make = partial(message.request, self.service, hosted, forwarded)
         self.work(make, take, refuse, is_long=self._copied_bytes(message, hosted) > LARGE_BYTES)
 
     def _copied_bytes(self, message: InferMessage, hosted: Hosted) -> int:

@@ -189,6 +189,8 @@ class InferCall(LoopWaiter):
         if not plan.places and not plan.has_classes:
             return False
         outputs: Mapping[str, WireTensor] = response.outputs  # type: ignore[assignment]
+        if sum([output.raw.nbytes for output in outputs.values()]) <= LONG_COPY_BYTES:
+            return False
         return copied_bytes(outputs.values()) > LONG_COPY_BYTES
 
     def is_settled(self) -> bool:

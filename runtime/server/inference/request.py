@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.ipc.memory import ALIGNMENT
+from moonpool.ipc.memory import ALIGNMENT, Lease
 from moonpool.ipc.port import compiled
 from moonpool.ipc.tensors import DTYPES
 from moonpool.runtime.errors import InvalidRequest, ModelError
@@ -29,7 +29,7 @@ from moonpool.runtime.model.request import Details, InferenceRequest
 from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.server.inference.tensors import Input, WrongSize
-from moonpool.runtime.server.service import Service
+from moonpool.runtime.server.service import Service, numbered
 from moonpool.runtime.stubs.regions import CallerMemory
 
 _UINT8 = np.dtype(np.uint8)
@@ -175,8 +175,8 @@ class PreparedRequest:
     __slots__ = (
         "_has_places",
         "_is_plain",
-        "_places",
         "_shapes",
+        "_targets",
         "_tensors",
         "details",
         "sent",
@@ -193,7 +193,7 @@ class PreparedRequest:
         names = [tensor.name for tensor in hosted.model.config.inputs]
         # What was checked holds as long as the model has this very signature.
         self.signature = hosted.signature
-        self._shapes, self._places = request.shapes, plan.places
+        self._shapes, self._targets = request.shapes, numbered(hosted.model, plan.places)
         # In the model's order.
         self._tensors = [
             (tuple(tensor.shape), DTYPES[tensor.datatype], numbers.get(name, 0), places[name])
@@ -203,7 +203,7 @@ class PreparedRequest:
         self.details = request.details
         """The details of the first request, which say which outputs are wanted."""
         self._has_places = len(sent) < len(plan.inputs)
-        self._is_plain = not self._has_places and not self._places
+        self._is_plain = not self._has_places and not plan.places
         sizes = {names[each.number]: each.size_bytes for each in request.shapes.tensors}
         self.sizes = [sizes[name] for name in sent]
         """Bytes of each tensor that comes with the message."""
@@ -232,20 +232,23 @@ class PreparedRequest:
             )
             return usual
         arrays: list[NDArray[Any]] = []
+        leases: list[Lease] = []
+        may_lend = not self._is_plain and service.may_lend(model)
         for shape, dtype, number, place in self._tensors:
             if place is None:
                 arrays.append(np.ndarray(shape, dtype, data, offset + sent[number][0]))
                 continue
-            lent = service.lend(model, shape, dtype, place)
-            if lent is None:
+            lease = service.shared_memory.lease(*place) if may_lend else None
+            if lease is None:
                 return None
-            arrays.append(lent)
+            leases.append(lease)
+            arrays.append(np.ndarray(shape, dtype, lease))
         request = InferenceRequest(
             arrays, self._shapes, details, has_views=has_views or self._has_places
         )
         request.wants_wire = True
-        if self._places:
-            service.lend_targets(model, request, self._places)
+        if may_lend:
+            service.aim(request, self._targets, leases)
         return request
 
 

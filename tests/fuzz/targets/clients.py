@@ -149,7 +149,7 @@ def grpc_infer(data: bytes) -> None:
     try:
         asked = InferMessage(data)
         asked.read()
-        _travels(asked.request(_SERVICE, _HOSTED))
+        _travels(asked.repeated(_SERVICE, _HOSTED, {}) or asked.request(_SERVICE, _HOSTED, {}))
     except (wire.BadProtobuf, MoonpoolError) as error:
         str(error)
 
