@@ -30,7 +30,7 @@ import numpy as np
 
 from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
 from moonpool.ipc.extension import is_wanted, load_if_there
-from moonpool.ipc.memory import Region
+from moonpool.ipc.memory import Buffer, Region
 from moonpool.ipc.signals import pass_on
 
 # fcntl has these names from Python 3.9 on, but only if it was built against a recent libc.
@@ -45,7 +45,7 @@ _PRESENT = _SHARED | getattr(mmap, "MAP_POPULATE", 0)  # from Python 3.10 on
 
 
 if TYPE_CHECKING:
-    Copy = Callable[[mmap.mmap | bytearray, int, np.ndarray], None]
+    Copy = Callable[[Buffer, int, np.ndarray], None]
 
 
 def _quick_copy() -> Copy | None:
@@ -116,23 +116,7 @@ class SharedRegion(Region):
         return cls(region_id, size_bytes, fd)
 
     def write(self, offset: int, array: np.ndarray) -> None:
-        size_bytes = array.nbytes
-        if size_bytes <= _SMALL:
-            # It takes a quarter of numpy's time, but keeps the interpreter's lock.
-            try:
-                buffer = self.buffer or self._open()
-                buffer[offset : offset + size_bytes] = array  # type: ignore[call-overload]
-                return
-            except ValueError:  # the array is not contiguous
-                pass
-        elif _copy is not None:
-            try:
-                _copy(self.buffer or self._open(), offset, array)
-                return
-            except (BufferError, ValueError) as error:
-                # It is not contiguous, or of a type without buffers.
-                pass_on(error)
-        super().write(offset, array)
+        write_into(self.buffer or self._open(), offset, array)
 
     def share(self, send: Callable[[SharedRegion], object]) -> bool:
         """Call `send`, which sends the descriptor to a peer. After `close`, does nothing and returns False.
@@ -163,6 +147,26 @@ class SharedRegion(Region):
         # Not mmap.close(), which would unmap memory under living leases. The last of them unmaps it.
         self.buffer = None
         self.forget_fd()
+
+
+def write_into(buffer: Buffer, offset: int, array: np.ndarray) -> None:
+    """Copy the bytes of an array, in C order, to a place in shared memory."""
+    size_bytes = array.nbytes
+    if size_bytes <= _SMALL:
+        # It takes a quarter of numpy's time, but keeps the interpreter's lock.
+        try:
+            buffer[offset : offset + size_bytes] = array  # type: ignore[call-overload]
+            return
+        except ValueError:  # the array is not contiguous
+            pass
+    elif _copy is not None:
+        try:
+            _copy(buffer, offset, array)
+            return
+        except (BufferError, ValueError) as error:
+            # It is not contiguous, or of a type without buffers.
+            pass_on(error)
+    np.ndarray(array.shape, array.dtype, buffer, offset)[...] = array
 
 
 def set_aside(region_id: int, size_bytes: int) -> int:

@@ -51,7 +51,7 @@ from moonpool.ipc.conversation import Overflow, check_size
 from moonpool.ipc.errors import MoonpoolError, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.memory import Lease, Region
 from moonpool.ipc.messages import MAX_STORED_BYTES, NO_DEVICE, Kind, Side
-from moonpool.ipc.region import SharedRegion
+from moonpool.ipc.region import SharedRegion, write_into
 from moonpool.ipc.signals import at_once
 from moonpool.stub import threads
 
@@ -463,7 +463,7 @@ class LentRegion(Region):
         """Write an output into the client's memory. Raises the same errors as `lease`."""
         if self._targets is None:
             self._targets = self._map(mmap.MAP_SHARED)
-        np.ndarray(array.shape, array.dtype, self._targets, offset)[...] = array
+        write_into(self._targets, offset, array)
 
     def renew(self, blocks: list[tuple[int, int]]) -> None:
         """Drop the model's changes to these blocks (offset, size) at the end of their batch. The model kept none of them."""
