@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.waiting import wait_until
 
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import NO_DEVICE, Side
@@ -75,6 +76,34 @@ def test_pages_that_were_only_read_stay_where_they_are(lent: Lent) -> None:
     second = lent.lease()
     assert second.__array_interface__["data"] == address
     assert (second == 3).all()
+
+
+def test_pages_are_looked_at_if_the_process_has_had_page_faults(
+    lent: Lent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    pread = os.pread
+
+    def looked(*where: int) -> bytes:
+        looks.append(0)
+        return pread(*where)
+
+    monkeypatch.setattr(os, "pread", looked)
+
+    def renewed(*, is_written: bool) -> bool:
+        """Execute a batch, and return whether its pages were looked at in the end."""
+        lease = lent.lease()
+        if is_written:
+            lease[5000] = 7
+        del lease
+        looks.clear()
+        lent.region.renew([(0, _BYTES)])
+        return bool(looks)
+
+    # Anything in this process may cause a fault.
+    wait_until(lambda: not renewed(is_written=False), 30)
+    assert renewed(is_written=True)
+    assert (lent.lease() == 1).all()
 
 
 def test_a_kept_input_is_a_copy_and_the_next_batch_sees_the_client_s_bytes(lent: Lent) -> None:
