@@ -565,7 +565,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
         try:
             while not (self._is_paused or self._transport.is_closing()):
                 data, size_bytes, events, is_over = self.session.out()
-                self._write(data)
+                if size_bytes:
+                    self._write(data)
                 if events:
                     self._handle(events)
                 if size_bytes < _PART_BYTES:

@@ -65,12 +65,6 @@ class GrpcInference(Inference):
         check_has_one_response(hosted, "ModelInfer RPC")
         return hosted
 
-    def _forwarded(self, metadata: Metadata) -> dict[str, str]:
-        """Return the headers that models get as parameters. Raises `InvalidRequest` for reserved names."""
-        return self._forwarding.choose(
-            (key, value) for key, value in metadata if isinstance(value, str)
-        )
-
     def trace(
         self, call: GrpcCall, hosted: Hosted, message: InferMessage, request: InferenceRequest
     ) -> Trace | None:
@@ -128,7 +122,7 @@ class GrpcInference(Inference):
     ) -> None:
         """Give the request for this model to `take`, or the error to `refuse`."""
         try:
-            forwarded = self._forwarded(metadata)
+            forwarded = self._forwarding.choose(metadata)
             request = message.repeated(self.service, hosted, forwarded)
         except Exception as error:
             refuse(error)

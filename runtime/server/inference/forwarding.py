@@ -29,14 +29,18 @@ class ForwardedHeaders:
         """Raise `re.error` for an invalid pattern. An empty one forwards nothing."""
         self._pattern = re.compile(pattern, re.IGNORECASE) if pattern else None
 
-    def choose(self, headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-        """Return the headers that are forwarded, with their names as they were sent.
+    def choose(self, headers: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+        """Return the headers that are forwarded, with their names as they were sent. Binary ones never are.
 
         Raises `InvalidRequest` if one has the name of a parameter of the server's own.
         """
         if self._pattern is None:
             return {}
-        chosen = {name: text for name, text in headers if self._pattern.search(name)}
+        chosen = {
+            name: text
+            for name, text in headers
+            if isinstance(text, str) and self._pattern.search(name)
+        }
         for name in chosen:
             if name.lower() in _RESERVED or name.lower().startswith(_RESERVED_PREFIX):
                 raise InvalidRequest(
