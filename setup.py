@@ -74,7 +74,7 @@ def extension(name: str, *core: str) -> Extension:
         name,
         sorted(map(str, sources)),
         depends=[*map(str, FOUND["sources"](name)), "setup.py"],
-        include_dirs=[str(CORE), str(SHARED)],
+        include_dirs=[str(CORE), str(SHARED), str(place.parent)],
         define_macros=[
             ("Py_LIMITED_API", LIMITED_API),
             ("MOONPOOL_SOURCES", f'"{FOUND["checksum"](name)}"'),
@@ -92,7 +92,7 @@ EXTENSIONS = [
     extension("moonpool.ipc.port._port", "answer", "channel", "codec", "msgpack", "place"),
     extension("moonpool.runtime.quick._quick", "channel", "codec", "msgpack"),
     extension(HTTP2),
-    extension("moonpool.stub.peers._usual", "channel", "codec", "msgpack"),
+    extension("moonpool.stub.peers._stub_port", "answer", "channel", "codec", "msgpack", "place"),
 ]
 
 

@@ -120,10 +120,11 @@ class Extents:
 
     def has_room(self, size_bytes: int) -> bool:
         """Return True if a block of that size is free."""
-        if any(block.size_bytes == size_bytes for block in self._spares[-1:]):
+        if self._spares and self._spares[-1].size_bytes == size_bytes:
             return True
         self._join_spares()
-        return any(free >= size_bytes for _, free in self._free)
+        # No generator: a signal handler may raise while it is closed, and nobody would get that.
+        return max([free for _, free in self._free], default=0) >= size_bytes
 
     def give(self, block: Block, *steps: Callable[[], object]) -> None:
         """Make the bytes of a block free again, and take further steps at once with that."""
@@ -180,7 +181,10 @@ class Arena:
     def has_room(self, size_bytes: int) -> bool:
         """Return True if a block of that size needs no other region."""
         size = _rounded(size_bytes)
-        return any(extents.has_room(size) for extents in self._extents.values())
+        for extents in self._extents.values():  # noqa: SIM110 - no generator here either
+            if extents.has_room(size):
+                return True
+        return False
 
     def allocate(self, size_bytes: int, taken: list[Block] | None = None) -> Block:
         """Return a block that the caller holds once. If there is no room, raises what `create` raises.
@@ -200,19 +204,9 @@ class Arena:
             raise ValueError(f"asked for a region of {size} bytes, got one of {region.size_bytes}")
         return block
 
-    def exchange(self, place: tuple[int, int], size_bytes: int) -> Block | None:
-        """Release the block at this place (region, offset) and allocate one of that size, if that is the same block; else return None.
-
-        It does what `release_at` and then `allocate` would do, and leaves the tables as they are.
-        """
-        extents = self._extents.get(place[0])
-        has_grown = len(self._extents) > 1
-        block = None if extents is None or has_grown else extents.live.get(place[1])
-        size = _rounded(size_bytes)
-        if extents is None or block is None or block.holds != 1 or block.size_bytes != size:
-            return None
-        extents.uses += 1
-        return block
+    def is_first(self, region: Region) -> bool:
+        """Return True for the first region that was added."""
+        return next(iter(self._extents.values())).region is region
 
     @property
     def size_bytes(self) -> int:
@@ -225,9 +219,11 @@ class Arena:
         return sum(block.size_bytes for block in self.blocks())
 
     def blocks(self) -> Iterator[Block]:
-        """Yield the blocks in use."""
+        """Yield the blocks that somebody holds."""
         for extents in self._extents.values():
-            yield from extents.live.values()
+            for block in extents.live.values():
+                if block.holds:
+                    yield block
 
     def regions(self) -> list[Region]:
         """Return all regions in which blocks are allocated."""

@@ -10,7 +10,7 @@ and seventy in Python. So `check_items` counts the values of such a message befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -441,3 +441,15 @@ def _beginning(kind: Kind) -> bytes:
 def packed(*fields: Any) -> bytes:
     """Pack values one behind another, without the header of an array. There are less than 16."""
     return encode(*fields)[1:]
+
+
+def packed_list(values: Sequence[bytes]) -> bytes:
+    """Return the packed list of values that are packed already."""
+    count = len(values)
+    if count < 16:
+        head = bytes([0x90 | count])
+    elif count < 1 << 16:
+        head = b"\xdc" + count.to_bytes(2, "big")
+    else:
+        head = b"\xdd" + count.to_bytes(4, "big")
+    return b"".join([head, *values])

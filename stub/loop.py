@@ -51,12 +51,12 @@ from moonpool.stub.hosts.forks import ForkBroker
 from moonpool.stub.hosts.runtime_host import StubHost
 from moonpool.stub.loader import LoadError
 from moonpool.stub.model import Inherited, Model, ModelThreads, Readiness, load_model
+from moonpool.stub.native.model import NativeAdapter
 from moonpool.stub.pb_utils import host, logger
 from moonpool.stub.pb_utils.request import RELEASE_RESCHEDULE, InferenceRequest
 from moonpool.stub.peers.answer import Answer
 from moonpool.stub.peers.peer import Peer, Peers
 from moonpool.stub.peers.regions import CutShort
-from moonpool.stub.peers.usual import UsualWay, usual_way
 from moonpool.stub.report import describe, in_one_line, traceback_of
 from moonpool.stub.sandbox.denials import denials
 
@@ -70,6 +70,8 @@ class Stub:
 
     # None if this process has one object of the model.
     _objects: ModelThreads | None = None
+    # True if the runtime wants to be told when a batch begins.
+    _tells_begin = False
 
     def __init__(self, handshake: Handshake, inherited: Inherited | None = None) -> None:
         # Before the control thread may change them.
@@ -101,6 +103,7 @@ class Stub:
         ForkBroker(self._calls.disown)
 
     def _prepare(self, start: dict[str, Any]) -> None:
+        self._tells_begin = start["tells_begin"]
         self._coroutines = Coroutines(start["concurrent_batches"])
         send, wait_for = self._main.control.send, self._coroutines.wait_for
         self._readiness = Readiness(start["instance"], send, wait_for)
@@ -197,59 +200,32 @@ class Stub:
             return
         regions, arena = peer.regions, peer.regions.arena
         batch, responses = peer.batch, peer.responses
-        if self._objects is not None:
-            while self._serve_one(model, peer):
-                peers.ready()
-            return
-        usual = usual_way(peer, self._handshake.start)
-        receive = usual.receive
+        native = None if self._objects is not None else model.native
         while True:
             # The same condition as `Peer.needs_care`, without a call for each batch.
             if arena.has_grown or batch.kept or responses.replies or regions.devices is not None:
                 peers.ready()
-            packet = receive()
-            if self._execute_usual(model, usual, packet):
+            packet = peer.port.receive()
+            if native is not None and self._execute_stacked(model, native, peer, packet):
                 continue
-            message = peer.conversation.accept(packet)
-            if message[0] in _ANSWERS:
-                self._sleep_or_wake(model, message[0])
-            elif message[0] == _EXECUTE:
-                self._execute(model, peer, message)
-            else:
+            message = self._execute(model, peer, packet)
+            if message is None:
+                continue
+            if message[0] not in _ANSWERS:
                 return
-
-    def _execute_usual(self, model: Model, usual: UsualWay, packet: bytes) -> bool:
-        """Execute a batch and answer, if it is a usual one. Returns False, and has done nothing, for any other packet."""
-        requests = usual.open(packet)
-        if requests is None:
-            return False
-        try:
-            # A copy: the model may change the list that it gets.
-            returned = model.execute(requests[:])
-            if not usual.take(requests, returned):
-                self._take(model, self._main.answer, requests, returned)
-            del returned
-        except BaseException as error:  # a model may raise anything, SystemExit included
-            self._main.answer.fail(requests, self._report(model, error))
-        del requests
-        self._prepare_answer()
-        usual.give()
-        if self._calls.released:
-            self._calls.tidy()
-        return True
+            self._sleep_or_wake(model, message[0])
 
     def _serve_one(self, model: Model, peer: Peer) -> bool:
-        """Execute the batch that a peer has sent. Returns False after FINALIZE."""
+        """Execute the batch that one of several peers has sent. Returns False after FINALIZE."""
         try:
-            message = peer.conversation.receive()
-            if message[0] == _EXECUTE:
-                pb_utils.use_memory(peer.regions)
-                if self._handshake.start["tells_begin"]:
-                    peer.control.send(Kind.BEGUN, message[1])
-                self._execute(model, peer, message)
-            elif not peer.is_main:
+            packet = peer.port.receive()
+            pb_utils.use_memory(peer.regions)
+            message = self._execute(model, peer, packet)
+            if message is None:
+                return True
+            if not peer.is_main:
                 raise RemoteProtocolError(f"a front end may not send {Kind(message[0]).name}")
-            elif message[0] in _ANSWERS:
+            if message[0] in _ANSWERS:
                 self._sleep_or_wake(model, message[0])
         except MoonpoolError as error:
             if peer.is_main:
@@ -273,30 +249,71 @@ class Stub:
         denials.flush()
         self._main.conversation.send(_ANSWERS[kind], message, traceback)
 
-    def _execute(self, model: Model, peer: Peer, message: list[Any]) -> None:
-        """Execute a batch, and answer."""
-        answer = peer.answer
-        try:
-            requests = peer.open(message)
-        except CutShort:
-            # If the client had cut its memory a moment later, the kernel would have sent SIGBUS, which the runtime understands.
-            signal.raise_signal(signal.SIGBUS)
-            raise
+    def _execute(self, model: Model, peer: Peer, packet: bytes) -> list[Any] | None:
+        """Execute a batch, and answer. Returns any other message, and None after a batch."""
+        port, answer = peer.port, peer.answer
+        requests = port.open(packet)
+        if requests is None:
+            message = peer.conversation.accept(packet)
+            if message[0] != _EXECUTE:
+                return message
+            requests = self._open(peer, message)
+            del message
+        if self._tells_begin:
+            peer.control.send(Kind.BEGUN, peer.executing[0])
         try:
             if self._objects is None:
                 # A copy: the model may change the list that it gets.
                 returned = model.execute(requests[:])
-                self._take(model, answer, requests, returned)
+                if not port.take(requests, returned):
+                    self._take(model, answer, requests, returned)
                 del returned
             else:
                 self._hand_over(self._objects, answer, requests)
         except BaseException as error:  # a model may raise anything, SystemExit included
             answer.fail(requests, self._report(model, error))
         del requests
+        self._answer(peer)
+        return None
+
+    def _execute_stacked(
+        self, model: Model, native: NativeAdapter, peer: Peer, packet: bytes
+    ) -> bool:
+        """Execute a batch of one of moonpool's own models, and answer.
+
+        Returns False, and has done nothing, for a batch whose rows do not lie one after another, and for any other
+        message.
+        """
+        port, answer = peer.port, peer.answer
+        arrays = port.open_stacked(packet, native.is_batched)
+        if arrays is None:
+            return False
+        try:
+            outputs = native.call(arrays, sum(port.counts) if native.is_batched else None)
+            if not port.take_stacked(outputs):
+                answer.take(port.requests(), native.split(outputs, port.counts))
+            del outputs
+        except BaseException as error:  # a model may raise anything, SystemExit included
+            answer.fail(port.requests(), self._report(model, error))
+        del arrays
+        self._answer(peer)
+        return True
+
+    def _answer(self, peer: Peer) -> None:
+        """Answer the batch of whose objects nothing else of ours is left."""
         self._prepare_answer()
-        peer.send(peer.give())
+        if not peer.port.give():
+            peer.send(peer.give())
         if self._calls.released:
             self._calls.tidy()
+
+    def _open(self, peer: Peer, message: list[Any]) -> list[InferenceRequest]:
+        try:
+            return peer.open(message)
+        except CutShort:
+            # If the client had cut its memory a moment later, the kernel would have sent SIGBUS, which the runtime understands.
+            signal.raise_signal(signal.SIGBUS)
+            raise
 
     def _take(
         self, model: Model, answer: Answer, requests: list[InferenceRequest], returned: object

@@ -83,6 +83,12 @@ class Model:
         # `initialize` may have imported libraries, and these `logging`.
         logger.adopt_logging()
 
+    @property
+    def native(self) -> NativeAdapter | None:
+        """Return the adapter of one of moonpool's own models that needs nothing but the rows of a batch."""
+        adapter = self._object
+        return adapter if isinstance(adapter, NativeAdapter) and adapter.sees_rows_only else None
+
     def _no_execute(self, requests: list[InferenceRequest]) -> object:  # noqa: ARG002 - as execute
         raise InvalidReturn(
             f"Python model {self._start['file']} does not implement `execute` method."

@@ -49,9 +49,8 @@ def sources(name: str) -> list[Path]:
     place = _PACKAGE.joinpath(*name.split(".")[1:])
     shared = _PACKAGE / "ipc"
     own = sorted(file for kind in _KINDS for file in place.parent.glob(f"{place.name}*.{kind}"))
-    common = sorted(
-        [*shared.glob("native/*.cpp"), *shared.glob("native/*.h"), *shared.glob("extension/*.h")]
-    )
+    parts = ("native/*.cpp", "native/*.h", "extension/*.h", "port/*.pxd")
+    common = sorted(file for part in parts for file in shared.glob(part) if file not in own)
     return [*own, *common] if own else []
 
 

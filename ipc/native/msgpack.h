@@ -52,6 +52,8 @@ class Reader {
     return true;
   }
   bool at_end() const { return at_ == end_; }
+  // Where the next value begins.
+  const char* at() const { return at_; }
   bool failed() const { return failed_; }
 
   uint64_t uint() { return is_small() ? static_cast<uint8_t>(*at_++) : expect(Form::kUint).number; }

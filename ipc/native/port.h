@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <new>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -46,6 +47,91 @@ class PlainAnswer {
 
   uint64_t core = wire::kNoCore;
   std::vector<wire::Block> blocks;
+};
+
+// An EXECUTE whose inputs lie in blocks of ordinary memory.
+class PlainBatch {
+ public:
+  // Reads a packet of the runtime, for a model with so many inputs. Returns false for any other message, for one that
+  // breaks the protocol, and for one that names memory of clients for outputs.
+  bool read(std::string_view packet, size_t names) {
+    try {
+      const auto decoded = decode(wire::kWork, wire::Side::RUNTIME, packet);
+      if (!decoded || decoded.kind() != wire::Kind::EXECUTE) return false;
+      Reader reader = decoded.fields;
+      List<wire::Place> places;
+      List<wire::Block> lent;
+      Raw layout;
+      read_all(reader, batch, core, places, lent, layout);
+      released.clear();
+      for (const wire::Place& place : places) released.push_back(place);
+      blocks.clear();
+      for (const wire::Block& block : lent) blocks.push_back(block);
+      return read_layout(layout.bytes, names) && read_details(reader) && reader.nil();
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+  }
+
+  size_t requests() const { return firsts.size() - 1; }
+  const int64_t* shape(const OutputLayout& input) const { return dims.data() + input.first_dim; }
+
+  uint64_t batch = 0, core = wire::kNoCore;
+  std::vector<wire::Place> released;
+  std::vector<wire::Block> blocks;
+  // The inputs of a request are those from its place in `firsts` to the next one. Each lies within its block.
+  std::vector<OutputLayout> inputs;
+  std::vector<size_t> firsts;
+  std::vector<int64_t> dims;
+  // The details of each request, within the packet; none if no request has any. One without details has no bytes.
+  struct Details {
+    std::string_view packed;
+    // They say more than what a model asks its request for.
+    bool is_rare = false;
+  };
+  std::vector<Details> details;
+
+ private:
+  bool read_layout(std::string_view packed, size_t names) {
+    std::string wrong;
+    inputs.clear();
+    dims.clear();
+    firsts.assign(1, 0);
+    if (!wire::check_layout(packed, kMaxValues, &wrong)) return false;
+    Reader reader(packed);
+    for (uint32_t left = reader.array(); left > 0; --left) {
+      for (uint32_t rows = reader.array(); rows > 0; --rows) {
+        wire::Tensor row;
+        row.read(reader);
+        if (row.index >= names || row.block >= blocks.size()) return false;
+        OutputLayout& input = inputs.emplace_back(
+            OutputLayout{static_cast<uint32_t>(row.index), static_cast<uint32_t>(row.datatype), row.shape.size(),
+                         dims.size(), row.block, row.offset, row.size, 0});
+        for (const uint64_t dimension : row.shape) dims.push_back(static_cast<int64_t>(dimension));
+        if (!check_tensor(shape(input), input.dims, row.datatype, row.size, &input.elements, &wrong)) return false;
+        if (row.offset + row.size > blocks[row.block].size) return false;
+      }
+      firsts.push_back(inputs.size());
+    }
+    return !reader.failed();
+  }
+
+  bool read_details(Reader& reader) {
+    details.clear();
+    if (reader.nil()) return true;
+    const uint32_t count = reader.array();
+    if (count != requests()) return false;
+    for (uint32_t i = 0; i < count; ++i) {
+      const char* const begin = reader.at();
+      std::optional<wire::Details> row;
+      moonpool::read(reader, row);
+      Details& each = details.emplace_back();
+      if (!row) continue;
+      each.packed = std::string_view(begin, static_cast<size_t>(reader.at() - begin));
+      each.is_rare = row->outputs || row->trace || row->memory != 0;
+    }
+    return !reader.failed();
+  }
 };
 
 // Reads a response that comes apart from the answer and lies in one block. Returns false if it breaks the protocol.

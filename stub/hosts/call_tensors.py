@@ -8,7 +8,7 @@ already, and the first request of each kind.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,13 +18,12 @@ from moonpool.ipc.arena import Block
 from moonpool.ipc.codec import packed
 from moonpool.ipc.errors import BadTensor
 from moonpool.ipc.memo import Memo
-from moonpool.ipc.memory import ALIGNMENT, SHARED_BYTES, Lease
+from moonpool.ipc.memory import ALIGNMENT, SHARED_BYTES, Lease, lease_of
 from moonpool.ipc.messages import LONG, MAX_DIMS, NO_DETAILS, size_of
 from moonpool.ipc.signals import NOWHERE
 from moonpool.ipc.tensors import BYTES, DTYPES
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.tensor import Tensor
-from moonpool.stub.peers.placement import arrays_to_copy
 from moonpool.stub.peers.regions import Regions
 
 if TYPE_CHECKING:
@@ -173,8 +172,23 @@ class UsualInputs:
             return None
         names = request._requested_output_names
         key: list[object] = [request._model_name, request._model_version, len(names), *names]
-        arrays = arrays_to_copy(request._inputs, key, SHARED_BYTES)
+        arrays = _arrays_to_copy(request._inputs, key)
         return None if arrays is None else (tuple(key), arrays)
+
+
+def _arrays_to_copy(tensors: Iterable[Tensor], key: list[object]) -> list[np.ndarray] | None:
+    """Return the arrays of tensors that are all copied, and add to `key` what their plan depends on. None if one is
+    not copied.
+    """
+    arrays = []
+    for tensor in tensors:
+        array = tensor._array
+        # Strings have no fixed size, and large arrays in shared memory stay there.
+        if array is None or (array.nbytes >= SHARED_BYTES and lease_of(array) is not None):
+            return None
+        arrays.append(array)
+        key += (tensor._name, tensor._datatype, tensor._shape, array.nbytes)
+    return arrays
 
 
 # One output of a reply: name, datatype, shape, the dtype and shape of its view, block and offset.

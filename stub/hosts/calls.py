@@ -155,7 +155,7 @@ class Calls:
         return Call(next(self._numbers), keeps, notify)
 
     def parts(self) -> dict[str, object]:
-        """Return the objects with which the compiled form (`_usual_calls.cpp`) works.
+        """Return the objects with which the compiled form (`_stub_port_calls.cpp`) works.
 
         Functions among them are of C, so that no signal handler runs in them, but for those that end the process.
         """

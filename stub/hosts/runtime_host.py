@@ -32,8 +32,8 @@ from moonpool.stub.pb_utils.host import ONLY_IN_EXECUTE, Host
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.response import Answer, InferenceResponse, ResponseIterator
 from moonpool.stub.peers.control import Control
+from moonpool.stub.peers.port import objects_of
 from moonpool.stub.peers.regions import Regions
-from moonpool.stub.peers.usual import objects_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -54,7 +54,7 @@ class StubHost(Host):
         *,
         is_compiled: bool = False,
     ) -> None:
-        """`is_compiled`: usual requests go the way of `_usual_calls.cpp`, if this interpreter has it."""
+        """`is_compiled`: usual requests go the way of `_stub_port_calls.cpp`, if this interpreter has it."""
         self._calls = calls
         self._regions = regions
         self._control = control
@@ -63,7 +63,7 @@ class StubHost(Host):
         self._usual = UsualInputs(regions)
         # True from the end of `initialize` to `finalize`: the model may ask other models.
         self.serves = False
-        extension = load_if_there("moonpool.stub.peers._usual") if is_compiled else None
+        extension = load_if_there("moonpool.stub.peers._stub_port") if is_compiled else None
         self._ask: Callable[[InferenceRequest, list[Call]], Any] | None = None
         if extension is not None:
             self._ask = extension.Asker(self._parts()).infer
@@ -77,6 +77,7 @@ class StubHost(Host):
             "host": self,
             "plans": self._usual.plans,
             "out_of_memory": OutOfMemory,
+            "is_owned": regions._turn._is_owned,  # type: ignore[attr-defined]
             # A request with nothing but inputs.
             "request": InferenceRequest.from_wire(NO_DETAILS, [], []),
         }

@@ -147,18 +147,18 @@ class NativeAdapter:
         self._model = model
         self._config = config
         self._name = str(config.get("name", getattr(model, "__name__", "model")))
-        self._is_batched = int(config.get("max_batch_size", 0)) > 0
+        self.is_batched = int(config.get("max_batch_size", 0)) > 0
         signature = signature_of(model)
         self._check_inputs(signature)
         # Inputs whose hint has no dimensions of its own. They travel with one dimension more.
-        own = int(self._is_batched)
+        own = int(self.is_batched)
         self._flat = {
             name
             for name, tensor in signature.inputs.items()
             if tensor is not None and tensor.dims is not None and len(tensor.dims) == own
         }
         # The dimensions in which rows are padded, and the parameters for the lengths of the rows.
-        self._ragged = signature.ragged if self._is_batched else {}
+        self._ragged = signature.ragged if self.is_batched else {}
         self._lengths = signature.lengths
         places = {name: ragged(tensor) for name, tensor in signature.outputs.items()}
         self._cut = {name: place for name, place in places.items() if place is not None}
@@ -200,7 +200,7 @@ class NativeAdapter:
 
     def execute(self, requests: Sequence[InferenceRequest]) -> list[InferenceResponse]:
         """Return one response for each request. Raises what the model raises, and InvalidReturn."""
-        if len(requests) == 1 or not self._is_batched:
+        if len(requests) == 1 or not self.is_batched:
             return [self._together([request])[0] for request in requests]
         groups: dict[object, list[int]] = {}
         for index, request in enumerate(requests):
@@ -232,19 +232,33 @@ class NativeAdapter:
                 parts = padded(parts, dimension)
                 self._add_lengths(arrays, tensor._name, sizes, parts)
             array = joined(parts)
-            arrays[tensor._name] = (
-                array.reshape(array.shape[:-1]) if tensor._name in self._flat else array
-            )
-        if not self._is_batched:
-            return [_response(self._outputs.check(self._call(**arrays), None))]
+            arrays[tensor._name] = array
+        if not self.is_batched:
+            return [_response(self.call(arrays, None))]
         counts = [request._inputs[0]._shape[0] for request in requests]
-        outputs = self._outputs.check(self._call(**arrays), sum(counts))
+        return self._cut_up(self.call(arrays, sum(counts)), counts, sizes)
+
+    def call(self, arrays: dict[str, Any], rows: int | None) -> dict[str, Any]:
+        """Return the outputs of the model for these inputs. `rows` is None if the model takes no batches."""
+        for name in self._flat.intersection(arrays):
+            arrays[name] = arrays[name].reshape(arrays[name].shape[:-1])
+        return self._outputs.check(self._call(**arrays), rows)
+
+    def split(self, outputs: dict[str, Any], counts: Sequence[int]) -> list[InferenceResponse]:
+        """Return the response to each request, which has so many of the rows. `counts` is empty if the model takes no
+        batches.
+        """
+        return self._cut_up(outputs, counts, ()) if counts else [_response(outputs)]
+
+    def _cut_up(
+        self, outputs: dict[str, Any], counts: Sequence[int], sizes: Sequence[int]
+    ) -> list[InferenceResponse]:
         pieces = {name: cut(array, counts) for name, array in outputs.items()}
         for name, place in self._cut.items():
             pieces[name] = self._trimmed(name, pieces[name], place, sizes)
         return [
             _response({name: piece[index] for name, piece in pieces.items()})
-            for index in range(len(requests))
+            for index in range(len(counts))
         ]
 
     def _add_lengths(
@@ -270,6 +284,11 @@ class NativeAdapter:
                 )
         before = (slice(None),) * place
         return [piece[(*before, slice(size))] for piece, size in zip(pieces, sizes)]
+
+    @property
+    def sees_rows_only(self) -> bool:
+        """Return whether `call` does for a batch what `execute` does, if the rows of each input lie one after another."""
+        return not self._ragged
 
     @property
     def model_object(self) -> Any:

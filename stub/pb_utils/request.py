@@ -16,6 +16,7 @@ from typing import (
     overload,
 )
 
+from moonpool.ipc.codec import unpack
 from moonpool.ipc.messages import NO_DETAILS, Details
 from moonpool.ipc.signals import replacing
 from moonpool.stub.pb_utils.errors import TritonModelException, as_text, shown
@@ -86,7 +87,6 @@ class InferenceRequest:
     __slots__ = (
         "__weakref__",
         "_cancelled",
-        "_details",
         "_inputs",
         "_model_name",
         "_model_version",
@@ -95,13 +95,15 @@ class InferenceRequest:
         "_release_flags",
         "_reply",
         "_requested_output_names",
+        "_row",
         "_sender",
         "_trace",
     )
 
     # The host of this process. `host.use` sets it.
     _host: ClassVar[RequestHost]
-    _details: Details
+    # The details, packed as they came until somebody asks for one of them.
+    _row: Details | bytes
     _inputs: Sequence[Tensor]
     _requested_output_names: Sequence[str]
     _model_name: str
@@ -143,9 +145,9 @@ class InferenceRequest:
             and timeout is _ZERO
             and parameters is None
         ):
-            self._details = NO_DETAILS
+            self._row = NO_DETAILS
         else:
-            self._details = _details_of(request_id, correlation_id, flags, timeout, parameters)
+            self._row = _details_of(request_id, correlation_id, flags, timeout, parameters)
         self._preferred_memory = (
             None
             if preferred_memory is _ANYWHERE
@@ -184,14 +186,14 @@ class InferenceRequest:
     @classmethod
     def from_wire(
         cls,
-        details: Details,
+        details: Details | bytes,
         requested_output_names: Sequence[str],
         inputs: Sequence[Tensor],
         origin: tuple[ReplyPort, int, int] | None = None,
     ) -> InferenceRequest:
         """Make a request that came from the runtime. Nothing is checked or copied."""
         request = _new(cls)
-        request._details = details
+        request._row = details
         request._requested_output_names = requested_output_names
         request._inputs = inputs
         request._release_flags = 0
@@ -201,6 +203,13 @@ class InferenceRequest:
         request._origin = origin
         request._reply = request._sender = None
         return request
+
+    @property
+    def _details(self) -> Details:
+        row = self._row
+        if type(row) is bytes:
+            self._row = row = Details._make(unpack(row, strict_map_key=True, max_ext_len=0))
+        return row  # type: ignore[return-value]
 
     def inputs(self) -> list[Tensor]:
         return list(self._inputs)
@@ -215,7 +224,7 @@ class InferenceRequest:
         return self._details.flags
 
     def set_flags(self, flags: int) -> None:
-        self._details = self._details._replace(flags=_integer("flags", flags))
+        self._row = self._details._replace(flags=_integer("flags", flags))
 
     def timeout(self) -> int:
         """Return the request's timeout in microseconds, 0 if it has none."""

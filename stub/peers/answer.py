@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from moonpool.ipc.codec import packed_list
 from moonpool.ipc.errors import CODES
 from moonpool.ipc.messages import ANSWERED, FINAL, OPEN, RESCHEDULED
 from moonpool.ipc.signals import at_once
@@ -17,7 +18,6 @@ from moonpool.stub.peers.batch import Batch
 from moonpool.stub.peers.control import Control
 from moonpool.stub.peers.placement import (
     NO_OUTPUTS,
-    PlacementPlan,
     Placer,
     error_remark,
     refusal_remark,
@@ -33,7 +33,7 @@ class Answer:
         "_batch",
         "_placer",
         "blocks",
-        "plans",
+        "layouts",
         "remarks",
         "states",
     )
@@ -42,7 +42,8 @@ class Answer:
         self._placer = placer
         self._batch = batch
         self.blocks: list[list[int]] = []
-        self.plans: list[PlacementPlan] = []
+        # The packed description of each response so far.
+        self.layouts: list[bytes] = []
         # Remarks, and states other than ANSWERED, by the place of the request in the batch.
         self.remarks: dict[int, list[Any]] = {}
         self.states: dict[int, int] = {}
@@ -55,15 +56,19 @@ class Answer:
         A request without a response stays open, or is scheduled again if the model asked for that.
         """
         for request, response in zip(requests, responses):
-            if response is None:
-                self._leave(request)
-                continue
-            reply = request._reply
-            if reply is not None and not reply.close(1):
-                reply.finish(response)
-                self.add(NO_OUTPUTS, None, OPEN)
-                continue
-            self._place(request, response)
+            self.take_one(request, response)
+
+    def take_one(self, request: InferenceRequest, response: InferenceResponse | None) -> None:
+        """Do that for the next request of the batch."""
+        if response is None:
+            self._leave(request)
+            return
+        reply = request._reply
+        if reply is not None and not reply.close(1):
+            reply.finish(response)
+            self.add(NO_OUTPUTS, None, OPEN)
+            return
+        self._place(request, response)
 
     def _place(self, request: InferenceRequest, response: InferenceResponse) -> None:
         """Place the outputs of the response to the next request.
@@ -71,24 +76,29 @@ class Answer:
         The model's `execute` is over, so nobody waits for what a signal handler raises here: it fails this response,
         as everything else does.
         """
-        index, targets = len(self.plans), self._batch.targets
+        index, targets = len(self.layouts), self._batch.targets
         blocks: list[list[int]] = []
         try:
-            plan, remark = self._placer.answer(
+            layout, remark = self._placer.answer(
                 response,
                 request._requested_output_names,
                 blocks,
                 self._batch,
                 targets.get(index) if targets else None,
                 request._preferred_memory,
+                len(self.blocks),
             )
-            self.add(plan or NO_OUTPUTS, remark, blocks=blocks)
+            self.add(layout or NO_OUTPUTS, remark, blocks=blocks)
         except Exception as error:
-            if len(self.plans) == index:
-                self.add(NO_OUTPUTS, refusal_remark(error))
+            if len(self.layouts) == index:
+                self.refuse(error)
         finally:
             if blocks:
                 self._placer.give_back(blocks)
+
+    def refuse(self, error: Exception) -> None:
+        """Make the answer to the next request an error, as its response cannot be sent."""
+        self.add(NO_OUTPUTS, refusal_remark(error))
 
     def leave_open(self, requests: list[InferenceRequest]) -> None:
         """Leave requests open: their responses come later, or a message that schedules them again."""
@@ -98,7 +108,7 @@ class Answer:
 
     def fail(self, requests: list[InferenceRequest], message: str) -> None:
         """Answer all requests of the batch that have no answer yet with the same error."""
-        for request in requests[len(self.plans) :]:
+        for request in requests[len(self.layouts) :]:
             reply = request._reply
             if reply is None or reply.close(0):
                 self.add(NO_OUTPUTS, error_remark(INTERNAL, message))
@@ -110,16 +120,16 @@ class Answer:
         self,
     ) -> tuple[list[list[int]], bytes, list[list[Any] | None] | None, list[int] | None]:
         """Return blocks, layout, remarks and states as ANSWER takes them, and start anew for the next batch."""
-        blocks, plans = self.blocks, tuple(self.plans)
-        self.blocks, self.plans = [], []
+        blocks, layouts = self.blocks, self.layouts
+        self.blocks, self.layouts = [], []
         remarks = states = None
         if self.remarks:
-            remarks = [self.remarks.get(index) for index in range(len(plans))]
+            remarks = [self.remarks.get(index) for index in range(len(layouts))]
             self.remarks.clear()
         if self.states:
-            states = [self.states.get(index, ANSWERED) for index in range(len(plans))]
+            states = [self.states.get(index, ANSWERED) for index in range(len(layouts))]
             self.states.clear()
-        return blocks, self._placer.layout(plans), remarks, states
+        return blocks, packed_list(layouts), remarks, states
 
     def _leave(self, request: InferenceRequest) -> None:
         reply = request._reply
@@ -133,14 +143,14 @@ class Answer:
 
     def add(
         self,
-        plan: PlacementPlan,
+        layout: bytes,
         remark: list[Any] | None,
         state: int = ANSWERED,
         blocks: list[list[int]] | None = None,
     ) -> None:
         """Add the outcome of the next request, all of it at once. Takes the blocks out of `blocks`."""
-        index = len(self.plans)
-        steps: list[Callable[[], object]] = [partial(self.plans.append, plan)]
+        index = len(self.layouts)
+        steps: list[Callable[[], object]] = [partial(self.layouts.append, layout)]
         if remark is not None:
             steps.append(partial(self.remarks.__setitem__, index, remark))
         if state:
@@ -207,10 +217,10 @@ class Responses(ReplyPort):
         layout = remark = None
         try:
             if response is not None:
-                plan, remark = self._placer.answer(
+                placed, remark = self._placer.answer(
                     response, reply.wanted, blocks, wish=reply.preferred_memory
                 )
-                layout = self._placer.layout((plan,)) if plan else None
+                layout = packed_list([placed]) if placed else None
             if blocks:
                 self._placer.publish()
                 steps += (blocks.clear,)

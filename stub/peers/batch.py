@@ -41,14 +41,14 @@ class Batch:
 
     __slots__ = (
         "_inputs",
-        "_lent",
-        "_outputs",
         "_port",
         "_regions",
         "give_back",
         "has_copies",
         "kept",
         "layouts",
+        "lent",
+        "outputs",
         "places",
         "returned",
         "targets",
@@ -58,7 +58,7 @@ class Batch:
         self._regions = regions
         self._port = port
         self._inputs: list[str] = start["inputs"]
-        self._outputs: list[str] = start["outputs"]
+        self.outputs: list[str] = start["outputs"]
         self.layouts: Memo[bytes, list[list[Any]]] = Memo()
         # Places of blocks. The thread that drops the last view of a block appends its place.
         self.returned: deque[object] = deque()
@@ -66,7 +66,7 @@ class Batch:
         self.places: list[object] = []
         self.has_copies = False
         # Inputs in memory of clients: region, place and size.
-        self._lent: list[tuple[LentRegion, tuple[int, int], int]] = []
+        self.lent: list[tuple[LentRegion, tuple[int, int], int]] = []
         # Places of outputs in memory of clients, by request and output.
         self.targets: dict[int, dict[int, Target]] = {}
         self.kept = 0
@@ -98,7 +98,7 @@ class Batch:
                     f"a block of {size_bytes} bytes at {offset} in region {region_id}, which has {region.size_bytes}"
                 )
             if type(region) is LentRegion:
-                self._lent.append((region, place, size_bytes))
+                self.lent.append((region, place, size_bytes))
             leases.append(region.lease(offset, size_bytes, self.give_back, place))
         devices = regions.devices
         if devices is not None:
@@ -115,9 +115,9 @@ class Batch:
                     tensors.append(devices.tensor(name, datatype, shape, lease, offset))
             origin = (self._port, batch, index)
             if details is None or details[index] is None:
-                request = InferenceRequest.from_wire(NO_DETAILS, self._outputs, tensors, origin)
+                request = InferenceRequest.from_wire(NO_DETAILS, self.outputs, tensors, origin)
             else:
-                request = self._request(tensors, details[index], origin)
+                request = self.detailed(tensors, Details._make(details[index]), origin)
             requests.append(request)
         if self.targets:
             self.targets = {}
@@ -146,12 +146,11 @@ class Batch:
             requests.append(inputs)
         return requests
 
-    def _request(
-        self, tensors: list[Tensor], row: list[Any], origin: tuple[ReplyPort, int, int]
+    def detailed(
+        self, tensors: list[Tensor], details: Details, origin: tuple[ReplyPort, int, int]
     ) -> InferenceRequest:
         """Make a request that has details beside its inputs."""
-        details = Details._make(row)
-        wanted = self._outputs
+        wanted = self.outputs
         if details.outputs is not None:
             wanted = [wanted[index] for index in details.outputs]
         request = InferenceRequest.from_wire(details, wanted, tensors, origin)
@@ -174,7 +173,7 @@ class Batch:
         To be called when nothing of ours refers to the objects of the batch any more.
         """
         returned = self.returned
-        if self._lent:
+        if self.lent:
             self._end_borrowed()
         if not self.kept and len(returned) == len(self.places):
             returned.clear()
@@ -195,11 +194,11 @@ class Batch:
         """Take care of the inputs in memory of clients, who may write there as soon as they have their answers."""
         # Compared by identity: a place that was kept from an earlier batch may be equal to one of this batch.
         back = set(map(id, self.returned.copy()))
-        kept = {region for region, place, _ in self._lent if id(place) not in back}
+        kept = {region for region, place, _ in self.lent if id(place) not in back}
         lent: dict[LentRegion, list[tuple[int, int]]] = {}
-        for region, (_, offset), size_bytes in self._lent:
+        for region, (_, offset), size_bytes in self.lent:
             lent.setdefault(region, []).append((offset, size_bytes))
-        self._lent.clear()
+        self.lent.clear()
         for region, blocks in lent.items():
             if region in kept:
                 region.give_up(blocks)

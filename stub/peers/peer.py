@@ -25,12 +25,20 @@ from moonpool.ipc.errors import (
     PeerGone,
     RemoteProtocolError,
 )
-from moonpool.ipc.messages import ANSWERED, MAX_PLACES_IN_PACKET, NO_CORE, Kind, Side
+from moonpool.ipc.messages import (
+    ANSWERED,
+    MAX_PLACES_IN_PACKET,
+    NO_CORE,
+    NO_DETAILS,
+    Kind,
+    Side,
+)
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.peers.answer import INTERNAL, Answer, Responses
 from moonpool.stub.peers.batch import Batch
 from moonpool.stub.peers.control import Control
 from moonpool.stub.peers.placement import Placer, error_remark
+from moonpool.stub.peers.port import StubPort, compiled_forms, objects_of
 from moonpool.stub.peers.regions import Regions
 
 _ANSWER = int(Kind.ANSWER)
@@ -44,14 +52,14 @@ class Peer:
     ) -> None:
         self.conversation = conversation
         self.is_main = is_main
-        self._is_gone = False
+        self.is_gone = False
         self.control = Control(control, self._gone)
         self.regions = Regions(self.control.send)
         conversation.use_overflow(self.regions)
-        self.become(start)
         # The batch that is executing, which the control thread reads; and cancellations that came before their batches.
         self.executing: tuple[int, list[InferenceRequest]] = (0, [])
         self.cancelled: set[tuple[int, int]] = set()
+        self.become(start)
 
     def become(self, start: dict[str, Any]) -> None:
         """Serve a model as this START describes it. Called again only while no batch has come."""
@@ -59,13 +67,23 @@ class Peer:
         self.responses = Responses(placer, self.control, start)
         self.batch = Batch(self.regions, self.responses, start)
         self.answer = Answer(placer, self.batch)
+        self.port = self._made_port(start)
+
+    def _made_port(self, start: dict[str, Any]) -> StubPort:
+        forms = compiled_forms(start)
+        if forms is None:
+            return StubPort(self.conversation.channel)
+        # A request as every batch has it, but for its inputs and its origin.
+        request = InferenceRequest.from_wire(NO_DETAILS, self.batch.outputs, ())
+        port: StubPort = forms.StubPort(self, start, objects_of(self.regions), request)
+        return port
 
     def _gone(self) -> None:
         """Handle the end of a peer, which has closed a channel or broken the protocol. From any thread, perhaps many times."""
         if self.is_main:
             # Nobody is left to work for.
             os._exit(1)
-        self._is_gone = True
+        self.is_gone = True
         self.regions.desert()
         # So that the main thread sees the end of the channel, after the batch that it may be executing.
         self.conversation.channel.wake()
@@ -102,12 +120,16 @@ class Peer:
             self.regions.returned.extend(map(tuple, released))
         requests = self.batch.open(batch_id, blocks, layout, details, targets)
         self.executing = (batch_id, requests)
+        self.begun()
+        return requests
+
+    def begun(self) -> None:
+        """Look for what came before the batch that is executing now. Raises `PeerGone`."""
         # In this order: a thread that finds the peer gone either cancels these requests, or is seen here.
-        if self._is_gone:
+        if self.is_gone:
             raise PeerGone("the process that sent the batch has ended")
         if self.cancelled:
-            self.cancel_early(batch_id, requests)
-        return requests
+            self._cancel_early(*self.executing)
 
     def give(self) -> tuple[Any, ...]:
         """Return the fields of ANSWER. To be called when nothing else of ours refers to the objects of the batch."""
@@ -155,7 +177,7 @@ class Peer:
         if reply is not None:
             reply.is_cancelled = True
 
-    def cancel_early(self, batch_id: int, requests: list[InferenceRequest]) -> None:
+    def _cancel_early(self, batch_id: int, requests: list[InferenceRequest]) -> None:
         """Mark the requests whose cancellations came before their batch."""
         for index, request in enumerate(requests):
             if (batch_id, index) in self.cancelled:
@@ -172,6 +194,8 @@ class Peer:
     def close(self) -> None:
         """Close the channels and regions of a front end that is gone. Arrays of the model stay valid."""
         self._gone()
+        # The compiled one refers to this object, and no collection of garbage sees that.
+        self.port = StubPort(self.conversation.channel)
         self.control.close()
         self.conversation.channel.close()
         self.regions.close()

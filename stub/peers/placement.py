@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from moonpool.ipc.arena import Block
 from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import CODES, LocalProtocolError, MoonpoolError
-from moonpool.ipc.memo import Memo
-from moonpool.ipc.memory import ALIGNMENT, Lease, lease_of
+from moonpool.ipc.memory import ALIGNMENT, Lease
 from moonpool.ipc.messages import MAX_DIMS, MAX_PARAMETERS, beginning
 from moonpool.ipc.signals import at_once, raised_again
 from moonpool.ipc.tensors import BYTES, size_bytes
@@ -30,55 +28,43 @@ if TYPE_CHECKING:
 # An output that lies in a block already is passed on from this size on. To copy a smaller one takes less time than to keep
 # its block beyond the batch, and to tell the runtime so.
 PASSED_BYTES = 256 * 1024
-_MEMORABLE_BYTES = 4096
 _MAX_TEXT = 65536
 _INTERNAL = CODES.index("INTERNAL")
-_is_shared = attrgetter("is_shared")
 
 
 class BadResponse(MoonpoolError):
     """Says why a response of the model cannot be sent."""
 
 
-class PlacementPlan:
-    """Describes how the outputs of one response are sent. All responses of the same names and shapes share one plan."""
+class _Placement(NamedTuple):
+    """Describes how one response is sent."""
 
-    __slots__ = ("block_count", "is_shared", "offsets", "rows", "size_bytes")
+    # The packed rows of the message.
+    layout: bytes
+    # The arrays to copy into a block of that size, each with its offset there. They follow the other blocks.
+    copies: list[tuple[int, np.ndarray]]
+    size_bytes: int
+    # The blocks in which the other outputs lie, and those of them that are this stub's own.
+    there: Sequence[list[int]]
+    ours: Sequence[Block]
+    # Outputs for memory of clients, which is among those blocks.
+    delivered: Sequence[tuple[Target, np.ndarray]]
 
-    def __init__(self, rows: list[list[Any]], block_count: int, *, is_shared: bool) -> None:
-        # The rows of the message, but with the number of the block within the response.
-        self.rows = rows
-        self.block_count = block_count
-        self.is_shared = is_shared
-        # The size of the block for copies, and the offset of each output in it.
-        self.size_bytes = 0
-        self.offsets: list[int] = []
 
-
-# How one response is placed: its plan; the arrays to copy into one block, as the plan says; the blocks in which the
-# other outputs lie, and those of them that are this stub's own; and outputs for memory of clients, which is among
-# those blocks.
-_Placement = tuple[
-    PlacementPlan,
-    list[np.ndarray],
-    Sequence[list[int]],
-    Sequence[Block],
-    Sequence[tuple[Target, np.ndarray]],
-]
 _NO_TARGETS: Mapping[int, Target] = {}
-NO_OUTPUTS = PlacementPlan([], 0, is_shared=True)
+# The description of a response without outputs.
+NO_OUTPUTS = encode()
 
 
 class Placer:
     """Places the outputs of response after response. Any thread may call any method."""
 
-    __slots__ = ("_indices", "_regions", "layouts", "plans")
+    __slots__ = ("_regions", "indices")
 
     def __init__(self, regions: Regions, start: dict[str, Any]) -> None:
         self._regions = regions
-        self._indices = {name: index for index, name in enumerate(start["outputs"])}
-        self.plans: Memo[tuple[object, ...], PlacementPlan] = Memo()
-        self.layouts: Memo[tuple[PlacementPlan, ...], bytes] = Memo()
+        # The outputs of the model, by their names.
+        self.indices: dict[str, int] = {name: index for index, name in enumerate(start["outputs"])}
 
     def answer(
         self,
@@ -88,8 +74,12 @@ class Placer:
         passable: Batch | None = None,
         targets: Mapping[int, Target] | None = None,
         wish: PreferredMemory | None = None,
-    ) -> tuple[PlacementPlan | None, list[Any] | None]:
-        """Place the requested outputs of a response. Returns the plan, and the remark that goes with it.
+        first: int = 0,
+    ) -> tuple[bytes | None, list[Any] | None]:
+        """Place the requested outputs of a response.
+
+        Returns their packed description and the remark that goes with it. `first` is the number that the message gives
+        to its first block.
 
         A response that cannot be sent becomes an error without outputs. The model may have made it without its
         constructor, or changed its fields, so anything may be raised while it is read, also by code of the model's.
@@ -100,26 +90,23 @@ class Placer:
 
         If this raises, `blocks` may have got blocks, which go back by `give_back`.
         """
+        read = partial(self._read, response, names, passable, targets, wish, first)
         try:
             try:
-                placement, remark = self._read(response, names, passable, targets, wish)
+                placement, remark = read()
             except MoonpoolError:
                 raise
             except Exception:
-                error = raised_again(partial(self._read, response, names, passable, targets, wish))
+                error = raised_again(read)
                 if error is None:
                     raise
                 return None, refusal_remark(error)
             if placement is None:
                 return None, remark
-            plan, arrays, there, *_ = placement
-            if there:
-                self._place_apart(placement, blocks)
-            elif arrays:
-                place_copies(self._regions, arrays, plan, blocks)
+            self._place(placement, blocks)
         except MoonpoolError as error:
             return None, refusal_remark(error)
-        return plan, remark
+        return placement.layout, remark
 
     def give_back(self, blocks: list[list[int]]) -> None:
         """Take back the blocks of a response that is not sent."""
@@ -136,6 +123,7 @@ class Placer:
         passable: Batch | None,
         targets: Mapping[int, Target] | None,
         wish: PreferredMemory | None,
+        first: int,
     ) -> tuple[_Placement | None, list[Any] | None]:
         """Return how to place a response and its remark, or an error as a remark.
 
@@ -147,57 +135,30 @@ class Placer:
         parameters = response._parameters and checked_parameters(response._parameters)
         remark = [parameters, None] if parameters else None
         outputs = response._outputs
-        if len(names) != len(self._indices):
+        if len(names) != len(self.indices):
             outputs = self.wanted(outputs, names)
-        placement = None
-        if targets is None and (wish is None or wish.is_ordinary):
-            placement = self._copied(outputs)
-        if placement is None:
-            outputs = self.wanted(outputs, self._indices)
-            placement = self._apart(outputs, passable, wish, targets or _NO_TARGETS)
-        return placement, remark
+        outputs = self.wanted(outputs, self.indices)
+        return self._placed(outputs, passable, wish, targets or _NO_TARGETS, first), remark
 
-    def _copied(self, outputs: list[Tensor]) -> _Placement | None:
-        """Describe outputs that are all copied. Returns None if one of them is not."""
-        key: list[object] = []
-        arrays = arrays_to_copy(outputs, key)
-        if arrays is None:
-            return None
-        known = tuple(key)
-        plan = self.plans.get(known)
-        if plan is None:
-            ours = self.wanted(outputs, self._indices)
-            if len(ours) < len(outputs):
-                return self._copied(ours)
-            plan = self.plans.keep(known, self._plan(outputs, arrays))
-        return plan, arrays, (), (), ()
-
-    def _plan(self, outputs: list[Tensor], arrays: list[np.ndarray]) -> PlacementPlan:
-        """Make the plan for outputs that are all copied. Raises `BadResponse`."""
-        rows = [self._row(tensor, array) for tensor, array in zip(outputs, arrays)]
-        _check_names(outputs)
-        plan = PlacementPlan(rows, 1 if rows else 0, is_shared=True)
-        _lay_out(plan, rows, 0)
-        return plan
-
-    def _apart(
+    def _placed(
         self,
         outputs: list[Tensor],
         passable: Batch | None,
         wish: PreferredMemory | None,
         targets: Mapping[int, Target],
+        first: int,
     ) -> _Placement:
-        """Describe outputs of which some lie in a region already, or go to a client's memory or to a device.
+        """Describe outputs. Some may lie in a region already, or go to a client's memory or to a device.
 
         Outputs may stay in blocks of the batch `passable`. `wish` is the memory that the client would like them in.
+        Raises `BadResponse`.
         """
         if targets:
             wish = ORDINARY
         if wish is not None and not (wish.is_ordinary and all(t.is_cpu() for t in outputs)):
             outputs = self._moved(outputs, passable, wish)
         rows: list[list[Any]] = []
-        copied: list[list[Any]] = []
-        arrays: list[np.ndarray] = []
+        copied: list[tuple[list[Any], np.ndarray]] = []
         there: list[list[int]] = []
         ours: list[Block] = []
         delivered: list[tuple[Target, np.ndarray]] = []
@@ -207,7 +168,7 @@ class Placer:
             rows.append(row)
             target = targets.get(row[0])
             if target is not None and 0 < data.nbytes <= target.size_bytes:
-                row[3] = len(there)
+                row[3] = first + len(there)
                 there.append([target.region.id, target.offset, data.nbytes])
                 delivered.append((target, data))
                 continue
@@ -215,25 +176,31 @@ class Placer:
             if tensor._is_on_device:
                 if lease is None:
                     outputs = self._moved(outputs, passable, None)
-                    return self._apart(outputs, passable, None, targets)
+                    return self._placed(outputs, passable, None, targets, first)
                 self._regions.on_devices().touch(lease)  # type: ignore[arg-type]
             if lease is None:
-                copied.append(row)
-                arrays.append(data)
+                copied.append((row, data))
             else:
-                row[3:5] = len(there), tensor._offset_in(lease)
+                row[3:5] = first + len(there), tensor._offset_in(lease)
                 there.append([*lease.token, lease.size])  # type: ignore[misc]
         _check_names(outputs)
-        plan = PlacementPlan(rows, len(there) + (1 if copied else 0), is_shared=False)
-        _lay_out(plan, copied, len(there))
-        return plan, arrays, there, ours, delivered
+        size_bytes, copies = 0, []
+        for row, data in copied:
+            row[3:5] = first + len(there), size_bytes
+            copies.append((size_bytes, data))
+            size_bytes += (row[5] + ALIGNMENT - 1) & -ALIGNMENT
+        return _Placement(encode(*rows), copies, size_bytes, there, ours, delivered)
 
-    def _place_apart(self, placement: _Placement, blocks: list[list[int]]) -> None:
-        """Do the same as `place_copies` if some outputs are not copied.
+    def _place(self, placement: _Placement, blocks: list[list[int]]) -> None:
+        """Copy outputs to where the placement says, and add its blocks to `blocks`.
 
-        Raises `CutShort`, too; memory of a client may have been written to then.
+        Raises `OutOfMemory` and `CutShort`; memory of a client may have been written to then.
         """
-        plan, arrays, there, ours, delivered = placement
+        _, copies, size_bytes, there, ours, delivered = placement
+        if not there:
+            if copies:
+                place_copies(self._regions, copies, size_bytes, blocks)
+            return
         for target, data in delivered:
             target.region.write(target.offset, data)
         named = list(there)
@@ -241,8 +208,8 @@ class Placer:
         steps = (partial(blocks.extend, named), held.clear)
         try:
             self._regions.hold(ours, held)
-            if arrays:
-                place_copies(self._regions, arrays, plan, named, *steps)
+            if copies:
+                place_copies(self._regions, copies, size_bytes, named, *steps)
             else:
                 at_once(*steps)
         except BaseException:  # a signal handler of the model's may raise
@@ -271,7 +238,7 @@ class Placer:
                 f"output '{tensor._name}' of shape {list(tensor._shape)} has {data.nbytes} bytes: its "
                 "array was resized after the tensor was made"
             )
-        index = self._indices[tensor._name]
+        index = self.indices[tensor._name]
         return [index, tensor._datatype, list(tensor._shape), 0, 0, data.nbytes]
 
     def _shared(
@@ -281,8 +248,10 @@ class Placer:
 
         Adds blocks from `empty` to `ours`, as the runtime will hold them, too.
         """
+        if tensor._data.nbytes < PASSED_BYTES and not tensor._is_on_device:
+            return None
         lease = tensor._lease()
-        if lease is None or (tensor._data.nbytes < PASSED_BYTES and not tensor._is_on_device):
+        if lease is None:
             return None
         if passable is None or not passable.has_lent(lease):
             block = self._regions.find(lease)
@@ -294,15 +263,6 @@ class Placer:
     def publish(self) -> None:
         """Order the work on devices. To be called right before the message that names placed responses."""
         self._regions.publish()
-
-    def layout(self, responses: tuple[PlacementPlan, ...]) -> bytes:
-        """Return the packed description of these responses, whose blocks follow each other."""
-        packed = self.layouts.get(responses)
-        if packed is None:
-            packed = _packed(responses)
-            if len(packed) <= _MEMORABLE_BYTES and all(map(_is_shared, responses)):
-                self.layouts.keep(responses, packed)
-        return packed
 
 
 def error_remark(code: int, message: str) -> list[Any]:
@@ -330,64 +290,29 @@ def checked_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-def arrays_to_copy(
-    tensors: Iterable[Tensor], key: list[object], passed_bytes: int = PASSED_BYTES
-) -> list[np.ndarray] | None:
-    """Return the arrays of tensors that are all copied, and add to `key` what their plan depends on. None if one is not copied.
-
-    An array of `passed_bytes` or more is not copied if it lies in a block.
-    """
-    arrays = []
-    for tensor in tensors:
-        array = tensor._array
-        # Strings have no fixed size, and large arrays in shared memory stay there.
-        if array is None or (array.nbytes >= passed_bytes and lease_of(array) is not None):
-            return None
-        arrays.append(array)
-        key += (tensor._name, tensor._datatype, tensor._shape, array.nbytes)
-    return arrays
-
-
 def place_copies(
     regions: Regions,
-    arrays: Iterable[np.ndarray],
-    plan: PlacementPlan,
+    copies: Iterable[tuple[int, np.ndarray]],
+    size_bytes: int,
     blocks: list[list[int]],
     *steps: Callable[[], object],
 ) -> None:
-    """Copy arrays into a block as the plan says, and add the block to `blocks`, at once with further steps, functions of C.
+    """Copy arrays into a block, and add it to `blocks`, at once with further steps, functions of C.
 
     Raises `OutOfMemory`. Whatever this raises, nothing has changed then.
     """
     ours: list[Block] = []
     try:
-        block = regions.allocate(plan.size_bytes, taken=ours)
+        block = regions.allocate(size_bytes, taken=ours)
         region, start = block.region, block.offset
         write = region.write
-        for data, offset in zip(arrays, plan.offsets):
+        for offset, data in copies:
             write(start + offset, data)
-        row = [region.id, start, plan.size_bytes]
+        row = [region.id, start, size_bytes]
         at_once(partial(blocks.append, row), ours.clear, *steps)
     except BaseException:  # a signal handler of the model's may raise
         regions.take_back(ours)
         raise
-
-
-def _lay_out(plan: PlacementPlan, rows: list[list[Any]], block: int) -> None:
-    """Place these rows of a plan one after another in the block of that number."""
-    for row in rows:
-        row[3:5] = block, plan.size_bytes
-        plan.offsets.append(plan.size_bytes)
-        plan.size_bytes += (row[5] + ALIGNMENT - 1) & -ALIGNMENT
-
-
-def _packed(responses: tuple[PlacementPlan, ...]) -> bytes:
-    layout = []
-    first = 0
-    for plan in responses:
-        layout.append([[*row[:3], first + row[3], *row[4:]] for row in plan.rows])
-        first += plan.block_count
-    return encode(*layout)
 
 
 def _check_names(outputs: list[Tensor]) -> None:

@@ -20,6 +20,10 @@ Blocks come back through deques and not under the lock: `returned` is appended t
 whose destructors may run anywhere. The next allocation makes them free. If that came too late, GROW was refused, and blocks
 came along with the refusal, one more attempt is made.
 
+Answers mostly want blocks of sizes that others had before. So a block of the first region that came back is not released but put aside
+(`spares`), and the next allocation of its size class has it again; `_stub_port_objects.h` does both in C++. All of them are
+released before the arena grows. Nobody holds a block that was put aside, and the arena does not see that it is free.
+
 Order of closing, for a front end that is gone: `desert` first wakes all who wait, from any thread. Then the main thread calls `close`. Arrays of the
 model's keep their mappings until they are collected.
 
@@ -45,7 +49,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from moonpool.ipc.arena import Arena, Block, Keep, is_short
+from moonpool.ipc.arena import Arena, Block, Keep, block_bytes, is_short
 from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import encode
 from moonpool.ipc.conversation import Overflow, check_size
@@ -86,6 +90,8 @@ class Regions(Overflow):
         # One object for all leases: each access to a bound method would make another one.
         self.give_back = self.returned.append
         self.arena = Arena(self._grow)
+        # Blocks that were put aside, by their sizes. Needs the turn.
+        self.spares: dict[int, list[Block]] = {}
         # The device of the GROW whose answer was not taken in yet, and that answer, once it came: one item each, or none.
         self._growing: deque[int] = deque()
         self._answers: deque[Region | str] = deque()
@@ -230,17 +236,34 @@ class Regions(Overflow):
         return self.arena if device == NO_DEVICE else self.on_devices().arena(device)
 
     def _collect(self) -> None:
-        """Free the blocks that came back. Needs the turn."""
+        """Take in the blocks that came back. Needs the turn."""
         returned, arena, devices = self.returned, self.arena, self.devices
         while returned:
             place, forget = returned[0], returned.popleft
-            if arena.release_at(*place, forget):
+            block = arena.find(*place)
+            if block is not None:
+                if block.holds == 1 and arena.is_first(block.region):
+                    aside = self.spares.setdefault(block.size_bytes, [])
+                    at_once(
+                        forget, partial(aside.append, block), partial(setattr, block, "holds", 0)
+                    )
+                elif block.holds:
+                    arena.release(block, forget)
+                else:  # it was put aside before
+                    forget()
                 continue
             block = None if devices is None else devices.find(*place)
             if devices is None or block is None:
                 forget()
             else:
                 devices.release(block, forget)
+
+    def _release_spares(self) -> None:
+        """Make the blocks free that were put aside. Needs the turn."""
+        for aside in self.spares.values():
+            while aside:
+                self.arena.release(aside[-1], aside.pop)
+        self.spares.clear()
 
     def allocate(
         self, size_bytes: int, device: int = NO_DEVICE, taken: list[Block] | None = None
@@ -258,24 +281,31 @@ class Regions(Overflow):
             if self._growing:  # a signal handler ended the wait of the thread that asked
                 self._take_answer(self._growing[0])
             if self.returned:
-                block = None
-                if device == NO_DEVICE:
-                    # Mostly the block of the last answer came back, and the next answer is as large.
-                    block = arena.exchange(self.returned[0], size_bytes)
-                if block is not None:
-                    at_once(self.returned.popleft, partial(into.append, block))
-                    return block
                 self._collect()
+            size = size_bytes
+            if device == NO_DEVICE:
+                size = block_bytes(size_bytes)
+                aside = self.spares.get(size)
+                if aside:
+                    block = aside[-1]
+                    hold = partial(setattr, block, "holds", 1)
+                    at_once(aside.pop, hold, partial(into.append, block))
+                    return block
+                if not arena.has_room(size):
+                    self._release_spares()
+                    # The rest of its class may be too much.
+                    size = size if arena.has_room(size) else size_bytes
             try:
-                return arena.allocate(size_bytes, into)
+                return arena.allocate(size, into)
             except OutOfMemory:
                 # Blocks that clients dropped meanwhile may have come along with the refusal. And what is kept for later may
                 # make room: the runtime reads RETIRE before GROW.
                 came_back = bool(self.returned)
                 self._collect()
+                self._release_spares()
                 if not self._retire_idle(arena) and not came_back:
                     raise
-                return arena.allocate(size_bytes, into)
+                return arena.allocate(size, into)
 
     def take_back(self, blocks: Iterable[Block]) -> None:
         """Count one holder less for blocks that were allocated or held for a message that is not sent."""

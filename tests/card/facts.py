@@ -244,7 +244,12 @@ def _compiled() -> None:
         }
     for process, files in mapped.items():
         record(f"compiled forms in use by a {process}", bool(files) or None, " ".join(files))
-    names = ("ipc._copy", "runtime.quick._quick", "stub.peers._usual", "runtime.server.grpc._http2")
+    names = (
+        "ipc._copy",
+        "runtime.quick._quick",
+        "stub.peers._stub_port",
+        "runtime.server.grpc._http2",
+    )
     for name in names:
         is_here = bool(glob.glob(f"{prepared.ROOT}/{name.replace('.', '/')}.*so"))
         try:

@@ -138,7 +138,7 @@ def test_the_prepared_folder_has_the_packages_and_all_that_is_compiled(brought: 
         "ipc/_copy.abi3.so",
         "runtime/quick/_quick.abi3.so",
         "runtime/server/grpc/_http2.abi3.so",
-        "stub/peers/_usual.abi3.so",
+        "stub/peers/_stub_port.abi3.so",
     }
     assert packages >= {"httptools", "orjson", "tritonclient"}
     assert any(name.startswith("rapidjson") for name in packages)
@@ -158,10 +158,10 @@ def test_compiled_forms_and_packages_are_in_use(whole: Visit) -> None:
         "ipc._copy",
         "runtime.quick._quick",
         "runtime.server.grpc._http2",
-        "stub.peers._usual",
+        "stub.peers._stub_port",
     ):
         assert whole.ok(f"compiled {name}") is True
-    for process, form in (("runtime", "_quick"), ("stub", "_usual")):
+    for process, form in (("runtime", "_quick"), ("stub", "_stub_port")):
         (line,) = [
             line for line in whole.found if line["name"] == f"compiled forms in use by a {process}"
         ]
@@ -197,6 +197,6 @@ def test_the_folder_has_few_files_and_the_summary_is_short(whole: Visit) -> None
     assert sum(path.stat().st_size for path in files) < 16 << 20
     assert len((whole.folder / "summary.md").read_text().splitlines()) <= 60
     assert (
-        "Compiled forms in use: runtime: _copy _quick; stub: _copy _usual."
+        "Compiled forms in use: runtime: _copy _port _quick; stub: _copy _stub_port."
         in (whole.folder / "summary.md").read_text()
     )

@@ -24,7 +24,7 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
-        is_compiled = np.array(["moonpool.stub.peers._usual" in sys.modules])
+        is_compiled = np.array(["moonpool.stub.peers._stub_port" in sys.modules])
         return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", is_compiled)]) for _ in requests]
 """
 CONFIG: Config = {"input": [tensor("X", "FP32", 1)], "output": [tensor("Y", "BOOL", 1)]}
@@ -62,7 +62,7 @@ def test_the_operator_chooses_the_form(
     expected: bool,
 ) -> None:
     if expected:
-        pytest.importorskip("moonpool.stub.peers._usual")
+        pytest.importorskip("moonpool.stub.peers._stub_port")
     monkeypatch.setenv("MOONPOOL_PURE", pure)
     with hosted(runtime, "m", file, {**CONFIG, **options(SANDBOX=level)}):
         for _ in range(3):
@@ -80,7 +80,7 @@ ENVIRONMENTS = [path for path in made() if int(path.name.split(".")[1]) >= 11]
 def test_a_stub_of_another_python_loads_compiled_code(
     runtime: moonpool.Runtime, file: Path, path: Path, level: str
 ) -> None:
-    pytest.importorskip("moonpool.stub.peers._usual")
+    pytest.importorskip("moonpool.stub.peers._stub_port")
     if level == "strict" and closed_above(os.path.realpath(path / "bin/python"), NOBODY):
         pytest.skip(f"{path.name} is closed to the users of instances")
     config = {**CONFIG, **options(SANDBOX=level)}

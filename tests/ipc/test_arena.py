@@ -120,16 +120,6 @@ class ArenaMachine(RuleBasedStateMachine):
         if held == 1:
             del self.stamps[block]
 
-    @rule(target=blocks, block=consumes(blocks), size_bytes=SIZES)
-    def exchange(self, block: Block, size_bytes: int) -> Block:
-        rounded = max(ALIGNMENT, math.ceil(size_bytes / ALIGNMENT) * ALIGNMENT)
-        exchanged = self.arena.exchange((block.region.id, block.offset), size_bytes)
-
-        fits = block.holds == 1 and block.size_bytes == rounded and len(self.regions) == 1
-        assert exchanged is (block if fits else None)
-        self.uses[block.region.id] += fits
-        return block
-
     @rule()
     def retire_what_is_idle(self) -> None:
         used = {block.region.id for block in self.stamps}

@@ -16,7 +16,7 @@ NAMES = (
     "moonpool.ipc.port._port",
     "moonpool.runtime.quick._quick",
     "moonpool.runtime.server.grpc._http2",
-    "moonpool.stub.peers._usual",
+    "moonpool.stub.peers._stub_port",
 )
 
 

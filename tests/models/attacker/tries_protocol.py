@@ -256,8 +256,9 @@ def flip_answers(seconds):
     def flip():
         while RUNNING.is_set():
             for view in views:
-                view[:4096:5] = 0xFFFFFFFF
-                view[:4096:5] = 3
+                # Blocks begin at multiples of 64 bytes, and a string with its length.
+                view[:4096:16] = 0xFFFFFFFF
+                view[:4096:16] = 3
 
     threading.Thread(target=flip, daemon=True).start()
     deadline.daemon = True

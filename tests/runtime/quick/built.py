@@ -67,7 +67,14 @@ def sanitized(
     target = folder / f"{place.name}.abi3.so"
     command = [os.environ.get("CXX", "g++"), *FLAGS, f"-fsanitize={sanitizers}"]
     command += [f'-DMOONPOOL_SOURCES="{checksum(name)}"', f"-I{PACKAGE / 'ipc/extension'}"]
-    command += [f"-I{include}", f"-I{shared}", "-o", str(target), *map(str, sources)]
+    command += [
+        f"-I{include}",
+        f"-I{shared}",
+        f"-I{place.parent}",
+        "-o",
+        str(target),
+        *map(str, sources),
+    ]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
         pytest.fail(f"{place.name} cannot be compiled:\n{made.stderr}", pytrace=False)
@@ -82,6 +89,9 @@ def _in_cpp(source: Path, name: str, folder: Path) -> Path:
     return target
 
 
-PORT = ("ipc/port/_port", ("answer", "channel", "codec", "msgpack", "place"))
-"""The compiled port, and what it needs of the core."""
+CORE = ("answer", "channel", "codec", "msgpack", "place")
+PORT = ("ipc/port/_port", CORE)
+"""The compiled port of the runtime, and what it needs of the core."""
+STUB_PORT = ("stub/peers/_stub_port", CORE)
+"""That of a stub."""
 LIBRARIES = {"address,undefined": ("asan", "ubsan"), "thread": ("tsan",)}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.gpu.cards import Fake
 
-from moonpool.ipc.codec import encode, unpack_layout
+from moonpool.ipc.codec import encode, packed_list, unpack_layout
 from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.device import device
 from moonpool.ipc.cuda.lane import Lane
@@ -90,16 +90,16 @@ class Peer:
     ) -> tuple[list[list[int]], list[list[Any]]]:
         """Return blocks and rows of a response as they are sent. Raises the error that is sent instead."""
         blocks: list[list[int]] = []
-        plan, remark = self.placer.answer(
+        layout, remark = self.placer.answer(
             InferenceResponse(list(tensors)), ["Y", "V"], blocks, self.batch,
             wish=preferred(memory, number),
         )  # fmt: skip
-        if plan is None:
+        if layout is None:
             assert remark is not None
             raise OutOfMemory(remark[1][1])
         if publishes:
             self.regions.publish()
-        return blocks, unpack_layout(self.placer.layout((plan,)))[0]
+        return blocks, unpack_layout(packed_list([layout]))[0]
 
     def read(self, block: list[int], row: list[Any]) -> np.ndarray:
         """Return an output as the runtime sees it."""

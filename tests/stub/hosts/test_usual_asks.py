@@ -35,7 +35,7 @@ from moonpool.stub.peers.send_queue import SendQueue
 FROM_RUNTIME, OF_STUB = 1, 2
 REGION_BYTES = 1 << 14
 ROWS = [["SUM", 11, [4], 0, 0, 16], ["DIFF", 11, [2, 2], 0, 64, 16]]
-FORMS = [False, *([True] if load_if_there("moonpool.stub.peers._usual") is not None else [])]
+FORMS = [False, *([True] if load_if_there("moonpool.stub.peers._stub_port") is not None else [])]
 
 
 class Asking:

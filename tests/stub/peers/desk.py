@@ -1,4 +1,4 @@
-"""A stub's end of the channels in the process of the test, which speaks as the runtime does: for tests of both ways of a batch."""
+"""A stub's end of the channels in the process of the test, which speaks as the runtime does: for tests of both ports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +15,6 @@ import pytest
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import control_codec, encode, unpack_layout, work_codec
 from moonpool.ipc.conversation import Conversation
-from moonpool.ipc.extension import load_if_there
 from moonpool.ipc.memory import lease_of
 from moonpool.ipc.messages import NO_CORE, Kind, Side
 from moonpool.ipc.region import SharedRegion
@@ -24,7 +23,7 @@ from moonpool.stub.model import Model
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.tensor import Tensor
 from moonpool.stub.peers.peer import Peer, Peers
-from moonpool.stub.peers.usual import CompiledWay, UsualWay
+from moonpool.stub.peers.port import StubPort, compiled_forms
 
 INPUTS, OUTPUTS = ["A", "B", "TEXT"], ["SUM", "DIFF", "SAID"]
 REQUESTS, ANSWERS = 1, 2
@@ -33,57 +32,16 @@ REGION_BYTES = 1 << 16
 Execute = Callable[[list[InferenceRequest]], object]
 
 
-class LayersOnly(UsualWay):
-    """Leaves every batch to the layers."""
-
-    def open(self, packet: bytes) -> list[InferenceRequest] | None:  # noqa: ARG002
-        return None
+def in_python(peer: Peer, start: dict[str, Any]) -> StubPort:  # noqa: ARG001 - as `compiled`
+    """Make the port that leaves everything to the layers."""
+    return StubPort(peer.conversation.channel)
 
 
-class Counting(UsualWay):
-    """Counts the batches and the answers that were usual."""
-
-    opened = taken = 0
-
-    def open(self, packet: bytes) -> list[InferenceRequest] | None:
-        requests = super().open(packet)
-        self.opened += requests is not None
-        return requests
-
-    def take(self, requests: list[InferenceRequest], returned: object) -> bool:
-        is_taken = super().take(requests, returned)
-        self.taken += is_taken
-        return is_taken
-
-
-class CountingCompiled(CompiledWay):
-    """Counts the same of the compiled way."""
-
-    opened = taken = 0
-
-    def __init__(self, peer: Peer, start: dict[str, Any], extension: ModuleType) -> None:
-        super().__init__(peer, start, extension)
-        opening, taking = self.open, self.take
-
-        def open_counted(packet: bytes) -> list[InferenceRequest] | None:
-            requests = opening(packet)
-            self.opened += requests is not None
-            return requests
-
-        def take_counted(requests: list[InferenceRequest], returned: object) -> bool:
-            is_taken = taking(requests, returned)
-            self.taken += is_taken
-            return is_taken
-
-        self.open, self.take = open_counted, take_counted  # type: ignore[method-assign]
-
-
-def compiled_way(peer: Peer, start: dict[str, Any]) -> CountingCompiled:
-    """Make the compiled way. Skips the test if this installation has none."""
-    extension = load_if_there("moonpool.stub.peers._usual")
-    if extension is None:
+def compiled(peer: Peer, start: dict[str, Any]) -> StubPort:
+    """Make the compiled port. Skips the test if this installation has none."""
+    if compiled_forms(start) is None:
         pytest.skip("moonpool was installed without its compiled code")
-    return CountingCompiled(peer, start, extension)
+    return peer.port
 
 
 def _shown(value: Any) -> Any:
@@ -107,15 +65,20 @@ def _shown(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value).__name__, [_shown(each) for each in value]
     if isinstance(value, (InferenceRequest, Tensor)):
-        slots = [name for name in type(value).__slots__ if name != "__weakref__"]
+        # Details may be packed still.
+        slots = [name for name in type(value).__slots__ if name not in ("__weakref__", "_row")]
+        slots += ["_details"] if isinstance(value, InferenceRequest) else []
         return type(value).__name__, {name: _shown(getattr(value, name, "none")) for name in slots}
     return value if isinstance(value, (int, str, type(None))) else type(value).__name__
 
 
 class StubDesk:
-    """Serves EXECUTE after EXECUTE by one of both ways. For one thread."""
+    """Serves EXECUTE after EXECUTE through one of both ports. For one thread."""
 
-    def __init__(self, way: Callable[[Peer, dict[str, Any]], UsualWay], **start: Any) -> None:
+    def __init__(
+        self, form: Callable[[Peer, dict[str, Any]], StubPort], native: Any = None, **start: Any
+    ) -> None:
+        """`native` is one of moonpool's own models, to serve that in place of `execute`."""
         # What the model does in the next batch.
         self.execute: Execute = lambda _: None
         self.start = {
@@ -149,11 +112,11 @@ class StubDesk:
         for _ in range(1000):
             self.peer.regions.refuse("no more")
         self.peer.control.listen(self.peer.regions, self.peer.cancel, cast(Any, None))
-        self.usual = way(self.peer, self.start)
-        self._stub = self._made()
+        self.peer.port = self.port = form(self.peer, self.start)
+        self._stub = self._made(native or (lambda: SimpleNamespace(execute=self._execute)))
         self._batches = 0
 
-    def _made(self) -> loop.Stub:
+    def _made(self, model_class: Any) -> loop.Stub:
         """Make a stub of this peer, without the constructor, which would change the process for good."""
         stub = object.__new__(loop.Stub)
         made: Any = stub
@@ -161,7 +124,7 @@ class StubDesk:
         made._peers = Peers(self.peer, self.start)
         made._handshake = SimpleNamespace(start=self.start)
         made._calls = SimpleNamespace(released=[])
-        self._model = Model(self.start, lambda: SimpleNamespace(execute=self._execute))
+        self._model = Model(self.start, model_class)
         self._model.initialize()
         return stub
 
@@ -196,12 +159,10 @@ class StubDesk:
         pb_utils.use_memory(self.peer.regions)
         self.work.send(packet)
         self.work.send(encode(Kind.FINALIZE))
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(loop, "usual_way", lambda *_: self.usual)
-            try:
-                self._stub._serve(self._model)
-            finally:
-                pb_utils.use_memory(None)
+        try:
+            self._stub._serve(self._model)
+        finally:
+            pb_utils.use_memory(None)
         # FINALIZE only ended the loop.
         self.peer.conversation.pass_turn(Kind.ANSWER)
         return self.work.recv(1 << 16)
@@ -211,7 +172,7 @@ class StubDesk:
         peer = self.peer
         seen: list[Any] = []
         try:
-            requests = self.usual.open(packet)
+            requests = self.port.open(packet)
             if requests is None:
                 message = peer.conversation.accept(packet)
                 requests = peer.open(message) if message[0] == Kind.EXECUTE else []
@@ -224,7 +185,8 @@ class StubDesk:
         batch, regions = peer.batch, peer.regions
         seen.append((peer.executing[0], list(batch.places), batch.has_copies, len(batch.targets)))
         peer.executing = (0, [])
-        seen.append((list(regions.returned), list(batch.returned), batch.kept))
+        # In which order leases end does not count.
+        seen.append((list(regions.returned), sorted(batch.returned), batch.kept))  # type: ignore[type-var]
         regions.returned.clear()
         batch.returned.clear()
         peer.conversation.pass_turn(Kind.ANSWER)

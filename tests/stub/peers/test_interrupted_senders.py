@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.runtime.interrupting import OF_A_STUB, Interrupted, interrupted_everywhere
-from tests.stub.peers.desk import OUTPUTS, StubDesk
+from tests.stub.peers.desk import OUTPUTS, StubDesk, in_python
 
 from moonpool.ipc.codec import control_codec, unpack_layout
 from moonpool.ipc.messages import AGAIN, FINAL, INCREMENT, NO_DETAILS, OBSERVE, OPEN, Kind, Side
@@ -26,7 +26,6 @@ from moonpool.stub.pb_utils.errors import TritonError, TritonModelException
 from moonpool.stub.pb_utils.request import RELEASE_RESCHEDULE, InferenceRequest
 from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import Tensor
-from moonpool.stub.peers.usual import UsualWay
 
 LARGE, LARGE_BYTES = 9, 1 << 20
 everywhere = partial(interrupted_everywhere, within=OF_A_STUB, at_lines=False)
@@ -38,7 +37,7 @@ class Desk(StubDesk):
     """
 
     def __init__(self, *, is_decoupled: bool) -> None:
-        super().__init__(UsualWay, decoupled=is_decoupled)
+        super().__init__(in_python, decoupled=is_decoupled)
         region = SharedRegion.create(LARGE, LARGE_BYTES)
         self.peer.regions.add_first(LARGE, LARGE_BYTES, os.dup(region.fd), Side.STUB)
         self.regions[LARGE] = region

@@ -142,10 +142,10 @@ def test_nothing_is_left_of_a_response_whose_target_is_too_short(lent: Lent) -> 
     made = InferenceResponse([Tensor(name, np.ones(4, np.float32)) for name in ("Y", "V")])
     blocks: list[list[int]] = []
     try:
-        plan, remark = placer.answer(
+        layout, remark = placer.answer(
             made, ["Y", "V"], blocks, None, {0: Target(lent.region, 0, _BYTES)}
         )
-        assert plan is None
+        assert layout is None
         assert remark is not None
         assert "client's shared memory cannot be mapped" in remark[1][1]
         # The next response of the batch starts with no blocks.

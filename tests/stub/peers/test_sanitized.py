@@ -1,4 +1,4 @@
-"""The compiled way of a batch with the sanitizers for addresses and undefined behaviour: its tests, and what fuzzing knows."""
+"""The compiled port of a stub with the sanitizers for addresses and undefined behaviour: its tests, and what fuzzing knows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.runtime.quick.built import sanitized
+from tests.runtime.quick.built import STUB_PORT, sanitized
 
 ROOT = Path(__file__).parents[3]
 # Puts the sanitized module in the place of the installed one, and runs the tests.
@@ -18,18 +18,18 @@ import importlib.util, sys
 import pytest
 from moonpool.stub import peers
 
-name = "moonpool.stub.peers._usual"
+name = "moonpool.stub.peers._stub_port"
 spec = importlib.util.spec_from_file_location(name, sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-sys.modules[name] = peers._usual = module
+sys.modules[name] = peers._stub_port = module
 status = pytest.main([*sys.argv[2:], "-q", "-p", "no:cacheprovider"])
-assert peers._usual is module
+assert peers._stub_port is module
 sys.exit(status)
 """
 TESTS = (
     "tests/stub/hosts/test_usual_asks.py",
-    "tests/stub/peers/test_usual.py",
+    "tests/stub/peers/test_port.py",
     "tests/fuzz/test_targets.py::test_known_inputs_do_no_harm[execute]",
     "tests/fuzz/test_targets.py::test_variants_of_known_inputs_do_no_harm[execute]",
 )
@@ -45,7 +45,7 @@ THREADS = ("tests/stub/hosts/test_usual_asks.py", "tests/stub/hosts/test_call_re
 )
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_compiled_way_touches_no_memory_but_its_own(tmp_path: Path) -> None:
+def test_the_compiled_port_touches_no_memory_but_its_own(tmp_path: Path) -> None:
     options = {
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
@@ -70,7 +70,7 @@ def ended_with(
     folder: Path, sanitizers: str, options: dict[str, str], tests: Sequence[str]
 ) -> subprocess.CompletedProcess[str]:
     """Run these tests with the extension compiled so."""
-    module, libraries = sanitized(folder, sanitizers, "stub/peers/_usual")
+    module, libraries = sanitized(folder, sanitizers, *STUB_PORT)
     path = [str(ROOT), str(Path(sys.modules["moonpool"].__path__[0]).parent)]
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, str(module), *tests],

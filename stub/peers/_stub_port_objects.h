@@ -1,7 +1,9 @@
-// The objects of Python's with which the compiled ways of a stub work: tensors, responses, and the memory of the runtime's end.
+// The objects of Python's with which the compiled forms of a stub work: tensors, responses, and the memory of the runtime's end.
 //
-// Theory of operation. As `_usual.cpp` says. A method that may be called from several threads keeps no state between two calls into
-// Python. The arena is used by the thread that holds `Regions._turn`.
+// Theory of operation. `_stub_port.pyx` answers batches, `_stub_port_calls.cpp` asks other models. What comes from the model may have any type, and
+// code of the model runs when an object of its own class is compared, hashed or destroyed. So only objects of the exact classes are looked
+// into, and each one that is used after another call is kept by a reference. A method that may be called from several threads keeps no state
+// between two calls into Python. The arena is used by the thread that holds `Regions._turn`.
 #pragma once
 
 #include "objects.h"  // first, as Python wants it
@@ -9,6 +11,7 @@
 #include <array>
 #include <vector>
 
+#include "port.h"
 #include "wire.h"
 
 namespace moonpool::python {
@@ -60,7 +63,7 @@ struct Leases {
 };
 struct Tensors {
   Kind kind;
-  Field name{"_name"}, datatype{"_datatype"}, shape{"_shape"}, array{"_array"}, wire{"_wire"};
+  Field name{"_name"}, datatype{"_datatype"}, shape{"_shape"}, array{"_array"}, wire{"_wire"}, strings{"_strings"};
 };
 struct Responses {
   Kind kind;
@@ -76,7 +79,7 @@ struct Blocks {
 };
 struct ExtentsKind {
   Kind kind;
-  Field live{"live"}, uses{"uses"};
+  Field live{"live"};
 };
 struct Arenas {
   Kind kind;
@@ -94,7 +97,7 @@ class Objects {
 #define MOONPOOL_SHARED(PART)                                                                                       \
   PART(regions) PART(request_regions) PART(add_returned) PART(returned) PART(take_returned) PART(allocate)          \
   PART(acquire) PART(release) PART(arena) PART(lease) PART(array) PART(byte) PART(tensor) PART(region) PART(block) \
-  PART(extents) PART(response) PART(no_device)
+  PART(extents) PART(response) PART(no_device) PART(spares)
   enum class Shared : size_t { MOONPOOL_SHARED(MOONPOOL_MEMBER) kCount };
   static constexpr std::array<const char*, static_cast<size_t>(Shared::kCount)> kShared = {MOONPOOL_SHARED(MOONPOOL_TEXT)};
 
@@ -104,15 +107,17 @@ class Objects {
     base_ = Ref(PyUnicode_InternFromString("base"));
     devices_ = Ref(PyUnicode_InternFromString("devices"));
     at_once_ = Ref(PyTuple_Pack(1, Py_False));
+    zero_ = Ref(PyLong_FromLong(0));
+    one_ = Ref(PyLong_FromLong(1));
     PyObject* arena = reinterpret_cast<PyObject*>(Py_TYPE(part(Shared::arena)));
-    return base_ && devices_ && at_once_ &&
+    return base_ && devices_ && at_once_ && zero_ && one_ &&
            lease_.kind.learn_slots(part(Shared::lease), {&lease_.give_back, &lease_.token, &lease_.region, &lease_.offset}) &&
            learn_type(tensor_.kind, part(Shared::tensor),
-                 {&tensor_.name, &tensor_.datatype, &tensor_.shape, &tensor_.array, &tensor_.wire}) &&
+                 {&tensor_.name, &tensor_.datatype, &tensor_.shape, &tensor_.array, &tensor_.wire, &tensor_.strings}) &&
            learn_type(response_.kind, part(Shared::response), {&response_.outputs, &response_.error, &response_.parameters}) &&
            learn_type(region_.kind, part(Shared::region), {&region_.id, &region_.buffer, &region_.size_bytes}) &&
            learn_type(block_.kind, part(Shared::block), {&block_.region, &block_.offset, &block_.size_bytes, &block_.holds}) &&
-           learn_type(extents_.kind, part(Shared::extents), {&extents_.live, &extents_.uses}) &&
+           learn_type(extents_.kind, part(Shared::extents), {&extents_.live}) &&
            learn_type(arena_.kind, arena, {&arena_.extents});
   }
 
@@ -193,14 +198,14 @@ class Objects {
     return base && !PyType_IsSubtype(Py_TYPE(base.get()), reinterpret_cast<PyTypeObject*>(array_type));
   }
 
-  // Does what `Regions.allocate` does. Mostly that is to take the block of an earlier answer that came back, which is as
-  // large. That is done here if no other thread has the arena at this moment. Else a signal handler may run and raise, and has the error
-  // then; the block is given back. Returns nothing with an exception.
+  // Does what `Regions.allocate` does. Mostly that is to take a block of an earlier answer that came back, which is done here if no other
+  // thread has the arena at this moment. Else a signal handler may run and raise, and has the error then; the block is given back. Returns
+  // nothing with an exception.
   Ref allocate(PyObject* size) const {
     const Ref is_ours(PyObject_Call(part(Shared::acquire), at_once_.get(), nullptr));
     if (!is_ours) return Ref();
     if (is_ours.get() == Py_True) {
-      Ref block = exchange(number_in(size));
+      Ref block = spare(number_in(size));
       // The lock is given back in any case; no exception of ours is set beside that.
       if (PyErr_Occurred() != nullptr) PyErr_Clear();
       const Ref released(PyObject_CallNoArgs(part(Shared::release)));
@@ -222,30 +227,47 @@ class Objects {
     return place && Ref(PyObject_CallFunctionObjArgs(part(Shared::add_returned), place.get(), nullptr));
   }
 
-  // Does what `Arena.exchange` does with the first block that came back. Returns nothing, and has done nothing, if that is
-  // not the same block.
-  Ref exchange(Py_ssize_t size) const {
-    PyObject* arena = part(Shared::arena);
-    PyObject* all = arena_.extents.peek(arena);
-    if (PyObject_Size(part(Shared::returned)) < 1 || all == nullptr || PyDict_Size(all) != 1) return Ref();
-    const Ref place(PySequence_GetItem(part(Shared::returned), 0));
-    if (!place || !PyTuple_CheckExact(place.get()) || PyTuple_Size(place.get()) != 2) return Ref();
-    const Ref extents = Ref::to(PyDict_GetItemWithError(all, PyTuple_GetItem(place.get(), 0)));
-    if (!extents || !extents_.kind.is(extents.get())) return Ref();
-    PyObject* live = extents_.live.peek(extents.get());
-    if (live == nullptr) return Ref();
-    Ref block = Ref::to(PyDict_GetItemWithError(live, PyTuple_GetItem(place.get(), 1)));
-    const Py_ssize_t alignment = wire::kAlignment;
-    const Py_ssize_t whole = size <= 0 ? alignment : (size + alignment - 1) & -alignment;
-    if (!block || !block_.kind.is(block.get()) || number_in(block_.holds.peek(block.get())) != 1 ||
-        number_in(block_.size_bytes.peek(block.get())) != whole) {
-      return Ref();
+  // Puts the blocks aside that came back, and returns the last one of this size class. Returns nothing if Python has to do it.
+  Ref spare(Py_ssize_t size) const {
+    PyObject* const all = arena_.extents.peek(part(Shared::arena));
+    PyObject *first = nullptr, *extents = nullptr;
+    Py_ssize_t at = 0;
+    if (size < 0 || all == nullptr || !PyDict_CheckExact(all) || !PyDict_Next(all, &at, &first, &extents)) return Ref();
+    PyObject* const live = extents_.kind.is(extents) ? extents_.live.peek(extents) : nullptr;
+    if (live == nullptr || !PyDict_CheckExact(live)) return Ref();
+    for (Py_ssize_t left = PyObject_Size(part(Shared::returned)); left > 0; --left) {
+      const Ref place(PySequence_GetItem(part(Shared::returned), 0));
+      if (!place || !PyTuple_CheckExact(place.get()) || PyTuple_Size(place.get()) != 2) return Ref();
+      if (number_in(PyTuple_GetItem(place.get(), 0)) != number_in(first)) return Ref();
+      const Ref block = Ref::to(PyDict_GetItemWithError(live, PyTuple_GetItem(place.get(), 1)));
+      if (!block || !block_.kind.is(block.get()) || number_in(block_.holds.peek(block.get())) != 1) return Ref();
+      const Ref aside = put_aside_with(block_.size_bytes.peek(block.get()));
+      if (!aside || PyList_Append(aside.get(), block.get()) < 0) return Ref();
+      block_.holds.set_to(block.get(), zero_.get());
+      if (!take_first()) return Ref();
     }
-    Ref uses(PyLong_FromSsize_t(number_in(extents_.uses.peek(extents.get())) + 1));
-    if (!uses || !Ref(PyObject_CallNoArgs(part(Shared::take_returned)))) return Ref();
-    extents_.uses.set(extents.get(), uses.release());
+    const Ref key = number(block_bytes(static_cast<uint64_t>(size)));
+    PyObject* const aside = key ? PyDict_GetItemWithError(part(Shared::spares), key.get()) : nullptr;
+    if (aside == nullptr || !PyList_CheckExact(aside) || PyList_Size(aside) < 1) return Ref();
+    const Py_ssize_t last = PyList_Size(aside) - 1;
+    Ref block = Ref::to(PyList_GetItem(aside, last));
+    if (!block_.kind.is(block.get()) || PyList_SetSlice(aside, last, last + 1, nullptr) < 0) return Ref();
+    block_.holds.set_to(block.get(), one_.get());
     return block;
   }
+
+  // Returns the list of blocks of this size that were put aside.
+  Ref put_aside_with(PyObject* size) const {
+    if (size == nullptr) return Ref();
+    const Ref key = Ref::to(size);
+    Ref aside = Ref::to(PyDict_GetItemWithError(part(Shared::spares), key.get()));
+    if (aside || PyErr_Occurred() != nullptr) return aside;
+    aside = Ref(PyList_New(0));
+    return aside && PyDict_SetItem(part(Shared::spares), key.get(), aside.get()) == 0 ? std::move(aside) : Ref();
+  }
+
+  // Takes the first place out of those that came back.
+  bool take_first() const { return static_cast<bool>(Ref(PyObject_CallNoArgs(part(Shared::take_returned)))); }
 
   Leases lease_;
   Tensors tensor_;
@@ -257,7 +279,7 @@ class Objects {
 
  private:
   Parts<Shared, kShared.size()> shared_{kShared};
-  Ref base_, devices_, at_once_;
+  Ref base_, devices_, at_once_, zero_, one_;
 };
 
 }  // namespace moonpool::python

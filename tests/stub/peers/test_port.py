@@ -1,4 +1,4 @@
-"""Tests that the usual way of a batch and the layers answer alike, byte for byte."""
+"""Tests that the compiled port of a stub and the layers answer alike, byte for byte."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from tests.stub.peers.desk import (
     ANSWERS,
     REQUESTS,
-    Counting,
-    LayersOnly,
     StubDesk,
-    compiled_way,
+    compiled,
+    in_python,
 )
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES
@@ -30,10 +29,11 @@ from moonpool.stub import pb_utils
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import Tensor
+from moonpool.stub.peers.port import compiled_forms
 
 FP32, BYTES = 11, 13
 PLACE = [REQUESTS, 0]
-WAYS = (Counting, compiled_way, LayersOnly)
+FORMS = (compiled, in_python)
 
 
 def floats(count: int) -> list[list[Any]]:
@@ -52,15 +52,8 @@ def sum_and_difference(requests: list[InferenceRequest]) -> list[InferenceRespon
     return responses
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=FORMS)
 def desk(request: pytest.FixtureRequest) -> Iterator[StubDesk]:
-    made = StubDesk(request.param)
-    yield made
-    made.close()
-
-
-@pytest.fixture(params=WAYS[:2])
-def usual(request: pytest.FixtureRequest) -> Iterator[StubDesk]:
     made = StubDesk(request.param)
     yield made
     made.close()
@@ -92,14 +85,6 @@ def test_a_batch_is_answered(desk: StubDesk) -> None:
                 ((1, FP32, [4]), (a * number - b).tobytes()),
             ]
         ]
-
-
-def test_the_second_batch_of_a_kind_is_usual(usual: StubDesk) -> None:
-    usual.execute = sum_and_difference
-    for _ in range(3):
-        ask(usual)
-    counted = cast(Counting, usual.usual)
-    assert (counted.opened, counted.taken) == (2, 2)
 
 
 def test_a_kept_input_is_held_until_it_is_dropped(desk: StubDesk) -> None:
@@ -212,15 +197,16 @@ class _Interrupted(Exception):
 
 @pytest.fixture
 def looking() -> Iterator[StubDesk]:
-    made = StubDesk(compiled_way, look_us=1000)
+    made = StubDesk(compiled, look_us=1000)
     made.execute = sum_and_difference
-    # A layout that is known, a batch from another core, and a packet that came at once: now `receive` looks.
+    # A batch from another core, and a packet that came at once: now `receive` looks.
     ask(made)
     for number in (2, 3):
         made.work.send(_execute(number))
-        assert made.usual.open(made.usual.receive())
+        assert made.port.open(made.port.receive())
         made.peer.executing = (0, [])
         made.peer.batch.returned.clear()
+        made.peer.conversation.pass_turn(Kind.ANSWER)
     yield made
     made.close()
 
@@ -232,11 +218,11 @@ def _execute(number: int) -> bytes:
 
 def test_a_packet_is_received_while_it_is_looked_for_and_after(looking: StubDesk) -> None:
     looking.work.send(_execute(4))
-    assert looking.usual.receive() == _execute(4)
+    assert looking.port.receive() == _execute(4)
     sender = threading.Timer(0.05, looking.work.send, [_execute(5)])
     sender.start()
     try:
-        assert looking.usual.receive() == _execute(5)
+        assert looking.port.receive() == _execute(5)
     finally:
         sender.join()
 
@@ -249,32 +235,32 @@ def test_a_signal_that_comes_while_a_packet_is_looked_for_is_handled(looking: St
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.0005)
         with pytest.raises(_Interrupted):
-            looking.usual.receive()
+            looking.port.receive()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     looking.work.send(_execute(4))
-    assert looking.usual.receive() == _execute(4)
+    assert looking.port.receive() == _execute(4)
 
 
 def test_the_end_of_the_peer_is_met_while_it_is_looked_for(looking: StubDesk) -> None:
     looking.work.close()
     with pytest.raises(PeerGone):
-        looking.usual.receive()
+        looking.port.receive()
 
 
 @pytest.mark.parametrize("size", [MAX_PACKET_BYTES, MAX_PACKET_BYTES + 1])
-def test_a_packet_has_a_largest_size(usual: StubDesk, size: int) -> None:
-    usual.work.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    usual.work.send(bytes(size))
+def test_a_packet_has_a_largest_size(desk: StubDesk, size: int) -> None:
+    desk.work.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    desk.work.send(bytes(size))
     if size <= MAX_PACKET_BYTES:
-        assert usual.usual.receive() == bytes(size)
+        assert desk.port.receive() == bytes(size)
     else:
         with pytest.raises(RemoteProtocolError, match="more than 32768 bytes"):
-            usual.usual.receive()
+            desk.port.receive()
 
 
-# Both ways, with everything that a runtime and a model may do
+# Both ports, with everything that a runtime and a model may do
 
 
 KEEP: list[Any] = []
@@ -382,7 +368,7 @@ RETURNS = {
     "change the list": "requests.clear() or responses",
 }
 
-FORMS = ("plain", "plain", "plain", "other shape", "text", "detailed", "wanted", "two blocks")
+REQUESTED = ("plain", "plain", "plain", "other shape", "text", "detailed", "wanted", "two blocks")
 
 
 def _evaluated(code: str, **names: object) -> object:
@@ -396,7 +382,7 @@ def _weighted(usual: tuple[str, ...], others: dict[str, str]) -> st.SearchStrate
 BATCHES = st.lists(
     st.tuples(
         st.lists(
-            st.tuples(st.sampled_from(FORMS), _weighted(USUAL_RESPONSES, RESPONSES)),
+            st.tuples(st.sampled_from(REQUESTED), _weighted(USUAL_RESPONSES, RESPONSES)),
             min_size=1,
             max_size=3,
         ),
@@ -468,14 +454,14 @@ def _play(desk: StubDesk, batches: Batches) -> list[Any]:
         fields = work_codec(Side.RUNTIME).decode(answer)
         # A block that was passed through is the runtime's already.
         out += [[region, offset] for region, offset, _ in fields[5] if region == ANSWERS]
-        fields[2] = NO_CORE  # which the compiled way tells
+        fields[2] = NO_CORE  # which the compiled port tells
         seen.append((encode(*fields), desk.outputs(answer), [_shown(told) for told in desk.told()]))
     KEEP.clear()
     return seen
 
 
 def _shown(message: list[Any]) -> list[Any]:
-    """A message, without the lines of a traceback, which name the functions of the way."""
+    """A message, without the lines of a traceback, which name the functions of the loop."""
     if message[0] == Kind.LOG:
         message[2] = message[2].partition("\n")[0]
     return message
@@ -483,8 +469,8 @@ def _shown(message: list[Any]) -> list[Any]:
 
 def _compare(batches: Batches, **start: Any) -> None:
     seen = []
-    for way in WAYS:
-        desk = StubDesk(way, **start)
+    for form in FORMS:
+        desk = StubDesk(form, **start)
         try:
             seen.append(_play(desk, batches))
         finally:
@@ -493,11 +479,33 @@ def _compare(batches: Batches, **start: Any) -> None:
 
 
 @given(BATCHES, st.booleans())
-def test_all_ways_answer_alike(batches: Batches, reschedules: bool) -> None:
+def test_both_ports_answer_alike(batches: Batches, reschedules: bool) -> None:
     _compare(batches, reschedules=reschedules)
 
 
-# Batches after which layouts and plans are known.
+@pytest.mark.parametrize(
+    ("form", "response", "placed"),
+    [
+        *[(form, "both", 1) for form in dict.fromkeys(REQUESTED)],
+        *[("plain", each, 1) for each in ("one", "strings", "large", "unknown", "input", "empty")],
+        *[("plain", each, 0) for each in ("none of them", "error", "parameters")],
+    ],
+)
+def test_the_compiled_port_does_what_most_batches_are(
+    form: str, response: str, placed: int
+) -> None:
+    desk = StubDesk(compiled)
+    counts = compiled_forms(desk.start).counts
+    before = counts()
+    try:
+        _play(desk, [([(form, response)], "list", 0, False)] * 2)
+    finally:
+        desk.close()
+    done = {name: count - before[name] for name, count in counts().items()}
+    assert done == {"open": 2, "stacked": 0, "place": 2 * placed, "take": 2, "give": 2}
+
+
+# Batches after which blocks have come back.
 _LEARNED: Batches = [
     ([("plain", "both"), ("plain", "one"), ("plain", "none of them")], "list", 0, False),
     ([("plain", "one")], "list", 0, False),
@@ -525,3 +533,76 @@ def test_each_return_is_answered_alike_behind_usual_ones(returned: str, decouple
         *[([("plain", "both"), ("plain", "one")], "list", 2, True)] * 2,
     ]
     _compare(batches, decoupled=decoupled)
+
+
+# Models of moonpool's own kind, which get the rows of all requests at once
+
+OWN: dict[str, Any] = {
+    "name": "m",
+    "max_batch_size": 8,
+    "input": [{"name": name, "data_type": "TYPE_FP32", "dims": [-1]} for name in "AB"],
+    "output": [{"name": name, "data_type": "TYPE_FP32", "dims": [-1]} for name in ("SUM", "DIFF")],
+}
+# What such a model may return for the rows of a and b.
+OWN_RETURNS = {
+    "both": "{'SUM': a + b, 'DIFF': a - b}",
+    "inputs": "{'SUM': a, 'DIFF': b}",
+    "every other": "{'SUM': np.repeat(a, 2, 1)[:, ::2], 'DIFF': a}",
+    "lists": "{'SUM': (a + b).tolist(), 'DIFF': a}",
+    "wide": "{'SUM': np.full((len(a), 9000), 2, np.float32), 'DIFF': a}",
+    "one of them": "{'SUM': a}",
+    "too few rows": "{'SUM': a[1:], 'DIFF': b}",
+    "another type": "{'SUM': a.astype(np.float64), 'DIFF': b}",
+    "nothing": "None",
+    "raise": "1 / 0",
+}
+# The rows and columns of each request, and the bytes between them; and if the port does it.
+OWN_BATCHES: dict[str, tuple[list[tuple[int, int]], int, bool]] = {
+    "one": ([(2, 3)], 0, True),
+    "three": ([(1, 4), (3, 4), (2, 4)], 0, True),
+    "no rows in one": ([(1, 4), (0, 4)], 0, True),
+    "a gap": ([(1, 4), (2, 4)], 64, False),
+    "other columns": ([(1, 4), (1, 3)], 0, False),
+}
+
+
+@pytest.mark.parametrize("returned", OWN_RETURNS)
+@pytest.mark.parametrize("batch", OWN_BATCHES)
+def test_models_of_our_own_kind_are_answered_alike(batch: str, returned: str) -> None:
+    requests, gap, is_stacked = OWN_BATCHES[batch]
+    calls: list[Any] = []
+
+    def model(A: Any, B: Any) -> Any:  # noqa: N803
+        calls.append((A.shape, A.tobytes(), B.tobytes()))
+        return _evaluated(OWN_RETURNS[returned], a=A, b=B)
+
+    layout, size = [], 0
+    for rows, columns in requests:
+        bytes_each = rows * columns * 4
+        row = [FP32, [rows, columns], 0]
+        layout.append([[0, *row, size, bytes_each], [1, *row, 4096 + size, bytes_each]])
+        size += bytes_each + gap
+    seen, opened = [], []
+    for form in FORMS:
+        desk = StubDesk(
+            form, model, kind="native", config=OWN, inputs=["A", "B"], outputs=["SUM", "DIFF"]
+        )
+        forms = compiled_forms(desk.start)
+        before = forms.counts()["stacked"] if forms else 0
+        answers = []
+        try:
+            desk.write(0, np.arange(64, dtype=np.float32))
+            desk.write(4096, np.arange(64, dtype=np.float32) * 2)
+            for details in (None, [Details(request_id="seven")] * len(requests)):
+                answer = desk.ask(layout, blocks=[[*PLACE, 8192]], details=details)
+                fields = work_codec(Side.RUNTIME).decode(answer)
+                fields[2] = NO_CORE
+                told = [_shown(each) for each in desk.told()]
+                answers.append((encode(*fields), desk.outputs(answer), told))
+        finally:
+            desk.close()
+        opened.append((forms.counts()["stacked"] if forms else 0) - before)
+        seen.append((answers, calls[:]))
+        calls.clear()
+    assert seen[0] == seen[1]
+    assert opened == [2 if is_stacked else 0, 0]

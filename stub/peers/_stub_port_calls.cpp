@@ -13,10 +13,10 @@
 //
 // INFER is what Python would send: the plan has the bytes before and behind the numbers. REPLY is known by its bytes; only the number and
 // two lists of numbers are read. The runtime is trusted with this memory anyway, but a block must lie within its region. What comes from
-// the model may have any type, and is looked at as `_usual.cpp` says.
+// the model may have any type, and is looked at as `_stub_port_objects.h` says.
 //
 // Any thread may call `infer`. Only locals hold what belongs to a call, but for the packet, which the leader alone has.
-#include "_usual_objects.h"  // first, as Python wants it
+#include "_stub_port_objects.h"  // first, as Python wants it
 
 #include <errno.h>
 #include <sys/socket.h>
@@ -39,13 +39,13 @@ constexpr Py_ssize_t kMostReleased = 1024;
 #define MOONPOOL_ASKS(PART)                                                                                            \
   PART(host) PART(numbers) PART(leads) PART(lead) PART(stop_leading) PART(followers) PART(call) PART(new_inbox)         \
   PART(open_calls) PART(queued) PART(queue) PART(fileno) PART(store) PART(inbox) PART(end_process) PART(replies)         \
-  PART(plans) PART(released) PART(take_released) PART(give_back) PART(request) PART(out_of_memory)
+  PART(plans) PART(released) PART(take_released) PART(give_back) PART(request) PART(out_of_memory) PART(is_owned)
 enum class Part : size_t { MOONPOOL_ASKS(MOONPOOL_MEMBER) kCount };
 constexpr std::array<const char*, static_cast<size_t>(Part::kCount)> kParts = {MOONPOOL_ASKS(MOONPOOL_TEXT)};
 
 struct Requests {
   Kind kind;
-  Field inputs{"_inputs"}, origin{"_origin"}, details{"_details"}, trace{"_trace"}, preferred_memory{"_preferred_memory"},
+  Field inputs{"_inputs"}, origin{"_origin"}, details{"_row"}, trace{"_trace"}, preferred_memory{"_preferred_memory"},
       names{"_requested_output_names"}, model{"_model_name"}, version{"_model_version"};
 };
 struct Replies {
@@ -96,9 +96,9 @@ class Asker : public Objects {
   // to abandon it if there is an exception.
   PyObject* infer(PyObject* request, PyObject* left) const {
     if (!is_usual(request)) return declined();
-    // A destructor that interrupts this very thread. Python refuses that.
-    const Ref leads_already(PyObject_CallNoArgs(part(Part::leads)));
-    if (!leads_already.is(Py_False)) return declined();
+    // A destructor that interrupts this very thread where it leads or allocates. Python refuses that.
+    const Ref leads_already(PyObject_CallNoArgs(part(Part::leads))), allocates_already(PyObject_CallNoArgs(part(Part::is_owned)));
+    if (!leads_already.is(Py_False) || !allocates_already.is(Py_False)) return declined();
     const Leading leading(*this);
     if (!leading.leads()) return declined();
     Sending sending;
@@ -487,7 +487,7 @@ PyType_Slot asker_slots[] = {{Py_tp_new, reinterpret_cast<void*>(asker_new)},
                              {Py_tp_methods, asker_methods},
                              {0, nullptr}};
 
-PyType_Spec asker_spec = {"moonpool.stub.peers._usual.Asker", sizeof(AskerObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+PyType_Spec asker_spec = {"moonpool.stub.peers._stub_port.Asker", sizeof(AskerObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                           asker_slots};
 
 }  // namespace
