@@ -287,7 +287,7 @@ class NativeAdapter:
 
     @property
     def sees_rows_only(self) -> bool:
-        """Return whether `call` does for a batch what `execute` does, if the rows of each input lie one after another."""
+        """Return whether `call` does for a batch what `execute` does, if the rows of each input lie back to back."""
         return not self._ragged
 
     @property

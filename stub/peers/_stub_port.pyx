@@ -75,7 +75,8 @@ cdef extern from "answer.h" namespace "moonpool":
     flag check_tensor(const int64_t*, uint64_t, uint64_t, uint64_t, uint64_t*, string*)
 
 cdef extern from "place.h" namespace "moonpool":
-    void write_tensor(Writer&, const uint64_t&, uint64_t, const int64_t*, uint64_t, uint64_t, uint64_t, uint64_t) except +
+    void write_tensor(Writer&, const uint64_t&, uint64_t, const int64_t*, uint64_t, uint64_t, uint64_t,
+                      uint64_t) except +
 
 cdef extern from "_stub_port_batch.h" namespace "moonpool::python":
     int64_t monotonic_ns() noexcept nogil
@@ -407,6 +408,8 @@ cdef class StubPort:
             # Neither number has more than 63 bits.
             if block.offset + block.size > <uint64_t>room:
                 return None
+            if self._objects.region_.buffer.peek(region) == <PyObject*>None:
+                return None  # it was closed
             regions.append(region)
         return regions
 
@@ -481,7 +484,9 @@ cdef class StubPort:
     cdef bint _is_plain(self, request) except -1:
         """Return True for a request whose only response goes with the batch."""
         cdef int64_t flags
-        if not self._objects.request_.kind.holds(request) or self._objects.request_.reply.peek(request) != <PyObject*>None:
+        if not self._objects.request_.kind.holds(request):
+            return False
+        if self._objects.request_.reply.peek(request) != <PyObject*>None:
             return False
         return as_number(self._objects.request_.release_flags.peek(request), &flags) and flags == 0
 
@@ -489,9 +494,13 @@ cdef class StubPort:
         """Copy the outputs of a response into a block. Returns False, and has done nothing, if Python has to do it."""
         cdef list arrays = []
         cdef PyObject* parameters = self._objects.response_.parameters.peek(response)
-        if self._objects.response_.error.peek(response) != <PyObject*>None or self._objects.request_.preferred_memory.peek(request) != <PyObject*>None:
+        if self._objects.response_.error.peek(response) != <PyObject*>None:
             return False
-        if parameters != <PyObject*>None and (parameters == NULL or type(<object>parameters) is not dict or <object>parameters):
+        if self._objects.request_.preferred_memory.peek(request) != <PyObject*>None:
+            return False
+        if parameters == NULL:
+            return False
+        if parameters != <PyObject*>None and (type(<object>parameters) is not dict or <object>parameters):
             return False
         if len(<dict>self._objects.batch_.targets.peek(self._batch)) or not self._describe(request, response, arrays):
             return False
@@ -616,7 +625,7 @@ cdef class StubPort:
         index = self._indices.get(<object>name)
         if index is None or (names is not None and <object>name not in names):
             return True  # as in Triton, it is left out without a check
-        if not as_number(self._objects.tensor_.datatype.peek(tensor), &datatype) or datatype < 0 or datatype > _BF16:
+        if not as_number(self._objects.tensor_.datatype.peek(tensor), &datatype) or datatype < 1 or datatype > _BF16:
             return False
         cdef bint is_raw = datatype >= _BYTES
         if is_raw:
@@ -654,7 +663,8 @@ cdef class StubPort:
             if not as_number(<PyObject*>each, &dim) or dim < 0:
                 return False
             self._dims.push_back(dim)
-        return check_tensor(self._dims.data() + output.first_dim, output.dims, output.datatype, output.size, &elements, &wrong)
+        cdef const int64_t* dims = self._dims.data() + output.first_dim
+        return check_tensor(dims, output.dims, output.datatype, output.size, &elements, &wrong)
 
     cdef bint _is_shape_of(self, Output* output, Array* array):
         cdef int k
@@ -680,11 +690,16 @@ cdef class StubPort:
         return end
 
     cdef list _fill(self, block, list arrays, uint64_t size):
-        """Copy the outputs into a block, and return its row. Raises `ValueError` for an array that is another one now."""
+        """Copy the outputs into a block, and return its row.
+
+        Raises `ValueError` for an array that is another one now.
+        """
         cdef Py_buffer memory
         cdef int64_t start = -1
         cdef size_t i
-        cdef PyObject* region = self._objects.block_.region.peek(block) if self._objects.block_.kind.holds(block) else NULL
+        cdef PyObject* region = NULL
+        if self._objects.block_.kind.holds(block):
+            region = self._objects.block_.region.peek(block)
         if region == NULL or not self._objects.region_.kind.holds(<object>region):
             raise ValueError("a block is not in shared memory")
         within = <object>region
@@ -759,7 +774,8 @@ cdef class StubPort:
         _counts.give += 1
         return True
 
-    cdef bint _write(self, uint64_t batch_id, list held, list released, list blocks, list layouts, dict remarks, dict states) except -1:
+    cdef bint _write(self, uint64_t batch_id, list held, list released, list blocks, list layouts, dict remarks,
+                     dict states) except -1:
         """Write ANSWER. Returns False if it does not fit into a packet."""
         cdef Writer* message = &self._message
         cdef Writer* layout = &self._row

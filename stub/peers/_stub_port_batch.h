@@ -1,6 +1,7 @@
 // The objects of Python's that a stub's port makes and looks into: requests, and tensors of both directions.
 //
-// `_stub_port.pyx` has the steps. Everything here needs the interpreter's lock, and calls no code of Python's or the model's.
+// `_stub_port.pyx` has the steps. Everything here needs the interpreter's lock. But for `block`, it calls no code of
+// Python's or the model's.
 #pragma once
 
 #include "_stub_port_objects.h"  // first, as Python wants it
@@ -34,10 +35,12 @@ class BatchObjects : public Objects {
     sample_ = Ref::to(request);
     return learn_objects(parts) &&
            learn_type(request_.kind, type(request),
-                      {&request_.inputs, &request_.names, &request_.origin, &request_.preferred_memory, &request_.release_flags,
-                       &request_.reply, &request_.row}) &&
-           learn_type(batch_.kind, type(batch), {&batch_.places, &batch_.has_copies, &batch_.targets, &batch_.kept, &batch_.lent}) &&
-           learn_type(answer_.kind, type(answer), {&answer_.blocks, &answer_.layouts, &answer_.remarks, &answer_.states}) &&
+                      {&request_.inputs, &request_.names, &request_.origin, &request_.preferred_memory,
+                       &request_.release_flags, &request_.reply, &request_.row}) &&
+           learn_type(batch_.kind, type(batch),
+                      {&batch_.places, &batch_.has_copies, &batch_.targets, &batch_.kept, &batch_.lent}) &&
+           learn_type(answer_.kind, type(answer),
+                      {&answer_.blocks, &answer_.layouts, &answer_.remarks, &answer_.states}) &&
            learn_type(conversation_.kind, type(conversation), {&conversation_.turn});
   }
 

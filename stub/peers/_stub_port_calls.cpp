@@ -97,7 +97,8 @@ class Asker : public Objects {
   PyObject* infer(PyObject* request, PyObject* left) const {
     if (!is_usual(request)) return declined();
     // A destructor that interrupts this very thread where it leads or allocates. Python refuses that.
-    const Ref leads_already(PyObject_CallNoArgs(part(Part::leads))), allocates_already(PyObject_CallNoArgs(part(Part::is_owned)));
+    const Ref leads_already(PyObject_CallNoArgs(part(Part::leads)));
+    const Ref allocates_already(PyObject_CallNoArgs(part(Part::is_owned)));
     if (!leads_already.is(Py_False) || !allocates_already.is(Py_False)) return declined();
     const Leading leading(*this);
     if (!leading.leads()) return declined();

@@ -1,9 +1,11 @@
-// The objects of Python's with which the compiled forms of a stub work: tensors, responses, and the memory of the runtime's end.
+// The objects of Python's with which the compiled forms of a stub work: tensors, responses, and the memory of the
+// runtime's end.
 //
-// Theory of operation. `_stub_port.pyx` answers batches, `_stub_port_calls.cpp` asks other models. What comes from the model may have any type, and
-// code of the model runs when an object of its own class is compared, hashed or destroyed. So only objects of the exact classes are looked
-// into, and each one that is used after another call is kept by a reference. A method that may be called from several threads keeps no state
-// between two calls into Python. The arena is used by the thread that holds `Regions._turn`.
+// Theory of operation. `_stub_port.pyx` answers batches, `_stub_port_calls.cpp` asks other models. What comes from the
+// model may have any type, and code of the model runs when an object of its own class is compared, hashed or destroyed.
+// So only objects of the exact classes are looked into, and each one that is used after another call is kept by a
+// reference. A method that may be called from several threads keeps no state between two calls into Python. The arena
+// is used by the thread that holds `Regions._turn`.
 #pragma once
 
 #include "objects.h"  // first, as Python wants it
@@ -198,9 +200,9 @@ class Objects {
     return base && !PyType_IsSubtype(Py_TYPE(base.get()), reinterpret_cast<PyTypeObject*>(array_type));
   }
 
-  // Does what `Regions.allocate` does. Mostly that is to take a block of an earlier answer that came back, which is done here if no other
-  // thread has the arena at this moment. Else a signal handler may run and raise, and has the error then; the block is given back. Returns
-  // nothing with an exception.
+  // Does what `Regions.allocate` does. Mostly that is to take a block of an earlier answer that came back, which is done
+  // here if no other thread has the arena at this moment. Else a signal handler may run and raise, and has the error
+  // then; the block is given back. Returns nothing with an exception.
   Ref allocate(PyObject* size) const {
     const Ref is_ours(PyObject_Call(part(Shared::acquire), at_once_.get(), nullptr));
     if (!is_ours) return Ref();
@@ -227,7 +229,8 @@ class Objects {
     return place && Ref(PyObject_CallFunctionObjArgs(part(Shared::add_returned), place.get(), nullptr));
   }
 
-  // Puts the blocks aside that came back, and returns the last one of this size class. Returns nothing if Python has to do it.
+  // Puts the blocks aside that came back, and returns the last one of this size class. Returns nothing if Python has to
+  // do it.
   Ref spare(Py_ssize_t size) const {
     PyObject* const all = arena_.extents.peek(part(Shared::arena));
     PyObject *first = nullptr, *extents = nullptr;

@@ -1,8 +1,8 @@
-"""The stub's end of a work channel: batches come, their requests are made, and what the model returns is placed and sent.
+"""The stub's end of a work channel: it makes requests of a batch that comes, and places and sends what the model returns.
 In Python and compiled.
 
-Theory of operation. `_stub_port.pyx` is the compiled form. It finds inputs and places outputs by arithmetic, whatever their
-shapes and rows, and keeps nothing from batch to batch. It makes requests over shared memory, with all their details,
+Theory of operation. `_stub_port.pyx` is the compiled form. It finds inputs and places outputs by arithmetic, whatever
+their shapes and rows, and keeps nothing from batch to batch. It makes requests over shared memory, with all their details,
 and answers them with outputs that are copied, with errors and parameters, and with the blocks that the model keeps. It
 looks if everything is so before it changes anything. If not, the layers do it (`batch.py`, `answer.py`,
 `placement.py`): `open` returns None, `take` and `give` return False. If one response of a batch is rare, `take` calls
@@ -67,9 +67,9 @@ class StubPort:
         return False
 
     def take(self, requests: list[InferenceRequest], returned: object) -> bool:  # noqa: ARG002
-        """Place the responses of the model. Returns False, and has done nothing, if the layers have to check them first.
+        """Place the responses of the model to the requests of the batch that is open.
 
-        `requests` are those of the batch that is open.
+        Returns False, and has done nothing, if the layers have to check them first.
         """
         return False
 

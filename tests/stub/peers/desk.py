@@ -1,4 +1,4 @@
-"""A stub's end of the channels in the process of the test, which speaks as the runtime does: for tests of both ports."""
+"""A stub's end of the channels, in the process of a test that speaks as the runtime does: for tests of both ports."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.stub.peers.desk import (
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import encode, work_codec
-from moonpool.ipc.errors import PeerGone, RemoteProtocolError
+from moonpool.ipc.errors import Closed, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import NO_CORE, Details, Kind, Side
 from moonpool.stub import pb_utils
 from moonpool.stub.pb_utils.request import InferenceRequest
@@ -186,6 +186,14 @@ def test_what_is_no_message_is_refused(desk: StubDesk, packet: bytes) -> None:
         desk.ask_with(packet)
 
 
+def test_a_batch_in_a_region_that_was_closed_is_refused(desk: StubDesk) -> None:
+    desk.execute = sum_and_difference
+    ask(desk)
+    desk.peer.regions.requests[REQUESTS].close()
+    with pytest.raises(Closed):
+        ask(desk)
+
+
 # Looking for a packet before the thread blocks
 
 ANOTHER_CORE = 100  # which no machine of ours has, modulo NO_CORE
@@ -276,6 +284,12 @@ def _resized(array: np.ndarray) -> Tensor:
     return tensor
 
 
+def _typed(datatype: Any) -> Tensor:
+    tensor = Tensor("SUM", np.zeros(0, np.uint8))
+    tensor._datatype = datatype
+    return tensor
+
+
 def _sent(
     request: InferenceRequest, returned: InferenceResponse | None = None
 ) -> InferenceResponse | None:
@@ -333,6 +347,8 @@ RESPONSES = {
     "too large": "InferenceResponse([Tensor('SUM', np.zeros(1 << 15))])",
     "resized": "InferenceResponse([_resized(np.zeros(6, np.float32))])",
     "not contiguous": "InferenceResponse([_resized(np.arange(16, dtype=np.float32)[::2])])",
+    "no datatype": "InferenceResponse([_typed(0)])",
+    "unknown datatype": "InferenceResponse([_typed(99)])",
     "parameters": "InferenceResponse([Tensor('SUM', a + b)], None, {'k': 1})",
     "no parameters": "InferenceResponse([Tensor('SUM', a + b)], None, {})",
     "error": "InferenceResponse([], pb_utils.TritonError('no', pb_utils.TritonError.NOT_FOUND))",

@@ -1,4 +1,6 @@
-"""The compiled port of a stub with the sanitizers for addresses and undefined behaviour: its tests, and what fuzzing knows."""
+"""The compiled port of a stub with the sanitizers for addresses and undefined behaviour: its tests, and what fuzzing
+knows.
+"""
 
 from __future__ import annotations
 
