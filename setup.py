@@ -90,6 +90,7 @@ def extension(name: str, *core: str) -> Extension:
 EXTENSIONS = [
     extension("moonpool.ipc._copy"),
     extension("moonpool.ipc.port._port", "answer", "channel", "codec", "msgpack", "place"),
+    extension("moonpool.ipc.slots._slots", "channel", "look", "slot"),
     extension("moonpool.runtime.quick._quick", "channel", "codec", "msgpack"),
     extension(HTTP2),
     extension("moonpool.stub.peers._stub_port", "answer", "channel", "codec", "msgpack", "place"),
@@ -148,7 +149,7 @@ class Build(build_ext):
         made = []
         for source in extension.sources:
             if source.endswith(".pyx"):
-                target = Path(self.build_temp, extension.name).with_suffix(".cpp")
+                target = Path(self.build_temp, f"{extension.name}.cpp")
                 target.parent.mkdir(parents=True, exist_ok=True)
                 tool = [
                     sys.executable,

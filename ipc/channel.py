@@ -23,9 +23,11 @@ import array
 import errno
 import fcntl
 import os
+import select
 import socket
 import sys
 import termios
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, compress, repeat
@@ -170,6 +172,20 @@ class Channel:
                 self.wait()
             except OSError as error:
                 self._fail(error)
+
+    def wait_until(self, deadline: float | None) -> bool:
+        """Wait until `receive` would not block. Returns False if that is not so at `deadline`, of `time.monotonic`."""
+        if self._inbox:
+            return True
+        poll = select.poll()
+        poll.register(self._socket.fileno(), select.POLLIN)
+        return bool(
+            poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000)
+        )
+
+    def is_ready(self) -> bool:
+        """Return True if `receive` would not block, when the descriptor was readable: here nothing else makes it so."""
+        return True
 
     @property
     def has_received(self) -> bool:

@@ -75,6 +75,7 @@ class Kind(IntEnum):
     LENT_REGION = 40
     EVENT = 48
     DENIALS = 49
+    SLOTS = 54
     # Calls channel.
     INFER = 30
     REPLY = 31
@@ -210,7 +211,7 @@ SET = 1
 OBSERVE = 2
 
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 # The stage of FAILED whose message is the number of an error of exec: the model's interpreter was not started.
 EXEC_FAILED = "exec"
 
@@ -420,6 +421,9 @@ CONTROL: dict[Kind, Message] = {
             "handle": Raw(HANDLE_BYTES),
         },
     ),
+    # Offers a work channel in memory, before the first region. Comes with four descriptors: the memory that the runtime writes, the
+    # memory that the stub writes, the bell that the stub reads, and the bell that it rings.
+    Kind.SLOTS: Message(_RUNTIME, {}),
     # Memory of a client, with its descriptor, for inputs or outputs.
     Kind.LENT_REGION: Message(_RUNTIME, {"region": _ID, "size": _ID}),
     # A request of the stub for a region of at least that size for its answers, on that device.

@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 _WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Werror"]
-_SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
-def compiled(program: Path, sources: list[Path], *options: str) -> Path:
+def compiled(
+    program: Path, sources: list[Path], *options: str, sanitizers: str = "address,undefined"
+) -> Path:
     """The program, made of these sources."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("there is no C++ compiler")
-    command = [compiler, "-std=c++17", "-O1", "-g", *_WARNINGS, *_SANITIZERS, *options]
+    sanitized = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
+    command = [compiler, "-std=c++17", "-O1", "-g", *_WARNINGS, *sanitized, *options]
     ended = subprocess.run(
         [*command, *map(str, sources), "-o", str(program)],
         capture_output=True,

@@ -201,23 +201,27 @@ def test_no_short_module_has_one_importer() -> None:
 
 
 # These packages may be imported for type checkers alone, because importing them takes long or is not possible everywhere.
-FOR_TYPES_ALONE = HEAVY | {
-    "IPython",
-    "_typeshed",
-    "curses",  # one command redraws a terminal
-    "moonpool.ipc.cuda",  # nothing of it is imported before there is memory of a device
-    # A server of HTTP alone does not need gRPC's library.
-    "moonpool.runtime.server.grpc",
-    "moonpool.runtime.server.pool.front_grpc",
-    # A model's environment may have a numpy from before 1.21, which has no NDArray.
-    "numpy.typing",
-    "ssl",
-    "typing_extensions",
-    # Few stubs need these, and all would wait for them when they start.
-    "logging",
-    "moonpool.runtime.stubs.devices",  # imports moonpool.ipc.cuda
-    "moonpool.stub.devices",
-}
+FOR_TYPES_ALONE = (
+    HEAVY
+    | {
+        "IPython",
+        "_typeshed",
+        "curses",  # one command redraws a terminal
+        "moonpool.ipc.slots",  # compiled, or not there; and nothing of it is imported before the sandbox is on
+        "moonpool.ipc.cuda",  # nothing of it is imported before there is memory of a device
+        # A server of HTTP alone does not need gRPC's library.
+        "moonpool.runtime.server.grpc",
+        "moonpool.runtime.server.pool.front_grpc",
+        # A model's environment may have a numpy from before 1.21, which has no NDArray.
+        "numpy.typing",
+        "ssl",
+        "typing_extensions",
+        # Few stubs need these, and all would wait for them when they start.
+        "logging",
+        "moonpool.runtime.stubs.devices",  # imports moonpool.ipc.cuda
+        "moonpool.stub.devices",
+    }
+)
 
 
 def test_imports_for_types_alone_are_of_heavy_packages() -> None:

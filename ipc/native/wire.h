@@ -58,6 +58,7 @@ enum class Kind : uint8_t {
   LENT_REGION = 40,  // region, size
   EVENT = 48,  // device, handle
   DENIALS = 49,  // denials
+  SLOTS = 54,
   INFER = 30,  // call, model, version, decoupled, timeout_us, released, blocks, inputs, outputs, details
   REPLY = 31,  // call, final, released, blocks, outputs, parameters, error
   WITHDRAW = 32,  // call
@@ -107,7 +108,7 @@ constexpr uint64_t kHistogram = 2;
 constexpr uint64_t kIncrement = 0;
 constexpr uint64_t kSet = 1;
 constexpr uint64_t kObserve = 2;
-constexpr uint64_t kProtocolVersion = 7;
+constexpr uint64_t kProtocolVersion = 8;
 constexpr uint64_t kMaxDims = 32;
 constexpr uint64_t kMaxDevices = 4096;
 constexpr int64_t kNoDevice = -1;
@@ -982,9 +983,10 @@ constexpr Table<Kind, 14> kWork = {{{
     {"INDIRECT", 9, 0, 23, 3},
 }}, kSpecs};
 
-constexpr Table<Kind, 22> kControl = {{{
+constexpr Table<Kind, 23> kControl = {{{
     {"SANDBOX", 15, 1, 66, 1},
     {"REGION", 16, 1, 67, 5},
+    {"SLOTS", 54, 1, 60, 0},
     {"LENT_REGION", 40, 1, 72, 2},
     {"GROW", 17, 2, 74, 2},
     {"EVENT", 48, 0, 76, 2},

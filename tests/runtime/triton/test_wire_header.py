@@ -39,6 +39,16 @@ ITS_OWN = {
     "kBytes",
     "kKnown",
     "kMostDenialsLogged",
+    # Of a work channel in memory, which the library does not use.
+    "kSlotPage",
+    "kMostRings",
+    "kSliceNs",
+    "kBellBytes",
+    "kLooksPerTime",
+    "kWakeUpsNs",
+    "kCountNs",
+    "kFewestRests",
+    "kMostRests",
 }
 
 
