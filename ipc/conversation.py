@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
 from moonpool.ipc.codec import encode, work_codec
 from moonpool.ipc.errors import LocalProtocolError, RemoteProtocolError
 from moonpool.ipc.messages import WORK, Kind, Side
+
+if TYPE_CHECKING:
+    from moonpool.ipc.slots import SlotChannel
 
 _INDIRECT = int(Kind.INDIRECT)
 _FIRST = frozenset([Kind.CONFINED, Kind.FAILED])
@@ -65,7 +68,7 @@ class Conversation:
         self, channel: Channel, us: Side, overflow: Overflow, after: Kind | None = None
     ) -> None:
         """`after` is the kind after which this conversation begins; None if it begins with the first message."""
-        self.channel = channel
+        self.channel: Channel | SlotChannel = channel
         self._is_stub = us is Side.STUB
         self._overflow = overflow
         self._codec = work_codec(us)

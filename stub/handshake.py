@@ -1,7 +1,8 @@
 """Turns a bare process into a stub, in a fixed order, before it imports anything foreign.
 
     runtime                         stub
-    SANDBOX, REGION, REGION  ──▶    read, put the sandbox on
+    SANDBOX, SLOTS,
+    REGION, REGION           ──▶    read, put the sandbox on
                              ◀──    CONFINED, or FAILED
     check that from outside
     START                    ──▶    read; only then import numpy and the model
@@ -57,6 +58,8 @@ class Announced(Overflow):
         self._control = control
         self._codec = control_codec(Side.STUB)
         self.fds: dict[int, tuple[int, int, int]] = {}
+        # What came with SLOTS; nothing if the work channel stays a socket.
+        self.slots: list[int] = []
         # The levels of LOG that the runtime wants; empty until it has sent LOGGING.
         self.log: list[bool] = []
 
@@ -68,6 +71,8 @@ class Announced(Overflow):
             return str(fields[0])
         if kind == Kind.REGION:
             self.fds[fields[0]] = (fds[0], fields[1], fields[2])
+        elif kind == Kind.SLOTS and not self.slots:
+            self.slots = fds
         elif kind == Kind.LOGGING:
             self.log = fields
         else:

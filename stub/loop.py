@@ -43,6 +43,7 @@ import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import Kind
+from moonpool.ipc.slots import SlotChannel, take
 from moonpool.stub import output, pb_utils, trackers
 from moonpool.stub.coroutines import Coroutines
 from moonpool.stub.handshake import Handshake
@@ -135,7 +136,11 @@ class Stub:
         try:
             if start["mode"] != "complete" or self._complete(model):
                 self._gather(model)
-                self._main.conversation.send(Kind.LOADED, self._facts(model))
+                slots = self._take_slots()
+                facts = {**self._facts(model), "slots": slots is not None}
+                self._main.conversation.send(Kind.LOADED, facts)
+                if slots is not None:
+                    self._peers.use(slots)
                 self._host.serves = True
                 self._serve(model)
                 self._host.serves = False
@@ -181,6 +186,11 @@ class Stub:
         # A denial may explain the error.
         denials.flush()
         self._handshake.fail(error.stage, str(error), error.traceback)
+
+    def _take_slots(self) -> SlotChannel | None:
+        """Return the work channel in memory that the runtime has offered, None if the socket goes on."""
+        start, fds = self._handshake.start, self._handshake.announced.slots
+        return take(fds, start["look_us"]) if fds else None
 
     def _facts(self, model: Model) -> dict[str, object]:
         return {

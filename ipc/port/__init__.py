@@ -197,6 +197,9 @@ class RuntimePort:
     def serve(self, names: Sequence[str], look_ns: int) -> None:
         """Set the names of the model's outputs, and for how long a lone caller looks for an answer."""
 
+    def use(self, slots: Any) -> None:
+        """Talk over these slots from now on, in place of the socket."""
+
     def put(self, requests: Sequence[RequestBase]) -> bool:  # noqa: ARG002
         """Place the inputs of a batch and send it. Returns False, having done nothing, if Python has to do it."""
         return False

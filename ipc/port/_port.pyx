@@ -86,6 +86,8 @@ cdef enum:
     MOST_SHAPES = 256
 
 
+# A moment that has passed: for a wait that does not sleep.
+cdef int64_t AT_ONCE = 1
 # More than any machine has.
 cdef int64_t MOST_BYTES = 1 << 46
 
@@ -383,6 +385,8 @@ cdef class RuntimePort:
     cdef Writer _message, _packed, _room
     cdef object _apart_region
     cdef Block _apart_block
+    # The channel if it is in memory, else None, and its methods.
+    cdef object _slots, _send, _wait_in_memory
 
     def __cinit__(self):
         self._layout = self._apart = NULL
@@ -398,6 +402,10 @@ cdef class RuntimePort:
     def __dealloc__(self):
         del self._layout
         del self._apart
+
+    def use(self, slots):
+        self._inbox, self._fileno, self._slots = slots.inbox, slots.descriptor, slots
+        self._send, self._wait_in_memory = slots.send, slots.wait
 
     def serve(self, names, look_ns):
         self._names, self.look_ns = list(names), look_ns
@@ -456,8 +464,7 @@ cdef class RuntimePort:
             self.batch, self.begun = batch, (batch, None)
             # Its responses may come on another channel at once.
             self._replies.executing = (batch, requests)
-            if c_send(self._fileno(), self._message.bytes().data(), self._message.bytes().size(),
-                      MSG_DONTWAIT | MSG_NOSIGNAL) != <ssize_t>self._message.bytes().size():
+            if not self._send_message():
                 self._undo(taken)
                 return False
         except Exception:
@@ -647,6 +654,15 @@ cdef class RuntimePort:
         self._blocks.end_batch(())
         return 0
 
+    cdef bint _send_message(self) except -1:
+        """Send EXECUTE. Returns False or raises if that fails: nothing was sent."""
+        cdef string_view bytes_of = self._message.bytes()
+        if self._slots is None:
+            return c_send(self._fileno(), bytes_of.data(), bytes_of.size(),
+                          MSG_DONTWAIT | MSG_NOSIGNAL) == <ssize_t>bytes_of.size()
+        self._send(PyBytes_FromStringAndSize(bytes_of.data(), bytes_of.size()))
+        return True
+
     # Waiting
 
     def wait(self):
@@ -668,6 +684,12 @@ cdef class RuntimePort:
         return self._wait_or_look(False)
 
     cdef bint _wait_or_look(self, bint sleeps) except -1:
+        if self._slots is not None:
+            if not sleeps:
+                return self._slots.look(self.look_ns)
+            self._wait_in_memory(0, self.look_ns)
+            _counts.wait += 1
+            return True
         cdef uint64_t here = current_core(), its = self.core
         cdef bint is_there = False, done = True
         if self.look_ns <= 0 or its == kNoCore or here == kNoCore or its == here:
@@ -680,6 +702,10 @@ cdef class RuntimePort:
 
     cdef bint _wait(self, int64_t look_ns, bint* is_there, bint sleeps) except -1:
         inbox = self._inbox
+        if self._slots is not None:
+            self._wait_in_memory()
+            _counts.wait += 1
+            return True
         if len(inbox):
             if is_there != NULL:
                 is_there[0] = True
@@ -773,7 +799,10 @@ cdef class RuntimePort:
         return answers
 
     cdef bint _receive(self, inbox) except -1:
-        """Take a packet from the socket, where it is already."""
+        """Take a packet from the channel, where it is already."""
+        if self._slots is not None:
+            self._wait_in_memory(AT_ONCE)
+            return len(inbox) > 0
         cdef char* room = <char*>malloc(ROOM)
         if room == NULL:
             return False

@@ -264,7 +264,8 @@ class LoopDriver:
         try:
             if not execution.claim(self):
                 return False
-            if not is_here and not watched.link.look():  # type: ignore[attr-defined]
+            # The bell of a stub may be rung for nothing.
+            if not (watched.link.is_ready() if is_here else watched.link.look()):  # type: ignore[attr-defined]
                 execution.offer()
                 return True
             watched.execution = None

@@ -192,10 +192,13 @@ class Execution:
     def _wait_until(self, deadline: float) -> None:
         poll = select.poll()
         poll.register(self.pending.fileno(), select.POLLIN)
-        left_s = deadline - time.monotonic()
-        # poll counts whole milliseconds; a request is never cut off early.
-        if not poll.poll(max(0.0, left_s) * 1000 + 0.999):
-            raise RequestTimedOut("Request timeout expired")
+        while True:
+            left_s = deadline - time.monotonic()
+            # poll counts whole milliseconds; a request is never cut off early.
+            if not poll.poll(max(0.0, left_s) * 1000 + 0.999):
+                raise RequestTimedOut("Request timeout expired")
+            if self.pending.is_ready():
+                return
 
     def drive_in_reactor(self) -> None:
         """Let the reactor go on with it: wait for the answer, or hand out what was read. For the driver; calling it twice does no harm."""
@@ -218,8 +221,14 @@ class Execution:
             self.scheduler.reactor.watch_once(self.pending.fileno(), self.finish)
 
     def finish(self) -> None:
-        """Read the answer, which has arrived, and give every request its outcome. For the driver."""
-        self.scheduler.finish(self)
+        """Read the answer, which has arrived, and give every request its outcome. For the driver.
+
+        If the descriptor was readable for nothing, the reactor goes on waiting.
+        """
+        if self.pending.is_ready():
+            self.scheduler.finish(self)
+        else:
+            self.scheduler.reactor.watch_once(self.pending.fileno(), self.finish)
 
     # Its end
 

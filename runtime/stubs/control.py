@@ -60,6 +60,12 @@ class ControlChannel:
         with self._sending, _reading_peer():
             self.channel.send_fds(packet, work_fd, control_fd)
 
+    def send_slots(self, *descriptors: int) -> None:
+        """Offer a work channel in memory, with these descriptors. Raises what `send` does."""
+        packet = encode(Kind.SLOTS)
+        with self._sending, _reading_peer():
+            self.channel.send_fds(packet, *descriptors)
+
     def send_fork(self, name: str, *descriptors: int) -> None:
         """Have a template fork a stub of that name, with these descriptors. Raises what `send` does."""
         packet = encode(Kind.FORK, name)

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import threading
 import time
@@ -40,6 +39,7 @@ from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
 from moonpool.ipc.messages import EXEC_FAILED, PROTOCOL_VERSION, Kind, Side
 from moonpool.ipc.policy import is_contained
+from moonpool.ipc.slots import SlotChannel, offer
 from moonpool.runtime.errors import ClientCutMemory, HookFailed, LoadFailed, StubDied
 from moonpool.runtime.isolation.bounds import Bounds
 from moonpool.runtime.isolation.hints import withheld
@@ -49,6 +49,7 @@ from moonpool.runtime.isolation.watcher import Watcher
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Model, ModelAccounts
 from moonpool.runtime.model.budgets import OBSERVATIONS_PER_MESSAGE
+from moonpool.runtime.model.config.options import is_compiled, spares_contained
 from moonpool.runtime.model.confinement import Confinement
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.observe.log_settings import LogSettings
@@ -97,6 +98,8 @@ class StubHandle(StubConnection):
     __slots__ = ("link",)
     # True if the model has `sleep` and `wake`.
     can_sleep = False
+    # False for a process whose work channel stays a socket.
+    may_use_slots = True
 
     def __init__(
         self, stubs: Stubs, model: Model, name: str, plan: IsolationPlan, fork: Fork | None = None
@@ -140,6 +143,7 @@ class StubHandle(StubConnection):
                 undo.callback(self._output.close)
                 self._send(Kind.SANDBOX, self.bounds.policy.to_json())
                 is_shared = stubs.sharing.is_there
+                self._slots = None if is_shared else self._offer_slots(control, undo)
                 super().__init__(
                     work,
                     control,
@@ -157,6 +161,24 @@ class StubHandle(StubConnection):
         except OSError as error:
             raise LoadFailed(start_failure(plan.python, error), stage="start") from error
         self._watch(calls, stubs.callees_of(model))
+
+    def _offer_slots(self, control: ControlChannel, undo: ExitStack) -> SlotChannel | None:
+        """Offer the stub a work channel in memory. Returns this end of it, None if the channel stays a socket."""
+        options = self._model.options
+        is_pure = is_contained(options.sandbox) and spares_contained()
+        if is_pure or not self.may_use_slots or not is_compiled(options):
+            return None
+        offered = offer()
+        if offered is None:
+            return None
+        slots, fds = offered
+        undo.callback(slots.close)
+        try:
+            control.send_slots(*fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return slots
 
     def _watch(self, calls: Channel, callees: Callees) -> None:
         self._reactor.watch(self._output.fd, self._read_output)
@@ -188,7 +210,10 @@ class StubHandle(StubConnection):
             start = {**start, "layers": layers}
             self.link.conversation.send(Kind.START, json.dumps(start))
             expected = Kind.COMPLETED if start["mode"] == "complete" else Kind.LOADED
-            return self._expect(expected, deadline)
+            message = self._expect(expected, deadline)
+            if expected == Kind.LOADED:
+                self._settle_slots(message[1])
+            return message
         except TimeoutError:
             self._stop(grace_s=GRACE_S)
             raise LoadFailed(
@@ -201,6 +226,19 @@ class StubHandle(StubConnection):
             failure = LoadFailed(str(reason), stage="start")
             failure.public_message = getattr(reason, "public_message", None)
             raise failure from reason
+
+    def _settle_slots(self, facts: Mapping[str, Any]) -> None:
+        """Go on in memory if the stub says in LOADED that it does."""
+        slots, self._slots = self._slots, None
+        if slots is None:
+            return
+        if facts.get("slots") is not True:
+            slots.close()
+            return
+        self.link.use(slots)
+        # In this order: `_exited` wakes the channel that it finds, after it has noted the end.
+        if self._has_exited:
+            slots.wake()
 
     def _expect(self, expected: Kind, deadline: float | None) -> list[Any]:
         """Receive the next message of the start. Raises `LoadFailed`, `TimeoutError`, `PeerGone`, `ProtocolError`."""
@@ -265,12 +303,7 @@ class StubHandle(StubConnection):
         )
 
     def _receive(self, deadline: float | None) -> list[Any]:
-        poll = select.poll()
-        poll.register(self.link.fileno(), select.POLLIN)
-        left_ms = None
-        if deadline is not None:
-            left_ms = max(0.0, deadline - time.monotonic()) * 1000
-        if not poll.poll(left_ms):
+        if not self.link.conversation.channel.wait_until(deadline):
             raise TimeoutError
         return self.link.conversation.receive()
 
@@ -448,6 +481,8 @@ class StubHandle(StubConnection):
         self._reactor.forget(self._output.fd)
         self._reactor.forget(self.process.pidfd)
         self._call_dispatcher.close()
+        if self._slots is not None:
+            self._slots.close()
         self._output.drain()
         self._output.close()
         super().close()
@@ -461,10 +496,11 @@ class StubHandle(StubConnection):
     def _exited(self) -> None:
         self._reactor.forget(self.process.pidfd)
         self.catch_up()
+        # In this order: a channel that the link uses only from now on is woken by `_settle_slots`.
+        self._has_exited = True
         # A process that the stub started may hold the work channel open, so its end may never be read. The driver must
         # wake up now.
         self.link.conversation.channel.wake()
-        self._has_exited = True
         self.readiness.close()
         self._on_exit()
 

@@ -22,7 +22,10 @@ batch, of which `_head` is the packed form, the core behind it, which may be any
 at this moment. Only an answer with nothing but outputs is remembered. Blocks that the model keeps or releases, remarks and
 states change something here, or differ from answer to answer.
 
-Lost answers. `wait` reads the answer from the socket, and a signal handler may then end it by an exception. The answer stays in
+The work channel is a socket, or memory (`ipc/slots`) from `use` on. What watches its descriptor asks `is_ready` before it reads:
+a stub may ring the bell of a channel in memory for nothing.
+
+Lost answers. `wait` takes the answer, and a signal handler may then end it by an exception. The answer stays in
 the channel: `is_received` is True, and the next `finish` reads it, although the descriptor is not readable again. If `execute`
 raises, nothing was sent, and what the batch would have borrowed is free again. Only a signal handler may raise after the batch was
 sent; the scheduler then gives the stub up (`Scheduler._send`). If `finish` raises, the stub broke the protocol
@@ -64,6 +67,7 @@ from moonpool.ipc.messages import (
 )
 from moonpool.ipc.port import PythonPort, RuntimePort, Shapes
 from moonpool.ipc.region import SharedRegion
+from moonpool.ipc.slots import SlotChannel
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.config.options import look_us, spares_contained
@@ -261,9 +265,19 @@ class Link(Overflow):
         else:
             self.device_answers[region.id] = region
 
+    def use(self, slots: SlotChannel) -> None:
+        """Talk to the stub in memory from now on. Nobody may wait at the socket, which is closed."""
+        socket, self.conversation.channel = self.conversation.channel, slots
+        self.port.use(slots)
+        socket.close()
+
     def fileno(self) -> int:
         """Return the descriptor that is readable when `wait` does not block."""
         return self.conversation.channel.fileno()
+
+    def is_ready(self) -> bool:
+        """Return True if `wait` would not block, when the descriptor was readable: a stub may ring for nothing."""
+        return self.conversation.channel.is_ready()
 
     def is_received(self) -> bool:
         """Return True if a `wait` that a signal handler ended has already taken the answer from the socket."""

@@ -294,6 +294,9 @@ class TemplateStub(StubHandle):
     Any thread but the reactor's may call `fork` and `exit_code_of`.
     """
 
+    # It gets no batches, and waits for two channels at once.
+    may_use_slots = False
+
     def __init__(self, *arguments: Any) -> None:
         # The forks that were not reaped, by pid, with the pid of each in the template's own namespace. And the futures of
         # REAP messages, by that number.

@@ -53,6 +53,9 @@ class LentStub(StubHandle):
     It lends the control and calls channels before any code of the model runs, and the work channel by `lend_work`.
     """
 
+    # The shim waits at a socket.
+    may_use_slots = False
+
     def __init__(self, *arguments: Any, born: Callable[[LentStub, tuple[int, ...]], None]) -> None:
         """Start it like a `StubHandle`. `born` gets the descriptors for BORN, and owns them."""
         self._born = born

@@ -36,6 +36,7 @@ from moonpool.ipc.port._port cimport (
 
 import numpy as np
 
+from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import pack, unpack
 from moonpool.ipc.memory import ALIGNMENT, Lease
 from moonpool.ipc.messages import ANSWERED, MAX_DIMS, NO_CORE, Details, Kind
@@ -192,6 +193,7 @@ cdef class StubPort:
     cdef readonly list counts
     cdef bint _is_decoupled, _was_quick
     cdef int64_t _look_ns
+    cdef bint _is_socket
     # The core that the last EXECUTE came from.
     cdef uint64_t _peer_core
     cdef BatchObjects* _objects
@@ -210,7 +212,10 @@ cdef class StubPort:
         channel = peer.conversation.channel
         self._peer, self._conversation = peer, peer.conversation
         self._inbox, self._fileno = channel.inbox, channel.descriptor
-        self._receive, self._checked, self._send_waiting = channel.receive, channel._checked, channel.send_waiting
+        self._receive, self._send_waiting = channel.receive, channel.send_waiting
+        # Through a channel in memory, packets go by its own methods.
+        self._is_socket = type(channel) is Channel
+        self._checked = channel._checked if self._is_socket else None
         self._regions, self._returned, self._requests = peer.regions, peer.regions.returned, peer.regions.requests
         self._batch, self._answer, self._replies = peer.batch, peer.answer, peer.responses
         self._inputs, self._outputs = list(start["inputs"]), request._requested_output_names
@@ -229,7 +234,7 @@ cdef class StubPort:
 
     def receive(self):
         """Return the next packet. Blocks. Raises as `Channel.receive` does."""
-        if len(self._inbox):
+        if len(self._inbox) or not self._is_socket:
             return self._receive()
         cdef int64_t begin_ns = monotonic_ns() if self._look_ns > 0 else 0
         cdef ssize_t size = -1
@@ -828,6 +833,9 @@ cdef class StubPort:
         cdef string_view said = self._message.bytes()
         cdef const char* data = said.data()
         cdef size_t size = said.size()
+        if not self._is_socket:
+            self._send_waiting(PyBytes_FromStringAndSize(data, size))
+            return 0
         while True:
             fd = self._fileno()
             with nogil:

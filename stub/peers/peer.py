@@ -33,6 +33,7 @@ from moonpool.ipc.messages import (
     Kind,
     Side,
 )
+from moonpool.ipc.slots import SlotChannel
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.peers.answer import INTERNAL, Answer, Responses
 from moonpool.stub.peers.batch import Batch
@@ -67,6 +68,10 @@ class Peer:
         self.responses = Responses(placer, self.control, start)
         self.batch = Batch(self.regions, self.responses, start)
         self.answer = Answer(placer, self.batch)
+        self.make_port(start)
+
+    def make_port(self, start: dict[str, Any]) -> None:
+        """Make the port anew, for the channel that the conversation has now."""
         self.port = self._made_port(start)
 
     def _made_port(self, start: dict[str, Any]) -> StubPort:
@@ -223,6 +228,16 @@ class Peers:
         main.regions.keep = Keep(*(milliseconds / 1000 for milliseconds in start["keep_ms"]))
         self._arrive(main)
 
+    def use(self, slots: SlotChannel) -> None:
+        """Talk to the runtime in memory from now on, and close the socket. Called before the first batch."""
+        conversation = self._main.conversation
+        socket, conversation.channel = conversation.channel, slots
+        self._main.make_port(self._start)
+        self._poll.unregister(socket.fileno())
+        del self._all[socket.fileno()]
+        socket.close()
+        self._arrive(self._main)
+
     def become(self, start: dict[str, Any]) -> None:
         """Serve a model as this START describes it. Called before front ends come."""
         self._start = start
@@ -264,7 +279,7 @@ class Peers:
             for peer in some:
                 peer.responses.end_dropped()
             wait_s = min(_LOOK_S, keep_s) if any(peer.is_waited_for for peer in some) else keep_s
-            if ready := self._poll.poll(wait_s * 1000):
+            if ready := self._wait(wait_s * 1000):
                 return self._of(ready)
             if idle_s == 0.0:
                 gc.collect(1)  # young objects only: all of them may take long
@@ -273,7 +288,19 @@ class Peers:
             idle_s += wait_s
             for peer in some:
                 peer.tidy(idle_s)
-        return self._of(self._poll.poll())
+        return self._of(self._wait(None))
+
+    def _wait(self, most_ms: float | None) -> list[tuple[int, int]]:
+        """Wait for work for so long. Returns the descriptors of those that have sent something, with their events."""
+        while True:
+            ready = self._poll.poll(most_ms)
+            # A bell may be rung for a message that was read already.
+            some = [each for each in ready if self._is_ready(each[0])]
+            if some or not ready:
+                return some
+
+    def _is_ready(self, fd: int) -> bool:
+        return fd == self._heard_fd or self._all[fd].conversation.channel.is_ready()
 
     def _of(self, ready: list[tuple[int, int]]) -> list[Peer]:
         """Return the peers of these descriptors, and add one that has arrived."""

@@ -27,6 +27,7 @@ from moonpool.ipc.extension import load_if_there
 from moonpool.ipc.memory import Lease
 from moonpool.ipc.messages import NO_DEVICE
 from moonpool.ipc.region import SharedRegion
+from moonpool.ipc.slots import SlotChannel
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import Tensor
@@ -36,7 +37,7 @@ from moonpool.stub.peers.regions import Regions
 class StubPort:
     """Receives for one peer, and leaves everything else to the layers."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel | SlotChannel) -> None:
         # Returns the next packet. Blocks.
         self.receive = channel.receive
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -344,9 +345,12 @@ def test_a_process_that_the_model_turned_upside_down_serves_on_and_ends(
 def test_a_model_that_closes_all_its_descriptors_is_ended_and_comes_back(
     runtime: moonpool.Runtime,
 ) -> None:
-    with pytest.raises(StubDied, match="Stub process 'unruly_0' "):
+    restarts = runtime.instances("unruly")[0]["restarts"]
+    # In memory its answer is whole before it finds that it cannot ring any more.
+    with contextlib.suppress(StubDied):
         do(runtime, "close_all")
 
+    wait_until(lambda: runtime.instances("unruly")[0]["restarts"] > restarts)
     assert do(runtime, "answer") == 0
 
 

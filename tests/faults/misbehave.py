@@ -87,12 +87,15 @@ class Peer:
         self.calls.send(encode(*head, released, [block], [row], outputs, None))
 
     def hear_regions(self) -> None:
-        for _ in range(3):
+        # It does not take the memory that SLOTS may offer, so its work channel stays a socket.
+        regions = 0
+        while regions < 2:
             packet, fds, _, _ = socket.recv_fds(self.control, MAX_PACKET_BYTES, 4)
             fields = self.control_codec.decode(packet)
             if fields[0] == Kind.SANDBOX:
                 self.confine(Policy.from_json(fields[1]))
-            elif fields[0] == Kind.REGION and fields[3] == Side.STUB:
+            regions += fields[0] == Kind.REGION
+            if fields[0] == Kind.REGION and fields[3] == Side.STUB:
                 self.answers_region, self.answers_fd = fields[1], fds[0]
             elif fields[0] == Kind.REGION:
                 self.requests_region = fields[1]

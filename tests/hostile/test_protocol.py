@@ -70,12 +70,13 @@ def test_the_first_lie_ends_the_process_and_is_told(
 
 def test_a_second_answer_is_one_too_many(attackers: Attackers, level: str) -> None:
     attacker = attackers(level)
-    # The first answer was due, although it is empty.
-    assert attacker.tries("protocol.flood_answers").raised == "nothing was said"
+    outcome = attacker.tries("protocol.flood_answers")
+    if outcome.died is None:
+        # The first answer was due, although it is empty. In memory the next ones may have overwritten it.
+        assert outcome.raised == "nothing was said"
+        outcome = attacker.tries("kernel.make", name="getpid")
 
-    outcome = attacker.tries("kernel.make", name="getpid")
-
-    assert "an answer to batch" in str(outcome.died)
+    assert any(words in str(outcome.died) for words in ("an answer to batch", "out of turn"))
     assert attacker.finds("kernel.make", name="getpid") == attacker.pid
 
 

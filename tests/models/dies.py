@@ -15,7 +15,6 @@ import time
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from moonpool.ipc.channel import Channel
 from moonpool.stub.peers import placement
 from moonpool.stub.peers.batch import Batch
 from moonpool.stub.peers.peer import Peer
@@ -127,9 +126,10 @@ class TritonPythonModel:
         end_here("initialize")
         atexit.register(end_here, "atexit")
         # The hooks are in the layers, which the compiled port would not call.
+        Peer._made_port = lambda peer, _: StubPort(peer.conversation.channel)
         for each in gc.get_objects():
             if type(each) is Peer:
-                each.port = StubPort(each.conversation.channel)
+                each.make_port({})
 
     def execute(self, requests):
         return [self.answer(request) for request in requests]
@@ -144,9 +144,9 @@ class TritonPythonModel:
         elif place == "writing the output":
             hook(placement, "place_copies", way, after=False)
         elif place == "sending the answer":
-            hook(Channel, "send_waiting", way, after=False)
+            hook(Peer, "send", way, after=False)
         elif place == "after the answer":
-            hook(Channel, "send_waiting", way, after=True)
+            hook(Peer, "send", way, after=True)
         elif place == "a thread":
             thread = threading.Thread(target=end, args=(way,))
             thread.start()

@@ -56,6 +56,9 @@ class HeldBatch:
     def wait(self) -> None:
         select.select([self.fd], [], [])
 
+    def is_ready(self) -> bool:
+        return True
+
     def is_received(self) -> bool:
         return False
 

@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import socket
+import stat
 import threading
 
 import numpy as np
@@ -50,8 +51,30 @@ def batch():
 
 
 def say(packet):
-    with work() as end:
-        end.send(packet)
+    channel = peer().conversation.channel
+    if hasattr(channel, "look_ns"):
+        forge(packet)
+    else:
+        with work() as end:
+            end.send(packet)
+    # The stub's own answer would follow.
+    threading.Event().wait()
+
+
+def forge(packet):
+    """Write a packet into the memory of the work channel, of any size, and ring all bells."""
+    with open("/proc/self/maps") as maps:
+        (line,) = [each for each in maps if "moonpool-slot" in each and " rw-s " in each]
+    base = int(line.split("-")[0], 16)
+    ctypes.memmove(base + 4096, packet, min(len(packet), MAX_PACKET_BYTES))
+    ctypes.c_uint32.from_address(base + 256).value = len(packet)
+    ctypes.c_uint64.from_address(base).value += 1
+    for fd in range(3, 256):
+        try:
+            if stat.S_ISFIFO(os.fstat(fd).st_mode):
+                os.write(fd, b"x")
+        except OSError:
+            continue
 
 
 def tell_denials(rows, times=1):
@@ -96,8 +119,10 @@ def say_bomb():
     say(b"\xdd\xff\xff\xff\xff\x01\x01\x01\x01")
 
 
-def answer(number=None, region=None, at=0, size=16, shape=(4,), datatype=FP32, offset=0, index=0):
-    """Make an answer with one output in the response region, with these changes."""
+def answer_lie(
+    number=None, region=None, at=0, size=16, shape=(4,), datatype=FP32, offset=0, index=0
+):
+    """Send an answer with one output in the response region, with these changes."""
     regions = peer().regions
     own = regions.arena.regions()[0].id
     block = [own if region is None else region, at, size]
@@ -106,20 +131,16 @@ def answer(number=None, region=None, at=0, size=16, shape=(4,), datatype=FP32, o
     say(packed(ANSWER, *fields, packed([row]), [[None, None]], None))
 
 
-def answer_lie(**changes):
-    answer(**changes)
-    threading.Event().wait()
-
-
 def answer_not_a_number():
     answer_lie(at=float("nan"))
 
 
 def flood_answers():
     """Send one answer again and again, as long as the runtime reads."""
-    with work() as end:
-        while True:
-            end.send(packed(ANSWER, batch(), 0, [], [], [], packed([]), None, None))
+    packet = packed(ANSWER, batch(), 0, [], [], [], packed([]), None, None)
+    send = peer().conversation.channel.send_waiting
+    while True:
+        send(packet)
 
 
 def flood_releases():

@@ -30,6 +30,7 @@ from moonpool.runtime.model.request import Response, WireTensor
 from moonpool.runtime.schedule.callers import FutureWaiter
 from moonpool.runtime.schedule.event_loop import wait_for_outcome
 from moonpool.runtime.server.inference.request import InputPlan, RequestPlan, make_request
+from moonpool.runtime.stubs.handle import StubHandle
 
 PATIENCE_S = 60.0
 ROOT = Path(__file__).parents[3]
@@ -72,6 +73,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[moonpool.Runtime
         placed[:] = X
         runtime.infer("double", {"X": placed})
         del placed
+        yield runtime
+
+
+@pytest.fixture
+def on_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[moonpool.Runtime]:
+    """Load the model where its work channel stays a socket, as that of a model with front ends."""
+    monkeypatch.setattr(StubHandle, "may_use_slots", False)
+    file = tmp_path / "double.py"
+    file.write_text(MODEL)
+    with moonpool.Runtime() as runtime, hosted(runtime, "double", file, CONFIG):
         yield runtime
 
 
@@ -361,8 +372,9 @@ def _infer_in_a_loop(model: moonpool.Runtime) -> None:
     ids=["thread", "loop"],
 )
 def test_a_lone_caller_looks_for_an_answer_from_another_core_while_that_helps(
-    model: moonpool.Runtime, infer: Callable[[moonpool.Runtime], object]
+    on_a_socket: moonpool.Runtime, infer: Callable[[moonpool.Runtime], object]
 ) -> None:
+    model = on_a_socket
     port: Any = link_of(model, "double").port
     before = port.look_ns
 
