@@ -39,6 +39,9 @@ ITS_OWN = {
     "kBytes",
     "kKnown",
     "kMostDenialsLogged",
+    # Of copies that go past the caches.
+    "kPastCaches",
+    "kAhead",
     # Of a work channel in memory, which the library does not use.
     "kSlotPage",
     "kMostRings",
