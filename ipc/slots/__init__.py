@@ -20,7 +20,7 @@ from moonpool.ipc.extension import is_wanted, load_if_there
 _compiled: Any = load_if_there("moonpool.ipc.slots._slots") if is_wanted() else None
 
 if TYPE_CHECKING:
-    from moonpool.ipc.slots._slots import SlotChannel as SlotChannel
+    SlotChannel = Any
 else:
     SlotChannel = None if _compiled is None else _compiled.SlotChannel
 
