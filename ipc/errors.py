@@ -157,6 +157,8 @@ class PeerGone(MoonpoolError):
     """The process at the other end of the channel has ended or closed it."""
 
     _fault = "model"
+    was_taken = True
+    """False if it certainly has not taken the last message that was sent to it."""
 
 
 class Closed(MoonpoolError):

@@ -23,6 +23,9 @@
 // A full bell is rung. We keep the other end of the peer's bell open: a write can then raise no SIGPIPE. The peer cannot
 // write to our memory, which is sealed against writing, nor change the size of its own. Holes in it read as zeros.
 //
+// A side tells which message it has taken last. What was sent to a process that was dead already, or died before it woke,
+// can so be given to another one.
+//
 // The end. Neither a death nor a close depends on an end of file, nor on who inherited which descriptor. The runtime sees
 // the death of a stub by its pidfd and calls `end`, which rings our own bell; it stays rung. A message that was whole by then
 // is still received. A stub is ended by its control channel or by the kernel when the runtime dies. Somebody of our own
@@ -49,6 +52,8 @@ struct SlotWords {
   alignas(128) std::atomic<uint32_t> asleep;
   alignas(128) std::atomic<uint32_t> size;
   std::atomic<uint32_t> core;
+  // The number of the last message of the peer that this side has taken.
+  alignas(128) std::atomic<uint64_t> taken;
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
@@ -97,9 +102,11 @@ class Slots {
   uint32_t false_size() const { return size_ > wire::kMaxPacketBytes ? size_ : 0; }
   // Goes on to the next message.
   void taken() {
-    ++received_;
+    our_words().taken.store(++received_, std::memory_order_relaxed);
     rings_ = 0;
   }
+  // False if the peer has not taken our last message, as far as it tells. For after its end.
+  bool was_taken() const { return !is_open() || their_words().taken.load(std::memory_order_relaxed) == sent_; }
 
   // Ends the conversation: there are no more messages. From any thread.
   void end();

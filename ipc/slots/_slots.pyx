@@ -72,6 +72,7 @@ cdef extern from "slot.h" namespace "moonpool":
         string_view message()
         uint64_t false_size()
         void taken()
+        flag was_taken()
         void end()
         void close()
 
@@ -236,7 +237,9 @@ cdef class SlotChannel:
             return self.inbox.popleft()
         self._check()
         if self._slots.has_ended():
-            raise PeerGone("the peer closed the channel")
+            gone = PeerGone("the peer closed the channel")
+            gone.was_taken = self._slots.was_taken()
+            raise gone
         if self._slots.false_size():
             raise RemoteProtocolError(f"a packet of more than {kMaxPacketBytes} bytes")
         raise RemoteProtocolError("a packet came out of turn or is empty, or the peer rings without sending one")

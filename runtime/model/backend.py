@@ -200,9 +200,6 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Block until the answer has come or cannot come any more."""
 
-    def is_ready(self) -> bool:
-        """Return True if `wait` would not block, when the descriptor was readable. It may be so for nothing."""
-
     def is_received(self) -> bool:
         """Return True if `wait` has taken the answer from the descriptor, which is then not readable again."""
 

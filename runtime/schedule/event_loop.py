@@ -265,7 +265,7 @@ class LoopDriver:
             if not execution.claim(self):
                 return False
             # The bell of a stub may be rung for nothing.
-            if not (watched.link.is_ready() if is_here else watched.link.look()):  # type: ignore[attr-defined]
+            if not (execution.is_ready() if is_here else watched.link.look()):  # type: ignore[attr-defined]
                 execution.offer()
                 return True
             watched.execution = None

@@ -197,8 +197,13 @@ class Execution:
             # poll counts whole milliseconds; a request is never cut off early.
             if not poll.poll(max(0.0, left_s) * 1000 + 0.999):
                 raise RequestTimedOut("Request timeout expired")
-            if self.pending.is_ready():
+            if self.is_ready():
                 return
+
+    def is_ready(self) -> bool:
+        """Return True if the answer can be read, when the descriptor was readable. That of a stub may be so for nothing."""
+        is_ready: Callable[[], bool] | None = getattr(self.pending, "is_ready", None)
+        return is_ready is None or is_ready()
 
     def drive_in_reactor(self) -> None:
         """Let the reactor go on with it: wait for the answer, or hand out what was read. For the driver; calling it twice does no harm."""
@@ -225,7 +230,7 @@ class Execution:
 
         If the descriptor was readable for nothing, the reactor goes on waiting.
         """
-        if self.pending.is_ready():
+        if self.is_ready():
             self.scheduler.finish(self)
         else:
             self.scheduler.reactor.watch_once(self.pending.fileno(), self.finish)

@@ -504,7 +504,7 @@ class Scheduler:
         try:
             execution.answers = execution.pending.finish(execution.requests)
         except BaseException as error:
-            self._lose(execution, error, delivered=True)
+            self._lose(execution, error, delivered=getattr(error, "was_taken", True))
             if not isinstance(error, Exception):
                 raise
             return

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tests.e2e.hosting import ECHO, MODELS, Config, hosted, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.e2e.test_ways_agree import link_of
 from tests.leaks import Holdings
 from tests.waiting import wait_until
 
@@ -27,6 +28,7 @@ from moonpool import (
     Response,
     StubDied,
 )
+from moonpool.ipc.channel import Channel
 from moonpool.runtime.stubs import handle as handles
 
 FILE = MODELS / "dies.py"
@@ -91,6 +93,24 @@ def test_a_death_while_idle_is_noticed_and_mended_without_a_request(
         "Stub process 'victim_0' is not healthy. It was killed by SIGKILL (not sent by moonpool; "
         "often by the kernel's out-of-memory killer) while it was idle."
     ) in caplog.text
+
+
+@pytest.mark.promise(
+    "Requests",
+    "A request that was sent to a process which died before it took it goes to the next one.",
+)
+def test_a_request_that_a_process_never_took_goes_to_the_next_one(
+    runtime: moonpool.Runtime,
+) -> None:
+    with hosted(runtime, "victim", FILE, SIGNATURE):
+        pid = ask(runtime)
+        if type(link_of(runtime, "victim").conversation.channel) is Channel:
+            pytest.skip("a socket does not tell what its reader has taken")
+        os.kill(pid, signal.SIGSTOP)
+        sent = send(runtime, "answer")
+        wait_until(lambda: runtime._models.find("victim").scheduler.executing == 1)
+        os.kill(pid, signal.SIGKILL)
+        assert pid_from(sent) != pid
 
 
 def test_an_instance_that_dies_too_often_is_given_up_and_says_why(
