@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,7 @@ class Answer:
         self.states: dict[int, int] = {}
 
     def take(
-        self, requests: list[InferenceRequest], responses: list[InferenceResponse | None]
+        self, requests: list[InferenceRequest], responses: Sequence[InferenceResponse | None]
     ) -> None:
         """Place the outputs of each response. A response that cannot be placed becomes an error.
 
