@@ -1,6 +1,6 @@
 """Callers that wait on a thread or with a future, and how they drive executions meanwhile.
 
-A thread that waits for an answer anyway waits on the stub's socket itself: a hand-over between threads costs more
+A thread that waits for an answer anyway waits on the stub's work channel itself: a hand-over between threads costs more
 than the trip to the stub and back. So when a batch is sent, one of the callers in it is appointed to receive the answer
 for all of them.
 

@@ -1,4 +1,4 @@
-"""Callers in an asyncio event loop: the loop itself waits on the stub's socket.
+"""Callers in an asyncio event loop: the loop itself waits on the stub's work channel.
 
 Handing an answer from another thread to an event loop costs more than the trip to the stub, so the loop watches the
 sockets of the stubs that execute for it.
@@ -31,6 +31,8 @@ all is done.
 
 A stub's socket belongs to its link, which another thread may close at any time; its number can then be given to another file while
 it is still watched. So a driver duplicates the descriptor and watches the duplicate, which only it closes.
+
+Where a work channel lies in memory, the *socket* of all this is its bell.
 """
 
 from __future__ import annotations
