@@ -36,14 +36,21 @@ inline PyTypeObject* array_type = nullptr;
 inline bool is_array(PyObject* object) { return Py_TYPE(object) == array_type; }
 inline Array* fields(PyObject* array) { return reinterpret_cast<Array*>(array); }
 
+// Returns true if a view may write to memory that `base` keeps. A page that is only mapped for reading would end the
+// process.
+inline bool is_writeable(PyObject* base) {
+  return !PyObject_TypeCheck(base, array_type) || (fields(base)->flags & kWriteable) != 0;
+}
+
 // Returns an array of this type over memory that `base` keeps, C-contiguous; null with an error set, as for a shape
-// that no array can have. `descr` is borrowed. `alignment` is that of an element.
+// that no array can have. `descr` is borrowed. `alignment` is that of an element. A view of an array that is only for
+// reading is only for reading, too.
 inline PyObject* view(PyTypeObject* type, PyObject* descr, int nd, const int64_t* dims, char* data, int64_t alignment,
                       PyObject* base) {
   using New = PyObject* (*)(PyTypeObject*, PyObject*, int, const int64_t*, const int64_t*, void*, int, PyObject*);
   using SetBase = int (*)(PyObject*, PyObject*);
   const bool is_aligned = reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(alignment) == 0;
-  const int flags = kContiguous | kWriteable | (is_aligned ? kAligned : 0);
+  const int flags = kContiguous | (is_writeable(base) ? kWriteable : 0) | (is_aligned ? kAligned : 0);
   Py_INCREF(descr);  // it is taken
   const auto make = reinterpret_cast<New>(table[kNewFromDescr]);
   PyObject* const array = make(type, descr, nd, dims, nullptr, data, flags, nullptr);

@@ -92,6 +92,8 @@ def test_what_lies_in_memory_of_others_is_named_and_not_copied(pair: Pair) -> No
     assert np.shares_memory(first, mine[1:])
     assert second.tolist() == [5, 6]
     assert np.shares_memory(third, wanted)
+    # What stands for memory of a client can only be read, and another write than an error would end this process.
+    assert not third.flags.writeable
     did = tuple(now - then for now, then in zip(_by_the_compiled_port(), before, strict=True))
     assert did == ((1, 1) if pair.link.port.is_plain else (0, 0))
     # Nothing is held any more but what its callers look at.
