@@ -430,7 +430,6 @@ cdef class RuntimePort:
         cdef uint64_t size
         cdef list taken = []
         cdef Elsewhere elsewhere = None
-        block = None
         try:
             for each in requests:
                 if (<RequestBase?>each).has_views:
@@ -443,15 +442,16 @@ cdef class RuntimePort:
                 if elsewhere is not None:
                     self._undo(taken)
                 return False
-            if size > 0:
-                block = self._take_block(size)
-        except (MemoryError, MoonpoolError, OverflowError, TypeError, ValueError):
-            # Python's form meets the same.
+        except Exception:
+            # Python's form meets the same. No signal handler runs here.
             self._undo(taken)
             return False
-        except BaseException:
-            # Also what a signal handler has raised in Python's code.
+        try:
+            block = self._take_block(size) if size > 0 else None
+        except BaseException as error:
             self._undo(taken)
+            if isinstance(error, MoonpoolError):
+                return False  # Python's form meets the same
             raise
         try:
             if block is not None and not self._copy(requests, block) or not self._take_released(taken):

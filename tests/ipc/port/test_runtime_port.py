@@ -169,17 +169,21 @@ def test_a_block_that_a_call_is_about_to_hold_is_not_used_again(
     assert np.frombuffer(lease[:16].tobytes(), np.float32).tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("kind", [TimeoutError, ValueError])
 def test_what_a_handler_raises_in_a_call_of_python_goes_on(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     blocks = pair.link.borrowed_blocks
+    allocate, alarms = blocks.allocate, [kind("the alarm of the program")]
 
-    def interrupted(*_: object, **__: object) -> Any:
-        raise TimeoutError("the alarm of the program")
+    def interrupted(*given: Any, **named: Any) -> Any:
+        if alarms:
+            raise alarms.pop()
+        return allocate(*given, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(blocks, "allocate", interrupted)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(kind):
             pair.link.execute([pair.request([1, 2])])
     assert blocks.count == 0
     assert pair.link.conversation.turn[0]
