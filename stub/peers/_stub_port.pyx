@@ -30,7 +30,7 @@ from libcpp.string cimport string
 from libcpp.vector cimport vector
 
 from moonpool.ipc.port._port cimport (
-    Array, Block, OutputLayout, Writer, current_core, fields, flag, is_array, kAnswer, kContiguous, kItemBytes,
+    Array, Block, OutputLayout, Writer, copy, current_core, fields, flag, is_array, kAnswer, kContiguous, kItemBytes,
     kMaxPacketBytes, kNoCore, load, string_view, view,
 )
 
@@ -523,7 +523,7 @@ cdef class StubPort:
             return 0
         block = None
         try:
-            # Hooks: while it waits for memory, and where much is copied.
+            # A hook, while it waits for memory.
             block = self._objects.block(size)
             blocks.append(self._fill(block, arrays, size))
             try:
@@ -710,7 +710,9 @@ cdef class StubPort:
         within = <object>region
         as_number(self._objects.block_.offset.peek(block), &start)
         cdef list row = [<object>self._objects.region_.id.peek(within), start, size]
-        cdef list large = []
+        cdef char* to
+        cdef const char* data
+        cdef size_t length
         buffer = <object>self._objects.region_.buffer.peek(within)
         PyObject_GetBuffer(buffer, &memory, PyBUF_WRITABLE)
         try:
@@ -719,17 +721,18 @@ cdef class StubPort:
                 raise ValueError("a block is not within its region")
             for i in range(self._placed.size()):
                 array, output = arrays[i], &self._placed[i]
+                # Also after a long copy, during which other threads of the model ran.
                 if not _is_flat(array, output.datatype) or _size_of(array, output.datatype) != output.whole:
                     raise ValueError("an array was changed while it was sent")
-                if output.size >= LONG_COPY_BYTES:
-                    large.append((start + output.offset, array))
+                to, data = <char*>memory.buf + start + output.offset, fields(array).data + output.source
+                length = output.size
+                if length >= LONG_COPY_BYTES:
+                    with nogil:
+                        copy(to, data, length)
                 else:
-                    memcpy(<char*>memory.buf + start + output.offset, fields(array).data + output.source, output.size)
+                    memcpy(to, data, length)
         finally:
             PyBuffer_Release(&memory)
-        # A hook: the region knows how to copy much, without the interpreter's lock.
-        for at, array in large:
-            within.write(at, array)
         return row
 
     # Sending

@@ -25,6 +25,7 @@ from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import encode, work_codec
 from moonpool.ipc.errors import Closed, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import NO_CORE, Details, Kind, Side
+from moonpool.ipc.region import SharedRegion
 from moonpool.stub import pb_utils
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.response import InferenceResponse
@@ -519,6 +520,36 @@ def test_the_compiled_port_does_what_most_batches_are(
         desk.close()
     done = {name: count - before[name] for name, count in counts().items()}
     assert done == {"open": 2, "stacked": 0, "place": 2 * placed, "take": 2, "give": 2}
+
+
+def test_a_large_output_that_grows_while_another_one_is_copied_is_not_written_beyond_its_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.stub.peers.desk.REGION_BYTES", 2 << 20)
+    values = [np.full(1 << 16, value, np.float32) for value in (1, 2)]
+    write = SharedRegion.write
+
+    def grown(region: SharedRegion, offset: int, array: np.ndarray) -> None:
+        """Copy as another thread of the model grows the other output."""
+        values[1].resize(1 << 17, refcheck=False)
+        values[1][:] = 2
+        write(region, offset, array)
+
+    desk = StubDesk(compiled)
+    try:
+        desk.execute = lambda _: [
+            InferenceResponse([Tensor("SUM", values[0]), Tensor("DIFF", values[1])])
+        ]
+        with monkeypatch.context() as patch:
+            patch.setattr(SharedRegion, "write", grown)
+            answer = desk.ask([floats(4)], blocks=[[*PLACE, 2048]])
+        (outputs,) = desk.outputs(answer)
+        assert [value for _, value in outputs] == [
+            np.full(1 << 16, value, np.float32).tobytes() for value in (1, 2)
+        ]
+        assert not any(desk.regions[ANSWERS].memory()[1 << 19 :])
+    finally:
+        desk.close()
 
 
 # Batches after which blocks have come back.
