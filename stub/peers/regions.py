@@ -453,7 +453,7 @@ class CutShort(RemoteProtocolError):
 
 
 def _fault_count() -> int:
-    """Return how many page faults the threads of this process have had."""
+    """Return how many page faults the threads of this process have had; 0 if the system does not count them."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_minflt + usage.ru_majflt
 
@@ -509,7 +509,7 @@ class LentRegion(Region):
         """Drop the model's changes to these blocks (offset, size) at the end of their batch. The model kept none of them."""
         # A page becomes the process's own by a fault. To look at the pages of a megabyte takes six times as long as to ask for the count.
         count = _fault_count()
-        if count == self._fault_count:
+        if count and count == self._fault_count:
             return
         for offset, size_bytes in blocks:
             begin = offset // _PAGE * _PAGE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections import deque
 from collections.abc import Iterator
 
@@ -63,6 +64,20 @@ def test_a_model_s_writes_to_an_input_are_gone_in_the_next_batch(lent: Lent) -> 
 
     lent.region.renew([(0, _BYTES)])
     assert (lent.lease() == 2).all()
+
+
+def test_a_system_that_counts_no_page_faults_has_all_pages_looked_at(
+    lent: Lent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = resource.getrusage(resource.RUSAGE_SELF)
+    none = type(none)([0] * len(none))
+    monkeypatch.setattr(resource, "getrusage", lambda _: none)
+    for value in (2, 3):
+        assert (lent.lease() == value - 1).all()
+        lent.lease()[5000] = 7
+        lent.write(value)
+        lent.region.renew([(0, _BYTES)])
+    assert (lent.lease() == 3).all()
 
 
 def test_pages_that_were_only_read_stay_where_they_are(lent: Lent) -> None:
