@@ -445,6 +445,8 @@ _POPULATE_WRITE = 23
 # Bits in the last of the 8 bytes of an entry of /proc/PID/pagemap: the page is in memory, it is swapped out, it
 # belongs to a file.
 _PRESENT, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
+# The drivers of GPUs. Where a GPU can write to any memory of a process, its driver has the faults, and not the process.
+_GPUS = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/kfd")
 _NOT_OWN = bytes(each for each in range(256) if each & _OF_FILE or not each & (_PRESENT | _SWAPPED))
 
 
@@ -461,7 +463,15 @@ def _fault_count() -> int:
 class LentRegion(Region):
     """Maps one shared memory object of a client. For the main thread of the stub, but for `close`."""
 
-    __slots__ = ("_address", "_fault_count", "_fd", "_inputs", "_pagemap_fd", "_targets")
+    __slots__ = (
+        "_address",
+        "_fault_count",
+        "_fd",
+        "_has_all_faults",
+        "_inputs",
+        "_pagemap_fd",
+        "_targets",
+    )
 
     def __init__(self, region_id: int, size_bytes: int, fd: int) -> None:
         """Take over `fd`, until `close`."""
@@ -473,6 +483,7 @@ class LentRegion(Region):
         self._address = 0
         # Of the process, when no page of `_inputs` was its own.
         self._fault_count = -1
+        self._has_all_faults = not any(map(os.path.exists, _GPUS))
         self._targets: mmap.mmap | None = None
         self._pagemap_fd = -1
         with contextlib.suppress(OSError):  # without it, all pages are dropped after each batch
@@ -508,7 +519,7 @@ class LentRegion(Region):
     def renew(self, blocks: list[tuple[int, int]]) -> None:
         """Drop the model's changes to these blocks (offset, size) at the end of their batch. The model kept none of them."""
         # A page becomes the process's own by a fault. To look at the pages of a megabyte takes six times as long as to ask for the count.
-        count = _fault_count()
+        count = _fault_count() if self._has_all_faults else 0
         if count and count == self._fault_count:
             return
         for offset, size_bytes in blocks:

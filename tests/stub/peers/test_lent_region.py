@@ -66,18 +66,22 @@ def test_a_model_s_writes_to_an_input_are_gone_in_the_next_batch(lent: Lent) -> 
     assert (lent.lease() == 2).all()
 
 
-def test_a_system_that_counts_no_page_faults_has_all_pages_looked_at(
-    lent: Lent, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("count", "gpus"), [(0, ()), (1, ("/dev/null",))])
+def test_pages_are_looked_at_where_faults_of_the_process_do_not_tell_of_all_writes(
+    monkeypatch: pytest.MonkeyPatch, count: int, gpus: tuple[str, ...]
 ) -> None:
-    none = resource.getrusage(resource.RUSAGE_SELF)
-    none = type(none)([0] * len(none))
-    monkeypatch.setattr(resource, "getrusage", lambda _: none)
+    known = resource.getrusage(resource.RUSAGE_SELF)
+    same = type(known)([count] * len(known))
+    monkeypatch.setattr(resource, "getrusage", lambda _: same)
+    monkeypatch.setattr("moonpool.stub.peers.regions._GPUS", gpus)
+    lent = Lent()
     for value in (2, 3):
         assert (lent.lease() == value - 1).all()
         lent.lease()[5000] = 7
         lent.write(value)
         lent.region.renew([(0, _BYTES)])
     assert (lent.lease() == 3).all()
+    lent.close()
 
 
 def test_pages_that_were_only_read_stay_where_they_are(lent: Lent) -> None:
@@ -96,6 +100,7 @@ def test_pages_that_were_only_read_stay_where_they_are(lent: Lent) -> None:
 def test_pages_are_looked_at_if_the_process_has_had_page_faults(
     lent: Lent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lent.region._has_all_faults = True  # also on a machine with a GPU
     looks: list[int] = []
     pread = os.pread
 
