@@ -779,12 +779,12 @@ cdef class RuntimePort:
             return None
         if not self._has_descrs(self._layout):
             return None
-        cdef list regions = self._open()
-        if regions is None:
+        cdef list opened = self._open()
+        if opened is None:
             return None
         # From here on nothing is left to Python: leases give back what they are on when they end.
         inbox.popleft()
-        cdef list leases = [self._lease(regions[i], self._answer.blocks[i]) for i in range(len(regions))]
+        cdef list leases = [self._lease(opened[i], self._answer.blocks[i]) for i in range(len(opened))]
         cdef list answers = [self._response(self._layout, i, requests[i], leases) for i in range(len(requests))]
         self._conversation.turn = self._conversation.after[_ANSWER]
         self.core = self._answer.core
@@ -820,16 +820,18 @@ cdef class RuntimePort:
             free(room)
 
     cdef list _open(self):
-        """Return the regions of the answer's blocks, leases for those that were lent for the batch, or None if one lies elsewhere."""
-        cdef list regions = []
+        """Return region and buffer of each block, a lease on one that was lent for the batch; None if one lies elsewhere."""
+        cdef list opened = []
         cdef Block block
         for i in range(<Py_ssize_t>self._answer.blocks.size()):
             block = self._answer.blocks[i]
-            region = self._region_of(block) or self._lent(block)
-            if region is None:
+            region = self._region_of(block)
+            # Its buffer now: where Python's code runs, another thread may close it.
+            found = self._lent(block) if region is None else (region, region.buffer)
+            if found is None:
                 return None
-            regions.append(region)
-        return regions
+            opened.append(found)
+        return opened
 
     cdef _lent(self, Block block):
         """Return a lease on a block that was lent for the batch, or None if it lies elsewhere. Calls Python's code."""
@@ -849,12 +851,12 @@ cdef class RuntimePort:
             return None
         return region
 
-    cdef _lease(self, region, Block block):
-        if type(region) is Lease:
-            return region
+    cdef _lease(self, opened, Block block):
+        if type(opened) is Lease:
+            return opened
         cdef Py_buffer memory
         cdef int64_t size = block.size
-        buffer = region.buffer
+        region, buffer = opened
         PyObject_GetBuffer(buffer, &memory, PyBUF_WRITABLE)
         cdef char* at = <char*>memory.buf + block.offset
         PyBuffer_Release(&memory)
@@ -950,7 +952,7 @@ cdef class RuntimePort:
     def apart(self, request):
         """Return the response that was opened, to this request."""
         # Not earlier: a lease gives back its block when it ends, and Python may have to make another one there.
-        cdef list leases = [self._lease(self._apart_region, self._apart_block)]
+        cdef list leases = [self._lease((self._apart_region, self._apart_region.buffer), self._apart_block)]
         _counts.apart += 1
         return self._response(self._apart, 0, request, leases)
 

@@ -121,6 +121,30 @@ def test_an_answer_from_memory_that_was_not_lent_is_refused(pair: Pair) -> None:
         pair.link.finish(requests)
 
 
+def test_an_answer_is_read_though_its_region_is_closed_meanwhile(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [pair.request(pair.memory.empty((4,), np.dtype(np.float32), 16)), pair.request([5])]
+    requests[0].arrays[0][:] = 1
+    with trusted_handlers():
+        pair.link.execute(requests)
+    pair.peer.receive()
+    own = pair.peer.place([9])
+    blocks = pair.link.borrowed_blocks
+    open_one = blocks.open
+
+    def opened(*place: int) -> Any:
+        """Open a block as the reactor retires the region of another one."""
+        pair.link.response_regions[own[0]].close()
+        return open_one(*place)
+
+    monkeypatch.setattr(blocks, "open", opened)
+    pair.peer.answer([own, pair.peer.blocks[1]], [[y(1)], [y(4, 1)]])
+    with trusted_handlers():
+        first, second = (outputs["Y"].tolist() for outputs in pair.finish(requests))
+    assert (first, second) == ([9], [1, 1, 1, 1])
+
+
 def test_a_model_on_a_card_is_told_where_outputs_are_wanted(pair: Pair) -> None:
     pair.link.is_on_gpu = True
     request = pair.request([1, 2])
