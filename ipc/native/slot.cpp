@@ -164,7 +164,10 @@ Slots::Got Slots::wait(int64_t deadline_ns, int64_t look_ns) {
 
 Slots::Got Slots::look(int64_t look_ns) {
   const Got got = peek();
-  return got == Got::kNothing ? look_for(monotonic_ns(), look_ns) : got;
+  if (got == Got::kNothing) return look_for(monotonic_ns(), look_ns);
+  // It was sent before anybody looked, with a ring, for which an event loop would be woken once more.
+  if (got == Got::kMessage && is_maker_) read_bell();
+  return got;
 }
 
 Slots::Got Slots::look_for(int64_t begin_ns, int64_t look_ns) {

@@ -136,6 +136,11 @@ cdef class SlotChannel:
     def has_received(self):
         return len(self.inbox) > 0 or self._is_over
 
+    @property
+    def was_taken(self):
+        """False if the peer has not taken the last message, as far as it tells."""
+        return self._slots.was_taken()
+
     cdef int _check(self) except -1:
         if self._is_closed or not self._slots.is_open():
             raise Closed("this end of the channel was closed")
@@ -238,7 +243,7 @@ cdef class SlotChannel:
         self._check()
         if self._slots.has_ended():
             gone = PeerGone("the peer closed the channel")
-            gone.was_taken = self._slots.was_taken()
+            gone.was_taken = self.was_taken
             raise gone
         if self._slots.false_size():
             raise RemoteProtocolError(f"a packet of more than {kMaxPacketBytes} bytes")

@@ -393,9 +393,13 @@ class StubHandle(StubConnection):
     def abort(self, reason: BaseException) -> None:
         """Begin to end the process, and keep the reason for `explain`. Does not wait. Any thread may call it."""
         if self._reason is None:
-            self._reason = reason
+            self._give_up(reason)
             self.process.signal(signal.SIGTERM)
             self._reactor.call_later(GRACE_S, self.process.kill)
+
+    def _give_up(self, reason: BaseException) -> None:
+        self._reason = reason
+        self.link.is_given_up = True
 
     @property
     def reason(self) -> BaseException | None:
@@ -420,7 +424,7 @@ class StubHandle(StubConnection):
                 else "was ended, because a thread that used its channel was interrupted"
             )
             public = f"Stub process '{self.name}' {why}"
-            self._reason = StubDied(f"{public}: {error if is_lie else repr(error)}", public)
+            self._give_up(StubDied(f"{public}: {error if is_lie else repr(error)}", public))
             self.process.kill()
         code = self.process.wait(GRACE_S + _EXIT_S if self._reason else _EXIT_S)
         if code is None:
@@ -550,7 +554,7 @@ class StubHandle(StubConnection):
         _log.error("[%s] %s", self.name, whole)
         if self._reason is None:
             subject = f"Stub process '{self.name}'"
-            self._reason = StubDied(f"{subject} {whole}", f"{subject} {because}")
+            self._give_up(StubDied(f"{subject} {whole}", f"{subject} {because}"))
         self.process.kill()
 
     def handle_other(self, fields: list[Any]) -> None:

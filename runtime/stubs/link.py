@@ -49,7 +49,7 @@ from moonpool.ipc.arena import Block
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import encode
 from moonpool.ipc.conversation import Conversation, Overflow
-from moonpool.ipc.errors import CudaUnavailable, RemoteProtocolError
+from moonpool.ipc.errors import CudaUnavailable, PeerGone, RemoteProtocolError
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import Lease
 from moonpool.ipc.messages import (
@@ -182,6 +182,8 @@ class Link(Overflow):
         # Blocks of requests that the model kept and dropped between batches. The ANSWER that lists them as held may not
         # have been read yet.
         self._given_back: deque[Place] = deque()
+        # True once the runtime ends the process: that has had its time, whether or not it took the batch.
+        self.is_given_up = False
         # The rest of answers that were read, behind the number of the batch, by their bytes.
         self._known_answers: Memo[bytes, KnownAnswer] = Memo(64)
         # Rows of EXECUTE: where outputs of the batch go.
@@ -452,7 +454,11 @@ class Link(Overflow):
 
     def _finish(self, requests: Sequence[InferenceRequest]) -> list[Answer]:
         conversation, head = self.conversation, self._head()
-        packet = conversation.channel.receive()
+        try:
+            packet = conversation.channel.receive()
+        except PeerGone as gone:
+            gone.was_taken = gone.was_taken or self.is_given_up
+            raise
         known = None
         if packet.startswith(head) and self.lanes is None:
             known = self._known_answers.get(_rest(packet, len(head)))

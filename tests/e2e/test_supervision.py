@@ -62,6 +62,12 @@ def kill(runtime: moonpool.Runtime, number: int = 0) -> int:
     return pid
 
 
+def is_taken(runtime: moonpool.Runtime) -> bool:
+    """Return True if the process of the first instance has a batch; one that it never took would go to the next."""
+    is_sent = runtime._models.find("victim").scheduler.executing > 0
+    return is_sent and getattr(link_of(runtime, "victim").conversation.channel, "was_taken", True)
+
+
 def ended(runtime: moonpool.Runtime, pid: int) -> None:
     """Wait until the runtime knows that the process of the first instance has ended. Its next one may be ready already."""
 
@@ -208,6 +214,7 @@ def test_queued_requests_survive_the_death_of_the_instance(runtime: moonpool.Run
     with hosted(runtime, "victim", FILE, SIGNATURE):
         before = ask(runtime)
         first = send(runtime, "execute:hang")
+        wait_until(lambda: is_taken(runtime))
         queued = [send(runtime, "answer") for _ in range(5)]
         kill(runtime)
 
