@@ -23,6 +23,7 @@ from moonpool.ipc.messages import (
     CONTROL,
     LAYOUT,
     WORK,
+    Details,
     Flag,
     Int,
     Kind,
@@ -441,6 +442,11 @@ def _beginning(kind: Kind) -> bytes:
 def packed(*fields: Any) -> bytes:
     """Pack values one behind another, without the header of an array. There are less than 16."""
     return encode(*fields)[1:]
+
+
+def unpacked_details(row: bytes) -> Details:
+    """Return the details of a request that passed the check of their message, from their bytes in it."""
+    return Details._make(unpack(row, strict_map_key=True, max_ext_len=0))
 
 
 def packed_list(values: Sequence[bytes]) -> bytes:

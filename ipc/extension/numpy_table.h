@@ -36,6 +36,13 @@ inline PyTypeObject* array_type = nullptr;
 inline bool is_array(PyObject* object) { return Py_TYPE(object) == array_type; }
 inline Array* fields(PyObject* array) { return reinterpret_cast<Array*>(array); }
 
+// Returns the bytes of an array whose elements have so many.
+inline uint64_t bytes_of(PyObject* array, uint64_t item_bytes) {
+  uint64_t size = item_bytes;
+  for (int i = 0; i < fields(array)->nd; ++i) size *= static_cast<uint64_t>(fields(array)->dims[i]);
+  return size;
+}
+
 // Returns true if a view may write to memory that `base` keeps. A page that is only mapped for reading would end the
 // process.
 inline bool is_writeable(PyObject* base) {

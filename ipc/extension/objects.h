@@ -27,6 +27,7 @@
 #include <utility>
 #include <vector>
 
+#include "clock.h"
 #include "unwinding.h"
 
 namespace moonpool::python {
@@ -320,13 +321,6 @@ PyObject* guarded(const F& function) {
   const KeptError kept;
   result = Ref();
   return nullptr;
-}
-
-// Python's own clock for times in a request.
-inline int64_t monotonic_ns() {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
 }  // namespace moonpool::python

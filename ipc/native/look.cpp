@@ -1,7 +1,6 @@
 #include "look.h"
 
 #include <sched.h>
-#include <time.h>
 
 #include <algorithm>
 
@@ -37,12 +36,6 @@ int limit(int64_t now_ns) {
 }  // namespace
 
 Looks looks;
-
-int64_t monotonic_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
-}
 
 bool Looking::begin(int64_t look_ns, uint64_t own_core, uint64_t peer_core, int64_t now_ns) {
   if (look_ns <= 0 || !was_quick_ || own_core == peer_core || own_core == wire::kNoCore || peer_core == wire::kNoCore) {

@@ -1,7 +1,7 @@
 // Decides if a thread looks for the next message for a moment before it sleeps. Knows nothing of Python.
 //
-// A thread that sleeps is woken by its peer and by the kernel, which takes longer than a quick model. Looking saves that,
-// and costs processor time that others could use. So a thread looks only
+// A thread that sleeps is woken by its peer and by the kernel, which takes longer than a quick model. Looking saves
+// that, and costs processor time that others could use. So a thread looks only
 //   - if the last message came from another core: on its own, the peer could not run meanwhile;
 //   - if the last wait was short enough for a look to have helped, wake-ups included;
 //   - if few looks were in vain lately. After one the next 63 waits go without, after the next one twice as many, up to
@@ -14,8 +14,6 @@
 #include <cstdint>
 
 namespace moonpool {
-
-int64_t monotonic_ns();
 
 // Lets a core's other thread go on, for a thread that looks again and again.
 inline void relax() {

@@ -13,6 +13,8 @@
 #include <cstring>
 #include <utility>
 
+#include "clock.h"
+
 #ifndef F_SEAL_FUTURE_WRITE
 #define F_SEAL_FUTURE_WRITE 0x0010
 #endif
@@ -62,7 +64,8 @@ bool new_bell(Descriptor& to_read, Descriptor& to_write) {
   if (pipe2(ends, O_CLOEXEC) < 0) return false;
   to_read = Descriptor(ends[0]);
   to_write = Descriptor(ends[1]);
-  // Pipes as long as usual would soon use up what a user may have in pipes. If this is refused, that is used up already.
+  // Pipes as long as usual would soon use up what a user may have in pipes. If this is refused, that is used up
+  // already.
   fcntl(ends[0], F_SETPIPE_SZ, kBellBytes);
   return fcntl(ends[1], F_SETFL, O_NONBLOCK) == 0;
 }
@@ -131,7 +134,7 @@ bool Slots::is_open() const { return theirs_ != nullptr && ours_ != nullptr && (
 
 bool Slots::send(std::string_view packet) {
   SlotWords& words = our_words();
-  // Before the number: whoever answers it must see this.
+  // Before the number: a peer that answers it must see this.
   words.asleep.store(1, std::memory_order_relaxed);
   std::memcpy(ours_ + kSlotPage, packet.data(), packet.size());
   words.size.store(static_cast<uint32_t>(packet.size()), std::memory_order_relaxed);

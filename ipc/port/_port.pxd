@@ -25,8 +25,13 @@ cdef extern from "numpy_table.h" namespace "moonpool::numpy":
     const int kContiguous
     flag is_array(object)
     Array* fields(object)
+    uint64_t bytes_of(object, uint64_t)
     object view(type, object descr, int nd, const int64_t* dims, char* data, int64_t alignment, object base)
     flag load(object, int64_t, int64_t, int64_t) except False
+
+
+cdef extern from "clock.h" namespace "moonpool":
+    int64_t monotonic_ns() nogil
 
 
 cdef extern from "msgpack.h" namespace "moonpool":

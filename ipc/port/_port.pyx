@@ -37,18 +37,12 @@ cdef extern from *:
     #include <sys/socket.h>
     #include <time.h>
     #include "unwinding.h"
-    static inline int64_t monotonic_ns() {
-      timespec now;
-      clock_gettime(CLOCK_MONOTONIC, &now);
-      return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
-    }
     // True if `recv` would not block. It takes nothing.
     static inline bool has_packet(int fd) {
       return recv(fd, nullptr, 0, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EINTR);
     }
     static const char kSources[] = MOONPOOL_SOURCES;
     """
-    int64_t monotonic_ns() noexcept nogil
     bint has_packet(int) noexcept nogil
     ssize_t c_send "send"(int, const void*, size_t, int) noexcept nogil
     ssize_t c_recv "recv"(int, void*, size_t, int) noexcept nogil
@@ -820,7 +814,10 @@ cdef class RuntimePort:
             free(room)
 
     cdef list _open(self):
-        """Return region and buffer of each block, a lease on one that was lent for the batch; None if one lies elsewhere."""
+        """Return region and buffer of each block, and a lease on one that was lent for the batch.
+
+        Returns None if one lies elsewhere.
+        """
         cdef list opened = []
         cdef Block block
         for i in range(<Py_ssize_t>self._answer.blocks.size()):
@@ -987,11 +984,7 @@ cdef bint _is_as_checked(array, PlacedTensor* tensor) except -1:
         descr = _u1  # strings, encoded
     if not (seen.flags & kContiguous) or <PyObject*>seen.descr is not <PyObject*>descr:
         return False
-    cdef uint64_t size = 1 if <int>tensor.datatype == _BYTES else kItemBytes[tensor.datatype]
-    cdef int k
-    for k in range(seen.nd):
-        size *= <uint64_t>seen.dims[k]
-    return size == tensor.size
+    return bytes_of(array, 1 if <int>tensor.datatype == _BYTES else kItemBytes[tensor.datatype]) == tensor.size
 
 
 cdef tuple _shape_of(AnswerLayout* layout, const OutputLayout* output):

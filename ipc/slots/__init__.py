@@ -1,9 +1,10 @@
 """The work channel in memory, in place of a socket, where it is compiled and the kernel has what it needs.
 
-Theory of operation. The runtime makes the memory and the bells with `offer`, and SLOTS carries the stub's share of them on the
-control channel. A stub that can use them takes them with `take`, and says `slots` in LOADED. From the message after LOADED on
-both ends use a `SlotChannel` and close their sockets. Otherwise the sockets go on: the interpreter of the model may be an older
-one, or something in between may be missing. `ipc/native/slot.h` says how the memory is used, and what a stub can do with it.
+Theory of operation. The runtime makes the memory and the bells with `offer`, and SLOTS carries the stub's share of
+them on the control channel. A stub that can use them takes them with `take`, and says `slots` in LOADED. From the
+message after LOADED on both ends use a `SlotChannel` and close their sockets. Otherwise the sockets go on: the
+interpreter of the model may be an older one, or something in between may be missing. `ipc/native/slot.h` says how the
+memory is used, and what a stub can do with it.
 
 Both ends are compiled, or none: a form in Python could not order its stores on every machine.
 """
@@ -33,8 +34,8 @@ def counts() -> dict[str, int]:
 def offer() -> tuple[SlotChannel, list[int]] | None:
     """Make a channel, and the descriptors of its other end, which the caller owns.
 
-    Returns None if that is not possible here, or if the process may soon be out of descriptors: a channel has three more than a
-    socket has.
+    Returns None if that is not possible here, or if the process may soon be out of descriptors: a channel has three
+    more than a socket has.
     """
     if _compiled is None:
         return None

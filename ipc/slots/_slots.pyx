@@ -1,14 +1,14 @@
 # distutils: language = c++
 # cython: language_level=3, binding=False, annotation_typing=False
 # cython: boundscheck=True, wraparound=True, nonecheck=True, overflowcheck=True
-"""A work channel in memory, for Python. `ipc/native/slot.h` says how it works, and `ipc/channel.py` what its methods do:
-this is a `Channel` in all that a work channel needs.
+"""A work channel in memory, for Python. `ipc/native/slot.h` says how it works, and `ipc/channel.py` what its methods
+do: this is a `Channel` in all that a work channel needs.
 
 No signal handler runs inside a method but between two sleeps, when no message has been taken. While the interpreter's
 lock is given up, no frame has anything to clean up: an interpreter that ends takes such a thread away.
 
-Closing. Any thread may close a channel while another one waits in it. Its descriptors and its memory stay until nobody is
-inside, so no number is used again under a waiter. `_inside` changes only under the interpreter's lock.
+Closing. Any thread may close a channel while another one waits in it. Its descriptors and its memory stay until nobody
+is inside, so no number is used again under a waiter. `_inside` changes only under the interpreter's lock.
 """
 
 from collections import deque
@@ -17,7 +17,8 @@ from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint64_t
-from libcpp cimport bool as flag
+
+from moonpool.ipc.port._port cimport flag, kMaxPacketBytes, string_view
 
 import os
 
@@ -29,13 +30,6 @@ cdef extern from *:
     static const char kSources[] = MOONPOOL_SOURCES;
     """
     const char* kSources
-
-cdef extern from "<string_view>" namespace "std":
-    cdef cppclass string_view:
-        string_view()
-        string_view(const char*, size_t)
-        const char* data()
-        size_t size()
 
 cdef extern from "channel.h" namespace "moonpool":
     cdef cppclass Descriptor:
@@ -75,9 +69,6 @@ cdef extern from "slot.h" namespace "moonpool":
         flag was_taken()
         void end()
         void close()
-
-cdef extern from "wire.h" namespace "moonpool::wire":
-    const uint64_t kMaxPacketBytes
 
 SOURCES = kSources.decode()
 # A moment that has passed: for a wait that does not sleep.
@@ -125,7 +116,10 @@ cdef class SlotChannel:
         return made
 
     def fileno(self):
-        """Return the descriptor that is readable when the peer has rung; -1 if closed. Then `is_ready` tells if it has sent."""
+        """Return the descriptor that is readable when the peer has rung; -1 if closed.
+
+        When it is readable, `is_ready` tells if the peer has sent anything.
+        """
         return -1 if self._is_closed else self._slots.fd()
 
     @property
@@ -198,7 +192,10 @@ cdef class SlotChannel:
         return got != kNothing
 
     cdef int _leave(self, Got got) except -1:
-        """Come out of a wait. A message is in the inbox from here on, and the end is known: the bell may tell neither again."""
+        """Come out of a wait.
+
+        A message is in the inbox from here on, and the end is known: the bell may tell neither again.
+        """
         try:
             if got == kMessage and not self._is_closed:
                 # Only this copy is read. Without memory for it, the message stays.
@@ -213,9 +210,9 @@ cdef class SlotChannel:
         return 0
 
     def is_ready(self):
-        """Return True if `receive` would not block. For those who were woken by the descriptor, which may be rung for nothing.
+        """Return True if `receive` would not block.
 
-        Empties the bell, and takes the message: `has_received` tells of it from here on.
+        For those who were woken by the descriptor, which may be rung for nothing. Empties the bell, and takes the message: `has_received` tells of it from here on.
         """
         cdef Got got
         if len(self.inbox) or self._is_closed or not self._slots.is_open():
@@ -226,7 +223,10 @@ cdef class SlotChannel:
         return got != kNothing
 
     def receive(self):
-        """Return the next packet. Blocks. Raises `PeerGone` at the end, and `RemoteProtocolError` for what is no packet."""
+        """Return the next packet. Blocks.
+
+        Raises `PeerGone` at the end, and `RemoteProtocolError` for what is no packet.
+        """
         if not len(self.inbox):
             self.wait(0, self.look_ns)
         return self._received()

@@ -16,7 +16,7 @@ from typing import (
     overload,
 )
 
-from moonpool.ipc.codec import unpack
+from moonpool.ipc.codec import unpacked_details
 from moonpool.ipc.messages import NO_DETAILS, Details
 from moonpool.ipc.signals import replacing
 from moonpool.stub.pb_utils.errors import TritonModelException, as_text, shown
@@ -208,7 +208,7 @@ class InferenceRequest:
     def _details(self) -> Details:
         row = self._row
         if type(row) is bytes:
-            self._row = row = Details._make(unpack(row, strict_map_key=True, max_ext_len=0))
+            self._row = row = unpacked_details(row)
         return row  # type: ignore[return-value]
 
     def inputs(self) -> list[Tensor]:

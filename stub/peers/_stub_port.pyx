@@ -30,16 +30,16 @@ from libcpp.string cimport string
 from libcpp.vector cimport vector
 
 from moonpool.ipc.port._port cimport (
-    Array, Block, OutputLayout, Writer, copy, current_core, fields, flag, is_array, kAnswer, kContiguous, kItemBytes,
-    kMaxPacketBytes, kNoCore, load, string_view, view,
+    Array, Block, OutputLayout, Writer, bytes_of, copy, current_core, fields, flag, is_array, kAnswer, kContiguous,
+    kItemBytes, kMaxPacketBytes, kNoCore, load, monotonic_ns, string_view, view,
 )
 
 import numpy as np
 
 from moonpool.ipc.channel import Channel
-from moonpool.ipc.codec import pack, unpack
+from moonpool.ipc.codec import pack, unpacked_details
 from moonpool.ipc.memory import ALIGNMENT, Lease
-from moonpool.ipc.messages import ANSWERED, MAX_DIMS, NO_CORE, Details, Kind
+from moonpool.ipc.messages import ANSWERED, MAX_DIMS, NO_CORE, Kind
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES
 from moonpool.stub.peers.placement import PASSED_BYTES
 
@@ -80,7 +80,6 @@ cdef extern from "place.h" namespace "moonpool":
                       uint64_t) except +
 
 cdef extern from "_stub_port_batch.h" namespace "moonpool::python":
-    int64_t monotonic_ns() noexcept nogil
     int add_asker(object) except -1
     bint as_number(PyObject*, int64_t*)
     # A slot that is not set is null. These give no reference of their own.
@@ -450,8 +449,7 @@ cdef class StubPort:
         if not self._opened.details[index].is_rare:
             return self._objects.request(tensors, origin, <PyObject*>row)
         # A hook. Nothing has changed yet.
-        details = Details._make(unpack(row, strict_map_key=True, max_ext_len=0))
-        return self._batch.detailed(tensors, details, origin)
+        return self._batch.detailed(tensors, unpacked_details(row), origin)
 
     cdef _tensor(self, OutputLayout row, list leases):
         cdef const int64_t* dims = self._opened.shape(row)
@@ -862,11 +860,7 @@ cdef bint _is_flat(array, int datatype):
 
 cdef uint64_t _size_of(array, int datatype):
     """Return the bytes of a flat array."""
-    cdef uint64_t size = 1 if datatype >= _BYTES else kItemBytes[datatype]
-    cdef int k
-    for k in range(fields(array).nd):
-        size *= <uint64_t>fields(array).dims[k]
-    return size
+    return bytes_of(array, 1 if datatype >= _BYTES else kItemBytes[datatype])
 
 
 cdef bint _is_own(array):

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "clock.h"
 #include "slot.h"
 
 namespace moonpool {
@@ -41,7 +42,9 @@ namespace {
 void open(Slots& maker, Slots& taker) {
   Slots::Offer offer;
   if (!maker.make(offer)) fail("no slots");
-  if (!taker.take(offer.makers.release(), offer.peers.release(), offer.bell.release(), offer.ring.release())) fail("not taken");
+  if (!taker.take(offer.makers.release(), offer.peers.release(), offer.bell.release(), offer.ring.release())) {
+    fail("not taken");
+  }
 }
 
 Slots::Got next(Slots& slots, int64_t look_ns, std::string& copy) {
@@ -107,7 +110,9 @@ void liar(size_t count) {
       for (unsigned turn = 0; !stops; ++turn) {
         words.asleep = turn % 3;
         words.size = turn % 7 == 0 && round % 4 == 0 ? 0xffffffffu : turn % wire::kMaxPacketBytes + 1;
-        for (unsigned i = 0; i < 64; ++i) bytes[(turn * 61 + i * 509) % wire::kMaxPacketBytes] = static_cast<char>(turn * 7 + i);
+        for (unsigned i = 0; i < 64; ++i) {
+          bytes[(turn * 61 + i * 509) % wire::kMaxPacketBytes] = static_cast<char>(turn * 7 + i);
+        }
         // Most of the time the right one: only then is the message read.
         words.seq = SlotsTest::number(taker) + (round % 8 == 1 && turn % 512 == 0);
         const char byte = 1;
