@@ -50,10 +50,10 @@ class Holdings:
     def beyond(self, before: Holdings) -> list[str]:
         """A line for each thing that is here now and was not before."""
         descriptors = Counter(self.descriptors.values()) - Counter(before.descriptors.values())
-        # An event loop watches the bell of a stub under a number of its own, and gives that up when it is rung for nothing. So a
-        # server that serves on may have one more or one less.
+        # An event loop watches the bell of a stub under a number of its own, and gives that up when it is rung for
+        # nothing. So a server that serves on may have one more or one less.
         for target in [each for each in descriptors if each.startswith("pipe:")]:
-            if target in before.descriptors.values():
+            if target in before.descriptors.values() and descriptors[target] == 1:
                 del descriptors[target]
         return [
             *(f"the child process {_command(pid)}" for pid in self.children - before.children),

@@ -504,7 +504,8 @@ class Scheduler:
         try:
             execution.answers = execution.pending.finish(execution.requests)
         except BaseException as error:
-            self._lose(execution, error, delivered=getattr(error, "was_taken", True))
+            delivered = not isinstance(error, PeerGone) or error.was_taken
+            self._lose(execution, error, delivered=delivered)
             if not isinstance(error, Exception):
                 raise
             return
