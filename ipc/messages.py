@@ -421,8 +421,8 @@ CONTROL: dict[Kind, Message] = {
             "handle": Raw(HANDLE_BYTES),
         },
     ),
-    # Offers a work channel in memory, before the first region. Comes with four descriptors: the memory that the runtime writes, the
-    # memory that the stub writes, the bell that the stub reads, and the bell that it rings.
+    # Offers a work channel in memory, before the first region. Comes with four descriptors: the memory that the
+    # runtime writes, the memory that the stub writes, the bell that the stub reads, and the bell that it rings.
     Kind.SLOTS: Message(_RUNTIME, {}),
     # Memory of a client, with its descriptor, for inputs or outputs.
     Kind.LENT_REGION: Message(_RUNTIME, {"region": _ID, "size": _ID}),

@@ -321,7 +321,8 @@ class Stub:
         try:
             return peer.open(message)
         except CutShort:
-            # If the client had cut its memory a moment later, the kernel would have sent SIGBUS, which the runtime understands.
+            # If the client had cut its memory a moment later, the kernel would have sent SIGBUS, which the runtime
+            # understands.
             signal.raise_signal(signal.SIGBUS)
             raise
 

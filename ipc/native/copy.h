@@ -1,9 +1,9 @@
 // Copies the bytes of tensors, large ones past the processor's caches.
 //
-// A tensor of some megabytes is written by one process and read by another, later and perhaps on another core, so it need not go
-// through the caches of the writer. Stores that bypass them save reading the old contents of each line, and leave what lies in the
-// caches alone. The C library does this only above three quarters of the last cache, which a virtual machine shares with
-// strangers. Where the processor is none with SSE2, this is `memcpy`.
+// A tensor of some megabytes is written by one process and read by another, later and perhaps on another core, so it
+// need not go through the caches of the writer. Stores that bypass them save reading the old contents of each line,
+// and leave what lies in the caches alone. The C library does this only above three quarters of the last cache, which
+// a virtual machine shares with strangers. Where the processor is none with SSE2, this is `memcpy`.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,8 @@ namespace moonpool {
 constexpr size_t kPastCaches = size_t{4} << 20;
 
 #ifdef __SSE2__
-// One line after the other. Processors differ in how many pages they write at a time past the caches: on some, lines of four pages in turn
-// take several times as long.
+// One line after the other. Processors differ in how many pages they write at a time past the caches: on some, lines
+// of four pages in turn take several times as long.
 inline void copy_past_caches(char* target, const char* source, size_t size) {
   constexpr size_t kWord = sizeof(__m128i), kLine = 4 * kWord;
   // Read so far ahead as a line takes to come from memory.

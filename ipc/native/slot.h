@@ -1,38 +1,41 @@
 // One end of a work channel in memory: a slot for messages each way, and pipes as bells. Knows nothing of Python.
 //
-// Theory of operation. The work channel is lockstep: a side sends a message after it has read the one of its peer. So one
-// message is on its way, and a slot with a number is enough; there are no indexes. Each side has a memfd that it alone
-// writes: its words, and the bytes of its last message, which are the packet that a socket would carry.
+// Theory of operation. The work channel is lockstep: a side sends a message after it has read the one of its peer. So
+// one message is on its way, and a slot with a number is enough; there are no indexes. Each side has a memfd that it
+// alone writes: its words, and the bytes of its last message, which are the packet that a socket would carry.
 //
 //   send n:     bytes, size, core, `seq` = n; then, if the peer's `asleep` is set, a byte into its bell.
 //   receive n:  if the peer's `seq` is n, read `size` once, bound it, copy the bytes. Otherwise sleep on the own bell.
 //
-// `asleep` is set all the time but while a thread looks (`look.h`), so that whoever watches the bell's descriptor, such as
-// an event loop, is woken by each message. A look clears it, sets it, and looks once more. `seq` of one side and `asleep`
-// of the other are written and read in one total order: either the sender sees `asleep`, or the looker sees `seq`.
+// `asleep` is set all the time but while a thread looks (`look.h`), so that each message wakes who watches the
+// descriptor of the bell, such as an event loop. A look clears it, sets it, and looks once more. `seq` of one side and
+// `asleep` of the other are written and read in one total order: either the sender sees `asleep`, or the looker sees
+// `seq`.
 //
-// A ring may be late, or for a message that a look has found already. So a ring means only: look. `check` empties the bell
-// and looks, for those who were woken by the descriptor and must not block. They take the message in the same step, since
-// the bell does not tell of it again.
+// A ring may be late, or for a message that a look has found already. So a ring means only: look. `check` empties the
+// bell and looks, for those who were woken by the descriptor and must not block. They take the message in the same
+// step, since the bell does not tell of it again.
 //
 // What the peer can do. Its memory is hostile: `seq` is compared for equality with our own number and is no index, the
-// size is read once and bounded, and only the copy is parsed. A number that is neither that of the next message nor of the
-// last one ends the conversation, and so does a size that no packet has. Its `asleep` costs a ring or its own sleep. It may
-// ring as it likes; after 64 rings in a row without a message the conversation is over. Our bell is in non-blocking mode, and so are
-// our ends of both bells for writing, each of which is a file description of its own: the peer changes no flag of them.
-// A full bell is rung. We keep the other end of the peer's bell open: a write can then raise no SIGPIPE. The peer cannot
-// write to our memory, which is sealed against writing, nor change the size of its own. Holes in it read as zeros.
+// size is read once and bounded, and only the copy is parsed. A number that is neither that of the next message nor of
+// the last one ends the conversation, and so does a size that no packet has. Its `asleep` costs a ring or its own
+// sleep. It may ring as it likes; after 64 rings in a row without a message the conversation is over. Our bell is in
+// non-blocking mode, and so are our ends of both bells for writing, each of which is a file description of its own:
+// the peer changes no flag of them. A full bell is rung. We keep the other end of the peer's bell open: a write can
+// then raise no SIGPIPE. The peer cannot write to our memory, which is sealed against writing, nor change the size of
+// its own. Holes in it read as zeros.
 //
-// A side tells which message it has taken last. What was sent to a process that was dead already, or died before it woke,
-// can so be given to another one.
+// A side tells which message it has taken last. What was sent to a process that was dead already, or died before it
+// woke, can so be given to another one.
 //
-// The end. Neither a death nor a close depends on an end of file, nor on who inherited which descriptor. The runtime sees
-// the death of a stub by its pidfd and calls `end`, which rings our own bell; it stays rung. A message that was whole by then
-// is still received. A stub is ended by its control channel or by the kernel when the runtime dies. Somebody of our own
-// user could open a pipe again and take a byte away; so the maker never sleeps longer than a second at a time.
+// The end. Neither a death nor a close depends on an end of file, nor on who inherited which descriptor. The runtime
+// sees the death of a stub by its pidfd and calls `end`, which rings our own bell; it stays rung. A message that was
+// whole by then is still received. A stub is ended by its control channel or by the kernel when the runtime dies.
+// Somebody of our own user could open a pipe again and take a byte away; so the maker never sleeps longer than a
+// second at a time.
 //
-// Threads. One thread at a time sends and receives; `end` is for any. The maker's memory does not exist in a process that
-// is forked from it, where every method fails: `is_open` is false there.
+// Threads. One thread at a time sends and receives; `end` is for any. The maker's memory does not exist in a process
+// that is forked from it, where every method fails: `is_open` is false there.
 #pragma once
 
 #include <atomic>
@@ -64,8 +67,8 @@ static_assert(sizeof(SlotWords) <= kSlotPage);
 class Slots {
  public:
   enum class Got : int { kMessage, kNothing, kInterrupted, kEnded, kBroken };
-  // What goes to the peer: the maker's memory, the peer's, the end of the peer's bell to read from, that of the maker's to
-  // write to.
+  // What goes to the peer: the maker's memory, the peer's, the end of the peer's bell to read from, that of the
+  // maker's to write to.
   struct Offer {
     Descriptor makers, peers, bell, ring;
   };
@@ -75,10 +78,11 @@ class Slots {
   Slots& operator=(const Slots&) = delete;
   ~Slots() { close(); }
 
-  // Makes both memories and both bells. Returns false, with errno, if the kernel cannot: it lacks descriptors or memory, or
-  // is older than 5.1.
+  // Makes both memories and both bells. Returns false, with errno, if the kernel cannot: it lacks descriptors or
+  // memory, or is older than 5.1.
   bool make(Offer& offer);
-  // Takes the other end, and owns the descriptors of the offer. Returns false, with errno, if they are not what they should be.
+  // Takes the other end, and owns the descriptors of the offer. Returns false, with errno, if they are not what they
+  // should be.
   bool take(int makers, int peers, int bell, int ring);
 
   bool is_open() const;
@@ -86,11 +90,12 @@ class Slots {
   // The descriptor that is readable when the peer has rung, -1 if this end is closed.
   int fd() const { return is_open() ? bell_.get() : -1; }
 
-  // Sends a message of 1 to kMaxPacketBytes bytes. Never blocks. To be called when the peer's last message was taken. Returns
-  // false if the bell cannot be rung any more: it was closed.
+  // Sends a message of 1 to kMaxPacketBytes bytes. Never blocks. To be called when the peer's last message was taken.
+  // Returns false if the bell cannot be rung any more: it was closed.
   bool send(std::string_view packet);
-  // Waits for the next message until `deadline_ns`, forever if it is 0, and not at all if it is in the past. If `look_ns`
-  // is not 0, looks for so long before that, if `look.h` has nothing against it. kInterrupted: a signal came.
+  // Waits for the next message until `deadline_ns`, forever if it is 0, and not at all if it is in the past. If
+  // `look_ns` is not 0, looks for so long before that, if `look.h` has nothing against it. kInterrupted: a signal
+  // came.
   Got wait(int64_t deadline_ns, int64_t look_ns);
   // Looks for the next message for so long, on the same terms. kNothing: it did not come, or there was no look.
   Got look(int64_t look_ns);

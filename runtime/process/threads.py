@@ -79,8 +79,8 @@ def check_unpatched() -> None:
         )
 
 
-# The thread on which signal handlers run, None if no handler of this process raises. In a list, where compiled code finds it without a
-# call of Python's, in which a handler could raise.
+# The thread on which signal handlers run, None if no handler of this process raises. In a list, where compiled code
+# finds it without a call of Python's, in which a handler could raise.
 INTERRUPTIBLE: list[int | None] = [threading.main_thread().ident]
 
 

@@ -29,7 +29,8 @@ struct Responses {
 struct Links {
   Kind kind;
   Field conversation{"conversation"}, lanes{"lanes"}, given_back{"_given_back"}, released{"released"},
-      replies{"replies"}, borrowed_blocks{"borrowed_blocks"}, response_regions{"response_regions"}, port{"port"}, release{"_release"};
+      replies{"replies"}, borrowed_blocks{"borrowed_blocks"}, response_regions{"response_regions"}, port{"port"},
+      release{"_release"};
 };
 struct BorrowedBlocksKind {
   Kind kind;

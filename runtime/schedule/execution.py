@@ -201,7 +201,10 @@ class Execution:
                 return
 
     def is_ready(self) -> bool:
-        """Return True if the answer can be read, when the descriptor was readable. That of a stub may be so for nothing."""
+        """Return True if the answer can be read, when the descriptor was readable.
+
+        That of a stub may be so for nothing.
+        """
         is_ready: Callable[[], bool] | None = getattr(self.pending, "is_ready", None)
         return is_ready is None or is_ready()
 

@@ -207,7 +207,9 @@ class Service:
         places: Iterable[tuple[int, Place]],
         inputs: Sequence[Lease],
     ) -> None:
-        """Do the same for a model that may map them, with outputs by their numbers, and the leases in which inputs lie."""
+        """Do the same for a model that may map them, with outputs by their numbers, and the leases in which inputs
+        lie.
+        """
         targets = {}
         for number, place in places:
             target = self.shared_memory.lease(*place)

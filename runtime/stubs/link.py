@@ -22,8 +22,8 @@ batch, of which `_head` is the packed form, the core behind it, which may be any
 at this moment. Only an answer with nothing but outputs is remembered. Blocks that the model keeps or releases, remarks and
 states change something here, or differ from answer to answer.
 
-The work channel is a socket, or memory (`ipc/slots`) from `use` on. What watches its descriptor asks `is_ready` before it reads:
-a stub may ring the bell of a channel in memory for nothing.
+The work channel is a socket, or memory (`ipc/slots`) from `use` on. What watches its descriptor asks `is_ready` before
+it reads: a stub may ring the bell of a channel in memory for nothing.
 
 Lost answers. `wait` takes the answer, and a signal handler may then end it by an exception. The answer stays in
 the channel: `is_received` is True, and the next `finish` reads it, although the descriptor is not readable again. If `execute`

@@ -488,7 +488,8 @@ PyType_Slot asker_slots[] = {{Py_tp_new, reinterpret_cast<void*>(asker_new)},
                              {Py_tp_methods, asker_methods},
                              {0, nullptr}};
 
-PyType_Spec asker_spec = {"moonpool.stub.peers._stub_port.Asker", sizeof(AskerObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+PyType_Spec asker_spec = {"moonpool.stub.peers._stub_port.Asker", sizeof(AskerObject), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                           asker_slots};
 
 }  // namespace

@@ -200,9 +200,9 @@ class Objects {
     return base && !PyType_IsSubtype(Py_TYPE(base.get()), reinterpret_cast<PyTypeObject*>(array_type));
   }
 
-  // Does what `Regions.allocate` does. Mostly that is to take a block of an earlier answer that came back, which is done
-  // here if no other thread has the arena at this moment. Else a signal handler may run and raise, and has the error
-  // then; the block is given back. Returns nothing with an exception.
+  // Does what `Regions.allocate` does. Mostly that is to take a block of an earlier answer that came back, which is
+  // done here if no other thread has the arena at this moment. Else a signal handler may run and raise, and has the
+  // error then; the block is given back. Returns nothing with an exception.
   Ref allocate(PyObject* size) const {
     const Ref is_ours(PyObject_Call(part(Shared::acquire), at_once_.get(), nullptr));
     if (!is_ours) return Ref();

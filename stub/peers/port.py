@@ -1,10 +1,10 @@
-"""The stub's end of a work channel: it makes requests of a batch that comes, and places and sends what the model returns.
-In Python and compiled.
+"""The stub's end of a work channel: it makes requests of a batch that comes, and places and sends what the model
+returns. In Python and compiled.
 
 Theory of operation. `_stub_port.pyx` is the compiled form. It finds inputs and places outputs by arithmetic, whatever
-their shapes and rows, and keeps nothing from batch to batch. It makes requests over shared memory, with all their details,
-and answers them with outputs that are copied, with errors and parameters, and with the blocks that the model keeps. It
-looks if everything is so before it changes anything. If not, the layers do it (`batch.py`, `answer.py`,
+their shapes and rows, and keeps nothing from batch to batch. It makes requests over shared memory, with all their
+details, and answers them with outputs that are copied, with errors and parameters, and with the blocks that the model
+keeps. It looks if everything is so before it changes anything. If not, the layers do it (`batch.py`, `answer.py`,
 `placement.py`): `open` returns None, `take` and `give` return False. If one response of a batch is rare, `take` calls
 the layers for that one. So the layers are the definition, and the port leaves their objects as they would.
 

@@ -28,11 +28,12 @@ does not see that it is free.
 Order of closing, for a front end that is gone: `desert` first wakes all who wait, from any thread. Then the main thread calls `close`. Arrays of the
 model's keep their mappings until they are collected.
 
-Lent regions. A model gets inputs of a client through a private mapping: what it writes there stays in this process. One mapping serves
-all batches, since finding its pages takes longer than copying what lies in them. So at the end of a batch `LentRegion` drops the pages that
-were written to, if the process has had page faults since it last looked, and the next batch sees the client's memory again. The client may write as soon as it has its answer.
-If the model keeps an input, its pages become the model's own. If the client cuts its memory short, an access ends this
-process with SIGBUS, which the runtime does not count as a death that the model caused.
+Lent regions. A model gets inputs of a client through a private mapping: what it writes there stays in this process.
+One mapping serves all batches, since finding its pages takes longer than copying what lies in them. So at the end of a
+batch `LentRegion` drops the pages that were written to, if the process has had page faults since it last looked, and
+the next batch sees the client's memory again. The client may write as soon as it has its answer. If the model keeps an
+input, its pages become the model's own. If the client cuts its memory short, an access ends this process with SIGBUS,
+which the runtime does not count as a death that the model caused.
 """
 
 from __future__ import annotations
@@ -518,7 +519,8 @@ class LentRegion(Region):
 
     def renew(self, blocks: list[tuple[int, int]]) -> None:
         """Drop the model's changes to these blocks (offset, size) at the end of their batch. The model kept none of them."""
-        # A page becomes the process's own by a fault. To look at the pages of a megabyte takes six times as long as to ask for the count.
+        # A page becomes the process's own by a fault. To look at the pages of a megabyte takes six times as long as to
+        # ask for the count.
         count = _fault_count() if self._has_all_faults else 0
         if count and count == self._fault_count:
             return

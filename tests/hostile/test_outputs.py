@@ -49,10 +49,9 @@ def test_a_model_inherits_its_channels_and_its_output_and_nothing_else(
     found = attackers(level).finds("self.descriptors")
 
     assert [found[str(fd)] for fd in range(3)] == ["c", "p", "p"]
-    # Beside them it has three channels, of which the first is two pipes if it is in memory, two regions, and the pair by
-    # which the stub wakes itself. At strict it also has
-    # descriptors of files in /proc that it may read, which serve as paths only, and /dev/null for the tracker of
-    # `multiprocessing`.
+    # Beside them it has three channels, of which the first is two pipes if it is in memory, two regions, and the pair
+    # by which the stub wakes itself. At strict it also has descriptors of files in /proc that it may read, which serve
+    # as paths only, and /dev/null for the tracker of `multiprocessing`.
     held, trackers = (0, 0) if level == "standard" else (len(pinned_files()), 1)
     sockets, pipes = (3, 0) if SlotChannel is None else (2, 2)
     expected = {"c": 1 + trackers, "p": 2 + pipes, "s": sockets + 2, "-": 2 + held}

@@ -210,7 +210,8 @@ class InferMessage:
     def repeated(
         self, service: Service, hosted: Hosted, forwarded: Mapping[str, str]
     ) -> InferenceRequest | None:
-        """Return the request for this model if one like it was checked before, and nothing has to be copied for it; else None.
+        """Return the request for this model if one like it was checked before, and nothing has to be copied for it;
+        else None.
 
         Its inputs are views on the message. `forwarded` are parameters from headers. Raises as `request`.
         """

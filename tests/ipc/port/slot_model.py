@@ -1,9 +1,9 @@
 """A model of a look and a send with the store buffers of processors: all interleavings.
 
-The sender stores the packet, stores its number, and reads `asleep`: if that is set, it rings. The receiver clears `asleep`,
-looks for the number, sets `asleep`, looks once more, and sleeps until it is rung for. A store waits in the buffer of its
-processor, in order, until it reaches the memory at any later moment. A fence is a step that is possible once the buffer is
-empty.
+The sender stores the packet, stores its number, and reads `asleep`: if that is set, it rings. The receiver clears
+`asleep`, looks for the number, sets `asleep`, looks once more, and sleeps until it is rung for. A store waits in the
+buffer of its processor, in order, until it reaches the memory at any later moment. A fence is a step that is possible
+once the buffer is empty.
 """
 
 from __future__ import annotations

@@ -347,7 +347,10 @@ class Plus:
     "Threads and event loops may wait for the same stub, uvloop's too.",
 )
 def test_a_thread_asks_a_stub_that_a_loop_has_watched(tmp_path: Path, run: Any) -> None:
-    """uvloop makes descriptors that it watches non-blocking. A thread that waits on the same channel must not notice."""
+    """uvloop makes descriptors that it watches non-blocking.
+
+    A thread that waits on the same channel must not notice.
+    """
     inputs = {"X": [1.0, 2.0, 3.0]}
     (tmp_path / "plus.py").write_text(PLUS)
 
