@@ -27,6 +27,7 @@ SOURCE = Path("src")
 CORE = SOURCE / "moonpool/ipc/native"
 SHARED = SOURCE / "moonpool/ipc/extension"
 NATIVE = SOURCE / "moonpool/runtime/triton/native"
+PACKAGES = [SOURCE / "moonpool" / each for each in ("ipc", "runtime", "stub")]
 # How Python knows an extension that is older than its sources.
 FOUND = runpy.run_path(str(SOURCE / "moonpool/ipc/extension/__init__.py"))
 LIBRARY = "moonpool.runtime.triton.libtriton_moonpool"
@@ -36,6 +37,16 @@ NGHTTP2 = "libnghttp2.so.14"
 SWITCH = "MOONPOOL_BUILD_TRITON"
 # `0`: leave out the extensions.
 EXTENSIONS_SWITCH = "MOONPOOL_BUILD_EXTENSIONS"
+# Of Cython: everything is checked, as in Python, and the annotations of modules in Python are for readers alone.
+DIRECTIVES = [
+    "annotation_typing=False",
+    "binding=False",
+    "boundscheck=True",
+    "initializedcheck=True",
+    "nonecheck=True",
+    "overflowcheck=True",
+    "wraparound=True",
+]
 LIMITED_API = "0x030B0000"  # Python 3.11, as the tag of the wheel says
 TAG = ("cp311", "abi3")
 FLAGS = [
@@ -68,6 +79,7 @@ def extension(name: str, *core: str) -> Extension:
     sources = [
         *place.parent.glob(f"{place.name}*.cpp"),
         *place.parent.glob(f"{place.name}.pyx"),
+        *FOUND["compiled_from"](name),
         *(CORE / f"{each}.cpp" for each in core),
     ]
     return Extension(
@@ -79,7 +91,10 @@ def extension(name: str, *core: str) -> Extension:
             ("Py_LIMITED_API", LIMITED_API),
             ("MOONPOOL_SOURCES", f'"{FOUND["checksum"](name)}"'),
         ],
-        extra_compile_args=FLAGS,
+        extra_compile_args=[
+            *FLAGS,
+            *(["-include", "unwinding.h"] if FOUND["compiled_from"](name) else []),
+        ],
         extra_link_args=LINK,
         language="c++",
         py_limited_api=True,
@@ -91,9 +106,21 @@ EXTENSIONS = [
     extension("moonpool.ipc._copy"),
     extension("moonpool.ipc.port._port", "answer", "channel", "codec", "msgpack", "place"),
     extension("moonpool.ipc.slots._slots", "channel", "look", "slot"),
-    extension("moonpool.runtime.quick._quick", "channel", "codec", "msgpack"),
     extension(HTTP2),
     extension("moonpool.stub.peers._stub_port", "answer", "channel", "codec", "msgpack", "place"),
+    # Modules in Python, as they are: the `.pxd` file beside each types its attributes.
+    extension("moonpool.runtime.ensemble._chain"),
+    extension("moonpool.runtime.ensemble._members"),
+    extension("moonpool.runtime.ensemble._scheduler"),
+    extension("moonpool.runtime.model._backend"),
+    extension("moonpool.runtime.observe._statistics"),
+    extension("moonpool.runtime.schedule._batcher"),
+    extension("moonpool.runtime.schedule._request_queue"),
+    extension("moonpool.runtime.schedule._lane"),
+    extension("moonpool.runtime.stubs._borrowed_blocks"),
+    extension("moonpool.runtime.stubs.calls._requests"),
+    extension("moonpool.runtime.stubs.calls._usual"),
+    extension("moonpool.runtime.stubs.calls._dispatcher"),
 ]
 
 
@@ -132,6 +159,7 @@ class Build(build_ext):
 
     def finalize_options(self) -> None:
         super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
         if self.inplace:
             # The tests compile the library when they need it.
             self.extensions = [each for each in self.extensions if each.name != LIBRARY]
@@ -143,29 +171,57 @@ class Build(build_ext):
         return super().get_ext_filename(fullname)
 
     def in_cpp(self, extension: Extension) -> list[str]:
-        """Return the sources of an extension, with what is written in Cython as C++ in the folder for what is
-        temporary.
+        """Return the sources of an extension, with what is for Cython as C++ in the folder for what is temporary."""
+        return [
+            self.cythonized(extension.name, Path(source))
+            if source.endswith((".py", ".pyx"))
+            else source
+            for source in extension.sources
+        ]
+
+    def cythonized(self, name: str, source: Path) -> str:
+        """Make C++ of a source in Cython or in Python. Returns its path.
+
+        A module in Python is compiled under another name, with its checksum in it: its own name stays that of the
+        Python file.
         """
-        made = []
-        for source in extension.sources:
-            if source.endswith(".pyx"):
-                target = Path(self.build_temp, f"{extension.name}.cpp")
-                target.parent.mkdir(parents=True, exist_ok=True)
-                tool = [
-                    sys.executable,
-                    "-m",
-                    "cython",
-                    "-3",
-                    "--cplus",
-                    "--module-name",
-                    extension.name,
-                ]
-                if subprocess.run([*tool, source, "-o", str(target)], check=False).returncode:
-                    raise CompileError(f"{source} was not compiled; it needs Cython")
-                made.append(str(target))
-            else:
-                made.append(source)
-        return made
+        root = Path(self.build_temp, "cython")
+        for found in [each for package in PACKAGES for each in package.rglob("*.pxd")]:
+            target = root.joinpath(*found.relative_to(SOURCE).parts)
+            if found.with_suffix(".py").is_file():
+                target = target.with_name(f"_{target.name}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            for folder in [*target.relative_to(root).parents][:-1]:
+                root.joinpath(folder, "__init__.py").touch()
+            shutil.copyfile(found, target)
+        copy = root.joinpath(*name.split(".")).with_suffix(source.suffix)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        text = source.read_text()
+        if source.suffix == ".py":
+            text += f'\nSOURCES = "{FOUND["checksum"](name)}"\n'
+        copy.write_text(text)
+        tool = [
+            sys.executable,
+            "-m",
+            "cython",
+            "-3",
+            "--cplus",
+            "-I",
+            str(root),
+            "--module-name",
+            name,
+        ]
+        for directive in DIRECTIVES:
+            tool += ["-X", directive]
+        made = copy.with_suffix(".cpp")
+        # Compiled once for each state of the sources.
+        stamp, state = copy.with_suffix(".state"), f"{FOUND['checksum'](name)} {tool}"
+        if made.is_file() and stamp.is_file() and stamp.read_text() == state:
+            return str(made)
+        if subprocess.run([*tool, str(copy), "-o", str(made)], check=False).returncode:
+            raise CompileError(f"{source} was not compiled; it needs Cython")
+        stamp.write_text(state)
+        return str(made)
 
     def build_extension(self, extension: Extension) -> None:
         if extension.name != LIBRARY:

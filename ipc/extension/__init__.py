@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import zlib
 from pathlib import Path
@@ -44,14 +45,50 @@ def is_wanted() -> bool:
         return False
 
 
+def compiled_from(name: str) -> list[Path]:
+    """Return the module in Python that an extension is compiled from as it is; none for any other extension.
+
+    `a._b` is compiled from `a/b.py`, with the types in `a/b.pxd`.
+    """
+    place = _PACKAGE.joinpath(*name.split(".")[1:])
+    module = place.with_name(f"{place.name[1:]}.py")
+    return [module] if module.with_suffix(".pxd").is_file() else []
+
+
+def declarations(module: Path) -> list[Path]:
+    """Return the types of a module in Cython, and those that they refer to."""
+    found = [module.with_suffix(".pxd")]
+    for file in found:
+        for name in re.findall(r"^from moonpool\.(\S+) cimport", file.read_text(), re.MULTILINE):
+            place = _PACKAGE.joinpath(*name.split("."))
+            mine = [place.with_name(f"{place.name.lstrip('_')}.pxd"), place.with_suffix(".pxd")]
+            found += [each for each in mine if each.is_file() and each not in found][:1]
+    return found
+
+
 def sources(name: str) -> list[Path]:
     """Return all that an extension may be compiled from, in one order. It is empty where moonpool is installed without sources."""
     place = _PACKAGE.joinpath(*name.split(".")[1:])
     shared = _PACKAGE / "ipc"
+    if module := compiled_from(name):
+        return [*module, *declarations(module[0]), *sorted(shared.glob("*/*.h"))]
     own = sorted(file for kind in _KINDS for file in place.parent.glob(f"{place.name}*.{kind}"))
     parts = ("native/*.cpp", "native/*.h", "extension/*.h", "port/*.pxd")
     common = sorted(file for part in parts for file in shared.glob(part) if file not in own)
     return [*own, *common] if own else []
+
+
+def use_compiled(package: str, *names: str) -> None:
+    """Let the compiled forms of modules of a package take their places, where they are wanted and there.
+
+    For the package, before anybody imports one of them; each after those that it imports.
+    """
+    for name in names if is_wanted() else ():
+        compiled = load_if_there(f"{package}._{name}")
+        if compiled is None:
+            return
+        sys.modules[f"{package}.{name}"] = compiled
+        setattr(sys.modules[package], name, compiled)
 
 
 def checksum(name: str) -> str:

@@ -177,12 +177,14 @@ class RuntimePort:
     Its driver calls all methods but those for a response apart, which the reactor calls.
     """
 
-    __slots__ = ("batch", "begun", "core", "is_plain", "look_ns", "rests")
+    __slots__ = ("batch", "begun", "core", "is_plain", "link", "look_ns", "rests")
 
     def __init__(self, *_: Any) -> None:
         """The arguments are the conversation, the blocks that are lent, the replies, the places that callers have
-        dropped, and the regions for answers by their numbers.
+        dropped and those that the stub has given back, and the regions for answers by their numbers.
         """
+        # The link, which has the answers that the port does not take.
+        self.link: Any = None
         # The number of the last batch.
         self.batch = 0
         # The batch that was sent last, and the time at which the stub began with it, None if it has not reported that.

@@ -92,3 +92,22 @@ cdef extern from "port.h" namespace "moonpool":
         uint64_t core
         vector[Block] blocks
     flag read_apart(Writer& room, const Block& block, string_view packed, AnswerLayout& layout)
+
+
+cdef class RequestBase:
+    cdef public object allocator, arrays, attempts, details, durations_ns, priority, response, responses, shapes
+    cdef public object signature, states, targets, timeout_us, trace, userp, waiter
+    cdef public int64_t batch_size, queued_ns, responded_ns
+    cdef public bint fills_place, has_views, is_cancelled, left, takes_devices, wants_wire
+
+
+cdef class LaneEnd:
+    """What the lane calls of a port. The head of `RuntimePort` in `__init__.py` says what each does."""
+
+    # Who has the answers for those that do not ask the port: the link.
+    cdef public object link
+
+    cpdef bint put(self, requests) except -1
+    cpdef bint wait(self) except -1
+    cpdef bint wait_alone(self) except -1
+    cpdef take(self, requests)

@@ -25,8 +25,8 @@ from _thread import get_ident
 
 import numpy as np
 
-from moonpool.ipc.arena import Block as _Block
 from moonpool.ipc.codec import pack
+from moonpool.ipc.arena import Block as _Block
 from moonpool.ipc.errors import BadTensor, MoonpoolError, RemoteProtocolError
 from moonpool.ipc.memory import Lease, is_lendable
 from moonpool.ipc.messages import Kind
@@ -149,10 +149,6 @@ cdef class Shapes:
 
 
 cdef class RequestBase:
-    cdef public object allocator, arrays, attempts, batch_size, details, durations_ns, fills_place, has_views
-    cdef public object is_cancelled, left, priority, queued_ns, responded_ns, response, responses, shapes
-    cdef public object signature, states, takes_devices, targets, timeout_us, trace, userp, waiter, wants_wire
-
     def __cinit__(self):
         self.priority = self.timeout_us = self.queued_ns = self.attempts = self.responses = self.responded_ns = 0
         self.wants_wire = self.takes_devices = self.left = self.is_cancelled = self.fills_place = False
@@ -363,10 +359,24 @@ cdef class Elsewhere:
         return True
 
 
-cdef class RuntimePort:
+cdef class LaneEnd:
+    cpdef bint put(self, requests) except -1:
+        return False
+
+    cpdef bint wait(self) except -1:
+        return False
+
+    cpdef bint wait_alone(self) except -1:
+        return False
+
+    cpdef take(self, requests):
+        return None
+
+
+cdef class RuntimePort(LaneEnd):
     """The runtime's end of a work channel."""
 
-    cdef object _conversation, _inbox, _fileno, _blocks, _replies, _released, _regions, _release
+    cdef object _conversation, _inbox, _fileno, _blocks, _replies, _released, _given_back, _regions, _release
     cdef public object batch, begun, core, is_plain
     cdef public int64_t look_ns, rests
     cdef list _names
@@ -385,10 +395,11 @@ cdef class RuntimePort:
     def __cinit__(self):
         self._layout = self._apart = NULL
 
-    def __init__(self, conversation, blocks, replies, released, regions):
+    def __init__(self, conversation, blocks, replies, released, given_back, regions):
         self._conversation = conversation
         self._inbox, self._fileno = conversation.channel.inbox, conversation.channel.descriptor
         self._blocks, self._replies, self._released, self._regions = blocks, replies, released, regions
+        self._given_back, self.link = given_back, None
         self._release = released.append
         self.batch, self.begun, self.core, self.is_plain = 0, (0, None), kNoCore, False
         self.look_ns = self.rests = 0
@@ -415,9 +426,9 @@ cdef class RuntimePort:
 
     # Down
 
-    def put(self, requests):
+    cpdef bint put(self, requests) except -1:
         """Place the inputs of a batch and send it. Returns False, having done nothing, if Python has to do it."""
-        if not self.is_plain or self._layout == NULL or type(requests) is not list:
+        if not self.is_plain or self._layout == NULL or type(requests) is not list or len(self._given_back):
             return False
         if _EXECUTE not in self._conversation.turn[0]:
             return False
@@ -659,14 +670,14 @@ cdef class RuntimePort:
 
     # Waiting
 
-    def wait(self):
+    cpdef bint wait(self) except -1:
         """Wait for a packet and put it into the channel's inbox.
 
         Returns False, having done nothing, if Python has to do it.
         """
         return self._wait(0, NULL, True)
 
-    def wait_alone(self):
+    cpdef bint wait_alone(self) except -1:
         """Do what `wait` does for a caller who alone waits.
 
         Looks for the answer for a moment first, where that has helped lately.
@@ -749,7 +760,7 @@ cdef class RuntimePort:
 
     # Up
 
-    def take(self, requests):
+    cpdef take(self, requests):
         """Read the answer, and return the responses.
 
         Returns None, and leaves the packet in the inbox, if Python has to do it.

@@ -7,20 +7,20 @@ itself is the caller who waits for it, and there is nothing to decide and no loc
 answers at once. Both write into `_turn`, an append being atomic: the one the outcome, the other `_SUBMITTED`. The one that is
 second goes on. So exactly one of them does, and models that answer at once make a loop and no recursion.
 
+*Signals.* This module is compiled as it is, as the lane is, and steps are submitted by `enter`. So a chain goes on on the main thread.
+
 *Who leaves.* The request of a step is noted before it is submitted. If the run is over by the time that it was submitted, the
 thread that submitted it leaves it again, so no order of the two loses it.
 
 *Errors.* To submit a step may raise anything: a model is gone, a backend has answered with nonsense, a signal handler runs. The thread may have an
 execution in its hands by then, which it gives to the reactor, and the error becomes the outcome. If the run has an outcome already, an error that is
 not moonpool's goes on, as nobody else would hear of it.
-
-A usual step takes the quick form (`_quick_chain.cpp`): of a thread that waits, with a plain array.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -36,16 +36,19 @@ from moonpool.runtime.ensemble.members import (
 from moonpool.runtime.ensemble.run import RunOwner, of_step
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
 from moonpool.runtime.process.threads import is_interruptible
-from moonpool.runtime.quick import forms, learn, learn_object
-from moonpool.runtime.schedule.execution import Execution
+from moonpool.runtime.schedule.lane import Execution
 from moonpool.runtime.schedule.scheduler import Scheduler
 
+_IS_COMPILED = not __file__.endswith(".py")
 # The step was submitted, and its outcome is to come, or has been looked for.
 _SUBMITTED = object()
 
 
 class ChainRun(Waiter):
     """One request of a chain, and the caller who waits for each step."""
+
+    # The run of a caller that an exception interrupts in it is over: it ignores what comes twice.
+    may_be_told_again = _IS_COMPILED
 
     __slots__ = (
         "_at",
@@ -96,17 +99,18 @@ class ChainRun(Waiter):
         self._follow(turn[0])
         return execution
 
-    def enter(self) -> Execution | None:
-        """Do what `begin` does, for a caller on any thread."""
-        return self._owner.reactor.ask(self.begin) if is_interruptible() else self.begin()
-
     def _follow(self, outcome: object) -> None:
         """Go on with the outcome of the step that was submitted last, if it is there already, and with those that follow at once."""
-        if is_interruptible():
+        if not self._goes_on_here():
             self._owner.reactor.call_soon(partial(self._follow, outcome))
             return
         while outcome is not _SUBMITTED:
             outcome = self._took(outcome)
+
+    def _goes_on_here(self) -> bool:
+        """Return True if the run loses nothing where a signal handler raises on this thread."""
+        is_safe = _IS_COMPILED and self.request.waiter.may_be_told_again
+        return is_safe or not is_interruptible()
 
     def _took(self, outcome: object) -> object:
         """Go on with the outcome of a step. Returns that of the next one if it is there already."""
@@ -144,10 +148,6 @@ class ChainRun(Waiter):
 
     def _submit(self, value: Any) -> Execution | None:
         """Submit the next step, which reads this tensor; None if it is left out. May raise anything."""
-        if forms is not None:
-            usual: Execution | Literal[False] | None = forms.chain_step(self, value)
-            if usual is not False:
-                return usual
         number, names, self._output = self._chain[self._at]
         self._at += 1
         inputs = {} if value is None else dict.fromkeys(names, value)
@@ -194,7 +194,7 @@ class ChainRun(Waiter):
         self._request = request
         if self.request.waiter.gather(self._scheduler, request):
             return None
-        execution = self._scheduler.submit(request)
+        execution = self._scheduler.enter(request)
         if self.is_over:
             self._leave(None)
         return execution
@@ -256,7 +256,3 @@ class ChainRun(Waiter):
         turn.append(outcome)
         if turn[0] is _SUBMITTED:
             self._follow(outcome)
-
-
-learn(ChainRun)
-learn_object("submitted", _SUBMITTED)

@@ -16,7 +16,6 @@ import numpy as np
 
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.messages import ANY_MEMORY, SHORT, size_of
-from moonpool.ipc.port import Spec
 from moonpool.ipc.tensors import BYTES, DTYPES, decode_bytes
 from moonpool.runtime.ensemble.graph import Flow, fits
 from moonpool.runtime.errors import InvalidRequest
@@ -29,8 +28,6 @@ from moonpool.runtime.model.request import (
     WireTensor,
     allocate,
 )
-from moonpool.runtime.quick import learn, learn_object
-from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.calls.requests import Callee
 
 _START, _END = 1, 2
@@ -108,15 +105,6 @@ class _Asked(NamedTuple):
     feeds_caller: bool
 
 
-class StepPlan(NamedTuple):
-    """Keeps all by which quick forms make requests of one flow to a step's model, if those are usual."""
-
-    # That of the signature.
-    usual: Spec
-    scheduler: Scheduler
-    feeds_caller: bool
-
-
 class StepModel:
     """The model of one step, prepared for requests of the ensemble. Thread-safe."""
 
@@ -127,7 +115,6 @@ class StepModel:
         "_shaping",
         "_step",
         "hosted",
-        "plans",
     )
 
     def __init__(self, hosted: Callee, step: int, mixed: Collection[str]) -> None:
@@ -140,8 +127,6 @@ class StepModel:
         self._outputs = [tensor.name for tensor in config.outputs]
         self._has_strings = any(tensor.datatype == "BYTES" for tensor in config.outputs)
         self._asked: Memo[Flow, _Asked] = Memo()
-        # For the flows whose requests are usual.
-        self.plans: Memo[Flow, StepPlan] = Memo()
 
     def inputs(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """Return the arrays for the model's inputs."""
@@ -192,9 +177,6 @@ class StepModel:
         outputs = [name for name in self._outputs if name in wanted]
         is_all = len(outputs) == len(self._outputs)
         feeds_caller = flow.feeds_caller(self._step)
-        if is_all and not self._has_strings and not self._shaping.is_mixed:
-            usual = self.hosted.signature.usual
-            self.plans.keep(flow, StepPlan(usual, self.hosted.scheduler, feeds_caller))
         return _Asked(None if is_all else outputs, feeds_caller)
 
 
@@ -307,8 +289,3 @@ def _for_caller(request: InferenceRequest, name: str, array: Any) -> Any:
     if array.datatype == BYTES:
         return decode_bytes(array.raw, array.shape, name)
     return array.raw.view(DTYPES[array.datatype]).reshape(array.shape)
-
-
-learn(StepModel)
-learn(EnsembleCaller)
-learn_object("no sequence", _NO_SEQUENCE)

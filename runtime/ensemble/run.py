@@ -44,8 +44,7 @@ from moonpool.runtime.errors import ModelError, own
 from moonpool.runtime.model.request import InferenceRequest, Outcome, RequestTrace, Response, Waiter
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.schedule.backlog import RESPONSE_BYTES, ResponseBacklog
-from moonpool.runtime.schedule.callers import ThreadWaiter
-from moonpool.runtime.schedule.execution import Execution
+from moonpool.runtime.schedule.lane import Execution, ThreadWaiter
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.calls.requests import Fetching
 

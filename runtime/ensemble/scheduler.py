@@ -42,12 +42,13 @@ from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.request import Details, InferenceRequest, Outcome, Waiter
 from moonpool.runtime.process.reactor import Reactor
-from moonpool.runtime.quick import learn
-from moonpool.runtime.schedule.execution import Execution
+from moonpool.runtime.process.threads import is_interruptible
+from moonpool.runtime.schedule.lane import Execution
 from moonpool.runtime.schedule.request_queue import check_many
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.calls.requests import Callee, Fetching
 
+_IS_COMPILED = not __file__.endswith(".py")
 _LEFT = ModelUnavailable("the caller left")
 FindMember = Callable[[str, "int | None"], Callee]
 
@@ -65,6 +66,8 @@ class EnsembleScheduler(Scheduler):
     ) -> None:
         """`find` returns the model of a step, as a client would get it at that moment. Raises `MoonpoolError` if there is none."""
         super().__init__(model, reactor, executor, _no_instance)
+        # Its steps are requests of other models. `submit` itself has the reactor do what is not compiled.
+        self._is_plain, self.is_atomic = False, _IS_COMPILED
         self.graph = graph
         # For each step: the number of requests that one to its model has open at a time, itself included. Replaced,
         # never changed.
@@ -78,17 +81,8 @@ class EnsembleScheduler(Scheduler):
         self.caller = EnsembleCaller(
             model.config, self._mixed([o.name for o in model.config.outputs], None), graph.writer
         )
-        self._usual = self._usual_chain()
         self._gates = [_Gate(graph.most_in_flight) for _ in graph.steps]
         self.has_gates = graph.most_in_flight > 0
-
-    def _usual_chain(self) -> tuple[Flow, Sequence[object], int] | None:
-        """Return what the quick form of `submit` needs: the flow, its chain, and the number of its input. None if it does not fit."""
-        flow, inputs = self._whole, self.graph.config.inputs
-        if not flow.chain or self.is_decoupled or self.graph.most_in_flight:
-            return None
-        (number,) = (i for i, tensor in enumerate(inputs) if tensor.name == flow.given[0])
-        return None if inputs[number].datatype == "BYTES" else (flow, flow.chain, number)
 
     # Requests
 
@@ -103,6 +97,8 @@ class EnsembleScheduler(Scheduler):
             if self._refusal is not None:
                 raise own(self._refusal)
             self._runs[request] = run
+        if not is_usual and is_interruptible():
+            return self.reactor.ask(run.begin)
         return run.begin()
 
     def submit_all(self, requests: Sequence[InferenceRequest]) -> None:
@@ -309,6 +305,3 @@ class _Gate:
             del self._waiting[following]
             self._passed.add(following)
         return following
-
-
-learn(EnsembleScheduler)

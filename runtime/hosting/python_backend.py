@@ -17,12 +17,11 @@ from moonpool.runtime.isolation.environment_variables import OF_THE_INTERPRETER,
 from moonpool.runtime.isolation.plan import IsolationPlan, check_processors, plan_for
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Backend, Model, ModelInstance
-from moonpool.runtime.model.config.options import hardened, policy_of, ties_callers
+from moonpool.runtime.model.config.options import hardened, policy_of
 from moonpool.runtime.model.device_intake import DeviceIntake
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.files import parsed_json
-from moonpool.runtime.quick import learn, learn_object
 from moonpool.runtime.repository.environment import Environment, resolve
 from moonpool.runtime.stubs.handle import StubHandle, Stubs
 from moonpool.runtime.stubs.link import Link
@@ -216,7 +215,7 @@ class PythonBackend(Backend):
         if stub is None:
             cpus = _processors(model, instance.host_policy, kind, device_id)
             stub = self._new_stub(model, instance.name, gpus, cpus, deadline, make)
-        instance.state = stub
+        instance.state, instance.port = stub, stub.link.port
         try:
             if kind == "GPU":
                 device_id = stub.plan.number_of(device_id)
@@ -404,8 +403,6 @@ class PythonBackend(Backend):
         self, model: Model, instance: str, kind: str, device_id: int, mode: str
     ) -> dict[str, Any]:
         log = self._stubs.log
-        # Before there is a process that a wrong value would leave behind.
-        learn_object("ties callers", ties_callers())
         return start_of(
             model,
             instance,
@@ -432,6 +429,3 @@ def _object(text: str, model: str) -> dict[str, Any]:
 
 def _deadline(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else time.monotonic() + timeout_s
-
-
-learn(PythonBackend)

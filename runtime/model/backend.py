@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from moonpool.ipc.port import RuntimePort
 from moonpool.runtime.model.checksums import Checksums
 from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.model import ModelConfig, RateLimits
@@ -33,7 +34,6 @@ from moonpool.runtime.model.device_intake import DeviceIntake
 from moonpool.runtime.model.request import Answer, InferenceRequest, Outcome
 from moonpool.runtime.model.source import ModelSource
 from moonpool.runtime.process.usage import MemoryAccount
-from moonpool.runtime.quick import learn
 
 
 class ModelAccounts:
@@ -109,19 +109,6 @@ class ModelInstance:
     `kind` is CPU, GPU, MODEL or AUTO and `device_id` the GPU's number, 0 for others.
     """
 
-    # Where quick forms find them. Others may be added as to any object.
-    __slots__ = (
-        "__dict__",
-        "__weakref__",
-        "accepts",
-        "backend",
-        "blocks",
-        "broken",
-        "served",
-        "serves_until",
-        "state",
-    )
-
     def __init__(
         self,
         backend: Backend,
@@ -142,6 +129,8 @@ class ModelInstance:
         # The policy of its group that says on which processors it runs.
         self.host_policy = host_policy
         self.state: Any = None
+        # The end of its work channel, which takes usual batches without the backend. None for a backend without one.
+        self.port: RuntimePort | None = None
         # True while the runtime gives it batches. False while it starts, drains or is broken.
         self.accepts = False
         # False once it broke. Its finalize then only has to clean up.
@@ -324,6 +313,3 @@ class Backend(ABC):
 
     def tidy(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
         """Give back memory that an instance, idle at the moment, has not needed lately. Does not block."""
-
-
-learn(ModelInstance)

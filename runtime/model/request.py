@@ -15,7 +15,6 @@ from moonpool.ipc.messages import Details as Details
 from moonpool.ipc.port import RequestBase, RequestTensor, compiled
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES, NAMES, code_of, encode_bytes
 from moonpool.runtime.model.config.model import ModelConfig
-from moonpool.runtime.quick import learn
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -188,7 +187,7 @@ class StatesOfRequest(Protocol):
     """Outputs with states, which its caller does not get."""
 
 
-class Waiter:
+class Waiter(Protocol):
     """A caller who waits for the outcome of a request, as the scheduler sees it."""
 
     __slots__ = ()
@@ -196,6 +195,8 @@ class Waiter:
     may_block = False
     # True if signal handlers run on the thread of this caller. They may raise anywhere in the code that it runs here.
     interruptible = False
+    # True if it does no harm to call `resolve` again, with the same outcome, wherever a signal handler has raised in it.
+    may_be_told_again = False
     # True if this caller takes more than one response, which decoupled models may give.
     takes_many = False
 
@@ -332,7 +333,5 @@ def allocate(
     return np.ndarray(shape, DTYPES[datatype], lease)
 
 
-learn(Response)
-learn(InferenceRequest)
 if compiled is not None:
     compiled.use(Response, WireTensor, RequestTensor)

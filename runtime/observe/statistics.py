@@ -12,12 +12,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import zip_longest
-from time import time_ns
 from typing import Any, TypeAlias
 
 from moonpool.runtime.observe.distributions import BucketCounts, CacheSummaries, LatencySummaries
 from moonpool.runtime.observe.exposition import Labels
-from moonpool.runtime.quick import learn, learn_object
 
 Duration: TypeAlias = "dict[str, int]"
 ModelStat: TypeAlias = "dict[str, Any]"
@@ -231,41 +229,6 @@ class Statistics:
         if self.summaries is not None and requests:
             self.summaries.add_batch(requests, input_ns, infer_ns, output_ns)
 
-    def record_alone(
-        self,
-        rows: int,
-        queued_ns: int,
-        started_ns: int,
-        sent_ns: int,
-        answered_ns: int,
-        now_ns: int,
-    ) -> None:
-        """Count one execution of one request, which succeeded, as `record_batch` does, and its duration.
-
-        The times are of `time.monotonic_ns`, in their order.
-        """
-        taken_ns, infer_ns = now_ns - queued_ns, answered_ns - sent_ns
-        input_ns, output_ns = sent_ns - started_ns, now_ns - answered_ns
-        self.last_inference_ms = time_ns() // _MS
-        self.execution_count += 1
-        self.inference_count += rows
-        self.success_count += 1
-        self.success_ns += taken_ns
-        self.queue_ns += started_ns - queued_ns
-        self.input_ns += input_ns
-        self.infer_ns += infer_ns
-        self.output_ns += output_ns
-        self.by_duration[bisect_left(self.bounds_ns, taken_ns)] += 1
-        batch = self._of_size(rows)
-        batch[0] += 1
-        batch[1] += input_ns
-        batch[2] += infer_ns
-        batch[3] += output_ns
-        if self.summaries is not None:
-            self.summaries.request.add(taken_ns)
-            self.summaries.queue.add(started_ns - queued_ns)
-            self.summaries.add_batch(1, input_ns, infer_ns, output_ns)
-
     def _of_size(self, rows: int) -> list[int]:
         """Return the counts of batches of this size.
 
@@ -385,7 +348,3 @@ def add_counts(statistics: Statistics, counts: Counts) -> None:
     for rows, *counted in batches:
         batch = statistics._of_size(rows)
         batch[:] = [a + b for a, b in zip(batch, counted, strict=True)]
-
-
-learn(Statistics)
-learn_object("most batch sizes", MOST_BATCH_SIZES)

@@ -50,7 +50,6 @@ from moonpool.ipc.signals import at_once
 from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.threads import start_thread
-from moonpool.runtime.quick import learn
 
 _log = RuntimeLog("moonpool")
 _ONCE = select.EPOLLIN | select.EPOLLONESHOT
@@ -88,9 +87,6 @@ def _nothing() -> None:
 
 class Reactor:
     """Runs callbacks on one daemon thread. All methods may be called from any thread."""
-
-    # Where quick forms find them. Others may be added as to any object.
-    __slots__ = ("__dict__", "__weakref__", "_epoll", "_ident", "_once")
 
     def __init__(self, name: str = "moonpool-reactor") -> None:
         """Start the thread. Raises `OutOfThreads`."""
@@ -447,7 +443,3 @@ class Timer:
         """Close the descriptor. May be called many times."""
         if self._fd >= 0:
             at_once(partial(setattr, self, "_fd", -1), partial(os.close, self._fd))
-
-
-learn(Reactor)
-learn(Poller)

@@ -30,14 +30,13 @@ alive.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
 from itertools import chain
-from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from moonpool.runtime.errors import QueueFull
 from moonpool.runtime.model.config.model import DynamicBatching, QueuePolicy
-from moonpool.runtime.quick import learn
 
 
 class QueuedRequest(Protocol):
@@ -60,14 +59,12 @@ class QueuedRequest(Protocol):
         """The shapes without the first dimension and without ragged inputs. Equal for all requests of a batch."""
 
 
-R = TypeVar("R", bound=QueuedRequest)
-
 # (request, rows, signature, arrived_ns, deadline_ns); no deadline is 0.
-Entry: TypeAlias = "tuple[R, int, Hashable, int, int]"
-Lane: TypeAlias = "OrderedDict[int, Entry[R]]"
+Entry: TypeAlias = "tuple[Any, int, Hashable, int, int]"
+Lane: TypeAlias = "OrderedDict[int, Entry]"
 
 
-class Level(Generic[R]):
+class Level:
     """The requests of one priority level and their policy."""
 
     __slots__ = (
@@ -86,17 +83,17 @@ class Level(Generic[R]):
         self.limit = policy.max_queue_size if policy else 0
         self.timeout_us = policy.default_timeout_us if policy else 0
         self.may_override = policy.allow_timeout_override if policy else False
-        self.waiting: Lane[R] = OrderedDict()
+        self.waiting: Lane = OrderedDict()
         delays = policy is not None and self.timeout_us > 0 and policy.timeout_action == "DELAY"
-        self.late: Lane[R] | None = OrderedDict() if delays else None
+        self.late: Lane | None = OrderedDict() if delays else None
 
     def size(self) -> int:
         return len(self.waiting) + (len(self.late) if self.late else 0)
 
-    def lanes(self) -> list[Lane[R]]:
+    def lanes(self) -> list[Lane]:
         return [self.waiting] if self.late is None else [self.waiting, self.late]
 
-    def deadline_ns(self, request: R, now_ns: int) -> int:
+    def deadline_ns(self, request: QueuedRequest, now_ns: int) -> int:
         """Return the time by which a request that arrives now must leave the queue, to reach an instance in time.
 
         As in Triton an override can only shorten the default, so without a default timeout it has no effect.
@@ -114,36 +111,23 @@ _STALE_DEADLINES = 64
 _EMPTY_LEVELS = 64
 
 
-class Formation(NamedTuple, Generic[R]):
+class Formation(NamedTuple):
     """The batches to execute now, and the time to ask again if nothing happens before."""
 
-    batches: list[list[R]]
+    batches: list[list[Any]]
     """At most one for each idle instance, to be executed at once."""
-    expired: list[R]
+    expired: list[Any]
     """Requests that wait no longer, to be answered with `QueueTimeout`."""
     wake_at_ns: int | None
     """Later than now. None if only a new request or an idle instance changes anything."""
 
 
-class Queue(Generic[R]):
+class Queue:
     """The requests of one model version that wait for an instance.
 
     Not thread-safe: the owner's lock is held around every call, `form` included. `add`, `remove`
     and `form` cost O(1) a request, amortised, plus O(log n) where timeouts are set.
     """
-
-    # Where quick forms find them. Others may be added as to any object.
-    __slots__ = (
-        "__dict__",
-        "__weakref__",
-        "_deadlines",
-        "_max_rows",
-        "_only",
-        "_rows",
-        "count",
-        "is_alone",
-        "is_greedy",
-    )
 
     def __init__(
         self,
@@ -164,11 +148,10 @@ class Queue(Generic[R]):
         self._preferred = preferred or [self._max_rows]
         self._largest = self._preferred[-1]
         # A full batch is preferred in any case, so to name its size as the only preferred one changes nothing.
-        self._next = self._policy(self._preferred != [self._max_rows])
-        self.is_alone = self._next == self._alone
-        self.is_greedy = self._next == self._greedy
-        self._levels: dict[int, Level[R]] = {}
-        self._lanes: list[Lane[R]] = []
+        self._is_alone = batching is None or self._max_rows == 1
+        self._is_planned = self._preferred != [self._max_rows] or self._delay_ns > 0
+        self._levels: dict[int, Level] = {}
+        self._lanes: list[Lane] = []
         self._only = None if batching and batching.priority_levels else self._open_level(0)
         self._deadlines: list[Deadline] = []
         self._timed = 0
@@ -179,7 +162,7 @@ class Queue(Generic[R]):
         # something else than an ordinary add happens, which sets the rows to 0.
         self._hold_rows = 0
         self._hold_until_ns = 0
-        self._hold_lane: Lane[R] | None = None
+        self._hold_lane: Lane | None = None
         self._hold_signature: Hashable = None
 
     def __len__(self) -> int:
@@ -193,7 +176,7 @@ class Queue(Generic[R]):
     def __repr__(self) -> str:
         return f"<Queue: {self.count} requests, {self._rows} rows waiting>"
 
-    def copy_to(self, other: Queue[R]) -> None:
+    def copy_to(self, other: Queue) -> None:
         """Let all requests wait in another queue, too, in the order and with the times of their arrivals.
 
         None of them is refused: the other queue may hold more than its limit for a while.
@@ -202,7 +185,7 @@ class Queue(Generic[R]):
         for request, _, _, arrived_ns, _ in sorted(entries, key=lambda entry: entry[3]):
             other.add(request, arrived_ns, is_here=True)
 
-    def add(self, request: R, now_ns: int, *, is_here: bool = False) -> None:
+    def add(self, request: QueuedRequest, now_ns: int, is_here: bool = False) -> None:
         """Put the request behind all others of its level, or raise `QueueFull`, but not if it `is_here` already."""
         level = self._only or self._level_of(request)
         lane = level.waiting
@@ -223,12 +206,12 @@ class Queue(Generic[R]):
         if self._hold_rows and (lane is not self._hold_lane or signature != self._hold_signature):
             self._hold_rows = 0
 
-    def is_late(self, request: R) -> bool:
+    def is_late(self, request: QueuedRequest) -> bool:
         """Return True if a request would be rejected at once: its timeout is shorter than the way to an instance."""
         level = self._only or self._level_of(request)
         return level.timeout_us > 0 and level.late is None and level.deadline_ns(request, 0) == 0
 
-    def remove(self, request: R) -> bool:
+    def remove(self, request: QueuedRequest) -> bool:
         """Take out a cancelled request. Returns False if it does not wait here (any more)."""
         level = self._only or self._level_of(request)
         for lane in level.lanes():
@@ -238,9 +221,17 @@ class Queue(Generic[R]):
                 return True
         return False
 
-    def drain(self) -> list[R]:
+    def drain(self) -> list[Any]:
         """Take out everything, in the order in which it would have been served."""
         return self._take(self.count)
+
+    @property
+    def has_times(self) -> bool:
+        """True if time alone may change what is formed: there are delays, preferred sizes or timeouts."""
+        if self._is_planned and not self._is_alone:
+            return True
+        policies = [] if self._batching is None else self._batching.policies
+        return any(policy.default_timeout_us for policy in policies)
 
     @property
     def has_deadlines(self) -> bool:
@@ -249,9 +240,9 @@ class Queue(Generic[R]):
 
     # For `form` below, which alone calls these.
 
-    def expire(self, now_ns: int) -> list[R]:
+    def expire(self, now_ns: int) -> list[Any]:
         """Apply the policy to all requests that waited too long. Returns those that are rejected."""
-        rejected: list[R] = []
+        rejected: list[Any] = []
         deadlines = self._deadlines
         while deadlines and deadlines[0][0] <= now_ns:
             deadline = heappop(deadlines)
@@ -268,9 +259,11 @@ class Queue(Generic[R]):
                 self._hold_rows = 0
         return rejected
 
-    def next_batch(self, now_ns: int) -> list[R]:
+    def next_batch(self, now_ns: int) -> list[Any]:
         """Return the batch to send now, or an empty list if waiting until `next_try_ns` may improve it."""
-        return self._next(now_ns)
+        if self._is_alone:
+            return self._alone()
+        return self._planned(now_ns) if self._is_planned else self._greedy()
 
     def next_try_ns(self, held: bool) -> int | None:
         """Return the time at which time alone changes something. `held` says that requests wait for the delay."""
@@ -284,22 +277,17 @@ class Queue(Generic[R]):
             return self._hold_until_ns
         return min(deadline_ns, self._hold_until_ns)
 
-    def _policy(self, has_preferred: bool) -> Callable[[int], list[R]]:
-        if self._batching is None or self._max_rows == 1:
-            return self._alone
-        if has_preferred or self._delay_ns:
-            return self._planned
-        return self._greedy
+    def _alone(self) -> list[Any]:
+        for lane in self._lanes:
+            if lane:
+                _, entry = lane.popitem(False)
+                self.count -= 1
+                self._rows -= entry[1]
+                return [entry[0]]
+        return []
 
-    def _alone(self, _now_ns: int) -> list[R]:
-        lane = next(lane for lane in self._lanes if lane)
-        _, (request, rows, _, _, _) = lane.popitem(False)
-        self.count -= 1
-        self._rows -= rows
-        return [request]
-
-    def _greedy(self, _now_ns: int) -> list[R]:
-        batch: list[R] = []
+    def _greedy(self) -> list[Any]:
+        batch: list[Any] = []
         room = self._max_rows
         wanted: Hashable = None
         for lane in self._lanes:
@@ -320,7 +308,7 @@ class Queue(Generic[R]):
         self.count -= len(batch)
         return batch
 
-    def _planned(self, now_ns: int) -> list[R]:
+    def _planned(self, now_ns: int) -> list[Any]:
         if self._rows < self._hold_rows and now_ns < self._hold_until_ns:
             return []
         # `marked` is how many requests make the best batch that need not wait; `closed` says that
@@ -365,8 +353,8 @@ class Queue(Generic[R]):
         self._hold_signature = signature
         self._hold_lane = next(lane for lane in reversed(self._lanes) if lane)
 
-    def _take(self, count: int) -> list[R]:
-        batch: list[R] = []
+    def _take(self, count: int) -> list[Any]:
+        batch: list[Any] = []
         taken_rows = 0
         for lane in self._lanes:
             wanted = count - len(batch)
@@ -383,19 +371,19 @@ class Queue(Generic[R]):
         self._hold_rows = 0
         return batch
 
-    def _forget(self, entry: Entry[R]) -> None:
+    def _forget(self, entry: Entry) -> None:
         self.count -= 1
         self._rows -= entry[1]
         self._hold_rows = 0
 
-    def _level_of(self, request: R) -> Level[R]:
+    def _level_of(self, request: QueuedRequest) -> Level:
         batching = self._batching
         number = request.priority
         if batching is not None and not 1 <= number <= batching.priority_levels:
             number = batching.default_priority_level
         return self._levels.get(number) or self._open_level(number)
 
-    def _open_level(self, number: int) -> Level[R]:
+    def _open_level(self, number: int) -> Level:
         levels = self._levels
         # A client may name a level that nobody else uses; their number is bounded here.
         if len(levels) >= _EMPTY_LEVELS:
@@ -423,14 +411,14 @@ class Queue(Generic[R]):
         return entry is None or entry[4] != deadline_ns
 
 
-def form(queue: Queue[R], now_ns: int, idle_instances: int) -> Formation[R]:
+def form(queue: Queue, now_ns: int, idle_instances: int) -> Formation:
     """Decide which requests leave a queue at this moment, and take them out.
 
     Call it after every add, whenever an instance becomes idle, and at `wake_at_ns`. With no idle
     instance it only expires requests.
     """
     expired = queue.expire(now_ns)
-    batches: list[list[R]] = []
+    batches: list[list[Any]] = []
     held = False
     while queue.count and len(batches) < idle_instances:
         batch = queue.next_batch(now_ns)
@@ -438,8 +426,5 @@ def form(queue: Queue[R], now_ns: int, idle_instances: int) -> Formation[R]:
             held = True
             break
         batches.append(batch)
-    return Formation(batches, expired, queue.next_try_ns(held))
-
-
-learn(Level)
-learn(Queue)
+    # One call into C: a signal handler must not raise while the requests are in neither place.
+    return tuple.__new__(Formation, (batches, expired, queue.next_try_ns(held)))

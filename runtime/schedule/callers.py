@@ -1,17 +1,6 @@
-"""Callers that wait on a thread or with a future, and how they drive executions meanwhile.
+"""Callers with a future, and the outcomes that go to them.
 
-A thread that waits for an answer anyway waits on the stub's work channel itself: a hand-over between threads costs more
-than the trip to the stub and back. So when a batch is sent, one of the callers in it is appointed to receive the answer
-for all of them.
-
-Theory of operation. A thread that waits blocks on a bare lock, its bell, which `resolve` and `appoint` release. It wakes
-up for its outcome, or to drive an execution. A bell that rings already is left alone, so one wake-up may mean both, and
-the thread looks at both. An appointment can come while the thread leaves, because its time is over or a signal handler
-raised. Each side then writes first and reads second: the thread sets `_gone` and then cancels its request, while
-`appoint` sets `_execution` and then looks at `_gone`. If the thread is gone, `appoint` claims the execution itself, to
-learn whether the thread took it, and if not, offers it to the next caller.
-
-A future has no thread. Cancelling it and resolving it race for the one item in `RequestFuture.leave`, and the one that pops it
+Theory of operation. A future has no thread. Cancelling it and resolving it race for the one item in `RequestFuture.leave`, and the one that pops it
 ends the future.
 
 *Outcomes of futures.* Whoever ends a request serves all callers: the reactor, or a thread that drives the batch. It must take no lock that
@@ -34,16 +23,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from moonpool.ipc.errors import MoonpoolError, PeerGone
 from moonpool.runtime.arguments import check_timeout
-from moonpool.runtime.errors import OutOfThreads, RequestTimedOut, own
+from moonpool.runtime.errors import OutOfThreads, own
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.threads import is_interruptible, start_thread
-from moonpool.runtime.quick import forms, learn, learn_object
-from moonpool.runtime.schedule.execution import Execution
-from moonpool.runtime.schedule.scheduler import LEAVE_S, Scheduler
+from moonpool.runtime.schedule.lane import LEAVE_S
+from moonpool.runtime.schedule.scheduler import Scheduler
 
 _log = RuntimeLog("moonpool")
 # Seconds after which a thread that delivers outcomes counts as stuck, and ends if there is none; and the most of these threads.
@@ -52,72 +39,6 @@ _IDLE_S = 5.0
 _MOST = 32
 # Seconds that an end waits for outcomes that are on their way.
 _END_S = 1.0
-
-
-class ThreadWaiter(Waiter):
-    """A thread that blocks until its outcome is there."""
-
-    __slots__ = ("_bell", "_execution", "_gone", "interruptible", "outcome")
-    may_block = True
-
-    def __init__(self) -> None:
-        # The bell. A bare lock is the cheapest thing that a thread can wait on with a time limit.
-        self._bell = bell = threading.Lock()
-        bell.acquire()
-        self._execution: Execution | None = None
-        self._gone = False
-        self.interruptible = is_interruptible()
-        self.outcome: Outcome | None = None
-
-    def resolve(self, outcome: Outcome | None) -> None:
-        self.outcome = outcome
-        try:
-            self._bell.release()
-        except RuntimeError:  # it rings already
-            return
-
-    def appoint(self, execution: Execution) -> bool:
-        self._execution = execution
-        if self._gone and execution.claim(object()):
-            # The thread left just before, and did not see the execution. Another one may be appointed.
-            self._execution = None
-            execution.offer()
-            return False
-        self._ring()
-        return True
-
-    def _ring(self) -> None:
-        try:
-            self._bell.release()
-        except RuntimeError:  # it rings already
-            return
-
-    def wait(self, deadline: float | None, own: Execution | None) -> Outcome:
-        """Block until the outcome is there. Drives `own`, and executions that this thread is appointed to.
-
-        Raises `RequestTimedOut` at `deadline` (seconds of `time.monotonic`).
-        """
-        if own is not None:
-            own.drive(deadline, interruptible=self.interruptible)
-        while self.outcome is None:
-            timeout_s = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._bell.acquire(timeout=timeout_s):
-                raise RequestTimedOut("Request timeout expired")
-            execution, self._execution = self._execution, None
-            if execution is not None and execution.claim(self):
-                execution.drive(deadline, interruptible=self.interruptible)
-        return self.outcome
-
-    def leave(self) -> None:
-        """Take no appointment any more. For the thread that waited."""
-        self._gone = True
-
-
-class PunctualWaiter(ThreadWaiter):
-    """A thread that blocks until a time at most, and so cannot execute in a backend that blocks."""
-
-    __slots__ = ()
-    may_block = False
 
 
 class RequestFuture(Future[Response]):
@@ -338,39 +259,9 @@ def wait_for_response(
 
     Raises what `Scheduler.submit` raises, `InvalidRequest`, `RequestTimedOut`, and the error of the outcome.
     """
-    if timeout_s is None and forms is not None:
-        outcome: Outcome | None = _quick_outcome(scheduler, request)
-        return outcome if type(outcome) is Response else response_of(outcome)
     check_timeout(timeout_s)
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    waiter = request.waiter = ThreadWaiter() if deadline is None else PunctualWaiter()
-    try:
-        outcome = waiter.wait(deadline, scheduler.enter(request))
-    except BaseException:
-        # In one instruction: another signal may follow.
-        scheduler.reactor.soon.append(lambda: _leave(scheduler, request))
-        scheduler.reactor.flush(LEAVE_S)
-        raise
+    outcome = scheduler.infer(request, timeout_s)
     return outcome if type(outcome) is Response else response_of(outcome)
-
-
-def _quick_outcome(scheduler: Scheduler, request: InferenceRequest) -> Outcome | None:
-    """Do what `wait_for_response` does without a time limit. Returns the outcome."""
-    try:
-        return forms.outcome(scheduler, request)  # type: ignore[no-any-return]
-    except BaseException:
-        scheduler.reactor.soon.append(lambda: _leave(scheduler, request))
-        scheduler.reactor.flush(LEAVE_S)
-        raise
-
-
-def _leave(scheduler: Scheduler, request: InferenceRequest) -> None:
-    """Cancel the request of a thread that has left. On the reactor's thread."""
-    # It has no waiter if a signal handler raised before the form made one.
-    waiter = getattr(request, "waiter", None)
-    if waiter is not None:
-        waiter.leave()
-        scheduler.leave(request)
 
 
 def response_of(outcome: Outcome | None) -> Response:
@@ -378,12 +269,3 @@ def response_of(outcome: Outcome | None) -> Response:
     if isinstance(outcome, Response):
         return outcome
     raise own(outcome)  # type: ignore[arg-type]
-
-
-learn(ThreadWaiter)
-learn_object("new lock", threading.Lock)
-learn_object("main thread", threading.main_thread().ident)
-learn_object("peer gone", PeerGone)
-learn_object("moonpool error", MoonpoolError)
-learn_object("partial", partial)
-learn(PunctualWaiter)

@@ -20,11 +20,11 @@ a word. When an answer can be read, several threads may know, and the one that c
 answer that is another's. It looks whether there is anything to read before it reads, and forgets a socket that has
 nothing for it.
 
-If one answer alone is awaited, the loop looks for it for a moment before it sleeps, as a thread does (`runtime.quick`). It claims the
+If one answer alone is awaited, the loop looks for it for a moment before it sleeps, as a thread does. It claims the
 execution for that time, and offers it again if the answer did not come.
 
-*Signals.* In a loop of the main thread, a signal handler may raise anywhere (`scheduler.Scheduler`). Such a loop submits and reads only with quick
-forms, and leaves all else to the reactor. What it has claimed, it names in the `except` that surrounds the claim, and the reactor goes on with it. What it
+*Signals.* In a loop of the main thread, a signal handler may raise anywhere (`scheduler.Scheduler`). Such a loop submits and reads only with what is
+compiled, and leaves all else to the reactor. What it has claimed, it names in the `except` that surrounds the claim, and the reactor goes on with it. What it
 has not claimed can be claimed by anybody. Its tables of sockets are changed in an order in which they are right after each step. asyncio itself may lose a
 callback, if it is interrupted between taking it and calling it. So other threads wake this loop by a descriptor (`Bell`), which is reported until
 all is done.
@@ -46,7 +46,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from moonpool.runtime.arguments import check_timeout
 from moonpool.runtime.errors import RequestTimedOut
@@ -54,8 +54,7 @@ from moonpool.runtime.model.backend import Pending
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Waiter
 from moonpool.runtime.process.event_loop import watch
 from moonpool.runtime.process.threads import is_interruptible
-from moonpool.runtime.quick import forms, learn
-from moonpool.runtime.schedule.execution import Execution
+from moonpool.runtime.schedule.lane import Execution
 from moonpool.runtime.schedule.scheduler import Scheduler
 
 running_loop = asyncio._get_running_loop
@@ -202,14 +201,10 @@ class LoopDriver:
         """
         if self.gather(scheduler, request):
             return
-        execution: Execution | Literal[False] | None
-        if not self.is_interruptible:
-            execution = scheduler.submit(request)
-        else:
-            execution = False if forms is None else forms.submit(scheduler, request)
-        if execution is False:
+        if self.is_interruptible and not scheduler.is_atomic:
             scheduler.submit_soon([request])
             return
+        execution = scheduler.submit(request)
         if execution is not None:
             execution.offer()
             self.drive(execution)
@@ -450,6 +445,7 @@ class TaskWaiter(LoopWaiter):
     """A task that awaits a future of its loop."""
 
     __slots__ = ("future",)
+    may_be_told_again = True
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -484,6 +480,3 @@ async def wait_for_outcome(
     except BaseException:
         waiter.leave(scheduler, request)
         raise
-
-
-learn(TaskWaiter)

@@ -6,6 +6,7 @@ import errno
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import call
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import (
@@ -20,7 +21,7 @@ from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.model.denials import DenialBook
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.process.diagnose import remedy
-from moonpool.runtime.schedule.scheduler import Scheduler, call
+from moonpool.runtime.schedule.scheduler import Scheduler
 
 # The process or the machine has no descriptor, memory or process left.
 _SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN))

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from moonpool.runtime.errors import all_of
-from moonpool.runtime.quick import learn
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -67,9 +66,6 @@ class Departures(Generic[R, T]):
 
     Not thread-safe, except `leave`.
     """
-
-    # Where quick forms find them. Others may be added as to any object.
-    __slots__ = ("__dict__", "__weakref__", "in_order")
 
     def __init__(self, *, in_order: bool) -> None:
         """`in_order` says that the requests of earlier batches leave before those of later ones."""
@@ -123,6 +119,3 @@ class Departures(Generic[R, T]):
         """Take out what may leave, one after the other, also what comes meanwhile."""
         while self._leaving:
             yield self._leaving.popleft()
-
-
-learn(Departures)

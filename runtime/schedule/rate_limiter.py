@@ -26,9 +26,7 @@ would wait for ever. `ask` finds that: all that is *stuck* are the instances wit
 instance of the asked model can get its resources from what they leave, the request is refused. Each circle closes with such a request, and the
 reactor's thread submits all of them, so nothing comes between the look and the note.
 
-*Signals.* Permits concern other callers, so an interruptible thread neither takes nor returns one. The reactor does. No signal handler runs
-inside the quick forms (`runtime.quick`), so they do both on any thread: they start a request at once, and return its permit with its answer,
-while nobody waits for a resource and no other request waits in the queue.
+*Signals.* Permits concern other callers, so an interruptible thread neither takes nor returns one. The reactor does.
 """
 
 from __future__ import annotations
@@ -39,14 +37,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from moonpool.runtime.errors import ModelUnavailable
 from moonpool.runtime.model.backend import ModelInstance
 from moonpool.runtime.model.config.model import RateLimits
 from moonpool.runtime.model.request import InferenceRequest
-from moonpool.runtime.quick import forms, learn
-from moonpool.runtime.schedule.execution import Execution
+from moonpool.runtime.schedule.lane import Execution
 from moonpool.runtime.schedule.request_queue import Rejected, check_many
 from moonpool.runtime.schedule.scheduler import Scheduler
 
@@ -455,6 +452,8 @@ class LimitedScheduler(Scheduler):
     def __init__(self, limiter: RateLimiter, *arguments: Any) -> None:
         """Take permits of `limiter` for instances that `join`. The other arguments are those of `Scheduler`."""
         super().__init__(*arguments)
+        # Each batch needs a permit.
+        self._is_plain = self.is_atomic = False
         self._limiter = limiter
         self._members: set[ModelInstance] = set()
         # Those that wait for a permit, or have one that `_use_granted` has yet to use.
@@ -504,10 +503,6 @@ class LimitedScheduler(Scheduler):
 
     def submit(self, request: InferenceRequest) -> Execution | None:
         """Take a request in as `Scheduler.submit`. It waits in the queue until an instance has a permit."""
-        if forms is not None:
-            usual: Execution | Literal[False] | None = forms.submit(self, request)
-            if usual is not False:
-                return usual
         if self._decoupled:
             check_many(self.name, request)
         with self._lock:
@@ -572,11 +567,4 @@ class LimitedScheduler(Scheduler):
                     rejected += expired
                 else:  # it broke or was taken while it waited; it asks again when it comes back
                     self._limiter.release(instance, has_executed=False)
-        self._launch(started, rejected)
-
-
-learn(ResourceCount)
-learn(ResourceMember)
-learn(ResourcePool)
-learn(RateLimiter)
-learn(LimitedScheduler)
+        self._launch(started, rejected, None)

@@ -15,7 +15,6 @@ from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Model, ModelInstance
 from moonpool.runtime.model.config.model import ModelConfig, SequenceBatching
 from moonpool.runtime.model.request import AGAIN, LATER, Answer, InferenceRequest
-from moonpool.runtime.quick import learn
 from moonpool.runtime.schedule.batcher import Queue, form
 from moonpool.runtime.schedule.sequence_controls import SequenceControls
 from moonpool.runtime.schedule.sequence_states import SequenceStates
@@ -44,19 +43,17 @@ _TO_INSTANCE_NS = 20_000
 class RequestQueue:
     """Requests that do not depend on each other."""
 
-    # Where quick forms find them. Others may be added as to any object.
-    __slots__ = ("__dict__", "__weakref__", "_is_open", "_queue", "_rejects_late")
-
-    # True if an answer to a batch changes more than the queue itself.
-    keeps_sequences = False
-    # The states of sequences that are kept here.
-    states: SequenceStates | None = None
-
     def __init__(self, config: ModelConfig) -> None:
+        # True if an answer to a batch changes more than the queue itself.
+        self.keeps_sequences = False
+        # The states of sequences that are kept here.
+        self.states: SequenceStates | None = None
         self._configure(config, _queue_of(config))
 
-    def _configure(self, config: ModelConfig, queue: Queue[InferenceRequest]) -> None:
+    def _configure(self, config: ModelConfig, queue: Queue) -> None:
         batching = config.dynamic_batching
+        # True if time alone may let a batch go, or end a request.
+        self.has_times = queue.has_times
         self._is_open = batching is None or not batching.max_queue_delay_us
         self._rejects_late = batching is not None and batching.rejects_late
         self._queue = queue
@@ -110,13 +107,24 @@ class RequestQueue:
         """Take out everything."""
         return self._queue.drain()
 
+    @property
+    def count(self) -> int:
+        """The number of requests that wait for an instance."""
+        return self._queue.count
+
+    def take(self, now_ns: int) -> list[InferenceRequest]:
+        """Take out the next batch, of a queue without times that is not empty."""
+        batch: list[InferenceRequest] = self._queue.next_batch(now_ns)
+        return batch
+
     def form(self, now_ns: int, idle: Sequence[ModelInstance]) -> QueueDecision:
         """Decide what the idle instances execute, and take it out."""
         formation = form(self._queue, now_ns, len(idle))
         rejected: Rejected = [(request, QueueTimeout()) for request in formation.expired]
         # The instance that was busy last has everything in its caches.
         batches = list(zip(reversed(idle), formation.batches, strict=False))
-        return QueueDecision(batches, rejected, formation.wake_at_ns)
+        # As in `form`.
+        return tuple.__new__(QueueDecision, (batches, rejected, formation.wake_at_ns))
 
     def answered(self, request: InferenceRequest, answer: Answer, now_ns: int) -> Answer:  # noqa: ARG002
         """Take the answer to a request of a batch. Returns the answer to hand out; `AGAIN` if the request waits again."""
@@ -139,14 +147,12 @@ class RequestQueue:
         """Expect no more requests, except those that are queued again."""
 
 
-def _queue_of(config: ModelConfig) -> Queue[InferenceRequest]:
+def _queue_of(config: ModelConfig) -> Queue:
     return Queue(config.max_batch_size, config.dynamic_batching, _TO_INSTANCE_NS)
 
 
 class SequenceQueue(RequestQueue):
     """Requests of sequences, for a model with a sequence batcher."""
-
-    keeps_sequences = True
 
     def __init__(
         self,
@@ -158,7 +164,8 @@ class SequenceQueue(RequestQueue):
     ) -> None:
         """`survives`: the states of sequences outlive their instances."""
         super().__init__(config)
-        self.states = states
+        self.keeps_sequences, self.states = True, states
+        self.has_times = True
         self._is_open = False
         self._model = config.name
         self._is_iterative = batching.is_iterative
@@ -357,5 +364,3 @@ _NOT_ITERATIVE = BackendError(
 )
 # For requests that nobody waits for, so nobody sees it.
 _GONE = ModelUnavailable("the caller left")
-
-learn(RequestQueue)

@@ -47,7 +47,7 @@ from moonpool.runtime.model.request import (
     WireTensor,
 )
 from moonpool.runtime.observe.statistics import CacheCounts
-from moonpool.runtime.schedule.execution import Execution
+from moonpool.runtime.schedule.lane import Execution
 from moonpool.runtime.schedule.scheduler import Pair, Scheduler
 
 _log = RuntimeLog("moonpool")
@@ -233,6 +233,8 @@ class CachingScheduler(Scheduler):
     def __init__(self, cache: ResponseCache, *arguments: Any) -> None:
         """Take entries of `cache`, until `leave_cache`. The other arguments are those of `Scheduler`."""
         super().__init__(*arguments)
+        # Responses that are kept are on their way to callers.
+        self._is_plain = self.is_atomic = False
         self._cache = cache
         # Known once the model is loaded.
         self._owner: int | None = None

@@ -23,7 +23,13 @@ _KEPT_BYTES = 1 << 16
 # The arrays of a request, and their shapes.
 _Zeros: TypeAlias = tuple[list[NDArray[Any]], Shapes]
 _FILLING = Details(outputs=[])
-_NOBODY = Waiter()
+
+
+class _Nobody(Waiter):
+    """Waits for nothing."""
+
+
+_NOBODY = _Nobody()
 
 
 def _stateless(_: InferenceRequest) -> None:

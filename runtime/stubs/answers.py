@@ -50,9 +50,6 @@ _BYTE = np.dtype("u1")
 class AnswerReader:
     """Reads the answers of one stub. Any thread may call any method."""
 
-    # Where quick forms find them. Others may be added as to any object.
-    __slots__ = ("__dict__", "__weakref__", "_layouts", "has_devices")
-
     def __init__(self, *, is_confined: bool = False) -> None:
         """`is_confined`: the texts of the model's errors are not for clients."""
         self._is_confined = is_confined
@@ -248,9 +245,6 @@ _NO_BATCH: tuple[int, Sequence[InferenceRequest]] = (0, ())
 
 class Replies:
     """Finds the request that a response is for. Any thread may call any method."""
-
-    # Where the port and quick forms find them. Others may be added as to any object.
-    __slots__ = ("__dict__", "__weakref__", "ended", "executing", "lock")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moonpool.ipc.arena import Arena, Block, Extents, Idle, Keep, block_bytes
+from moonpool.ipc.arena import Arena, Block, Idle, Keep, block_bytes
 from moonpool.ipc.errors import CudaUnavailable, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.memory import ALIGNMENT, SHARED_BYTES, Lease, Region, lease_of, offset_in
 from moonpool.ipc.messages import Side
@@ -50,7 +50,6 @@ from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.model import budgets
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.process.threads import INTERRUPTIBLE
-from moonpool.runtime.quick import learn
 from moonpool.runtime.stubs.allotment import RegionSource
 from moonpool.runtime.stubs.regions import CallerMemory, ClientRegion
 
@@ -76,20 +75,6 @@ class BorrowedBlocks:
 
     # For the compiled port, which lies below that module.
     interruptible = INTERRUPTIBLE
-
-    # Where quick forms find them. Others may be added as to any object.
-    __slots__ = (
-        "__dict__",
-        "__weakref__",
-        "_arena",
-        "_kept",
-        "_returned",
-        "first",
-        "lent",
-        "lock",
-        "spares",
-        "targets",
-    )
 
     def __init__(
         self,
@@ -596,8 +581,3 @@ def _copy(
         array.leave(lane.stream)
         lane.keep(array)
     return [block.region.id, block.offset, size_bytes]
-
-
-learn(BorrowedBlocks)
-learn(Arena)
-learn(Extents)

@@ -60,7 +60,6 @@ from moonpool.runtime.process.blank_templates import BlankTemplates
 from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.diagnose import exec_failure, start_failure
 from moonpool.runtime.process.reactor import Reactor
-from moonpool.runtime.quick import learn
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.allotment import Allotment, ModelMemory
 from moonpool.runtime.stubs.calls.dispatcher import BROKE, CallDispatcher
@@ -94,8 +93,6 @@ _UNREAD = "could not be read from and was ended"
 class StubHandle(StubConnection):
     """Starts a stub and owns it until `end`. The reactor's thread must not call methods that wait."""
 
-    # Where quick forms find them. Others may be added as to any object.
-    __slots__ = ("link",)
     # True if the model has `sleep` and `wake`.
     can_sleep = False
     # False for a process whose work channel stays a socket.
@@ -737,6 +734,3 @@ class StubSharing:
 
     def catch_up(self, schedulers: Callable[[Model], Scheduler | None]) -> None:
         """Add what front ends have counted to the statistics of models. Waits for them."""
-
-
-learn(StubHandle)

@@ -45,7 +45,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from moonpool.ipc.arena import Block
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import encode
 from moonpool.ipc.conversation import Conversation, Overflow
@@ -79,7 +78,6 @@ from moonpool.runtime.model.request import (
     InferenceRequest,
     Outcome,
 )
-from moonpool.runtime.quick import forms, learn
 from moonpool.runtime.stubs.allotment import RegionSource
 from moonpool.runtime.stubs.answers import AnswerReader, Replies
 from moonpool.runtime.stubs.borrowed_blocks import BorrowedBlocks, hand_back, place
@@ -121,22 +119,6 @@ class KnownAnswer(NamedTuple):
 
 class Link(Overflow):
     """The runtime's end of the work channel of one stub. The head of this file says which thread may do what."""
-
-    # Where quick forms find them. Others may be added as to any object.
-    __slots__ = (
-        "_given_back",
-        "_is_on_gpu",
-        "_layouts",
-        "_reader",
-        "_release",
-        "borrowed_blocks",
-        "conversation",
-        "lanes",
-        "port",
-        "released",
-        "replies",
-        "response_regions",
-    )
 
     def __init__(
         self,
@@ -194,7 +176,10 @@ class Link(Overflow):
             send_region, first, requests, retire, is_private=is_private, lanes=lanes
         )
         blocks, regions = self.borrowed_blocks, self.response_regions
-        self.port = port(self.conversation, blocks, self.replies, self.released, regions)
+        self.port = port(
+            self.conversation, blocks, self.replies, self.released, self._given_back, regions
+        )
+        self.port.link = self
         self._send_first(region_bytes)
 
     def _send_first(self, region_bytes: int) -> None:
@@ -294,7 +279,7 @@ class Link(Overflow):
         """
         if self._given_back:
             self._take_back()
-        elif self.port.put(requests):
+        if self.port.put(requests):
             return
         # The first block is for copies.
         blocks = [_NO_BLOCK]
@@ -438,11 +423,6 @@ class Link(Overflow):
     def look(self) -> bool:
         """Look for the answer for a moment. Returns True if it is there."""
         return self.port.look()
-
-    @property
-    def is_quick(self) -> bool:
-        """True if the usual batches go the compiled way."""
-        return forms is not None and type(self.port) is not PythonPort
 
     def finish(self, requests: Sequence[InferenceRequest]) -> list[Answer]:
         """Read and check the answer to the batch. Returns one answer for each request, in order.
@@ -655,10 +635,3 @@ def _details_on_gpu(request: InferenceRequest, lanes: Callable[[], Lanes]) -> De
     if number is None:
         return details._replace(memory=ANY_MEMORY, device=0)
     return details._replace(device=number)
-
-
-learn(Link)
-learn(Channel)
-learn(Lease, (1,))
-learn(SharedRegion)
-learn(Block)

@@ -108,10 +108,16 @@ class DynamicBatching:
         return self.priority_queue_policies.get(priority_level, self.default_queue_policy)
 
     @property
+    def policies(self) -> tuple[QueuePolicy, ...]:
+        """All policies that a request may meet."""
+        return self.default_queue_policy, *self.priority_queue_policies.values()
+
+    @property
     def rejects_late(self) -> bool:
         """True if a request may be rejected because it has waited too long."""
-        policies = (self.default_queue_policy, *self.priority_queue_policies.values())
-        return any(each.default_timeout_us and each.timeout_action == "REJECT" for each in policies)
+        return any(
+            each.default_timeout_us and each.timeout_action == "REJECT" for each in self.policies
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
 from moonpool.ipc.codec import calls_codec, encode
@@ -60,7 +60,6 @@ from moonpool.runtime.model.budgets import (
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.threads import start_thread
-from moonpool.runtime.quick import forms, learn, learn_object
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.borrowed_blocks import BorrowedBlocks
 from moonpool.runtime.stubs.calls.requests import (
@@ -91,22 +90,6 @@ _TURN = 16
 class CallDispatcher:
     """Serves the calls of one stub. `close` is for the reactor's thread, the other methods for any."""
 
-    # Where quick forms find them. Others may be added as to any object.
-    __slots__ = (
-        "__dict__",
-        "__weakref__",
-        "_calls",
-        "_channel",
-        "_link",
-        "_models",
-        "_questions",
-        "_rate_limiter",
-        "_requests_budget",
-        "_send_queue",
-        "_tasks",
-        "_usual",
-    )
-
     def __init__(
         self,
         channel: Channel,
@@ -136,10 +119,6 @@ class CallDispatcher:
         # The packet of the message that is handled now, if it came whole.
         self._packet = b""
         self._usual = UsualCalls(link, models)
-        # The quick form that receives a packet and serves a usual call, if the link may take it.
-        self._serve: Callable[[CallDispatcher], bytes | Literal[True] | None] = (
-            forms.serve_call if link.is_quick else _receive
-        )
         self._fetching = Fetching()
         # The numbers of loads, which run on threads, and of questions if a model is ready.
         self._tasks: set[int] = set()
@@ -172,15 +151,13 @@ class CallDispatcher:
         self._reactor.watch(self._channel.fileno(), self._ready)
 
     def _ready(self) -> None:
-        serve = self._serve
         try:
             self._send_queue.flush()
             for _ in range(_TURN):
-                packet = serve(self)
+                packet = self._channel.receive_ready()
                 if packet is None:
                     return
-                if packet is not True:  # a quick form has served the call
-                    self._take(packet)
+                self._take(packet)
                 if len(self._calls) < 2:
                     return  # a model with one thread waits for this answer, and has sent nothing more
         except PeerGone:
@@ -612,10 +589,6 @@ class CallDispatcher:
         self._send(Kind.DONE, number, error, values)
 
 
-def _receive(dispatcher: CallDispatcher) -> bytes | None:
-    return dispatcher._channel.receive_ready()
-
-
 def _clear_frames(error: BaseException | None) -> None:
     """Free the variables of the functions that an error came through. The error may be in a cycle, which is collected late."""
     while error is not None:
@@ -664,7 +637,6 @@ class CopyBudget:
 class StubSendQueue:
     """Sends messages in order to a stub that may not read. Any thread may call `send` and `put`; `flush` is for the reactor's."""
 
-    # Where quick forms find them.
     __slots__ = ("_channel", "_lock", "_reactor", "_waiting", "_waiting_bytes")
 
     def __init__(self, channel: Channel, reactor: Reactor) -> None:
@@ -724,9 +696,3 @@ class StubSendQueue:
                     return
                 self._waiting_bytes -= UNREAD_ANSWER_BYTES + len(self._waiting.popleft())
         self._reactor.watch_room(self._channel.fileno(), wanted=False)
-
-
-learn(CallDispatcher)
-learn(StubSendQueue)
-learn(CopyBudget)
-learn_object("usual cost", USUAL_CALL_COST)

@@ -32,7 +32,6 @@ from moonpool.runtime.model.details import check_finite
 from moonpool.runtime.model.request import Details, InferenceRequest, Outcome, Waiter, WireTensor
 from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.process.threads import start_thread
-from moonpool.runtime.quick import learn
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.borrowed_blocks import BorrowedBlocks, lend_or_copy
 from moonpool.runtime.stubs.link import Link
@@ -316,6 +315,3 @@ def write_outputs(
         row[3] = len(blocks)
         region.write(start + row[4], array)
     blocks.append([region.id, start, total_bytes])
-
-
-learn(ModelCall)

@@ -10,8 +10,6 @@ What a stub may change between two calls is checked each time, before a byte is 
 block lies in a region in which this stub answers, and that it is as large as the inputs. What the model's operator may change is
 looked up each time: whether the model is there, and whether the stub may ask for it.
 
-The quick forms `serve_call` and `answer_call` (`_quick_calls.cpp`) do all of a usual call, by the same plans. What they leave comes here.
-
 Threads. `ask`, `request` and `learn` are for the reactor's thread. `reply` and `learn_reply` may be called by the thread that has an outcome; the plans of
 replies are a `Memo`, which any thread may use.
 """
@@ -33,7 +31,6 @@ from moonpool.ipc.tensors import BYTES, CODES, DTYPES
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.request import Details, InferenceRequest, Response, WireTensor
 from moonpool.runtime.model.signature import Signature
-from moonpool.runtime.quick import learn
 from moonpool.runtime.stubs.calls.requests import Callee, Callees
 from moonpool.runtime.stubs.link import Link
 
@@ -82,9 +79,6 @@ class UsualAsk(NamedTuple):
 
 class UsualCalls:
     """The usual calls of one stub. See the theory of operation."""
-
-    # Where quick forms find them.
-    __slots__ = ("__dict__", "__weakref__", "_asks", "_replies")
 
     def __init__(self, link: Link, models: Callees) -> None:
         self._link = link
@@ -212,7 +206,3 @@ def _described(outputs: Mapping[str, Any]) -> tuple[tuple[object, ...], list[Any
         else:
             return (), []
     return tuple(key), arrays
-
-
-learn(UsualCalls)
-learn(KnownCalls, (Kind.INFER,))

@@ -72,8 +72,8 @@ def batching(
 
 def queue_of(
     max_batch_size: int, config: DynamicBatching | None, *requests: Asked, now_ns: int = 0
-) -> Queue[Asked]:
-    queue: Queue[Asked] = Queue(max_batch_size, config)
+) -> Queue:
+    queue: Queue = Queue(max_batch_size, config)
     for request in requests:
         queue.add(request, now_ns)
     return queue
@@ -149,7 +149,7 @@ def test_the_largest_preferred_size_within_reach_is_sent_first(
 
 def test_a_preferred_size_that_the_model_cannot_take_is_refused() -> None:
     with pytest.raises(ValueError, match="not within 1 to 4"):
-        Queue[Asked](4, batching(preferred=(4, 8)))
+        Queue(4, batching(preferred=(4, 8)))
 
 
 # With delay
@@ -288,7 +288,7 @@ def test_every_level_obeys_its_own_policy() -> None:
 
 
 def test_levels_that_are_no_longer_used_are_forgotten() -> None:
-    queue: Queue[Asked] = Queue(1, batching(levels=10**9, default_level=1))
+    queue: Queue = Queue(1, batching(levels=10**9, default_level=1))
     for level in range(1, 500):
         queue.add(Asked(priority=level), level)
         assert len(form(queue, level, 1).batches) == 1
@@ -346,7 +346,7 @@ def test_a_request_can_only_shorten_the_timeout_and_only_where_allowed(
 
 def test_the_way_to_an_instance_counts_as_waiting() -> None:
     config = batching(default_policy=policy(timeout_us=10, override=True))
-    queue: Queue[Asked] = Queue(8, config, to_instance_ns=4 * US)
+    queue: Queue = Queue(8, config, to_instance_ns=4 * US)
     hasty, patient = Asked("hasty", timeout_us=4), Asked("patient", timeout_us=5)
 
     assert (queue.is_late(hasty), queue.is_late(patient)) == (True, False)
@@ -359,7 +359,7 @@ def test_the_way_to_an_instance_counts_as_waiting() -> None:
 
 def test_nobody_is_late_where_no_timeout_rejects() -> None:
     for rules in (None, policy(override=True), policy("DELAY", timeout_us=10, override=True)):
-        queue: Queue[Asked] = Queue(8, batching(default_policy=rules), to_instance_ns=4 * US)
+        queue: Queue = Queue(8, batching(default_policy=rules), to_instance_ns=4 * US)
         assert not queue.is_late(Asked(timeout_us=1))
 
 
@@ -386,7 +386,7 @@ def test_a_request_that_is_queued_already_is_refused() -> None:
 
 
 def test_deadlines_of_requests_that_were_served_do_not_pile_up() -> None:
-    queue: Queue[Asked] = Queue(1, batching(default_policy=policy(timeout_us=10**6)))
+    queue: Queue = Queue(1, batching(default_policy=policy(timeout_us=10**6)))
     first = Asked("stays")
     queue.add(first, 0)
     for now_ns in range(1, 1000):

@@ -164,7 +164,7 @@ class QueueAgainstPlainModel(RuleBasedStateMachine):
     def start(self, size: int, config: DynamicBatching | None) -> None:
         assume(config is None or max(config.preferred_batch_sizes, default=0) <= max(size, 1))
         self.size, self.is_batching = max(size, 1), size > 0
-        self.queue: Queue[Asked] = Queue(size, config)
+        self.queue: Queue = Queue(size, config)
         self.plain = Plain(size, config)
         self.now_ns = 0
         self.names = 0
@@ -257,7 +257,7 @@ TestQueueAgainstPlainModel.settings = settings(
 def test_a_loop_that_follows_wake_at_serves_every_request_once_within_its_delay(
     config: DynamicBatching, gaps_us: list[tuple[int, int, int]]
 ) -> None:
-    queue: Queue[Asked] = Queue(6, config)
+    queue: Queue = Queue(6, config)
     arrived: dict[Asked, int] = {}
     left: list[Asked] = []
     now_ns, wake_ns = 0, None

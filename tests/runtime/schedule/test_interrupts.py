@@ -26,13 +26,11 @@ from tests.runtime.interrupting import (
     interrupted_everywhere,
     interrupted_once,
 )
-from tests.runtime.quick.built import skip_without_forms
 from tests.runtime.recorder import PATIENCE_S, Recorder, config, row
 from tests.waiting import wait_until
 
 from moonpool import MoonpoolError, ResponseStream, Runtime
-from moonpool.runtime import quick
-from moonpool.runtime.schedule.execution import Execution
+from moonpool.runtime.schedule.lane import IS_COMPILED, Execution
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.borrowed_blocks import BorrowedBlocks
 
@@ -40,21 +38,6 @@ ROOT = Path(__file__).parents[3]
 BATCHING = {"max_batch_size": 8, "dynamic_batching": {}}
 # A process that was interrupted in a form which calls Python counts as no death. These allow none.
 STRICT = {"MOONPOOL_MAX_RESTARTS": {"string_value": "0"}}
-# The modules with forms that a caller's thread uses.
-MODULES = ("callers", "execution", "event_loop", "scheduler", "rate_limiter")
-
-
-@pytest.fixture(params=["compiled", "pure"])
-def forms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Let the steps of a caller be quick forms where they are usual, or all be Python's."""
-    import moonpool.runtime.schedule.event_loop  # noqa: F401 - it has forms, too
-
-    if request.param == "compiled":
-        skip_without_forms()
-    else:
-        for module in MODULES:
-            monkeypatch.setattr(f"moonpool.runtime.schedule.{module}.forms", None)
-    return str(request.param)
 
 
 @contextlib.contextmanager
@@ -203,7 +186,6 @@ def hosted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
 @pytest.mark.parametrize("ask", ASKING, ids=lambda ask: ask.__name__)
 def test_a_handler_may_raise_at_any_line_of_a_request(
     hosted: Hosted,
-    forms: str,  # noqa: ARG001 - as it is now
     ask: Ask,
 ) -> None:
     assert interrupt_everywhere(hosted, ask) > 20
@@ -258,7 +240,6 @@ def test_another_task_finds_the_end_of_a_stream_whose_close_is_interrupted(
 @pytest.mark.parametrize("ask", [infer_in_time, submit, stream], ids=lambda ask: ask.__name__)
 def test_a_second_handler_may_raise_while_the_first_one_s_exception_leaves(
     hosted: Hosted,
-    forms: str,  # noqa: ARG001 - as it is now
     ask: Ask,
     again: int,
 ) -> None:
@@ -289,7 +270,7 @@ def test_a_handler_may_raise_at_any_line_of_waiting_for_a_future(hosted: Hosted)
     interrupted_everywhere(ask, check, within=(*PACKAGES, *library))
 
 
-def test_a_handler_may_raise_while_a_request_is_queued(folder: Path, forms: str) -> None:  # noqa: ARG001 - as it is now
+def test_a_handler_may_raise_while_a_request_is_queued(folder: Path) -> None:
     with holding(folder, **BATCHING) as (backend, runtime):
         scheduler: Any = runtime._models.find("m").scheduler
         first = Caller(runtime, row(0))
@@ -463,17 +444,16 @@ def test_all_runtimes_are_closed_at_the_end_whatever_one_of_them_raises(
 
 
 # In these methods a thread that drives for others is interrupted, before or after their work.
-DRIVING: list[tuple[type, str, bool]] = [(Execution, "drive", False), (Execution, "drive", True)]
-# Without compiled forms, the reactor finishes in place of such a thread.
-if quick.forms is not None:
-    DRIVING += [(Scheduler, "finish", False), (Scheduler, "finish", True)]
+DRIVING: list[tuple[type, str, bool]] = [(Scheduler, "finish", False), (Scheduler, "finish", True)]
+# A lane that is not compiled has the reactor finish in place of such a thread.
+if not IS_COMPILED:
+    DRIVING = [(Execution, "drive", False), (Execution, "drive", True)]
 
 
 @pytest.mark.parametrize(("owner", "name", "after"), DRIVING)
 def test_the_others_are_answered_when_the_thread_that_drives_is_interrupted(
     folder: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: bool
 ) -> None:
-    monkeypatch.setattr("moonpool.runtime.schedule.callers.forms", None)
     with holding(folder, **BATCHING) as (backend, runtime):
         first = runtime.submit("m", row(0))
         others: list[Caller] = []
@@ -513,7 +493,8 @@ def test_the_others_are_answered_when_the_thread_that_drives_is_interrupted(
 def test_an_end_that_an_interrupted_caller_causes_is_no_death_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    skip_without_forms()
+    if not IS_COMPILED:
+        pytest.skip("the lane is not compiled, so this thread takes no step of it")
     with hosting(tmp_path) as hosted:
         ask = hosted.runtime.infer
         for i in range(3):

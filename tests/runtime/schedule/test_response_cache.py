@@ -284,7 +284,7 @@ def test_a_hit_is_refused_as_any_request_while_the_model_is_unloaded(folder: Pat
 
 
 def _with_waiter(request: Any) -> Any:
-    from moonpool.runtime.schedule.callers import ThreadWaiter
+    from moonpool.runtime.schedule.lane import ThreadWaiter
 
     request.waiter = ThreadWaiter()
     return request

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moonpool.runtime.model.request import InferenceRequest, Outcome
-from moonpool.runtime.schedule.callers import ThreadWaiter
+from moonpool.runtime.schedule.lane import ThreadWaiter
 from moonpool.runtime.server.inference.request import Hosted
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.runtime.quick.built import sanitized
+from tests.runtime.lane.built import sanitized
 from tests.server.grpc.serving import ROOT
 
 SECONDS = 4

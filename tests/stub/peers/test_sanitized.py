@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.runtime.quick.built import STUB_PORT, sanitized
+from tests.runtime.lane.built import STUB_PORT, sanitized
 
 ROOT = Path(__file__).parents[3]
 # Puts the sanitized module in the place of the installed one, and runs the tests.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moonpool.runtime.quick import forms
 from tests.runtime.recorder import tensor
 from tests.runtime.scripted import KiB, Pair
 
@@ -23,7 +24,6 @@ from moonpool.runtime.errors import ModelError, ModelNotFound, ModelUnavailable
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, WireTensor
 from moonpool.runtime.model.signature import Signature
-from moonpool.runtime.quick import forms
 from moonpool.runtime.stubs.calls.dispatcher import CallDispatcher
 from moonpool.runtime.stubs.calls.usual import UsualAsk, UsualCalls
 from moonpool.runtime.stubs.control import MessageRateLimiter

@@ -1,4 +1,4 @@
-"""Tests of the quick forms of a runtime's hot functions: that they take what is usual, and leave nothing behind."""
+"""Tests of the compiled way of a request: that it takes what is usual, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from tests.e2e.hosting import Config, hosted, tensor
 from tests.e2e.test_ways_agree import link_of
 from tests.runtime.interrupting import interrupted_everywhere
-from tests.runtime.quick.built import PORT, counts, port_on, sanitized, skip_without_forms
+from tests.runtime.lane.built import counts, port_on, sanitized, skip_without_forms
 from tests.waiting import wait_until
 
 import moonpool
@@ -91,37 +91,6 @@ def taken(before: dict[str, int]) -> dict[str, int]:
     return {name: count - before[name] for name, count in counts().items()}
 
 
-def test_a_request_under_a_rate_limiter_goes_the_quick_way_and_returns_its_permit(
-    tmp_path: Path,
-) -> None:
-    resource = {"name": "R", "global": True, "count": 2}
-    group = {"count": 2, "rate_limiter": {"resources": [resource], "priority": 3}}
-    (tmp_path / "double.py").write_text(MODEL)
-    with moonpool.Runtime(rate_limit=["R:2"]) as runtime:
-        for name in ("one", "other"):
-            runtime.load(name, tmp_path / "double.py", config={**CONFIG, "instance_group": [group]})
-        limiter = runtime._models.find("one").scheduler._limiter  # type: ignore[attr-defined]
-        runtime.infer("one", {"X": X})
-        runtime.infer("one", {"X": X})
-        before = counts()
-        for _ in range(10):
-            assert runtime.infer("one", {"X": X})["Y"].tolist() == (X * 2).tolist()
-
-        assert {taken(before)["submit"], taken(before)["finish"]} == {10}
-        assert limiter.in_use == {}
-        # The instances of a model take turns, and what waits for a resource is left to Python.
-        members = limiter._pool._members
-        ranks = [each.rank for instance, each in members.items() if instance.model.name == "one"]
-        assert ranks == [18, 18]
-        with ThreadPoolExecutor(8) as threads:
-            names = ["one", "other"] * 40
-            answers = list(threads.map(lambda name: runtime.infer(name, {"X": X})["Y"], names))
-        assert [each.tolist() for each in answers] == [(X * 2).tolist()] * 80
-        del answers
-        assert limiter.in_use == {}
-        assert sum(each.rank for each in members.values()) <= 3 * (12 + 80)
-
-
 def test_a_small_output_that_is_passed_on_is_copied_the_quick_way(model: moonpool.Runtime) -> None:
     passed_on = model.infer("double", {"X": X})["Y"]
     before = counts()
@@ -161,11 +130,11 @@ def test_a_lone_request_goes_all_the_quick_way(model: moonpool.Runtime) -> None:
     for _ in range(10):
         assert model.infer("double", {"X": X})["Y"].tolist() == [[2.0, 4.0]]
     done = taken(before)
-    assert {name: done[name] for name in ("request", "wait", "submit", "finish")} == {
+    assert {name: done[name] for name in ("request", "wait", "put", "take")} == {
         "request": 10,
         "wait": 10,
-        "submit": 10,
-        "finish": 10,
+        "put": 10,
+        "take": 10,
     }
 
 
@@ -180,8 +149,8 @@ def test_requests_of_many_threads_and_tasks_go_the_quick_way(model: moonpool.Run
     done = taken(before)
     assert done["request"] == 400
     # An instance that is handed back while a thread has the scheduler's lock goes Python's way.
-    assert done["submit"] > 200
-    assert done["finish"] > 10
+    assert done["put"] > 10
+    assert done["take"] == done["put"]
 
 
 def test_a_request_of_a_client_goes_the_quick_way(model: moonpool.Runtime) -> None:
@@ -196,7 +165,7 @@ def test_a_request_of_a_client_goes_the_quick_way(model: moonpool.Runtime) -> No
     before = counts()
     output = asyncio.run(ask())
     done = taken(before)
-    assert {done[name] for name in ("request", "submit", "put", "take", "finish")} == {1}
+    assert {done[name] for name in ("request", "put", "take")} == {1}
     assert type(output) is WireTensor
     assert output[:2] == (CODES["FP32"], X.shape)
     assert output.raw.tobytes() == (X * 2).tobytes()
@@ -276,7 +245,7 @@ def test_a_view_of_ordinary_memory_goes_the_quick_way(model: moonpool.Runtime) -
     model.infer("double", {"X": values})
     before = counts()
     assert np.array_equal(model.infer("double", {"X": values})["Y"], values * 2)
-    assert taken(before)["submit"] == 1
+    assert taken(before)["put"] == 1
 
 
 def test_an_interrupt_at_any_call_of_the_quick_way_leaves_a_usable_model(tmp_path: Path) -> None:
@@ -337,12 +306,12 @@ def test_every_caller_of_a_batch_gets_its_outcome_whatever_the_waiter_of_another
         batch = [runtime.submit("double", {"X": X}) for _ in range(4)]
         raising += batch[:2]
         behind = [runtime.submit("double", {"X": X}) for _ in range(4)]
-        before = counts()["finish"]
+        before = counts()["take"]
         goes_on.touch()
         for each in (first, *batch, *behind):
             assert each.result(PATIENCE_S).outputs["Y"].flat[0] == 2
         assert runtime.infer("double", {"X": X}, timeout_s=PATIENCE_S)["Y"].flat[0] == 2
-        assert counts()["finish"] > before
+        assert counts()["take"] > before
     # The traceback in the log has the responses.
     caplog.clear()
 
@@ -448,17 +417,15 @@ def test_a_signal_while_an_answer_is_awaited_loses_no_packet(raises: bool) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_nothing_is_read_or_written_beyond_its_bounds(tmp_path: Path) -> None:
-    quick_module, libraries = sanitized(tmp_path, "address,undefined")
-    port_module, _ = sanitized(tmp_path, "address,undefined", *PORT)
+    port_module, libraries = sanitized(tmp_path, "address,undefined")
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from tests.runtime.quick.stress import replaced\n"
+        "from tests.runtime.lane.stress import replaced\n"
         f"port = replaced('moonpool.ipc.port._port', {str(port_module)!r})\n"
-        f"quick = replaced('moonpool.runtime.quick._quick', {str(quick_module)!r})\n"
-        "import moonpool.ipc.port, moonpool.runtime.quick\n"
-        "assert moonpool.ipc.port.compiled is port and moonpool.runtime.quick.forms is quick\n"
+        "import moonpool.ipc.port\n"
+        "assert moonpool.ipc.port.compiled is port\n"
         "import pytest\n"
         "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *sys.argv[1:]]))\n"
     )
@@ -476,13 +443,11 @@ def test_nothing_is_read_or_written_beyond_its_bounds(tmp_path: Path) -> None:
         "ipc/test_known_calls.py",
         "ipc/port",
     ]
-    tests = [str(ROOT / "tests" / each) for each in ("runtime/quick", *lies)]
+    tests = [str(ROOT / "tests" / each) for each in ("runtime/lane", *lies)]
     # This test and the one with the other sanitizer are slow. Python's forms have no bounds to break, and objects are not
     # counted where each has memory of malloc.
-    # Two others start programs, which would have the plain forms.
-    tests += [
-        f"--ignore={ROOT}/tests/runtime/quick/test_{each}.py" for each in ("ends", "strangers")
-    ]
+    # Another one starts programs, which would have the plain form.
+    tests.append(f"--ignore={ROOT}/tests/runtime/lane/test_ends.py")
     tests += ["-m", "not slow", "-k", "not ([Python- or [Counting] or leave_no_objects)"]
     ended = subprocess.run(
         [sys.executable, str(program), *tests],
@@ -503,8 +468,7 @@ def test_nothing_is_read_or_written_beyond_its_bounds(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_threads_of_many_kinds_do_not_race(tmp_path: Path) -> None:
-    module, libraries = sanitized(tmp_path, "thread")
-    port_module, _ = sanitized(tmp_path, "thread", *PORT)
+    port_module, libraries = sanitized(tmp_path, "thread")
     # The interpreter's lock is a mutex, which the sanitizer sees. It sees what the extension does, and the kernel's calls of all.
     environment = {
         **os.environ,
@@ -516,7 +480,6 @@ def test_threads_of_many_kinds_do_not_race(tmp_path: Path) -> None:
             sys.executable,
             str(Path(__file__).with_name("stress.py")),
             str(port_module),
-            str(module),
             str(tmp_path),
             "2",
         ],
@@ -527,82 +490,3 @@ def test_threads_of_many_kinds_do_not_race(tmp_path: Path) -> None:
         timeout=500,
     )
     assert (ended.returncode, ended.stdout[:4]) == (0, "done"), ended.stderr[-4000:]
-
-
-class ManyCallers:
-    """Threads that ask a model again and again, and note the processors that they have after each call."""
-
-    def __init__(self, runtime: moonpool.Runtime, count: int) -> None:
-        self.processors: set[frozenset[int]] = set()
-        self.threads = [threading.Thread(target=self._ask, args=(runtime,)) for _ in range(count)]
-        self._end = threading.Event()
-
-    def _ask(self, runtime: moonpool.Runtime) -> None:
-        while not self._end.is_set():
-            runtime.infer("double", {"X": X})
-            self.processors.add(frozenset(os.sched_getaffinity(0)))
-
-    def __enter__(self) -> ManyCallers:
-        for thread in self.threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        for thread in self.threads:
-            thread.join(PATIENCE_S)
-        assert not any(thread.is_alive() for thread in self.threads)
-
-
-@pytest.fixture
-def double(tmp_path: Path) -> Path:
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("with one processor there is nothing to share")
-    file = tmp_path / "double.py"
-    file.write_text(MODEL)
-    return file
-
-
-def test_many_threads_wait_on_one_processor_and_return_with_all_of_theirs(
-    double: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MOONPOOL_TIE_CALLERS", "1")
-    before = counts()
-    with moonpool.Runtime() as runtime, hosted(runtime, "double", double, CONFIG):
-        with ManyCallers(runtime, 16) as callers:
-            wait_until(lambda: taken(before)["tie"] > 100, PATIENCE_S, "threads that are tied")
-        assert callers.processors == {frozenset(os.sched_getaffinity(0))}
-
-
-def test_a_thread_keeps_the_processor_that_another_one_gives_it(
-    double: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MOONPOOL_TIE_CALLERS", "1")
-    with (
-        moonpool.Runtime() as runtime,
-        hosted(runtime, "double", double, CONFIG),
-        ManyCallers(runtime, 16) as callers,
-    ):
-        thread = callers.threads[0].native_id
-        assert thread is not None
-        for one in sorted(os.sched_getaffinity(0)):
-
-            def is_kept(given: frozenset[int] = frozenset({one})) -> bool:
-                os.sched_setaffinity(thread, given)
-                return given in callers.processors
-
-            wait_until(is_kept, PATIENCE_S, "a thread that keeps what it was given")
-
-
-def test_threads_stay_on_their_processors_by_default(
-    double: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MOONPOOL_TIE_CALLERS", raising=False)
-    before = counts()
-    with (
-        moonpool.Runtime() as runtime,
-        hosted(runtime, "double", double, CONFIG),
-        ManyCallers(runtime, 16),
-    ):
-        wait_until(lambda: taken(before)["request"] > 5000, PATIENCE_S, "some requests")
-    assert taken(before)["tie"] == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgpack
 import pytest
 from tests.other_pythons import made
-from tests.runtime.quick.built import skip_without_forms
+from tests.runtime.lane.built import skip_without_forms
 
 import moonpool
 

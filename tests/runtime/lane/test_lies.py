@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.runtime.quick.built import counts, skip_without_forms
-from tests.runtime.quick.twins import ODD, changed, packed, paths, twins
+from tests.runtime.lane.built import counts, skip_without_forms
+from tests.runtime.lane.twins import ODD, changed, packed, paths, twins
 from tests.runtime.scripted import FP32
 
 

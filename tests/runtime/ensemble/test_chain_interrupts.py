@@ -1,4 +1,4 @@
-"""Ensembles whose steps follow one after the other: the quick way and Python's, interrupted anywhere, and with answers that are nonsense."""
+"""Ensembles whose steps follow one after the other, interrupted anywhere, and with answers that are nonsense."""
 
 from __future__ import annotations
 
@@ -12,22 +12,15 @@ import numpy as np
 import pytest
 from tests.ensemble_repositories import Io, chain, write_ensemble, write_model
 from tests.runtime.interrupting import interrupted_everywhere
-from tests.runtime.quick.built import skip_without_forms
 from tests.runtime.recorder import Recorder
 from tests.waiting import wait_until
 
 import moonpool
 from moonpool import ModelInstance, Response
-from moonpool.runtime import quick
 from moonpool.runtime.model.request import InferenceRequest
 
 X = np.array([2, 5, 6], np.float32)
 TIMEOUT_S = 60.0
-# The modules whose steps have quick forms.
-FORMS = tuple(
-    f"moonpool.runtime.{name}.forms"
-    for name in ("schedule.callers", "schedule.scheduler", "ensemble.chain")
-)
 # An instance that is interrupted while it takes a batch or gives an answer counts as lost.
 PATIENT = """
 parameters [{ key: "MOONPOOL_MAX_RESTARTS" value { string_value: "1000" } },
@@ -53,17 +46,10 @@ def is_clean(runtime: moonpool.Runtime, ensemble: str, *members: str) -> bool:
 @pytest.mark.parametrize("timeout_s", [None, TIMEOUT_S])
 @pytest.mark.parametrize("way", ["no process", "stubs"])
 def test_an_interrupt_at_any_call_leaves_usable_models_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, timeout_s: float | None
+    tmp_path: Path, way: str, timeout_s: float | None
 ) -> None:
     backend = Recorder()
     backend.blocks = False
-    if (
-        way == "stubs"
-    ):  # each event that loses an instance costs a start, so these are for the quick forms, which have few
-        skip_without_forms()
-    else:
-        for name in FORMS:
-            monkeypatch.setattr(name, None)
     for name in ("first", "second"):
         write_model(tmp_path, name, more=PATIENT)
         if way == "no process":
@@ -136,19 +122,12 @@ def test_nonsense_of_a_backend_ends_the_request(tmp_path: Path, made: object, fo
         wait_until(lambda: is_clean(runtime, "mad", "plain", "broken"), TIMEOUT_S)
 
 
-def test_the_steps_of_a_usual_chain_go_the_quick_way(tmp_path: Path) -> None:
-    skip_without_forms()
+def test_a_member_that_is_replaced_is_found_by_the_next_step(tmp_path: Path) -> None:
     for name in ("first", "second", "third"):
         write_model(tmp_path, name)
     write_ensemble(tmp_path, "three", chain(["first", "second", "third"]))
     with moonpool.Runtime(tmp_path) as runtime:
-        for _ in range(2):
-            runtime.infer("three", {"A": X})
-        before = quick.forms.counts()["chain_step"]
-        for _ in range(10):
-            assert runtime.infer("three", {"A": X})["B"].tolist() == [5, 8, 9]
-        assert quick.forms.counts()["chain_step"] - before == 30
-        # A member that is replaced is found by the next step.
+        assert runtime.infer("three", {"A": X})["B"].tolist() == [5, 8, 9]
         again = tmp_path / "second" / "1" / "model.py"
         again.write_text(again.read_text().replace("x + 1", "x + 10"))
         runtime.load("second")

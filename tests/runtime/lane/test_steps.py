@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 import pytest
-from tests.runtime.quick.built import port_on, skip_without_forms
-from tests.runtime.quick.twins import Side, packed
+from tests.runtime.lane.built import port_on, skip_without_forms
+from tests.runtime.lane.twins import Side, packed
 from tests.waiting import wait_until
 
 from moonpool.ipc.channel import Channel

@@ -1,4 +1,4 @@
-"""A program that ends while daemon threads are inside quick forms. Nothing but its exit code says how that went.
+"""A program that ends while daemon threads are inside what is compiled. Nothing but its exit code says how that went.
 
 CPython up to 3.13 ends a thread that asks for the interpreter's lock at that time, in the middle of the frames of a form.
 """
@@ -6,7 +6,6 @@ CPython up to 3.13 ends a thread that asks for the interpreter's lock at that ti
 from __future__ import annotations
 
 import atexit
-import os
 import socket
 import threading
 from collections import deque
@@ -14,32 +13,17 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
-import numpy as np
-
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.messages import Kind, Side
 from moonpool.ipc.port import RuntimePort
-from moonpool.runtime.model.request import InferenceRequest
-from moonpool.runtime.quick import forms, learn
-from moonpool.runtime.schedule import callers  # noqa: F401 - teaches ThreadWaiter
+from moonpool.runtime.schedule.lane import ThreadWaiter
 
 EACH = 8
 
 
-class Queued:
-    """A scheduler that queues a request: the thread waits for the bell of its waiter."""
-
-    def __init__(self) -> None:
-        # What the last reference to this one takes along.
-        self.held = [np.ones(1000) for _ in range(10)]
-
-    def enter(self, request: InferenceRequest) -> None:
-        """Answer as a scheduler whose instances are all busy."""
-
-
 class Ending:
-    """Waits in its destructor, which runs in a destructor of the form."""
+    """Waits in its destructor, which runs in a compiled frame."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -51,34 +35,19 @@ class Ending:
         self.lock.acquire()
 
 
-class Refused:
-    """A scheduler that returns what is no execution, which the form drops."""
-
-    def __init__(self, ending: list[Any]) -> None:
-        self.ending = ending
-
-    def enter(self, _: InferenceRequest) -> Any:
-        return self.ending.pop()
-
-
-def wait_for_bell(requests: list[InferenceRequest]) -> None:
-    request = InferenceRequest.__new__(InferenceRequest)
-    requests.append(request)
-    forms.outcome(Queued(), request)
-
-
 def wait_in_destructor(endings: list[Any]) -> None:
-    forms.outcome(Refused(endings), InferenceRequest.__new__(InferenceRequest))
+    waiter = ThreadWaiter()
+    waiter.outcome = endings.pop()
+    waiter.resolve(None)
 
 
 def port_on(channel: Channel) -> RuntimePort:
     conversation = Conversation(channel, Side.RUNTIME, Overflow(), Kind.LOADED)
-    return RuntimePort(conversation, None, None, deque(), {})
+    return RuntimePort(conversation, None, None, deque(), deque(), {})
 
 
 def main() -> None:
-    learn(Channel)
-    requests: list[InferenceRequest] = []
+    waiters = [ThreadWaiter() for _ in range(EACH)]
     endings = [Ending() for _ in range(EACH)]
     locks = [each.lock for each in endings]
     begun = [each.is_ending for each in endings]
@@ -87,16 +56,13 @@ def main() -> None:
     threading.excepthook = lambda _: None
     for channel in channels:
         threading.Thread(target=port_on(channel).wait, daemon=True).start()
-    for _ in range(EACH):
-        threading.Thread(target=wait_for_bell, args=(requests,), daemon=True).start()
+    for waiter in waiters:
+        threading.Thread(target=waiter.wait, args=(None, None), daemon=True).start()
         threading.Thread(target=wait_in_destructor, args=(endings,), daemon=True).start()
     for each in begun:
         each.wait()
-    while len(requests) < EACH or not all(getattr(each, "waiter", None) for each in requests):
-        os.sched_yield()
     # All of them wake right before the end. All of this is in C, so this thread keeps the interpreter's lock from here on.
-    bells = [request.waiter._bell for request in requests]  # type: ignore[attr-defined]
-    requests.clear()
+    bells = [waiter._bell for waiter in waiters]
     sends = [theirs.send for _, theirs in pairs]
     atexit.register(
         partial(deque, map(partial.__call__, map(partial, sends, repeat(b"packet"))), 0)

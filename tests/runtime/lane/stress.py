@@ -1,6 +1,6 @@
 """Uses one runtime from threads of many kinds at once.
 
-A program, for a run under the sanitizer for threads: PORT FORMS FOLDER SECONDS.
+A program, for a run under the sanitizer for threads: PORT FOLDER SECONDS.
 """
 
 from __future__ import annotations
@@ -154,11 +154,9 @@ def main(folder: Path, seconds: float) -> None:
 
 if __name__ == "__main__":
     port = replaced("moonpool.ipc.port._port", sys.argv[1])
-    quick = replaced("moonpool.runtime.quick._quick", sys.argv[2])
-    main(Path(sys.argv[3]), float(sys.argv[4]))
-    counts = {**quick.counts(), **port.counts()}
-    # Threads do not tie themselves here, and no model is an ensemble.
-    unused = [n for n, count in counts.items() if not count and n not in ("tie", "chain_step")]
+    main(Path(sys.argv[2]), float(sys.argv[3]))
+    counts = port.counts()
+    unused = [name for name, count in counts.items() if not count]
     if unused:
         raise SystemExit(f"forms that were not used: {', '.join(unused)}")
     sys.stdout.write(f"done {counts}\n")

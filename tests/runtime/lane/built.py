@@ -20,7 +20,6 @@ from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.extension import checksum
 from moonpool.ipc.messages import Kind, Side
 from moonpool.ipc.port import RuntimePort
-from moonpool.runtime import quick
 
 PACKAGE = Path(moonpool.__path__[0])
 # To optimize takes the compiler more than twice as long, and hides from the sanitizers what it leaves out.
@@ -31,26 +30,28 @@ FLAGS += ["-Wl,--wrap=__gxx_personality_v0", "-DPy_LIMITED_API=0x030B0000"]
 
 def skip_without_forms() -> None:
     """Skip where moonpool was installed without a compiler, or is to go without what was compiled."""
-    if quick.forms is None:
-        pytest.skip("the quick forms are not built: python setup.py build_ext --inplace")
+    if port.compiled is None:
+        pytest.skip("nothing is compiled here: python setup.py build_ext --inplace")
 
 
 def counts() -> dict[str, int]:
-    """Return how often each quick form and each method of the compiled port did its work."""
-    return {**quick.forms.counts(), **port.compiled.counts()}
+    """Return how often each method of the compiled port did its work."""
+    counted: dict[str, int] = port.compiled.counts()
+    return counted
 
 
 def port_on(channel: Channel) -> RuntimePort:
     """Return the port of a channel that nothing else belongs to."""
     conversation = Conversation(channel, Side.RUNTIME, Overflow(), Kind.LOADED)
-    return RuntimePort(conversation, None, None, deque(), {})
+    return RuntimePort(conversation, None, None, deque(), deque(), {})
+
+
+PORT = ("ipc/port/_port", ("answer", "channel", "codec", "msgpack", "place"))
+"""The compiled port, and what it needs of the core."""
 
 
 def sanitized(
-    folder: Path,
-    sanitizers: str,
-    module: str = "runtime/quick/_quick",
-    core: Sequence[str] = ("channel", "codec", "msgpack"),
+    folder: Path, sanitizers: str, module: str = PORT[0], core: Sequence[str] = PORT[1]
 ) -> tuple[Path, str]:
     """Compile an extension with these sanitizers. Returns the module, and the LD_PRELOAD for a program that imports it."""
     libraries = sanitizer_libraries([f"lib{name}.so" for name in LIBRARIES[sanitizers]])
@@ -89,9 +90,6 @@ def _in_cpp(source: Path, name: str, folder: Path) -> Path:
     return target
 
 
-CORE = ("answer", "channel", "codec", "msgpack", "place")
-PORT = ("ipc/port/_port", CORE)
-"""The compiled port of the runtime, and what it needs of the core."""
-STUB_PORT = ("stub/peers/_stub_port", CORE)
+STUB_PORT = ("stub/peers/_stub_port", PORT[1])
 """That of a stub."""
 LIBRARIES = {"address,undefined": ("asan", "ubsan"), "thread": ("tsan",)}

@@ -1,0 +1,1 @@
+# `chain.py` is compiled as it is.

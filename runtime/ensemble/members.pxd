@@ -1,0 +1,1 @@
+# `members.py` is compiled as it is.

@@ -1,0 +1,1 @@
+# `scheduler.py` is compiled as it is.

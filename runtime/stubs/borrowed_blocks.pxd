@@ -1,0 +1,1 @@
+# `borrowed_blocks.py` is compiled as it is.

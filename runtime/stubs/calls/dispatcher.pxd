@@ -1,0 +1,1 @@
+# `dispatcher.py` is compiled as it is.

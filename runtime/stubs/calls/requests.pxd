@@ -1,0 +1,1 @@
+# `requests.py` is compiled as it is.

@@ -1,0 +1,1 @@
+# `usual.py` is compiled as it is.
