@@ -32,7 +32,7 @@ from moonpool.ipc.cuda.lane import Lane
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.runtime.model.gpus import usable_gpus
 from moonpool.runtime.model.states import Residence
-from moonpool.runtime.quick import forms as forms
+from moonpool.runtime.schedule.lane import IS_COMPILED as IS_COMPILED
 
 QUESTION = "What does a tensor on a GPU cost on its way to a model and back?"
 SIZES = {
@@ -52,7 +52,7 @@ _TIMEOUT_S = 20.0
 _ASK_S = 3.0
 _MOST_ROUNDS = 40
 # A form of the code is part of a figure's name, as both may be in one table.
-_FORM = "" if forms is not None else ", pure Python"
+_FORM = "" if IS_COMPILED else ", pure Python"
 
 
 class Pace(NamedTuple):

@@ -246,7 +246,7 @@ def _compiled() -> None:
         record(f"compiled forms in use by a {process}", bool(files) or None, " ".join(files))
     names = (
         "ipc._copy",
-        "runtime.quick._quick",
+        "runtime.schedule._lane",
         "stub.peers._stub_port",
         "runtime.server.grpc._http2",
     )

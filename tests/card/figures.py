@@ -87,7 +87,7 @@ def measure(part: str) -> None:
         return
     where = device(0)
     recorder = Recorder(part, is_judged=not is_fake(where.name))
-    form = "Python alone" if gpu.forms is None else "compiled forms"
+    form = "compiled" if gpu.IS_COMPILED else "Python alone"
     report = Report("gpu", gpu.QUESTION, False, recorder.hear)
     report.note(f"{where.name}; {gpu.driver_in_words()}; {form}.")
     with nodes_known() if part == "strict" else contextlib.nullcontext():

@@ -156,7 +156,7 @@ def test_every_stage_runs_through(whole: Visit) -> None:
 def test_compiled_forms_and_packages_are_in_use(whole: Visit) -> None:
     for name in (
         "ipc._copy",
-        "runtime.quick._quick",
+        "runtime.schedule._lane",
         "runtime.server.grpc._http2",
         "stub.peers._stub_port",
     ):
@@ -174,7 +174,7 @@ def test_without_the_folder_it_goes_on_in_pure_python(bare: Visit) -> None:
     assert bare.ok("prepared folder") is None
     assert bare.ok("compiled forms in use by a runtime") is None
     assert bare.ok("compiled forms in use by a stub") is None
-    assert bare.ok("compiled runtime.quick._quick") is None
+    assert bare.ok("compiled runtime.schedule._lane") is None
     assert {bare.ok(f"package {package}") for package in prepared.PACKAGES} == {None}
     assert bare.ok("moonpool sandbox") is True
     assert bare.ok("step tests/gpu/test_driver.py") is True

@@ -96,7 +96,6 @@ def test_a_stub_of_another_python_loads_compiled_code(
         ("MOONPOOL_PURE", "yes"),
         ("MOONPOOL_LOOK_US", "-1"),
         ("MOONPOOL_LOOK_US", "1001"),
-        ("MOONPOOL_TIE_CALLERS", "no"),
     ],
 )
 def test_a_variable_with_a_wrong_value_is_refused(

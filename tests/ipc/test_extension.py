@@ -14,7 +14,7 @@ from moonpool.ipc import extension
 NAMES = (
     "moonpool.ipc._copy",
     "moonpool.ipc.port._port",
-    "moonpool.runtime.quick._quick",
+    "moonpool.runtime.schedule._lane",
     "moonpool.runtime.server.grpc._http2",
     "moonpool.stub.peers._stub_port",
 )

@@ -723,8 +723,6 @@ def hardened(options: ModelOptions) -> ModelOptions:
 
 # Variables of the runtime's environment, for all models. How many microseconds a side looks for the next packet before it blocks.
 LOOK_US = "MOONPOOL_LOOK_US"
-# If many threads that wait for quick models may do so on one core.
-TIE_CALLERS = "MOONPOOL_TIE_CALLERS"
 _MOST_LOOK_US = 1000
 
 
@@ -754,14 +752,6 @@ def look_us() -> int:
             f"must be a number from 0 to {_MOST_LOOK_US}, not {text!r}", field=LOOK_US
         )
     return int(text)
-
-
-def ties_callers() -> bool:
-    """Return True if many threads that wait may do so on one core. Raises `ConfigError` for a wrong value of MOONPOOL_TIE_CALLERS."""
-    text = os.environ.get(TIE_CALLERS) or "0"
-    if text not in ("0", "1"):
-        raise ConfigError(f"must be 0 or 1, not {text!r}", field=TIE_CALLERS)
-    return text == "1"
 
 
 def options_table() -> str:
@@ -801,9 +791,6 @@ def options_table() -> str:
         " best-effort and strict. An installation without a compiler does so anyway. |",
         f"| `{LOOK_US}` | microseconds, 0 to {_MOST_LOOK_US} | 30 | The time for which a process looks for the next message before it sleeps, if"
         " the last one came within that time and from another processor. 0 switches it off. |",
-        f"| `{TIE_CALLERS}` | 0, 1 | 0 | While more than six threads wait in `Runtime.infer` for models that take less than a millisecond,"
-        " those that begin to wait do so on one processor (1). They have all of theirs again when the call returns. Threads and processes that a callback"
-        " or finalizer starts meanwhile inherit the one processor. |",
     ]
     lines += ["", "<!-- Made by `python -m moonpool.runtime.model.config.options`. -->", ""]
     return "\n".join(lines)
