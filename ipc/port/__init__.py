@@ -17,6 +17,7 @@ What belongs to the driver of a link is the port's, too: one thread at a time ha
 from __future__ import annotations
 
 import struct
+from _thread import allocate_lock
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -152,6 +153,31 @@ class RequestBase:
         self.response: Any = None
 
 
+class LentBlocks:
+    """Blocks that a stub has, as far as a port changes them. `BorrowedBlocks` says what each is for."""
+
+    def __init__(self, first: Any) -> None:
+        self.first = first
+        self.lock = allocate_lock()
+        # Lent for the present batch, by their places.
+        self.lent: list[Any] = []
+        # Memory of clients that outputs of this batch may go to.
+        self.targets: list[Any] = []
+        # Blocks of earlier batches that nobody looks at, by their sizes.
+        self.spares: dict[int, Any] = {}
+
+
+class ExecutingBatch:
+    """The batch that a stub has, as far as a port changes it. `Replies` says more."""
+
+    def __init__(self) -> None:
+        self.lock = allocate_lock()
+        # Its number and its requests, 0 for none.
+        self.executing: tuple[int, Sequence[Any]] = (0, ())
+        # The requests in it which already had their last response, by index.
+        self.ended: set[int] = set()
+
+
 class Spec:
     """The inputs of a model, by which usual requests are checked. In Python, no request is usual here."""
 
@@ -248,9 +274,11 @@ PythonRequest, PythonPort = RequestBase, RuntimePort
 # The compiled forms, None if there are none.
 compiled: Any = load_if_there("moonpool.ipc.port._port") if is_wanted() else None
 if not TYPE_CHECKING and compiled is not None:
-    Shapes, RequestBase, Spec, RuntimePort = (
+    Shapes, RequestBase, LentBlocks, ExecutingBatch, Spec, RuntimePort = (
         compiled.Shapes,
         compiled.RequestBase,
+        compiled.LentBlocks,
+        compiled.ExecutingBatch,
         compiled.Spec,
         compiled.RuntimePort,
     )

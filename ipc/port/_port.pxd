@@ -101,6 +101,19 @@ cdef class RequestBase:
     cdef public bint fills_place, has_views, is_cancelled, left, takes_devices, wants_wire
 
 
+cdef class LentBlocks:
+    cdef object __weakref__
+    cdef public object first, lock
+    cdef public list lent, targets
+    cdef public dict spares
+
+
+cdef class ExecutingBatch:
+    cdef public object lock
+    cdef public tuple executing
+    cdef public set ended
+
+
 cdef class LaneEnd:
     """What the lane calls of a port. The head of `RuntimePort` in `__init__.py` says what each does."""
 

@@ -21,7 +21,9 @@ from libc.string cimport memcpy
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
-from _thread import get_ident
+from moonpool.ipc.slots._slots cimport SlotChannel
+
+from _thread import allocate_lock, get_ident
 
 import numpy as np
 
@@ -61,6 +63,7 @@ cdef object _ndarray = np.ndarray
 cdef object _u1 = np.dtype(np.uint8)
 cdef object _object = np.dtype(np.object_)
 cdef object _nowhere = {}
+cdef tuple _no_batch = (0, ())
 # By datatype; None for those that are looked up at their first use, and for strings.
 cdef list _descrs = [DTYPES[code] if code in DTYPES else None for code in range(15)]
 cdef int _BYTES = BYTES
@@ -160,6 +163,17 @@ cdef class RequestBase:
         self.details = details
         if details is not None:
             self.priority, self.timeout_us = details.priority, details.timeout_us
+
+
+cdef class LentBlocks:
+    def __init__(self, first):
+        self.first, self.lock = first, allocate_lock()
+        self.lent, self.targets, self.spares = [], [], {}
+
+
+cdef class ExecutingBatch:
+    def __init__(self):
+        self.lock, self.executing, self.ended = allocate_lock(), _no_batch, set()
 
 
 cdef struct Wanted:
@@ -332,7 +346,7 @@ cdef strings(raw, tuple shape, uint64_t count):
 cdef class Elsewhere:
     """The tensors of a batch that are not copied: blocks that others wrote, and places where clients want outputs."""
 
-    cdef object _blocks
+    cdef LentBlocks _blocks
     # Rows of EXECUTE: region, offset and size of each, for targets behind request and output.
     cdef list lent, targets
 
@@ -376,7 +390,10 @@ cdef class LaneEnd:
 cdef class RuntimePort(LaneEnd):
     """The runtime's end of a work channel."""
 
-    cdef object _conversation, _inbox, _fileno, _blocks, _replies, _released, _given_back, _regions, _release
+    cdef object _conversation, _inbox, _fileno, _released, _given_back, _release
+    cdef LentBlocks _blocks
+    cdef ExecutingBatch _replies
+    cdef dict _regions
     cdef public object batch, begun, core, is_plain
     cdef public int64_t look_ns, rests
     cdef list _names
@@ -389,8 +406,8 @@ cdef class RuntimePort(LaneEnd):
     cdef Writer _message, _packed, _room
     cdef object _apart_region
     cdef Block _apart_block
-    # The channel if it is in memory, else None, and its methods.
-    cdef object _slots, _send, _wait_in_memory
+    # The channel if it is in memory, else None.
+    cdef SlotChannel _slots
 
     def __cinit__(self):
         self._layout = self._apart = NULL
@@ -410,7 +427,6 @@ cdef class RuntimePort(LaneEnd):
 
     def use(self, slots):
         self._inbox, self._fileno, self._slots = slots.inbox, slots.descriptor, slots
-        self._send, self._wait_in_memory = slots.send, slots.wait
 
     def serve(self, names, look_ns):
         self._names, self.look_ns = list(names), look_ns
@@ -665,7 +681,7 @@ cdef class RuntimePort(LaneEnd):
         if self._slots is None:
             return c_send(self._fileno(), bytes_of.data(), bytes_of.size(),
                           MSG_DONTWAIT | MSG_NOSIGNAL) == <ssize_t>bytes_of.size()
-        self._send(PyBytes_FromStringAndSize(bytes_of.data(), bytes_of.size()))
+        self._slots.put(bytes_of)
         return True
 
     # Waiting
@@ -692,7 +708,7 @@ cdef class RuntimePort(LaneEnd):
         if self._slots is not None:
             if not sleeps:
                 return self._slots.look(self.look_ns)
-            self._wait_in_memory(0, self.look_ns)
+            self._slots.wait(0, self.look_ns)
             _counts.wait += 1
             return True
         cdef uint64_t here = current_core(), its = self.core
@@ -708,7 +724,7 @@ cdef class RuntimePort(LaneEnd):
     cdef bint _wait(self, int64_t look_ns, bint* is_there, bint sleeps) except -1:
         inbox = self._inbox
         if self._slots is not None:
-            self._wait_in_memory()
+            self._slots.wait()
             _counts.wait += 1
             return True
         if len(inbox):
@@ -793,12 +809,12 @@ cdef class RuntimePort(LaneEnd):
         cdef list answers = [self._response(self._layout, i, requests[i], leases) for i in range(len(requests))]
         self._conversation.turn = self._conversation.after[_ANSWER]
         self.core = self._answer.core
-        replies = self._replies
+        cdef ExecutingBatch replies = self._replies
         # A thread that holds the lock may be about to note that a request ended.
         if replies.ended or replies.lock.locked():
             replies.answered(None)
         else:
-            replies.executing = (0, ())
+            replies.executing = _no_batch
         self._end()
         _counts.take += 1
         return answers
@@ -806,7 +822,7 @@ cdef class RuntimePort(LaneEnd):
     cdef bint _receive(self, inbox) except -1:
         """Take a packet from the channel, where it is already."""
         if self._slots is not None:
-            self._wait_in_memory(AT_ONCE)
+            self._slots.wait(AT_ONCE)
             return len(inbox) > 0
         cdef char* room = <char*>malloc(ROOM)
         if room == NULL:
@@ -843,7 +859,7 @@ cdef class RuntimePort(LaneEnd):
 
     cdef _lent(self, Block block):
         """Return a lease on a block that was lent for the batch, or None if it lies elsewhere. Calls Python's code."""
-        if block.region in <dict>self._regions or self._is_interruptible():
+        if block.region in self._regions or self._is_interruptible():
             return None
         try:
             lease = self._blocks.open(block.region, block.offset, block.size)
@@ -853,7 +869,7 @@ cdef class RuntimePort(LaneEnd):
 
     cdef _region_of(self, Block block):
         """Return the region for answers that a block lies in, or None if it lies elsewhere."""
-        region = (<dict?>self._regions).get(block.region)
+        region = self._regions.get(block.region)
         # Neither number has more than 63 bits.
         if region is None or block.offset + block.size > <uint64_t>region.size_bytes or region.buffer is None:
             return None
@@ -920,13 +936,13 @@ cdef class RuntimePort(LaneEnd):
 
     cdef int _end(self) except -1:
         """Put the block of the batch aside, or have Python end it."""
-        blocks = self._blocks
+        cdef LentBlocks blocks = self._blocks
         cdef list lent = blocks.lent
         # A thread that holds the lock may be about to hold this block, too.
         if len(lent) == 1 and not blocks.targets and not blocks.lock.locked():
             block = lent[0][1]
             if type(block) is _Block and block.holds == 1 and block.region is blocks.first:
-                if (<dict>blocks.spares).setdefault(block.size_bytes, block) is block:
+                if blocks.spares.setdefault(block.size_bytes, block) is block:
                     lent.clear()
                     return 0
         blocks.end_batch(())

@@ -18,7 +18,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint64_t
 
-from moonpool.ipc.port._port cimport flag, kMaxPacketBytes, string_view
+from moonpool.ipc.port._port cimport kMaxPacketBytes, string_view
 
 import os
 
@@ -31,44 +31,12 @@ cdef extern from *:
     """
     const char* kSources
 
-cdef extern from "channel.h" namespace "moonpool":
-    cdef cppclass Descriptor:
-        Descriptor()
-        Descriptor(int)
-        int release()
-
 cdef extern from "look.h" namespace "moonpool":
     cdef cppclass Counter "std::atomic<uint64_t>":
         uint64_t load()
     cdef cppclass Looks:
         Counter made, hits
     Looks looks
-
-cdef extern from "slot.h" namespace "moonpool":
-    cdef enum Got "moonpool::Slots::Got":
-        kMessage "moonpool::Slots::Got::kMessage"
-        kNothing "moonpool::Slots::Got::kNothing"
-        kInterrupted "moonpool::Slots::Got::kInterrupted"
-        kEnded "moonpool::Slots::Got::kEnded"
-        kBroken "moonpool::Slots::Got::kBroken"
-    cdef cppclass Offer "moonpool::Slots::Offer":
-        Descriptor makers, peers, bell, ring
-    cdef cppclass Slots:
-        flag make(Offer&)
-        flag take(int, int, int, int)
-        flag is_open()
-        flag has_ended()
-        int fd()
-        flag send(string_view)
-        Got wait(int64_t, int64_t) nogil
-        Got look(int64_t) nogil
-        Got check()
-        string_view message()
-        uint64_t false_size()
-        void taken()
-        flag was_taken()
-        void end()
-        void close()
 
 SOURCES = kSources.decode()
 # A moment that has passed: for a wait that does not sleep.
@@ -82,16 +50,6 @@ def counts():
 
 cdef class SlotChannel:
     """One end of a work channel in memory. One thread at a time sends and receives; `wake` and `close` are for any."""
-
-    cdef Slots _slots
-    cdef int _inside
-    cdef bint _is_closed
-    # Nothing comes any more: the peer is gone or has broken the protocol, and that was seen.
-    cdef bint _is_over
-    # For how long `receive` looks for a message before it sleeps.
-    cdef public int64_t look_ns
-    # As in `Channel`.
-    cdef readonly object inbox
 
     def __cinit__(self):
         self.inbox = deque()
@@ -142,19 +100,24 @@ cdef class SlotChannel:
 
     def send(self, bytes packet):
         """Put a packet into the slot, and ring if the peer may be asleep. Never blocks."""
+        self.put(string_view(PyBytes_AsString(packet), PyBytes_Size(packet)))
+
+    send_waiting = send
+
+    cdef int put(self, string_view packet) except -1:
+        """Do what `send` does."""
         self._check()
-        cdef size_t size = PyBytes_Size(packet)
+        cdef size_t size = packet.size()
         if not 0 < size <= kMaxPacketBytes:
             raise LocalProtocolError(f"a packet cannot be sent: it has {size} bytes")
         if self._slots.has_ended():
             raise PeerGone("the peer closed the channel")
-        if not self._slots.send(string_view(PyBytes_AsString(packet), size)):
+        if not self._slots.send(packet):
             # A model may have closed it, and its own end of the peer's as well.
             raise PeerGone("the bell of the peer was closed")
+        return 0
 
-    send_waiting = send
-
-    def wait(self, int64_t deadline_ns=0, int64_t look_ns=0):
+    cpdef bint wait(self, int64_t deadline_ns=0, int64_t look_ns=0) except -1:
         """Wait until `receive` does not block. Returns False if that is not so at the deadline, of a monotonic clock.
 
         0 is no deadline. A signal handler may end it without loss of a packet.
@@ -180,7 +143,7 @@ cdef class SlotChannel:
         # A moment that is over is no deadline that is 0.
         return self.wait(0 if deadline is None else max(AT_ONCE, <int64_t>(<double>deadline * 1e9)))
 
-    def look(self, int64_t look_ns):
+    cpdef bint look(self, int64_t look_ns) except -1:
         """Look for a packet for a moment, where that has helped lately. Returns True if `receive` would not block."""
         cdef Got got
         if len(self.inbox) or self._is_closed or not self._slots.is_open():

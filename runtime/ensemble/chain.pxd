@@ -1,1 +1,30 @@
-# `chain.py` is compiled as it is.
+# The types of a run of a chain, for the compiled form of `chain.py`.
+cimport cython
+
+from moonpool.ipc.port._port cimport RequestBase as RequestType
+
+
+@cython.final
+cdef class ChainRun:
+    cdef object __weakref__
+    cdef public object _owner, _flow, _chain, _output, _scheduler
+    cdef public RequestType request, _request
+    cdef public list _turn, durations_ns
+    cdef public Py_ssize_t _at
+    cdef public bint interruptible, is_over
+
+    cpdef begin(self)
+    cpdef _follow(self, outcome)
+    cdef bint _goes_on_here(self) except -1
+    cdef _took(self, outcome)
+    cdef bint _broke(self, error) except -1
+    cdef _submit(self, value)
+    @cython.locals(request=RequestType)
+    cdef _send(self, member, inputs, sequence)
+    cdef _offer(self, execution)
+    cdef _deliver(self, value)
+    cpdef fail(self, error)
+    cpdef bint stop(self, driver=*) except -1
+    cdef _leave(self, driver)
+    cpdef bint appoint(self, execution) except -1
+    cpdef resolve(self, outcome)

@@ -36,7 +36,7 @@ from moonpool.runtime.ensemble.members import (
 from moonpool.runtime.ensemble.run import RunOwner, of_step
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
 from moonpool.runtime.process.threads import is_interruptible
-from moonpool.runtime.schedule.lane import Execution
+from moonpool.runtime.schedule.lane import Execution, Lane
 from moonpool.runtime.schedule.scheduler import Scheduler
 
 _IS_COMPILED = not __file__.endswith(".py")
@@ -44,11 +44,12 @@ _IS_COMPILED = not __file__.endswith(".py")
 _SUBMITTED = object()
 
 
-class ChainRun(Waiter):
-    """One request of a chain, and the caller who waits for each step."""
+class ChainRun:
+    """One request of a chain, and the caller who waits for each step: a `Waiter`, whose head says what each method is for."""
 
     # The run of a caller that an exception interrupts in it is over: it ignores what comes twice.
     may_be_told_again = _IS_COMPILED
+    may_block = takes_many = False
 
     __slots__ = (
         "_at",
@@ -247,6 +248,12 @@ class ChainRun(Waiter):
             self._scheduler.tell_cancelled(request)
 
     # The caller of the step
+
+    def gather(self, scheduler: Lane, request: InferenceRequest) -> bool:  # noqa: ARG002
+        return False
+
+    def respond(self, outcome: Outcome) -> None:
+        raise NotImplementedError
 
     def appoint(self, execution: Execution) -> bool:
         return self.request.waiter.appoint(execution)

@@ -1,1 +1,36 @@
-# `members.py` is compiled as it is.
+# The types of the models of steps, for the compiled form of `members.py`.
+cimport cython
+
+from moonpool.ipc.port._port cimport RequestBase as RequestType
+
+
+cdef class Shaping:
+    cdef object _batches, _dims, _mixed
+    cdef public bint is_mixed
+
+    cpdef fitted(self, name, array)
+
+
+@cython.final
+cdef class StepModel:
+    cdef object _asked, _outputs
+    cdef Shaping _shaping
+    cdef bint _has_strings
+    cdef object _step
+    cdef public object hosted
+
+    cpdef inputs(self, tensors)
+    @cython.locals(request=RequestType)
+    cpdef request(self, flow, inputs, sequence, RequestType asked_by)
+    cdef _ask(self, flow)
+
+
+@cython.final
+cdef class EnsembleCaller:
+    cdef object _names, _outputs, _written
+    cdef Shaping _shaping
+    cdef public object as_they_are
+
+    @cython.locals(given=dict)
+    cpdef dict given(self, RequestType request)
+    cpdef response(self, RequestType request, tensors)

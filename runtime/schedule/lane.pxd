@@ -27,7 +27,7 @@ cdef class Lane:
     @cython.locals(idle=list, queue=QueueType, now_ns=cython.longlong, execution=Execution, instance=InstanceType)
     cpdef submit(self, RequestType request)
     cpdef _let_wait(self, RequestType request, long long now_ns)
-    @cython.locals(started=list, queue=QueueType, instance=InstanceType)
+    @cython.locals(started=list, queue=QueueType, instance=InstanceType, place=cython.Py_ssize_t)
     cpdef tuple _form_in(self, idle, long long now_ns)
     @cython.locals(execution=Execution, request=RequestType, responded_ns=cython.longlong)
     cdef Execution _start(self, InstanceType instance, list batch, long long now_ns, driver)

@@ -7,7 +7,8 @@ requests have outcomes, and `ThreadWaiter` is a caller that waits on its thread.
 This module and those that it calls for usual requests (`batcher`, `request_queue`, `statistics`, the port) are compiled as they are,
 where there is a compiler. `lane.pxd` has the types, and no module has a second definition. A compiled method is one instruction as far as
 signal handlers and other threads are concerned, except where it calls what is not compiled: the hooks at the end of `Lane`, backends,
-and waiters that are no `ThreadWaiter`. `IS_COMPILED` tells.
+and waiters that are no `ThreadWaiter`. `IS_COMPILED` tells. A method that no class overrides is called by its class (`Lane.settle(self, …)`),
+which spares the compiled form a search for one that does.
 
 One lock, `_lock`, guards everything that a lane holds: the queue, the instances, the executions, the order of outcomes, and the
 statistics, except those of single responses, which only the reactor counts. It is held for bookkeeping only. Sending a batch, reading
@@ -246,15 +247,15 @@ class Lane:
                 execution = self._start(idle[-1], [request], now_ns, waiter)
                 idle.pop()
             else:
-                self._let_wait(request, now_ns)
+                Lane._let_wait(self, request, now_ns)
                 if not queue.may_form(idle):
                     return None
-                started, rejected = self._form_in(idle, now_ns)
+                started, rejected = Lane._form_in(self, idle, now_ns)
         finally:
             self._release()
         if execution is None:
-            return self._launch(started, rejected, request)
-        return execution if self._send(execution, request) else None
+            return Lane._launch(self, started, rejected, request)
+        return execution if Lane._send(self, execution, request) else None
 
     def _let_wait(self, request: InferenceRequest, now_ns: int) -> None:
         """Let a request wait. If the queue is full, count the request as rejected, and raise. Needs the lock."""
@@ -287,9 +288,10 @@ class Lane:
         started: list[Execution] = []
         if not queue.has_times:
             # Nothing to decide: what waits goes, as long as there are instances. The last one has everything in its caches.
-            for instance in reversed(idle):
-                if not queue.count:
-                    break
+            place = len(idle)
+            while queue.count and place:
+                place -= 1
+                instance = idle[place]
                 started.append(self._start(instance, queue.take(now_ns), now_ns, None))
                 self._idle.remove(instance)
             return started, []
@@ -356,7 +358,7 @@ class Lane:
                         own = execution
                 elif execution.instance.blocks:
                     self._send_apart(execution)
-                elif self._send(execution, None):
+                elif Lane._send(self, execution, None):
                     execution.appoint()
             except BaseException as error:
                 first = first or error
@@ -373,7 +375,7 @@ class Lane:
         if execution.instance.blocks and not _may_block(waiter):
             self._send_apart(execution)
             return False
-        if not self._send(execution, mine):
+        if not Lane._send(self, execution, mine):
             return False
         execution.reserve(waiter)
         return True
@@ -387,7 +389,7 @@ class Lane:
             self.reactor.call_soon(partial(self.settle, execution, outcomes))
 
     def _send_there(self, execution: Execution) -> None:
-        self._send(execution, None)
+        Lane._send(self, execution, None)
 
     def _send(self, execution: Execution, mine: InferenceRequest | None) -> bool:
         """Give a batch to its instance. Returns False if nobody has to wait for the answer.
@@ -465,7 +467,7 @@ class Lane:
             execution.drive_in_reactor()
             return
         execution.answers = answers
-        self.settle(execution, answers, answered_ns, interruptible)
+        Lane.settle(self, execution, answers, answered_ns, interruptible)
 
     def settle(
         self,
@@ -517,7 +519,7 @@ class Lane:
             if not self._is_plain:
                 started, rejected = self._form(now_ns)
             elif queue.may_form(self._idle):
-                started, rejected = self._form_in(self._idle, now_ns)
+                started, rejected = Lane._form_in(self, self._idle, now_ns)
             if execution.has_deferred or self._is_in_order:
                 resolved = self._settled(execution, answers, now_ns)
             elif not self._is_plain:
@@ -528,25 +530,25 @@ class Lane:
             self._release()
         if execution.has_traces:
             self._end_traced(execution, partial(self._tell, requests, answers, resolved))
-            self._launch(started, rejected, None)
+            Lane._launch(self, started, rejected, None)
             return
         has_next = bool(started or rejected)
         is_first = has_next and execution.was_slow(now_ns)
         if is_first:
             has_next = False
             try:
-                self._launch(started, rejected, None)
+                Lane._launch(self, started, rejected, None)
             except BaseException:
-                self._tell(requests, answers, resolved)
+                Lane._tell(self, requests, answers, resolved)
                 raise
         try:
-            self._tell(requests, answers, resolved)
+            Lane._tell(self, requests, answers, resolved)
         except BaseException:
             if has_next:
-                self._launch(started, rejected, None)
+                Lane._launch(self, started, rejected, None)
             raise
         if has_next:
-            self._launch(started, rejected, None)
+            Lane._launch(self, started, rejected, None)
 
     def _end_traced(self, execution: Execution, tell: Callable[[], object]) -> None:
         """Call `tell` between the two parts of the end of traces, whatever one of the three raises."""

@@ -13,7 +13,6 @@ before must be OPEN in the answer, since an outcome there would be a second one.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from moonpool.ipc.errors import CODES, BadTensor, RemoteProtocolError
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import Lease
 from moonpool.ipc.messages import ANSWERED, OPEN
+from moonpool.ipc.port import ExecutingBatch
 from moonpool.ipc.tensors import BYTES, decode_bytes
 from moonpool.ipc.tensors import CODES as DATATYPES
 from moonpool.runtime.errors import ModelError
@@ -243,14 +243,11 @@ Key = tuple[int, int]
 _NO_BATCH: tuple[int, Sequence[InferenceRequest]] = (0, ())
 
 
-class Replies:
+class Replies(ExecutingBatch):
     """Finds the request that a response is for. Any thread may call any method."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.executing = _NO_BATCH
-        # The requests of the batch that is executing which already had their last response, by index.
-        self.ended: set[int] = set()
+        super().__init__()
         self._open: dict[Key, InferenceRequest] = {}
         self._keys: dict[InferenceRequest, Key] = {}
 

@@ -34,7 +34,6 @@ If the driver gets no answer, nothing is freed. `close` frees all when the stub 
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -46,6 +45,7 @@ from moonpool.ipc.arena import Arena, Block, Idle, Keep, block_bytes
 from moonpool.ipc.errors import CudaUnavailable, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.memory import ALIGNMENT, SHARED_BYTES, Lease, Region, lease_of, offset_in
 from moonpool.ipc.messages import Side
+from moonpool.ipc.port import LentBlocks
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.model import budgets
 from moonpool.runtime.model.request import InferenceRequest
@@ -70,7 +70,7 @@ def _keep(_: object) -> None:
     """Do nothing. For leases that only have to keep their token alive."""
 
 
-class BorrowedBlocks:
+class BorrowedBlocks(LentBlocks):
     """The blocks that one stub has at this moment. Any thread may call any method."""
 
     # For the compiled port, which lies below that module.
@@ -91,6 +91,7 @@ class BorrowedBlocks:
         `send_region` announces a region to the stub, and `retire` makes the stub forget one. `lanes` returns the lanes to
         the stub, and makes them at the first call. It is only called if device memory is handled.
         """
+        super().__init__(first)
         self._send_region = send_region
         self._lanes = lanes
         self._retire = retire
@@ -98,26 +99,18 @@ class BorrowedBlocks:
         # Bytes of retired regions on each device, which the process may have kept. Those of a contained process count
         # until it ends.
         self._kept_on: Counter[int] = Counter()
-        self.lock = threading.Lock()
         self._arena = Arena(self._grow)
         self._arena.add(first)
         # Memory on devices that the runtime writes for the stub, by the device's number.
         self._arenas: dict[int, Arena] = {}
         self._regions: dict[int, SharedRegion | DeviceRegion] = {first.id: first}
-        self.first = first
         # True if this stub and others must not see each other's memory.
         self.is_private = first.is_private = is_private
         self._caller_memory: CallerMemory | None = None
         # Regions of others that the stub knows.
         self._announced: dict[int, SharedRegion | DeviceRegion] = {}
-        # Lent for the present batch.
-        self.lent: list[tuple[Place, Borrowed]] = []
-        # Blocks of earlier batches that nobody looks at, by their sizes.
-        self.spares: dict[int, Block] = {}
         # Kept by the model: inputs of earlier batches, and answers to its calls.
         self._kept: dict[Place, list[Borrowed]] = {}
-        # Memory of clients that outputs of this batch may go to.
-        self.targets: list[tuple[Place, Lease]] = []
         # Blocks of ours that were handed on, and whose last view was dropped.
         self._returned: deque[object] = deque()
         self._give_back: Callable[[object], object] = self._returned.append

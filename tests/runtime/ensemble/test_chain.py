@@ -9,9 +9,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from moonpool.ipc.port import Shapes
 from moonpool.runtime.ensemble.chain import ChainRun
 from moonpool.runtime.errors import ModelUnavailable
-from moonpool.runtime.model.request import Response
+from moonpool.runtime.model.request import InferenceRequest, Response
 from moonpool.runtime.process.threads import trusted_handlers
 
 X = np.zeros(1, np.float32)
@@ -42,8 +43,8 @@ class Owner:
         )
         self._member = SimpleNamespace(
             inputs=lambda inputs: inputs,
-            request=lambda *_: SimpleNamespace(),
-            hosted=SimpleNamespace(scheduler=SimpleNamespace(submit=self._submit)),
+            request=lambda *_: request_of(None),
+            hosted=SimpleNamespace(scheduler=SimpleNamespace(enter=self._submit)),
         )
 
     def member(self, number: int) -> Any:
@@ -66,13 +67,24 @@ class Owner:
         request.waiter.resolve(Response({"OUT": X}, {}))
 
 
+def request_of(waiter: Any) -> InferenceRequest:
+    request = InferenceRequest([], Shapes([], 1, None, is_shared=True))
+    request.waiter = waiter
+    return request
+
+
 def run_of(owner: Owner) -> ChainRun:
     """Make a run of three steps."""
-    waiter = SimpleNamespace(interruptible=False, gather=lambda *_: False, appoint=lambda _: True)
+    waiter = SimpleNamespace(
+        interruptible=False,
+        may_be_told_again=True,
+        gather=lambda *_: False,
+        appoint=lambda _: True,
+    )
     flow = SimpleNamespace(
         given=["IN"], chain=[(number, ("X",), "OUT") for number in range(3)], last="Y", name="e"
     )
-    return ChainRun(cast(Any, owner), cast(Any, SimpleNamespace(waiter=waiter)), cast(Any, flow))
+    return ChainRun(cast(Any, owner), request_of(waiter), cast(Any, flow))
 
 
 @pytest.mark.parametrize("answers_at_once", [False, True])
