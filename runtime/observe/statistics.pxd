@@ -17,4 +17,4 @@ cdef class Statistics:
         self, long long now_ms, long long batch_rows, long long requests, long long rows, long long success_ns,
         long long queue_ns, long long input_ns, long long infer_ns, long long output_ns,
     )
-    cdef list _of_size(self, long long rows)
+    cpdef list _of_size(self, long long rows)
