@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import pytest
 
 from moonpool.runtime.observe.statistics import Statistics, add_counts, take_counts
@@ -40,7 +42,8 @@ def test_counts_by_other_bounds_are_taken_by_them_and_shown_by_some() -> None:
     bounds = (-5, 10, 100, 1000)
     here, there = (Statistics("m", "1", bounds) for _ in range(2))
     for taken in (3, 11, 12, 99, 1001):
-        here.record_alone(1, 0, 0, 0, taken, taken)
+        here.record_batch(1000, 1, 1, 1, taken, 0, 0, taken, 0)
+        here.by_duration[bisect_left(bounds, taken)] += 1
     counts = take_counts(here)
     assert counts is not None
     assert here.by_duration == [0] * 5

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.runtime.observe.distributions import LatencySummaries
 from moonpool.runtime.observe.statistics import (
-    DURATION_BOUNDS_NS,
     MOST_BATCH_SIZES,
     Statistics,
-    take_counts,
 )
 
 counts = st.integers(0, 1000)
@@ -107,33 +103,12 @@ def test_callers_who_choose_sizes_fill_no_memory_with_them() -> None:
     statistics = Statistics("m", "1")
     for rows in range(1, 6001):
         statistics.record_batch(7, rows, 1, rows, 1, 1, 1, 1, 1)
-        statistics.record_alone(rows + 10_000, 1, 2, 3, 4, 5)
+        statistics.record_batch(7, rows + 10_000, 1, rows, 1, 1, 1, 1, 1)
     assert statistics.success_count == 12_000
     assert len(statistics.snapshot()["batch_stats"]) == MOST_BATCH_SIZES
     # Those that are there are counted on.
     statistics.record_batch(7, 1, 1, 1, 1, 1, 1, 1, 1)
     assert statistics.batch_sizes()[1] == 2
-
-
-@given(st.lists(st.tuples(st.integers(1, 4), *[st.integers(0, 10**9)] * 5)))
-def test_a_request_alone_counts_as_a_batch_of_one(
-    done: list[tuple[int, int, int, int, int, int]],
-) -> None:
-    alone, batched = Statistics("m", "1"), Statistics("m", "1")
-    alone.summaries, batched.summaries = LatencySummaries(), LatencySummaries()
-    for rows, *times in done:
-        queued, started, sent, answered, now = sorted(times)
-        alone.record_alone(rows, queued, started, sent, answered, now)
-        parts = now - queued, started - queued, sent - started, answered - sent, now - answered
-        batched.record_batch(alone.last_inference_ms, rows, 1, rows, *parts)
-        batched.by_duration[bisect_left(DURATION_BOUNDS_NS, now - queued)] += 1
-        batched.summaries.request.add(now - queued)
-        batched.summaries.queue.add(started - queued)
-    assert alone.snapshot() == batched.snapshot()
-    for name in LatencySummaries.__slots__:
-        one, other = (getattr(each.summaries, name) for each in (alone, batched))
-        assert repr(one.samples((), (0.5, 0.99))) == repr(other.samples((), (0.5, 0.99)))
-    assert take_counts(alone) == take_counts(batched)
 
 
 @given(executions)
