@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moonpool.runtime.quick import forms
 from tests.runtime.recorder import tensor
 from tests.runtime.scripted import KiB, Pair
 
@@ -68,11 +67,6 @@ class Counting(UsualCalls):
         return usual
 
 
-# In Python, where a class of its own keeps the quick forms away, and by the quick forms where they are built.
-WAYS = [Counting, *([UsualCalls] if forms is not None else [])]
-BOTH_FORMS = pytest.mark.parametrize("way", WAYS)
-
-
 class Desk:
     """A dispatcher by one of both ways, with the stub's end of its channel. It is also all models, and their scheduler."""
 
@@ -101,8 +95,6 @@ class Desk:
         models: Any = self
         self.dispatcher = CallDispatcher(ours, self.pair.link, reactor, models, models, limiter)
         self.usual = self.dispatcher._usual = way(self.pair.link, models)
-        before = {} if forms is None else forms.counts()
-        self._before = before.get("serve_call", 0), before.get("answer_call", 0)
         self.dispatcher.watch(
             lambda _, text: self.breaches.append(text),
             lambda: None,
@@ -132,17 +124,7 @@ class Desk:
         self.dispatcher._ready()
 
     def answer(self, outcome: Outcome) -> None:
-        waiter = self.requests.pop(0).waiter
-        # As a quick form of the scheduler does it.
-        if forms is None or not forms.answer_call(waiter, outcome):
-            waiter.resolve(outcome)
-
-    def counts(self) -> tuple[int, int]:
-        """Return the numbers of calls and of replies that were usual so far."""
-        if isinstance(self.usual, Counting):
-            return self.usual.asked, self.usual.replied
-        counts = forms.counts()
-        return counts["serve_call"] - self._before[0], counts["answer_call"] - self._before[1]
+        self.requests.pop(0).waiter.resolve(outcome)
 
     def told(self) -> list[Any]:
         """Return what was sent to the stub. Regions are called by their order, as their numbers are new in each desk."""
@@ -189,9 +171,9 @@ class Desk:
         self.pair.close()
 
 
-@pytest.fixture(params=WAYS)
-def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
-    made = Desk(request.param)
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    made = Desk(Counting)
     yield made
     made.close()
 
@@ -231,7 +213,8 @@ def test_a_call_like_an_earlier_one_is_usual_and_so_is_its_reply(desk: Desk) -> 
     for number in range(1, 5):
         desk.ask(*infer(desk, number))
         desk.answer(response())
-    assert desk.counts() == (3, 3)
+    assert isinstance(desk.usual, Counting)
+    assert (desk.usual.asked, desk.usual.replied) == (3, 3)
     assert len(desk.told()) == 4
     assert desk.breaches == desk.lines == []
 
@@ -242,7 +225,8 @@ def test_a_model_that_was_loaded_anew_is_asked_by_its_new_signature(desk: Desk) 
     desk.signature = Signature(CONFIG)
     for number in (3, 4):
         desk.ask(*infer(desk, number))
-    assert desk.counts()[0] == 2
+    assert isinstance(desk.usual, Counting)
+    assert desk.usual.asked == 2
     assert len(desk.usual._asks._known) == 1
     assert len(desk.requests) == 4
 
@@ -336,13 +320,10 @@ def act(desk: Desk, action: str, what: Any) -> None:
         desk.ask(Kind.LET_GO, [list(kept[what])] if what < len(kept) else [])
 
 
-@BOTH_FORMS
 @settings(max_examples=150, deadline=None)
 @given(steps=STEPS)
-def test_both_ways_say_and_keep_the_same(
-    way: type[UsualCalls], steps: list[tuple[str, Any]]
-) -> None:
-    desks = usual, layers = Desk(way), Desk(LayersOnly)
+def test_both_ways_say_and_keep_the_same(steps: list[tuple[str, Any]]) -> None:
+    desks = usual, layers = Desk(UsualCalls), Desk(LayersOnly)
     # A collection of garbage at a moment in between would give one of them blocks back, which an error's traceback holds.
     gc.disable()
     try:
