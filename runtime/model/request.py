@@ -192,28 +192,31 @@ class Waiter(Protocol):
 
     __slots__ = ()
     # True if a backend that blocks may execute on the thread that submits the request.
-    may_block = False
+    may_block: bool = False
     # True if signal handlers run on the thread of this caller. They may raise anywhere in the code that it runs here.
-    interruptible = False
+    interruptible: bool = False
     # True if it does no harm to call `resolve` again, with the same outcome, wherever a signal handler has raised in it.
-    may_be_told_again = False
+    may_be_told_again: bool = False
     # True if this caller takes more than one response, which decoupled models may give.
-    takes_many = False
+    takes_many: bool = False
 
     def gather(self, scheduler: Any, request: InferenceRequest) -> bool:  # noqa: ARG002 - as `appoint`
         """Return True if this caller submits a request that follows from its own to `scheduler` later, with others. From any thread."""
         return False
 
-    def respond(self, outcome: Outcome) -> None:
-        """Take a response that is not the last. Called on the reactor's thread; must not block."""
-        raise NotImplementedError
+    def respond(self, outcome: Outcome) -> None:  # noqa: ARG002 - as `appoint`
+        """Take a response that is not the last. Called on the reactor's thread; must not block.
 
-    def resolve(self, outcome: Outcome | None) -> None:
+        Nobody calls it for a caller who takes one response only.
+        """
+        raise TypeError(f"{type(self).__name__} takes one response only")
+
+    def resolve(self, outcome: Outcome | None) -> None:  # noqa: ARG002 - as `appoint`
         """Take the outcome. It is None only for a caller who takes many, and means that no more comes.
 
         Called once, from any thread.
         """
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} waits for no outcome")
 
     def appoint(self, execution: Any) -> bool:  # noqa: ARG002 - what the others use
         """Return True if this caller will drive the execution, an `Execution` of the scheduler. Called from any thread."""

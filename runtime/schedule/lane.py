@@ -596,7 +596,7 @@ class Lane:
                 first = first or error
                 # A signal handler may have cut it.
                 if waiter.may_be_told_again:
-                    self.reactor.soon.append(partial(waiter.resolve, answers[i]))
+                    self.reactor.soon.append(partial(waiter.resolve, answers[i]))  # type: ignore[arg-type]
                     self.reactor.wake()
         if first is not None:
             raise first

@@ -47,8 +47,8 @@ from moonpool.runtime.model.request import (
     WireTensor,
 )
 from moonpool.runtime.observe.statistics import CacheCounts
-from moonpool.runtime.schedule.lane import Execution
-from moonpool.runtime.schedule.scheduler import Pair, Scheduler
+from moonpool.runtime.schedule.lane import Execution, Pair
+from moonpool.runtime.schedule.scheduler import Scheduler
 
 _log = RuntimeLog("moonpool")
 _NO_DETAILS = Details()

@@ -125,7 +125,7 @@ class SlotTable(Generic[R]):
 
     __slots__ = ("is_retiring", "limit", "order", "queue", "slots")
 
-    def __init__(self, order: int, limit: int, queue: Queue[R] | None) -> None:
+    def __init__(self, order: int, limit: int, queue: Queue | None) -> None:
         self.order = order
         self.limit = limit
         # Only as many as were ever used, up to the limit.
@@ -159,7 +159,7 @@ class SlotTable(Generic[R]):
                 batch.append(head)
         return batch, None
 
-    def oldest(self, queue: Queue[R], now_ns: int) -> tuple[list[R | None], int | None]:
+    def oldest(self, queue: Queue, now_ns: int) -> tuple[list[R | None], int | None]:
         """Return the oldest requests for a batch, or the time to look again."""
         formation = form(queue, now_ns, 1)
         return [*chain(*formation.batches)], formation.wake_at_ns
@@ -385,7 +385,7 @@ class Sequencer(Generic[R, S]):
         if instance in self._tables:
             return
         batching = self._batching
-        queue: Queue[R] | None = None
+        queue: Queue | None = None
         if not batching.is_direct:
             policy = DynamicBatching(batching.preferred_batch_sizes, batching.max_queue_delay_us)
             queue = Queue(self._max_batch_size, policy)

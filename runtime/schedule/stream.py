@@ -30,7 +30,8 @@ from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, 
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.schedule.backlog import ResponseBacklog, held_bytes
 from moonpool.runtime.schedule.callers import response_of, submit_to_reactor
-from moonpool.runtime.schedule.scheduler import LEAVE_S, Scheduler
+from moonpool.runtime.schedule.lane import LEAVE_S
+from moonpool.runtime.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
     import asyncio

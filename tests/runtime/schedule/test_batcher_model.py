@@ -221,17 +221,17 @@ class QueueAgainstPlainModel(RuleBasedStateMachine):
 
     @rule(idle=st.integers(0, 3))
     def form(self, idle: int) -> None:
-        formation = form(self.queue, self.now_ns, idle)
-        assert formation == self.plain.form(self.now_ns, idle)
+        batches, expired, wake_at_ns = form(self.queue, self.now_ns, idle)
+        assert (batches, expired, wake_at_ns) == self.plain.form(self.now_ns, idle)
         assert len(self.queue) == len(self.plain.items)
         assert self.queue.rows == sum(item.request.batch_size for item in self.plain.items)
-        for batch in formation.batches:
+        for batch in batches:
             assert sum(request.batch_size for request in batch) <= self.size
             assert len({request.signature for request in batch}) == 1
-        if formation.wake_at_ns is not None:
-            assert formation.wake_at_ns > self.now_ns
+        if wake_at_ns is not None:
+            assert wake_at_ns > self.now_ns
         elif len(self.queue):
-            assert len(formation.batches) == idle, "requests wait for a delay that never ends"
+            assert len(batches) == idle, "requests wait for a delay that never ends"
 
     @rule()
     def drain(self) -> None:
