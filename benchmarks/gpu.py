@@ -28,7 +28,7 @@ from benchmarks.peer.torch_device_queues import TorchDeviceQueues
 from benchmarks.report import Report, main
 from benchmarks.rounds import Series, calls_in_turns, in_turns
 from moonpool.ipc.cuda.device import Device, device
-from moonpool.ipc.cuda.lane import Lane
+from moonpool.ipc.cuda.lane import DeviceLane
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.runtime.model.gpus import usable_gpus
 from moonpool.runtime.model.states import Residence
@@ -156,7 +156,7 @@ class BareCopy:
     """A copy on the device that nothing else has to do with, until it is done."""
 
     def __init__(self, where: Device, size: int) -> None:
-        self._lane, self._size = Lane(where), size
+        self._lane, self._size = DeviceLane(where), size
         self._regions = [DeviceRegion.create(number, size, where) for number in (1, 2)]
 
     def __call__(self) -> None:

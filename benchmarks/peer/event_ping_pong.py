@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from moonpool.ipc.cuda.device import Device, device
-from moonpool.ipc.cuda.lane import Lane
+from moonpool.ipc.cuda.lane import DeviceLane
 
 _TIMEOUT_S = 60.0
 
@@ -20,7 +20,7 @@ class EventPingPong:
         """Raises OSError, `CudaError`; TimeoutError if the other process does not start."""
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._end.settimeout(_TIMEOUT_S)
-        self._lane = Lane(here)
+        self._lane = DeviceLane(here)
         command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(here.ordinal)]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
@@ -52,7 +52,7 @@ def _handle(packet: bytes) -> bytes:
 def answer(fd: int, ordinal: int) -> None:
     """Answer in the other process."""
     end = socket.socket(fileno=fd)
-    lane = Lane(device(ordinal))
+    lane = DeviceLane(device(ordinal))
     with contextlib.closing(end), contextlib.closing(lane):
         lane.meet(_handle(end.recv(256)))
         end.send(lane.handle or b"-")

@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 
 # The seconds that work of a process may take after the process has ended.
 _GRACE_S = 1.0
-_lanes: WeakValueDictionary[int, Lane] = WeakValueDictionary()
+_lanes: WeakValueDictionary[int, DeviceLane] = WeakValueDictionary()
 
 
-def lane_of(stream: int) -> Lane | None:
+def lane_of(stream: int) -> DeviceLane | None:
     """Return the lane of a stream, or None if the stream is no lane's."""
     return _lanes.get(stream)
 
@@ -65,7 +65,7 @@ def order(device: Device, first: int, then: int) -> None:
     (device if lane is None else lane.device).order(first, then)
 
 
-class Lane:
+class DeviceLane:
     """A stream and an event for one peer on one device. Thread-safe. Raises `CudaError` if the driver refuses.
 
     The stream lives as long as the lane is referred to, even after `close`.
@@ -145,7 +145,7 @@ class Lane:
             raise _died()
         self.device.order(self.stream, stream)
 
-    def follow(self, other: Lane) -> None:
+    def follow(self, other: DeviceLane) -> None:
         """Let this lane wait for another one, when one peer's output goes to another peer."""
         other.enter(self.stream)
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from moonpool.ipc.cuda import driver as api
 from moonpool.ipc.cuda.device import Device
-from moonpool.ipc.cuda.lane import Lane, lane_of, order
+from moonpool.ipc.cuda.lane import DeviceLane, lane_of, order
 from moonpool.ipc.errors import (
     Closed,
     CudaError,
@@ -58,12 +58,12 @@ class Mapping:
         self.size_bytes = size_bytes
         self._origin = origin
         # All lanes of its leases.
-        self.lanes: set[Lane] = set()
+        self.lanes: set[DeviceLane] = set()
         # Events for the work of users of leases without a lane, with their devices.
         self._marked: deque[tuple[Device, list[int]]] = deque()
         self._is_marked = False
 
-    def wait_for(self, stream: int, lane: Lane | None) -> None:
+    def wait_for(self, stream: int, lane: DeviceLane | None) -> None:
         """Keep the memory mapped until the work queued on a stream until now is done. Raises `CudaError`.
 
         The stream is the device's, or on the device of `lane`.
@@ -119,7 +119,7 @@ class DeviceLease:
         size_bytes: int,
         give_back: Callable[[object], object],
         token: object,
-        lane: Lane | None,
+        lane: DeviceLane | None,
     ) -> None:
         """Called by `DeviceRegion.lease` only."""
         self.mapping = region.open()
@@ -132,7 +132,7 @@ class DeviceLease:
         self.lane = lane
         # For each user: the stream that may touch the block, with its lane if it belongs to one. The stream of the lease's own lane
         # is not among them.
-        self.users: dict[object, tuple[int, Lane | None]] = {}
+        self.users: dict[object, tuple[int, DeviceLane | None]] = {}
         self.give_back = give_back
         self.token = token
 
@@ -167,7 +167,7 @@ class DeviceLease:
         """The streams that may touch it, without that of its own lane."""
         return {stream for stream, _ in list(self.users.values())}
 
-    def _order(self, stream: int, lane: Lane | None) -> None:
+    def _order(self, stream: int, lane: DeviceLane | None) -> None:
         """Let the next user of the block wait for the work queued on a stream until now."""
         if self.lane is None:
             self.mapping.wait_for(stream, lane)
@@ -293,7 +293,7 @@ class DeviceRegion(Region):
         size_bytes: int,
         give_back: Callable[[object], object],
         token: object,
-        lane: Lane | None = None,
+        lane: DeviceLane | None = None,
     ) -> DeviceLease:
         """Return a lease on a block, which the lane orders. The memory stays mapped while the lease lives, even after `close`.
 

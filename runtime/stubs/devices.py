@@ -2,7 +2,7 @@
 
 Nothing else imports this module before device memory is handled, since it loads the driver's bindings.
 
-Theory of operation. Work on a device is queued, so a block may be handed over while work on it is still to be done. A `Lane` is a
+Theory of operation. Work on a device is queued, so a block may be handed over while work on it is still to be done. A `DeviceLane` is a
 stream and an event for each side on one device. Once there is a lane, every message that could name blocks there, or give
 some back, is a fence: `publish` before it is sent, `receive` after it was read. That takes some microseconds, and no thread
 waits for a device.
@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from moonpool.ipc.arena import Arena, Block, growth_bytes
 from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.device import device
-from moonpool.ipc.cuda.lane import Lane
+from moonpool.ipc.cuda.lane import DeviceLane
 from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
 from moonpool.ipc.errors import (
     Closed,
@@ -67,7 +67,7 @@ class Lanes:
         # The thread that reads control messages to find an event, 0 for none.
         self._looking = 0
         self._gpus = gpus
-        self._lanes: dict[int, Lane] = {}
+        self._lanes: dict[int, DeviceLane] = {}
         # The devices whose event the stub has sent.
         self._met: set[int] = set()
         self._changed = threading.Condition()
@@ -91,7 +91,7 @@ class Lanes:
         """Return the device, or another one if the stub does not see it."""
         return gpu if self._gpus is None or gpu in self._gpus else self._gpus[0]
 
-    def lane(self, gpu: int) -> Lane:
+    def lane(self, gpu: int) -> DeviceLane:
         """Return the lane on a device that the stub sees. The first call makes it and sends EVENT.
 
         Raises `CudaUnavailable`, `CudaError`.
@@ -110,7 +110,7 @@ class Lanes:
                             f"device {gpu} ({where.name}) does not share memory by descriptor ({where.why_no_descriptors}), "
                             "and a contained model needs that; use tensors in ordinary memory, or MOONPOOL_SANDBOX: standard"
                         )
-                    lane = Lane(where, shares_events=self._gpus is None)
+                    lane = DeviceLane(where, shares_events=self._gpus is None)
                     self._send_event(number, lane.handle)
                     self._lanes[gpu] = lane
         return lane
@@ -153,7 +153,7 @@ class Lanes:
             if gpu in self._met:
                 lane.receive()
 
-    def met(self, gpu: int) -> Lane:
+    def met(self, gpu: int) -> DeviceLane:
         """Return the lane for a block that the stub names. Raises `RemoteProtocolError` if it has not sent its event."""
         if gpu not in self._met and not self._is_closed:
             raise RemoteProtocolError(f"a block on device {self.number_of(gpu)} ahead of its EVENT")
@@ -233,7 +233,7 @@ class DeviceCallerMemory:
         self._regions: list[DeviceRegion] = []
         self._arena = Arena(self._create)
         # Has no peer. It orders the work of those who have the same block one after the other.
-        self._lane = Lane(device(gpu), shares_events=False)
+        self._lane = DeviceLane(device(gpu), shares_events=False)
         # Blocks whose arrays are gone, appended by the thread that dropped the last of them.
         self._returned: deque[object] = deque()
         self._give_back: Callable[[object], object] = self._returned.append

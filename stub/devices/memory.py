@@ -1,7 +1,7 @@
 """Shares memory on devices with one peer: allocates blocks, and orders the work of both processes on them.
 
 Theory of operation. Blocks, places and arenas work as in ordinary memory, with one arena for each device. In addition each device
-has a `Lane`, in which all copies of ours are queued. When a call returns, the device may not have done the work yet. So a process
+has a `DeviceLane`, in which all copies of ours are queued. When a call returns, the device may not have done the work yet. So a process
 that names a block in a message, or gives one back, calls `publish` before it sends, and the process that gets the message calls
 `receive` before it touches the block. `publish` records an event after all work so far, `receive` makes the device wait for the
 peer's event: the device keeps the order, and no thread waits. EVENT carries the handles of these events. The runtime sends its own
@@ -25,7 +25,7 @@ from weakref import ref
 from moonpool.ipc.arena import Arena, Block
 from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.device import device
-from moonpool.ipc.cuda.lane import Lane
+from moonpool.ipc.cuda.lane import DeviceLane
 from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
 from moonpool.ipc.errors import CudaError, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.memory import Lease, Region
@@ -46,7 +46,7 @@ class DeviceMemory:
         self._grow = grow
         self._send = send
         self._arenas: dict[int, Arena] = {}
-        self._lanes: dict[int, Lane] = {}
+        self._lanes: dict[int, DeviceLane] = {}
         # Devices whose EVENT has come.
         self._met: set[int] = set()
         self._changed = threading.Condition()
@@ -59,14 +59,14 @@ class DeviceMemory:
 
     # Order
 
-    def lane(self, ordinal: int) -> Lane:
+    def lane(self, ordinal: int) -> DeviceLane:
         """Return the lane of a device. Raises `CudaUnavailable`, `CudaError`."""
         lane = self._lanes.get(ordinal)
         if lane is None:
             with self._changed:
                 lane = self._lanes.get(ordinal)
                 if lane is None:
-                    lane = self._lanes[ordinal] = Lane(device(ordinal))
+                    lane = self._lanes[ordinal] = DeviceLane(device(ordinal))
         return lane
 
     def meet(self, ordinal: int, handle: bytes) -> None:
@@ -86,7 +86,7 @@ class DeviceMemory:
             self._met.add(ordinal)
             self._changed.notify_all()
 
-    def receive(self, ordinal: int) -> Lane:
+    def receive(self, ordinal: int) -> DeviceLane:
         """Order our work after the peer's. To be called after a message that names or gives back blocks on a device."""
         if ordinal not in self._met:
             with self._changed:

@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 from moonpool.ipc.cuda import device as devices
 from moonpool.ipc.cuda import driver
 from moonpool.ipc.cuda.device import Device, device
-from moonpool.ipc.cuda.lane import Lane
+from moonpool.ipc.cuda.lane import DeviceLane
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.region import SharedRegion
 
@@ -46,7 +46,7 @@ def warm() -> None:
         pytest.skip("this machine has no GPU")
     with driven_by(driver.LIBRARY):
         here = device(0)
-        lane = Lane(here)
+        lane = DeviceLane(here)
         region = DeviceRegion.create(1, 1, here)
         shared = SharedRegion.create(2, mmap.PAGESIZE)
         here.pin(shared)

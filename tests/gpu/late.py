@@ -17,7 +17,7 @@ from tests.gpu.cards import Fake, settle
 
 from moonpool.ipc.cuda import driver
 from moonpool.ipc.cuda.device import Device, device
-from moonpool.ipc.cuda.lane import Lane
+from moonpool.ipc.cuda.lane import DeviceLane
 from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
 
 SIZE = 4096
@@ -130,6 +130,6 @@ def nobody(_: object) -> None:
     """Takes back a block."""
 
 
-def block(region: DeviceRegion, lane: Lane | None = None) -> DeviceLease:
+def block(region: DeviceRegion, lane: DeviceLane | None = None) -> DeviceLease:
     """A lease on all that tests look at."""
     return region.lease(0, SIZE, nobody, "block", lane)

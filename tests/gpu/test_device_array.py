@@ -17,7 +17,7 @@ from tests.gpu.late import SIZE, block, fill, fill_at_once, late, peek
 from moonpool.ipc import dlpack
 from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.device import Device, device
-from moonpool.ipc.cuda.lane import Lane
+from moonpool.ipc.cuda.lane import DeviceLane
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.errors import BadTensor
 from moonpool.ipc.tensors import BF16, CODES
@@ -261,7 +261,7 @@ class Producer:
 
 
 def test_a_producer_is_told_our_stream(region: DeviceRegion) -> None:
-    lane = Lane(region.device)
+    lane = DeviceLane(region.device)
     source = Producer(DeviceArray.over(block(region), 0, UINT8, (SIZE,)))
 
     assert DeviceArray.of(source, lane.stream) is not None
@@ -271,7 +271,7 @@ def test_a_producer_is_told_our_stream(region: DeviceRegion) -> None:
 
 
 def test_a_reader_s_stream_waits_for_the_lane(region: DeviceRegion) -> None:
-    lane, stream = Lane(region.device), region.device.new_stream()
+    lane, stream = DeviceLane(region.device), region.device.new_stream()
     array = DeviceArray.over(block(region, lane), 0, UINT8, (SIZE,))
     fill(region, 7, lane.stream)
 
@@ -285,7 +285,7 @@ def test_a_reader_s_stream_waits_for_the_lane(region: DeviceRegion) -> None:
 
 
 def test_a_consumer_without_a_stream_gets_the_default_one(region: DeviceRegion) -> None:
-    lane = Lane(region.device)
+    lane = DeviceLane(region.device)
     array = DeviceArray.over(block(region, lane), 0, UINT8, (SIZE,))
     fill(region, 7, lane.stream)
 
@@ -299,7 +299,7 @@ def test_a_consumer_without_a_stream_gets_the_default_one(region: DeviceRegion) 
 def test_a_consumer_that_wants_no_order_does_not_wait_and_is_waited_for(
     region: DeviceRegion,
 ) -> None:
-    lane = Lane(region.device)
+    lane = DeviceLane(region.device)
     array = DeviceArray.over(block(region, lane), 0, UINT8, (SIZE,))
     capsule = array.__dlpack__(stream=-1)
     fill(region, 7, LEGACY)
@@ -320,7 +320,7 @@ def test_a_consumer_that_wants_no_order_does_not_wait_and_is_waited_for(
 def test_a_reader_s_stream_is_named_until_he_lets_go_and_may_be_destroyed_then(
     region: DeviceRegion,
 ) -> None:
-    lane, stream = Lane(region.device), region.device.new_stream()
+    lane, stream = DeviceLane(region.device), region.device.new_stream()
     array = DeviceArray.over(block(region, lane), 0, UINT8, (SIZE,))
     assert array.lease is not None
     capsules = [array.__dlpack__(stream=stream) for _ in range(2)]
@@ -354,7 +354,7 @@ def test_a_stream_of_cupy_s_lives_as_long_as_what_was_taken_on_it(
     current = [CupyStream(region.device)]
     cuda = types.SimpleNamespace(get_current_stream=lambda _: current[0])
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
-    lane, gone = Lane(region.device), weakref.ref(current[0])
+    lane, gone = DeviceLane(region.device), weakref.ref(current[0])
     array = DeviceArray.over(block(region, lane), 0, UINT8, (SIZE,))
     capsule = array.__dlpack__(stream=current[0].ptr)
     fill(region, 7, current[0].ptr)
@@ -369,7 +369,7 @@ def test_a_stream_of_cupy_s_lives_as_long_as_what_was_taken_on_it(
 
 
 def test_a_host_copy_comes_after_all_that_was_done(region: DeviceRegion) -> None:
-    lane, stream = Lane(region.device), region.device.new_stream()
+    lane, stream = DeviceLane(region.device), region.device.new_stream()
     array = DeviceArray.over(block(region, lane), 0, UINT8, (SIZE,))
     array.enter(stream)
     fill(region, 7, stream)
@@ -380,7 +380,7 @@ def test_a_host_copy_comes_after_all_that_was_done(region: DeviceRegion) -> None
 
 
 def test_settled_is_what_nothing_is_done_to_any_more(region: DeviceRegion) -> None:
-    lane = Lane(region.device)
+    lane = DeviceLane(region.device)
     array = DeviceArray.over(block(region, lane), 0, UINT8, (SIZE,))
     fill(region, 7, lane.stream)
 
@@ -391,7 +391,7 @@ def test_settled_is_what_nothing_is_done_to_any_more(region: DeviceRegion) -> No
 
 
 def test_a_writer_goes_on_after_its_readers(region: DeviceRegion) -> None:
-    lane, stream = Lane(region.device), region.device.new_stream()
+    lane, stream = DeviceLane(region.device), region.device.new_stream()
     array = DeviceArray.over(block(region), 0, UINT8, (SIZE,))
     array.enter(stream)
     array.enter(lane.stream)
@@ -407,7 +407,7 @@ def test_a_writer_goes_on_after_its_readers(region: DeviceRegion) -> None:
 
 
 def test_the_owner_of_foreign_memory_goes_on_after_our_copy(region: DeviceRegion) -> None:
-    lane, stream = Lane(region.device), region.device.new_stream()
+    lane, stream = DeviceLane(region.device), region.device.new_stream()
     own = DeviceArray.over(block(region), 0, UINT8, (SIZE,))
     array = DeviceArray.of(Interface(own, typestr="|u1", stream=stream))
     assert array is not None

@@ -12,7 +12,7 @@ from tests.gpu.late import nobody
 
 from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.device import device
-from moonpool.ipc.cuda.lane import Lane
+from moonpool.ipc.cuda.lane import DeviceLane
 from moonpool.ipc.cuda.region import DeviceRegion
 
 
@@ -118,7 +118,7 @@ def test_many_threads_order_and_copy_at_the_same_time(fake: Fake) -> None:
     wrong: list[int] = []
 
     def work(number: int) -> None:
-        lane, offset = Lane(here), number * 8192
+        lane, offset = DeviceLane(here), number * 8192
         for turn in range(20):
             lease = region.lease(offset, 4096, nobody, turn, lane)
             lane.from_host(lease.address, np.full(4096, turn, np.uint8), wait=False)
@@ -140,7 +140,7 @@ def test_many_threads_order_and_copy_at_the_same_time(fake: Fake) -> None:
 
 def test_a_thousand_rounds_leave_nothing_behind(fake: Fake) -> None:
     here = device(0)
-    lane = Lane(here)
+    lane = DeviceLane(here)
     region = DeviceRegion.create(7, 1 << 20, here)
 
     def round_trip() -> None:
@@ -170,7 +170,7 @@ def test_blocks_and_lanes_of_two_devices_keep_their_order(fake: Fake) -> None:
         import ctypes
         from moonpool.ipc.cuda.array import DeviceArray
         from moonpool.ipc.cuda.device import device
-        from moonpool.ipc.cuda.lane import Lane
+        from moonpool.ipc.cuda.lane import DeviceLane
         from moonpool.ipc.cuda.region import DeviceRegion
 
         def late(work):
@@ -187,7 +187,7 @@ def test_blocks_and_lanes_of_two_devices_keep_their_order(fake: Fake) -> None:
             return DeviceArray.over(region.lease(0, 64, lambda _: None, None, lane), 0, 2, (64,))
 
         here, there = device(0), device(1)
-        near, far = Lane(here), Lane(there)
+        near, far = DeviceLane(here), DeviceLane(there)
         regions = [DeviceRegion.create(number, 4096, each) for number, each in enumerate((here, there))]
         source, target = array_of(regions[0], near), array_of(regions[1], far)
         stream = here.new_stream()

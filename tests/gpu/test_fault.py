@@ -25,14 +25,14 @@ def test_memory_released_after_a_fault_causes_no_error(fake: Fake) -> None:
         import ctypes, sys
         from moonpool.ipc.cuda.array import DeviceArray
         from moonpool.ipc.cuda.device import device
-        from moonpool.ipc.cuda.lane import Lane
+        from moonpool.ipc.cuda.lane import DeviceLane
         from moonpool.ipc.cuda.region import DeviceRegion
         from moonpool.ipc.errors import CudaError
         from moonpool.ipc.region import SharedRegion
 
         sys.unraisablehook = lambda said: print(said.exc_value)
         here = device(0)
-        region, lane = DeviceRegion.create(7, 4096, here), Lane(here)
+        region, lane = DeviceRegion.create(7, 4096, here), DeviceLane(here)
         pinned = SharedRegion.create(8, 4096)
         print(here.pin(pinned))
         array = DeviceArray.over(region.lease(0, 64, print, "given back", lane), 0, 2, (64,))

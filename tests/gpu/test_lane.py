@@ -14,15 +14,15 @@ from tests.gpu.late import SIZE, block, fill, fill_at_once, host_waits, peek
 
 from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.device import device
-from moonpool.ipc.cuda.lane import Lane, lane_of
+from moonpool.ipc.cuda.lane import DeviceLane, lane_of
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.errors import CudaError
 from moonpool.ipc.region import SharedRegion
 
 
 @pytest.fixture
-def lane(region: DeviceRegion) -> Iterator[Lane]:
-    made = Lane(region.device)
+def lane(region: DeviceRegion) -> Iterator[DeviceLane]:
+    made = DeviceLane(region.device)
     yield made
     made.close()
 
@@ -61,7 +61,7 @@ def test_a_stream_waits_for_another_one_and_nobody_else_does(
 
 
 def test_publish_comes_after_the_named_streams(
-    region: DeviceRegion, lane: Lane, stream: int
+    region: DeviceRegion, lane: DeviceLane, stream: int
 ) -> None:
     fill(region, 7, stream)
 
@@ -72,7 +72,7 @@ def test_publish_comes_after_the_named_streams(
 
 
 def test_publish_comes_after_the_streams_of_dropped_leases(
-    region: DeviceRegion, lane: Lane, stream: int
+    region: DeviceRegion, lane: DeviceLane, stream: int
 ) -> None:
     lease = block(region, lane)
     lease.use(stream)
@@ -86,7 +86,7 @@ def test_publish_comes_after_the_streams_of_dropped_leases(
 
 
 def test_a_stream_that_enters_a_lease_comes_after_all_others(
-    region: DeviceRegion, lane: Lane, stream: int
+    region: DeviceRegion, lane: DeviceLane, stream: int
 ) -> None:
     other = region.device.new_stream()
     lease = block(region, lane)
@@ -101,7 +101,7 @@ def test_a_stream_that_enters_a_lease_comes_after_all_others(
 
 
 def test_a_block_that_is_used_again_waits_for_its_last_user(
-    region: DeviceRegion, lane: Lane, stream: int
+    region: DeviceRegion, lane: DeviceLane, stream: int
 ) -> None:
     other = region.device.new_stream()
     lease = block(region, lane)
@@ -120,7 +120,7 @@ def test_a_block_that_is_used_again_waits_for_its_last_user(
 
 
 def test_a_copy_of_the_lane_s_own_into_a_block_waits_for_its_last_user(
-    region: DeviceRegion, lane: Lane, stream: int
+    region: DeviceRegion, lane: DeviceLane, stream: int
 ) -> None:
     lease = block(region, lane)
     lease.use(stream)
@@ -137,8 +137,8 @@ def test_a_copy_of_the_lane_s_own_into_a_block_waits_for_its_last_user(
     assert peek(region) == 8
 
 
-def test_a_lane_follows_another_one(region: DeviceRegion, lane: Lane) -> None:
-    other = Lane(region.device)
+def test_a_lane_follows_another_one(region: DeviceRegion, lane: DeviceLane) -> None:
+    other = DeviceLane(region.device)
     fill(region, 7, other.stream)
 
     lane.follow(other)
@@ -147,7 +147,9 @@ def test_a_lane_follows_another_one(region: DeviceRegion, lane: Lane) -> None:
     assert peek(region) == 7
 
 
-def test_publishing_waits_where_events_are_not_shared(region: DeviceRegion, lane: Lane) -> None:
+def test_publishing_waits_where_events_are_not_shared(
+    region: DeviceRegion, lane: DeviceLane
+) -> None:
     lane.meet(b"")
     fill(region, 7, lane.stream)
 
@@ -159,7 +161,9 @@ def test_publishing_waits_where_events_are_not_shared(region: DeviceRegion, lane
 
 @pytest.mark.promise("Device memory", "A peer sees bytes that were …")
 @pytest.mark.usefixtures("very_late")
-def test_publishing_does_not_wait_where_events_are_shared(region: DeviceRegion, lane: Lane) -> None:
+def test_publishing_does_not_wait_where_events_are_shared(
+    region: DeviceRegion, lane: DeviceLane
+) -> None:
     waits = host_waits(region.device)
     fill(region, 7, lane.stream)
 
@@ -173,16 +177,16 @@ def test_publishing_does_not_wait_where_events_are_shared(region: DeviceRegion, 
 def test_where_events_cannot_be_made_for_others_there_is_no_handle(fake: Fake) -> None:
     program = """
         from moonpool.ipc.cuda.device import device
-        from moonpool.ipc.cuda.lane import Lane
-        lane = Lane(device(0))
-        print(lane.handle, len(Lane(device(0), shares_events=False).handle))
+        from moonpool.ipc.cuda.lane import DeviceLane
+        lane = DeviceLane(device(0))
+        print(lane.handle, len(DeviceLane(device(0), shares_events=False).handle))
         """
 
     assert fake.run(program, FAKE_CUDA_NO_EVENTS=1) == "b'' 0"
 
 
 @pytest.mark.parametrize("handle", [b"x" * 64, b"x" * 63, b"x"])
-def test_a_handle_that_is_no_event_s_is_refused(lane: Lane, handle: bytes) -> None:
+def test_a_handle_that_is_no_event_s_is_refused(lane: DeviceLane, handle: bytes) -> None:
     with pytest.raises(CudaError):
         lane.meet(handle)
 
@@ -191,7 +195,7 @@ def test_a_handle_that_is_no_event_s_is_refused(lane: Lane, handle: bytes) -> No
 
 
 def test_copies_from_and_to_ordinary_memory_wait_unless_told_not_to(
-    region: DeviceRegion, lane: Lane
+    region: DeviceRegion, lane: DeviceLane
 ) -> None:
     there = np.arange(SIZE, dtype=np.uint8)
     back = np.zeros(SIZE, np.uint8)
@@ -202,7 +206,9 @@ def test_copies_from_and_to_ordinary_memory_wait_unless_told_not_to(
     assert back.tolist() == there.tolist()
 
 
-def test_a_copy_into_pinned_memory_is_done_after_finish(region: DeviceRegion, lane: Lane) -> None:
+def test_a_copy_into_pinned_memory_is_done_after_finish(
+    region: DeviceRegion, lane: DeviceLane
+) -> None:
     shared = SharedRegion.create(8, 1 << 16)
     assert region.device.pin(shared)
     assert region.device.pin(shared)
@@ -221,7 +227,9 @@ def test_a_copy_into_pinned_memory_is_done_after_finish(region: DeviceRegion, la
         here.driver.cuMemHostUnregister(address)
 
 
-def test_a_kept_source_is_released_when_the_copy_is_done(region: DeviceRegion, lane: Lane) -> None:
+def test_a_kept_source_is_released_when_the_copy_is_done(
+    region: DeviceRegion, lane: DeviceLane
+) -> None:
     class Source:
         """Something to be kept."""
 
@@ -239,7 +247,7 @@ def test_a_kept_source_is_released_when_the_copy_is_done(region: DeviceRegion, l
 
 
 def test_the_stream_of_a_lane_lives_as_long_as_leases_that_used_it(region: DeviceRegion) -> None:
-    lane = Lane(region.device)
+    lane = DeviceLane(region.device)
     stream = lane.stream
     lease = block(region)
     lease.use(stream)
@@ -261,7 +269,7 @@ def test_the_stream_of_a_lane_lives_as_long_as_leases_that_used_it(region: Devic
 def test_memory_is_unmapped_when_all_that_was_queued_for_it_is_done(
     fake_region: DeviceRegion,
 ) -> None:
-    region, lane = fake_region, Lane(fake_region.device)
+    region, lane = fake_region, DeviceLane(fake_region.device)
     here, address = region.device, region.address
     lease = block(region, lane)
     array = DeviceArray.over(lease, 0, 2, (SIZE,))
@@ -286,7 +294,7 @@ def test_a_stream_that_was_destroyed_too_early_breaks_nobody_else_s_work(
     fake_region: DeviceRegion,
 ) -> None:
     """The fake driver notices the destroyed stream. A real one takes any address for a stream."""
-    region, lane = fake_region, Lane(fake_region.device)
+    region, lane = fake_region, DeviceLane(fake_region.device)
     destroyed = region.device.new_stream()
     first, second = block(region, lane), block(region)
     first.use(destroyed)
@@ -305,7 +313,7 @@ def test_a_lease_that_is_collected_together_with_its_lane_gives_its_memory_back(
     where = device(0)
 
     def live_after_a_cycle() -> dict[str, int]:
-        lane, region = Lane(where), DeviceRegion.create(9, SIZE, where)
+        lane, region = DeviceLane(where), DeviceRegion.create(9, SIZE, where)
         cycle: list[object] = [lane, block(region, lane)]
         cycle.append(cycle)
         region.close()

@@ -12,7 +12,7 @@ from tests.gpu.libraries import imported
 
 from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.device import device
-from moonpool.ipc.cuda.lane import Lane
+from moonpool.ipc.cuda.lane import DeviceLane
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.tensors import CODES
 
@@ -82,7 +82,7 @@ def region(card: None) -> Iterator[DeviceRegion]:  # noqa: ARG001 - it drives th
     made.close()
 
 
-def array_in(region: DeviceRegion, lane: Lane | None = None) -> DeviceArray:
+def array_in(region: DeviceRegion, lane: DeviceLane | None = None) -> DeviceArray:
     return DeviceArray.over(block(region, lane), 0, FP32, (COUNT,))
 
 
@@ -116,7 +116,7 @@ def test_a_library_s_array_is_seen_without_a_copy(library: Library) -> None:
 
 
 def test_a_library_s_stream_waits_for_our_lane(region: DeviceRegion, library: Library) -> None:
-    lane = Lane(region.device)
+    lane = DeviceLane(region.device)
     array = array_in(region, lane)
     stream = library.new_stream()
     with late(region.device, lane.stream):
@@ -130,7 +130,7 @@ def test_a_library_s_stream_waits_for_our_lane(region: DeviceRegion, library: Li
 
 
 def test_our_lane_waits_for_a_library_s_stream(region: DeviceRegion, library: Library) -> None:
-    lane = Lane(region.device)
+    lane = DeviceLane(region.device)
     stream = library.new_stream()
     with stream:
         with late(region.device, library.number(stream)):

@@ -20,7 +20,7 @@ from tests.gpu.late import SIZE, fill, fill_at_once, is_fake, peek
 
 from moonpool.ipc.cuda import driver
 from moonpool.ipc.cuda.device import Device
-from moonpool.ipc.cuda.lane import Lane
+from moonpool.ipc.cuda.lane import DeviceLane
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.errors import CudaError
 
@@ -35,7 +35,7 @@ if sys.argv[2] != "0":
     os.setresgid(*[int(sys.argv[2])] * 3)
     os.setresuid(*[int(sys.argv[2])] * 3)
 from moonpool.ipc.cuda.device import device
-from moonpool.ipc.cuda.lane import Lane
+from moonpool.ipc.cuda.lane import DeviceLane
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.errors import MoonpoolError
 
@@ -44,7 +44,7 @@ packet, fds, _, _ = socket.recv_fds(end, 4096, 1)
 size, handle, memory = eval(packet)
 here = device(0)
 region = DeviceRegion.adopt(7, size, here, fds[0] if fds else -1, memory)
-lane = Lane(here)
+lane = DeviceLane(here)
 try:
     lane.meet(handle)
 except MoonpoolError:
@@ -70,7 +70,7 @@ class Peer:
     def __init__(self, region: DeviceRegion, environment: dict[str, str], user: int) -> None:
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._end.settimeout(60)
-        self.lane = Lane(region.device)
+        self.lane = DeviceLane(region.device)
         lines = f"import sys\nsys.path[:] = {sys.path!r}\n{PEER}"
         self.process = subprocess.Popen(
             [sys.executable, "-c", lines, str(theirs.fileno()), str(user)],

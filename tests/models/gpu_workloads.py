@@ -15,11 +15,11 @@ PTX = b""".version 7.0
 
 def driver():
     from moonpool.ipc.cuda.device import device
-    from moonpool.ipc.cuda.lane import Lane
+    from moonpool.ipc.cuda.lane import DeviceLane
     from moonpool.ipc.cuda.region import DeviceRegion
 
     here = device(0)
-    lane = Lane(here)
+    lane = DeviceLane(here)
     region = DeviceRegion.create(1, here.rounded(1), here)
     region.read(0, 1)
     pages = mmap.mmap(-1, 1 << 20)
