@@ -246,14 +246,6 @@ class Arena:
         else:
             self._extents[block.region.id].give(block, *steps)
 
-    def release_at(self, region_id: int, offset: int, *steps: Callable[[], object]) -> bool:
-        """Release the block in use that begins at this offset, as `release` does. Returns False, and does nothing, if none does."""
-        block = self.find(region_id, offset)
-        if block is None:
-            return False
-        self.release(block, *steps)
-        return True
-
     def idle(self) -> dict[int, int]:
         """Return the regions after the first that have no blocks, each with the number of blocks that it ever had.
 

@@ -59,6 +59,21 @@ def test_every_thread_has_a_name() -> None:
     ] == []
 
 
+def test_the_page_has_each_extension() -> None:
+    setup = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    names = {node.value for node in ast.walk(setup) if isinstance(node, ast.Constant)}
+    built = {
+        name.removeprefix("moonpool.").replace(".", "/")
+        for name in names
+        if isinstance(name, str) and re.fullmatch(r"moonpool\.[\w.]+\._\w+", name)
+    }
+    text = PAGE.read_text(encoding="utf-8")
+    table = text.partition("| extension | made from | without it |\n")[2].partition("\n\n")[0]
+    rows = [row.split(" | ")[0] for row in table.splitlines()[1:]]
+
+    assert {name for row in rows for name in re.findall(r"`([\w/]+)`", row)} == built
+
+
 def storeys() -> list[set[str]]:
     """The storeys of the runtime that imports are checked against, from the highest to the lowest."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -209,7 +209,7 @@ class Scheduler(Lane):
     def _lose(self, execution: Execution, error: BaseException, *, delivered: bool) -> None:
         """Give up an execution whose instance broke. If its requests were not `delivered`, queue them again."""
         if is_interruptible():
-            # A form does this. What it meets beside moonpool's own errors comes from a signal handler.
+            # A compiled step does this. What it meets beside moonpool's own errors comes from a signal handler.
             if not isinstance(error, MoonpoolError):
                 error = CallerInterrupted(f"a signal handler raised {error!r}")
             self.reactor.call_soon(lambda: self._lose(execution, error, delivered=delivered))

@@ -108,13 +108,10 @@ class ArenaMachine(RuleBasedStateMachine):
         block.holds += 1
         return block
 
-    @rule(block=consumes(blocks), by_place=st.booleans())
-    def release(self, block: Block, by_place: bool) -> None:
+    @rule(block=consumes(blocks))
+    def release(self, block: Block) -> None:
         held = block.holds
-        if by_place:
-            assert self.arena.release_at(block.region.id, block.offset)
-        else:
-            self.arena.release(block)
+        self.arena.release(block)
 
         assert block.holds == held - 1
         if held == 1:
