@@ -246,6 +246,8 @@ _NO_BATCH: tuple[int, Sequence[InferenceRequest]] = (0, ())
 class Replies(ExecutingBatch):
     """Finds the request that a response is for. Any thread may call any method."""
 
+    executing: tuple[int, Sequence[InferenceRequest]]
+
     def __init__(self) -> None:
         super().__init__()
         self._open: dict[Key, InferenceRequest] = {}

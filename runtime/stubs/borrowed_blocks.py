@@ -73,6 +73,10 @@ def _keep(_: object) -> None:
 class BorrowedBlocks(LentBlocks):
     """The blocks that one stub has at this moment. Any thread may call any method."""
 
+    first: SharedRegion
+    lent: list[tuple[Place, Borrowed]]
+    targets: list[tuple[Place, Lease]]
+    spares: dict[int, Block]
     # For the compiled port, which lies below that module.
     interruptible = INTERRUPTIBLE
 
