@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import GetSetDescriptorType, ModuleType
 
 import moonpool
 import moonpool.errors
@@ -38,7 +38,7 @@ def members(value: object) -> Iterator[tuple[str, object]]:
     """Yield the public methods and properties that a class defines and explains."""
     if isinstance(value, type) and not issubclass(value, BaseException):
         for name, member in vars(value).items():
-            is_explained = isinstance(member, property) or callable(member)
+            is_explained = isinstance(member, property | GetSetDescriptorType) or callable(member)
             if not name.startswith("_") and is_explained and member.__doc__:
                 yield name, member
 
