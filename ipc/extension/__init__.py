@@ -1,4 +1,4 @@
-"""Finds what is compiled: the quick forms, in C++, of modules that Python has, too.
+"""Finds what is compiled: modules in Python as they are, and other forms of some, in C++ and Cython.
 
 An extension may be missing, as moonpool installs without a compiler. In a source tree it may also be older than its sources, and
 would then do what they did. So setup.py compiles a checksum of the sources into it, and it is left out where they differ. An installed
@@ -14,7 +14,9 @@ import os
 import re
 import sys
 import zlib
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 PURE = "MOONPOOL_PURE"
@@ -55,12 +57,21 @@ def compiled_from(name: str) -> list[Path]:
     return [module] if module.with_suffix(".pxd").is_file() else []
 
 
-def declarations(module: Path) -> list[Path]:
-    """Return the types of a module in Cython, and those that they refer to."""
+def needed(declarations: Path) -> list[str]:
+    """Return the extensions whose types are in these ones."""
+    text = declarations.read_text(encoding="utf-8")
+    return [
+        f"moonpool.{each}"
+        for each in re.findall(r"^from moonpool\.(\S+) cimport", text, re.MULTILINE)
+    ]
+
+
+def declarations_of(module: Path) -> list[Path]:
+    """Return the types of a module in Python, and those that they refer to."""
     found = [module.with_suffix(".pxd")]
     for file in found:
-        for name in re.findall(r"^from moonpool\.(\S+) cimport", file.read_text(), re.MULTILINE):
-            place = _PACKAGE.joinpath(*name.split("."))
+        for name in needed(file):
+            place = _PACKAGE.joinpath(*name.split(".")[1:])
             mine = [place.with_name(f"{place.name.lstrip('_')}.pxd"), place.with_suffix(".pxd")]
             found += [each for each in mine if each.is_file() and each not in found][:1]
     return found
@@ -71,24 +82,49 @@ def sources(name: str) -> list[Path]:
     place = _PACKAGE.joinpath(*name.split(".")[1:])
     shared = _PACKAGE / "ipc"
     if module := compiled_from(name):
-        return [*module, *declarations(module[0]), *sorted(shared.glob("*/*.h"))]
+        return [*module, *declarations_of(module[0]), *sorted(shared.glob("*/*.h"))]
     own = sorted(file for kind in _KINDS for file in place.parent.glob(f"{place.name}*.{kind}"))
-    parts = ("native/*.cpp", "native/*.h", "extension/*.h", "port/*.pxd")
+    parts = ("native/*.cpp", "native/*.h", "extension/*.h", "port/*.pxd", "slots/*.pxd")
     common = sorted(file for part in parts for file in shared.glob(part) if file not in own)
     return [*own, *common] if own else []
+
+
+class _Finder:
+    """Finds and loads the compiled form of a module when somebody imports the module, as `importlib` asks for it."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._found: dict[str, ModuleType] = {}
+
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+        if fullname not in self.names or not is_wanted():
+            return None
+        package, name = fullname.rpartition(".")[::2]
+        compiled = load_if_there(f"{package}._{name}")
+        if compiled is None:
+            return None
+        self._found[fullname] = compiled
+        loader: Any = self
+        return ModuleSpec(fullname, loader, origin=compiled.__file__)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._found[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: it was executed when it was found."""
+
+
+_FINDER = _Finder()
 
 
 def use_compiled(package: str, *names: str) -> None:
     """Let the compiled forms of modules of a package take their places, where they are wanted and there.
 
-    For the package, before anybody imports one of them; each after those that it imports.
+    For the package itself, before anybody imports one of them.
     """
-    for name in names if is_wanted() else ():
-        compiled = load_if_there(f"{package}._{name}")
-        if compiled is None:
-            return
-        sys.modules[f"{package}.{name}"] = compiled
-        setattr(sys.modules[package], name, compiled)
+    _FINDER.names.update(f"{package}.{name}" for name in names)
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
 
 
 def checksum(name: str) -> str:
@@ -104,14 +140,27 @@ def load(name: str) -> Any:
     # An older interpreter would load the file, as its name fits, and miss functions that it calls.
     if sys.version_info < (3, 11) or sys.implementation.name != "cpython":
         raise ImportError(f"{name} is for CPython from 3.11 on")
-    extension: Any = importlib.import_module(name)
+    # It has the types of these. Python's forms of them would not do.
+    for module in compiled_from(name):
+        for other in needed(module.with_suffix(".pxd")):
+            load(other)
+    try:
+        extension: Any = importlib.import_module(name)
+    except ImportError:
+        raise
+    except Exception as error:  # types do not fit. If Python's form fails, too, that one says why
+        raise _stale(name) from error
     expected = checksum(name)
     if expected and getattr(extension, "SOURCES", "") != expected:
-        raise _Stale(
-            f"{name} is left out, since it was not compiled from the sources beside it; compile it again: "
-            "python setup.py build_ext --inplace"
-        )
+        raise _stale(name)
     return extension
+
+
+def _stale(name: str) -> _Stale:
+    return _Stale(
+        f"{name} is left out, since it was not compiled from the sources beside it; compile it again: "
+        "python setup.py build_ext --inplace"
+    )
 
 
 def load_if_there(name: str) -> Any:

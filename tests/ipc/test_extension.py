@@ -44,8 +44,8 @@ def test_each_source_counts(name: str) -> None:
     if not files:
         pytest.skip("the sources of the extensions are not installed")
     own = name.rpartition(".")[2]
-    assert {f"{own}.cpp", f"{own}.pyx"} & set(files)
-    assert {"wire.h", "codec.cpp", "objects.h"} <= set(files)
+    assert {f"{own}.cpp", f"{own}.pyx", f"{own[1:]}.py"} & set(files)
+    assert {"wire.h", "objects.h"} <= set(files)
     assert len(set(files)) == len(files)
 
 
@@ -64,6 +64,18 @@ def test_what_is_older_than_its_sources_is_left_out(
     ]
     with pytest.raises(ImportError, match="compile it again"):
         extension.load(other)
+
+
+def test_what_has_the_types_of_one_that_is_left_out_is_left_out_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lane, statistics = "moonpool.runtime.schedule._lane", "moonpool.runtime.observe._statistics"
+    pytest.importorskip(lane, reason="moonpool was built without extensions")
+    if not extension.checksum(lane):
+        pytest.skip("the sources of the extensions are not installed")
+    monkeypatch.setattr(sys.modules[statistics], "SOURCES", "00000000")
+    with pytest.raises(ImportError, match=rf"{statistics} is left out"):
+        extension.load(lane)
 
 
 def test_what_has_no_sources_beside_it_is_taken(
