@@ -14,7 +14,7 @@ from tests.gpu.cards import Fake
 from moonpool.ipc.codec import encode, packed_list, unpack_layout
 from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.device import device
-from moonpool.ipc.cuda.lane import Lane
+from moonpool.ipc.cuda.lane import DeviceLane
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.messages import NO_DEVICE, Kind, Side
@@ -36,7 +36,7 @@ class Peer:
     def __init__(self) -> None:
         self.regions = Regions(self.hear)
         self.made: dict[int, DeviceRegion | SharedRegion] = {}
-        self.lanes: dict[int, Lane] = {}
+        self.lanes: dict[int, DeviceLane] = {}
         self.refuses = ""
         self.heard: list[tuple[object, ...]] = []
         self.requests: list[InferenceRequest] = []
@@ -51,7 +51,7 @@ class Peer:
         number = region.device.ordinal if isinstance(region, DeviceRegion) else NO_DEVICE
         handle = region.handle if isinstance(region, DeviceRegion) else b""
         if is_device and number not in self.lanes:
-            lane = self.lanes[number] = Lane(device(number))
+            lane = self.lanes[number] = DeviceLane(device(number))
             self.regions.on_devices().meet(number, lane.handle)
         fd = os.dup(region.fd)
         self.regions.arrive(fd, region.id, region.size_bytes, int(writer), number, handle)
