@@ -12,8 +12,7 @@ import pytest
 # Beginnings of the tests' names, with the file.
 TESTS = (
     # Sanitizers. `tests/fuzz` and the tests of lies run without them each time.
-    "tests/runtime/lane/test_forms.py::test_nothing_is_read_or_written_beyond_its_bounds",
-    "tests/runtime/lane/test_forms.py::test_threads_of_many_kinds_do_not_race",
+    "tests/runtime/lane/test_sanitized.py",
     "tests/server/grpc/test_sanitized.py",
     "tests/stub/peers/test_sanitized.py",
     "tests/triton/sanitized",

@@ -57,7 +57,7 @@ SECONDS = {
     "tests/runtime/cli/test_offers.py": 40,
     "tests/runtime/cli/test_tune.py": 50,
     "tests/runtime/devices/test_callers.py": 25,
-    "tests/runtime/lane/test_forms.py": 190,
+    "tests/runtime/lane/test_sanitized.py": 180,
     "tests/runtime/schedule/test_interrupts.py": 30,
     "tests/runtime/triton/test_codec.py": 20,
     "tests/runtime/triton/test_launcher.py": 50,

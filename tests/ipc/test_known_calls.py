@@ -13,11 +13,7 @@ from tests.ipc.described import messages
 from moonpool.ipc.codec import KnownCalls, calls_codec, encode
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import CALLS, Kind, Side
-from moonpool.runtime import quick
 
-# In Python, and in C++ where that is built.
-FORMS: list[Any] = [None, *([quick.forms.known_call] if quick.forms is not None else [])]
-EITHER_FORM = pytest.mark.parametrize("form", FORMS, ids=["Python", "quick"][: len(FORMS)])
 KINDS = {Kind.INFER: Side.RUNTIME, Kind.REPLY: Side.STUB}
 EITHER = pytest.mark.parametrize("kind", KINDS)
 NUMBERS = st.sampled_from([0, 1, 127, 128, 255, 256, 65535, 65536, 2**32 - 1, 2**32, 2**63 - 1])
@@ -35,33 +31,20 @@ def at(kind: Kind, field: str) -> int:
     return 1 + list(CALLS[kind].fields).index(field)
 
 
-class Quick(KnownCalls[str]):
-    """Looks with a quick form first, and in Python for what that leaves."""
-
-    def __init__(self, kind: Kind, form: Any) -> None:
-        super().__init__(kind)
-        self._form = form
-
-    def find(self, packet: bytes) -> Any:
-        found = self._form(self._begin, self._known, packet)
-        return super().find(packet) if found is NotImplemented else found
-
-
-def knowing(kind: Kind, fields: list[Any], form: Any = None) -> KnownCalls[str]:
-    known: KnownCalls[str] = KnownCalls(kind) if form is None else Quick(kind, form)
+def knowing(kind: Kind, fields: list[Any]) -> KnownCalls[str]:
+    known: KnownCalls[str] = KnownCalls(kind)
     known.learn(encode(*fields), fields, "met")
     return known
 
 
 @EITHER
-@EITHER_FORM
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_a_call_that_differs_in_number_and_blocks_alone_is_known(
-    kind: Kind, form: Any, data: st.DataObject
+    kind: Kind, data: st.DataObject
 ) -> None:
     met = data.draw(messages("calls", kind))
-    known = knowing(kind, met, form)
+    known = knowing(kind, met)
     again = list(met)
     again[1] = data.draw(NUMBERS)
     released, blocks = at(kind, "released"), at(kind, "blocks")
@@ -79,12 +62,11 @@ def test_a_call_that_differs_in_number_and_blocks_alone_is_known(
 
 
 @EITHER
-@EITHER_FORM
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_a_packet_that_is_known_is_that_message(kind: Kind, form: Any, data: st.DataObject) -> None:
+def test_a_packet_that_is_known_is_that_message(kind: Kind, data: st.DataObject) -> None:
     message = MESSAGE[kind]
-    known = knowing(kind, message, form)
+    known = knowing(kind, message)
     packet = bytearray(encode(*message))
     for _ in range(data.draw(st.integers(1, 3))):
         start = data.draw(st.integers(0, len(packet)))
@@ -105,15 +87,12 @@ def test_a_packet_that_is_known_is_that_message(kind: Kind, form: Any, data: st.
 
 
 @EITHER
-@EITHER_FORM
 @pytest.mark.parametrize(
     ("field", "value"),
     [("call", -1), ("call", "5"), ("released", [[1]]), ("blocks", [[1, 2, -3]]), ("blocks", None)],
 )
-def test_what_differs_passes_the_checks_of_the_table(
-    kind: Kind, form: Any, field: str, value: object
-) -> None:
-    known = knowing(kind, MESSAGE[kind], form)
+def test_what_differs_passes_the_checks_of_the_table(kind: Kind, field: str, value: object) -> None:
+    known = knowing(kind, MESSAGE[kind])
     packet = MESSAGE[kind].copy()
     packet[at(kind, field)] = value
     try:
@@ -125,10 +104,9 @@ def test_what_differs_passes_the_checks_of_the_table(
 
 
 @EITHER
-@EITHER_FORM
-def test_head_and_tail_may_not_overlap_or_leave_the_number_out(kind: Kind, form: Any) -> None:
+def test_head_and_tail_may_not_overlap_or_leave_the_number_out(kind: Kind) -> None:
     message = MESSAGE[kind]
-    known = knowing(kind, message, form)
+    known = knowing(kind, message)
     released = at(kind, "released")
     begin = encode(*message)[:2]
     head, tail = (encode(*part)[1:] for part in (message[2:released], message[released + 2 :]))
@@ -142,10 +120,9 @@ def test_head_and_tail_may_not_overlap_or_leave_the_number_out(kind: Kind, form:
 
 
 @EITHER
-@EITHER_FORM
-def test_calls_of_other_shapes_push_the_oldest_out(kind: Kind, form: Any) -> None:
+def test_calls_of_other_shapes_push_the_oldest_out(kind: Kind) -> None:
     message = MESSAGE[kind]
-    known = knowing(kind, message, form)
+    known = knowing(kind, message)
     place = at(kind, "inputs" if kind is Kind.INFER else "outputs")
     for count in range(2, 18):
         other = message.copy()
@@ -155,29 +132,3 @@ def test_calls_of_other_shapes_push_the_oldest_out(kind: Kind, form: Any) -> Non
         assert found is not None
         assert found[3] == str(count)
     assert known.find(encode(*message)) is None
-
-
-@EITHER
-@settings(max_examples=300, deadline=None)
-@given(data=st.data())
-def test_the_quick_form_finds_what_python_finds(kind: Kind, data: st.DataObject) -> None:
-    if quick.forms is None:
-        pytest.skip("the quick forms are not built")
-    message = MESSAGE[kind]
-    packet = bytearray(encode(*message))
-    if data.draw(st.booleans()):
-        message = message.copy()
-        message[1] = data.draw(NUMBERS)
-        message[at(kind, "released")] = data.draw(PLACES)
-        packet = bytearray(encode(*message))
-    for _ in range(data.draw(st.integers(0, 2))):
-        start = data.draw(st.integers(0, len(packet)))
-        end = data.draw(st.integers(start, min(start + 4, len(packet))))
-        packet[start:end] = data.draw(st.binary(max_size=4))
-    found: list[Any] = []
-    for form in FORMS:
-        try:
-            found.append(knowing(kind, MESSAGE[kind], form).find(bytes(packet)))
-        except RemoteProtocolError as error:
-            found.append(str(error))
-    assert found[0] == found[1]

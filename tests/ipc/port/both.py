@@ -1,4 +1,4 @@
-"""Two links to peers in the same state, which get the same packets: one goes the quick way, the other one Python's."""
+"""Two links to peers in the same state, which get the same packets: one reads them with the compiled port, the other in Python."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ODD: list[Any] = [
 class Side:
     """One link and its peer."""
 
-    def __init__(self, *, is_quick: bool, wants_wire: bool = False) -> None:
+    def __init__(self, *, is_compiled: bool, wants_wire: bool = False) -> None:
         # Both sides have regions of the same numbers, so the same bytes mean the same.
         numbers = itertools.count(1000)
         before = allotment._numbers
@@ -52,7 +52,7 @@ class Side:
             self.pair = Pair()
         finally:
             allotment._numbers = before
-        self.pair.link.port.is_plain = is_quick
+        self.pair.link.port.is_plain = is_compiled
         self._wants_wire = wants_wire
         self.requests: list[InferenceRequest] = []
 
@@ -100,11 +100,11 @@ def described(output: Any) -> tuple[Any, ...]:
     return output.dtype.str, output.shape, output.tobytes()
 
 
-class Twins:
+class Both:
     """Both sides."""
 
     def __init__(self, *, wants_wire: bool) -> None:
-        self.sides = tuple(Side(is_quick=each, wants_wire=wants_wire) for each in (True, False))
+        self.sides = tuple(Side(is_compiled=each, wants_wire=wants_wire) for each in (True, False))
 
     def usual(self, rows: int) -> list[Any]:
         """Send a batch on both sides. Returns the fields of an honest answer, which is the same for both."""
@@ -124,13 +124,13 @@ class Twins:
 
 
 @contextmanager
-def twins(*, wants_wire: bool = False) -> Iterator[Twins]:
+def both(*, wants_wire: bool = False) -> Iterator[Both]:
     """Make two sides, and close them. `wants_wire` is that of their requests."""
-    both = Twins(wants_wire=wants_wire)
+    sides = Both(wants_wire=wants_wire)
     try:
-        yield both
+        yield sides
     finally:
-        both.close()
+        sides.close()
 
 
 def packed(fields: Any) -> bytes:

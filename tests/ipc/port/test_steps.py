@@ -1,4 +1,4 @@
-"""A form looks and changes in one step, also if garbage is collected or other threads run meanwhile."""
+"""The port looks and changes in one step, also if garbage is collected or other threads run meanwhile."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 import pytest
-from tests.runtime.lane.built import port_on, skip_without_forms
-from tests.runtime.lane.twins import Side, packed
+from tests.ipc.port.both import Side, packed
+from tests.runtime.lane.built import port_on, skip_without_compiled
 from tests.waiting import wait_until
 
 from moonpool.ipc.channel import Channel
@@ -26,8 +26,8 @@ PATIENCE_S = 60.0
 
 
 @pytest.fixture(autouse=True)
-def _with_forms() -> None:
-    skip_without_forms()
+def _with_the_port() -> None:
+    skip_without_compiled()
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def collecting(interfere: Callable[[], None], number: int) -> Iterator[Callable[
 
 
 def side_with_a_known_answer() -> Side:
-    side = Side(is_quick=True)
+    side = Side(is_compiled=True)
     side.answered(packed(side.usual(4)))
     return side
 
@@ -92,7 +92,7 @@ def test_a_request_gets_no_second_outcome_while_its_answer_is_read() -> None:
         side.pair.close()
 
 
-def test_a_form_reads_from_the_channel_that_is_open_now() -> None:
+def test_the_port_reads_from_the_channel_that_is_open_now() -> None:
     """A handler closes a channel while a thread waits for a packet there, and its number becomes another stub's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel = Channel(ours)
@@ -109,7 +109,7 @@ def test_a_form_reads_from_the_channel_that_is_open_now() -> None:
             each.send(b"of another stub")
 
     with interrupting(reuse, waits) as has_run:
-        # One call into C notes that it waits, and does: a handler that finds the note runs in the form.
+        # One call into C notes that it waits, and does: a handler that finds the note runs in the port.
         waits.extend(map(type(waiting).wait, notes(waits, waiting)))
         assert has_run()
     assert waits == [True, False]
@@ -129,8 +129,8 @@ def interrupting(code: Callable[[], None], waits: list[bool]) -> Iterator[Callab
     has_run = threading.Event()
 
     def handle(_: int, frame: FrameType | None) -> None:
-        is_in_form = frame is not None and frame.f_code is not notes.__code__
-        if waits and is_in_form and not has_run.is_set():
+        is_in_port = frame is not None and frame.f_code is not notes.__code__
+        if waits and is_in_port and not has_run.is_set():
             code()
             has_run.set()
 

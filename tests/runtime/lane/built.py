@@ -28,7 +28,7 @@ FLAGS = ["-std=c++17", "-O0", "-g1", "-fPIC", "-shared", "-fno-omit-frame-pointe
 FLAGS += ["-Wl,--wrap=__gxx_personality_v0", "-DPy_LIMITED_API=0x030B0000"]
 
 
-def skip_without_forms() -> None:
+def skip_without_compiled() -> None:
     """Skip where moonpool was installed without a compiler, or is to go without what was compiled."""
     if port.compiled is None:
         pytest.skip("nothing is compiled here: python setup.py build_ext --inplace")

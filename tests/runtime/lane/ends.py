@@ -1,6 +1,6 @@
 """A program that ends while daemon threads are inside what is compiled. Nothing but its exit code says how that went.
 
-CPython up to 3.13 ends a thread that asks for the interpreter's lock at that time, in the middle of the frames of a form.
+CPython up to 3.13 ends a thread that asks for the interpreter's lock at that time, in the middle of what is compiled.
 """
 
 from __future__ import annotations

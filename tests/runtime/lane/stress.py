@@ -158,5 +158,5 @@ if __name__ == "__main__":
     counts = port.counts()
     unused = [name for name, count in counts.items() if not count]
     if unused:
-        raise SystemExit(f"forms that were not used: {', '.join(unused)}")
+        raise SystemExit(f"methods of the port that were not used: {', '.join(unused)}")
     sys.stdout.write(f"done {counts}\n")

@@ -1,4 +1,4 @@
-"""A program may end at any time, also while daemon threads are inside quick forms."""
+"""A program may end at any time, also while daemon threads are inside what is compiled."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import msgpack
 import pytest
 from tests.other_pythons import made
-from tests.runtime.lane.built import skip_without_forms
+from tests.runtime.lane.built import skip_without_compiled
 
 import moonpool
 
 PROGRAM = Path(__file__).with_name("ends.py")
 SOURCE = str(Path(next(iter(moonpool.__path__))).parent)
-# Those that have the compiled forms.
+# Those that use what is compiled.
 PYTHONS = [
     sys.executable,
     *(f"{path}/bin/python" for path in made() if int(path.name.split(".")[1]) >= 11),
@@ -28,8 +28,10 @@ PYTHONS = [
     "A program may end, and its threads with it, while requests are under way: its exit code is its own.",
 )
 @pytest.mark.parametrize("python", PYTHONS)
-def test_a_program_ends_though_threads_of_it_are_inside_forms(tmp_path: Path, python: str) -> None:
-    skip_without_forms()
+def test_a_program_ends_though_threads_of_it_are_inside_what_is_compiled(
+    tmp_path: Path, python: str
+) -> None:
+    skip_without_compiled()
     # The environments of models have numpy alone.
     (tmp_path / "msgpack").symlink_to(Path(msgpack.__file__).parent)
     for _ in range(2):
