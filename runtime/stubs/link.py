@@ -148,8 +148,7 @@ class Link(Overflow):
         self._opening = threading.Lock()
         # None until memory of devices is handled.
         self.lanes: Lanes | None = None
-        self._is_on_gpu = False
-        self._is_shared = is_shared
+        self._is_on_gpu, self._is_shared = False, is_shared
         after = Kind.LOADED if is_loaded else None
         self.conversation = Conversation(channel, Side.RUNTIME, self, after)
         self._reader = AnswerReader(is_confined=is_private)
