@@ -1,7 +1,7 @@
 """Orders the work on device memory of this process and one peer.
 
-Theory of operation. A *device lane* is a stream of our own for one peer on one device, with an event for which the peer can wait. All
-blocks that cross between the two processes are ordered through the stream:
+Theory of operation. A *device lane* is a stream of our own for one peer on one device, with an event for which the
+peer can wait. All blocks that cross between the two processes are ordered through the stream:
 
 - Before a message names blocks on the device, or releases them, `publish` makes the lane wait for the streams that
   touch them, and records the event.

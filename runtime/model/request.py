@@ -195,7 +195,7 @@ class Waiter(Protocol):
     may_block: bool = False
     # True if signal handlers run on the thread of this caller. They may raise anywhere in the code that it runs here.
     interruptible: bool = False
-    # True if it does no harm to call `resolve` again, with the same outcome, wherever a signal handler has raised in it.
+    # True if it does no harm to call `resolve` again, with the same outcome, wherever a signal handler raised in it.
     may_be_told_again: bool = False
     # True if this caller takes more than one response, which decoupled models may give.
     takes_many: bool = False

@@ -1,7 +1,7 @@
 """Callers with a future, and the outcomes that go to them.
 
-Theory of operation. A future has no thread. Cancelling it and resolving it race for the one item in `RequestFuture.leave`, and the one that pops it
-ends the future.
+Theory of operation. A future has no thread. Cancelling it and resolving it race for the one item in
+`RequestFuture.leave`, and the one that pops it ends the future.
 
 *Outcomes of futures.* Whoever ends a request serves all callers: the reactor, or a thread that drives the batch. It must take no lock that
 a caller can hold, and run no code of a caller. A future has both: its condition, which a signal handler can leave taken for good (it raises in

@@ -23,11 +23,12 @@ nothing for it.
 If one answer alone is awaited, the loop looks for it for a moment before it sleeps, as a thread does. It claims the
 execution for that time, and offers it again if the answer did not come.
 
-*Signals.* In a loop of the main thread, a signal handler may raise anywhere (`scheduler.Scheduler`). Such a loop submits and reads only with what is
-compiled, and leaves all else to the reactor. What it has claimed, it names in the `except` that surrounds the claim, and the reactor goes on with it. What it
-has not claimed can be claimed by anybody. Its tables of sockets are changed in an order in which they are right after each step. asyncio itself may lose a
-callback, if it is interrupted between taking it and calling it. So other threads wake this loop by a descriptor (`Bell`), which is reported until
-all is done.
+*Signals.* In a loop of the main thread, a signal handler may raise anywhere (`scheduler.Scheduler`). Such a loop
+submits and reads only with what is compiled, and leaves all else to the reactor. What it has claimed, it names in the
+`except` that surrounds the claim, and the reactor goes on with it. What it has not claimed can be claimed by anybody.
+Its tables of sockets are changed in an order in which they are right after each step. asyncio itself may lose a
+callback, if it is interrupted between taking it and calling it. So other threads wake this loop by a descriptor
+(`Bell`), which is reported until all is done.
 
 A stub's socket belongs to its link, which another thread may close at any time; its number can then be given to another file while
 it is still watched. So a driver duplicates the descriptor and watches the duplicate, which only it closes.

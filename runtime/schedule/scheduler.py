@@ -1,7 +1,8 @@
 """The scheduler of one model version: its lane, and all that is seldom there.
 
-Theory of operation. `lane.py` explains the lock, the instances, and who drives what. `on_lost` and `ModelInstance.recycle` take the
-supervisor's locks, which are therefore taken inside the lane's and never the other way round.
+Theory of operation. `lane.py` explains the lock, the instances, and who drives what. `on_lost` and
+`ModelInstance.recycle` take the supervisor's locks, which are therefore taken inside the lane's and never the other
+way round.
 
 *Open requests.* A model may answer a request apart from its batch. Those responses arrive on another channel, so the last
 one can come before the answer to the batch. `OpenRequests` knows both orders and counts a request once. A model may also leave a request open for

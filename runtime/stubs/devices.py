@@ -2,10 +2,10 @@
 
 Nothing else imports this module before device memory is handled, since it loads the driver's bindings.
 
-Theory of operation. Work on a device is queued, so a block may be handed over while work on it is still to be done. A `DeviceLane` is a
-stream and an event for each side on one device. Once there is a lane, every message that could name blocks there, or give
-some back, is a fence: `publish` before it is sent, `receive` after it was read. That takes some microseconds, and no thread
-waits for a device.
+Theory of operation. Work on a device is queued, so a block may be handed over while work on it is still to be done. A
+`DeviceLane` is a stream and an event for each side on one device. Once there is a lane, every message that could name
+blocks there, or give some back, is a fence: `publish` before it is sent, `receive` after it was read. That takes some
+microseconds, and no thread waits for a device.
 
 `Lanes` has a condition, `_changed`. It guards the making of a lane, so that each event is sent once, and wakes
 threads that wait for the event of the stub. The dictionaries are read without it: entries are only added.

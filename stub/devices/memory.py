@@ -1,11 +1,12 @@
 """Shares memory on devices with one peer: allocates blocks, and orders the work of both processes on them.
 
-Theory of operation. Blocks, places and arenas work as in ordinary memory, with one arena for each device. In addition each device
-has a `DeviceLane`, in which all copies of ours are queued. When a call returns, the device may not have done the work yet. So a process
-that names a block in a message, or gives one back, calls `publish` before it sends, and the process that gets the message calls
-`receive` before it touches the block. `publish` records an event after all work so far, `receive` makes the device wait for the
-peer's event: the device keeps the order, and no thread waits. EVENT carries the handles of these events. The runtime sends its own
-first, at the latest with the first region on that device, and the stub answers with its own.
+Theory of operation. Blocks, places and arenas work as in ordinary memory, with one arena for each device. In addition
+each device has a `DeviceLane`, in which all copies of ours are queued. When a call returns, the device may not have
+done the work yet. So a process that names a block in a message, or gives one back, calls `publish` before it sends,
+and the process that gets the message calls `receive` before it touches the block. `publish` records an event after
+all work so far, `receive` makes the device wait for the peer's event: the device keeps the order, and no thread
+waits. EVENT carries the handles of these events. The runtime sends its own first, at the latest with the first region
+on that device, and the stub answers with its own.
 
 `_changed`, a condition, guards the tables, and wakes a thread that waits in `receive` because a message overtook its EVENT. The
 arenas have no lock here: their user holds the turn of `Regions`. Dictionaries that another thread may fill are copied before a loop.
