@@ -1,10 +1,15 @@
-"""Compiles what is C++ into the wheel if there is a compiler, and keeps the tree's links in an sdist.
+"""Compiles the extensions and the library for tritonserver into the wheel, and keeps the tree's links in an sdist.
 
 Everything else is in pyproject.toml.
 
-Two kinds of things are compiled. Extensions are the quick forms of modules that Python has, too, so one that cannot be compiled is left out.
-They use Python's limited API and nothing of numpy's, so one wheel serves every CPython from 3.11 on. An editable installation compiles
-them into the tree. A wheel has a copy of nghttp2 where it was built with one. The library for tritonserver is no Python module; a wheel without it works for everything but Triton.
+Extensions are of three kinds. Most are modules in Python, compiled as they are by Cython: the file with the types, `a.pxd`,
+lies beside `a.py`, and `_a` is the compiled module. The ports are written in Cython and have a form in Python, too.
+What is left is for compiled code alone, or C++ that Python can do without. So moonpool works without each of them, and one
+that cannot be compiled is left out. They use Python's limited API and nothing of numpy's headers, so one wheel serves
+every CPython from 3.11 on. An editable installation compiles them into the tree.
+
+The library for tritonserver is no Python module. A wheel without it works for everything but Triton. A wheel has a copy
+of nghttp2 where it was built with one.
 """
 
 from __future__ import annotations
@@ -108,7 +113,7 @@ EXTENSIONS = [
     extension("moonpool.ipc.slots._slots", "channel", "look", "slot"),
     extension(HTTP2),
     extension("moonpool.stub.peers._stub_port", "answer", "channel", "codec", "msgpack", "place"),
-    # Modules in Python, as they are: the `.pxd` file beside each types its attributes.
+    # Modules in Python, as they are: the `.pxd` file beside each has the types of its attributes.
     extension("moonpool.runtime.ensemble._chain"),
     extension("moonpool.runtime.ensemble._members"),
     extension("moonpool.runtime.ensemble._scheduler"),
@@ -134,7 +139,7 @@ def extensions() -> list[Extension]:
         wanted += EXTENSIONS
     if wanted and missing:
         print(
-            f"moonpool is built without what is C++: there is no {' and no '.join(sorted(missing))}"
+            f"moonpool is built without compiled parts: there is no {' and no '.join(sorted(missing))}"
         )
         return []
     return wanted

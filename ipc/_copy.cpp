@@ -1,6 +1,6 @@
 // Copies large tensors into shared memory, without the interpreter's lock.
 
-#include "objects.h"
+#include "sources.h"
 
 #include "copy.h"
 

@@ -379,7 +379,7 @@ class KnownCalls(Generic[V]):
     For one thread at a time.
     """
 
-    # Where compiled forms find them (`ipc/extension/known_calls.h`).
+    # As slots, in which `stub/peers/_stub_port_known_calls.h` finds them.
     __slots__ = ("_begin", "_check", "_count", "_known")
 
     def __init__(self, kind: Kind) -> None:

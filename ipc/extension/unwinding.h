@@ -1,6 +1,6 @@
 // Makes frames of ours like frames of C for a thread that the interpreter ends.
 //
-// Theory of operation. A daemon thread may wait for the interpreter's lock inside a form while the program ends. CPython up to 3.13 then calls
+// Theory of operation. A daemon thread may wait for the interpreter's lock inside a function while the program ends. CPython up to 3.13 then calls
 // `pthread_exit`, and the C library unwinds the thread's stack. The destructors in our frames would drop references and give locks back
 // without the interpreter's lock, while the main thread takes everything down, and a frame that is `noexcept` would abort the process. Nothing
 // of a frame of C runs at that time, so nothing of ours may.

@@ -26,7 +26,7 @@
 #include <string>
 #include <string_view>
 
-#include "known_calls.h"
+#include "_stub_port_known_calls.h"
 
 namespace moonpool::python {
 namespace {

@@ -8,7 +8,7 @@
 // is used by the thread that holds `Regions._turn`.
 #pragma once
 
-#include "objects.h"  // first, as Python wants it
+#include "_stub_port_fields.h"  // first, as Python wants it
 
 #include <array>
 #include <vector>
@@ -88,7 +88,7 @@ struct Arenas {
   Field extents{"_extents"};
 };
 
-// Adds the type of `_usual_calls.cpp` to the module. Returns -1 with an error set, else 0.
+// Adds the type of `_stub_port_calls.cpp` to the module. Returns -1 with an error set, else 0.
 int add_asker(PyObject* module);
 
 class Objects {

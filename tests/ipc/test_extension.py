@@ -45,7 +45,7 @@ def test_each_source_counts(name: str) -> None:
         pytest.skip("the sources of the extensions are not installed")
     own = name.rpartition(".")[2]
     assert {f"{own}.cpp", f"{own}.pyx", f"{own[1:]}.py"} & set(files)
-    assert {"wire.h", "objects.h"} <= set(files)
+    assert {"wire.h", "sources.h"} <= set(files)
     assert len(set(files)) == len(files)
 
 

@@ -29,7 +29,7 @@
  * Floods. Frames that ask for nothing, and streams that are reset, cost little for the client and much for the server. A session has
  * a budget for each, which `replenish` refills once a second. A client that exceeds one gets GOAWAY, and nothing more of it is read.
  * Headers have a limit in bytes as they come out of the decompression; names and values beyond it are dropped unread. */
-#include "objects.h"
+#include "sources.h"
 
 #include <dlfcn.h>
 #include <stdint.h>

@@ -4,7 +4,7 @@
 // of a packet is read but the number of the call and two lists of numbers, between bytes that equal those of such a message.
 #pragma once
 
-#include "objects.h"
+#include "_stub_port_fields.h"  // first, as Python wants it
 
 #include <string_view>
 #include <vector>

@@ -1,40 +1,27 @@
-// Python's objects as the extensions see them: owned references, bytes, and attributes that are read where they lie.
+// Python's objects as the compiled part of a stub sees them: owned references, bytes, and attributes read where they lie.
 //
-// Theory of operation. The extensions work on the very objects that Python's code works on. An attribute of a class with `__slots__` is
-// one pointer at a fixed place in its instances, which the limited API does not tell. So it is found by a try: an object that is
-// nowhere else is set, and the instance is searched for it. Nothing here knows how CPython arranges slots. A place is used only in instances of
-// the class that it was found in, and of classes made from that one, which keep it. In any other object, the attribute is looked up by its name.
+// Theory of operation. It works on the very objects that Python's code works on. An attribute of a class with `__slots__`
+// is one pointer at a fixed place in its instances, which the limited API does not tell. So it is found by a try: an
+// object that is nowhere else is set, and the instance is searched for it. Nothing here knows how CPython arranges slots.
+// A place is used only in instances of the class that it was found in, and of classes made from that one, which keep it.
+// In any other object, the attribute is looked up by its name.
 //
-// An object of ours may be missing, as a class is not known yet or an attribute is not set. So what takes objects here takes a null for "not
-// there", and fails with an error set.
+// An object of ours may be missing, as a class is not known yet or an attribute is not set. So what takes objects here
+// takes a null for "not there", and fails with an error set.
 //
 // Everything here needs the interpreter's lock.
 #pragma once
 
-#ifndef Py_LIMITED_API
-#define Py_LIMITED_API 0x030B0000
-#endif
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-#include <time.h>
+#include "sources.h"  // first, as Python wants it
 
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <new>
-#include <optional>
 #include <utility>
 #include <vector>
 
-#include "clock.h"
-#include "unwinding.h"
-
 namespace moonpool::python {
-
-// Adds the checksum of the sources, by which `moonpool.ipc.extension` knows an extension that is older than they are. Whoever compiles an
-// extension passes it. Returns -1 with an error set, else 0.
-inline int add_sources(PyObject* module) { return PyModule_AddStringConstant(module, "SOURCES", MOONPOOL_SOURCES); }
 
 // Owns a reference, or none.
 class Ref {
@@ -78,8 +65,6 @@ class Bytes {
     if (is_there_) PyBuffer_Release(&view_);
   }
   explicit operator bool() const { return is_there_; }
-  // The object that they are of, borrowed.
-  PyObject* object() const { return view_.obj; }
   char* data() const { return static_cast<char*>(view_.buf); }
   int64_t size() const { return view_.len; }
 
@@ -95,62 +80,27 @@ bool fail(const char* format, Arguments... arguments) {
   return false;
 }
 
-// The error that is set, taken away so that other code may run meanwhile. There always is one: if a form failed and has set none, that is a
-// mistake of ours, and a SystemError says so.
-class Raised {
+// Keeps the error that is set while other code runs, if one is set, and puts it back. An error of that code is reported
+// and dropped.
+class KeptError {
  public:
-  Raised() {
-    fail("a form failed and set no error");
+  KeptError() {
     PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
     PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    if (traceback != nullptr && value != nullptr) PyException_SetTraceback(value, traceback);
     type_ = Ref(type);
     value_ = Ref(value);
     traceback_ = Ref(traceback);
   }
-  // The exception itself, borrowed.
-  PyObject* value() const { return value_.get(); }
-  // Sets it again. An error that came meanwhile is reported and dropped.
-  void set_again() {
+  KeptError(const KeptError&) = delete;
+  KeptError& operator=(const KeptError&) = delete;
+  ~KeptError() {
+    if (!type_) return;
     if (PyErr_Occurred()) PyErr_WriteUnraisable(nullptr);
     PyErr_Restore(type_.release(), value_.release(), traceback_.release());
   }
 
  private:
   Ref type_, value_, traceback_;
-};
-
-// Keeps the error that is set while other code runs, if one is set, and puts it back. An error of that code is reported and dropped.
-class KeptError {
- public:
-  KeptError() {
-    if (PyErr_Occurred() != nullptr) raised_.emplace();
-  }
-  KeptError(const KeptError&) = delete;
-  KeptError& operator=(const KeptError&) = delete;
-  ~KeptError() {
-    if (raised_) raised_->set_again();
-  }
-
- private:
-  std::optional<Raised> raised_;
-};
-
-// Lets no allocation collect garbage while it lives. Up to 3.11, any allocation of an object may do so, which runs destructors and lets other
-// threads run. So where a form looks at what other threads change, makes objects, and changes what it looked at, that is one step only with
-// this. Nothing may run meanwhile that waits for another thread.
-class NoCollection {
- public:
-  NoCollection() : was_enabled_(PyGC_Disable() == 1) {}
-  NoCollection(const NoCollection&) = delete;
-  NoCollection& operator=(const NoCollection&) = delete;
-  ~NoCollection() {
-    if (was_enabled_) PyGC_Enable();
-  }
-
- private:
-  const bool was_enabled_;
 };
 
 // Reads an int that fits into 64 bits. Returns false, without an error, for anything else.
@@ -183,17 +133,9 @@ class Field {
     return true;
   }
   bool set_to(PyObject* object, PyObject* borrowed) const { return set(object, Ref::to(borrowed).release()); }
-  // Return false, without an error, if there is no attribute.
-  bool is_true(PyObject* object) const { return is(object, Py_True); }
-  bool is_none(PyObject* object) const { return is(object, Py_None); }
 
  private:
   friend class Kind;
-  bool is(PyObject* object, PyObject* wanted) const {
-    const Ref value = get(object);
-    if (!value) PyErr_Clear();
-    return value.is(wanted);
-  }
   bool has_place_in(PyObject* object) const {
     return at_ != 0 && object != nullptr && (Py_TYPE(object) == owner_ || PyType_IsSubtype(Py_TYPE(object), owner_));
   }
@@ -286,12 +228,8 @@ class Kind {
     }
     return made;
   }
-  // Returns what the class makes of these arguments, empty with an error set.
-  Ref call(PyObject* arguments) const {
-    return is_known() && arguments != nullptr ? Ref(PyObject_Call(type(), arguments, nullptr)) : Ref();
-  }
   // Returns false with an error set if no class was taken in yet.
-  bool is_known() const { return type_ != nullptr || fail("a form came before a class that it makes objects of"); }
+  bool is_known() const { return type_ != nullptr || fail("there is no class yet to make an object of"); }
   PyObject* type() const { return reinterpret_cast<PyObject*>(type_); }
 
  private:
@@ -316,7 +254,7 @@ PyObject* guarded(const F& function) {
   } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
   }
-  if (!result) fail("a form failed and set no error");
+  if (!result) fail("a compiled function failed and set no error");
   if (PyErr_Occurred() == nullptr) return result.release();
   const KeptError kept;
   result = Ref();
