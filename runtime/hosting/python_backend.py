@@ -215,7 +215,7 @@ class PythonBackend(Backend):
         if stub is None:
             cpus = _processors(model, instance.host_policy, kind, device_id)
             stub = self._new_stub(model, instance.name, gpus, cpus, deadline, make)
-        instance.state, instance.port = stub, stub.link.port
+        instance.state, instance.port = stub, stub.link.usual_port
         try:
             if kind == "GPU":
                 device_id = stub.plan.number_of(device_id)

@@ -205,6 +205,11 @@ class Link(Overflow):
         self.port.is_plain = is_compiled and self._reader.is_plain and not self._is_on_gpu
 
     @property
+    def usual_port(self) -> RuntimePort | None:
+        """The port, which takes usual batches; None if it is one in Python, which takes none."""
+        return None if type(self.port) is PythonPort else self.port
+
+    @property
     def is_on_gpu(self) -> bool:
         """True if the model is on a GPU and leaves its outputs there, unless the request wants them elsewhere."""
         return self._is_on_gpu

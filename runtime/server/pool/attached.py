@@ -148,7 +148,7 @@ class AttachedModel:
             memory=(self._memory(number, Side.RUNTIME), self._memory(number, Side.STUB)),
         )
         instance = ModelInstance(self._backend, self.model, name, "CPU", 0)
-        instance.state, instance.port = connection, connection.link.port
+        instance.state, instance.port = connection, connection.link.usual_port
         instance.respond = partial(self.scheduler.respond, instance)
         connection.serve(instance.respond)
         connection.link.serve(self.model.config, self.memory)
