@@ -52,6 +52,11 @@ DIRECTIVES = [
     "overflowcheck=True",
     "wraparound=True",
 ]
+# Cython would make a tuple for each call before 3.12, as the limited API has no better one: `ipc/extension/vectorcall.h` has it.
+VECTORCALL = (
+    "#define CYTHON_VECTORCALL (__PYX_LIMITED_VERSION_HEX >= 0x030C0000)",
+    "#define CYTHON_VECTORCALL 1",
+)
 LIMITED_API = "0x030B0000"  # Python 3.11, as the tag of the wheel says
 TAG = ("cp311", "abi3")
 FLAGS = [
@@ -78,6 +83,10 @@ LINK = [
 ]
 
 
+def is_for_cython(source: str | Path) -> bool:
+    return str(source).endswith((".py", ".pyx"))
+
+
 def extension(name: str, *core: str) -> Extension:
     """Describe an extension. Its sources lie where the module will; `core` names files of the core that it needs."""
     place = SOURCE / name.replace(".", "/")
@@ -98,6 +107,7 @@ def extension(name: str, *core: str) -> Extension:
         ],
         extra_compile_args=[
             *FLAGS,
+            *(["-include", "vectorcall.h"] if any(map(is_for_cython, sources)) else []),
             *(["-include", "unwinding.h"] if FOUND["compiled_from"](name) else []),
         ],
         extra_link_args=LINK,
@@ -178,9 +188,7 @@ class Build(build_ext):
     def in_cpp(self, extension: Extension) -> list[str]:
         """Return the sources of an extension, with what is for Cython as C++ in the folder for what is temporary."""
         return [
-            self.cythonized(extension.name, Path(source))
-            if source.endswith((".py", ".pyx"))
-            else source
+            self.cythonized(extension.name, Path(source)) if is_for_cython(source) else source
             for source in extension.sources
         ]
 
@@ -225,6 +233,7 @@ class Build(build_ext):
             return str(made)
         if subprocess.run([*tool, str(copy), "-o", str(made)], check=False).returncode:
             raise CompileError(f"{source} was not compiled; it needs Cython")
+        made.write_text(made.read_text().replace(*VECTORCALL))
         stamp.write_text(state)
         return str(made)
 
