@@ -9,8 +9,9 @@ cdef class Statistics:
     cdef public tuple bounds_ns
     cdef public list by_duration
     cdef public dict fail_counts, _batches
-    cdef public long long execution_count, fail_count, fail_ns, infer_ns, inference_count, input_ns, last_inference_ms
-    cdef public long long output_ns, queue_ns, success_count, success_ns
+    cdef public long long execution_count, fail_count, inference_count, last_inference_ms, success_count
+    # Sums over requests: where thousands wait at a time, they outgrow 64 bits within months.
+    cdef public object fail_ns, infer_ns, input_ns, output_ns, queue_ns, success_ns
 
     @cython.locals(batch=list)
     cpdef record_batch(

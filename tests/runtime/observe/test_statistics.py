@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from moonpool.runtime.observe.statistics import (
     MOST_BATCH_SIZES,
     Statistics,
+    add_counts,
+    take_counts,
 )
 
 counts = st.integers(0, 1000)
@@ -109,6 +111,21 @@ def test_callers_who_choose_sizes_fill_no_memory_with_them() -> None:
     # Those that are there are counted on.
     statistics.record_batch(7, 1, 1, 1, 1, 1, 1, 1, 1)
     assert statistics.batch_sizes()[1] == 2
+
+
+def test_sums_of_durations_may_outgrow_64_bits() -> None:
+    # A thousand requests that wait at a time do that within four months.
+    statistics, most = Statistics("m", "1"), 2**63 - 1
+    for _ in range(2):
+        statistics.record_batch(7, 1, 1, 1, most, most, most, most, most)
+        statistics.record_failures(7, 1, most)
+    counts = take_counts(statistics)
+    assert counts is not None
+    add_counts(statistics, counts)
+    sums = statistics.snapshot()["inference_stats"]
+    assert [sums[each]["ns"] for each in ("success", "fail", "queue", "compute_infer")] == [
+        2 * most
+    ] * 4
 
 
 @given(executions)
