@@ -59,6 +59,8 @@ class QueuedRequest(Protocol):
         """The shapes without the first dimension and without ragged inputs. Equal for all requests of a batch."""
 
 
+# 35 years. A configuration may name a longer time, whose nanoseconds would not fit into 64 bits.
+_LONGEST_US = 1 << 50
 # (request, rows, signature, arrived_ns, deadline_ns); no deadline is 0.
 Entry: TypeAlias = "tuple[Any, int, Hashable, int, int]"
 Lane: TypeAlias = "OrderedDict[int, Entry]"
@@ -81,7 +83,7 @@ class Level:
         self.number = number
         self.to_instance_ns = to_instance_ns
         self.limit = policy.max_queue_size if policy else 0
-        self.timeout_us = policy.default_timeout_us if policy else 0
+        self.timeout_us = min(policy.default_timeout_us, _LONGEST_US) if policy else 0
         self.may_override = policy.allow_timeout_override if policy else False
         self.waiting: Lane = OrderedDict()
         delays = policy is not None and self.timeout_us > 0 and policy.timeout_action == "DELAY"
@@ -139,7 +141,7 @@ class Queue:
         self._max_rows = max(1, max_batch_size)
         self._to_instance_ns = to_instance_ns
         self._batching = batching
-        self._delay_ns = batching.max_queue_delay_us * 1000 if batching else 0
+        self._delay_ns = min(batching.max_queue_delay_us, _LONGEST_US) * 1000 if batching else 0
         preferred = sorted(batching.preferred_batch_sizes) if batching else []
         if preferred and not 1 <= preferred[0] <= preferred[-1] <= self._max_rows:
             raise ValueError(

@@ -357,6 +357,17 @@ def test_the_way_to_an_instance_counts_as_waiting() -> None:
     assert form(queue, 1 * US, 1) == ([], [patient], None)
 
 
+def test_a_time_that_never_passes_may_be_as_long_as_a_configuration_says() -> None:
+    longest = 2**64 - 1
+    queue = Queue(2, batching(delay_us=longest, default_policy=policy(timeout_us=longest)))
+    now_ns = 2**60
+    queue.add(Asked("alone"), now_ns)
+    formation = form(queue, now_ns + 2**55, 1)
+    assert (formation.batches, formation.expired) == ([], [])
+    queue.add(Asked("second"), now_ns + 2**55)
+    assert len(form(queue, now_ns + 2**55, 1).batches) == 1
+
+
 def test_nobody_is_late_where_no_timeout_rejects() -> None:
     for rules in (None, policy(override=True), policy("DELAY", timeout_us=10, override=True)):
         queue: Queue = Queue(8, batching(default_policy=rules), to_instance_ns=4 * US)
