@@ -448,6 +448,9 @@ class Lane:
         """
         if self._busy.get(execution.instance) is not execution:
             return  # it was taken from an interrupted thread, and is finished
+        if interruptible and not IS_COMPILED:
+            execution.drive_in_reactor()
+            return
         answered_ns = monotonic_ns()
         answers = None
         try:

@@ -174,11 +174,9 @@ PLACES = [
     (owner, name, after)
     for owner, name in [
         (Scheduler, "enter"),
-        (Execution, "drive"),
-        (Scheduler, "finish"),
+        # Of what is compiled, nothing can be replaced. What is not has the reactor finish in place of such a thread.
+        (Scheduler, "finish") if IS_COMPILED else (Execution, "drive"),
     ]
-    # Of what is compiled, nothing can be replaced.
-    if owner is Scheduler or not IS_COMPILED
     for after in (False, True)
 ]
 
