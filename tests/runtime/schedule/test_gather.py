@@ -14,8 +14,12 @@ from tests.runtime.recorder import PATIENCE_S, counted, model_directory, row
 
 import moonpool
 from moonpool import Runtime
-from moonpool.runtime.schedule.lane import Execution
+from moonpool.runtime.schedule.lane import IS_COMPILED, Execution
 
+pytestmark = pytest.mark.skipif(
+    not IS_COMPILED,
+    reason="the lane is not compiled, so a loop of the main thread leaves its requests to the reactor, one by one",
+)
 BATCHING = {"max_batch_size": 8, "dynamic_batching": {}}
 
 
