@@ -120,6 +120,7 @@ def extension(name: str, *core: str) -> Extension:
 EXTENSIONS = [
     extension("moonpool.ipc._copy"),
     extension("moonpool.ipc.port._port", "answer", "channel", "codec", "msgpack", "place"),
+    extension("moonpool.ipc.port._calls", "answer", "codec", "msgpack"),
     extension("moonpool.ipc.slots._slots", "channel", "look", "slot"),
     extension(HTTP2),
     extension("moonpool.stub.peers._stub_port", "answer", "channel", "codec", "msgpack", "place"),
@@ -129,12 +130,12 @@ EXTENSIONS = [
     extension("moonpool.runtime.ensemble._scheduler"),
     extension("moonpool.runtime.model._backend"),
     extension("moonpool.runtime.observe._statistics"),
+    extension("moonpool.runtime.process._reactor"),
     extension("moonpool.runtime.schedule._batcher"),
     extension("moonpool.runtime.schedule._request_queue"),
     extension("moonpool.runtime.schedule._lane"),
     extension("moonpool.runtime.stubs._borrowed_blocks"),
     extension("moonpool.runtime.stubs.calls._requests"),
-    extension("moonpool.runtime.stubs.calls._usual"),
     extension("moonpool.runtime.stubs.calls._dispatcher"),
 ]
 

@@ -40,6 +40,8 @@ cdef extern from "msgpack.h" namespace "moonpool":
         string_view bytes()
         # These grow, and there may be no memory for that.
         void nil() except +
+        void flag(flag) except +
+        void text(string_view) except +
         void uint(uint64_t) except +
         void array(size_t) except +
         void raw(string_view) except +
@@ -61,6 +63,8 @@ cdef extern from "wire.h" namespace "moonpool::wire":
     const uint64_t kNoCore, kMaxPacketBytes
     const uint64_t kExecute "static_cast<uint64_t>(moonpool::wire::Kind::EXECUTE)"
     const uint64_t kAnswer "static_cast<uint64_t>(moonpool::wire::Kind::ANSWER)"
+    const uint64_t kReply "static_cast<uint64_t>(moonpool::wire::Kind::REPLY)"
+    const uint64_t kAlignment
     const uint8_t* kItemBytes "moonpool::wire::kItemBytes.data()"
 
 
@@ -112,6 +116,10 @@ cdef class ExecutingBatch:
     cdef public object lock
     cdef public tuple executing
     cdef public set ended
+
+
+cdef bint is_view(array) except -1
+cdef lease_on(region, buffer, Block block, release)
 
 
 cdef class LaneEnd:

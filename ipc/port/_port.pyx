@@ -30,7 +30,7 @@ import numpy as np
 from moonpool.ipc.codec import pack
 from moonpool.ipc.arena import Block as _Block
 from moonpool.ipc.errors import BadTensor, MoonpoolError, RemoteProtocolError
-from moonpool.ipc.memory import Lease, is_lendable
+from moonpool.ipc.memory import SHARED_BYTES, Lease
 from moonpool.ipc.messages import Kind
 from moonpool.ipc.tensors import BYTES, DTYPES, decode_bytes
 
@@ -67,6 +67,7 @@ cdef tuple _no_batch = (0, ())
 # By datatype; None for those that are looked up at their first use, and for strings.
 cdef list _descrs = [DTYPES[code] if code in DTYPES else None for code in range(15)]
 cdef int _BYTES = BYTES
+cdef int64_t _SHARED_BYTES = SHARED_BYTES
 cdef object _EXECUTE = int(Kind.EXECUTE)
 cdef object _ANSWER = int(Kind.ANSWER)
 # As in `Channel`: a longer packet is recognized by one byte more.
@@ -297,17 +298,31 @@ cdef made(kind, list arrays, Shapes shapes, bint has_views):
     return request
 
 
-cdef bint is_view(array) except -1:
-    """Return True if stubs may see the memory of an array where it lies.
+cdef lease_on(region, buffer, Block block, release):
+    """Return a lease on a block of a region with this memory, which goes to `release` in the end."""
+    cdef Py_buffer memory
+    cdef int64_t size = block.size
+    PyObject_GetBuffer(buffer, &memory, PyBUF_WRITABLE)
+    cdef char* at = <char*>memory.buf + block.offset
+    PyBuffer_Release(&memory)
+    lease = view(Lease, _u1, 1, &size, at, 1, buffer)
+    lease.token = (block.region, block.offset)
+    lease.region, lease.offset = region, block.offset
+    # The last one: with it the lease holds the block.
+    lease.give_back = release
+    return lease
 
-    Python's code runs for the output of a model alone.
-    """
+
+cdef bint is_view(array) except -1:
+    """Return True if stubs may see the memory of an array where it lies: `is_lendable` in ipc/memory.py."""
     if fields(array).base == NULL:
         return False
     base = <object>fields(array).base
     while isinstance(base, _ndarray):
         if type(base) is Lease:
-            return is_lendable(array)
+            token = getattr(base, "token", None)
+            if token is not None:
+                return type(token) is not tuple or array.nbytes >= _SHARED_BYTES
         if fields(base).base == NULL:
             return False
         base = <object>fields(base).base
@@ -878,18 +893,8 @@ cdef class RuntimePort(LaneEnd):
     cdef _lease(self, opened, Block block):
         if type(opened) is Lease:
             return opened
-        cdef Py_buffer memory
-        cdef int64_t size = block.size
         region, buffer = opened
-        PyObject_GetBuffer(buffer, &memory, PyBUF_WRITABLE)
-        cdef char* at = <char*>memory.buf + block.offset
-        PyBuffer_Release(&memory)
-        lease = view(Lease, _u1, 1, &size, at, 1, buffer)
-        lease.token = (block.region, block.offset)
-        lease.region, lease.offset = region, block.offset
-        # The last one: with it the lease holds the block.
-        lease.give_back = self._release
-        return lease
+        return lease_on(region, buffer, block, self._release)
 
     cdef bint _has_descrs(self, AnswerLayout* layout) except -1:
         """Return True if all datatypes have a dtype here. That of BF16 is looked up when Python needs it first."""

@@ -62,13 +62,18 @@ class ModelControl:
     def __init__(self, registry: Registry, asker: Model) -> None:
         self._registry = registry
         self.asker = asker
+        # The models that it has asked. What it may ask for never changes.
+        self._asked: set[str] = set()
 
     def find(self, name: str, version: int | None = None) -> HostedModel:
         """Return a model version, the latest by default. Raises `ModelNotFound`, `ModelUnavailable`, `NotGranted`."""
+        if name in self._asked:
+            return self._registry.find(name, version)
         check_may_ask(self.asker, name)
         found = self._registry.find(name, version)
         # Only of models that there are, as a model may ask for names without end.
         self._registry.residency.asks(self.asker.name, name)
+        self._asked.add(name)
         return found
 
     def check_may_load(self, name: str) -> None:

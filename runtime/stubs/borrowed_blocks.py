@@ -14,9 +14,10 @@ A block of ours may be used again when two things are true: the stub has given i
 answer with its input, and then `open` makes a lease on the block for the caller and counts it in `holds`. `Arena.release` frees a
 block only when its last holder has released it. Memory of others is kept alive by the reference to its lease.
 
-Batches mostly want one block, of a size class that others had before. So if a batch had only one, in the first region,
-and nobody looks at it, `end_batch` does not release the block but puts it aside (`spares`), one of each class. Nothing
-is lent in it. The next `allocate` of that class lends it again. They are released before another region is made, and
+Batches and replies mostly want one block, of a size class that others had before. So if a batch had only one, in the
+first region, and nobody looks at it, `end_batch` does not release the block but puts it aside (`spares`), one of each
+class. `take_back` does so, too. Nothing is lent in such a block. The next `allocate` or `lend_spare` of that class
+lends it again. They are released before another region is made, and
 by `tidy` and `used_bytes`. Each step with them is one instruction, as `RuntimePort` takes them and puts them back
 without the lock.
 
@@ -164,6 +165,14 @@ class BorrowedBlocks(LentBlocks):
                     # The rest of its class may be too much.
                     block = self._allocate(self._arena, size_bytes)
             self._note((block.region.id, block.offset), block, keep)
+            return block
+
+    def lend_spare(self, class_bytes: int) -> Block | None:
+        """Lend a block of that class until the stub gives it back. Returns None if none was put aside."""
+        with self.lock:
+            block = self.spares.pop(class_bytes, None)
+            if block is not None:
+                self._note((block.region.id, block.offset), block, keep=True)
             return block
 
     def _allocate(self, arena: Arena, size_bytes: int) -> Block:
@@ -340,8 +349,7 @@ class BorrowedBlocks(LentBlocks):
                 lent = self._keep_some(lent, held)
             elif len(lent) == 1:
                 block = lent[0][1]
-                is_alone = type(block) is Block and block.holds == 1 and block.region is self.first
-                if is_alone and self.spares.setdefault(block.size_bytes, block) is block:  # type: ignore[union-attr,arg-type]
+                if type(block) is Block and self._put_aside(block):
                     return
             for _, borrowed in lent:
                 if type(borrowed) is Block:
@@ -386,8 +394,13 @@ class BorrowedBlocks(LentBlocks):
                 borrowed_blocks.append(borrowed)
                 if not kept:
                     del self._kept[place]
-                if type(borrowed) is Block:
+                if type(borrowed) is Block and not self._put_aside(borrowed):
                     self._arena_of(borrowed).release(borrowed)
+
+    def _put_aside(self, block: Block) -> bool:
+        """Put a block aside that the stub has given back, for the next one of its class. Returns False if that cannot be."""
+        is_alone = block.holds == 1 and block.region is self.first
+        return is_alone and self.spares.setdefault(block.size_bytes, block) is block
 
     def _release_spares(self) -> None:
         while self.spares:

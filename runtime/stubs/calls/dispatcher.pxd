@@ -1,1 +1,42 @@
-# `dispatcher.py` is compiled as it is.
+# The types of a dispatcher, for the compiled form of `dispatcher.py`.
+cimport cython
+
+from moonpool.runtime.stubs.calls._requests cimport ModelCall as CallType
+
+
+cdef class CallDispatcher:
+    cdef object __weakref__
+    cdef public object _channel, _link, _reactor, _models, _metrics, _codec, _port, _rate_limiter, _fetching
+    cdef public object _kill, _catch_up, _log
+    cdef public StubSendQueue _send_queue
+    cdef public CopyBudget _requests_budget, _loads_budget
+    cdef public dict _calls, _handlers
+    cdef public set _tasks, _questions
+    cdef public long long _stored_bytes
+    cdef public bint _is_contained, _takes_devices
+
+    cpdef _ready(self)
+    cpdef _take(self, bytes packet)
+    cpdef _handle(self, list fields)
+    @cython.locals(call=CallType)
+    cpdef _infer(self, list fields)
+    cpdef _submit(self, CallType call, list fields, hosted, inputs)
+    cpdef _answer(self, CallType call, outcome, bint is_last)
+    cpdef _reply(self, CallType call, outcome, bint is_last)
+    cpdef bint _is_open(self, CallType call) except -1
+    cpdef _check_new(self, number)
+
+
+cdef class CopyBudget:
+    cdef object _lock
+    cdef dict _taken
+
+    cpdef release(self, number)
+
+
+cdef class StubSendQueue:
+    cdef object _channel, _lock, _port, _reactor, _waiting
+    cdef long long _waiting_bytes
+
+    cpdef put(self, packet)
+    cpdef flush(self)

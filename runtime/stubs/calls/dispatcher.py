@@ -8,11 +8,17 @@ Who ends a call. An answer, a withdrawal, the end of the batch's callers and the
 takes the call out of `_calls`, which is atomic, and only the thread that got it sends the last response. A response that is not the
 last is sent only while the call is there.
 
+What the port takes. `CallPort` reads an INFER with inputs in the stub's own regions, and writes the REPLY of a response
+whose outputs are copied; its head says more. If it declines one of these steps, the codec, `read_inputs` or
+`write_outputs` do that step. So both ways refuse the same, with the same words. All else that a call needs is here
+once.
+
 Hostile calls. A number that is in use, a message without an answer that cannot be done, and a block that does not belong to the stub
 are breaches of the protocol: the stub is killed. A call that an honest model can make too often is answered with an error:
 more than MAX_CALLS open requests or questions, or MAX_TASKS loads. The rate limiter of the stub's channels counts calls by
-what they cost. An error of the runtime itself is answered, too, since the model waits; its traceback is logged within
-the model's own budget of lines, because a model could cause it again and again.
+what they cost: one that the port has read and a model takes costs less than any other message. An error of the runtime
+itself is answered, too, since the model waits; its traceback is logged within the model's own budget of lines, because
+a model could cause it again and again.
 
 A message too large for a packet lies in the stub's memory, and INDIRECT names it. The stub can write there at any time. So its
 beginning is copied and checked first: kind, number, size and, for a load, name. Only then is the whole copied and decoded; a kind or
@@ -43,6 +49,8 @@ from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
 from moonpool.ipc.codec import calls_codec, encode
 from moonpool.ipc.errors import Closed, MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import MAX_CALL_BYTES, MAX_CALLS, Kind, Side
+from moonpool.ipc.port import PythonPort
+from moonpool.ipc.port.calls import CallPort, PythonCallPort
 from moonpool.runtime.errors import BackendError, ModelError, ModelUnavailable, OutOfThreads
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.model.budgets import (
@@ -57,7 +65,7 @@ from moonpool.runtime.model.budgets import (
     UNREAD_BYTES,
     USUAL_CALL_COST,
 )
-from moonpool.runtime.model.request import InferenceRequest, Outcome, Response
+from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, WireTensor
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.schedule.scheduler import Scheduler
@@ -72,7 +80,6 @@ from moonpool.runtime.stubs.calls.requests import (
     wire_error,
     write_outputs,
 )
-from moonpool.runtime.stubs.calls.usual import UsualAsk, UsualCalls
 from moonpool.runtime.stubs.control import MessageRateLimiter
 from moonpool.runtime.stubs.link import Link
 from moonpool.runtime.stubs.metrics import StubMetrics
@@ -106,9 +113,14 @@ class CallDispatcher:
         self._models = models
         # Regions of contained models are private.
         self._is_contained = link.borrowed_blocks.is_private
+        self._takes_devices = link.may_have_lanes
         self._metrics = metrics
         self._codec = calls_codec(Side.RUNTIME)
-        self._send_queue = StubSendQueue(channel, reactor)
+        # What contained models say goes the way that the operator has chosen for their batches.
+        make_port = PythonCallPort if type(link.port) is PythonPort else CallPort
+        blocks, regions = link.borrowed_blocks, link.response_regions
+        self._port = make_port(channel, blocks, link.released, regions, WireTensor)
+        self._send_queue = StubSendQueue(channel, reactor, self._port)
         self._rate_limiter = rate_limiter
         rate_limiter.add(channel.fileno())
         self._calls: dict[int, ModelCall] = {}
@@ -116,14 +128,11 @@ class CallDispatcher:
         self._requests_budget = CopyBudget()
         self._loads_budget = CopyBudget()
         self._stored_bytes = 0
-        # The packet of the message that is handled now, if it came whole.
-        self._packet = b""
-        self._usual = UsualCalls(link, models)
         self._fetching = Fetching()
         # The numbers of loads, which run on threads, and of questions if a model is ready.
         self._tasks: set[int] = set()
         self._questions: set[int] = set()
-        self._handlers: dict[int, Callable[[list[Any]], None]] = {
+        self._handlers: dict[int, Callable[[list[Any]], bool | None]] = {
             Kind.INFER: self._infer,
             Kind.CANCEL_CALL: self._cancel,
             Kind.WITHDRAW: self._withdraw,
@@ -154,7 +163,7 @@ class CallDispatcher:
         try:
             self._send_queue.flush()
             for _ in range(_TURN):
-                packet = self._channel.receive_ready()
+                packet = self._port.receive()
                 if packet is None:
                     return
                 self._take(packet)
@@ -171,63 +180,27 @@ class CallDispatcher:
 
     def _take(self, packet: bytes) -> None:
         """Do what a packet asks for. Raises `RemoteProtocolError`."""
-        usual = self._usual.ask(packet)
-        if usual is not None:
-            self._rate_limiter.took(len(packet), USUAL_CALL_COST)
-            self._ask(usual)
-            return
-        fields = self._codec.decode(packet)
-        self._rate_limiter.took(len(packet), COSTS.get(fields[0], 1))
-        self._packet = packet
-        self._handle(fields)
-
-    def _ask(self, usual: UsualAsk) -> None:
-        """Do for a usual INFER what `_infer` and `_submit` do for any."""
-        number, released, block, hosted, plan = usual
-        self._check_new(number)
-        if released:
-            self._link.borrowed_blocks.take_back(released)
-        executing = self._link.replies.batch
-        request = self._usual.request(block, plan)
-        call = ModelCall(number, plan.model, self._answer, takes_many=False, batch=executing)
-        self._calls[number] = call
-        request.waiter = call
-        if len(self._calls) > MAX_CALLS:
-            self._refuse(call, self._too_many())
-            return
-        call.request, call.scheduler = request, hosted.scheduler
-        self._start(call)
-
-    def _start(self, call: ModelCall) -> None:
-        """Submit the request of a call."""
-        scheduler, request = call.scheduler, call.request
-        if scheduler is None or request is None:
-            raise ValueError("a call that has no request yet")
-        try:
-            self._check_circle(call, scheduler, request)
-            execution = scheduler.submit(request)
-        except Exception as error:
-            self._not_submitted(call, error)
+        # On devices, the stub's work comes before what it says.
+        fields = self._port.read(packet) if self._link.lanes is None else None
+        if fields is None:
+            fields = self._codec.decode(packet)
+            self._rate_limiter.took(len(packet), COSTS.get(fields[0], 1))
+            self._handle(fields)
         else:
-            if execution is not None:
-                execution.drive_in_reactor()
+            is_usual = self._handle(fields)
+            self._rate_limiter.took(len(packet), USUAL_CALL_COST if is_usual else 1)
 
-    def _not_submitted(self, call: ModelCall, error: Exception) -> None:
-        """Answer a call that the scheduler did not take."""
-        if isinstance(error, MoonpoolError):
-            self._refuse(call, error)
-        else:  # the stub waits for an answer in any case
-            self._end(call, self._failed(Kind.INFER, error))
-
-    def _handle(self, fields: list[Any]) -> None:
+    def _handle(self, fields: list[Any]) -> bool | None:
+        """Do what a message asks for. Returns True for a request to another model that was submitted."""
         try:
-            self._handlers[fields[0]](fields)
+            return self._handlers[fields[0]](fields)
         except RemoteProtocolError:
             raise
         except MoonpoolError as error:  # the model asked for something that it cannot have
             self._fail(fields, error)
         except Exception as error:  # the stub waits for an answer in any case
             self._fail(fields, self._failed(fields[0], error))
+        return False
 
     def _failed(self, kind: int, error: Exception) -> BackendError:
         """Log an error of the runtime's own that a message has caused, and return the error for the model."""
@@ -268,7 +241,6 @@ class CallDispatcher:
         del lease
         # A load costs no more for its size: COPIED_LOADS_BYTES bounds the loads in progress.
         self._rate_limiter.took(0 if kind == Kind.LOAD_MODEL else len(packet), 0)
-        self._packet = b""
         inner = self._codec.decode_stored(packet)
         if inner[:2] != [kind, number]:
             raise RemoteProtocolError("a message in memory that changed while it was read")
@@ -310,7 +282,8 @@ class CallDispatcher:
 
     # Requests to other models
 
-    def _infer(self, fields: list[Any]) -> None:
+    def _infer(self, fields: list[Any]) -> bool:
+        """Submit a request to another model. Returns True if its scheduler has it."""
         _, number, model, version, decoupled, _, released, blocks, rows, _, _ = fields
         self._check_new(number)
         link = self._link
@@ -318,36 +291,49 @@ class CallDispatcher:
             link.lanes.receive()
         if released:
             link.borrowed_blocks.take_back(released)
-        leases = [link.open(*block) for block in blocks]
-        call = ModelCall(
-            number, model, self._answer, takes_many=decoupled, batch=link.replies.batch
-        )
+        inputs: dict[str, Any] | None = None
+        leases: list[Any] = []
+        if blocks is None:  # the port has read it
+            inputs = self._port.inputs()
+        else:
+            leases = [link.open(*block) for block in blocks]
+        call = ModelCall(number, model, self._answer, decoupled, link.replies.executing[0])
         self._calls[number] = call
         try:
             if len(self._calls) > MAX_CALLS:
                 raise self._too_many()
             if self._stored_bytes:
                 self._requests_budget.acquire(number, self._stored_bytes, COPIED_BYTES)
-            inputs = read_inputs(rows, leases)
-            del leases
+            if inputs is None:
+                inputs = read_inputs(rows, leases)
+                leases = []
             hosted = self._models.find(model, None if version == -1 else version)
         except RemoteProtocolError:
             raise
         except MoonpoolError as error:
+            # The reply to it gives the blocks back.
+            inputs = None
+            leases = []
             self._refuse(call, error)
-            return
+            return False
         if link.lanes is not None and hosted.signature.has_to_copy(inputs.values()):
-
-            def go_on(fetched: dict[str, Any] | MoonpoolError) -> None:
-                self._reactor.call_soon(lambda: self._submit(call, fields, hosted, fetched))
-
-            self._fetching.start(hosted.signature, inputs, go_on)
-        else:
-            self._submit(call, fields, hosted, inputs, self._packet)
+            self._fetch(call, fields, hosted, inputs)
+            return False
+        return self._submit(call, fields, hosted, inputs)
 
     @staticmethod
     def _too_many() -> ModelUnavailable:
         return ModelUnavailable(f"{MAX_CALLS} requests of this model are open already")
+
+    def _fetch(
+        self, call: ModelCall, fields: list[Any], hosted: Callee, inputs: dict[str, Any]
+    ) -> None:
+        """Submit a call when its inputs were copied from their device."""
+
+        def go_on(fetched: dict[str, Any] | MoonpoolError) -> None:
+            self._reactor.call_soon(lambda: self._submit(call, fields, hosted, fetched))
+
+        self._fetching.start(hosted.signature, inputs, go_on)
 
     def _submit(
         self,
@@ -355,19 +341,16 @@ class CallDispatcher:
         fields: list[Any],
         hosted: Callee,
         inputs: dict[str, Any] | MoonpoolError,
-        packet: bytes = b"",
-    ) -> None:
-        """Submit a call. `packet` is the whole of its message, if the call may be known again by that."""
+    ) -> bool:
+        """Submit a call. Returns True if the scheduler has it."""
         if not self._is_open(call):
-            return
+            return False
         try:
             if isinstance(inputs, MoonpoolError):
                 raise inputs
             request = make_call_request(hosted, fields, inputs, self._link)
-            # A quick form does not look for circles.
-            if packet and not hosted.scheduler.limited:
-                self._usual.learn(packet, fields, hosted, inputs, request)
             request.waiter = call
+            request.takes_devices = self._takes_devices
             if request.details is not None and request.details.trace is not None:
                 self._link.replies.watch(request, hosted.model, request.details)
             request.is_cancelled = call.is_cancelled
@@ -376,9 +359,10 @@ class CallDispatcher:
             execution = hosted.scheduler.submit(request)
         except MoonpoolError as error:
             self._refuse(call, error)
-            return
+            return False
         if execution is not None:
             execution.drive_in_reactor()
+        return True
 
     def _check_circle(
         self, call: ModelCall, scheduler: Scheduler, request: InferenceRequest
@@ -420,18 +404,26 @@ class CallDispatcher:
 
     def _reply(self, call: ModelCall, outcome: Outcome | None, is_last: bool) -> None:
         """Send a response, whether or not the call is over."""
+        packet = None
+        if type(outcome) is Response and self._link.lanes is None:
+            packet = self._port.reply(call.number, is_last, outcome)
+        if packet is None:
+            self._reply_in_python(call, outcome, is_last)
+        else:
+            del outcome
+            self._send_queue.put(packet)
+        if not is_last and self._send_queue.is_full:
+            self._end(call, ModelUnavailable("the model that asked leaves responses unread"))
+
+    def _reply_in_python(self, call: ModelCall, outcome: Outcome | None, is_last: bool) -> None:
+        """Send a response that the port does not take."""
         blocks: list[list[int]] = []
         rows: list[list[Any]] = []
         parameters, error = None, None
         if isinstance(outcome, Response):
             try:
                 parameters = dict(outcome.parameters) or None
-                usual = self._usual.reply(outcome)
-                if usual is not None:
-                    blocks, rows = usual
-                else:
-                    write_outputs(outcome.outputs, self._link.borrowed_blocks, blocks, rows)
-                    self._usual.learn_reply(outcome, blocks, rows)
+                write_outputs(outcome.outputs, self._link.borrowed_blocks, blocks, rows)
             except Exception as failure:  # a backend may answer with any object
                 self._unlend(blocks)
                 blocks, rows = [], []
@@ -450,8 +442,6 @@ class CallDispatcher:
             self._link.released.extend(released)
             short = self._wire_error(failure, SHORT_MESSAGE)
             self._send(Kind.REPLY, call.number, is_last, [], [], [], None, short)
-        if not is_last and self._send_queue.is_full:
-            self._end(call, ModelUnavailable("the model that asked leaves responses unread"))
 
     def _unlend(self, blocks: list[list[int]]) -> None:
         # If the stub is gone by now, it borrows nothing any more.
@@ -637,10 +627,12 @@ class CopyBudget:
 class StubSendQueue:
     """Sends messages in order to a stub that may not read. Any thread may call `send` and `put`; `flush` is for the reactor's."""
 
-    __slots__ = ("_channel", "_lock", "_reactor", "_waiting", "_waiting_bytes")
+    __slots__ = ("_channel", "_lock", "_port", "_reactor", "_waiting", "_waiting_bytes")
 
-    def __init__(self, channel: Channel, reactor: Reactor) -> None:
+    def __init__(self, channel: Channel, reactor: Reactor, port: CallPort) -> None:
+        """`port` is that of the channel."""
         self._channel = channel
+        self._port = port
         self._reactor = reactor
         self._lock = threading.Lock()
         self._waiting: deque[bytes] = deque()
@@ -663,7 +655,8 @@ class StubSendQueue:
                 self._append(packet)
                 return
             try:
-                self._channel.send(packet)
+                if not self._port.send(packet):
+                    self._channel.send(packet)
             except BlockingIOError:
                 self._append(packet)
                 self._reactor.call_soon(self._watch)

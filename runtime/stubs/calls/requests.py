@@ -29,7 +29,7 @@ from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.budgets import LONGEST_ERROR
 from moonpool.runtime.model.details import check_finite
-from moonpool.runtime.model.request import Details, InferenceRequest, Outcome, Waiter, WireTensor
+from moonpool.runtime.model.request import Details, InferenceRequest, Outcome, WireTensor
 from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.schedule.scheduler import Scheduler
@@ -68,8 +68,8 @@ class Callees(Protocol):
         """Call `answer` once, on any thread, with True if a request to this model could run now."""
 
 
-class ModelCall(Waiter):
-    """A request that a model made. `answer` gets each outcome, and whether it is the last."""
+class ModelCall:
+    """A request that a model made: a `Waiter`, whose head says what each method is for."""
 
     __slots__ = (
         "_answer",
@@ -81,17 +81,20 @@ class ModelCall(Waiter):
         "scheduler",
         "takes_many",
     )
+    may_block = interruptible = may_be_told_again = False
 
     def __init__(
         self,
         number: int,
         model: str,
         answer: Callable[[ModelCall, Outcome | None, bool], None],
-        *,
         takes_many: bool,
         batch: int,
     ) -> None:
-        """`number` is the stub's for this call, `batch` that of the batch that the model executes, 0 for none."""
+        """`number` is the stub's for this call, `batch` that of the batch that the model executes, 0 for none.
+
+        `answer` gets each outcome, and whether it is the last.
+        """
         self.batch = batch
         self.number = number
         self.model = model
@@ -100,6 +103,12 @@ class ModelCall(Waiter):
         self.is_cancelled = False
         self.request: InferenceRequest | None = None
         self.scheduler: Scheduler | None = None
+
+    def gather(self, scheduler: Scheduler, request: InferenceRequest) -> bool:  # noqa: ARG002
+        return False
+
+    def appoint(self, execution: object) -> bool:  # noqa: ARG002
+        return False
 
     def respond(self, outcome: Outcome) -> None:
         """Send a response that is not the last."""
@@ -168,7 +177,6 @@ def make_call_request(
     # As in Triton, a request that names no output gets all.
     request = hosted.signature.request(inputs, outputs or None, details)
     request.wants_wire = True
-    request.takes_devices = asker.may_have_lanes
     return request
 
 

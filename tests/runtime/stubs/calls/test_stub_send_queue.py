@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,9 @@ from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import calls_codec
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import Kind, Side
+from moonpool.ipc.port.calls import CallPort
 from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.model.request import WireTensor
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.stubs.allotment import Allotment
 from moonpool.runtime.stubs.borrowed_blocks import BorrowedBlocks
@@ -32,7 +35,8 @@ class Ends:
         self.borrowed_blocks = BorrowedBlocks(
             lambda each, _: self.regions.update({each.id: each}), first, memory, print
         )
-        self.queue = StubSendQueue(self.channel, self.reactor)
+        port = CallPort(self.channel, self.borrowed_blocks, deque(), {}, WireTensor)
+        self.queue = StubSendQueue(self.channel, self.reactor, port)
         self.errors: list[BaseException] = []
         self.reactor.watch(self.channel.fileno(), self._ready)
         self._codec = calls_codec(Side.STUB)

@@ -1,0 +1,1 @@
+# `reactor.py` is compiled as it is.

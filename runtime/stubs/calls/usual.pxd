@@ -1,1 +1,0 @@
-# `usual.py` is compiled as it is.
