@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgpack
 
@@ -26,7 +26,6 @@ from moonpool.ipc.messages import (
     Details,
     Flag,
     Int,
-    Kind,
     ListOf,
     Maybe,
     Message,
@@ -43,7 +42,6 @@ from moonpool.ipc.messages import (
 from moonpool.ipc.signals import raised_again
 
 Fields = list[Any]
-V = TypeVar("V")
 Check = Callable[[Fields], None]
 
 # The largest message of an honest peer, a batch of 65536 requests with blocks and remarks, has a third of these values.
@@ -349,99 +347,6 @@ _FORMS: dict[int, tuple[int, int, int, int]] = {
     0xCA: (0, 4, 1, 0),
     0xCB: (0, 8, 1, 0),
 }
-
-
-# Fields of the tensors of a small message take less. Peers choose them, so neither their size nor their number may grow.
-_MEMORABLE_BYTES = 2048
-_MOST = 16
-# The first bytes of integers in msgpack that are longer than a byte, with their sizes.
-_SIZES = {0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9}
-
-
-def _four_of(packed: bytes) -> list[Any]:
-    fields = unpack(packed)
-    _, _, _, _ = fields
-    return fields  # type: ignore[no-any-return]
-
-
-class KnownCalls(Generic[V]):
-    """Knows INFER or REPLY by their bytes, so that the receiver need not read again what is the same in call after call.
-
-    Both messages are built alike: the number of the call, fields that are mostly the same (the *head*), the places that are
-    released and the blocks that are named, and again fields that stay the same (the *tail*), which describe the tensors. So a
-    receiver keeps what it made of head and tail, as with the layouts of batches (docs/decisions/0007).
-
-    A packet is known if it begins with the bytes of a known head, right behind the number, and ends with those of the tail that
-    came with it. The bytes in between must be exactly two values. Then the packet is the one array that holds the number, the
-    head, these two values and the tail: msgpack reads from left to right, and no value is the beginning of another one. So the fields
-    of a known packet have passed all checks before, and only the number and the two lists are checked anew.
-
-    For one thread at a time.
-    """
-
-    # As slots, in which `stub/peers/_stub_port_known_calls.h` finds them.
-    __slots__ = ("_begin", "_check", "_count", "_known")
-
-    def __init__(self, kind: Kind) -> None:
-        message = CALLS[kind]
-        names = list(message.fields)
-        self._begin = _beginning(kind)
-        # The fields between number and `released`.
-        self._count = names.index("released") - 1
-        moving = ("call", "released", "blocks")
-        self._check = compile_check(
-            kind, Message(message.sender, {name: message.fields[name] for name in moving})
-        )
-        # The head, the tail and the value of each, the last one first.
-        self._known: list[tuple[bytes, bytes, V]] = []
-
-    def find(self, packet: bytes) -> tuple[int, list[list[int]], list[list[int]], V] | None:
-        """Return the number, the released places, the blocks and the known value. None for a packet that is not known.
-
-        Raises `RemoteProtocolError` for a number or a list that no message may have.
-        """
-        if not packet.startswith(self._begin) or len(packet) < 4:
-            return None
-        first = packet[2]
-        size = 1 if first < 0x80 else _SIZES.get(first)
-        if size is None:
-            return None
-        start = 2 + size
-        for place, (head, tail, value) in enumerate(self._known):
-            if packet.endswith(tail) and packet.startswith(head, start):
-                middle = packet[start + len(head) : len(packet) - len(tail)]
-                values = b"\x94\x00" + packet[2:start] + middle
-                try:
-                    fields = _four_of(values)
-                except Exception:  # not these values: the codec tells what is wrong, if anything is
-                    if raised_again(partial(_four_of, values)) is None:
-                        raise
-                    return None
-                _, number, released, blocks = fields
-                self._check(fields)
-                if place:
-                    self._known.insert(0, self._known.pop(place))
-                return number, released, blocks, value
-        return None
-
-    def learn(self, packet: bytes, fields: list[Any], value: V) -> None:
-        """Remember what was made of a message, whose fields have passed all checks. Long ones are not remembered."""
-        split = 2 + self._count
-        head, tail = packed(*fields[2:split]), packed(*fields[split + 2 :])
-        # A peer may pack a value in a longer form. Such a packet would not be found by these bytes.
-        if len(head) + len(tail) <= _MEMORABLE_BYTES and packet.endswith(tail):
-            others = [each for each in self._known if each[:2] != (head, tail)]
-            self._known = [(head, tail, value), *others[: _MOST - 1]]
-
-
-def _beginning(kind: Kind) -> bytes:
-    # The header of an array of so many values, and a kind below 128. Both kinds have less than 16 fields.
-    return bytes([0x90 + 1 + len(CALLS[kind].fields), kind])
-
-
-def packed(*fields: Any) -> bytes:
-    """Pack values one behind another, without the header of an array. There are less than 16."""
-    return encode(*fields)[1:]
 
 
 def unpacked_details(row: bytes) -> Details:

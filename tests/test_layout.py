@@ -186,6 +186,7 @@ def test_the_runtime_logs_on_no_thread_but_that_of_its_log() -> None:
 
 # Short modules with one importer that stay apart, with the reason.
 APART = {
+    "moonpool.ipc.port.calls": "its compiled form has the same name, with an underscore",
     "moonpool.runtime.cli.completion": "a command each has a file",
     "moonpool.runtime.cli.triton": "as above",
     "moonpool.runtime.process.sigterm": "`moonpool` itself offers it to programs",

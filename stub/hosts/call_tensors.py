@@ -1,28 +1,19 @@
-"""Places the inputs of calls to other models where the runtime reads them, and views the outputs of the replies.
-
-A model mostly makes the same request again, with other values. `UsualInputs` remembers how such requests are placed, and then takes no
-more than one look at each tensor, a block and the copies. It leaves all others to `Placed`: strings, tensors that lie in shared memory
-already, and the first request of each kind.
-"""
+"""Places the inputs of calls to other models where the runtime reads them, and views the outputs of the replies."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moonpool.ipc.arena import Block
-from moonpool.ipc.codec import packed
 from moonpool.ipc.errors import BadTensor
-from moonpool.ipc.memo import Memo
-from moonpool.ipc.memory import ALIGNMENT, SHARED_BYTES, Lease, lease_of
-from moonpool.ipc.messages import LONG, MAX_DIMS, NO_DETAILS, size_of
+from moonpool.ipc.memory import ALIGNMENT, SHARED_BYTES, Lease
+from moonpool.ipc.messages import LONG, MAX_DIMS, size_of
 from moonpool.ipc.signals import NOWHERE
 from moonpool.ipc.tensors import BYTES, DTYPES
-from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.tensor import Tensor
 from moonpool.stub.peers.regions import Regions
 
@@ -36,7 +27,7 @@ _RAW = np.dtype("u1")
 class Placed:
     """Holds placed inputs: blocks and rows as INFER takes them."""
 
-    __slots__ = ("_regions", "blocks", "has_shared", "ours", "rows")
+    __slots__ = ("_regions", "blocks", "ours", "rows")
 
     def __init__(
         self, regions: Regions, tensors: Sequence[Tensor], ours: list[Block] | None = None
@@ -53,8 +44,6 @@ class Placed:
             tensors = moved(tensors, regions, self._may_name, None)
         self.blocks: list[list[int]] = []
         self.rows: list[list[Any]] = []
-        # True if any input stays where it is.
-        self.has_shared = False
         self.ours: list[Block] = [] if ours is None else ours
         copied: list[tuple[list[Any], np.ndarray]] = []
         size_bytes = 0
@@ -90,7 +79,6 @@ class Placed:
         block = self._regions.block(lease.region.id, lease.offset)
         if block is not None:
             self._regions.hold([block], self.ours)
-        self.has_shared = True
         row[3:5] = len(self.blocks), tensor._offset_in(lease)
         self.blocks.append([lease.region.id, lease.offset, lease.size])
         return True
@@ -102,93 +90,6 @@ class Placed:
             row[3] = len(self.blocks)
             region.write(start + row[4], data)
         self.blocks.append([region.id, start, size_bytes])
-
-
-class CopyPlan(NamedTuple):
-    """Describes how the inputs of a request are sent if all are copied into one block."""
-
-    # The rows of INFER.
-    rows: list[list[Any]]
-    offsets: list[int]
-    size_bytes: int
-    # The bytes of INFER between the number and the places, and behind the blocks.
-    head: bytes
-    tail: bytes
-
-
-class UsualInputs:
-    """Places the inputs of requests that differ from earlier ones in nothing but values. Any thread may call any method."""
-
-    __slots__ = ("_regions", "plans")
-
-    def __init__(self, regions: Regions) -> None:
-        self._regions = regions
-        self.plans: Memo[tuple[object, ...], CopyPlan] = Memo()
-
-    def place(
-        self, request: InferenceRequest, ours: list[Block] | None = None
-    ) -> tuple[list[list[int]], list[list[Any]]] | None:
-        """Copy the inputs into a block, which `ours` gets. Returns the block and the rows as INFER takes them.
-
-        Returns None, and has done nothing, for a request of a new kind. Raises `OutOfMemory`.
-        """
-        known = self._key(request)
-        if known is None:
-            return None
-        key, arrays = known
-        try:
-            plan = self.plans.get(key)
-        except TypeError:  # fields that the model has changed
-            return None
-        if plan is None:
-            return None
-        rows, offsets, size_bytes, _, _ = plan
-        block = self._regions.allocate(size_bytes, taken=ours)
-        write, start = block.region.write, block.offset
-        for array, offset in zip(arrays, offsets):
-            write(start + offset, array)
-        return [[block.region.id, start, size_bytes]], rows
-
-    def learn(self, request: InferenceRequest, placed: Placed) -> None:
-        """Remember how a request was placed, which has passed all checks, if all inputs were copied."""
-        rows = placed.rows
-        if len(placed.blocks) != 1 or placed.has_shared:
-            return
-        known = self._key(request)
-        if known is not None:
-            head = packed(request._model_name, request._model_version, False, 0)
-            tail = packed(rows, request._requested_output_names, None)
-            plan = CopyPlan(rows, [row[4] for row in rows], placed.blocks[0][2], head, tail)
-            with contextlib.suppress(TypeError):  # as above
-                self.plans.keep(known[0], plan)
-
-    def _key(self, request: InferenceRequest) -> tuple[tuple[object, ...], list[np.ndarray]] | None:
-        """Return all fields that the plan depends on, and the arrays. None for a request with more than inputs to copy."""
-        if (
-            request._details is not NO_DETAILS
-            or request._trace._context is not None
-            or request._preferred_memory is not None
-        ):
-            return None
-        names = request._requested_output_names
-        key: list[object] = [request._model_name, request._model_version, len(names), *names]
-        arrays = _arrays_to_copy(request._inputs, key)
-        return None if arrays is None else (tuple(key), arrays)
-
-
-def _arrays_to_copy(tensors: Iterable[Tensor], key: list[object]) -> list[np.ndarray] | None:
-    """Return the arrays of tensors that are all copied, and add to `key` what their plan depends on. None if one is
-    not copied.
-    """
-    arrays = []
-    for tensor in tensors:
-        array = tensor._array
-        # Strings have no fixed size, and large arrays in shared memory stay there.
-        if array is None or (array.nbytes >= SHARED_BYTES and lease_of(array) is not None):
-            return None
-        arrays.append(array)
-        key += (tensor._name, tensor._datatype, tensor._shape, array.nbytes)
-    return arrays
 
 
 # One output of a reply: name, datatype, shape, the dtype and shape of its view, block and offset.

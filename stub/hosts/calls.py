@@ -27,9 +27,8 @@ of anything. It sets `is_wanted` before it empties the inbox, and `_take` fills 
 two gives back the blocks of each answer. A destructor may interrupt the encoder, so a call that a destructor may abandon has its WITHDRAW
 encoded before (`prepare`).
 
-Most replies differ from earlier ones in nothing but numbers and blocks. `_replies` knows them by their bytes, and the leader,
-which alone uses it, then has their outputs as they were read the first time. Where moonpool is compiled, the usual call takes its whole way in
-C++, as a leader without a `Call`; what is not usual about it comes here, with a `Call` that the form makes.
+Where moonpool is compiled, the usual call takes its whole way in C++, as a leader without a `Call`; what is not usual
+about it comes here, with a `Call` that the form makes.
 
 If the runtime is gone, the process ends. In a process that the model forked, `disown` closes the channel.
 """
@@ -49,12 +48,12 @@ from typing import Any
 
 from moonpool.ipc.arena import Block
 from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
-from moonpool.ipc.codec import KnownCalls, calls_codec, encode
+from moonpool.ipc.codec import calls_codec, encode
 from moonpool.ipc.errors import MoonpoolError, PeerGone
 from moonpool.ipc.messages import MAX_CALL_BYTES, MAX_PLACES_IN_PACKET, Kind, Side
 from moonpool.ipc.signals import at_once
 from moonpool.stub import threads
-from moonpool.stub.hosts.call_tensors import CallOutput, prepared
+from moonpool.stub.hosts.call_tensors import prepared
 from moonpool.stub.pb_utils.errors import TritonModelException
 from moonpool.stub.peers.regions import Regions
 from moonpool.stub.peers.send_queue import SendQueue
@@ -126,8 +125,6 @@ class Calls:
         self._channel = channel
         self._regions = regions
         self._codec = calls_codec(Side.STUB)
-        # The flag `final` and the outputs of replies that have come before.
-        self._replies: KnownCalls[tuple[bool, list[CallOutput]]] = KnownCalls(Kind.REPLY)
         self._numbers = itertools.count(1)
         self._open: dict[int, Call] = {}
         self._leading = threads.RLock()
@@ -177,7 +174,6 @@ class Calls:
             "inbox": channel.inbox,
             "store": channel.inbox.append,
             "end_process": threads.end_process,
-            "replies": self._replies,
             "released": self.released,
             "take_released": self.released.popleft,
             "give_back": self.give_back,
@@ -346,18 +342,13 @@ class Calls:
     def _take(self, packet: bytes) -> None:
         """Take the packet at the head of the channel's inbox."""
         steps: list[Callable[[], object]] = [self._channel.inbox.popleft]
-        known = self._replies.find(packet)
-        if known is not None:
-            number, released, blocks, (is_last, outputs) = known
-            fields: list[Any] = [_REPLY, number, is_last, released, blocks, outputs, None, None]
-        else:
-            try:
-                fields, place = self._read(packet)
-            except MoonpoolError:
-                self._channel.inbox.popleft()
-                raise
-            if place is not None:
-                steps.append(partial(self.released.append, place))
+        try:
+            fields, place = self._read(packet)
+        except MoonpoolError:
+            self._channel.inbox.popleft()
+            raise
+        if place is not None:
+            steps.append(partial(self.released.append, place))
         is_last = True
         places: list[tuple[int, int]] = []
         if fields[0] == _REPLY:
@@ -398,14 +389,10 @@ class Calls:
     def _read(self, packet: bytes) -> tuple[list[Any], tuple[int, int] | None]:
         """Decode an answer, with the outputs of a reply as `read_outputs` takes them. Returns the place of its block, too, if it lies in one."""
         fields = self._codec.decode(packet)
-        kind = fields[0]
         place = None
-        if kind == _INDIRECT:
+        if fields[0] == _INDIRECT:
             place = (fields[1], fields[2])
             fields = self._codec.decode(self._regions.load(*fields[1:]))
         if fields[0] == _REPLY:
-            outputs = prepared(fields[5])
-            if kind == _REPLY and fields[6] is None and fields[7] is None:
-                self._replies.learn(packet, fields, (fields[2], outputs))
-            fields[5] = outputs
+            fields[5] = prepared(fields[5])
         return fields, place

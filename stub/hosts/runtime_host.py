@@ -25,7 +25,8 @@ from moonpool.ipc.messages import (
     size_of,
 )
 from moonpool.ipc.signals import at_once
-from moonpool.stub.hosts.call_tensors import Placed, UsualInputs, read_outputs
+from moonpool.ipc.tensors import DTYPES
+from moonpool.stub.hosts.call_tensors import Placed, read_outputs
 from moonpool.stub.hosts.calls import Call, Calls
 from moonpool.stub.pb_utils.errors import ErrorCode, TritonError, TritonModelException
 from moonpool.stub.pb_utils.host import ONLY_IN_EXECUTE, Host
@@ -60,7 +61,6 @@ class StubHost(Host):
         self._control = control
         self._metric_changes = control.metric_changes
         self._instance = instance
-        self._usual = UsualInputs(regions)
         # True from the end of `initialize` to `finalize`: the model may ask other models.
         self.serves = False
         extension = load_if_there("moonpool.stub.peers._stub_port") if is_compiled else None
@@ -75,7 +75,7 @@ class StubHost(Host):
             **calls.parts(),
             **objects_of(regions),
             "host": self,
-            "plans": self._usual.plans,
+            "dtypes": DTYPES,
             "out_of_memory": OutOfMemory,
             "is_owned": regions._turn._is_owned,  # type: ignore[attr-defined]
             # A request with nothing but inputs.
@@ -200,16 +200,9 @@ class StubHost(Host):
         ours: list[Block] = []
         try:
             self._calls.take_released(released)
-            usual = self._usual.place(request, ours)
-            if usual is not None:
-                blocks, rows = usual
-                details = None
-            else:
-                _check_fields(request)
-                placed = Placed(self._regions, request._inputs, ours)
-                blocks, rows = placed.blocks, placed.rows
-                details = _details(request)
-                self._usual.learn(request, placed)
+            _check_fields(request)
+            placed = Placed(self._regions, request._inputs, ours)
+            details = _details(request)
             self._regions.publish()
             self._calls.begin(
                 call,
@@ -219,8 +212,8 @@ class StubHost(Host):
                 decoupled,
                 request._details.timeout_us,
                 released,
-                blocks,
-                rows,
+                placed.blocks,
+                placed.rows,
                 request._requested_output_names,
                 details,
             )

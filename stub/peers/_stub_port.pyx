@@ -112,7 +112,7 @@ cdef extern from "_stub_port_batch.h" namespace "moonpool::python":
     cdef cppclass Conversations:
         Field turn
     cdef cppclass BatchObjects:
-        flag learn(object parts, object request, object batch, object answer, object conversation) except False
+        flag know(object parts, object request, object batch, object answer, object conversation) except False
         object tensor(object name, object datatype, object shape, object array, flag is_raw)
         object request(object inputs, object origin, PyObject* row)
         object block(object size)
@@ -224,7 +224,7 @@ cdef class StubPort:
         self._after_execute, self._after_answer = peer.conversation.after[_EXECUTE], peer.conversation.after[_ANSWER]
         self._is_decoupled, self._look_ns = start["decoupled"], start["look_us"] * 1000
         self._was_quick, self._peer_core = False, kNoCore
-        self._objects.learn(parts, request, peer.batch, peer.answer, peer.conversation)
+        self._objects.know(parts, request, peer.batch, peer.answer, peer.conversation)
 
     def __dealloc__(self):
         del self._objects

@@ -30,18 +30,18 @@ struct Conversations {
 class BatchObjects : public Objects {
  public:
   // Learns the slots of the classes of these objects. Sets an exception and returns false if something is missing.
-  bool learn(PyObject* parts, PyObject* request, PyObject* batch, PyObject* answer, PyObject* conversation) {
+  bool know(PyObject* parts, PyObject* request, PyObject* batch, PyObject* answer, PyObject* conversation) {
     const auto type = [](PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); };
     sample_ = Ref::to(request);
-    return learn_objects(parts) &&
-           learn_type(request_.kind, type(request),
+    return know_objects(parts) &&
+           know_type(request_.kind, type(request),
                       {&request_.inputs, &request_.names, &request_.origin, &request_.preferred_memory,
                        &request_.release_flags, &request_.reply, &request_.row}) &&
-           learn_type(batch_.kind, type(batch),
+           know_type(batch_.kind, type(batch),
                       {&batch_.places, &batch_.has_copies, &batch_.targets, &batch_.kept, &batch_.lent}) &&
-           learn_type(answer_.kind, type(answer),
+           know_type(answer_.kind, type(answer),
                       {&answer_.blocks, &answer_.layouts, &answer_.remarks, &answer_.states}) &&
-           learn_type(conversation_.kind, type(conversation), {&conversation_.turn});
+           know_type(conversation_.kind, type(conversation), {&conversation_.turn});
   }
 
   using Objects::block_, Objects::give_back, Objects::lease_, Objects::region_, Objects::response_, Objects::tensor_;

@@ -11,9 +11,10 @@
 //
 // If another thread leads, because it waits too, or for coroutines, Python does all of it, too.
 //
-// INFER is what Python would send: the plan has the bytes before and behind the numbers. REPLY is known by its bytes; only the number and
-// two lists of numbers are read. The runtime is trusted with this memory anyway, but a block must lie within its region. What comes from
-// the model may have any type, and is looked at as `_stub_port_objects.h` says.
+// INFER has the bytes that Python would send: one block with all inputs, placed by arithmetic, whatever they are. REPLY is checked by the table
+// of which Python's check is made. The runtime is trusted with this memory anyway, but a block must lie within its region, and an output within
+// its block. Nothing is kept from one call to the next. What comes from the model may have any type, and is looked at as
+// `_stub_port_objects.h` says.
 //
 // Any thread may call `infer`. Only locals hold what belongs to a call, but for the packet, which the leader alone has.
 #include "_stub_port_objects.h"  // first, as Python wants it
@@ -26,20 +27,24 @@
 #include <string>
 #include <string_view>
 
-#include "_stub_port_known_calls.h"
+#include "codec.h"
+#include "numpy_table.h"
+#include "place.h"
 
 namespace moonpool::python {
 namespace {
 
 // A larger input is copied as Python does it.
 constexpr Py_ssize_t kSmall = 16 << 10;
+// So are more of them.
+constexpr uint64_t kMostCopied = 256 << 10;
 // More places are reported in several messages.
 constexpr Py_ssize_t kMostReleased = 1024;
 
 #define MOONPOOL_ASKS(PART)                                                                                            \
   PART(host) PART(numbers) PART(leads) PART(lead) PART(stop_leading) PART(followers) PART(call) PART(new_inbox)         \
-  PART(open_calls) PART(queued) PART(queue) PART(fileno) PART(store) PART(inbox) PART(end_process) PART(replies)         \
-  PART(plans) PART(released) PART(take_released) PART(give_back) PART(request) PART(out_of_memory) PART(is_owned)
+  PART(open_calls) PART(queued) PART(queue) PART(fileno) PART(store) PART(inbox) PART(end_process) PART(dtypes)          \
+  PART(released) PART(take_released) PART(give_back) PART(request) PART(out_of_memory) PART(is_owned)
 enum class Part : size_t { MOONPOOL_ASKS(MOONPOOL_MEMBER) kCount };
 constexpr std::array<const char*, static_cast<size_t>(Part::kCount)> kParts = {MOONPOOL_ASKS(MOONPOOL_TEXT)};
 
@@ -47,10 +52,6 @@ struct Requests {
   Kind kind;
   Field inputs{"_inputs"}, origin{"_origin"}, details{"_row"}, trace{"_trace"}, preferred_memory{"_preferred_memory"},
       names{"_requested_output_names"}, model{"_model_name"}, version{"_model_version"};
-};
-struct Replies {
-  Kind kind;
-  Field begin{"_begin"}, known{"_known"};
 };
 struct Calls {
   Kind kind;
@@ -60,31 +61,64 @@ struct Calls {
 // What became of a step: done, to be left to Python, which has nothing to undo, or an exception is set.
 enum class Step { kDone, kUnusual, kRaised };
 
+// An input that is copied.
+struct Input {
+  Bytes bytes;
+  uint64_t offset;
+};
+
 // What is to be sent, and what has to be undone if it is not.
 struct Sending {
-  Ref plan, block, number;
-  std::vector<Bytes> arrays;
+  Ref block, number;
+  std::vector<Input> inputs;
+  // Of the block.
+  uint64_t size = 0;
   std::vector<Ref> released;
+  // The fields of INFER before the places, and those behind the blocks.
+  Writer head, tail;
   std::string packet;
 };
 
+// A REPLY with nothing but outputs.
+struct Reply {
+  // Reads a packet of the runtime. Returns false for any other message, and for one that breaks the protocol.
+  bool read(std::string_view packet) {
+    const auto decoded = decode(wire::kCalls, wire::Side::RUNTIME, packet);
+    if (!decoded || decoded.kind() != wire::Kind::REPLY) return false;
+    Reader reader = decoded.fields;
+    read_all(reader, call, is_last, released, blocks, outputs);
+    return reader.nil() && reader.nil() && !reader.failed();
+  }
+
+  uint64_t call = 0;
+  bool is_last = false;
+  List<wire::Place> released;
+  List<wire::Block> blocks;
+  List<wire::NamedTensor> outputs;
+};
+
+// Returns the text of a string, which it keeps as long as it lives itself. Returns false, perhaps with an exception, for any other object.
+bool text_of(PyObject* object, std::string_view* text) {
+  Py_ssize_t size = 0;
+  const char* const bytes = object != nullptr && PyUnicode_CheckExact(object) ? PyUnicode_AsUTF8AndSize(object, &size) : nullptr;
+  if (bytes != nullptr) *text = {bytes, static_cast<size_t>(size)};
+  return bytes != nullptr;
+}
+
 class Asker : public Objects {
  public:
-  bool learn(PyObject* parts) {
-    if (!parts_.take(parts) || !learn_objects(parts)) return false;
+  bool know(PyObject* parts) {
+    if (!parts_.take(parts) || !know_objects(parts)) return false;
     serves_ = Ref(PyUnicode_InternFromString("serves"));
     sample_ = Ref::to(part(Part::request));
     release_ = Ref(PyUnicode_InternFromString("release"));
-    PyObject* const replies = part(Part::replies);
-    const Ref known(PyType_GenericNew(Py_TYPE(replies), nullptr, nullptr));
     PyObject* const request = reinterpret_cast<PyObject*>(Py_TYPE(sample_.get()));
     PyObject* const call = reinterpret_cast<PyObject*>(Py_TYPE(part(Part::call)));
-    return serves_ && release_ && known &&
-           learn_type(call_.kind, call, {&call_.bell, &call_.inbox, &call_.keeps, &call_.number}) &&
-           learn_type(request_.kind, request,
+    return serves_ && release_ && take_dtypes() &&
+           know_type(call_.kind, call, {&call_.bell, &call_.inbox, &call_.keeps, &call_.number}) &&
+           know_type(request_.kind, request,
                           {&request_.inputs, &request_.origin, &request_.details, &request_.trace, &request_.preferred_memory,
-                           &request_.names, &request_.model, &request_.version}) &&
-           replies_.kind.learn(known.get(), {&replies_.begin, &replies_.known});
+                           &request_.names, &request_.model, &request_.version});
   }
 
   int traverse(visitproc visit, void* arg) const {
@@ -152,21 +186,21 @@ class Asker : public Objects {
   // Places the inputs and writes INFER. If it is not done, `undo` makes it as if nothing had happened.
   Step prepared(PyObject* request, Sending* sending) const {
     try {
-      if (!find_plan(request, sending)) return Step::kUnusual;
-      PyObject* const size = PyTuple_GetItem(sending->plan.get(), 2);
-      sending->block = allocate(size);
+      if (!lay_out(request, sending)) return Step::kUnusual;
+      const Ref size = number(sending->size);
+      sending->block = size ? allocate(size.get()) : Ref();
       // Python's form tells why there is no memory.
       if (!sending->block) return PyErr_ExceptionMatches(part(Part::out_of_memory)) ? Step::kUnusual : Step::kRaised;
-      return write(sending, number_in(size)) ? Step::kDone : Step::kUnusual;
+      return write(sending) ? Step::kDone : Step::kUnusual;
     } catch (const std::bad_alloc&) {
       return Step::kUnusual;
     }
   }
 
   // Copies the inputs, and writes INFER. Returns false, perhaps with an exception.
-  bool write(Sending* sending, Py_ssize_t size) const {
+  bool write(Sending* sending) const {
     wire::Block block;
-    if (!fill(*sending, size, &block) || !take_released(sending)) return false;
+    if (!fill(*sending, &block) || !take_released(sending)) return false;
     sending->number = Ref(PyIter_Next(part(Part::numbers)));
     const Py_ssize_t call = number_in(sending->number.get());
     if (call < 0) return false;
@@ -174,7 +208,7 @@ class Asker : public Objects {
     message.array(1 + wire::field_count(wire::Kind::INFER));
     message.uint(static_cast<uint64_t>(wire::Kind::INFER));
     message.uint(static_cast<uint64_t>(call));
-    message.values(bytes_of(PyTuple_GetItem(sending->plan.get(), 3)));
+    message.values(sending->head.bytes());
     message.array(sending->released.size());
     for (const Ref& place : sending->released) {
       const Py_ssize_t region = number_in(PyTuple_GetItem(place.get(), 0)), offset = number_in(PyTuple_GetItem(place.get(), 1));
@@ -183,54 +217,75 @@ class Asker : public Objects {
     }
     message.array(1);
     block.write(message);
-    message.values(bytes_of(PyTuple_GetItem(sending->plan.get(), 4)));
+    message.values(sending->tail.bytes());
     sending->packet = message.bytes();
     return sending->packet.size() <= wire::kMaxPacketBytes;
   }
 
-  // Finds the plan by which the inputs are placed: rows, offsets, size, and the bytes of INFER before and behind the numbers.
-  bool find_plan(PyObject* request, Sending* sending) const {
+  // Says where each input lies in a block, and writes all of INFER but the numbers. Returns false, perhaps with an exception, for a request
+  // that Python has to send.
+  bool lay_out(PyObject* request, Sending* sending) const {
     const Ref inputs = Ref::to(request_.inputs.peek(request)), names = Ref::to(request_.names.peek(request));
     const Ref model = Ref::to(request_.model.peek(request)), version = Ref::to(request_.version.peek(request));
+    std::string_view text;
+    int64_t wanted = -1;
     if (!inputs || !PyList_CheckExact(inputs.get()) || !names || !PyList_CheckExact(names.get())) return false;
-    if (!model || !PyUnicode_CheckExact(model.get()) || !version || !PyLong_CheckExact(version.get())) return false;
-    const Py_ssize_t outputs = PyList_Size(names.get()), count = PyList_Size(inputs.get());
-    const Ref key(PyTuple_New(3 + outputs + 4 * count));
-    if (!key || PyTuple_SetItem(key.get(), 0, Ref::to(model.get()).release()) < 0 ||
-        PyTuple_SetItem(key.get(), 1, Ref::to(version.get()).release()) < 0 ||
-        PyTuple_SetItem(key.get(), 2, PyLong_FromSsize_t(outputs)) < 0) {
-      return false;
-    }
-    for (Py_ssize_t i = 0; i < outputs; ++i) {
-      PyObject* const name = PyList_GetItem(names.get(), i);
-      if (name == nullptr || !PyUnicode_CheckExact(name) || PyTuple_SetItem(key.get(), 3 + i, Ref::to(name).release()) < 0) return false;
-    }
-    sending->arrays.reserve(static_cast<size_t>(count));
+    if (!text_of(model.get(), &text) || !as_number(version.get(), &wanted) || wanted < -1) return false;
+    write_all(sending->head, text, wanted, false, uint64_t{0});
+    const Py_ssize_t count = PyList_Size(inputs.get());
+    if (count == 0) return false;
+    sending->inputs.reserve(static_cast<size_t>(count));
+    sending->tail.array(static_cast<size_t>(count));
     for (Py_ssize_t i = 0; i < count; ++i) {
-      if (!describe(PyList_GetItem(inputs.get(), i), key.get(), 3 + outputs + 4 * i, &sending->arrays)) return false;
-      if (sending->arrays.back().size() > kSmall) return false;
+      if (!lay_out_input(PyList_GetItem(inputs.get(), i), sending)) return false;
     }
-    sending->plan = Ref::to(PyDict_GetItemWithError(part(Part::plans), key.get()));
-    return sending->plan && PyTuple_Size(sending->plan.get()) == 5;
+    sending->tail.array(static_cast<size_t>(PyList_Size(names.get())));
+    for (Py_ssize_t i = 0; i < PyList_Size(names.get()); ++i) {
+      if (!text_of(PyList_GetItem(names.get(), i), &text)) return false;
+      sending->tail.text(text);
+    }
+    sending->tail.nil();
+    return sending->tail.bytes().size() <= wire::kMaxPacketBytes;
+  }
+
+  // Does so with one input. It is not usual if it is no small array.
+  bool lay_out_input(PyObject* object, Sending* sending) const {
+    const Ref tensor = Ref::to(object);
+    if (!tensor || !tensor_.kind.is(tensor.get())) return false;
+    const Ref array = Ref::to(tensor_.array.peek(tensor.get())), name = Ref::to(tensor_.name.peek(tensor.get()));
+    const Ref shape = Ref::to(tensor_.shape.peek(tensor.get()));
+    if (!array || reinterpret_cast<PyObject*>(Py_TYPE(array.get())) != part(Shared::array)) return false;
+    const Input& input = sending->inputs.emplace_back(Input{Bytes(array.get(), PyBUF_SIMPLE), sending->size});
+    std::string_view text;
+    int64_t datatype, dims[wire::kMaxDims];
+    if (!input.bytes || input.bytes.size() > kSmall || !text_of(name.get(), &text)) return false;
+    if (!as_number(tensor_.datatype.peek(tensor.get()), &datatype) || datatype < 0) return false;
+    const Py_ssize_t count = shape && PyTuple_CheckExact(shape.get()) ? PyTuple_Size(shape.get()) : -1;
+    if (count < 0 || count > static_cast<Py_ssize_t>(wire::kMaxDims)) return false;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (!as_number(PyTuple_GetItem(shape.get(), i), &dims[i])) return false;
+    }
+    const auto size = static_cast<uint64_t>(input.bytes.size());
+    write_tensor(sending->tail, text, static_cast<uint64_t>(datatype), dims, static_cast<uint64_t>(count), 0, input.offset, size);
+    sending->size += (size + wire::kAlignment - 1) & ~(wire::kAlignment - 1);
+    // It does not fit into a packet, or takes so long to copy that other threads should run.
+    return sending->tail.bytes().size() <= wire::kMaxPacketBytes && sending->size <= kMostCopied;
   }
 
   // Copies the inputs into the block. Returns false, perhaps with an exception, if the tables of this process do not fit together.
-  bool fill(const Sending& sending, Py_ssize_t size, wire::Block* block) const {
+  bool fill(const Sending& sending, wire::Block* block) const {
     PyObject* const object = sending.block.get();
     const Ref region = block_.kind.is(object) ? Ref::to(block_.region.peek(object)) : Ref();
     if (!region || !region_.kind.is(region.get())) return false;
     const Ref buffer = Ref::to(region_.buffer.peek(region.get()));
     const Bytes memory(buffer.get(), PyBUF_WRITABLE);
     const Py_ssize_t start = number_in(block_.offset.peek(object)), id = number_in(region_.id.peek(region.get()));
-    PyObject* const offsets = PyTuple_GetItem(sending.plan.get(), 1);
-    if (!memory || size < 0 || start < 0 || id < 0 || start > memory.size() - size || !PyList_CheckExact(offsets)) return false;
-    for (size_t i = 0; i < sending.arrays.size(); ++i) {
-      const Bytes& array = sending.arrays[i];
-      const Py_ssize_t offset = number_in(PyList_GetItem(offsets, static_cast<Py_ssize_t>(i)));
-      if (offset < 0 || array.size() > size || offset > size - array.size()) return false;
-      std::memcpy(memory.data() + start + offset, array.data(), static_cast<size_t>(array.size()));
+    const auto size = static_cast<Py_ssize_t>(sending.size);
+    if (!memory || start < 0 || id < 0 || start > memory.size() - size) return false;
+    for (const Input& input : sending.inputs) {
+      std::memcpy(memory.data() + start + input.offset, input.bytes.data(), static_cast<size_t>(input.bytes.size()));
     }
-    *block = {static_cast<uint64_t>(id), static_cast<uint64_t>(start), static_cast<uint64_t>(size)};
+    *block = {static_cast<uint64_t>(id), static_cast<uint64_t>(start), sending.size};
     return true;
   }
 
@@ -355,24 +410,20 @@ class Asker : public Objects {
     }
   }
 
-  // Makes the response of a usual reply to this call. Returns nothing, perhaps with an exception, and has done nothing, for any other packet.
+  // Makes the response of a reply to this call. Returns nothing, perhaps with an exception, and has done nothing, for any other packet.
   Ref read(std::string_view packet, Py_ssize_t call) const {
-    KnownCall found;
-    PyObject* const replies = part(Part::replies);
-    if (!replies_.kind.is(replies)) return Ref();
-    const Ref begin = replies_.begin.get(replies), known = replies_.known.get(replies);
-    if (!begin || !known || !found.find(begin.get(), known.get(), packet)) return Ref();
-    PyObject* const value = found.value.get();
-    if (found.number != static_cast<uint64_t>(call) || PyTuple_Size(value) != 2 || PyTuple_GetItem(value, 0) != Py_True) return Ref();
-    const Ref outputs = Ref::to(PyTuple_GetItem(value, 1));
-    if (!PyList_CheckExact(outputs.get())) return Ref();
+    Reply found;
+    if (!found.read(packet) || found.call != static_cast<uint64_t>(call) || !found.is_last) return Ref();
+    std::vector<uint64_t> sizes;
     std::vector<Ref> leases;
+    for (const wire::Block& block : found.blocks) sizes.push_back(block.size);
     if (!make_leases(found.blocks, &leases)) return Ref();
-    Ref tensors(PyList_New(PyList_Size(outputs.get())));
+    Ref tensors(PyList_New(0));
     bool is_made = static_cast<bool>(tensors);
-    for (Py_ssize_t i = 0; is_made && i < PyList_Size(outputs.get()); ++i) {
-      Ref tensor = tensor_of(PyList_GetItem(outputs.get(), i), leases);
-      is_made = tensor && PyList_SetItem(tensors.get(), i, tensor.release()) == 0;
+    for (const wire::NamedTensor& row : found.outputs) {
+      is_made = is_made && row.block < sizes.size() && row.offset + row.size <= sizes[row.block];
+      const Ref tensor = is_made ? tensor_of(row, leases[row.block]) : Ref();
+      is_made = tensor && PyList_Append(tensors.get(), tensor.get()) == 0;
     }
     Ref response = is_made ? response_.kind.make() : Ref();
     if (response) {
@@ -388,7 +439,7 @@ class Asker : public Objects {
     return Ref();
   }
 
-  bool make_leases(const std::vector<wire::Block>& blocks, std::vector<Ref>* leases) const {
+  bool make_leases(const List<wire::Block>& blocks, std::vector<Ref>* leases) const {
     leases->reserve(blocks.size());
     for (const wire::Block& block : blocks) {
       const Ref id = number(block.region), offset = number(block.offset);
@@ -413,30 +464,52 @@ class Asker : public Objects {
     return false;
   }
 
-  // Views an output: name, datatype, shape, the dtype and shape of the view, block and offset.
-  Ref tensor_of(PyObject* row, const std::vector<Ref>& leases) const {
-    if (PyTuple_Size(row) != 7) return Ref();
-    const Py_ssize_t datatype = number_in(PyTuple_GetItem(row, 1)), block = number_in(PyTuple_GetItem(row, 5));
-    // Strings and BF16 are viewed as bytes.
-    if (datatype < 0 || datatype >= static_cast<Py_ssize_t>(wire::kBytes)) return Ref();
-    if (block < 0 || static_cast<size_t>(block) >= leases.size()) return Ref();
-    Ref array(PyObject_CallFunctionObjArgs(part(Shared::array), PyTuple_GetItem(row, 4), PyTuple_GetItem(row, 3),
-                                           leases[static_cast<size_t>(block)].get(), PyTuple_GetItem(row, 6), nullptr));
-    Ref tensor = array ? tensor_.kind.make() : Ref();
+  // Views an output, which lies in its lease. Strings and BF16 are viewed as bytes.
+  Ref tensor_of(const wire::NamedTensor& row, const Ref& lease) const {
+    std::vector<int64_t> dims;
+    for (const uint64_t dimension : row.shape) dims.push_back(static_cast<int64_t>(dimension));
+    uint64_t elements;
+    std::string wrong;
+    if (!check_tensor(dims.data(), dims.size(), row.datatype, row.size, &elements, &wrong)) return Ref();
+    const Ref shape(PyTuple_New(static_cast<Py_ssize_t>(dims.size())));
+    for (size_t i = 0; shape && i < dims.size(); ++i) {
+      if (PyTuple_SetItem(shape.get(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(dims[i])) != 0) return Ref();
+    }
+    const bool is_raw = row.datatype >= wire::kBytes;
+    const auto size = static_cast<int64_t>(row.size);
+    char* const at = numpy::fields(lease.get())->data + row.offset;
+    auto* const type = reinterpret_cast<PyTypeObject*>(part(Shared::array));
+    Ref array(is_raw ? numpy::view(type, part(Shared::byte), 1, &size, at, 1, lease.get())
+                     : numpy::view(type, dtypes_[row.datatype].get(), static_cast<int>(dims.size()), dims.data(), at,
+                                   wire::kItemBytes[row.datatype], lease.get()));
+    Ref name(PyUnicode_DecodeUTF8(row.name.data(), static_cast<Py_ssize_t>(row.name.size()), nullptr));
+    Ref datatype = number(row.datatype);
+    Ref tensor = array && name && datatype && shape ? tensor_.kind.make() : Ref();
     if (!tensor) return tensor;
-    tensor_.name.set_to(tensor.get(), PyTuple_GetItem(row, 0));
-    tensor_.datatype.set_to(tensor.get(), PyTuple_GetItem(row, 1));
-    tensor_.shape.set_to(tensor.get(), PyTuple_GetItem(row, 2));
-    tensor_.array.set(tensor.get(), array.release());
-    tensor_.wire.set_to(tensor.get(), Py_None);
+    tensor_.name.set(tensor.get(), name.release());
+    tensor_.datatype.set(tensor.get(), datatype.release());
+    tensor_.shape.set_to(tensor.get(), shape.get());
+    tensor_.array.set_to(tensor.get(), is_raw ? Py_None : array.get());
+    tensor_.wire.set_to(tensor.get(), is_raw ? array.get() : Py_None);
+    if (is_raw) tensor_.strings.set_to(tensor.get(), Py_None);
     return tensor;
+  }
+
+  // Takes the dtypes of the datatypes that have one from the beginning. Returns false with an exception.
+  bool take_dtypes() {
+    for (size_t i = 1; i < dtypes_.size(); ++i) {
+      const Ref code = number(i);
+      dtypes_[i] = Ref::to(code ? PyDict_GetItemWithError(part(Part::dtypes), code.get()) : nullptr);
+      if (!dtypes_[i]) return fail("there is no dtype of datatype %zu", i);
+    }
+    return true;
   }
 
   Parts<Part, kParts.size()> parts_{kParts};
   Ref serves_, sample_, release_;
   Requests request_;
-  Replies replies_;
   Calls call_;
+  std::array<Ref, wire::kBytes> dtypes_;
   // The packet of the leader.
   mutable std::array<char, wire::kMaxPacketBytes + 1> packet_;
 };
@@ -452,7 +525,7 @@ PyObject* asker_new(PyTypeObject* type, PyObject* args, PyObject*) {
     Ref self(PyType_GenericNew(type, nullptr, nullptr));
     if (!self) return nullptr;
     auto asker = std::make_unique<Asker>();
-    if (!asker->learn(parts)) return nullptr;
+    if (!asker->know(parts)) return nullptr;
     reinterpret_cast<AskerObject*>(self.get())->asker = asker.release();
     return self.release();
   });

@@ -147,7 +147,7 @@ class Field {
     return reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + at);
   }
 
-  bool learn(PyObject* sample, Py_ssize_t size) {
+  bool know(PyObject* sample, Py_ssize_t size) {
     if (name_ == nullptr) name_ = PyUnicode_InternFromString(text_);
     at_ = 0;
     owner_ = Py_TYPE(sample);
@@ -182,21 +182,21 @@ class Kind {
  public:
   // Takes in the class of `sample`, an instance that nobody uses, and finds the places of its fields, which are not set
   // afterwards. Returns false with an error set.
-  bool learn(PyObject* sample, std::initializer_list<Field*> fields) {
+  bool know(PyObject* sample, std::initializer_list<Field*> fields) {
     const Ref size(PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(sample)), "__basicsize__"));
     int64_t size_bytes = 0;
     if (!size || !as_number(size.get(), &size_bytes)) return false;
     size_ = static_cast<Py_ssize_t>(size_bytes);
     for (Field* field : fields) {
-      if (!field->learn(sample, size_)) return false;
+      if (!field->know(sample, size_)) return false;
     }
     type_ = Py_TYPE(sample);
     Py_INCREF(type());
     return true;
   }
   // Does the same for a class whose attributes are all slots, so that `peek` finds each and `copy` makes another instance.
-  bool learn_slots(PyObject* sample, std::initializer_list<Field*> fields) {
-    if (!learn(sample, fields)) return false;
+  bool know_slots(PyObject* sample, std::initializer_list<Field*> fields) {
+    if (!know(sample, fields)) return false;
     for (const Field* field : fields) {
       if (field->at_ == 0) return has_no_slot(field->name_);
     }
@@ -218,7 +218,7 @@ class Kind {
   bool is(PyObject* object) const { return object != nullptr && Py_TYPE(object) == type_; }
   // Returns a new instance with no attribute set, empty with an error set. Only for classes all of whose fields are slots.
   Ref make() const { return is_known() ? Ref(PyType_GenericAlloc(type_, 0)) : Ref(); }
-  // Returns a new instance with the attributes of another one, empty with an error set. Only after `learn_slots`.
+  // Returns a new instance with the attributes of another one, empty with an error set. Only after `know_slots`.
   Ref copy(PyObject* object) const {
     if (!is(object)) fail("there is no object of the class to copy");
     Ref made = is(object) ? make() : Ref();

@@ -20,9 +20,6 @@ namespace moonpool::python {
 
 inline Ref number(uint64_t value) { return Ref(PyLong_FromUnsignedLongLong(value)); }
 
-// As `PASSED_BYTES` of placement.py: a smaller array that lies in a block already is copied.
-constexpr Py_ssize_t kPassedBytes = 256 << 10;
-
 // Returns the number that a slot holds, or -1, perhaps with an exception, if it holds no small one.
 inline Py_ssize_t number_in(PyObject* object) {
   return object != nullptr && PyLong_CheckExact(object) ? PyLong_AsSsize_t(object) : -1;
@@ -104,28 +101,27 @@ class Objects {
   static constexpr std::array<const char*, static_cast<size_t>(Shared::kCount)> kShared = {MOONPOOL_SHARED(MOONPOOL_TEXT)};
 
   // Takes the parts and learns the slots of their classes. Sets an exception and returns false if something is missing.
-  bool learn_objects(PyObject* parts) {
+  bool know_objects(PyObject* parts) {
     if (!shared_.take(parts)) return false;
-    base_ = Ref(PyUnicode_InternFromString("base"));
     devices_ = Ref(PyUnicode_InternFromString("devices"));
     at_once_ = Ref(PyTuple_Pack(1, Py_False));
     zero_ = Ref(PyLong_FromLong(0));
     one_ = Ref(PyLong_FromLong(1));
     PyObject* arena = reinterpret_cast<PyObject*>(Py_TYPE(part(Shared::arena)));
-    return base_ && devices_ && at_once_ && zero_ && one_ &&
-           lease_.kind.learn_slots(part(Shared::lease), {&lease_.give_back, &lease_.token, &lease_.region, &lease_.offset}) &&
-           learn_type(tensor_.kind, part(Shared::tensor),
+    return devices_ && at_once_ && zero_ && one_ &&
+           lease_.kind.know_slots(part(Shared::lease), {&lease_.give_back, &lease_.token, &lease_.region, &lease_.offset}) &&
+           know_type(tensor_.kind, part(Shared::tensor),
                  {&tensor_.name, &tensor_.datatype, &tensor_.shape, &tensor_.array, &tensor_.wire, &tensor_.strings}) &&
-           learn_type(response_.kind, part(Shared::response), {&response_.outputs, &response_.error, &response_.parameters}) &&
-           learn_type(region_.kind, part(Shared::region), {&region_.id, &region_.buffer, &region_.size_bytes}) &&
-           learn_type(block_.kind, part(Shared::block), {&block_.region, &block_.offset, &block_.size_bytes, &block_.holds}) &&
-           learn_type(extents_.kind, part(Shared::extents), {&extents_.live}) &&
-           learn_type(arena_.kind, arena, {&arena_.extents});
+           know_type(response_.kind, part(Shared::response), {&response_.outputs, &response_.error, &response_.parameters}) &&
+           know_type(region_.kind, part(Shared::region), {&region_.id, &region_.buffer, &region_.size_bytes}) &&
+           know_type(block_.kind, part(Shared::block), {&block_.region, &block_.offset, &block_.size_bytes, &block_.holds}) &&
+           know_type(extents_.kind, part(Shared::extents), {&extents_.live}) &&
+           know_type(arena_.kind, arena, {&arena_.extents});
   }
 
-  static bool learn_type(Kind& kind, PyObject* type, std::initializer_list<Field*> slots) {
+  static bool know_type(Kind& kind, PyObject* type, std::initializer_list<Field*> slots) {
     const Ref sample(PyType_GenericNew(reinterpret_cast<PyTypeObject*>(type), nullptr, nullptr));
-    return sample && kind.learn_slots(sample.get(), slots);
+    return sample && kind.know_slots(sample.get(), slots);
   }
 
   PyObject* part(Shared which) const { return shared_[which]; }
@@ -156,48 +152,6 @@ class Objects {
       lease_.give_back.set_to(lease.get(), give_back);
     }
     return lease;
-  }
-
-  // Adds name, datatype, shape and size of a tensor to `key`, from `at` on, and its bytes to `arrays`. Returns false, perhaps with an
-  // exception, for a tensor that is not just copied.
-  bool describe(PyObject* object, PyObject* key, Py_ssize_t at, std::vector<Bytes>* arrays) const {
-    const Ref tensor = Ref::to(object);
-    if (!tensor || !tensor_.kind.is(tensor.get())) return false;
-    const Ref array = Ref::to(tensor_.array.peek(tensor.get()));
-    if (!array || reinterpret_cast<PyObject*>(Py_TYPE(array.get())) != part(Shared::array)) return false;
-    const Bytes& bytes = arrays->emplace_back(array.get(), PyBUF_SIMPLE);
-    if (bytes && bytes.size() >= kPassedBytes && !is_own(array.get())) return false;
-    PyObject* fields[] = {tensor_.name.peek(tensor.get()), tensor_.datatype.peek(tensor.get()), tensor_.shape.peek(tensor.get()), nullptr};
-    if (!bytes || !is_key(fields)) return false;
-    const Ref size = number(static_cast<uint64_t>(bytes.size()));
-    fields[3] = size.get();
-    for (Py_ssize_t j = 0; j < 4; ++j) {
-      if (fields[j] == nullptr || PyTuple_SetItem(key, at + j, Ref::to(fields[j]).release()) < 0) return false;
-    }
-    return true;
-  }
-
-  // Returns true if name, datatype and shape of a tensor have no code of the model's, which a dictionary would call.
-  static bool is_key(PyObject* const* fields) {
-    if (fields[0] == nullptr || !PyUnicode_CheckExact(fields[0]) || fields[1] == nullptr ||
-        !PyLong_CheckExact(fields[1]) || fields[2] == nullptr || !PyTuple_CheckExact(fields[2])) {
-      return false;
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_Size(fields[2]); ++i) {
-      if (!PyLong_CheckExact(PyTuple_GetItem(fields[2], i))) return false;
-    }
-    return true;
-  }
-
-  // Returns true for an array that lies in no lease. Returns false, perhaps with an exception, if it may lie in one.
-  bool is_own(PyObject* array) const {
-    PyObject* const array_type = part(Shared::array);
-    Ref base(PyObject_GetAttr(array, base_.get()));
-    while (base && reinterpret_cast<PyObject*>(Py_TYPE(base.get())) == array_type) {
-      base = Ref(PyObject_GetAttr(base.get(), base_.get()));
-    }
-    // A lease, and every other subclass of arrays, is left to the layers.
-    return base && !PyType_IsSubtype(Py_TYPE(base.get()), reinterpret_cast<PyTypeObject*>(array_type));
   }
 
   // Does what `Regions.allocate` does. Mostly that is to take a block of an earlier answer that came back, which is
@@ -282,7 +236,7 @@ class Objects {
 
  private:
   Parts<Shared, kShared.size()> shared_{kShared};
-  Ref base_, devices_, at_once_, zero_, one_;
+  Ref devices_, at_once_, zero_, one_;
 };
 
 }  // namespace moonpool::python

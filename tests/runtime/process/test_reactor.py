@@ -328,7 +328,8 @@ def test_a_close_that_is_interrupted_at_any_point_is_done_by_the_next_one() -> N
         assert len(os.listdir("/proc/self/fd")) == before
         made.append(Reactor())
 
-    assert interrupted_everywhere(lambda: made[0].close(), check) > 10
+    # Where the reactor is compiled, there are fewer points.
+    assert interrupted_everywhere(lambda: made[0].close(), check) > 5
     made[0].close()
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.runtime import scripted
 from tests.ipc.port.both import ODD, changed, paths
+from tests.runtime import scripted
 from tests.runtime.recorder import tensor
 from tests.runtime.scripted import KiB, Pair
 
@@ -305,7 +305,7 @@ def test_calls_and_replies_of_all_kinds_go_the_ports_way() -> None:
 
 
 def test_a_block_that_came_back_is_lent_again(desk: Desk) -> None:
-    lent = []
+    lent: list[list[int]] = []
     for number in range(1, 5):
         desk.ask(*infer(desk, number, released=lent))
         desk.answer(response())
