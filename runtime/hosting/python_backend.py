@@ -202,7 +202,13 @@ class PythonBackend(Backend):
         stub.serve(instance.respond)
         stub.bounds.serves(instance.report_grown)
         stub.count_served = instance.report_served
-        stub.notify_exit(lambda: instance.report_broken(EndedIdle("the stub has ended")))
+
+        def report_end() -> None:
+            # The reactor may learn of it late, when the instance has its next process.
+            if instance.state is stub:
+                instance.report_broken(EndedIdle("the stub has ended"))
+
+        stub.notify_exit(report_end)
 
     def start_stub(self, instance: ModelInstance, make: MakeStub) -> StubHandle:
         """Start the process of an instance and initialize its model. Sets `instance.state`. Raises `LoadFailed`."""

@@ -81,6 +81,20 @@ def ended(runtime: moonpool.Runtime, pid: int) -> None:
 # Death and return
 
 
+def test_the_end_of_a_process_that_is_known_late_does_not_count_for_the_next_one(
+    runtime: moonpool.Runtime,
+) -> None:
+    with hosted(runtime, "victim", FILE, SIGNATURE):
+        (record,) = runtime._models.find("victim").supervisor.records
+        first = record.instance.state
+        pid = kill(runtime)
+        wait_until(lambda: runtime.instances("victim")[0]["restarts"] == 1, 60.0)
+        assert ask(runtime) != pid
+        first._on_exit()
+        assert ask(runtime) != pid
+        assert (state(runtime), runtime.instances("victim")[0]["restarts"]) == ("READY", 1)
+
+
 @pytest.mark.promise(
     "Lifecycle",
     "A death is noticed at once, and the instance is restarted without a request. Its "
