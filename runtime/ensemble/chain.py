@@ -1,20 +1,22 @@
 """One request of an ensemble in which each step reads one tensor of the step before. Most ensembles are such chains.
 
-Theory of operation. It does what a `GraphRun` does for the same flow, in a fraction of the time: one step runs at a time, so the run
-itself is the caller who waits for it, and there is nothing to decide and no lock.
+Theory of operation. It does what a `GraphRun` does for the same flow, in a fraction of the time: one step runs at a
+time, so the run itself is the caller who waits for it, and there is nothing to decide and no lock.
 
-*Who goes on.* A step may end before the thread that submits it has come back from that: another thread may have driven it, or its model
-answers at once. Both write into `_turn`, an append being atomic: the one the outcome, the other `_SUBMITTED`. The one that is
-second goes on. So exactly one of them does, and models that answer at once make a loop and no recursion.
+*Who goes on.* A step may end before the thread that submits it has come back from that: another thread may have driven
+it, or its model answers at once. Both write into `_turn`, an append being atomic: the one the outcome, the other
+`_SUBMITTED`. The one that is second goes on. So exactly one of them does, and models that answer at once make a loop
+and no recursion.
 
-*Signals.* This module is compiled as it is, as the lane is, and steps are submitted by `enter`. So a chain goes on on the main thread.
+*Signals.* This module is compiled as it is, as the lane is, and steps are submitted by `enter`. So a chain goes on on
+the main thread.
 
-*Who leaves.* The request of a step is noted before it is submitted. If the run is over by the time that it was submitted, the
-thread that submitted it leaves it again, so no order of the two loses it.
+*Who leaves.* The request of a step is noted before it is submitted. If the run is over by the time that it was
+submitted, the thread that submitted it leaves it again, so no order of the two loses it.
 
-*Errors.* To submit a step may raise anything: a model is gone, a backend has answered with nonsense, a signal handler runs. The thread may have an
-execution in its hands by then, which it gives to the reactor, and the error becomes the outcome. If the run has an outcome already, an error that is
-not moonpool's goes on, as nobody else would hear of it.
+*Errors.* To submit a step may raise anything: a model is gone, a backend has answered with nonsense, a signal handler
+runs. The thread may have an execution in its hands by then, which it gives to the reactor, and the error becomes the
+outcome. If the run has an outcome already, an error that is not moonpool's goes on, as nobody else would hear of it.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ _SUBMITTED = object()
 
 
 class ChainRun:
-    """One request of a chain, and the caller who waits for each step: a `Waiter`, whose head says what each method is for."""
+    """One request of a chain, and the caller who waits for each step: a `Waiter`, whose head says what each method is
+    for.
+    """
 
     # The run of a caller that an exception interrupts in it is over: it ignores what comes twice.
     may_be_told_again = _IS_COMPILED
@@ -96,12 +100,13 @@ class ChainRun:
             if not self._broke(error):
                 raise
             return None
-        # A model that responds apart from its batch may be quicker than this thread, which then has an execution to drive all the same.
+        # A model that responds apart from its batch may be quicker than this thread, which then has an execution to
+        # drive all the same.
         self._follow(turn[0])
         return execution
 
     def _follow(self, outcome: object) -> None:
-        """Go on with the outcome of the step that was submitted last, if it is there already, and with those that follow at once."""
+        """Go on with the outcome of the last step that was submitted, if it is there, and with those that follow at once."""
         if not self._goes_on_here():
             self._owner.reactor.call_soon(partial(self._follow, outcome))
             return
@@ -141,7 +146,10 @@ class ChainRun:
         return _SUBMITTED
 
     def _broke(self, error: Exception) -> bool:
-        """End the run with an error of this thread, which may have an execution in its hands. Returns False if the error has to go on."""
+        """End the run with an error of this thread, which may have an execution in its hands.
+
+        Returns False if the error has to go on.
+        """
         if self.stop(self):
             self._owner.ended(self, of_step(self._flow, error))
             return True

@@ -60,7 +60,6 @@ cdef class Execution:
     cdef public bint is_sent, is_lost, has_deferred, has_traces
 
     cpdef begin(self, Lane scheduler, InstanceType instance, list requests, long long started_ns, driver)
-    cpdef take(self, result)
     @cython.locals(request=RequestType)
     cpdef sent(self, pending, PortType port=*)
     cpdef bint claim(self, by) except -1

@@ -1,65 +1,73 @@
 """The lane of one model version: the way of every request from its caller into a batch, to an instance, and back.
 
-Theory of operation. `Lane` has what every request passes: taking it in, the queue, sending, reading the answer, counting, and the
-outcomes. `Scheduler`, which derives from it, has what is seldom. `Execution` is one batch, from the moment it is sent until its
-requests have outcomes, and `ThreadWaiter` is a caller that waits on its thread.
+Theory of operation. `Lane` has what every request passes: taking it in, the queue, sending, reading the answer,
+counting, and the outcomes. `Scheduler`, which derives from it, has what is seldom. `Execution` is one batch, from the
+moment it is sent until its requests have outcomes, and `ThreadWaiter` is a caller that waits on its thread.
 
-This module and those that it calls for usual requests (`batcher`, `request_queue`, `statistics`, the port) are compiled as they are,
-where there is a compiler. `lane.pxd` has the types, and no module has a second definition. A compiled method is one instruction as far as
-signal handlers and other threads are concerned, except where it calls what is not compiled: the hooks at the end of `Lane`, backends,
-and waiters that are no `ThreadWaiter`. `IS_COMPILED` tells. A method that no class overrides is called by its class (`Lane.settle(self, …)`),
-which spares the compiled form a search for one that does.
+This module and those that it calls for usual requests (`batcher`, `request_queue`, `statistics`, the port) are
+compiled as they are, where there is a compiler. `lane.pxd` has the types, and no module has a second definition. A
+compiled method is one instruction as far as signal handlers and other threads are concerned, except where it calls
+what is not compiled: the hooks at the end of `Lane`, backends, and waiters that are no `ThreadWaiter`. `IS_COMPILED`
+tells. A method that no class overrides is called by its class (`Lane.settle(self, …)`), which spares the compiled form
+a search for one that does.
 
-One lock, `_lock`, guards everything that a lane holds: the queue, the instances, the executions, the order of outcomes, and the
-statistics, except those of single responses, which only the reactor counts. It is held for bookkeeping only. Sending a batch, reading
-an answer and handing out outcomes happen without it, as they call backends and callers. `on_lost`, `ModelInstance.recycle` and `note`
-may be called with the lock held, so they must not block and must not call the scheduler. Traced requests get the times of their batch
-there, too. Their tensors become text, and the model's part of their traces ends, which may write a file, without the lock.
+One lock, `_lock`, guards everything that a lane holds: the queue, the instances, the executions, the order of
+outcomes, and the statistics, except those of single responses, which only the reactor counts. It is held for
+bookkeeping only. Sending a batch, reading an answer and handing out outcomes happen without it, as they call backends
+and callers. `on_lost`, `ModelInstance.recycle` and `note` may be called with the lock held, so they must not block and
+must not call the scheduler. Traced requests get the times of their batch there, too. Their tensors become text, and
+the model's part of their traces ends, which may write a file, without the lock.
 
-*Instances.* An instance is in one place at a time. It is idle (`_idle`; the last one was busy last and has warm caches), or in the
-hands of somebody who called `take` (`_taken`), or it executes (`_busy`), or the scheduler does not have it, because it starts, broke
-or left. After a change that may let a batch go (a request or an instance comes, a sequence goes on) a thread asks the queue for batches
-(`_form`): the same thread, or the reactor if that thread must not. If the queue keeps requests back for a larger batch, it names a
-time, and the reactor looks again at that time. A request that may go at once is not queued, and the queue is not asked while it could
-only say that nothing goes (`RequestQueue.may_form`), which also spares the reactor a wake-up for each request of an interruptible thread.
+*Instances.* An instance is in one place at a time. It is idle (`_idle`; the last one was busy last and has warm
+caches), or in the hands of somebody who called `take` (`_taken`), or it executes (`_busy`), or the scheduler does not
+have it, because it starts, broke or left. After a change that may let a batch go (a request or an instance comes, a
+sequence goes on) a thread asks the queue for batches (`_form`): the same thread, or the reactor if that thread must
+not. If the queue keeps requests back for a larger batch, it names a time, and the reactor looks again at that time. A
+request that may go at once is not queued, and the queue is not asked while it could only say that nothing goes
+(`RequestQueue.may_form`), which also spares the reactor a wake-up for each request of an interruptible thread.
 
-*Who drives an execution.* One party at a time drives it: it waits until the answer can be read, and then calls `finish`, for all callers
-in the batch. That party is a thread that waits for an outcome anyway, an event loop, or the reactor (docs/decisions/0003). The caller
-whose `submit` sent the batch gets it as the driver. For any other batch, `appoint` offers it to the callers in it, in turn, and to
-the reactor if none of them takes it. A party that takes an offer has to `claim` it, and only one claim after each `offer` succeeds. A
-thread claims before it waits. An event loop claims when the answer can be read, since a loop may stop for good at any time; the
-supervisor looks every few seconds and gives the reactor what nobody has claimed for a second (`Supervisor.rescue`). A driver that has to
-go (its time is over, its task is cancelled) gives the execution to the reactor. `claim` needs no lock: an append to a list is atomic,
+*Who drives an execution.* One party at a time drives it: it waits until the answer can be read, and then calls
+`finish`, for all callers in the batch. That party is a thread that waits for an outcome anyway, an event loop, or the
+reactor (docs/decisions/0003). The caller whose `submit` sent the batch gets it as the driver. For any other batch,
+`appoint` offers it to the callers in it, in turn, and to the reactor if none of them takes it. A party that takes an
+offer has to `claim` it, and only one claim after each `offer` succeeds. A thread claims before it waits. An event loop
+claims when the answer can be read, since a loop may stop for good at any time; the supervisor looks every few seconds
+and gives the reactor what nobody has claimed for a second (`Supervisor.rescue`). A driver that has to go (its time is
+over, its task is cancelled) gives the execution to the reactor. `claim` needs no lock: an append to a list is atomic,
 and the party that is first in the list has won.
 
-*Threads that wait.* Such a thread blocks on a bare lock, its bell, which `resolve` and `appoint` release. It wakes up for its outcome, or to
-drive an execution. A bell that rings already is left alone, so one wake-up may mean both, and the thread looks at both. An appointment
-can come while the thread leaves, because its time is over or a signal handler raised. Each side then writes first and reads second: the
-thread sets `_gone` and then cancels its request, while `appoint` sets `_execution` and then looks at `_gone`. If the thread is gone,
-`appoint` claims the execution itself, to learn whether the thread took it, and if not, offers it to the next caller.
+*Threads that wait.* Such a thread blocks on a bare lock, its bell, which `resolve` and `appoint` release. It wakes up
+for its outcome, or to drive an execution. A bell that rings already is left alone, so one wake-up may mean both, and
+the thread looks at both. An appointment can come while the thread leaves, because its time is over or a signal handler
+raised. Each side then writes first and reads second: the thread sets `_gone` and then cancels its request, while
+`appoint` sets `_execution` and then looks at `_gone`. If the thread is gone, `appoint` claims the execution itself, to
+learn whether the thread took it, and if not, offers it to the next caller.
 
-*Signals.* Python runs signal handlers on the main thread, between any two instructions, and a handler may raise. A request of that
-thread must then be neither lost nor driven twice, and requests of others must not notice. So no step of a lane in Python runs there. A
-compiled step does what is usual, and the reactor does all else, while the thread waits on a bare lock (`enter`, `_send`, `_lose`,
-`finish`). What remains for the thread is to wait, and to hold an execution between two steps:
+*Signals.* Python runs signal handlers on the main thread, between any two instructions, and a handler may raise. A
+request of that thread must then be neither lost nor driven twice, and requests of others must not notice. So no step
+of a lane in Python runs there. A compiled step does what is usual, and the reactor does all else, while the thread
+waits on a bare lock (`enter`, `_send`, `_lose`, `finish`). What remains for the thread is to wait, and to hold an
+execution between two steps:
 
 - the execution itself says who drives it (`_drivers`) and how far it is (`is_sent`, `answers`, `is_lost`);
-- a thread that is interrupted, anywhere from `enter` on, appends its `leave` to what the reactor runs soon. That append is one
-  instruction, so a second signal cannot prevent it. If one cuts the wake-up that follows, the reactor looks within seconds. `leave`
-  finds the executions that have the request, and `abandon` goes on from there;
-- an instance enters its next place before it leaves the last one, as an allocation of memory may fail in between. The instance is then
-  in two places, and `settle`, which the reactor runs for the caller that left, expects that. An instance in no place would be lost
-  for ever.
+- a thread that is interrupted, anywhere from `enter` on, appends its `leave` to what the reactor runs soon. That
+  append is one instruction, so a second signal cannot prevent it. If one cuts the wake-up that follows, the reactor
+  looks within seconds. `leave` finds the executions that have the request, and `abandon` goes on from there;
+- an instance enters its next place before it leaves the last one, as an allocation of memory may fail in between. The
+  instance is then in two places, and `settle`, which the reactor runs for the caller that left, expects that. An
+  instance in no place would be lost for ever.
 
 A process whose handlers never raise says so (`trusted_handlers`): a server, whose event loop is its main thread.
 
-*Callers' code.* Every outcome of a batch is given to its caller, whatever the one before it raised, as by `all_of`; the first error is
-raised after that. A waiter runs no code of a user and takes no lock of one. Futures have both, so `Deliveries` has threads for them.
+*Callers' code.* Every outcome of a batch is given to its caller, whatever the one before it raised, as by `all_of`;
+the first error is raised after that. A waiter runs no code of a user and takes no lock of one. Futures have both, so
+`Deliveries` has threads for them.
 
-*Lost answers.* If an instance breaks, or a signal handler raises while its answer is read, nobody knows what the stub did, and the
-instance counts as lost (`_lose`). Responses that come for that batch afterwards are ignored (`is_lost`). The supervisor learns of the loss
-before the execution leaves `_busy`: an unload that waits for the instance to be idle must find the recovery. Requests that did not
-reach the instance are queued again, others are the supervisor's to fail or to retry.
+*Lost answers.* If an instance breaks, or a signal handler raises while its answer is read, nobody knows what the stub
+did, and the instance counts as lost (`_lose`). Responses that come for that batch afterwards are ignored (`is_lost`).
+The supervisor learns of the loss before the execution leaves `_busy`: an unload that waits for the instance to be idle
+must find the recovery. Requests that did not reach the instance are queued again, others are the supervisor's to fail
+or to retry.
 """
 
 from __future__ import annotations
@@ -70,19 +78,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from operator import call
 from time import monotonic, monotonic_ns, time_ns
 
-from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
+from moonpool.ipc.errors import MoonpoolError, PeerGone
 from moonpool.ipc.port import RuntimePort
-from moonpool.runtime.errors import (
-    BackendError,
-    ModelUnavailable,
-    QueueFull,
-    RequestTimedOut,
-    all_of,
-    own,
-)
+from moonpool.runtime.errors import BackendError, ModelUnavailable, QueueFull, RequestTimedOut, own
 from moonpool.runtime.model.backend import Model, ModelInstance, Pending
 from moonpool.runtime.model.request import (
     Answer,
@@ -113,15 +113,9 @@ ASLEEP = ModelUnavailable("the model is asleep")
 Pair = tuple[InferenceRequest, Outcome | None]
 # Gets the error, the names of instance and request, and the number of requests that ended with it.
 Note = Callable[[BaseException | str, str, str, int], None]
-# Seconds that an interrupted caller waits until the reactor has taken its request back. It goes on after that in any case.
+# Seconds that an interrupted caller waits until the reactor has taken its request back. It goes on after that in any
+# case.
 LEAVE_S = 1.0
-
-
-def _broken(instance: ModelInstance, error: Exception) -> MoonpoolError:
-    """Return what callers get if a backend raised something else than moonpool's errors."""
-    wrapped = BackendError(f"executing in {instance.name} failed: {error!r}")
-    wrapped.__cause__ = error
-    return wrapped
 
 
 def _may_block(waiter: Waiter) -> bool:
@@ -151,7 +145,8 @@ class Lane:
         executor: Executor,
         on_lost: Callable[[ModelInstance, list[InferenceRequest], BaseException], None],
     ) -> None:
-        """`on_lost` gets instances that broke, and the requests in them. It must not block, and must not call the scheduler.
+        """`on_lost` gets instances that broke, and the requests in them. It must not block, and must not call the
+        scheduler.
 
         Raises `LoadFailed` and `InvalidRequest` for invalid initial states, `ConfigError` for invalid buckets.
         """
@@ -189,7 +184,10 @@ class Lane:
         self.pace_ns = 0
 
     def _is_compiled(self) -> bool:
-        """Return True if `submit` and `settle` call nothing of this model's that is not compiled. `is_atomic` keeps it."""
+        """Return True if `submit` and `settle` call nothing of this model's that is not compiled.
+
+        `is_atomic` keeps it.
+        """
         queue = self._queue
         is_plain = type(queue) is RequestQueue and not queue.has_times and not self._is_in_order
         return IS_COMPILED and is_plain and self._is_plain
@@ -220,7 +218,10 @@ class Lane:
         self.leave(request)
 
     def enter(self, request: InferenceRequest) -> Execution | None:
-        """Do what `submit` does, for a caller on any thread. The caller must `leave` if this is interrupted by a signal handler."""
+        """Do what `submit` does, for a caller on any thread.
+
+        The caller must `leave` if this is interrupted by a signal handler.
+        """
         if self.is_atomic or not is_interruptible():
             return self.submit(request)
         return self.reactor.ask(partial(self.submit, request))
@@ -287,7 +288,8 @@ class Lane:
             return [], []
         started: list[Execution] = []
         if not queue.has_times:
-            # Nothing to decide: what waits goes, as long as there are instances. The last one has everything in its caches.
+            # Nothing to decide: what waits goes, as long as there are instances. The last one has everything in its
+            # caches.
             place = len(idle)
             while queue.count and place:
                 place -= 1
@@ -380,17 +382,6 @@ class Lane:
         execution.reserve(waiter)
         return True
 
-    def _send_apart(self, execution: Execution) -> None:
-        """Have another thread give a batch to an instance that blocks."""
-        try:
-            self._executor.submit(self._send_there, execution)
-        except MoonpoolError as error:  # there is no thread, or the runtime ends
-            outcomes = [error] * len(execution.requests)
-            self.reactor.call_soon(partial(self.settle, execution, outcomes))
-
-    def _send_there(self, execution: Execution) -> None:
-        Lane._send(self, execution, None)
-
     def _send(self, execution: Execution, mine: InferenceRequest | None) -> bool:
         """Give a batch to its instance. Returns False if nobody has to wait for the answer.
 
@@ -411,32 +402,6 @@ class Lane:
         if mine is not None:
             return self.reactor.ask(partial(self._send_anything, execution, mine))
         self.reactor.call_soon(partial(self._launch, [execution], [], None))
-        return False
-
-    def _send_anything(self, execution: Execution, mine: InferenceRequest | None) -> bool:
-        """Do what `_send` does, for a batch that the port does not take. Not for a thread on which signal handlers run."""
-        instance = execution.instance
-        try:
-            result = instance.backend.model_instance_execute(instance, execution.requests)
-            answers = execution.take(result)
-        except (PeerGone, RemoteProtocolError) as error:
-            self._lose(execution, error, delivered=False)
-            return False
-        except Exception as error:
-            outcome = error if isinstance(error, MoonpoolError) else _broken(instance, error)
-            outcomes = [outcome] * len(execution.requests)
-            # Not on this stack: settling starts the next batch, which may fail here again.
-            self.reactor.call_soon(partial(self.settle, execution, outcomes))
-            return False
-        except BaseException as error:  # a backend may raise SystemExit: nobody knows what was sent
-            self._lose(execution, error, delivered=True)
-            raise
-        if answers is None:
-            return True
-        if mine is not None or instance.blocks:
-            self.settle(execution, answers)
-        else:  # settling starts the next batch, which may be answered here at once, too
-            self.reactor.call_soon(partial(self.settle, execution, answers))
         return False
 
     # Up
@@ -481,8 +446,8 @@ class Lane:
     ) -> None:
         """Free the instance, hand out the outcomes, and start the next batch; of a slow instance before the outcomes.
 
-        `answered_ns` is the time of the answer, 0 for now. On an `interruptible` thread the reactor does so, where anything
-        is not usual.
+        `answered_ns` is the time of the answer, 0 for now. On an `interruptible` thread the reactor does so, where
+        anything is not usual.
         """
         now_ns = monotonic_ns()
         answered_ns = answered_ns or now_ns
@@ -553,11 +518,6 @@ class Lane:
         if has_next:
             Lane._launch(self, started, rejected, None)
 
-    def _end_traced(self, execution: Execution, tell: Callable[[], object]) -> None:
-        """Call `tell` between the two parts of the end of traces, whatever one of the three raises."""
-        # Before the callers have the answers: they may write into them.
-        all_of(call, (execution.trace_answers, tell, execution.end_traces))
-
     def _settles_here(self, execution: Execution) -> bool:
         """Return True if nothing in the end of a batch is lost where a signal handler raises on this thread."""
         instance = execution.instance
@@ -607,7 +567,8 @@ class Lane:
     def keep_pace(self, execution: Execution) -> None:
         """Learn from an execution whose answer has arrived how quick the model is. For the driver."""
         took_ns = monotonic_ns() - execution.sent_ns
-        # A busy driver comes late to an answer, so the least times say most. A model that gets slow is noticed after some.
+        # A busy driver comes late to an answer, so the least times say most. A model that gets slow is noticed after
+        # some.
         self.pace_ns += min(0, took_ns - self.pace_ns) or (took_ns - self.pace_ns) // 8
 
     def executes(self, execution: Execution) -> bool:
@@ -622,6 +583,18 @@ class Lane:
 
     def lose_interrupted(self, execution: Execution) -> None:
         """Give up an execution whose driver was interrupted while it sent the batch or read the answer."""
+        raise NotImplementedError
+
+    def _send_apart(self, execution: Execution) -> None:
+        """Have another thread give a batch to an instance that blocks."""
+        raise NotImplementedError
+
+    def _send_anything(self, execution: Execution, mine: InferenceRequest | None) -> bool:
+        """Do what `_send` does, for a batch that no port takes. Not for a thread on which signal handlers run."""
+        raise NotImplementedError
+
+    def _end_traced(self, execution: Execution, tell: Callable[[], object]) -> None:
+        """Call `tell` between the two parts of the end of traces, whatever one of the three raises."""
         raise NotImplementedError
 
     def _reject(self, rejected: Rejected) -> None:
@@ -674,7 +647,10 @@ class Execution:
         started_ns: int,
         driver: object,
     ) -> None:
-        """Set all attributes. `driver` sends the batch and is going to drive it; if it is None, the sender appoints a driver."""
+        """Set all attributes.
+
+        `driver` sends the batch and is going to drive it; if it is None, the sender appoints a driver.
+        """
         self.scheduler = scheduler
         self.instance = instance
         self.requests = requests
@@ -694,17 +670,6 @@ class Execution:
         self.has_traces = False
         # The first one drives. While the list is empty, anybody may claim the execution.
         self._drivers: list[object] = [driver]
-
-    def take(self, result: object) -> Sequence[Answer] | None:
-        """Take in what the backend's `execute` returned. Returns the answers, or None if they are pending."""
-        if isinstance(result, list):
-            self.sent_ns = monotonic_ns()
-            return result
-        if not hasattr(result, "finish"):
-            self.sent_ns = monotonic_ns()
-            return [_no_answer(result)] * len(self.requests)
-        self.sent(result)  # type: ignore[arg-type]
-        return None
 
     def sent(self, pending: Pending, port: RuntimePort | None = None) -> None:
         """Note that the instance has the batch, and who will have the answer."""
@@ -777,7 +742,8 @@ class Execution:
     def abandon(self, by: object) -> None:
         """Go on without `by`, which may have been interrupted at any point of sending, waiting or reading.
 
-        This is the one place where an execution is taken over whose driver was interrupted. Calling it twice does no harm.
+        This is the one place where an execution is taken over whose driver was interrupted. Calling it twice does no
+        harm.
         """
         drivers = self._drivers
         # If the reactor drives, it may not know: `drive_in_reactor` names it first.
@@ -832,12 +798,18 @@ class Execution:
                 return
 
     def is_ready(self) -> bool:
-        """Return True if the answer can be read, when the descriptor was readable. That of a stub may be so for nothing."""
+        """Return True if the answer can be read, when the descriptor was readable.
+
+        That of a stub may be so for nothing.
+        """
         is_ready: Callable[[], bool] | None = getattr(self.pending, "is_ready", None)
         return is_ready is None or is_ready()
 
     def drive_in_reactor(self) -> None:
-        """Let the reactor go on with it: wait for the answer, or hand out what was read. For the driver; calling it twice does no harm."""
+        """Let the reactor go on with it: wait for the answer, or hand out what was read.
+
+        For the driver; calling it twice does no harm.
+        """
         reactor = self.scheduler.reactor
         self._drivers = [reactor]
         if reactor.is_here and self.answers is None and not self.pending.is_received():
@@ -927,21 +899,9 @@ class Execution:
         )
         if bad:
             given: Sequence[object] = answers
-            answers = [each if isinstance(each, _ANSWERS) else _no_answer(each) for each in given]
+            answers = [each if isinstance(each, _ANSWERS) else no_answer(each) for each in given]
             self._record_failures(answers, now_ms, now_ns)
         return answers
-
-    def trace_answers(self) -> None:
-        """Add the answers to the requests' traces. This may take long, so no lock may be held."""
-        for request in self.requests:
-            if request.trace is not None:
-                request.trace.answered()
-
-    def end_traces(self) -> None:
-        """End the model's part of the requests' traces. This may write a file, so no lock may be held."""
-        for request in self.requests:
-            if request.trace is not None:
-                request.trace.settled()
 
     def _record_failures(self, answers: Sequence[Answer], now_ms: int, now_ns: int) -> None:
         scheduler = self.scheduler
@@ -1029,7 +989,7 @@ _GOOD = (Response, Deferral)
 _ANSWERS = (*_GOOD, BaseException)
 
 
-def _no_answer(answer: object) -> MoonpoolError:
+def no_answer(answer: object) -> MoonpoolError:
     return BackendError(
         f"the backend answered with {type(answer).__name__}; it must return a Pending, or a list "
         "with a Response or an exception for each request"

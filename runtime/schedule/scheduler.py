@@ -22,12 +22,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from functools import partial
+from operator import call
 from time import monotonic_ns, time_ns
 from typing import Any
 
-from moonpool.ipc.errors import MoonpoolError, RemoteProtocolError
+from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import AGAIN as _AGAIN
 from moonpool.runtime.errors import (
+    BackendError,
     CallerInterrupted,
     ModelUnavailable,
     all_of,
@@ -51,7 +54,15 @@ from moonpool.runtime.observe.statistics import (
 )
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.threads import is_interruptible
-from moonpool.runtime.schedule.lane import ASLEEP, LEAVE_S, SLOW_NS, Execution, Lane, Pair
+from moonpool.runtime.schedule.lane import (
+    ASLEEP,
+    LEAVE_S,
+    SLOW_NS,
+    Execution,
+    Lane,
+    Pair,
+    no_answer,
+)
 from moonpool.runtime.schedule.request_queue import OpenRequests, Rejected, check_many
 from moonpool.runtime.schedule.sequence_states import SequenceStates
 
@@ -64,6 +75,24 @@ ABANDONED_S = 0.9
 def _resolve(request: InferenceRequest, outcome: Outcome | None) -> None:
     if not request.left:
         request.waiter.resolve(outcome)
+
+
+def _broken(instance: ModelInstance, error: Exception) -> MoonpoolError:
+    """Return what callers get if a backend raised something else than moonpool's errors."""
+    wrapped = BackendError(f"executing in {instance.name} failed: {error!r}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _taken(execution: Execution, result: object) -> Sequence[Answer] | None:
+    """Take in what the backend's `execute` returned. Returns the answers, or None if they are pending."""
+    if not isinstance(result, list):
+        if hasattr(result, "finish"):
+            execution.sent(result)  # type: ignore[arg-type]
+            return None
+        result = [no_answer(result)] * len(execution.requests)
+    execution.sent_ns = monotonic_ns()
+    return result
 
 
 class Scheduler(Lane):
@@ -256,6 +285,47 @@ class Scheduler(Lane):
     def _hand_out(self, pairs: Iterable[Pair]) -> None:
         """Give callers the outcomes that may leave. Without the lock, as callers run code of their own."""
         self._departures.leave(pairs, _resolve)
+
+    def _send_apart(self, execution: Execution) -> None:
+        try:
+            self._executor.submit(self._send_there, execution)
+        except MoonpoolError as error:  # there is no thread, or the runtime ends
+            outcomes = [error] * len(execution.requests)
+            self.reactor.call_soon(partial(self.settle, execution, outcomes))
+
+    def _send_there(self, execution: Execution) -> None:
+        self._send(execution, None)
+
+    def _send_anything(self, execution: Execution, mine: InferenceRequest | None) -> bool:
+        instance = execution.instance
+        try:
+            result = instance.backend.model_instance_execute(instance, execution.requests)
+            answers = _taken(execution, result)
+        except (PeerGone, RemoteProtocolError) as error:
+            self._lose(execution, error, delivered=False)
+            return False
+        except Exception as error:
+            outcome = error if isinstance(error, MoonpoolError) else _broken(instance, error)
+            outcomes = [outcome] * len(execution.requests)
+            # Not on this stack: settling starts the next batch, which may fail here again.
+            self.reactor.call_soon(partial(self.settle, execution, outcomes))
+            return False
+        except BaseException as error:  # a backend may raise SystemExit: nobody knows what was sent
+            self._lose(execution, error, delivered=True)
+            raise
+        if answers is None:
+            return True
+        if mine is not None or instance.blocks:
+            self.settle(execution, answers)
+        else:  # settling starts the next batch, which may be answered here at once, too
+            self.reactor.call_soon(partial(self.settle, execution, answers))
+        return False
+
+    def _end_traced(self, execution: Execution, tell: Callable[[], object]) -> None:
+        traces = [each.trace for each in execution.requests if each.trace is not None]
+        steps: list[Callable[[], object]] = [each.answered for each in traces]
+        # Before the callers have the answers: they may write into them. The end may write a file.
+        all_of(call, [*steps, tell, *(each.settled for each in traces)])
 
     def _reject(self, rejected: Rejected) -> None:
         all_of(lambda pair: self.fail([pair[0]], pair[1]), rejected)
