@@ -135,6 +135,7 @@ EXTENSIONS = [
     extension("moonpool.runtime.schedule._request_queue"),
     extension("moonpool.runtime.schedule._lane"),
     extension("moonpool.runtime.stubs._borrowed_blocks"),
+    extension("moonpool.runtime.stubs._control"),
     extension("moonpool.runtime.stubs.calls._requests"),
     extension("moonpool.runtime.stubs.calls._dispatcher"),
 ]

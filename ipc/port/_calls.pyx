@@ -44,24 +44,6 @@ cdef extern from *:
     const char* PyUnicode_AsUTF8AndSize(object, Py_ssize_t*) except NULL
     object PyUnicode_DecodeUTF8(const char*, Py_ssize_t, const char*)
 
-cdef extern from "call.h" namespace "moonpool":
-    ctypedef struct Place "moonpool::wire::Place":
-        uint64_t region, offset
-    ctypedef struct NamedLayout:
-        string_view name
-        uint64_t datatype, dims, block, offset, size
-    cdef cppclass PlainCall:
-        flag read(string_view packet)
-        const int64_t* shape(const NamedLayout&)
-        uint64_t call, timeout_us
-        int64_t version
-        flag decoupled
-        string_view model, details
-        vector[Place] released
-        vector[Block] blocks
-        vector[NamedLayout] inputs
-        vector[string_view] outputs
-
 SOURCES = kSources.decode()
 
 _example = np.ones((2, 3), np.float32)
@@ -105,28 +87,18 @@ def counts():
     return dict(_counts)
 
 
-cdef struct Copied:
-    uint64_t datatype, size, offset
-
-
 cdef class CallPort:
     """The runtime's end of a calls channel."""
 
-    cdef object _channel, _inbox, _fileno, _blocks, _regions, _released, _release, _wire_tensor
-    cdef public bint is_plain
-    # The INFER that was read.
-    cdef PlainCall _said
-    cdef bytes _packet
-
-    def __init__(self, channel, blocks, released, regions, wire_tensor):
+    def __init__(self, channel, blocks, released, regions, wire_tensor, *, is_plain=True):
         self._channel, self._inbox, self._fileno = channel, channel.inbox, channel.descriptor
         self._blocks, self._regions, self._released = blocks, regions, released
         self._release, self._wire_tensor = released.append, wire_tensor
-        self.is_plain = True
+        self.is_plain = is_plain
 
     cpdef receive(self):
         """Return the next packet, None if there is none yet. Never blocks. Raises `PeerGone`, `RemoteProtocolError`."""
-        cdef int fd = -1 if len(self._inbox) else self._fileno()
+        cdef int fd = -1 if not self.is_plain or len(self._inbox) else self._fileno()
         cdef ssize_t size
         if fd < 0:
             return self._channel.receive_ready()

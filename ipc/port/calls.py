@@ -36,12 +36,14 @@ class CallPort:
         released: deque[Any],  # noqa: ARG002
         regions: Mapping[int, Any],  # noqa: ARG002
         wire_tensor: type,  # noqa: ARG002
+        *,
+        is_plain: bool = True,  # noqa: ARG002
     ) -> None:
         """`blocks` are those that are lent to the stub, `regions` those in which it answers, by their numbers, and
         `released` gets the places there that are no longer in use. `wire_tensor` is the class of tensors as bytes.
+        Unless `is_plain`, all calls go Python's way.
         """
         self._channel = channel
-        # False if all calls go Python's way.
         self.is_plain = False
 
     def receive(self) -> bytes | None:
@@ -70,8 +72,6 @@ class CallPort:
         """Send a packet. Never blocks. Returns False, having done nothing, if Python has to do it."""
         return False
 
-
-PythonCallPort = CallPort
 
 # The compiled form, None if there is none.
 compiled: Any = load_if_there("moonpool.ipc.port._calls") if is_wanted() else None

@@ -39,10 +39,11 @@ import itertools
 import os
 import select
 import threading
-import time
+from _thread import get_ident
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from time import monotonic
 from typing import Generic, TypeVar
 
 from moonpool.ipc.errors import Closed
@@ -123,7 +124,7 @@ class Reactor:
     @property
     def is_here(self) -> bool:
         """True on the reactor's thread."""
-        return threading.get_ident() == self._ident
+        return get_ident() == self._ident
 
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Run `callback` on the reactor's thread, in the order of the calls."""
@@ -169,7 +170,7 @@ class Reactor:
 
     def call_later(self, delay_s: float, callback: Callable[[], object]) -> None:
         """Run `callback` after so many seconds."""
-        self.call_at(time.monotonic() + delay_s, callback)
+        self.call_at(monotonic() + delay_s, callback)
 
     def watch(self, fd: int, callback: Callable[[], object]) -> None:
         """Run `callback` whenever `fd` is readable or at its end, until `forget`."""
@@ -272,7 +273,7 @@ class Reactor:
             self._epoll.register(fd, select.EPOLLIN)
 
     def _run(self) -> None:
-        self._ident = threading.get_ident()
+        self._ident = get_ident()
         try:
             self._turn()
         finally:
@@ -311,7 +312,7 @@ class Reactor:
             self._call(self.soon.popleft())
 
     def _run_due(self) -> None:
-        now = time.monotonic()
+        now = monotonic()
         while self._later and self._later[0][0] <= now:
             self._call(heapq.heappop(self._later)[2])
 

@@ -2,4 +2,4 @@
 
 from moonpool.ipc.extension import use_compiled
 
-use_compiled(__name__, "borrowed_blocks")
+use_compiled(__name__, "borrowed_blocks", "control")

@@ -172,7 +172,7 @@ class BorrowedBlocks(LentBlocks):
         with self.lock:
             block = self.spares.pop(class_bytes, None)
             if block is not None:
-                self._note((block.region.id, block.offset), block, keep=True)
+                self._kept.setdefault((block.region.id, block.offset), []).append(block)
             return block
 
     def _allocate(self, arena: Arena, size_bytes: int) -> Block:
@@ -349,7 +349,7 @@ class BorrowedBlocks(LentBlocks):
                 lent = self._keep_some(lent, held)
             elif len(lent) == 1:
                 block = lent[0][1]
-                if type(block) is Block and self._put_aside(block):
+                if type(block) is Block and _put_aside(self, block):
                     return
             for _, borrowed in lent:
                 if type(borrowed) is Block:
@@ -394,13 +394,8 @@ class BorrowedBlocks(LentBlocks):
                 borrowed_blocks.append(borrowed)
                 if not kept:
                     del self._kept[place]
-                if type(borrowed) is Block and not self._put_aside(borrowed):
+                if type(borrowed) is Block and not _put_aside(self, borrowed):
                     self._arena_of(borrowed).release(borrowed)
-
-    def _put_aside(self, block: Block) -> bool:
-        """Put a block aside that the stub has given back, for the next one of its class. Returns False if that cannot be."""
-        is_alone = block.holds == 1 and block.region is self.first
-        return is_alone and self.spares.setdefault(block.size_bytes, block) is block
 
     def _release_spares(self) -> None:
         while self.spares:
@@ -499,6 +494,12 @@ class BorrowedBlocks(LentBlocks):
             for region in self._regions.values():
                 region.close()
             self._source.close()
+
+
+def _put_aside(blocks: LentBlocks, block: Block) -> bool:
+    """Put a block aside that the stub has given back, for the next one of its class. Returns False if that cannot be."""
+    is_alone = block.holds == 1 and block.region is blocks.first
+    return is_alone and blocks.spares.setdefault(block.size_bytes, block) is block
 
 
 def place(

@@ -50,7 +50,7 @@ from moonpool.ipc.codec import calls_codec, encode
 from moonpool.ipc.errors import Closed, MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import MAX_CALL_BYTES, MAX_CALLS, Kind, Side
 from moonpool.ipc.port import PythonPort
-from moonpool.ipc.port.calls import CallPort, PythonCallPort
+from moonpool.ipc.port.calls import CallPort
 from moonpool.runtime.errors import BackendError, ModelError, ModelUnavailable, OutOfThreads
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.model.budgets import (
@@ -117,9 +117,12 @@ class CallDispatcher:
         self._metrics = metrics
         self._codec = calls_codec(Side.RUNTIME)
         # What contained models say goes the way that the operator has chosen for their batches.
-        make_port = PythonCallPort if type(link.port) is PythonPort else CallPort
+        is_plain = type(link.port) is not PythonPort
         blocks, regions = link.borrowed_blocks, link.response_regions
-        self._port = make_port(channel, blocks, link.released, regions, WireTensor)
+        self._port = CallPort(
+            channel, blocks, link.released, regions, WireTensor, is_plain=is_plain
+        )
+        self._replies = link.replies
         self._send_queue = StubSendQueue(channel, reactor, self._port)
         self._rate_limiter = rate_limiter
         rate_limiter.add(channel.fileno())
@@ -297,7 +300,7 @@ class CallDispatcher:
             inputs = self._port.inputs()
         else:
             leases = [link.open(*block) for block in blocks]
-        call = ModelCall(number, model, self._answer, decoupled, link.replies.executing[0])
+        call = ModelCall(number, model, self._answer, decoupled, self._replies.executing[0])
         self._calls[number] = call
         try:
             if len(self._calls) > MAX_CALLS:
@@ -354,9 +357,10 @@ class CallDispatcher:
             if request.details is not None and request.details.trace is not None:
                 self._link.replies.watch(request, hosted.model, request.details)
             request.is_cancelled = call.is_cancelled
-            call.request, call.scheduler = request, hosted.scheduler
-            self._check_circle(call, hosted.scheduler, request)
-            execution = hosted.scheduler.submit(request)
+            scheduler = hosted.scheduler
+            call.request, call.scheduler = request, scheduler
+            self._check_circle(call, scheduler, request)
+            execution = scheduler.submit(request)
         except MoonpoolError as error:
             self._refuse(call, error)
             return False

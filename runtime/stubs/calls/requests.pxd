@@ -1,4 +1,7 @@
 # The types of a call, for the compiled form of `requests.py`.
+cimport cython
+
+from moonpool.ipc.port._port cimport RequestBase as RequestType
 
 
 cdef class ModelCall:
@@ -7,4 +10,5 @@ cdef class ModelCall:
     cdef public bint is_cancelled, takes_many
 
     cpdef respond(self, outcome)
+    @cython.locals(request=RequestType)
     cpdef resolve(self, outcome)

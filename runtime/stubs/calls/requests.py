@@ -101,6 +101,7 @@ class ModelCall:
         self.takes_many = takes_many
         self._answer = answer
         self.is_cancelled = False
+        # None before it is submitted, and once it has its last response. Any thread may resolve a call at any time.
         self.request: InferenceRequest | None = None
         self.scheduler: Scheduler | None = None
 
@@ -116,11 +117,12 @@ class ModelCall:
 
     def resolve(self, outcome: Outcome | None) -> None:
         """Send the last response, None if no more comes."""
-        if self.request is not None:
+        request, self.request = self.request, None  # they refer to each other
+        if request is not None:
             # Drops the views of the stub's own memory, so that REPLY gives it back.
-            self.request.arrays = []
-            if self.request.trace is not None:
-                self.request.trace.end()
+            request.arrays = []
+            if request.trace is not None:
+                request.trace.end()
         self._answer(self, outcome, True)
 
     def cancel(self) -> None:
@@ -128,13 +130,15 @@ class ModelCall:
         if self.is_cancelled:
             return
         self.is_cancelled = True
-        if self.scheduler is not None and self.request is not None:
-            self.scheduler.tell_cancelled(self.request)
+        scheduler, request = self.scheduler, self.request
+        if scheduler is not None and request is not None:
+            scheduler.tell_cancelled(request)
 
     def leave(self) -> None:
         """Give up the request, since nobody waits for its responses any more."""
-        if self.scheduler is not None and self.request is not None:
-            self.scheduler.leave(self.request)
+        scheduler, request = self.scheduler, self.request
+        if scheduler is not None and request is not None:
+            scheduler.leave(request)
 
 
 _log = RuntimeLog("moonpool")

@@ -95,7 +95,8 @@ class Desk:
         self.meter = Meter(reactor)
         models: Any = self
         self.dispatcher = CallDispatcher(ours, self.pair.link, reactor, models, models, self.meter)
-        self.dispatcher._port.is_plain = is_quick
+        if not is_quick:
+            self.dispatcher._port.is_plain = False
         self._before = self._counts()
         self.dispatcher.watch(
             lambda _, text: self.breaches.append(text),
@@ -354,8 +355,8 @@ def test_contained_models_are_spared_the_compiled_port(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         scripted, "Link", lambda *given, **named: Link(*given, **{**named, "is_private": True})
     )
-    desk = Desk(False)
-    assert type(desk.dispatcher._port) is port.PythonCallPort
+    desk = Desk(True)
+    assert not desk.dispatcher._port.is_plain
     desk.ask(*infer(desk, 1))
     desk.answer(response())
     assert len(desk.told()) == 1
