@@ -90,6 +90,8 @@ def _in_cpp(source: Path, name: str, folder: Path) -> Path:
     return target
 
 
+CALL_PORT = ("ipc/port/_calls", ("answer", "codec", "msgpack"))
+"""That of calls."""
 STUB_PORT = ("stub/peers/_stub_port", PORT[1])
 """That of a stub."""
 LIBRARIES = {"address,undefined": ("asan", "ubsan"), "thread": ("tsan",)}

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.runtime.lane.built import sanitized, skip_without_compiled
+from tests.runtime.lane.built import CALL_PORT, sanitized, skip_without_compiled
 
 ROOT = Path(__file__).parents[3]
 
@@ -22,14 +22,17 @@ def _with_what_is_compiled() -> None:
 @pytest.mark.timeout(600)
 def test_nothing_is_read_or_written_beyond_its_bounds(tmp_path: Path) -> None:
     port_module, libraries = sanitized(tmp_path, "address,undefined")
+    calls_module, _ = sanitized(tmp_path, "address,undefined", *CALL_PORT)
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from tests.runtime.lane.stress import replaced\n"
         f"port = replaced('moonpool.ipc.port._port', {str(port_module)!r})\n"
-        "import moonpool.ipc.port\n"
+        f"calls = replaced('moonpool.ipc.port._calls', {str(calls_module)!r})\n"
+        "import moonpool.ipc.port.calls\n"
         "assert moonpool.ipc.port.compiled is port\n"
+        "assert moonpool.ipc.port.calls.compiled is calls\n"
         "import pytest\n"
         "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *sys.argv[1:]]))\n"
     )
