@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +314,47 @@ def test_every_caller_of_a_batch_gets_its_outcome_whatever_the_waiter_of_another
         assert counts()["take"] > before
     # The traceback in the log has the responses.
     caplog.clear()
+
+
+def test_the_reactor_ends_a_batch_of_the_main_thread_with_which_a_process_is_replaced(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "double.py"
+    file.write_text(MODEL)
+    recycles = {"parameters": {"MOONPOOL_RECYCLE_REQUESTS": {"string_value": "4"}}}
+    with moonpool.Runtime() as runtime, hosted(runtime, "double", file, CONFIG | recycles):
+        before, taken_so_far = runtime.instances("double")[0]["pid"], counts()["take"]
+        for _ in range(10):
+            assert runtime.infer("double", {"X": X}, timeout_s=PATIENCE_S)["Y"].flat[0] == 2
+        assert counts()["take"] > taken_so_far
+        wait_until(lambda: runtime.instances("double")[0]["pid"] not in (before, None), PATIENCE_S)
+
+
+def test_a_future_has_its_outcome_from_a_batch_that_the_main_thread_drives(tmp_path: Path) -> None:
+    file, goes_on = tmp_path / "double.py", tmp_path / "goes_on"
+    file.write_text(WAITING.format(path=str(goes_on)))
+    with moonpool.Runtime() as runtime, hosted(runtime, "double", file, CONFIG):
+        scheduler = runtime._models.find("double").scheduler
+        goes_on.touch()
+        for _ in range(3):
+            runtime.infer("double", {"X": X})
+        goes_on.unlink()
+        first = runtime.submit("double", {"X": X})
+        futures: list[Future[Response]] = []
+
+        def submit() -> None:
+            # The caller of the main thread is the first one in the next batch, which it therefore drives.
+            wait_until(lambda: scheduler.queued == 1, PATIENCE_S)
+            futures.extend(runtime.submit("double", {"X": X}) for _ in range(3))
+            goes_on.touch()
+
+        with ThreadPoolExecutor(1) as pool:
+            submitted = pool.submit(submit)
+            assert runtime.infer("double", {"X": X})["Y"].flat[0] == 2
+            submitted.result(PATIENCE_S)
+        for each in (first, *futures):
+            assert each.result(PATIENCE_S).outputs["Y"].flat[0] == 2
+        wait_until(lambda: len(scheduler._idle) == 1 and not scheduler._busy, PATIENCE_S)
 
 
 def test_requests_leave_no_objects_behind(model: moonpool.Runtime) -> None:
