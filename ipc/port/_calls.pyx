@@ -23,7 +23,7 @@ from moonpool.ipc.port._port cimport (
 import numpy as np
 
 from moonpool.ipc.codec import pack, unpack
-from moonpool.ipc.errors import Closed
+from moonpool.ipc.errors import Closed, RemoteProtocolError
 from moonpool.ipc.memory import SHARED_BYTES
 from moonpool.ipc.messages import Kind
 from moonpool.ipc.tensors import BYTES, DTYPES
@@ -337,7 +337,10 @@ cdef class CallPort:
         """Make it as if nothing had happened. Keeps the error that is being handled."""
         self._released.extend(taken)
         if block is not None:
-            self._blocks.take_back([(block.region.id, block.offset)])
+            try:
+                self._blocks.take_back([(block.region.id, block.offset)])
+            except RemoteProtocolError:
+                pass  # the stub is gone by now, and borrows nothing any more
         return 0
 
     cpdef bint send(self, bytes packet) except -1:
