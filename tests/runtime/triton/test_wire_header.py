@@ -42,6 +42,8 @@ ITS_OWN = {
     # Of copies that go past the caches.
     "kPastCaches",
     "kAhead",
+    # Of the port of calls, which leaves larger ones to Python.
+    "kMostInputs",
     # Of a work channel in memory, which the library does not use.
     "kSlotPage",
     "kMostRings",
