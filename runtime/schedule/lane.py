@@ -130,11 +130,6 @@ def nobody_listens(*_: object) -> None:
     """Stand in for `Lane.note` and `Lane.wanted` until somebody sets them."""
 
 
-def _resolve(request: InferenceRequest, outcome: Outcome | None) -> None:
-    if not request.left:
-        request.waiter.resolve(outcome)
-
-
 class Lane:
     """The queue of one model version, its instances, and what every request passes. Any thread may call any method."""
 
