@@ -26,6 +26,7 @@ TESTS = (
     "tests/hostile/test_granted_folders.py::test_where_no_ids_are_mapped",
     # Long runs. Part `pure` of CI has chaos.
     "tests/chaos",
+    "tests/e2e/test_crash_matrix.py",
     "tests/e2e/test_prints.py",
     "tests/e2e/test_soak.py",
     "tests/ray/test_local_server.py",
