@@ -229,8 +229,8 @@ class Build(build_ext):
         for directive in DIRECTIVES:
             tool += ["-X", directive]
         made = copy.with_suffix(".cpp")
-        # Compiled once for each state of the sources.
-        stamp, state = copy.with_suffix(".state"), f"{FOUND['checksum'](name)} {tool}"
+        # Once for each state of the sources, whichever interpreter builds: pip has another one each time.
+        stamp, state = copy.with_suffix(".state"), f"{FOUND['checksum'](name)} {tool[1:]}"
         if made.is_file() and stamp.is_file() and stamp.read_text() == state:
             return str(made)
         if subprocess.run([*tool, str(copy), "-o", str(made)], check=False).returncode:
