@@ -16,9 +16,12 @@ from libcpp cimport bool as flag
 from libcpp.vector cimport vector
 
 from moonpool.ipc.port._port cimport (
-    Array, Block, Writer, block_bytes, bytes_of, fields, is_array, is_view, kAlignment, kContiguous, kItemBytes,
-    kMaxPacketBytes, kReply, lease_on, load, string_view, view,
+    MSG_DONTWAIT, MSG_NOSIGNAL, Array, Block, Writer, add_sources, block_bytes, bytes_of, c_recv, c_send, fields,
+    find_table, is_array, is_view, kAlignment, kContiguous, kItemBytes, kMaxPacketBytes, kReply, lease_on, string_view,
+    view,
 )
+
+import sys
 
 import numpy as np
 
@@ -29,28 +32,12 @@ from moonpool.ipc.messages import Kind
 from moonpool.ipc.tensors import BYTES, DTYPES
 
 cdef extern from *:
-    """
-    #include <sys/socket.h>
-    #include "unwinding.h"
-    static const char kSources[] = MOONPOOL_SOURCES;
-    """
-    ssize_t c_send "send"(int, const void*, size_t, int) noexcept nogil
-    ssize_t c_recv "recv"(int, void*, size_t, int) noexcept nogil
-    const int MSG_DONTWAIT, MSG_NOSIGNAL
-    const char* kSources
-
-cdef extern from *:
     # Of Python's limited API, where cpython.unicode has macros.
     const char* PyUnicode_AsUTF8AndSize(object, Py_ssize_t*) except NULL
     object PyUnicode_DecodeUTF8(const char*, Py_ssize_t, const char*)
 
-SOURCES = kSources.decode()
-
-_example = np.ones((2, 3), np.float32)
-try:
-    load(_example, _example.__array_interface__["data"][0], 2, 3)
-except (AttributeError, ValueError) as error:
-    raise ImportError(f"numpy's table is not where this file looks for it: {error}") from error
+add_sources(sys.modules[__name__])
+find_table(np.ones((2, 3), np.float32))
 
 cdef object _ndarray = np.ndarray
 cdef object _empty = np.empty

@@ -30,6 +30,25 @@ cdef extern from "numpy_table.h" namespace "moonpool::numpy":
     flag load(object, int64_t, int64_t, int64_t) except False
 
 
+cdef extern from "sources.h" namespace "moonpool::python":
+    int add_sources(object) except -1
+
+
+cdef extern from "<sys/socket.h>" nogil:
+    ssize_t c_send "send"(int, const void*, size_t, int) noexcept
+    ssize_t c_recv "recv"(int, void*, size_t, int) noexcept
+    const int MSG_DONTWAIT, MSG_NOSIGNAL
+
+
+cdef inline int find_table(example) except -1:
+    """Find numpy's table, which each extension has for itself. `example` is an array of 2 by 3. Raises `ImportError`."""
+    try:
+        load(example, example.__array_interface__["data"][0], 2, 3)
+    except (AttributeError, ValueError) as error:
+        raise ImportError(f"numpy's table is not where this file looks for it: {error}") from error
+    return 0
+
+
 cdef extern from "clock.h" namespace "moonpool":
     int64_t monotonic_ns() nogil
 

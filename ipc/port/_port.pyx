@@ -25,6 +25,8 @@ from moonpool.ipc.slots._slots cimport SlotChannel
 
 from _thread import allocate_lock, get_ident
 
+import sys
+
 import numpy as np
 
 from moonpool.ipc.codec import pack
@@ -37,27 +39,15 @@ from moonpool.ipc.tensors import BYTES, DTYPES, decode_bytes
 cdef extern from *:
     """
     #include <sys/socket.h>
-    #include <time.h>
-    #include "unwinding.h"
     // True if `recv` would not block. It takes nothing.
     static inline bool has_packet(int fd) {
       return recv(fd, nullptr, 0, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EINTR);
     }
-    static const char kSources[] = MOONPOOL_SOURCES;
     """
     bint has_packet(int) noexcept nogil
-    ssize_t c_send "send"(int, const void*, size_t, int) noexcept nogil
-    ssize_t c_recv "recv"(int, void*, size_t, int) noexcept nogil
-    const int MSG_DONTWAIT, MSG_NOSIGNAL
-    const char* kSources
 
-SOURCES = kSources.decode()
-
-_example = np.ones((2, 3), np.float32)
-try:
-    load(_example, _example.__array_interface__["data"][0], 2, 3)
-except (AttributeError, ValueError) as error:
-    raise ImportError(f"numpy's table is not where this file looks for it: {error}") from error
+add_sources(sys.modules[__name__])
+find_table(np.ones((2, 3), np.float32))
 
 cdef object _ndarray = np.ndarray
 cdef object _u1 = np.dtype(np.uint8)

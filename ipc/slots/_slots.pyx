@@ -18,18 +18,12 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint64_t
 
-from moonpool.ipc.port._port cimport kMaxPacketBytes, string_view
+from moonpool.ipc.port._port cimport add_sources, kMaxPacketBytes, string_view
 
 import os
+import sys
 
 from moonpool.ipc.errors import Closed, LocalProtocolError, PeerGone, RemoteProtocolError
-
-cdef extern from *:
-    """
-    #include "unwinding.h"
-    static const char kSources[] = MOONPOOL_SOURCES;
-    """
-    const char* kSources
 
 cdef extern from "look.h" namespace "moonpool":
     cdef cppclass Counter "std::atomic<uint64_t>":
@@ -38,7 +32,7 @@ cdef extern from "look.h" namespace "moonpool":
         Counter made, hits
     Looks looks
 
-SOURCES = kSources.decode()
+add_sources(sys.modules[__name__])
 # A moment that has passed: for a wait that does not sleep.
 cdef int64_t AT_ONCE = 1
 

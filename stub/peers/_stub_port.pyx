@@ -30,8 +30,9 @@ from libcpp.string cimport string
 from libcpp.vector cimport vector
 
 from moonpool.ipc.port._port cimport (
-    Array, Block, OutputLayout, Writer, bytes_of, copy, current_core, fields, flag, is_array, kAnswer, kContiguous,
-    kItemBytes, kMaxPacketBytes, kNoCore, load, monotonic_ns, string_view, view,
+    MSG_DONTWAIT, MSG_NOSIGNAL, Array, Block, OutputLayout, Writer, add_sources, bytes_of, c_recv, c_send, copy,
+    current_core, fields, find_table, flag, is_array, kAnswer, kContiguous, kItemBytes, kMaxPacketBytes, kNoCore,
+    monotonic_ns, string_view, view,
 )
 
 import numpy as np
@@ -42,18 +43,6 @@ from moonpool.ipc.memory import ALIGNMENT, Lease
 from moonpool.ipc.messages import ANSWERED, MAX_DIMS, NO_CORE, Kind
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES
 from moonpool.stub.peers.placement import PASSED_BYTES
-
-cdef extern from *:
-    """
-    #include <sys/socket.h>
-    #include <time.h>
-    #include "unwinding.h"
-    static const char kSources[] = MOONPOOL_SOURCES;
-    """
-    ssize_t c_send "send"(int, const void*, size_t, int) noexcept nogil
-    ssize_t c_recv "recv"(int, void*, size_t, int) noexcept nogil
-    const int MSG_DONTWAIT, MSG_NOSIGNAL
-    const char* kSources
 
 cdef extern from "port.h" namespace "moonpool":
     ctypedef struct Place "moonpool::wire::Place":
@@ -127,13 +116,8 @@ cdef extern from "_stub_port_batch.h" namespace "moonpool::python":
         Answers answer_
         Conversations conversation_
 
-SOURCES = kSources.decode()
-
-_example = np.ones((2, 3), np.float32)
-try:
-    load(_example, _example.__array_interface__["data"][0], 2, 3)
-except (AttributeError, ValueError) as error:
-    raise ImportError(f"numpy's table is not where this file looks for it: {error}") from error
+add_sources(sys.modules[__name__])
+find_table(np.ones((2, 3), np.float32))
 
 add_asker(sys.modules[__name__])
 
