@@ -2,11 +2,11 @@
 
 Everything else is in pyproject.toml.
 
-Extensions are of three kinds. Most are modules in Python, compiled as they are by Cython: the file with the types, `a.pxd`,
-lies beside `a.py`, and `_a` is the compiled module. The ports are written in Cython and have a form in Python, too.
-What is left is for compiled code alone, or C++ that Python can do without. So moonpool works without each of them, and one
-that cannot be compiled is left out. They use Python's limited API and nothing of numpy's headers, so one wheel serves
-every CPython from 3.11 on. An editable installation compiles them into the tree.
+Extensions are of three kinds. Most are modules in Python, compiled as they are by Cython: the file with the types,
+`a.pxd`, lies beside `a.py`, and `_a` is the compiled module. The ports are written in Cython and have a form in
+Python, too. What is left is for compiled code alone, or C++ that Python can do without. So moonpool works without each
+of them, and one that cannot be compiled is left out. They use Python's limited API and nothing of numpy's headers, so
+one wheel serves every CPython from 3.11 on. An editable installation compiles them into the tree.
 
 The library for tritonserver is no Python module. A wheel without it works for everything but Triton. A wheel has a copy
 of nghttp2 where it was built with one.
@@ -52,7 +52,8 @@ DIRECTIVES = [
     "overflowcheck=True",
     "wraparound=True",
 ]
-# Cython would make a tuple for each call before 3.12, as the limited API has no better one: `ipc/extension/vectorcall.h` has it.
+# Cython would make a tuple for each call before 3.12, as the limited API has no better one:
+# `ipc/extension/vectorcall.h` has it.
 VECTORCALL = (
     "#define CYTHON_VECTORCALL (__PYX_LIMITED_VERSION_HEX >= 0x030C0000)",
     "#define CYTHON_VECTORCALL 1",

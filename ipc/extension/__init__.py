@@ -1,12 +1,12 @@
 """Finds what is compiled: modules in Python as they are, and other forms of some, in C++ and Cython.
 
-Theory of operation. A package names those of its modules that are compiled as they are (`use_compiled`). Whoever imports
-`a` then gets the compiled module `_a`, or the file, where there is none. For any other extension, the module that can do
-without it calls `load_if_there`.
+Theory of operation. A package names those of its modules that are compiled as they are (`use_compiled`). Whoever
+imports `a` then gets the compiled module `_a`, or the file, where there is none. For any other extension, the module
+that can do without it calls `load_if_there`.
 
 An extension may be missing, as moonpool installs without a compiler. In a source tree it may also be older than its
-sources, and would then do what they did. So setup.py compiles a checksum of the sources into it, and it is left out where
-they differ. An installed wheel has neither types nor C++, so nothing is compared there: its parts came together.
+sources, and would then do what they did. So setup.py compiles a checksum of the sources into it, and it is left out
+where they differ. An installed wheel has neither types nor C++, so nothing is compared there: its parts came together.
 
 `sources.h` is what all extensions in C++ share.
 """

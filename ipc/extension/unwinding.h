@@ -1,9 +1,10 @@
 // Makes frames of ours like frames of C for a thread that the interpreter ends.
 //
-// Theory of operation. A daemon thread may wait for the interpreter's lock inside a function while the program ends. CPython up to 3.13 then calls
-// `pthread_exit`, and the C library unwinds the thread's stack. The destructors in our frames would drop references and give locks back
-// without the interpreter's lock, while the main thread takes everything down, and a frame that is `noexcept` would abort the process. Nothing
-// of a frame of C runs at that time, so nothing of ours may.
+// Theory of operation. A daemon thread may wait for the interpreter's lock inside a function while the program ends.
+// CPython up to 3.13 then calls `pthread_exit`, and the C library unwinds the thread's stack. The destructors in our
+// frames would drop references and give locks back without the interpreter's lock, while the main thread takes
+// everything down, and a frame that is `noexcept` would abort the process. Nothing of a frame of C runs at that time,
+// so nothing of ours may.
 //
 // The unwinder asks the personality routine of each frame what to run there. The linker sends its questions here first (`--wrap` in setup.py).
 // An unwinding that no exception of C++ has begun finds nothing to run, and goes on to the next frame. Exceptions go the usual way.

@@ -1,7 +1,8 @@
 // Calls without a tuple of the arguments, for what Cython makes.
 //
-// The limited API has these functions from Python 3.12 on. CPython 3.11 exports the same functions, with the same meaning, so that a file
-// for 3.11 may use them (docs/decisions/0030). setup.py tells the code that Cython makes that they are there.
+// The limited API has these functions from Python 3.12 on. CPython 3.11 exports the same functions, with the same
+// meaning, so that a file for 3.11 may use them (docs/decisions/0030). setup.py tells the code that Cython makes that
+// they are there.
 #pragma once
 
 #include <Python.h>
@@ -10,9 +11,12 @@
 extern "C" {
 typedef PyObject* (*vectorcallfunc)(PyObject* callable, PyObject* const* args, size_t nargsf, PyObject* kwnames);
 PyAPI_FUNC(PyObject*) PyObject_Vectorcall(PyObject* callable, PyObject* const* args, size_t nargsf, PyObject* kwnames);
-PyAPI_FUNC(PyObject*) PyObject_VectorcallMethod(PyObject* name, PyObject* const* args, size_t nargsf, PyObject* kwnames);
+PyAPI_FUNC(PyObject*)
+PyObject_VectorcallMethod(PyObject* name, PyObject* const* args, size_t nargsf, PyObject* kwnames);
 PyAPI_FUNC(PyObject*) PyVectorcall_Call(PyObject* callable, PyObject* tuple, PyObject* dict);
 }
 #define PY_VECTORCALL_ARGUMENTS_OFFSET (static_cast<size_t>(1) << (8 * sizeof(size_t) - 1))
-static inline Py_ssize_t PyVectorcall_NARGS(size_t n) { return static_cast<Py_ssize_t>(n & ~PY_VECTORCALL_ARGUMENTS_OFFSET); }
+static inline Py_ssize_t PyVectorcall_NARGS(size_t n) {
+  return static_cast<Py_ssize_t>(n & ~PY_VECTORCALL_ARGUMENTS_OFFSET);
+}
 #endif

@@ -22,8 +22,8 @@ struct NamedLayout {
   uint64_t block, offset, size;
 };
 
-// An INFER all of whose inputs lie within the blocks that it names. The caller finds out if these blocks are the stub's.
-// Names and details point into the packet.
+// An INFER all of whose inputs lie within the blocks that it names. The caller finds out if these blocks are the
+// stub's. Names and details point into the packet.
 class PlainCall {
  public:
   // More inputs than a usual call has: each is compared with each other one.
@@ -87,7 +87,8 @@ class PlainCall {
       if (other.name == row.name) return false;
     }
     const NamedLayout& input = inputs.emplace_back(
-        NamedLayout{row.name, static_cast<uint32_t>(row.datatype), row.shape.size(), dims.size(), row.block, row.offset, row.size});
+        NamedLayout{row.name, static_cast<uint32_t>(row.datatype), row.shape.size(), dims.size(), row.block, row.offset,
+                    row.size});
     for (const uint64_t dimension : row.shape) dims.push_back(static_cast<int64_t>(dimension));
     uint64_t elements;
     std::string wrong;

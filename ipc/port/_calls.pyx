@@ -133,7 +133,10 @@ cdef class CallPort:
         return found
 
     cpdef inputs(self):
-        """Return the inputs of the INFER that was read, by name: views of its blocks, which the runtime has from now on."""
+        """Return the inputs of the INFER that was read, by name.
+
+        They are views of its blocks, which the runtime has from now on.
+        """
         cdef PlainCall* said = &self._said
         cdef list leases = []
         cdef dict inputs = {}
@@ -360,7 +363,10 @@ cdef uint64_t _datatype_of(array) except? 0:
 
 
 cdef bint _sees(array, uint64_t* size) except -1:
-    """Get the bytes of an array. Returns False if they do not lie in one piece, or if it has a dtype that none here is."""
+    """Get the bytes of an array.
+
+    Returns False if they do not lie in one piece, or if it has a dtype that none here is.
+    """
     cdef uint64_t datatype
     if not is_array(array) or not (fields(array).flags & kContiguous):
         return False

@@ -41,7 +41,10 @@ cdef extern from "<sys/socket.h>" nogil:
 
 
 cdef inline int find_table(example) except -1:
-    """Find numpy's table, which each extension has for itself. `example` is an array of 2 by 3. Raises `ImportError`."""
+    """Find numpy's table, which each extension has for itself. Raises `ImportError`.
+
+    `example` is an array of 2 by 3.
+    """
     try:
         load(example, example.__array_interface__["data"][0], 2, 3)
     except (AttributeError, ValueError) as error:

@@ -58,7 +58,9 @@ class CallPort:
         return None
 
     def inputs(self) -> dict[str, Any]:
-        """Return the inputs of the INFER that was read, by name: views of its blocks, which the runtime has from now on."""
+        """Return the inputs of the INFER that was read, by name: views of its blocks, which the runtime has from now
+        on.
+        """
         raise NotImplementedError
 
     def reply(self, number: int, is_last: bool, response: Any) -> bytes | None:  # noqa: ARG002

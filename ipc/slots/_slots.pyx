@@ -169,7 +169,8 @@ cdef class SlotChannel:
     def is_ready(self):
         """Return True if `receive` would not block.
 
-        For those who were woken by the descriptor, which may be rung for nothing. Empties the bell, and takes the message: `has_received` tells of it from here on.
+        For those who were woken by the descriptor, which may be rung for nothing. Empties the bell, and takes the
+        message: `has_received` tells of it from here on.
         """
         cdef Got got
         if len(self.inbox) or self._is_closed or not self._slots.is_open():

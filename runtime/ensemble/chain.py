@@ -106,7 +106,9 @@ class ChainRun:
         return execution
 
     def _follow(self, outcome: object) -> None:
-        """Go on with the outcome of the last step that was submitted, if it is there, and with those that follow at once."""
+        """Go on with the outcome of the last step that was submitted, if it is there, and with those that follow at
+        once.
+        """
         if not self._goes_on_here():
             self._owner.reactor.call_soon(partial(self._follow, outcome))
             return

@@ -17,8 +17,8 @@ PAUSE_MS = 20
 _GROWTH_COST = 100
 # A load, an unload or a question for readiness may take a thread.
 _TASK_COST = 20
-# A call of another model that the port reads, and that the model takes, costs the reactor that much less than a message that Python
-# reads and checks, and no stub sends more of them than are answered.
+# A call of another model that the port reads, and that the model takes, costs the reactor that much less than a
+# message that Python reads and checks, and no stub sends more of them than are answered.
 USUAL_CALL_COST = 0.25
 # These messages count as so many others.
 COSTS: dict[int, int] = {

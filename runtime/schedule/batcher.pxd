@@ -17,7 +17,8 @@ cdef class Queue:
     cdef public dict _levels
     cdef public Level _only
     cdef public bint _is_alone, _is_planned
-    cdef public long long count, _rows, _max_rows, _to_instance_ns, _delay_ns, _largest, _timed, _hold_rows, _hold_until_ns
+    cdef public long long count, _rows, _max_rows, _to_instance_ns, _delay_ns, _largest, _timed
+    cdef public long long _hold_rows, _hold_until_ns
     cdef public object _hold_lane, _hold_signature
 
     @cython.locals(level=Level, rows=cython.longlong, deadline_ns=cython.longlong)

@@ -497,7 +497,10 @@ class BorrowedBlocks(LentBlocks):
 
 
 def _put_aside(blocks: LentBlocks, block: Block) -> bool:
-    """Put a block aside that the stub has given back, for the next one of its class. Returns False if that cannot be."""
+    """Put a block aside that the stub has given back, for the next one of its class.
+
+    Returns False if that cannot be.
+    """
     is_alone = block.holds == 1 and block.region is blocks.first
     return is_alone and blocks.spares.setdefault(block.size_bytes, block) is block
 

@@ -11,10 +11,10 @@
 //
 // If another thread leads, because it waits too, or for coroutines, Python does all of it, too.
 //
-// INFER has the bytes that Python would send: one block with all inputs, placed by arithmetic, whatever they are. REPLY is checked by the table
-// of which Python's check is made. The runtime is trusted with this memory anyway, but a block must lie within its region, and an output within
-// its block. Nothing is kept from one call to the next. What comes from the model may have any type, and is looked at as
-// `_stub_port_objects.h` says.
+// INFER has the bytes that Python would send: one block with all inputs, placed by arithmetic, whatever they are.
+// REPLY is checked by the table of which Python's check is made. The runtime is trusted with this memory anyway, but a
+// block must lie within its region, and an output within its block. Nothing is kept from one call to the next. What
+// comes from the model may have any type, and is looked at as `_stub_port_objects.h` says.
 //
 // Any thread may call `infer`. Only locals hold what belongs to a call, but for the packet, which the leader alone has.
 #include "_stub_port_objects.h"  // first, as Python wants it
@@ -41,9 +41,9 @@ constexpr uint64_t kMostCopied = 256 << 10;
 // More places are reported in several messages.
 constexpr Py_ssize_t kMostReleased = 1024;
 
-#define MOONPOOL_ASKS(PART)                                                                                            \
-  PART(host) PART(numbers) PART(leads) PART(lead) PART(stop_leading) PART(followers) PART(call) PART(new_inbox)         \
-  PART(open_calls) PART(queued) PART(queue) PART(fileno) PART(store) PART(inbox) PART(end_process) PART(dtypes)          \
+#define MOONPOOL_ASKS(PART) \
+  PART(host) PART(numbers) PART(leads) PART(lead) PART(stop_leading) PART(followers) PART(call) PART(new_inbox) \
+  PART(open_calls) PART(queued) PART(queue) PART(fileno) PART(store) PART(inbox) PART(end_process) PART(dtypes) \
   PART(released) PART(take_released) PART(give_back) PART(request) PART(out_of_memory) PART(is_owned)
 enum class Part : size_t { MOONPOOL_ASKS(MOONPOOL_MEMBER) kCount };
 constexpr std::array<const char*, static_cast<size_t>(Part::kCount)> kParts = {MOONPOOL_ASKS(MOONPOOL_TEXT)};
@@ -97,10 +97,12 @@ struct Reply {
   List<wire::NamedTensor> outputs;
 };
 
-// Returns the text of a string, which it keeps as long as it lives itself. Returns false, perhaps with an exception, for any other object.
+// Returns the text of a string, which it keeps as long as it lives itself. Returns false, perhaps with an exception,
+// for any other object.
 bool text_of(PyObject* object, std::string_view* text) {
   Py_ssize_t size = 0;
-  const char* const bytes = object != nullptr && PyUnicode_CheckExact(object) ? PyUnicode_AsUTF8AndSize(object, &size) : nullptr;
+  const bool is_text = object != nullptr && PyUnicode_CheckExact(object);
+  const char* const bytes = is_text ? PyUnicode_AsUTF8AndSize(object, &size) : nullptr;
   if (bytes != nullptr) *text = {bytes, static_cast<size_t>(size)};
   return bytes != nullptr;
 }
@@ -222,8 +224,8 @@ class Asker : public Objects {
     return sending->packet.size() <= wire::kMaxPacketBytes;
   }
 
-  // Says where each input lies in a block, and writes all of INFER but the numbers. Returns false, perhaps with an exception, for a request
-  // that Python has to send.
+  // Says where each input lies in a block, and writes all of INFER but the numbers. Returns false, perhaps with an
+  // exception, for a request that Python has to send.
   bool lay_out(PyObject* request, Sending* sending) const {
     const Ref inputs = Ref::to(request_.inputs.peek(request)), names = Ref::to(request_.names.peek(request));
     const Ref model = Ref::to(request_.model.peek(request)), version = Ref::to(request_.version.peek(request));
@@ -266,7 +268,8 @@ class Asker : public Objects {
       if (!as_number(PyTuple_GetItem(shape.get(), i), &dims[i])) return false;
     }
     const auto size = static_cast<uint64_t>(input.bytes.size());
-    write_tensor(sending->tail, text, static_cast<uint64_t>(datatype), dims, static_cast<uint64_t>(count), 0, input.offset, size);
+    write_tensor(sending->tail, text, static_cast<uint64_t>(datatype), dims, static_cast<uint64_t>(count), 0,
+                 input.offset, size);
     sending->size += (size + wire::kAlignment - 1) & ~(wire::kAlignment - 1);
     // It does not fit into a packet, or takes so long to copy that other threads should run.
     return sending->tail.bytes().size() <= wire::kMaxPacketBytes && sending->size <= kMostCopied;
@@ -410,7 +413,8 @@ class Asker : public Objects {
     }
   }
 
-  // Makes the response of a reply to this call. Returns nothing, perhaps with an exception, and has done nothing, for any other packet.
+  // Makes the response of a reply to this call. Returns nothing, perhaps with an exception, and has done nothing, for
+  // any other packet.
   Ref read(std::string_view packet, Py_ssize_t call) const {
     Reply found;
     if (!found.read(packet) || found.call != static_cast<uint64_t>(call) || !found.is_last) return Ref();

@@ -1,10 +1,11 @@
-// Python's objects as the compiled part of a stub sees them: owned references, bytes, and attributes read where they lie.
+// Python's objects as the compiled part of a stub sees them: owned references, bytes, and attributes read where they
+// lie.
 //
-// Theory of operation. It works on the very objects that Python's code works on. An attribute of a class with `__slots__`
-// is one pointer at a fixed place in its instances, which the limited API does not tell. So it is found by a try: an
-// object that is nowhere else is set, and the instance is searched for it. Nothing here knows how CPython arranges slots.
-// A place is used only in instances of the class that it was found in, and of classes made from that one, which keep it.
-// In any other object, the attribute is looked up by its name.
+// Theory of operation. It works on the very objects that Python's code works on. An attribute of a class with
+// `__slots__` is one pointer at a fixed place in its instances, which the limited API does not tell. So it is found by
+// a try: an object that is nowhere else is set, and the instance is searched for it. Nothing here knows how CPython
+// arranges slots. A place is used only in instances of the class that it was found in, and of classes made from that
+// one, which keep it. In any other object, the attribute is looked up by its name.
 //
 // An object of ours may be missing, as a class is not known yet or an attribute is not set. So what takes objects here
 // takes a null for "not there", and fails with an error set.

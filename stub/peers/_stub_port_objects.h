@@ -109,12 +109,15 @@ class Objects {
     one_ = Ref(PyLong_FromLong(1));
     PyObject* arena = reinterpret_cast<PyObject*>(Py_TYPE(part(Shared::arena)));
     return devices_ && at_once_ && zero_ && one_ &&
-           lease_.kind.know_slots(part(Shared::lease), {&lease_.give_back, &lease_.token, &lease_.region, &lease_.offset}) &&
+           lease_.kind.know_slots(part(Shared::lease),
+                                  {&lease_.give_back, &lease_.token, &lease_.region, &lease_.offset}) &&
            know_type(tensor_.kind, part(Shared::tensor),
                  {&tensor_.name, &tensor_.datatype, &tensor_.shape, &tensor_.array, &tensor_.wire, &tensor_.strings}) &&
-           know_type(response_.kind, part(Shared::response), {&response_.outputs, &response_.error, &response_.parameters}) &&
+           know_type(response_.kind, part(Shared::response),
+                     {&response_.outputs, &response_.error, &response_.parameters}) &&
            know_type(region_.kind, part(Shared::region), {&region_.id, &region_.buffer, &region_.size_bytes}) &&
-           know_type(block_.kind, part(Shared::block), {&block_.region, &block_.offset, &block_.size_bytes, &block_.holds}) &&
+           know_type(block_.kind, part(Shared::block),
+                     {&block_.region, &block_.offset, &block_.size_bytes, &block_.holds}) &&
            know_type(extents_.kind, part(Shared::extents), {&extents_.live}) &&
            know_type(arena_.kind, arena, {&arena_.extents});
   }

@@ -39,8 +39,8 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.mark.promise(
     "Containment",
-    "With `MOONPOOL_PURE=contained`, Python alone decodes what contained models say, and their processes have no compiled "
-    "code of moonpool; with `MOONPOOL_PURE=1`, no compiled extension is used.",
+    "With `MOONPOOL_PURE=contained`, Python alone decodes what contained models say, and their processes have no "
+    "compiled code of moonpool; with `MOONPOOL_PURE=1`, no compiled extension is used.",
 )
 @pytest.mark.parametrize(
     ("pure", "level", "expected"),

@@ -1,4 +1,6 @@
-"""Two links to peers in the same state, which get the same packets: one reads them with the compiled port, the other in Python."""
+"""Two links to peers in the same state, which get the same packets: one reads them with the compiled port, the other
+in Python.
+"""
 
 from __future__ import annotations
 

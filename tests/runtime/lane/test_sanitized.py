@@ -50,8 +50,9 @@ def test_nothing_is_read_or_written_beyond_its_bounds(tmp_path: Path) -> None:
         "ipc/port",
     ]
     tests = [str(ROOT / "tests" / each) for each in ("runtime/lane", *lies)]
-    # This test and the one with the other sanitizer are slow. What runs in Python has no bounds to break, and objects are
-    # not counted where each has memory of malloc. Another one starts programs, which would have the port without them.
+    # This test and the one with the other sanitizer are slow. What runs in Python has no bounds to break, and objects
+    # are not counted where each has memory of malloc. Another one starts programs, which would have the port without
+    # them.
     tests.append(f"--ignore={ROOT}/tests/runtime/lane/test_ends.py")
     tests += ["-m", "not slow", "-k", "not (Python or leave_no_objects)"]
     ended = subprocess.run(
@@ -74,7 +75,8 @@ def test_nothing_is_read_or_written_beyond_its_bounds(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_threads_of_many_kinds_do_not_race(tmp_path: Path) -> None:
     port_module, libraries = sanitized(tmp_path, "thread")
-    # The interpreter's lock is a mutex, which the sanitizer sees. It sees what the extension does, and the kernel's calls of all.
+    # The interpreter's lock is a mutex, which the sanitizer sees. It sees what the extension does, and the kernel's
+    # calls of all.
     environment = {
         **os.environ,
         "LD_PRELOAD": libraries,

@@ -66,7 +66,10 @@ class Meter(MessageRateLimiter):
 
 
 class Desk:
-    """A dispatcher by one of both ways, with the stub's end of its channel. It is also all models, and their scheduler."""
+    """A dispatcher by one of both ways, with the stub's end of its channel.
+
+    It is also all models, and their scheduler.
+    """
 
     def __init__(self, is_quick: bool) -> None:
         # Makes the error of the scheduler, if it refuses.
@@ -236,7 +239,8 @@ REGION = 1001
 def desks() -> Iterator[tuple[Desk, Desk]]:
     """Make a desk of each way, with the same bytes in the stub's memory, and close them."""
     made = Desk(True), Desk(False)
-    # A collection of garbage at a moment in between would give one of them blocks back, which an error's traceback holds.
+    # A collection of garbage at a moment in between would give one of them blocks back, which an error's traceback
+    # holds.
     gc.disable()
     try:
         for each in made:
