@@ -13,7 +13,7 @@ cdef object allocate_lock, bisect_left, get_ident, monotonic_ns, time_ns
 cdef class Lane:
     cdef object __weakref__
     cdef public object name, reactor, note, wanted, pace_ns
-    cdef public object _executor, _on_lost, _lock, _acquire, _release, _changed, _departures, _refusal, _wake_at_ns
+    cdef public object _lock, _acquire, _release, _changed, _departures, _refusal, _wake_at_ns
     cdef public QueueType _queue
     cdef public StatisticsType statistics
     cdef public list _idle

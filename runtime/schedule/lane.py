@@ -76,7 +76,6 @@ import select
 from _thread import allocate_lock, get_ident
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from time import monotonic, monotonic_ns, time_ns
 
@@ -133,15 +132,8 @@ def nobody_listens(*_: object) -> None:
 class Lane:
     """The queue of one model version, its instances, and what every request passes. Any thread may call any method."""
 
-    def __init__(
-        self,
-        model: Model,
-        reactor: Reactor,
-        executor: Executor,
-        on_lost: Callable[[ModelInstance, list[InferenceRequest], BaseException], None],
-    ) -> None:
-        """`on_lost` gets instances that broke, and the requests in them. It must not block, and must not call the
-        scheduler.
+    def __init__(self, model: Model, reactor: Reactor) -> None:
+        """Make an empty lane, which refuses requests until the model is ready.
 
         Raises `LoadFailed` and `InvalidRequest` for invalid initial states, `ConfigError` for invalid buckets.
         """
@@ -150,7 +142,6 @@ class Lane:
         self._decoupled = config.decoupled
         self.name = config.name
         self.reactor = reactor
-        self._executor, self._on_lost = executor, on_lost
         self._lock = allocate_lock()
         # Bound once: these are called for every request.
         self._acquire, self._release = self._lock.acquire, self._lock.release

@@ -108,7 +108,13 @@ class Scheduler(Lane):
         executor: Executor,
         on_lost: Callable[[ModelInstance, list[InferenceRequest], BaseException], None],
     ) -> None:
-        super().__init__(model, reactor, executor, on_lost)
+        """`on_lost` gets instances that broke, and the requests in them. It must not block, and must not call the
+        scheduler.
+
+        Raises `LoadFailed` and `InvalidRequest` for invalid initial states, `ConfigError` for invalid buckets.
+        """
+        super().__init__(model, reactor)
+        self._executor, self._on_lost = executor, on_lost
         self.backlog_bytes = model.options.backlog_bytes
         self.open_requests = OpenRequests()
         self._hurries = False
