@@ -130,6 +130,8 @@ EXTENSIONS = [
     extension("moonpool.runtime.ensemble._members"),
     extension("moonpool.runtime.ensemble._scheduler"),
     extension("moonpool.runtime.model._backend"),
+    extension("moonpool.runtime.model._details"),
+    extension("moonpool.runtime.model._signature"),
     extension("moonpool.runtime.observe._statistics"),
     extension("moonpool.runtime.process._reactor"),
     extension("moonpool.runtime.schedule._batcher"),

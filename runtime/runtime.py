@@ -344,14 +344,9 @@ class Runtime:
         Raises `InvalidRequest`, `ModelNotFound`, `ModelUnavailable`, `RequestTimedOut`, `QueueFull`,
         `ModelError` with the model's error, `StubDied`.
         """
-        if options:
-            return self.request(
-                model, inputs, version=version, timeout_s=timeout_s, **options
-            ).outputs
         hosted = self._find(model, version)
-        return wait_for_response(
-            hosted.scheduler, hosted.signature.request(inputs), timeout_s
-        ).outputs
+        request = request_with(hosted.signature, inputs, options)
+        return wait_for_response(hosted.scheduler, request, timeout_s).outputs
 
     def request(
         self,
@@ -380,15 +375,10 @@ class Runtime:
         **options: Unpack[RequestOptions],
     ) -> dict[str, NDArray[Any]]:
         """Send a request as `infer` does, from an asyncio event loop. Cancelling the task cancels the request."""
-        if options:
-            response = await self.arequest(
-                model, inputs, version=version, timeout_s=timeout_s, **options
-            )
-            return response.outputs
         from moonpool.runtime.schedule.event_loop import wait_for_outcome
 
         hosted = self._find(model, version)
-        request = hosted.signature.request(inputs)
+        request = request_with(hosted.signature, inputs, options)
         return response_of(await wait_for_outcome(hosted.scheduler, request, timeout_s)).outputs
 
     async def arequest(

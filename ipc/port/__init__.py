@@ -71,7 +71,7 @@ class Shapes:
 
 
 class RequestBase:
-    """A request on its way to a stub and back: its attributes, and no methods."""
+    """A request on its way to a stub and back."""
 
     __slots__ = (
         "allocator",
@@ -114,12 +114,11 @@ class RequestBase:
         self.shapes = shapes
         self.batch_size: int = shapes.batch_size
         self.signature: Any = shapes.signature
-        self.details = details
+        self.details: Any = None
         self.priority: int = 0
         self.timeout_us: int = 0
         if details is not None:
-            self.priority = details.priority
-            self.timeout_us = details.timeout_us
+            self.detail(details)
         # True if any array is a view of memory that stubs may see where it lies.
         self.has_views = has_views
         # The memory that the stub writes outputs to, by their numbers. Only used if `has_views`.
@@ -151,6 +150,11 @@ class RequestBase:
         # If the model is decoupled: the time of the last response, or of the start of its batch.
         self.responded_ns = 0
         self.response: Any = None
+
+    def detail(self, details: Any) -> None:
+        """Set what its caller says beside its inputs."""
+        self.details = details
+        self.priority, self.timeout_us = details.priority, details.timeout_us
 
 
 class LentBlocks:

@@ -65,7 +65,10 @@ cdef extern from "msgpack.h" namespace "moonpool":
         void flag(flag) except +
         void text(string_view) except +
         void uint(uint64_t) except +
+        void integer(int64_t) except +
+        void real(double) except +
         void array(size_t) except +
+        void map(size_t) except +
         void raw(string_view) except +
         void values(string_view) except +
 
@@ -125,6 +128,8 @@ cdef class RequestBase:
     cdef public object signature, states, targets, timeout_us, trace, userp, waiter
     cdef public int64_t batch_size, queued_ns, responded_ns
     cdef public bint fills_place, has_views, is_cancelled, left, takes_devices, wants_wire
+
+    cpdef detail(self, details)
 
 
 cdef class LentBlocks:

@@ -46,6 +46,11 @@ cdef extern from *:
     """
     bint has_packet(int) noexcept nogil
 
+cdef extern from "Python.h":
+    const char* PyUnicode_AsUTF8AndSize(object, Py_ssize_t*) except NULL
+    int64_t PyLong_AsLongLongAndOverflow(object, int*) except? -1
+    bint PyDict_Next(object, Py_ssize_t*, PyObject**, PyObject**)
+
 add_sources(sys.modules[__name__])
 find_table(np.ones((2, 3), np.float32))
 
@@ -151,9 +156,12 @@ cdef class RequestBase:
     def __init__(self, arrays, shapes, details=None, *, has_views=True):
         self.arrays, self.shapes, self.has_views = arrays, shapes, has_views
         self.batch_size, self.signature = shapes.batch_size, shapes.signature
-        self.details = details
         if details is not None:
-            self.priority, self.timeout_us = details.priority, details.timeout_us
+            self.detail(details)
+
+    cpdef detail(self, details):
+        self.details = details
+        self.priority, self.timeout_us = details.priority, details.timeout_us
 
 
 cdef class LentBlocks:
@@ -619,7 +627,6 @@ cdef class RuntimePort(LaneEnd):
     cdef bint _write(self, batch, list requests, list taken, block, uint64_t size, Elsewhere elsewhere) except -1:
         """Write EXECUTE. Returns False if it does not fit into a packet."""
         cdef RequestBase request
-        cdef bytes row
         cdef bint has_details = False
         self._packed.clear()
         write_layout(self._packed, self._counts, self._tensors)
@@ -654,12 +661,8 @@ cdef class RuntimePort(LaneEnd):
                 request = <RequestBase>each
                 if request.details is None:
                     message.nil()
-                else:
-                    row = pack(request.details)
-                    # Room for more would stay.
-                    if message.bytes().size() + PyBytes_Size(row) > kMaxPacketBytes:
-                        return False
-                    message.values(string_view(PyBytes_AsString(row), PyBytes_Size(row)))
+                elif not write_details(message, request.details):
+                    return False
         if elsewhere is None or not elsewhere.targets:
             message.nil()
         else:
@@ -974,6 +977,62 @@ cdef class RuntimePort(LaneEnd):
         cdef list leases = [self._lease((self._apart_region, self._apart_region.buffer), self._apart_block)]
         _counts.apart += 1
         return self._response(self._apart, 0, request, leases)
+
+
+def packed_details(details):
+    """Return the details of a request as EXECUTE has them, None if they do not fit into a packet. For tests."""
+    cdef Writer message
+    if not write_details(&message, details):
+        return None
+    return PyBytes_FromStringAndSize(message.bytes().data(), message.bytes().size())
+
+
+cdef bint write_details(Writer* message, details) except -1:
+    """Write the details of a request, with the bytes that `pack` gives. Returns False if they do not fit into a packet."""
+    cdef PyObject* key
+    cdef PyObject* value
+    cdef Py_ssize_t at = 0
+    message.array(len(details))
+    for field in details:
+        if type(field) is dict:
+            message.map(len(<dict>field))
+            at = 0
+            while PyDict_Next(field, &at, &key, &value):
+                if not (write_value(message, <object>key) and write_value(message, <object>value)):
+                    return False
+        elif not write_value(message, field):
+            return False
+    return True
+
+
+cdef bint write_value(Writer* message, value) except -1:
+    cdef const char* at
+    cdef Py_ssize_t size
+    cdef int64_t number
+    cdef int overflow
+    if value is None:
+        message.nil()
+    elif type(value) is str:
+        at = PyUnicode_AsUTF8AndSize(value, &size)
+        # Room for more would stay.
+        if message.bytes().size() + size > kMaxPacketBytes:
+            return False
+        message.text(string_view(at, size))
+    elif type(value) is bool:
+        message.flag(value is True)
+    elif type(value) is float:
+        message.real(value)
+    else:
+        if type(value) is int:
+            number = PyLong_AsLongLongAndOverflow(value, &overflow)
+            if not overflow:
+                message.integer(number)
+                return True
+        row = pack(value)
+        if message.bytes().size() + PyBytes_Size(row) > kMaxPacketBytes:
+            return False
+        message.values(string_view(PyBytes_AsString(row), PyBytes_Size(row)))
+    return True
 
 
 cdef int _keep(inbox, const char* room, ssize_t size) except -1:

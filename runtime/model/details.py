@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
+from math import isfinite
 
 from moonpool.ipc.messages import (
     ANY_MEMORY,
@@ -45,18 +45,22 @@ def details_of(
     if isinstance(correlation_id, str):
         correlation: int | str = _text("correlation_id", correlation_id, SHORT)
     else:
-        correlation = OF_REQUEST.whole("correlation_id", correlation_id, 0, _UINT64, ", or a text")
-    return Details(
-        _text("request_id", request_id, LONG),
-        correlation,
-        OF_REQUEST.whole("flags", flags, 0, _UINT32),
-        OF_REQUEST.whole("queue_timeout_us", timeout_us, 0, _UINT64),
-        OF_REQUEST.whole("priority", priority, 0, _UINT64),
-        _parameters(parameters or {}) or None,
-        None,
-        None if trace_context is None else _text("trace_context", trace_context, SHORT),
-        memory,
-        device,
+        correlation = _whole("correlation_id", correlation_id, _UINT64, ", or a text")
+    # The class' own way would be interpreted.
+    return tuple.__new__(
+        Details,
+        (
+            _text("request_id", request_id, LONG),
+            correlation,
+            _whole("flags", flags, _UINT32),
+            _whole("queue_timeout_us", timeout_us, _UINT64),
+            _whole("priority", priority, _UINT64),
+            (_parameters(parameters) or None) if parameters else None,
+            None,
+            None if trace_context is None else _text("trace_context", trace_context, SHORT),
+            memory,
+            device,
+        ),
     )
 
 
@@ -79,7 +83,17 @@ def with_parameters(details: Details | None, further: Mapping[str, Parameter]) -
     return details._replace(parameters=_parameters({**(details.parameters or {}), **further}))
 
 
+def _whole(name: str, value: object, high: int, also: str = "") -> int:
+    # Most are, and need no further look.
+    if type(value) is int and 0 <= value <= high:
+        return value
+    return OF_REQUEST.whole(name, value, 0, high, also)
+
+
 def _text(name: str, value: object, length: int) -> str:
+    # Most are, and need no further look.
+    if type(value) is str and len(value) <= length and value.isascii():
+        return value
     if not isinstance(value, str):
         raise InvalidRequest(f"{name} must be a string, not {type(value).__name__}")
     if size_of(value) > length:
@@ -94,12 +108,12 @@ def _text(name: str, value: object, length: int) -> str:
 def check_finite(parameters: Mapping[str, Parameter]) -> None:
     """Raise `InvalidRequest` for NaN and infinities: parameters travel as JSON, which has neither."""
     for key, value in parameters.items():
-        if type(value) is float and not math.isfinite(value):
+        if type(value) is float and not isfinite(value):
             raise InvalidRequest(f"parameter {key!r:.80} must be a finite number, not {value}")
 
 
 def _parameters(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    if not isinstance(parameters, Mapping):
+    if type(parameters) is not dict and not isinstance(parameters, Mapping):
         OF_REQUEST.refuse("parameters", "a map of names to values", parameters)
     if len(parameters) > MAX_PARAMETERS:
         raise InvalidRequest(

@@ -256,11 +256,6 @@ class InferenceRequest(RequestBase):
         """1 starts a sequence, 2 ends one."""
         return 0 if self.details is None else self.details.flags
 
-    def detail(self, details: Details) -> None:
-        """Set what its caller says beside its inputs."""
-        self.details = details
-        self.priority, self.timeout_us = details.priority, details.timeout_us
-
     def tell_apart(self, states: Hashable) -> None:
         """Let it share a batch only with requests whose states have the same key."""
         self.signature = (self.shapes.signature, states)

@@ -435,6 +435,8 @@ def request_with(
     signature: Signature, inputs: Mapping[str, Any], options: RequestOptions
 ) -> InferenceRequest:
     """Make a request with these options. Raises `InvalidRequest`, and TypeError for an option that does not exist."""
+    if not options:
+        return signature.request(inputs)
     try:
         return make_request(signature, inputs, **options)
     except TypeError:

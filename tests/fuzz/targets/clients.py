@@ -14,6 +14,7 @@ from tests.fuzz.choices import Choices
 from tests.runtime.recorder import tensor
 from tritonclient.grpc import service_pb2 as kserve
 
+from moonpool.ipc import port
 from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import InvalidRequest
@@ -71,7 +72,11 @@ _RESPONSE = Response(_OUTPUTS, {"a": 1})
 
 def _travels(request: InferenceRequest) -> None:
     """Check that a parsed request can be sent to a stub."""
-    encode(request.details)
+    packed = encode(request.details)[1:]
+    if port.compiled is not None and request.details is not None:
+        written = port.compiled.packed_details(request.details)
+        if written not in (None, packed):
+            raise AssertionError(f"the port writes {written!r} for {packed!r}")
     for array in request.arrays:
         array.tobytes()
 

@@ -1,0 +1,1 @@
+# `signature.py` is compiled as it is.
