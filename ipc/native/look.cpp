@@ -13,7 +13,7 @@ namespace {
 // A wait takes so much longer than the peer's work if both sides sleep: the time of two wake-ups, on a virtual machine
 // whose idle cores were taken from it.
 constexpr int64_t kWakeUpsNs = 250'000;
-constexpr uint32_t kFewestRests = 63, kMostRests = 4'096;
+constexpr uint32_t kFewestRests = 63, kMostRests = 4'096, kMostLongLooks = 64;
 // The cores of the process are counted again after so long.
 constexpr int64_t kCountNs = 1'000'000'000;
 
@@ -37,31 +37,43 @@ int limit(int64_t now_ns) {
 
 Looks looks;
 
-bool Looking::begin(int64_t look_ns, uint64_t own_core, uint64_t peer_core, int64_t now_ns) {
+int64_t Looking::begin(int64_t look_ns, uint64_t own_core, uint64_t peer_core, bool peer_looks, int64_t now_ns) {
   if (look_ns <= 0 || !was_quick_ || own_core == peer_core || own_core == wire::kNoCore || peer_core == wire::kNoCore) {
-    return false;
+    return 0;
   }
+  was_asked_ = peer_looks && !is_deaf_;
   if (rests_ > 0) {
-    --rests_;
-    return false;
+    if (!was_asked_) {
+      if (--rests_ == 0) is_deaf_ = false;
+      return 0;
+    }
+    rests_ = 0;
   }
   const int most = limit(now_ns);
   if (lookers.fetch_add(1, std::memory_order_relaxed) >= most) {
     lookers.fetch_sub(1, std::memory_order_relaxed);
-    return false;
+    return 0;
   }
   looks.made.fetch_add(1, std::memory_order_relaxed);
-  return true;
+  return long_looks_ > 0 ? look_ns + kWakeUpsNs / 2 : look_ns;
 }
 
-void Looking::end(bool found) {
+void Looking::end(int64_t look_ns, int64_t taken_ns, bool found) {
   lookers.fetch_sub(1, std::memory_order_relaxed);
-  if (found) {
-    looks.hits.fetch_add(1, std::memory_order_relaxed);
-    most_rests_ = std::max(kFewestRests, most_rests_ / 2);
-  } else {
+  if (!found) {
     rests_ = most_rests_;
     most_rests_ = std::min(kMostRests, most_rests_ * 2);
+    long_looks_ = kMostLongLooks;
+    // A peer that looks and then does not answer soon is not asked again before that.
+    is_deaf_ = was_asked_;
+    return;
+  }
+  looks.hits.fetch_add(1, std::memory_order_relaxed);
+  if (taken_ns <= look_ns) {
+    most_rests_ = std::max(kFewestRests, most_rests_ / 2);
+    long_looks_ = kMostLongLooks;
+  } else if (long_looks_ > 0) {
+    --long_looks_;
   }
 }
 

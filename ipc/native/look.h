@@ -8,6 +8,11 @@
 //     4,096, and after a success half as many;
 //   - if the process has another core for its other threads. At most one looker fewer than it has cores looks.
 // All of it is a matter of time alone: a peer that lies about its core costs some microseconds of one thread.
+//
+// Both sides have to begin. While one of them sleeps, each of its messages comes as late as it is woken. Where that is
+// later than a look ends, two sides that would be quick together never meet. So the first looks after a pause are
+// longer, by the time of a wake-up; and a side whose peer looks at the moment of a message ends its own pause. Messages
+// that still come late cost 64 long looks, and then one in vain.
 #pragma once
 
 #include <atomic>
@@ -33,16 +38,17 @@ extern Looks looks;
 // The looks of one end of a channel. One thread at a time.
 class Looking {
  public:
-  // Begins a wait. Returns true if the thread looks: it then calls `end` and nothing else next.
-  bool begin(int64_t look_ns, uint64_t own_core, uint64_t peer_core, int64_t now_ns);
-  // Ends a look that found a message, or did not.
-  void end(bool found);
+  // Begins a wait, for a message whose answer the peer was looking for or not. Returns for how long the thread looks: if
+  // that is not 0, it calls `end` and nothing else next.
+  int64_t begin(int64_t look_ns, uint64_t own_core, uint64_t peer_core, bool peer_looks, int64_t now_ns);
+  // Ends a look for so long, which found a message after that time, or did not.
+  void end(int64_t look_ns, int64_t taken_ns, bool found);
   // Notes how long a whole wait took.
   void waited(int64_t look_ns, int64_t taken_ns);
 
  private:
-  bool was_quick_ = true;
-  uint32_t rests_ = 0, most_rests_ = 63;
+  bool was_quick_ = true, was_asked_ = false, is_deaf_ = false;
+  uint32_t rests_ = 0, most_rests_ = 63, long_looks_ = 64;
 };
 
 }  // namespace moonpool

@@ -140,7 +140,8 @@ bool Slots::send(std::string_view packet) {
   words.size.store(static_cast<uint32_t>(packet.size()), std::memory_order_relaxed);
   words.core.store(static_cast<uint32_t>(current_core()), std::memory_order_relaxed);
   words.seq.store(++sent_, std::memory_order_seq_cst);
-  return their_words().asleep.load(std::memory_order_seq_cst) == 0 || ring(ring_);
+  peer_looks_ = their_words().asleep.load(std::memory_order_seq_cst) == 0;
+  return peer_looks_ || ring(ring_);
 }
 
 // Returns kMessage if the next message is there.
@@ -159,7 +160,7 @@ Slots::Got Slots::peek() {
 
 Slots::Got Slots::wait(int64_t deadline_ns, int64_t look_ns) {
   const int64_t begin_ns = look_ns > 0 ? monotonic_ns() : 0;
-  Got got = look_ns > 0 ? look_for(begin_ns, look_ns) : Got::kNothing;
+  Got got = look_ns > 0 ? look_for(begin_ns, look_ns, kSliceNs) : Got::kNothing;
   if (got == Got::kNothing) got = sleep(deadline_ns);
   if (look_ns > 0 && got == Got::kMessage) looking_.waited(look_ns, monotonic_ns() - begin_ns);
   return got;
@@ -167,24 +168,27 @@ Slots::Got Slots::wait(int64_t deadline_ns, int64_t look_ns) {
 
 Slots::Got Slots::look(int64_t look_ns) {
   const Got got = peek();
-  if (got == Got::kNothing) return look_for(monotonic_ns(), look_ns);
+  if (got == Got::kNothing) return look_for(monotonic_ns(), look_ns, look_ns);
   // It was sent before anybody looked, with a ring, for which an event loop would be woken once more.
   if (got == Got::kMessage && is_maker_) read_bell();
   return got;
 }
 
-Slots::Got Slots::look_for(int64_t begin_ns, int64_t look_ns) {
+Slots::Got Slots::look_for(int64_t begin_ns, int64_t look_ns, int64_t most_ns) {
   const uint64_t core = their_words().core.load(std::memory_order_relaxed);
-  if (!looking_.begin(look_ns, current_core(), core, begin_ns)) return Got::kNothing;
+  const int64_t long_ns = looking_.begin(look_ns, current_core(), core, peer_looks_, begin_ns);
+  if (long_ns == 0) return Got::kNothing;
   std::atomic<uint32_t>& asleep = our_words().asleep;
   asleep.store(0, std::memory_order_relaxed);
   Got got;
+  int64_t taken_ns = 0;
   do {
     for (int i = 0; (got = peek()) == Got::kNothing && i < kLooksPerTime; ++i) relax();
-  } while (got == Got::kNothing && monotonic_ns() - begin_ns < look_ns);
+    taken_ns = monotonic_ns() - begin_ns;
+  } while (got == Got::kNothing && taken_ns < std::min(long_ns, most_ns));
   asleep.store(1, std::memory_order_seq_cst);
   if (got == Got::kNothing) got = peek();
-  looking_.end(got == Got::kMessage);
+  looking_.end(look_ns, taken_ns, got == Got::kMessage);
   return got;
 }
 

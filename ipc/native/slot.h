@@ -97,7 +97,8 @@ class Slots {
   // `look_ns` is not 0, looks for so long before that, if `look.h` has nothing against it. kInterrupted: a signal
   // came.
   Got wait(int64_t deadline_ns, int64_t look_ns);
-  // Looks for the next message for so long, on the same terms. kNothing: it did not come, or there was no look.
+  // Looks for the next message for so long, on the same terms, but never longer: an event loop has others to serve.
+  // kNothing: it did not come, or there was no look.
   Got look(int64_t look_ns);
   // Empties the bell and looks. Never blocks.
   Got check();
@@ -123,7 +124,7 @@ class Slots {
   SlotWords& their_words() const { return *reinterpret_cast<SlotWords*>(const_cast<char*>(theirs_)); }
   Got peek();
   Got sleep(int64_t deadline_ns);
-  Got look_for(int64_t begin_ns, int64_t look_ns);
+  Got look_for(int64_t begin_ns, int64_t look_ns, int64_t most_ns);
   Got read_bell();
 
   char* ours_ = nullptr;
@@ -133,6 +134,8 @@ class Slots {
   bool is_maker_ = false;
   uint64_t sent_ = 0, received_ = 0;
   uint32_t size_ = 0, rings_ = 0;
+  // The peer was looking when it got our last message.
+  bool peer_looks_ = false;
   std::atomic<bool> ended_{false};
   // The forks before this process had it.
   uint64_t forks_ = 0;

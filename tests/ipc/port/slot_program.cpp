@@ -2,6 +2,8 @@
 //
 //   slot_program turns COUNT LOOK_NS   messages of all sizes there and back, which must arrive as they were sent
 //   slot_program liar COUNT            against a peer that changes everything all the time; none may do harm
+//   slot_program looks WAITS           for how many microseconds a thread looks in each of these waits: a message comes
+//                                      quickly (q), late (l) or not meanwhile (v), and capital if the peer looks
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -140,11 +142,24 @@ void liar(size_t count) {
   if (broken == 0) fail("no lie was found out");
 }
 
+void looks_for(const char* waits) {
+  constexpr int64_t kLookNs = 30'000;
+  Looking looking;
+  for (const char* wait = waits; *wait; ++wait) {
+    const char how = static_cast<char>(*wait | 32);
+    const int64_t long_ns = looking.begin(kLookNs, 0, 1, how != *wait, monotonic_ns());
+    printf("%d ", static_cast<int>(long_ns / 1000));
+    if (long_ns > 0) looking.end(kLookNs, how == 'q' ? 10'000 : long_ns, how != 'v');
+    looking.waited(kLookNs, 60'000);
+  }
+}
+
 }  // namespace
 }  // namespace moonpool
 
 int main(int, char** arguments) {
   const size_t count = strtoul(arguments[2], nullptr, 10);
   if (!strcmp(arguments[1], "turns")) moonpool::turns(count, strtol(arguments[3], nullptr, 10));
+  else if (!strcmp(arguments[1], "looks")) moonpool::looks_for(arguments[2]);
   else moonpool::liar(count);
 }

@@ -347,6 +347,30 @@ def sources() -> list[Path]:
     return [Path(__file__).with_name("slot_program.cpp"), *native]
 
 
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory, sources: list[Path]) -> Path:
+    place = tmp_path_factory.mktemp("slots") / "program"
+    return compiled(place, sources, f"-I{NATIVE}", "-pthread")
+
+
+@pytest.mark.slow
+@needs_two_cores
+def test_both_sides_begin_to_look_by_long_looks(program: Path) -> None:
+    def looked_us(waits: str) -> list[int]:
+        out = subprocess.run([str(program), "looks", waits], check=True, capture_output=True)
+        return [int(each) for each in out.stdout.split()]
+
+    # As long as messages come quickly, or late for the first time.
+    assert looked_us("qq" + 64 * "l" + "q") == 66 * [155] + [30]
+    # Those that always come late cost as much as a look in vain, now and then.
+    assert looked_us(64 * "l" + "v" + 63 * "v" + "l") == 64 * [155] + [30] + 63 * [0] + [155]
+    # A quick one tells that it pays.
+    assert looked_us(64 * "l" + "ql") == 64 * [155] + [30, 155]
+    # A peer that looks ends the pause, until it was looked for in vain as well.
+    assert looked_us("vvvQv") == [155, 0, 0, 155, 155]
+    assert looked_us("vvV" + "V" * 126 + "V") == [155, 0, 155] + 126 * [0] + [155]
+
+
 @pytest.mark.slow
 def test_ends_on_two_threads_do_not_race(tmp_path: Path, sources: list[Path]) -> None:
     program = compiled(tmp_path / "turns", sources, f"-I{NATIVE}", "-pthread", sanitizers="thread")
@@ -355,6 +379,5 @@ def test_ends_on_two_threads_do_not_race(tmp_path: Path, sources: list[Path]) ->
 
 
 @pytest.mark.slow
-def test_a_peer_that_changes_everything_does_no_harm(tmp_path: Path, sources: list[Path]) -> None:
-    program = compiled(tmp_path / "liar", sources, f"-I{NATIVE}", "-pthread")
+def test_a_peer_that_changes_everything_does_no_harm(program: Path) -> None:
     subprocess.run([str(program), "liar", "60"], check=True)
