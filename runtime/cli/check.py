@@ -39,7 +39,6 @@ from moonpool.runtime.repository.loading import HostingRules, Wanted, describe, 
 from moonpool.runtime.repository.repository import ModelDirectory, suggesting
 from moonpool.runtime.runtime import Runtime
 
-NAME = "check"
 HELP = "find mistakes in the models of a repository"
 DESCRIPTION = """\
 Check each model of a repository: read its configuration, import it in its own environment, start its

@@ -9,7 +9,6 @@ from typing import Any
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.process.extras import how_to_install
 
-NAME = "completion"
 HELP = "print a script that lets a shell complete commands, options and names of models"
 DESCRIPTION = """\
 Print a script that lets a shell complete moonpool's commands, their options and values, directories and the names of
@@ -38,9 +37,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def are_wanted() -> bool:
+    """Return true if a shell has started this process for completions."""
+    return "_ARGCOMPLETE" in os.environ
+
+
 def offer_completions(parser: argparse.ArgumentParser) -> None:
     """Print completions and end the process if a shell has started it for them; else do nothing."""
-    if "_ARGCOMPLETE" not in os.environ:
+    if not are_wanted():
         return
     import argcomplete
 

@@ -30,7 +30,6 @@ from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.version import VERSION
 
-NAME = "demo"
 HELP = "a walk through moonpool in under a minute, with figures of this machine"
 DESCRIPTION = """\
 Serve the example models from stub processes and show what that does: a model of Triton's, one that

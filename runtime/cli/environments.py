@@ -22,7 +22,6 @@ from moonpool.runtime.repository.grants import Grants, quoted_name
 from moonpool.runtime.repository.loading import Wanted, prepare
 from moonpool.runtime.runtime import Runtime
 
-NAME = "env"
 HELP = "list, build or remove the environments of models"
 DESCRIPTION = """\
 moonpool keeps environments that came packed or as a list of packages (EXECUTION_ENV_PATH in a model's

@@ -30,7 +30,6 @@ from moonpool.runtime.process.terminal import harmless
 # The wait for a server's answer if the command line names no time.
 _PATIENCE_S = 60.0
 
-NAME = "infer"
 HELP = "send one request to a model and print its answer"
 DESCRIPTION = """\
 Send one request to a model, and print its outputs or write them to files. With REPO, the model is loaded for this

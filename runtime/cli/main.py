@@ -12,26 +12,13 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib import import_module
 from typing import Any
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.cli import (
-    check,
-    completion,
-    demo,
-    environments,
-    infer,
-    run_model,
-    sandbox,
-    serve,
-    top,
-    triton,
-)
-from moonpool.runtime.cli.bench import command as bench
-from moonpool.runtime.cli.completion import offer_completions
+from moonpool.runtime.cli.completion import are_wanted, offer_completions
 from moonpool.runtime.cli.shared import UsageError
-from moonpool.runtime.cli.tune import command as tune
 from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.model.gpus import EXPERIMENTAL
 from moonpool.runtime.process.diagnose import remedy
@@ -86,20 +73,21 @@ class CommandParser(HelpfulParser):
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
 
-_COMMANDS = (
-    demo,
-    serve,
-    top,
-    infer,
-    check,
-    sandbox,
-    environments,
-    triton,
-    run_model,
-    bench,
-    tune,
-    completion,
-)
+# Each command's module. To import them all takes as long again as to import the one that is run.
+_COMMANDS = {
+    "demo": "demo",
+    "serve": "serve",
+    "top": "top",
+    "infer": "infer",
+    "check": "check",
+    "sandbox": "sandbox",
+    "env": "environments",
+    "triton": "triton",
+    "run-model": "run_model",
+    "bench": "bench.command",
+    "tune": "tune.command",
+    "completion": "completion",
+}
 _EPILOG = f"""\
 {EXPERIMENTAL}
 
@@ -112,12 +100,21 @@ example:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. Raises SystemExit as argparse does."""
+    try:
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        Terminal(sys.stderr).last_line("moonpool: interrupted")
+        return 128 + signal.SIGINT
+
+
+def _run(arguments: Sequence[str]) -> int:
     _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a µ or an … must not make a command fail.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    parser = make_parser()
+    is_plain = arguments[:1] and arguments[0] in _COMMANDS and not are_wanted()
+    parser = make_parser(arguments[:1] if is_plain else _COMMANDS)
     offer_completions(parser)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -138,9 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.parser.print_usage(sys.stderr)
         _complain(str(error))
         return WRONG_USAGE
-    except KeyboardInterrupt:
-        Terminal(sys.stderr).last_line("moonpool: interrupted")
-        return 128 + signal.SIGINT
     except BrokenPipeError:
         # The reader of our output has gone, as in `moonpool … | head`. Python flushes once more at exit, to nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -165,7 +159,8 @@ def _nearest(unknown: Sequence[str], options: argparse.Namespace) -> str:
     return suggestion(unknown[0].partition("=")[0], known)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(names: Iterable[str] = _COMMANDS) -> argparse.ArgumentParser:
+    """Return a parser that knows these commands."""
     parser = HelpfulParser(
         prog="moonpool",
         description="Run Python models in isolated processes, with requests through shared memory.",
@@ -176,9 +171,10 @@ def make_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
     )
-    for command in _COMMANDS:
+    for name in names:
+        command = import_module(f"moonpool.runtime.cli.{_COMMANDS[name]}")
         subparser = subparsers.add_parser(
-            command.NAME,
+            name,
             help=command.HELP,
             description=command.DESCRIPTION,
             epilog=command.EXAMPLES,

@@ -21,7 +21,6 @@ from moonpool.runtime.cli.shared import UsageError, logged_to
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.process.terminal import Terminal, harmless
 
-NAME = "run-model"
 HELP = "run a model in this process, for debugging it"
 DESCRIPTION = """\
 Load one model into this process, send it one request, and print its responses. There is no stub, so breakpoint() and

@@ -230,7 +230,6 @@ def try_strict() -> Strict:
     return Strict(True, tuple(sandbox["layers"]), tuple(sandbox["left_out"]))
 
 
-NAME = "sandbox"
 HELP = "show which layers of the sandbox this machine offers"
 DESCRIPTION = """\
 Try each layer of the sandbox in a process of its own: put it on, do what it must prevent, and look at it from outside.

@@ -20,7 +20,6 @@ from moonpool.runtime.server.options.sources import (
 )
 from moonpool.runtime.server.options.table import ServerOptions
 
-NAME = "serve"
 HELP = "serve the models of repositories over HTTP and gRPC"
 DESCRIPTION = f"""\
 Serve the models of one or more repositories to every client of the KServe v2 protocol, with tritonserver's

@@ -219,7 +219,6 @@ def _span(seconds: float) -> str:
     return f"{int(seconds)} s"
 
 
-NAME = "top"
 HELP = "show the models, instances, rates and errors of a server"
 DESCRIPTION = """\
 Show the models of a moonpool server, their instances, rates and latest errors, and keep them up to date.

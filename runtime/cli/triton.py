@@ -10,7 +10,6 @@ from moonpool.runtime.cli.shared import UsageError, table
 from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.triton import install
 
-NAME = "triton"
 HELP = "run models in a tritonserver, as one of its backends"
 DESCRIPTION = """\
 Have a tritonserver run its Python models in moonpool's stubs. BACKENDS is the directory in which the server has its

@@ -51,7 +51,6 @@ from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.stubs.start_message import start_of
 from moonpool.runtime.version import VERSION
 
-NAME = "bench"
 HELP = "measure the latency and throughput of a model under load"
 DESCRIPTION = """\
 Send a model more and more requests, and print its latency and throughput at each load. With REPO, the model is

@@ -29,7 +29,6 @@ from moonpool.runtime.cli.tune.report import Report, introduce, line_of
 from moonpool.runtime.process.terminal import Terminal
 from moonpool.runtime.repository.repository import ModelRepository, suggesting
 
-NAME = "tune"
 HELP = "find the settings with which a model answers most requests within limits of latency"
 DESCRIPTION = """\
 Try a model with other numbers of instances and threads, larger batches, delays, templates and front ends, and print

@@ -38,9 +38,10 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 # Forks a command for each message, and sends the number of its process and the status with which it ended.
 PROGRAM = """
 import gc, json, os, socket, sys
-from moonpool.runtime.cli.main import main
+from moonpool.runtime.cli.main import main, make_parser
 
 channel = socket.socket(fileno=int(sys.argv[1]))
+make_parser()  # imports each command
 gc.freeze()
 while True:
     message, outputs, _, _ = socket.recv_fds(channel, 1 << 18, 2)
