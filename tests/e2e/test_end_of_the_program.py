@@ -58,10 +58,15 @@ def loaded():
 
 def tell(runtime):
     print(*[instance["pid"] for instance in runtime.instances("model")], flush=True)
+
+def wait_for_a_signal():
+    # In pieces: Python does not see one that comes just before it begins to wait.
+    while True:
+        threading.Event().wait(0.1)
 """
 
 # The signal comes once the stubs are told, and must not come before `with` has begun.
-WAITS = "    tell(runtime)\n    threading.Event().wait()\n"
+WAITS = "    tell(runtime)\n    wait_for_a_signal()\n"
 # A call that would wait for a request for ever.
 CALLS = """
 runtime = load(drain_timeout_s=1e6)
@@ -83,7 +88,7 @@ BODIES = {
         "with moonpool.exit_on_sigterm(), loaded() as runtime:\n"
         "    request = runtime.submit('model', {'X': X})\n"
         "    request.add_done_callback(lambda f: print('answered', f.result(), flush=True))\n"
-        "    print('asked', flush=True)\n    threading.Event().wait()\n"
+        "    print('asked', flush=True)\n    wait_for_a_signal()\n"
     ),
     "in a request": (
         "with moonpool.exit_on_sigterm(), loaded() as runtime:\n"
