@@ -31,7 +31,7 @@ format: ## put files into the project's format and mend what the linter can
 	.venv/bin/ruff check --fix .
 
 bench: ## one benchmark for seconds, or in full: make bench ONE=throughput QUICK=
-	.venv/bin/python -m benchmarks.$(or $(ONE),latency) $(QUICK)
+	.venv/bin/python -m moonpool.benchmarks.suites.$(or $(ONE),latency) $(QUICK)
 QUICK = --quick
 
 docs: ## the parts of the pages that are made of code, and their tests

@@ -21,6 +21,7 @@ PACKAGES = {
     "ipc": "moonpool.ipc",
     "stub": "moonpool.stub",
     "runtime": "moonpool.runtime",
+    "benchmarks": "moonpool.benchmarks",
     "src/moonpool/testing": "moonpool.testing",
     "src/moonpool/ray": "moonpool.ray",
 }
@@ -29,7 +30,7 @@ OTHERS = {
     "docs/": ["tests/test_docs.py"],
     "README.md": ["tests/test_docs.py"],
     "examples/": ["tests/runtime/cli/test_examples.py"],
-    "benchmarks/": ["tests/test_benchmarks.py"],
+    "benchmarks/suites/": ["tests/benchmarks/test_suites.py"],
     "deploy/": ["tests/deploy"],
     "src/": ["tests/test_package.py"],
     "pyproject.toml": ["tests/test_package.py"],

@@ -1,1 +1,1 @@
-"""Measurements: one file a question, numbers with their spread, nothing asserted. See README.md."""
+"""Measures models and servers: the load generator, hosts to compare with, and searches for settings."""

@@ -22,12 +22,14 @@ from moonpool.stub.native import hints
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(moonpool.__path__[0])
-FOLDERS = ("ipc", "stub", "runtime", "testing", "ray")
+FOLDERS = ("ipc", "stub", "runtime", "testing", "ray", "benchmarks")
 # Links are resolved, so a failure names the file as it is in the tree.
 SOURCES = {
     path: path.read_text()
     for folder in FOLDERS
     for path in sorted((PACKAGE / folder).resolve().rglob("*.py"))
+    # A suite is a program, and a model is as users write it.
+    if not {"suites", "models"} & set(path.relative_to((PACKAGE / folder).resolve()).parts)
 }
 MODEL_SIDE = [path for path in SOURCES if path.is_relative_to((PACKAGE / "ipc").resolve())] + [
     path for path in SOURCES if path.is_relative_to((PACKAGE / "stub").resolve())

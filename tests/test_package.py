@@ -82,7 +82,9 @@ def test_nobody_is_told_to_install_moonpool_from_the_index() -> None:
         if path.suffix in (".md", ".pbtxt", ".py")
     ]
     files += [
-        path for folder in ("ipc", "stub", "runtime") for path in (ROOT / folder).rglob("*.py")
+        path
+        for folder in ("ipc", "stub", "runtime", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
     ]
     # A path, an extra of a path, or a package whose name begins with moonpool is allowed.
     advice = re.compile(r"pip install[^\n]*[ '\"]moonpool(?![\w/-])")

@@ -25,6 +25,6 @@ def test_a_unit_is_a_file_or_a_folder_that_shares_servers() -> None:
 
 
 def test_a_unit_of_few_long_tests_comes_before_one_of_many_short_ones() -> None:
-    assert seconds_of("tests/test_benchmarks.py", 20) > seconds_of(
+    assert seconds_of("tests/benchmarks/test_suites.py", 20) > seconds_of(
         "tests/runtime/model/config/test_model.py", 100
     )

@@ -30,10 +30,10 @@ TESTS = (
     "tests/e2e/test_prints.py",
     "tests/e2e/test_soak.py",
     "tests/ray/test_local_server.py",
-    "tests/runtime/cli/test_tune.py",
+    "tests/benchmarks/commands/test_tune.py",
     "tests/server/pool/test_front_ends.py",
-    "tests/runtime/bench/test_timeline.py",
-    "tests/runtime/cli/test_bench",
+    "tests/benchmarks/test_timeline.py",
+    "tests/benchmarks/commands/test_bench",
     "tests/runtime/cli/test_offers.py",
     "tests/e2e/test_prefork.py",
     "tests/e2e/test_sleep_hooks.py",
@@ -55,10 +55,10 @@ TESTS = (
     "tests/triton/test_log.py",
     "tests/triton/test_watching.py",
     # Each benchmark in its quick form, but for those below, and what runs several of them.
-    "tests/test_benchmarks.py::test_a_benchmark_answers_its_question",
-    "tests/test_benchmarks.py::test_all_runs",
-    "tests/test_benchmarks.py::test_compare_sets",
-    "tests/test_benchmarks.py::test_trips_to_a_gpu",
+    "tests/benchmarks/test_suites.py::test_a_benchmark_answers_its_question",
+    "tests/benchmarks/test_suites.py::test_all_runs",
+    "tests/benchmarks/test_suites.py::test_compare_sets",
+    "tests/benchmarks/test_suites.py::test_trips_to_a_gpu",
     # What runs on a machine with a card, on the fake driver.
     "tests/card",
     # The suite's own namespaces.
@@ -75,7 +75,7 @@ TESTS = (
 )
 # The usual run takes these all the same.
 USUAL = tuple(
-    f"tests/test_benchmarks.py::test_a_benchmark_answers_its_question[{name}]"
+    f"tests/benchmarks/test_suites.py::test_a_benchmark_answers_its_question[{name}]"
     for name in ("latency", "mixed")
 )
 

@@ -11,19 +11,21 @@ import importlib.util
 import os
 import platform
 import shutil
+import socket
 import statistics
+import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.bench.callers import PingPong, measure
 from moonpool.runtime.cli.shared import UsageError, figure, session, table
 from moonpool.runtime.process.terminal import Terminal
 from moonpool.runtime.process.threads import start_thread
@@ -254,6 +256,46 @@ class Demo:
         self._say(f"In its words: {error}", after_table=True)
 
 
+_ECHO = (
+    "import socket, sys\n"
+    "end = socket.socket(fileno=int(sys.argv[1]))\n"
+    "while packet := end.recv(4096): end.send(packet)\n"
+)
+
+
+class PingPong:
+    """The floor under any call into another process: a packet there and back, and nothing else.
+
+    Two Python processes with a SEQPACKET socket between them. A context manager.
+    """
+
+    def __init__(self, size_bytes: int = 64) -> None:
+        self._packet = bytes(size_bytes)
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            command = [sys.executable, "-I", "-S", "-c", _ECHO, str(other.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[other.fileno()])
+        self()  # when it answers, it has started
+
+    @property
+    def pid(self) -> int:
+        """The process number of the other process."""
+        return self._process.pid
+
+    def __call__(self) -> None:
+        """Send a packet and wait until it comes back."""
+        self._socket.send(self._packet)
+        self._socket.recv(4096)
+
+    def __enter__(self) -> PingPong:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The other process ends when its socket does.
+        self._socket.close()
+        self._process.wait()
+
+
 def verdict(gain: float, cores: int) -> str:
     """Explain that two instances did `gain` times the work of one."""
     if cores == 1:
@@ -336,9 +378,24 @@ def _rates(ways: Sequence[tuple[Callable[[], object], int]], seconds: float) -> 
     best = [0.0 for _ in ways]
     for _ in range(_TURNS):
         for index, (call, callers) in enumerate(ways):
-            rate = measure(call, callers, seconds / _TURNS).requests_per_s
-            best[index] = max(best[index], rate)
+            best[index] = max(best[index], _rate(call, callers, seconds / _TURNS))
     return best
+
+
+def _rate(call: Callable[[], object], callers: int, seconds: float) -> float:
+    """Requests a second of so many callers, each in a thread of its own."""
+    begin_s = time.monotonic()
+
+    def answered() -> int:
+        count = 0
+        while time.monotonic() < begin_s + seconds:
+            call()
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(callers) as pool:
+        counts = [future.result() for future in [pool.submit(answered) for _ in range(callers)]]
+    return sum(counts) / (time.monotonic() - begin_s)
 
 
 def _medians_us(calls: Sequence[Callable[[], object]]) -> list[float]:

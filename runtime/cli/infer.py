@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.cli.bench.options import parse_endpoint, parse_header
-from moonpool.runtime.cli.inputs import as_arrays, parse_inputs
+from moonpool.runtime.cli.inputs import as_arrays, parse_endpoint, parse_header, parse_inputs
 from moonpool.runtime.cli.shared import (
     UsageError,
     add_repository,
@@ -164,8 +163,8 @@ def _check_place(options: argparse.Namespace) -> None:
 
 def _ask(options: argparse.Namespace, values: Mapping[str, object]) -> None:
     """Ask a server's model, and deliver each of its responses."""
-    from moonpool.runtime.bench.control_client import control_client, interface, understood
-    from moonpool.runtime.bench.request import Question, QuestionTensor
+    from moonpool.runtime.client.control_client import control_client, interface, understood
+    from moonpool.runtime.client.request import Question, QuestionTensor
 
     endpoint = parse_endpoint("--url", options.url)
     headers = [parse_header(text) for text in options.header]

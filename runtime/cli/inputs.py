@@ -1,4 +1,4 @@
-"""Inputs from the command line: JSON, .npy files, or made up from what a model's configuration says."""
+"""Requests from the command line: an address, headers, and inputs as JSON, .npy files, or made up from what a model's configuration says."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from moonpool.ipc.tensors import CODES, DTYPES
 from moonpool.runtime.cli.shared import UsageError
+from moonpool.runtime.client.request import BadAddress, Endpoint
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.config.model import TensorConfig
 from moonpool.runtime.process.files import parsed_json
@@ -42,6 +43,22 @@ def parse_inputs(arguments: Sequence[str]) -> dict[str, object]:
             raise UsageError(f"--input {name} is given twice")
         values[name] = _from_file(name, text[1:]) if text[:1] == "@" else _from_json(name, text)
     return values
+
+
+def parse_endpoint(option: str, text: str) -> Endpoint:
+    """Read the address in an option. Raises `UsageError`."""
+    try:
+        return Endpoint.parse(text)
+    except BadAddress as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
+def parse_header(text: str) -> tuple[str, str]:
+    """Read `NAME=VALUE` of an option --header. Raises `UsageError`."""
+    name, equals, value = text.partition("=")
+    if not (name and equals) or not (text.isascii() and text.isprintable()) or " " in name:
+        raise UsageError(f"--header must be NAME=VALUE, not {text!r}")
+    return name, value
 
 
 def _from_file(name: str, path: str) -> NDArray[Any]:

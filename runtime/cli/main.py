@@ -73,20 +73,21 @@ class CommandParser(HelpfulParser):
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
 
-# Each command's module. To import them all takes as long again as to import the one that is run.
+# Each command's module. To import them all takes as long again as to import the one that is run. Nothing else in the runtime
+# knows the benchmarks, which lie above it.
 _COMMANDS = {
-    "demo": "demo",
-    "serve": "serve",
-    "top": "top",
-    "infer": "infer",
-    "check": "check",
-    "sandbox": "sandbox",
-    "env": "environments",
-    "triton": "triton",
-    "run-model": "run_model",
-    "bench": "bench.command",
-    "tune": "tune.command",
-    "completion": "completion",
+    "demo": "moonpool.runtime.cli.demo",
+    "serve": "moonpool.runtime.cli.serve",
+    "top": "moonpool.runtime.cli.top",
+    "infer": "moonpool.runtime.cli.infer",
+    "check": "moonpool.runtime.cli.check",
+    "sandbox": "moonpool.runtime.cli.sandbox",
+    "env": "moonpool.runtime.cli.environments",
+    "triton": "moonpool.runtime.cli.triton",
+    "run-model": "moonpool.runtime.cli.run_model",
+    "bench": "moonpool.benchmarks.commands.bench",
+    "tune": "moonpool.benchmarks.commands.tune",
+    "completion": "moonpool.runtime.cli.completion",
 }
 _EPILOG = f"""\
 {EXPERIMENTAL}
@@ -172,7 +173,7 @@ def make_parser(names: Iterable[str] = _COMMANDS) -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
     )
     for name in names:
-        command = import_module(f"moonpool.runtime.cli.{_COMMANDS[name]}")
+        command = import_module(_COMMANDS[name])
         subparser = subparsers.add_parser(
             name,
             help=command.HELP,

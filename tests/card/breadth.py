@@ -1,7 +1,7 @@
 """Whatever else meets a GPU:   python -m tests.card.breadth onnx|torch|cupy|cuda_core|pipeline|full [SETTING]
 
 Other libraries' arrays in and out, the backends for ONNX and PyTorch with KIND_GPU, and instances until the card is full. `sleep` and
-`wake` are among the figures (`benchmarks.gpu`), which this stage measures last.
+`wake` are among the figures (`moonpool.benchmarks.suites.gpu`), which this stage measures last.
 """
 
 from __future__ import annotations
@@ -209,9 +209,8 @@ def cuda_core() -> None:
 
 
 def _cuda_core() -> str:
-    from benchmarks.hosted import MODELS
-
     import moonpool
+    from moonpool.benchmarks.suites.hosted import MODELS
     from moonpool.ipc.cuda.array import DeviceArray
     from moonpool.ipc.cuda.device import device
     from moonpool.ipc.tensors import NAMES
@@ -273,9 +272,8 @@ def full() -> None:
 
 
 def _full() -> str:
-    from benchmarks import gpu
-
     import moonpool
+    from moonpool.benchmarks.suites import gpu
     from moonpool.ipc.cuda.device import device
 
     where = device(0)

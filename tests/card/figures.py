@@ -1,6 +1,6 @@
 """Figures of the card:   python -m tests.card.figures PART [pure]
 
-Measures one part of `benchmarks.gpu`, with `pure` without moonpool's compiled forms, and records each figure beside its goal as soon as it
+Measures one part of `moonpool.benchmarks.suites.gpu`, with `pure` without moonpool's compiled forms, and records each figure beside its goal as soon as it
 is known. The lines also go to `gpu.jsonl` in the folder of the results, which is a file for `benchmarks/results`.
 """
 
@@ -74,10 +74,10 @@ def meets(value: float, goal: str) -> bool:
 def measure(part: str) -> None:
     """Measure a part."""
     # Imported here, since what they import depends on MOONPOOL_PURE.
-    from benchmarks import gpu
-    from benchmarks.report import Report
     from tests.card.nodes import nodes_known
 
+    from moonpool.benchmarks.suites import gpu
+    from moonpool.benchmarks.suites.report import Report
     from moonpool.ipc.cuda.device import device
     from moonpool.runtime.model.gpus import usable_gpus
 

@@ -146,9 +146,8 @@ def _settled(before: dict[str, float]) -> dict[str, float]:
 
 def main() -> None:
     """Soak this process."""
-    from benchmarks import gpu
-
     import moonpool
+    from moonpool.benchmarks.suites import gpu
     from moonpool.ipc.cuda.device import device
     from moonpool.runtime.model.gpus import usable_gpus
 

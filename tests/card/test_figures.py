@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.report import Report, read, table
 from tests.card import breadth, figures, results, stages
+
+from moonpool.benchmarks.suites.report import Report, read, table
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from moonpool.runtime.bench.data import BadData, read_capture, read_mix
-from moonpool.runtime.bench.loads import BadLoad
+from moonpool.benchmarks.data import BadData, read_capture, read_mix
+from moonpool.benchmarks.loads import BadLoad
 from moonpool.runtime.model.config.model import TensorConfig
 
 _INPUTS = (

@@ -6,8 +6,7 @@ import re
 
 from tests.runtime.cli.shell import CommandLine
 
-from moonpool.runtime.bench.callers import PingPong
-from moonpool.runtime.cli.demo import verdict
+from moonpool.runtime.cli.demo import PingPong, verdict
 
 
 def test_the_demo_walks_through_all_parts(cli: CommandLine) -> None:

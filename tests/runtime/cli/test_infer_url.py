@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.runtime.bench.conftest import Kserve, kserve
+from tests.benchmarks.conftest import Kserve, kserve
 from tests.runtime.cli.shell import MODELS, CommandLine, write_kinds
 from tests.server.running import RunningServer, running
 

@@ -17,7 +17,7 @@ from tests.runtime.cli.shell import CommandLine, write_model
 from tests.server.running import RunningServer, running, starting
 from tests.waiting import wait_until
 
-from moonpool.runtime.bench.data import read_capture
+from moonpool.benchmarks.data import read_capture
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.model.signature import Signature

@@ -1,0 +1,801 @@
+"""The command line of `moonpool bench`, checked."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moonpool.benchmarks.commands import compare
+from moonpool.benchmarks.commands.load_options import (
+    RequestSource,
+    add_requests,
+    add_sequences,
+    add_windows,
+    check_positive,
+    check_windows,
+    read_option,
+    sequence_lengths,
+    whole_numbers,
+)
+from moonpool.benchmarks.export import WRITERS
+from moonpool.benchmarks.faults import Fault
+from moonpool.benchmarks.hosts.hosts import HOSTS
+from moonpool.benchmarks.loadgen import SCENARIOS, LoadGenPlan
+from moonpool.benchmarks.loads import (
+    DISTRIBUTIONS,
+    BadLoad,
+    Concurrency,
+    Load,
+    Rate,
+    Schedule,
+    Shape,
+    seconds_of,
+    share_of,
+)
+from moonpool.benchmarks.slo import Slo
+from moonpool.ipc.policy import LEVELS
+from moonpool.runtime.cli.inputs import parse_endpoint, parse_header
+from moonpool.runtime.cli.shared import UsageError, add_hosting, check_no_hosting, hosting_of
+from moonpool.runtime.client.request import Endpoint, Tls
+
+_CONCURRENCY = "1,2,4,16"
+# Requests in flight of LoadGen's scenarios: MultiStream has eight samples in a query.
+_LOADGEN_THREADS, _LOADGEN_MANY = {"SingleStream": 1, "MultiStream": 8}, 16
+# Longer than most deadlines for an execution.
+_HANG_S = 10.0
+# A label becomes a part of a file's name.
+_LABEL = re.compile(r"[\w.+=@, -]{1,60}")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options that fit together: there is either a repository or an endpoint, and rates only for endpoints."""
+
+    repository: str | None
+    # How the models of the repository are hosted.
+    hosting: dict[str, Any]
+    model: str
+    version: str
+    endpoint: Endpoint | None
+    against: Endpoint | None
+    against_file: Path | None
+    # Empty if the highest rate that keeps `slo` is to be found.
+    loads: list[Load]
+    distribution: str
+    slo: Slo | None
+    seconds: float
+    warm_up_s: float
+    most_windows: int
+    stable_percent: float
+    timeout_s: float
+    processes: int
+    most_connections: int
+    headers: list[tuple[str, str]]
+    shared_memory: bool
+    is_stream: bool
+    is_json: bool
+    instances: int | None
+    is_async: bool
+    # Levels of the sandbox to measure in turns.
+    isolation: list[str]
+    # Hosts to measure in turns, and packages that the model needs in them.
+    hosts: list[str]
+    host_packages: list[str]
+    requests: RequestSource
+    # A capture of a server, in place of `requests`.
+    replay: Path | None
+    speed: float
+    # A share of the requests that is cancelled, and after how many seconds.
+    cancelled: tuple[float, float] | None
+    # The least and the greatest length of sequences.
+    sequences: tuple[int, int] | None
+    save: Path | None
+    label: str | None
+    overwrite: bool
+    resources: bool
+    server_pid: int | None
+    metrics_url: str | None
+    fault: Fault | None
+    # A scenario of LoadGen, in place of the other loads.
+    loadgen: LoadGenPlan | None
+    # How often everything is measured, and the formats of further files.
+    runs: int
+    export: list[str]
+    # A file for what each request did, in its caller and in the server.
+    timeline: Path | None
+    verbose: bool
+
+    @property
+    def file_name(self) -> str:
+        """The name of the result's files, without their endings."""
+        return f"{self.model}-{self.label}" if self.label else self.model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    # The list of all options would hide the error about the command line.
+    parser.usage = (
+        "moonpool bench REPO MODEL [--FLAG VALUE ...]\n       moonpool bench MODEL --url URL [--FLAG VALUE ...]"
+        "\n       moonpool bench REPO MODEL --hosts HOST,HOST [--FLAG VALUE ...]"
+        "\n       moonpool bench compare A.json [B.json] [--fail-if CONDITION ...]"
+    )
+    add = parser.add_argument
+    add("repository", metavar="REPO", nargs="?", help="the directory of the models; not with --url")
+    add("model", metavar="MODEL", help="the model's name")
+    # The second file of `compare`.
+    add("second", nargs="?", help=argparse.SUPPRESS)
+    _add_subject(parser.add_argument_group("what is measured"))
+    _add_load(parser.add_argument_group("the load"))
+    _add_measurement(parser.add_argument_group("the measurement"))
+    _add_request(parser.add_argument_group("the request"))
+    _add_observation(parser.add_argument_group("resources and faults"))
+    _add_results(parser.add_argument_group("the results"))
+    compare.add_arguments(parser.add_argument_group("comparing two results"))
+
+
+def _add_observation(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--resources",
+        action="store_true",
+        help="measure processor time and memory of the model's and the server's processes, on this machine",
+    )
+    add(
+        "--server-pid",
+        metavar="PID",
+        type=int,
+        help="with --url, for --resources and faults: the server's process on this machine, if it is no moonpool server",
+    )
+    add(
+        "--metrics-url",
+        metavar="URL",
+        help="with --resources: the address of the server's metrics, for figures of GPUs: http://HOST:8002/metrics",
+    )
+    add(
+        "--kill-every",
+        metavar="TIME",
+        help="kill an instance of the model every so often, as 10s: in this process, or of a server on this machine, "
+        "moonpool's or (with --server-pid) Triton's",
+    )
+    add(
+        "--stop-every",
+        metavar="TIME",
+        help="likewise, stop one (SIGSTOP), so that it hangs; the model should have a deadline for execute",
+    )
+    add(
+        "--hang",
+        metavar="SHARE[@TIME]",
+        help="likewise, stop one for TIME each time that a further SHARE of the requests was answered, as 1%%@5s; default 10s",
+    )
+
+
+def _add_results(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--save",
+        metavar="DIR",
+        type=Path,
+        help="write the result to DIR/MODEL.json and DIR/MODEL.csv, and to DIR/MODEL.png if matplotlib is installed",
+    )
+    add(
+        "--label",
+        metavar="TEXT",
+        help="name this result, in its tables and its files: DIR/MODEL-TEXT.json and so on",
+    )
+    add("--overwrite", action="store_true", help="with --save: replace a result of that name")
+    add(
+        "--export",
+        metavar="FORMAT,…",
+        default="",
+        help="with --save: write more files: jsonl or parquet with each request, hgrm with HdrHistogram's percentiles, trace for Perfetto, "
+        "html with a page",
+    )
+
+    add(
+        "--timeline",
+        metavar="FILE",
+        type=Path,
+        help="write a trace for Perfetto with each request and its batch, in its caller and in the server; a server must have "
+        "--trace-config=triton,file=FILE",
+    )
+
+
+def _add_subject(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--url",
+        metavar="URL",
+        help="measure at this server: http://HOST:PORT or grpc://HOST:PORT, or with TLS https:// or grpcs://",
+    )
+    add(
+        "--against",
+        metavar="URL|FILE",
+        help="compare with another server, measured in turns, or with a result that --save wrote",
+    )
+    add(
+        "--model-version",
+        metavar="N",
+        default="",
+        help="with --url: the version of the model; by default the server chooses it",
+    )
+    add(
+        "--header",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="with --url: send this header with each request; may be given many times",
+    )
+    add(
+        "--timeout",
+        metavar="S",
+        type=float,
+        default=60.0,
+        help="the deadline of each request, in seconds after it was sent; default %(default)s",
+    )
+    _add_tls(group)
+    _add_hosts(group)
+
+
+def _add_tls(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--ca",
+        metavar="FILE",
+        help="with TLS: the root certificates of servers, in PEM form; by default those of the system",
+    )
+    add("--client-certificate", metavar="FILE", help="with TLS: our own certificate, in PEM form")
+    add("--client-key", metavar="FILE", help="its key, if it is in another file")
+
+
+def _add_hosts(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add_hosting(group)
+    add(
+        "--instances",
+        metavar="N",
+        type=int,
+        help="in process: load this many instances, in place of the configuration's",
+    )
+    add(
+        "--isolation",
+        metavar="LEVEL,LEVEL",
+        help=f"in process: measure with these sandbox levels in turns, with ratios over the first one; {', '.join(LEVELS)}",
+    )
+    add(
+        "--hosts",
+        metavar="HOST,HOST",
+        help="measure the model of REPO in several hosts in turns, each started for it, with ratios over the first one: "
+        f"{', '.join(HOSTS)}",
+    )
+    add(
+        "--host-package",
+        metavar="PACKAGE",
+        action="append",
+        default=[],
+        help="with --hosts: a package that the model needs there beside numpy, as torch==2.13.0; may be given many times",
+    )
+    add(
+        "--async",
+        dest="is_async",
+        action="store_true",
+        help="in process: call from tasks of an event loop, not from threads",
+    )
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--concurrency",
+        metavar="N,N,…",
+        help=f"numbers of callers, each of which sends a request after each answer; default {_CONCURRENCY}",
+    )
+    add(
+        "--request-rate",
+        metavar="N,N,…",
+        help="requests a second, sent at planned times, in place of --concurrency; latency counts from the planned time",
+    )
+    add(
+        "--distribution",
+        choices=DISTRIBUTIONS,
+        default="poisson",
+        help="with --request-rate: the distribution of the times; default %(default)s",
+    )
+    add(
+        "--load-shape",
+        metavar="SHAPE",
+        help="requests at a rate that changes: ramp:LOW-HIGH over a window, periodic:LOW-HIGH/PERIOD, or "
+        "burst:LOW-HIGH/PERIOD/SHARE, as in burst:100-1000/5s/20%%",
+    )
+    add(
+        "--schedule",
+        metavar="FILE",
+        type=Path,
+        help="send requests at the times in FILE, one in seconds on each line",
+    )
+    add(
+        "--speed",
+        metavar="N",
+        type=float,
+        default=1.0,
+        help="with --schedule and --replay: replay this many times as fast; default 1",
+    )
+    _add_loadgen(group)
+    _add_manner(group)
+    add(
+        "--processes",
+        metavar="N",
+        type=int,
+        default=1,
+        help="with --url: the processes of the load generator; default 1",
+    )
+    add(
+        "--max-connections",
+        metavar="N",
+        type=int,
+        default=256,
+        help="with --request-rate: the most requests in flight; default %(default)s",
+    )
+
+
+def _add_loadgen(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--loadgen",
+        metavar="SCENARIO",
+        choices=SCENARIOS,
+        help="let MLPerf's LoadGen send the requests, for at least --seconds, in one of its scenarios: "
+        f"{', '.join(SCENARIOS)}; --concurrency is the most in flight, and Server has a --request-rate and a limit as --slo p99=20ms",
+    )
+
+
+def _add_manner(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add_sequences(group)
+    add(
+        "--cancel",
+        metavar="SHARE[@TIME]",
+        help="cancel a share of the requests, as 5%% or 5%%@20ms, that time after they were sent; by default at once",
+    )
+    add(
+        "--slo",
+        metavar="FIGURE=TIME,…",
+        help="limits such as p99=20ms,first=5ms: find the highest request rate that keeps them, or say for each given load "
+        "if it does; FIGURE is p50, p90, p95, p99, max, mean, or in streams first or between",
+    )
+
+
+def _add_measurement(group: argparse._ArgumentGroup) -> None:
+    add_windows(group, seconds=1.0, windows=10)
+    group.add_argument(
+        "--runs",
+        metavar="N",
+        type=int,
+        default=1,
+        help="measure all loads this many times, one run after the other, for figures with 95 %% confidence intervals; default 1",
+    )
+
+
+def _add_request(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add_requests(group)
+    add(
+        "--replay",
+        metavar="FILE",
+        type=Path,
+        help="send captured requests at their times: a JSON object on each line, as docs/BENCH.md describes",
+    )
+    add(
+        "--shared-memory",
+        choices=("none", "system"),
+        default="none",
+        help="how tensors travel. system: in shared memory on this machine, which the server must allow "
+        "(--allow-client-shm=true of moonpool serve and tritonserver)",
+    )
+    add(
+        "--json-tensors",
+        action="store_true",
+        help="over HTTP: send tensors as JSON, for servers without the binary tensor extension",
+    )
+    add(
+        "--streaming",
+        action="store_true",
+        help="count and time the responses of streams: over gRPC each caller opens one (ModelStreamInfer), over HTTP each request "
+        "is answered by one (generate_stream)",
+    )
+
+
+def checked(arguments: argparse.Namespace) -> Options:
+    """Raises `UsageError`."""
+    if arguments.second is not None:
+        raise UsageError("two names at most; three are for `compare A.json B.json`")
+    if arguments.fail_if:
+        raise UsageError("--fail-if is for `compare`")
+    _check_numbers(arguments)
+    _check_files(arguments)
+    endpoint = parse_endpoint("--url", arguments.url) if arguments.url is not None else None
+    _check_subject(arguments, endpoint)
+    against, against_file = _against(arguments.against)
+    endpoint, against = _with_certificates(arguments, endpoint, against)
+    slo = read_option("--slo", Slo.parse, arguments.slo)
+    loads = _loads(arguments, is_search=slo is not None and endpoint is not None)
+    _check_loads(arguments, loads, is_compared=bool(against or against_file))
+    return Options(
+        repository=arguments.repository,
+        hosting=hosting_of(arguments),
+        model=arguments.model,
+        version=arguments.model_version,
+        endpoint=endpoint,
+        against=against,
+        against_file=against_file,
+        loads=loads,
+        distribution=arguments.distribution,
+        slo=slo,
+        seconds=arguments.seconds,
+        warm_up_s=arguments.warm_up,
+        most_windows=arguments.windows,
+        stable_percent=arguments.stable,
+        timeout_s=arguments.timeout,
+        processes=arguments.processes,
+        most_connections=_most_connections(loads, arguments.max_connections),
+        headers=[parse_header(text) for text in arguments.header],
+        shared_memory=arguments.shared_memory == "system",
+        is_stream=arguments.streaming,
+        is_json=arguments.json_tensors,
+        instances=arguments.instances,
+        is_async=arguments.is_async,
+        isolation=_isolation(arguments),
+        hosts=_hosts(arguments),
+        host_packages=arguments.host_package,
+        **_requests(arguments),
+        **_outputs(arguments),
+        resources=arguments.resources,
+        server_pid=arguments.server_pid,
+        metrics_url=arguments.metrics_url,
+        fault=_fault(arguments),
+        loadgen=None if arguments.loadgen is None else _loadgen(arguments, slo),
+        runs=arguments.runs,
+        verbose=arguments.verbose,
+    )
+
+
+def _check_loads(
+    arguments: argparse.Namespace, loads: Sequence[Load], *, is_compared: bool
+) -> None:
+    if not loads and arguments.replay is None and is_compared:
+        raise UsageError(
+            "--slo looks for a rate at one server: with --against, give --request-rate"
+        )
+    is_in_process = arguments.repository is not None and arguments.hosts is None
+    if is_in_process and isinstance(loads[0], Rate):
+        raise UsageError(
+            "--request-rate needs --url: callers in this process send a request after each answer"
+        )
+
+
+def _requests(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Check and return the options that say what is sent, by their names in `Options`."""
+    _check_data(arguments)
+    return {
+        "requests": RequestSource.of(arguments),
+        "replay": arguments.replay,
+        "speed": arguments.speed,
+        "cancelled": read_option("--cancel", _cancelled, arguments.cancel),
+        "sequences": sequence_lengths(arguments.sequences),
+    }
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    check_windows(arguments)
+    check_positive(arguments, ("processes", "max_connections", "timeout", "speed", "runs"))
+    if arguments.instances is not None and arguments.instances < 1:
+        raise UsageError("--instances must be more than 0")
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    if arguments.label is not None and not _LABEL.fullmatch(arguments.label):
+        raise UsageError(
+            f"--label must be letters, digits, spaces and any of . _ + = @ , -, at most 60 of them, not {arguments.label!r}"
+        )
+    if arguments.overwrite and arguments.save is None:
+        raise UsageError("--overwrite needs --save")
+
+
+def _loadgen(arguments: argparse.Namespace, slo: Slo | None) -> LoadGenPlan:
+    """Check the options of LoadGen's scenarios."""
+    others = {
+        "--load-shape": arguments.load_shape,
+        "--schedule": arguments.schedule,
+        "--replay": arguments.replay,
+        "--against": arguments.against,
+        "--hosts": arguments.hosts,
+        "--isolation": arguments.isolation,
+        "--sequences": arguments.sequences,
+        "--cancel": arguments.cancel,
+        "--streaming": arguments.streaming or None,
+        "--async": arguments.is_async or None,
+        "--resources": arguments.resources or None,
+        "--export": arguments.export or None,
+    }
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UsageError(f"--loadgen and {given[0]} do not go together")
+    threads = _LOADGEN_THREADS.get(arguments.loadgen, _LOADGEN_MANY)
+    if arguments.concurrency is not None:
+        threads = max(whole_numbers("--concurrency", arguments.concurrency, least=1))
+    bound: dict[str, float] = {}
+    if arguments.loadgen == "Server":
+        if arguments.request_rate is None:
+            raise UsageError("--loadgen Server needs --request-rate, the rate that it tries")
+        [rate, *more] = _rates(arguments.request_rate)
+        if more:
+            raise UsageError("--loadgen Server tries one --request-rate")
+        bound["rate_per_s"] = rate
+        if slo is not None:
+            [(figure, limit_us), *rest] = slo.limits_us.items()
+            if rest or figure not in ("p50", "p90", "p95", "p99"):
+                raise UsageError("--loadgen Server has one limit of p50, p90, p95 or p99")
+            bound |= {"latency_us": limit_us, "percentile": float(figure[1:])}
+    elif arguments.request_rate is not None or slo is not None:
+        raise UsageError("--request-rate and --slo are for --loadgen Server")
+    return LoadGenPlan(arguments.loadgen, threads, arguments.seconds, **bound)
+
+
+def _isolation(arguments: argparse.Namespace) -> list[str]:
+    """Check and return the levels that are measured in turns; none without --isolation."""
+    if arguments.isolation is None:
+        return []
+    levels: list[str] = arguments.isolation.split(",")
+    if len(levels) < 2 or len(set(levels)) < len(levels) or not set(levels) <= set(LEVELS):
+        raise UsageError(
+            f"--isolation must be two or more of {', '.join(LEVELS)}, not {arguments.isolation!r}"
+        )
+    others = {
+        "--sandbox": arguments.sandbox,
+        "--against": arguments.against,
+        "--kill-every": arguments.kill_every,
+        "--stop-every": arguments.stop_every,
+        "--hang": arguments.hang,
+    }
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UsageError(f"--isolation and {given[0]} cannot be measured together")
+    return levels
+
+
+def _hosts(arguments: argparse.Namespace) -> list[str]:
+    """Check and return the hosts that are measured in turns; none without --hosts."""
+    if arguments.hosts is None:
+        if arguments.host_package:
+            raise UsageError("--host-package needs --hosts")
+        return []
+    hosts: list[str] = arguments.hosts.split(",")
+    if len(set(hosts)) < len(hosts) or not set(hosts) <= set(HOSTS):
+        raise UsageError(f"--hosts must be some of {', '.join(HOSTS)}, not {arguments.hosts!r}")
+    others = {
+        "--against": arguments.against,
+        "--isolation": arguments.isolation,
+        "--async": arguments.is_async or None,
+    }
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UsageError(f"--hosts and {given[0]} cannot be measured together")
+    faults = {
+        "--kill-every": arguments.kill_every,
+        "--stop-every": arguments.stop_every,
+        "--hang": arguments.hang,
+    }
+    given = [name for name, value in faults.items() if value is not None]
+    if given and hosts not in (["moonpool"], ["triton"]):
+        raise UsageError(f"{given[0]} harms one host: give --hosts moonpool or --hosts triton")
+    return hosts
+
+
+def _fault(arguments: argparse.Namespace) -> Fault | None:
+    """Check the options for resources and faults; return the fault, if there is one."""
+    given = {name: getattr(arguments, name) for name in ("kill_every", "stop_every", "hang")}
+    faults = {name: text for name, text in given.items() if text is not None}
+    if arguments.metrics_url is not None and not arguments.resources:
+        raise UsageError("--metrics-url needs --resources")
+    if arguments.server_pid is not None and not (arguments.resources or faults):
+        raise UsageError("--server-pid needs --resources, or a fault such as --kill-every")
+    if not faults:
+        return None
+    if len(faults) > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in faults)
+        raise UsageError(f"{names} are two kinds of fault; give one")
+    if arguments.against is not None:
+        raise UsageError("faults are for one side: leave out --against")
+    [(name, text)] = faults.items()
+    if name == "hang":
+        return read_option("--hang", _hanging, text)
+    every_s = read_option(f"--{name.replace('_', '-')}", seconds_of, text)
+    if not every_s:
+        raise UsageError("the time between two faults must be more than 0")
+    return Fault("killed" if name == "kill_every" else "stopped", every_s=every_s)
+
+
+def _hanging(text: str) -> Fault:
+    share, _, time = text.partition("@")
+    for_s = seconds_of(time) if time else _HANG_S
+    if not for_s:
+        raise BadLoad(f"{text!r}: an instance must hang for more than 0 s")
+    return Fault("stopped", share=share_of(share), for_s=for_s)
+
+
+def _export(arguments: argparse.Namespace) -> list[str]:
+    formats = [part for part in arguments.export.split(",") if part]
+    known = [*WRITERS, "html"]
+    if unknown := [each for each in formats if each not in known]:
+        raise UsageError(f"--export {unknown[0]}: the formats are {', '.join(known)}")
+    if formats and arguments.save is None:
+        raise UsageError("--export needs --save")
+    return formats
+
+
+def _outputs(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Check and return the options that say what is written, by their names in `Options`."""
+    return {
+        "save": arguments.save,
+        "label": arguments.label,
+        "overwrite": arguments.overwrite,
+        "export": _export(arguments),
+        "timeline": _timeline(arguments),
+    }
+
+
+def _timeline(arguments: argparse.Namespace) -> Path | None:
+    if arguments.timeline is not None:
+        if arguments.against or arguments.isolation or arguments.hosts or arguments.loadgen:
+            raise UsageError(
+                "--timeline shows one side: leave out --against, --isolation, --hosts and --loadgen"
+            )
+        if arguments.streaming:
+            raise UsageError("--timeline is for requests with one response, not for --streaming")
+    timeline: Path | None = arguments.timeline
+    return timeline
+
+
+def _check_subject(arguments: argparse.Namespace, endpoint: Endpoint | None) -> None:
+    """Refuse options for servers without --url, and options for this process with it, rather than ignore them."""
+    if endpoint is None and arguments.repository is None:
+        raise UsageError("say where the model is: REPO MODEL, or MODEL --url URL")
+    if endpoint is not None and arguments.repository is not None:
+        raise UsageError("with --url the server has the model: leave out the repository")
+    if endpoint is None:
+        remote = {
+            "--streaming": arguments.streaming,
+            "--json-tensors": arguments.json_tensors,
+            "--shared-memory": arguments.shared_memory != "none",
+            "--model-version": arguments.model_version,
+            "--header": arguments.header,
+            "--processes": arguments.processes > 1 and arguments.hosts is None,
+            "--load-shape": arguments.load_shape,
+            "--schedule": arguments.schedule,
+            "--replay": arguments.replay,
+            "--sequences": arguments.sequences,
+            "--cancel": arguments.cancel,
+        }
+        if given := [name for name, is_given in remote.items() if is_given]:
+            raise UsageError(f"{given[0]} needs --url")
+        return
+    local = {
+        "--hosts": arguments.hosts is not None,
+        "--async": arguments.is_async,
+        "--instances": arguments.instances is not None,
+        "--isolation": arguments.isolation is not None,
+    }
+    if given := [name for name, is_given in local.items() if is_given]:
+        raise UsageError(f"{given[0]} is for models in this process, not for --url")
+    check_no_hosting(arguments)
+    if arguments.streaming and endpoint.scheme == "http":
+        others = {"--sequences": arguments.sequences, "--batch": arguments.batch > 1}
+        others["--json-tensors"] = arguments.json_tensors
+        if given := [name for name, value in others.items() if value]:
+            raise UsageError(
+                f"{given[0]} and streams over HTTP (generate_stream) do not go together"
+            )
+    if arguments.json_tensors and (endpoint.scheme != "http" or arguments.shared_memory != "none"):
+        raise UsageError("--json-tensors is for http://, and not for --shared-memory")
+    if arguments.streaming and arguments.shared_memory != "none":
+        raise UsageError("--streaming and --shared-memory cannot be measured together")
+
+
+def _check_data(arguments: argparse.Namespace) -> None:
+    given = {
+        "--input": arguments.input,
+        "--input-data": arguments.input_data,
+        "--replay": arguments.replay,
+    }
+    sources = [name for name, value in given.items() if value]
+    if len(sources) > 1:
+        raise UsageError(f"{' and '.join(sources)} are two sources of requests; give one")
+    if arguments.shared_memory != "none":
+        several = {**given, "--sequences": arguments.sequences}
+        del several["--input"]
+        if names := [name for name, value in several.items() if value]:
+            raise UsageError(f"{names[0]} and --shared-memory cannot be measured together")
+    if arguments.speed != 1 and arguments.schedule is None and arguments.replay is None:
+        raise UsageError("--speed needs --schedule or --replay")
+
+
+def _cancelled(text: str) -> tuple[float, float]:
+    share, _, time = text.partition("@")
+    return share_of(share), seconds_of(time) if time else 0.0
+
+
+def _against(text: str | None) -> tuple[Endpoint | None, Path | None]:
+    if text is None:
+        return None, None
+    return (parse_endpoint("--against", text), None) if "://" in text else (None, Path(text))
+
+
+def _with_certificates(
+    arguments: argparse.Namespace, *endpoints: Endpoint | None
+) -> list[Endpoint | None]:
+    """Give the addresses that have TLS the files for it. Raises `UsageError`."""
+    tls = Tls(arguments.ca, arguments.client_certificate, arguments.client_key)
+    if any(tls) and not any(each is not None and each.tls is not None for each in endpoints):
+        raise UsageError("--ca, --client-certificate and --client-key need https:// or grpcs://")
+    if tls.key is not None and tls.certificate is None:
+        raise UsageError("--client-key needs --client-certificate")
+    return [
+        each if each is None or each.tls is None else each._replace(tls=tls) for each in endpoints
+    ]
+
+
+def _loads(arguments: argparse.Namespace, *, is_search: bool) -> list[Load]:
+    if arguments.loadgen is not None:
+        return [Concurrency(1)]
+    kinds = ("concurrency", "request_rate", "load_shape", "schedule", "replay")
+    given = [
+        f"--{kind.replace('_', '-')}" for kind in kinds if getattr(arguments, kind) is not None
+    ]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} are two kinds of load; give one")
+    if (given and given[0] == "--replay") or (not given and is_search):
+        # The load comes from the captured file, or from a search.
+        return []
+    if arguments.schedule is not None:
+        return [_schedule(arguments.schedule, arguments.speed)]
+    if arguments.load_shape is not None:
+        return [_load_shape(arguments)]
+    if arguments.request_rate is None:
+        texts = _CONCURRENCY if arguments.concurrency is None else arguments.concurrency
+        return [Concurrency(callers) for callers in whole_numbers("--concurrency", texts, least=1)]
+    return [Rate(rate, arguments.distribution) for rate in _rates(arguments.request_rate)]
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = [0.0]
+    if not all(0 < rate < math.inf for rate in rates):
+        raise UsageError(
+            f"--request-rate must be numbers of more than 0, separated by commas, not {text!r}"
+        )
+    return rates
+
+
+def _schedule(path: Path, speed: float) -> Schedule:
+    try:
+        return Schedule.read(path, speed)
+    except BadLoad as error:
+        raise UsageError(f"--schedule: {error}") from error
+
+
+def _load_shape(arguments: argparse.Namespace) -> Shape:
+    try:
+        shape = Shape.parse(arguments.load_shape, arguments.distribution)
+    except BadLoad as error:
+        raise UsageError(f"--load-shape: {error}") from error
+    if arguments.seconds < shape.least_s:
+        raise UsageError(
+            f"a window must have a whole period of {shape.text}: --seconds of at least {shape.least_s:g}"
+        )
+    return shape
+
+
+def _most_connections(loads: Sequence[Load], most: int) -> int:
+    callers = [load.callers for load in loads if isinstance(load, Concurrency)]
+    return max(callers) if callers else most

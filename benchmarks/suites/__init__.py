@@ -1,0 +1,1 @@
+"""Measurements of the project: one file a question, numbers with their spread, nothing asserted. See ../README.md."""

@@ -1,0 +1,155 @@
+"""A pipeline of three small models as an ensemble: beside the three calls, and beside the same ensemble in a real Triton."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import moonpool
+from moonpool.benchmarks.suites.hosted import folder_of
+from moonpool.benchmarks.suites.peer.peer import Unavailable
+from moonpool.benchmarks.suites.peer.presser import Case, Failed, presser
+from moonpool.benchmarks.suites.peer.served import MoonpoolServed, Served, TritonServed
+from moonpool.benchmarks.suites.report import Report, main
+from moonpool.benchmarks.suites.rounds import Series, calls_in_turns, in_turns
+from moonpool.benchmarks.suites.serve import Row, rows_in_turns
+
+_STEPS = ("first", "second", "third")
+_MODELS = (*(f"{name}=increment" for name in _STEPS), "pipeline")
+_ROUNDS, _CALLS = 9, 1000
+_SERVED_ROUNDS = 5
+
+
+def measure(report: Report, quick: bool) -> None:
+    """In one process first, then for clients of both servers."""
+    with tempfile.TemporaryDirectory(prefix="moonpool-") as scratch:
+        for model in _MODELS:
+            name, folder = folder_of(model)
+            (Path(scratch) / name).symlink_to(folder)
+        with moonpool.Runtime(scratch) as runtime:
+            _measure_here(report, runtime, quick)
+    _measure_served(report, quick)
+    report.note("Three models with one instance each, which add 1 to 4 floats.")
+    report.note("The three calls pass on what the model before has answered, as it is.")
+    report.note("Ratios of servers are moonpool's figure over Triton's of the same round.")
+
+
+# In this process
+
+
+def _measure_here(report: Report, runtime: moonpool.Runtime, quick: bool) -> None:
+    rounds, calls = (1, 50) if quick else (_ROUNDS, _CALLS)
+    x = np.ones((1, 4), np.float32)
+
+    def one_by_one() -> None:
+        y = x
+        for name in _STEPS:
+            y = runtime.infer(name, {"X": y})["Y"]
+
+    cases = {"ensemble": lambda: runtime.infer("pipeline", {"X": x}), "three calls": one_by_one}
+    _report_pair(report, "infer, one caller", calls_in_turns(cases, rounds, calls))
+    _report_pair(report, "ainfer, one task", _tasks_in_turns(runtime, x, rounds, calls))
+
+
+def _tasks_in_turns(
+    runtime: moonpool.Runtime, x: Any, rounds: int, calls: int
+) -> Mapping[str, Series]:
+    async def whole() -> None:
+        await runtime.ainfer("pipeline", {"X": x})
+
+    async def one_by_one() -> None:
+        y = x
+        for name in _STEPS:
+            y = (await runtime.ainfer(name, {"X": y}))["Y"]
+
+    async def times_us(call: Callable[[], Any]) -> list[float]:
+        clock, times = asyncio.get_running_loop().time, []
+        for _ in range(calls):
+            before = clock()
+            await call()
+            times.append((clock() - before) * 1e6)
+        return times
+
+    with asyncio.Runner() as runner:
+        return in_turns(
+            {
+                "ensemble": lambda: runner.run(times_us(whole)),
+                "three calls": lambda: runner.run(times_us(one_by_one)),
+            },
+            rounds,
+        )
+
+
+def _report_pair(report: Report, name: str, series: Mapping[str, Series]) -> None:
+    for column, each in series.items():
+        report.figure(name, "µs", each.values, column=column)
+    ratios = series["ensemble"].over(series["three calls"])
+    report.ratio(name, ratios, column="ratio", goal="at most 1.2", headline=True)
+
+
+# For clients
+
+
+def _cases() -> dict[str, Case]:
+    return {
+        f"{model}, {protocol.upper()}, {callers} caller{'s' if callers > 1 else ''}": Case(
+            protocol, model, "FP32", {"X": 4}, True, callers
+        )
+        for protocol in ("http", "grpc")
+        for model in ("pipeline", "first")
+        for callers in (1, 4)
+    }
+
+
+def _measure_served(report: Report, quick: bool) -> None:
+    pressed = presser()
+    with contextlib.ExitStack() as stack:
+        servers: list[Served] = []
+        for make in (MoonpoolServed, TritonServed):
+            try:
+                servers.append(make(_MODELS))
+                stack.callback(servers[-1].close)
+            except Unavailable as error:
+                report.skipped(make.name, str(error))
+        for name, case in _cases().items():
+            if quick and case.callers > 1:
+                continue
+            try:
+                found = rows_in_turns(pressed, case, servers, 1 if quick else _SERVED_ROUNDS, quick)
+            except Failed as error:
+                report.skipped(name, str(error))
+                continue
+            _report_served(report, name, found)
+    report.note(f"Servers, models and generator are on one machine; {pressed.words}.")
+
+
+def _report_served(report: Report, name: str, found: Mapping[str, Sequence[Row]]) -> None:
+    is_pipeline = name.startswith("pipeline")
+    for field, words in (("p50_us", "p50, "), ("processor_us", "processor, ")):
+        for server, rows in found.items():
+            values = [getattr(row, field) for row in rows]
+            report.figure(name, "µs", values, column=words + server)
+        if len(found) == 2:
+            ours, theirs = found.values()
+            ratios = [
+                getattr(a, field) / getattr(b, field)
+                for a, b in zip(ours, theirs, strict=True)
+                if getattr(b, field)
+            ]
+            goal = "at most 0.33" if is_pipeline and field == "p50_us" else ""
+            if ratios:
+                report.ratio(name, ratios, column=f"{words}ratio", goal=goal, headline=is_pipeline)
+
+
+if __name__ == "__main__":
+    main(
+        "ensembles",
+        "What does an ensemble cost beside its models, and beside a real Triton's?",
+        measure,
+    )

@@ -1,0 +1,258 @@
+"""Cost of gRPC itself: its library's servers and our two transports, all with the same echo."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import moonpool
+from moonpool.benchmarks.suites.hosted import MODELS
+from moonpool.benchmarks.suites.report import Report, main
+from moonpool.benchmarks.suites.rounds import Series, in_turns
+
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+CALLERS = 16
+KINDS = {
+    "nghttp2": "nghttp2",
+    "without nghttp2": "grpcio",
+    "grpcio's pool of 16 threads": "threads",
+    "grpcio's asyncio on uvloop": "asyncio",
+    "inference": "inference",
+}
+
+
+def messages() -> Any:
+    from tritonclient.grpc import service_pb2
+
+    return service_pb2
+
+
+def request(batch: bool) -> bytes:
+    """Two tensors of four floats; with a batch dimension for the model."""
+    asked = messages().ModelInferRequest(model_name="add_sub")
+    for name in ("INPUT0", "INPUT1"):
+        asked.inputs.add(name=name, datatype="FP32", shape=[1, 4] if batch else [4])
+        asked.raw_input_contents.append(bytes(16))
+    data: bytes = asked.SerializeToString()
+    return data
+
+
+def echo(data: bytes) -> bytes:
+    """Read the request and make a response with two tensors of four floats."""
+    asked = messages().ModelInferRequest.FromString(data)
+    answer = messages().ModelInferResponse(model_name=asked.model_name, model_version="1")
+    for name, raw in zip(("OUTPUT0", "OUTPUT1"), asked.raw_input_contents, strict=True):
+        answer.outputs.add(name=name, datatype="FP32", shape=[4])
+        answer.raw_output_contents.append(raw)
+    response: bytes = answer.SerializeToString()
+    return response
+
+
+# Servers: each has a process of its own, prints its port, and ends with its input
+
+
+async def _serve_here(port: Any) -> None:
+    await port.bind()
+    await port.start()
+    _say(port.port)
+    await asyncio.to_thread(sys.stdin.read)
+    await port.drain(1.0)
+    port.close()
+
+
+def serve_echo(is_compiled: bool) -> None:
+    from moonpool.runtime.process.event_loop import run
+    from moonpool.runtime.process.threads import TaskPool
+    from moonpool.runtime.server.clients import AllClients, Clients
+    from moonpool.runtime.server.grpc.call import GrpcCall, Method, OpenCalls
+    from moonpool.runtime.server.grpc.connection import GrpcConnection
+    from moonpool.runtime.server.grpc.grpcio import GrpcioPort
+    from moonpool.runtime.server.grpc.options import GrpcOptions
+    from moonpool.runtime.server.grpc.port import Http2Port, nghttp2
+    from moonpool.runtime.server.metrics import Meter
+
+    def handle(call: GrpcCall) -> None:
+        call.receive(lambda data: call.reply(echo(data or b"")))
+
+    async def serve() -> None:
+        methods = {METHOD.encode(): Method(handle, "inference")}
+        options, meter = GrpcOptions(port=0), Meter()
+        calls = OpenCalls(asyncio.get_running_loop(), methods, options, meter)
+        if is_compiled:
+            clients: Clients[GrpcConnection] = Clients("gRPC", 100, AllClients(), meter)
+            pool = TaskPool(1, "echo")
+            await _serve_here(Http2Port(calls, options, clients, pool, nghttp2()))
+        else:
+            await _serve_here(GrpcioPort(calls, options))
+
+    run(serve())
+
+
+def serve_threads() -> None:
+    import grpc
+
+    server = grpc.server(ThreadPoolExecutor(16))
+    handler = grpc.unary_unary_rpc_method_handler(lambda data, _: echo(data))
+    service, method = METHOD.strip("/").split("/")
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service, {method: handler}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    _say(port)
+    sys.stdin.read()
+    server.stop(1.0).wait()
+
+
+def serve_asyncio() -> None:
+    import grpc
+    import uvloop
+
+    async def answer(data: bytes, _: object) -> bytes:
+        return echo(data)
+
+    async def serve() -> None:
+        server = grpc.aio.server()
+        handler = grpc.unary_unary_rpc_method_handler(answer)
+        service, method = METHOD.strip("/").split("/")
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, {method: handler}),)
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        _say(port)
+        await asyncio.to_thread(sys.stdin.read)
+        await server.stop(1.0)
+
+    uvloop.run(serve())
+
+
+def serve_inference() -> None:
+    from moonpool.runtime.process.event_loop import run
+    from moonpool.runtime.server.grpc.options import GrpcOptions
+    from moonpool.runtime.server.grpc.server import GrpcServer
+    from moonpool.runtime.server.service import Service
+
+    async def serve(service: Service) -> None:
+        await _serve_here(GrpcServer(service, GrpcOptions(port=0)))
+
+    with moonpool.Runtime() as runtime:
+        runtime.load("add_sub", MODELS / "add_sub")
+        run(serve(Service(runtime)))
+
+
+def _say(number: int) -> None:
+    print(number, flush=True)
+
+
+class Client:
+    """Callers over one connection. Each sends the next request when it has its answer."""
+
+    def __init__(self, kind: str) -> None:
+        import grpc
+
+        what = KINDS[kind]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "moonpool.benchmarks.suites.grpc_echo", "--serve", what],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        number = int(self._process.stdout.readline())  # type: ignore[union-attr]
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{number}")
+        self._call = self._channel.unary_unary(METHOD)
+        self._request = request(batch=what == "inference")
+        self._call(self._request, timeout=30)
+
+    def rates(self, count: int) -> tuple[float, float]:
+        """Requests a second, and microseconds of the server's processor time for each."""
+        left = [None] * (count - CALLERS)
+        waiting = [None] * CALLERS
+        done = threading.Event()
+        errors: list[BaseException] = []
+
+        def answered(future: Any) -> None:
+            error = future.exception()
+            if error is not None:
+                errors.append(error)
+                done.set()
+                return
+            try:
+                left.pop()
+            except IndexError:
+                waiting.pop()
+                if not waiting:
+                    done.set()
+            else:
+                self._call.future(self._request, timeout=60).add_done_callback(answered)
+
+        began, began_us = time.perf_counter(), self._processor_us()
+        for _ in range(CALLERS):
+            self._call.future(self._request, timeout=60).add_done_callback(answered)
+        done.wait()
+        if errors:
+            raise errors[0]
+        took_s = time.perf_counter() - began
+        return count / took_s, (self._processor_us() - began_us) / count
+
+    def _processor_us(self) -> float:
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) * 1e6 / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        """End the server, too."""
+        self._channel.close()
+        self._process.stdin.close()  # type: ignore[union-attr]
+        self._process.wait()
+        self._process.stdout.close()  # type: ignore[union-attr]
+
+
+def measure(report: Report, quick: bool) -> None:
+    """All servers in turns."""
+    count = 100 if quick else 3_000
+    with ExitStack() as stack:
+        clients = {}
+        for kind in KINDS:
+            clients[kind] = Client(kind)
+            stack.callback(clients[kind].close)
+        cases = {kind: partial(client.rates, count) for kind, client in clients.items()}
+        measured = in_turns(cases, 1 if quick else 5)
+    rates = {kind: Series([[each[0]] for each in found.rounds]) for kind, found in measured.items()}
+    for kind, found in measured.items():
+        name = f"{kind}: {'add_sub' if kind == 'inference' else 'echo'} of 4 floats"
+        report.figure(name, "requests/s", rates[kind].values, column="rate", headline=True)
+        report.figure(
+            name, "µs", [each[1] for each in found.rounds], column="processor time of the server"
+        )
+    for kind in list(KINDS)[1:-1]:
+        ratio = rates["nghttp2"].over(rates[kind])
+        report.ratio(f"nghttp2 over {kind}", ratio, column="rate")
+    report.note("The client is gRPC's own for Python, and takes its part of the same processors.")
+
+
+SERVERS: dict[str, Callable[[], None]] = {
+    "nghttp2": partial(serve_echo, True),
+    "grpcio": partial(serve_echo, False),
+    "threads": serve_threads,
+    "asyncio": serve_asyncio,
+    "inference": serve_inference,
+}
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        SERVERS[sys.argv[2]]()
+    else:
+        main(
+            "grpc_echo",
+            "What does gRPC itself cost, and what a request for inference over it?",
+            measure,
+        )

@@ -1,0 +1,252 @@
+"""The costs of HTTP itself: of our connection, of a route in its table, and of uvicorn, all with the same echo."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import re
+import resource
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import moonpool
+from moonpool.benchmarks.suites.hosted import MODELS
+from moonpool.benchmarks.suites.report import Report, main
+from moonpool.benchmarks.suites.rounds import Series, in_turns
+from moonpool.runtime.server.http.connection import HttpExchange, HttpPort
+from moonpool.runtime.server.http.head import BadHttpMessage, Head
+from moonpool.runtime.server.http.options import HttpLimits, HttpOptions
+from moonpool.runtime.server.http.routes import Route, RouteReply, RouteRequest, RouteTable
+
+CONNECTIONS = 16
+BODY = b"0123456789abcdef"
+_LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
+
+
+class Echo:
+    """Answers with the body of the request."""
+
+    def handle(self, exchange: HttpExchange) -> None:
+        exchange.respond(200, (), (bytes(exchange.body),))
+
+    def refuse(self, _: Head) -> BadHttpMessage | None:
+        return None
+
+    def memory_for(self, _: Head, __: int) -> memoryview | None:
+        return None
+
+
+class Routed(Echo):
+    """Answers through a table of routes, which makes a task for each request."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        async def echo(request: RouteRequest) -> RouteReply:
+            return RouteReply(200, (), bytes(request.exchange.body))
+
+        self._table = RouteTable(loop, ThreadPoolExecutor(1), [Route("/echo", {"POST": echo})])
+
+    def handle(self, exchange: HttpExchange) -> None:
+        self._table.handle(exchange)
+
+
+async def raw_echo(scope: Any, receive: Any, send: Any) -> None:
+    """Echo through ASGI without a framework."""
+    if scope["type"] != "http":
+        return
+    message = await receive()
+    body = message["body"]
+    length = (b"content-length", b"%d" % len(body))
+    await send({"type": "http.response.start", "status": 200, "headers": [length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+# Servers, each in a process of its own
+
+
+async def _serve(make_handler: Callable[[asyncio.AbstractEventLoop], Any]) -> None:
+    loop = asyncio.get_running_loop()
+    port = HttpPort(loop, make_handler(loop), HttpLimits())
+    server = await loop.create_server(port, "127.0.0.1", 0)
+    _say(server.sockets[0].getsockname()[1])
+    await server.serve_forever()
+
+
+async def _serve_inference() -> None:
+    from moonpool.runtime.server.http.server import HttpServer
+    from moonpool.runtime.server.service import Service
+
+    with ExitStack() as stack:
+        runtime = stack.enter_context(moonpool.Runtime())
+        runtime.load("add_sub", MODELS / "add_sub")
+        server = HttpServer(Service(runtime), HttpOptions(port=0, metrics_port=None))
+        await server.start()
+        _say(server.ports["http"])
+        with ThreadPoolExecutor(1) as pool:
+            await asyncio.get_running_loop().run_in_executor(pool, sys.stdin.read)
+        await server.drain(1.0)
+
+
+def _serve_uvicorn(application: Any) -> None:
+    import uvicorn  # only compared with
+
+    listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    config = uvicorn.Config(
+        application, loop="uvloop", http="httptools", log_level="error", access_log=False
+    )
+    _say(listening.getsockname()[1])
+    uvicorn.Server(config).run([listening])
+
+
+def _say(number: int) -> None:
+    print(number, flush=True)
+
+
+def serve(kind: str) -> None:
+    """Serve until the process is killed."""
+    import uvloop
+
+    if kind == "connection":
+        uvloop.run(_serve(lambda _: Echo()))
+    elif kind == "route":
+        uvloop.run(_serve(Routed))
+    elif kind == "inference":
+        uvloop.run(_serve_inference())
+    else:
+        _serve_uvicorn(raw_echo)
+
+
+# The client
+
+
+def _echo_request() -> bytes:
+    head = f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(BODY)}\r\n\r\n"
+    return head.encode() + BODY
+
+
+def _inference_request() -> bytes:
+    parameters = {"binary_data_size": 16}
+    inputs = [
+        {"name": name, "datatype": "FP32", "shape": [1, 4], "parameters": parameters}
+        for name in ("INPUT0", "INPUT1")
+    ]
+    text = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    head = (
+        "POST /v2/models/add_sub/infer HTTP/1.1\r\nHost: localhost\r\n"
+        f"Inference-Header-Content-Length: {len(text)}\r\nContent-Length: {len(text) + 32}\r\n\r\n"
+    )
+    return head.encode() + text + bytes(32)
+
+
+def _is_whole(answer: bytes) -> bool:
+    head, found, body = answer.partition(b"\r\n\r\n")
+    length = _LENGTH.search(head)
+    return bool(found) and length is not None and len(body) >= int(length[1])
+
+
+class Client:
+    """Connections that each send the next request when they have the answer to the last."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "moonpool.benchmarks.suites.http_echo", "--serve", kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._request = _inference_request() if kind == "inference" else _echo_request()
+        number = int(self._process.stdout.readline())  # type: ignore[union-attr]
+        self._selector = selectors.DefaultSelector()
+        for _ in range(CONNECTIONS):
+            connection = socket.create_connection(("127.0.0.1", number))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def rates(self, count: int) -> tuple[float, float]:
+        """Requests a second, and microseconds of the server's processor time for each."""
+        for key in self._selector.get_map().values():
+            key.fileobj.sendall(self._request)  # type: ignore[union-attr]
+        halves: dict[Any, bytes] = {}
+        waiting, left = CONNECTIONS, count - CONNECTIONS
+        began, began_us = time.perf_counter(), self._processor_us()
+        while waiting:
+            for key, _ in self._selector.select():
+                connection: Any = key.fileobj
+                # Some servers send head and body one after the other.
+                answer = halves.pop(connection, b"") + connection.recv(65536)
+                if not _is_whole(answer):
+                    halves[connection] = answer
+                    continue
+                if not answer.startswith(b"HTTP/1.1 200"):
+                    raise RuntimeError(f"{self.kind} answers {answer[:300]!r}")
+                if left > 0:
+                    left -= 1
+                    connection.sendall(self._request)
+                else:
+                    waiting -= 1
+        took_s = time.perf_counter() - began
+        return count / took_s, (self._processor_us() - began_us) / count
+
+    def _processor_us(self) -> float:
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) * 1e6 / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        """End the server, too."""
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+        self._process.stdin.close()  # type: ignore[union-attr]
+        self._process.terminate()
+        self._process.wait()
+        self._process.stdout.close()  # type: ignore[union-attr]
+
+
+def measure(report: Report, quick: bool) -> None:
+    """All servers in turns."""
+    kinds = ["connection", "route"]
+    if importlib.util.find_spec("uvicorn") is None:
+        report.note("uvicorn is not installed here, so it was not measured.")
+    else:
+        kinds.append("uvicorn")
+    kinds.append("inference")
+    count = 200 if quick else 4_000
+    with ExitStack() as stack:
+        clients = {kind: Client(kind) for kind in kinds}
+        for client in clients.values():
+            stack.callback(client.close)
+        cases = {kind: partial(client.rates, count) for kind, client in clients.items()}
+        measured = in_turns(cases, 1 if quick else 5)
+    rates = {kind: Series([[each[0]] for each in found.rounds]) for kind, found in measured.items()}
+    for kind, found in measured.items():
+        name = f"{kind}: {'add_sub of 4 floats' if kind == 'inference' else 'echo of 16 bytes'}"
+        report.figure(name, "requests/s", rates[kind].values, column="rate", headline=True)
+        report.figure(
+            name, "µs", [each[1] for each in found.rounds], column="processor time of the server"
+        )
+    for kind in kinds[1:-1]:
+        report.ratio(
+            f"connection over {kind}", rates["connection"].over(rates[kind]), column="rate"
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        serve(sys.argv[2])
+    else:
+        main(
+            "http_echo",
+            "What does HTTP itself cost, and what a request for inference over it?",
+            measure,
+        )

@@ -1,0 +1,150 @@
+"""Time from nothing to ready: of `import moonpool`, of a stub, of a load, of many loads, and of a stub that was killed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import numpy as np
+
+import moonpool
+from moonpool.benchmarks.suites.hosted import MODELS, option, pids
+from moonpool.benchmarks.suites.process_start import start_us
+from moonpool.benchmarks.suites.report import Report, main
+from moonpool.benchmarks.suites.rounds import in_turns
+
+_ROW = {name: np.ones((1, 4), np.float32) for name in ("INPUT0", "INPUT1")}
+_DEADLINE_S = 60.0
+# The values of MOONPOOL_PREFORK.
+_WAYS = {"blank": "forked", "no": "started anew"}
+# A program that loads one model, and prints how long that took.
+_FIRST = """
+import sys, time
+import moonpool
+with moonpool.Runtime() as runtime:
+    before = time.perf_counter()
+    runtime.load("m", sys.argv[1], options={"MOONPOOL_PREFORK": sys.argv[2]})
+    print((time.perf_counter() - before) * 1000)
+"""
+
+
+class Loads:
+    """Loads, kills and loads again in one runtime, with one value of MOONPOOL_PREFORK."""
+
+    def __init__(self, runtime: moonpool.Runtime, way: str, count: int) -> None:
+        self._runtime, self._way, self._count = runtime, way, count
+        # A template stays as long as a stub that was forked from it.
+        self._load(f"stays_{way}")
+
+    def _load(self, name: str) -> None:
+        options = {"MOONPOOL_PREFORK": option(self._way), "MOONPOOL_RESTART_BACKOFF_S": option(0)}
+        options["MOONPOOL_MAX_RESTARTS"] = option(100_000)
+        self._runtime.load(name, MODELS / "add_sub", config={"parameters": options})
+
+    def kill(self) -> list[float]:
+        """Milliseconds from the death of a stub to the next answer of its model."""
+        name = f"one_{self._way}"
+        self._load(name)
+        try:
+            os.kill(pids(self._runtime, name)[0], signal.SIGKILL)
+            return [self._answer_ms(name)]
+        finally:
+            self._runtime.unload(name)
+
+    def load(self) -> list[float]:
+        """Milliseconds of one load."""
+        name = f"load_{self._way}"
+        before = time.perf_counter()
+        self._load(name)
+        took_ms = (time.perf_counter() - before) * 1000
+        self._runtime.unload(name)
+        return [took_ms]
+
+    def load_many(self) -> list[float]:
+        """Milliseconds of many loads, one after the other."""
+        names = [f"many_{self._way}_{number}" for number in range(self._count)]
+        before = time.perf_counter()
+        for name in names:
+            self._load(name)
+        took_ms = (time.perf_counter() - before) * 1000
+        for name in names:
+            self._runtime.unload(name)
+        return [took_ms]
+
+    def _answer_ms(self, name: str) -> float:
+        before = time.perf_counter()
+        deadline = time.monotonic() + _DEADLINE_S
+        while True:
+            try:
+                self._runtime.infer(name, _ROW, timeout_s=_DEADLINE_S)
+            except (moonpool.StubDied, moonpool.ModelUnavailable):
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                return (time.perf_counter() - before) * 1000
+
+
+def _start_ms(program: str) -> list[float]:
+    return [start_us(program) / 1000]
+
+
+def _first_ms(way: str) -> list[float]:
+    """Milliseconds of the first load of a program."""
+    command = [sys.executable, "-c", _FIRST, str(MODELS / "add_sub"), way]
+    said = subprocess.run(command, cwd="/", check=True, capture_output=True, text=True)
+    return [float(said.stdout)]
+
+
+def measure(report: Report, quick: bool) -> None:
+    """Interpreters, first loads, later loads and deaths in turns; then many loads."""
+    logging.getLogger("moonpool").setLevel(logging.CRITICAL)  # stubs die on purpose
+    rounds, many = (1, 3) if quick else (25, 100)
+    programs = {
+        "python -c pass": "pass",
+        'python -c "import numpy"': "import numpy",
+        'python -c "import moonpool"': "import moonpool",
+        'python -c "import moonpool; moonpool.Runtime"': "import moonpool; moonpool.Runtime",
+    }
+    series = in_turns({name: partial(_start_ms, text) for name, text in programs.items()}, rounds)
+    for name, found in series.items():
+        report.figure(name, "ms", found.values)
+    with_numpy = series['python -c "import numpy"']
+    for name in list(programs)[2:]:
+        ratios = series[name].over(with_numpy)
+        report.ratio(f"{name} over numpy's", ratios, goal="≤ 1.3", headline=True)
+    first = in_turns({way: partial(_first_ms, way) for way in _WAYS}, rounds)
+    for way, found in first.items():
+        report.figure("the first load of a program", "ms", found.values, column=_WAYS[way])
+    with moonpool.Runtime() as runtime:
+        loads = {way: Loads(runtime, way, many) for way in _WAYS}
+        for name, goal, method in (
+            ("a later load", "≤ 15 ms", Loads.load),
+            ("kill -9 to the next answer", "≤ 40 ms", Loads.kill),
+        ):
+            cases = {way: partial(method, each) for way, each in loads.items()}
+            for way, found in in_turns(cases, rounds).items():
+                shown = goal if way == "blank" else ""
+                report.figure(
+                    name, "ms", found.values, column=_WAYS[way], goal=shown, headline=True
+                )
+        found_many = in_turns(
+            {way: each.load_many for way, each in loads.items()}, 1 if quick else 3
+        )
+        for way, found in found_many.items():
+            report.figure(
+                f"{many} loads, one after the other", "ms", found.values, column=_WAYS[way]
+            )
+        ratios = found_many["no"].over(found_many["blank"])
+        report.ratio(f"{many} loads: started anew over forked", ratios, headline=True)
+    report.note(
+        "The model adds two arrays, at the level standard. Its one process completes the configuration and serves."
+    )
+
+
+if __name__ == "__main__":
+    main("startup", "How soon is a model ready?", measure)

@@ -1,1 +1,0 @@
-"""`moonpool tune`, the command."""

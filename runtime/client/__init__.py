@@ -1,0 +1,1 @@
+"""A client of KServe v2 over HTTP and gRPC: addresses, requests, and everything that is asked once."""
