@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import numpy as np
 
+from moonpool import Model, MoonpoolError, OutOfThreads, Runtime
 from moonpool.benchmarks.data import DataMix
 from moonpool.benchmarks.generator.engine import COLUMNS, DUE, END, OUTCOME, SENT, SUCCEEDED
 from moonpool.benchmarks.loads import Concurrency, Load
@@ -24,17 +25,12 @@ from moonpool.benchmarks.resources import ResourceMeter
 from moonpool.benchmarks.result import digests_of_configuration
 from moonpool.benchmarks.timeline import ServerTrace, TraceRecorder
 from moonpool.benchmarks.windows import PARTS, Log, ModelLoad, Window, between, success_count
-from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.hosting.hosted_model import HostedModel
-from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.request import InferenceRequest
-from moonpool.runtime.model.states import InstanceState
 from moonpool.runtime.observe.another_instance import InstanceLoad as ModelsLoad
 from moonpool.runtime.observe.another_instance import advice, decide, largest_batch
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.process.usage import Reading, reading, spare_cores, usage_of
-from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.schedule.callers import response_of, wait_for_response
 
 
@@ -181,7 +177,7 @@ class InProcess:
         return [
             each["pid"]
             for each in self._runtime.instances(self._model)
-            if each["pid"] is not None and each["state"] == InstanceState.READY
+            if each["pid"] is not None and each["state"] == "READY"
         ]
 
     def answered(self) -> int:

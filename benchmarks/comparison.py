@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from moonpool import MoonpoolError
 from moonpool.benchmarks.loads import BadLoad, load_in_short, seconds_of
 from moonpool.benchmarks.windows import PERCENTILES
-from moonpool.ipc.errors import MoonpoolError
 
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom from 1 on. Beyond the last one, it hardly changes.
 _T = (

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moonpool import MoonpoolError
 from moonpool.benchmarks.loads import Schedule
-from moonpool.ipc.errors import BadTensor, MoonpoolError
 from moonpool.ipc.tensors import CODES, DTYPES
 from moonpool.runtime.client.request import QuestionTensor
 from moonpool.runtime.model.config.model import TensorConfig
@@ -363,6 +363,8 @@ def _request_of(entry: Mapping[str, Any], where: str) -> RequestData:
             tensor = QuestionTensor(name, datatype, tuple(shape), data)
             tensor.array()
             tensors.append(tensor)
-    except (LookupError, TypeError, ValueError, OverflowError, BadTensor) as error:
+    except BadData:
+        raise
+    except (LookupError, TypeError, ValueError, OverflowError, MoonpoolError) as error:
         raise BadData(f"{where} is no captured request: {error}") from error
     return RequestData(tensors)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moonpool.ipc.errors import MoonpoolError
+from moonpool import MoonpoolError
 from moonpool.runtime.process.threads import start_thread
 
 # How often the instances, or the count of requests, are looked at.

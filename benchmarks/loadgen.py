@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from moonpool.ipc.errors import MoonpoolError
+from moonpool import MoonpoolError
 from moonpool.runtime.process.extras import how_to_install
 from moonpool.runtime.process.threads import start_thread
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.ipc.errors import MoonpoolError
+from moonpool import MoonpoolError
 
 DISTRIBUTIONS = ("poisson", "constant")
 _NS = 1_000_000_000

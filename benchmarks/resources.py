@@ -13,7 +13,7 @@ from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-from moonpool.ipc.errors import MoonpoolError
+from moonpool import MoonpoolError
 from moonpool.runtime.process.usage import proportional_bytes, usage_of, with_descendants
 
 _TIMEOUT_S = 10.0

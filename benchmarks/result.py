@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moonpool import MoonpoolError, __version__
 from moonpool.benchmarks.comparison import confidence
 from moonpool.benchmarks.loads import LOAD_FIELDS
 from moonpool.benchmarks.slo import Slo
 from moonpool.benchmarks.windows import PARTS, PERCENTILES, Point, Window, percentile_us
-from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.client.request import QuestionTensor
 from moonpool.runtime.process.files import parsed_json
-from moonpool.runtime.version import VERSION
 
 # Long enough that no two of a person's results agree by chance.
 _LENGTH = 16
@@ -244,7 +243,7 @@ def result(
         about = {**about, "slo": slo.as_dict(list(points))}
     return {
         "format": FORMAT,
-        "moonpool": VERSION,
+        "moonpool": __version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cores": len(os.sched_getaffinity(0)),

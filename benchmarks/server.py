@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moonpool import MoonpoolError
 from moonpool.benchmarks.data import DataMix
 from moonpool.benchmarks.generator.blocking import BlockingConnection, make_wire
 from moonpool.benchmarks.generator.engine import ANSWERED
@@ -26,7 +27,6 @@ from moonpool.benchmarks.resources import ResourceMeter, local_pid, triton_stubs
 from moonpool.benchmarks.result import digests_of_configuration
 from moonpool.benchmarks.timeline import MOST_TRACES, NoTraces, ServerTrace, read_traces
 from moonpool.benchmarks.windows import Window, between, success_count
-from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.client.control_client import (
     HttpControlClient,
     Interface,

@@ -19,10 +19,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from moonpool import MoonpoolError
 from moonpool.benchmarks.export import outcome_of
 from moonpool.benchmarks.generator.engine import DUE, END, KIND, OUTCOME, SENT
 from moonpool.benchmarks.windows import Point, Window
-from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.model.request import Answer, InferenceRequest, ModelVersion, RequestTrace
 from moonpool.runtime.process.files import parsed_json
 

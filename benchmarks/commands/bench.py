@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moonpool import __version__
 from moonpool.benchmarks import result as results
 from moonpool.benchmarks.callers import InProcess
 from moonpool.benchmarks.commands import compare
@@ -49,7 +50,6 @@ from moonpool.runtime.observe.log_settings import LogSettings
 from moonpool.runtime.process.extras import how_to_install
 from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.stubs.start_message import start_of
-from moonpool.runtime.version import VERSION
 
 HELP = "measure the latency and throughput of a model under load"
 DESCRIPTION = """\
@@ -331,7 +331,7 @@ def _open_hosts(
                 continue
             stack.push(its.pop_all())
         if name == "processpool" and "moonpool" in options.hosts:
-            found.append(OpenHost("moonpool", here, f"moonpool {VERSION}", "Runtime.infer"))
+            found.append(OpenHost("moonpool", here, f"moonpool {__version__}", "Runtime.infer"))
         found.append(host)
     if not found:
         raise Unavailable("none of the hosts can be measured here; the reasons are above")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from moonpool import ConfigError, MoonpoolError
 from moonpool.benchmarks.commands.page import (
     LEFT,
     RIGHT,
@@ -27,9 +28,7 @@ from moonpool.benchmarks.commands.page import (
 from moonpool.benchmarks.slo import Slo, time_words
 from moonpool.benchmarks.tuning.settings import Unwritable, Value, written
 from moonpool.benchmarks.tuning.tuner import Confirmation, Measured, Tuner
-from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.cli.shared import figure, load_in_words, table
-from moonpool.runtime.model.config.source import ConfigError
 from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.repository.repository import CONFIG_FILENAME
 

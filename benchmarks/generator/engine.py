@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moonpool.ipc.errors import MoonpoolError
+from moonpool import MoonpoolError
 from moonpool.runtime.client.request import Unreachable
 from moonpool.runtime.process.diagnose import remedy
 

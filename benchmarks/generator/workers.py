@@ -13,7 +13,6 @@ ended the parent. Workers have a process group of their own: Ctrl-C reaches only
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -22,13 +21,13 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from moonpool import MoonpoolError
 from moonpool.benchmarks.generator.blocking import context_of, make_wire
 from moonpool.benchmarks.generator.engine import (
     COLUMNS,
@@ -38,13 +37,11 @@ from moonpool.benchmarks.generator.engine import (
     Stopped,
     Tally,
 )
+from moonpool.benchmarks.hosts.process import with_moonpool
 from moonpool.benchmarks.loads import Concurrency, Load, Schedule
 from moonpool.benchmarks.windows import Log, Window, joined
-from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.client.request import Endpoint, Tls, Unreachable
 
-# The folder that holds the package `moonpool`, for the path of the workers.
-_ROOT = Path(__file__).parents[3]
 # Time from the command to the beginning of a window, in which all workers get the command.
 _LEAD_NS = 20_000_000
 
@@ -156,12 +153,11 @@ class LoadWorkers:
 
 class _Worker:
     def __init__(self) -> None:
-        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "moonpool.benchmarks.generator.workers"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env=with_moonpool(),
             # Ctrl-C is for the parent, which ends the workers.
             process_group=0,
         )

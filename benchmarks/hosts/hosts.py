@@ -20,17 +20,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moonpool import BadEnvironment, MoonpoolError, __version__
 from moonpool.benchmarks.data import DataMix
 from moonpool.benchmarks.hosts.kserve import TRITON_PYTHON, KserveHost, MoonpoolHost, TritonHost
 from moonpool.benchmarks.hosts.process import ServerProcess, Unavailable, held_ports, port_of
 from moonpool.benchmarks.hosts.process_pool import ProcessPool
 from moonpool.benchmarks.server import MeasuredServer
 from moonpool.benchmarks.windows import Subject
-from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.client.request import Endpoint, Question
-from moonpool.runtime.errors import BadEnvironment
 from moonpool.runtime.repository.environment import Environment, EnvironmentCache, resolve
-from moonpool.runtime.version import VERSION
 
 # Hosts with an adapter program.
 _PROGRAMS = ("ray", "litserve", "bentoml", "mosec", "fastapi")
@@ -94,7 +92,7 @@ def _kserve(stack: contextlib.ExitStack, name: str, task: Task) -> OpenHost:
     models = {task.model: task.folder}
     host: KserveHost
     if name == "moonpool":
-        host, versions = MoonpoolHost(models, task.serve_options), f"moonpool {VERSION}"
+        host, versions = MoonpoolHost(models, task.serve_options), f"moonpool {__version__}"
     else:
         python = _triton_python(stack)
         host, versions = TritonHost(python, models), _versions(python, ("nvidia-pytriton",))

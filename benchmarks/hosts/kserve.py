@@ -10,11 +10,15 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from moonpool.benchmarks.hosts.process import ServerProcess, Unavailable, held_ports, port_of
-from moonpool.runtime.process.extras import EXTRAS, how_to_install, module_of, name_of
+from moonpool.benchmarks.hosts.process import (
+    ServerProcess,
+    Unavailable,
+    held_ports,
+    port_of,
+    with_moonpool,
+)
 
 _ASK_S = 60.0
 # The Python beside which nvidia-pytriton is installed.
@@ -32,6 +36,8 @@ class KserveHost:
     """A server with ports for HTTP, gRPC and metrics, which are options of its command. `close` ends it."""
 
     name = ""
+    # The health that it is waited for.
+    health = "ready"
 
     def __init__(
         self, command: Sequence[str | Path], variables: Mapping[str, str] | None, log: Path
@@ -52,11 +58,16 @@ class KserveHost:
 
     def _is_ready(self) -> bool:
         try:
-            url = f"http://127.0.0.1:{self.http_port}/v2/health/ready"
+            url = f"http://127.0.0.1:{self.http_port}/v2/health/{self.health}"
             with urllib.request.urlopen(url, timeout=_ASK_S):
                 return True
         except OSError:
             return False
+
+    @property
+    def process(self) -> ServerProcess:
+        """The server's process."""
+        return self._process
 
     @property
     def pid(self) -> int:
@@ -77,24 +88,23 @@ class MoonpoolHost(KserveHost):
     """`moonpool serve`, of the tree or installation that this program runs in."""
 
     name = "moonpool"
+    program: Sequence[str] = ("-m", "moonpool")
 
-    def __init__(self, models: Mapping[str, Path], options: Sequence[str] = ()) -> None:
-        """Serve these models, folders by name. Raises `Unavailable`."""
-        missing = [name_of(each) for each in EXTRAS["serve"] if find_spec(module_of(each)) is None]
-        if missing:
-            raise Unavailable(f"{', '.join(missing)} is missing: {how_to_install('serve')}")
+    def __init__(self, models: Mapping[str, Path] | None, options: Sequence[str] = ()) -> None:
+        """Serve these models, folders by name; with None, those that the options name. Raises `Unavailable`."""
         self._cleanup = contextlib.ExitStack()
         with self._cleanup:
             folder = Path(
                 self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-"))
             )
-            repository = folder / "models"
-            repository.mkdir()
-            for name, model in models.items():
-                (repository / name).symlink_to(model.absolute())
-            command: list[str | Path] = [sys.executable, "-m", "moonpool", "serve"]
-            command += [f"--model-repository={repository}", "--allow-client-shm=true", *options]
-            super().__init__(command, None, folder / "log")
+            command: list[str | Path] = [sys.executable, *self.program, "serve"]
+            if models is not None:
+                repository = folder / "models"
+                repository.mkdir()
+                for name, model in models.items():
+                    (repository / name).symlink_to(model.absolute())
+                command += [f"--model-repository={repository}", "--allow-client-shm=true"]
+            super().__init__([*command, *options], with_moonpool(), folder / "log")
             self._cleanup = self._cleanup.pop_all()
 
     def close(self) -> None:

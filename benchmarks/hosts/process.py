@@ -11,21 +11,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from moonpool.ipc.errors import MoonpoolError
+from moonpool import MoonpoolError
 from moonpool.runtime.process.terminal import harmless
 from moonpool.runtime.process.usage import usage_of, with_descendants
 
 # Some hosts start a dozen processes, on machines that are busy.
-_READY_S = 300.0
+_READY_S = 600.0
 _END_S = 30.0
 _LOOK_S = 0.05
 _SAID_CHARACTERS = 300
+# The folder that holds the package `moonpool`.
+_ROOT = Path(__file__).parents[3]
 
 
 class Unavailable(MoonpoolError):
     """A host cannot be measured here; the text says why."""
 
     code = "UNAVAILABLE"
+
+
+def with_moonpool() -> dict[str, str]:
+    """Return this process's variables, by which another interpreter finds the same moonpool."""
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 class ServerProcess:
@@ -40,7 +48,7 @@ class ServerProcess:
         is_ready: Callable[[], bool],
     ) -> None:
         """Start it with these variables, or those of this process, and wait until it is ready. Raises `Unavailable` with the end of its log."""
-        self._name = name
+        self._name, self._log = name, log
         with log.open("w+", errors="replace") as file:
             try:
                 self._process = subprocess.Popen(
@@ -60,9 +68,7 @@ class ServerProcess:
                 self.close()
                 if not isinstance(error, Unavailable):
                     raise
-                file.seek(0)
-                said = harmless(" ".join(file.read().split())[-_SAID_CHARACTERS:])
-                raise Unavailable(f"{error}: {said}") from None
+                raise Unavailable(f"{error}: {self.said()}") from None
 
     def _wait(self, is_ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _READY_S
@@ -72,6 +78,16 @@ class ServerProcess:
             if time.monotonic() > deadline:
                 raise Unavailable(f"{self._name} was not ready after {_READY_S:g} s")
             time.sleep(_LOOK_S)
+
+    @property
+    def is_running(self) -> bool:
+        """True until the process has ended."""
+        return self._process.poll() is None
+
+    def said(self) -> str:
+        """Return the end of its log."""
+        text = self._log.read_text(encoding="utf-8", errors="replace")
+        return harmless(" ".join(text.split())[-_SAID_CHARACTERS:])
 
     @property
     def pid(self) -> int:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from typing import Any
 
+from moonpool import MoonpoolError
 from moonpool.benchmarks.callers import measure
 from moonpool.benchmarks.data import DataMix
 from moonpool.benchmarks.hosts.hosted import Arrays, ModelInHost
 from moonpool.benchmarks.loads import Concurrency, Load
 from moonpool.benchmarks.resources import ResourceMeter
 from moonpool.benchmarks.windows import Window
-from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.process.usage import with_descendants
 
 

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 import moonpool
+from moonpool import Resident
 from moonpool.benchmarks.suites.hosted import MODELS, option
 from moonpool.benchmarks.suites.report import Report, main
-from moonpool.runtime.residency.policy import Act, Need, Resident, Sieve, decide
+from moonpool.runtime.residency.policy import Act, Need, Sieve, decide
 
 _SEED = 21
 _MIB = 1 << 20

@@ -91,7 +91,7 @@ class Bench:
 
     def until_answered_ms(self, ask: Ask, find: Callable[[], int]) -> Sequence[float]:
         """Kill a process, and return the time until a request is answered again."""
-        from moonpool.errors import MoonpoolError
+        from moonpool import MoonpoolError
 
         async def recover() -> float:
             pid = await asyncio.to_thread(find)

@@ -11,11 +11,11 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moonpool.ipc.errors import MoonpoolError
+from moonpool import ConfigError, MoonpoolError
 from moonpool.runtime.model.config import pbtxt
 from moonpool.runtime.model.config.model import normalise
 from moonpool.runtime.model.config.schema import Raw
-from moonpool.runtime.model.config.source import ConfigError, fields, token_at
+from moonpool.runtime.model.config.source import fields, token_at
 
 Value = int | str | None
 

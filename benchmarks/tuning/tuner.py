@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from moonpool.benchmarks.data import DataMix
+from moonpool.benchmarks.hosts.kserve import MoonpoolHost
+from moonpool.benchmarks.hosts.process import Unavailable
 from moonpool.benchmarks.loads import Concurrency
 from moonpool.benchmarks.server import MeasuredServer
 from moonpool.benchmarks.slo import Slo
-from moonpool.benchmarks.tuning.own_server import OwnServer, ServerFailed
 from moonpool.benchmarks.tuning.search import Place, climb, front, is_better
 from moonpool.benchmarks.tuning.settings import (
     SETTINGS,
@@ -32,8 +34,8 @@ from moonpool.benchmarks.tuning.settings import (
     with_values,
 )
 from moonpool.benchmarks.windows import PERCENTILES, Point, sweep
-from moonpool.runtime.client.control_client import Interface, Refused, understood
-from moonpool.runtime.client.request import Unreachable
+from moonpool.runtime.client.control_client import HttpControlClient, Interface, Refused, understood
+from moonpool.runtime.client.request import Endpoint, Unreachable
 from moonpool.runtime.model.config.model import normalise
 from moonpool.runtime.model.config.schema import Raw
 
@@ -135,10 +137,36 @@ def confirm(
     return Confirmation(tuple(pairs))
 
 
+# Models may take long to load.
+_LOAD_S = 600.0
+# The kernel kills the server if this process ends without ending it (PR_SET_PDEATHSIG).
+_SERVER = (
+    "import ctypes, os, sys\n"
+    "ctypes.CDLL(None).prctl(1, 9)\n"
+    "if os.getppid() != int(sys.argv.pop(1)): sys.exit(1)\n"
+    "from moonpool.__main__ import main\n"
+    "sys.exit(main())\n"
+)
+
+
+class OwnServer(MoonpoolHost):
+    """A `moonpool serve` over HTTP alone, which loads models as it is told. For one thread."""
+
+    health = "live"
+
+    def __init__(self, options: Sequence[str]) -> None:
+        """Start it with these options, and wait until its models are loaded. Raises `Unavailable`."""
+        self.program = ("-c", _SERVER, str(os.getpid()))
+        alone = ("--allow-grpc=false", "--allow-metrics=false", "--model-control-mode=explicit")
+        super().__init__(None, (*alone, *options))
+        self.endpoint = Endpoint("http", "127.0.0.1", self.http_port)
+        self.client = HttpControlClient(self.endpoint, (), _LOAD_S)
+
+
 class Tuner:
     """The search for one model. A context manager; for one thread.
 
-    Making it starts a server and finds the models that a request reaches. Raises `ServerFailed`, `Unmeasurable`, `Refused`,
+    Making it starts a server and finds the models that a request reaches. Raises `Unavailable`, `Unmeasurable`, `Refused`,
     `Unreachable` and errors of the requests.
     """
 
@@ -340,8 +368,8 @@ class Tuner:
 
     def _ended(self, why: str) -> str:
         """Start a new server if the present one has ended; return the reason with its last lines."""
-        if self._server is not None and not self._server.is_running:
-            why = f"the server ended: {self._server.last_lines().splitlines()[-1]}"
+        if self._server is not None and not self._server.process.is_running:
+            why = f"the server ended: {self._server.process.said()}"
             self._serve(1)
         return why
 
@@ -353,7 +381,7 @@ class Tuner:
         if {_FRONT_ENDS: front_ends} != self._applied[""]:
             try:
                 self._serve(int(front_ends or 1))
-            except (ServerFailed, Refused, Unreachable) as error:
+            except (Unavailable, Refused, Unreachable) as error:
                 self._serve(1)
                 return str(error)
         for name, raw in self.raws.items():

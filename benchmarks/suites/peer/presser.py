@@ -16,10 +16,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from moonpool import MoonpoolError
 from moonpool.benchmarks.data import DataMix, RequestData
 from moonpool.benchmarks.loads import Concurrency
 from moonpool.benchmarks.server import MeasuredServer
-from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.client.control_client import control_client
 from moonpool.runtime.client.request import Endpoint, Question, QuestionTensor
 from moonpool.runtime.process.usage import usage_of
