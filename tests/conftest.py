@@ -19,7 +19,7 @@ from tests import sandbox_level, settings_of_hypothesis, workers
 from tests.chaos import seed
 from tests.gpu import cards
 from tests.leaks import GRACE_S, _leaves_nothing_behind
-from tests.runtime.cli.shell import cli, warm_commands
+from tests.runtime.cli.shell import cli, forks
 from tests.runtime.recorder import tensor
 from tests.sandbox_level import (
     _models_share_the_folder_of_a_test,
@@ -47,11 +47,11 @@ __all__ = [
     "_models_share_the_folder_of_a_test",
     "caplog",
     "cli",
+    "forks",
     "pytest_collection_modifyitems",
     "pytest_itemcollected",
     "pytest_xdist_make_scheduler",
     "pytest_xdist_setupnodes",
-    "warm_commands",
 ]
 
 
@@ -119,6 +119,13 @@ def _keeps_a_template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         config = {"input": [tensor("X", "FP32", 1)], "output": [tensor("Y", "FP32", 1)]}
         runtime.load("kept", file, config=config, sandbox="standard")
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _servers_are_forked(request: pytest.FixtureRequest) -> None:
+    """Let servers be forked, if a test may start one."""
+    if running := sys.modules.get("tests.server.running"):
+        running.forks = request.getfixturevalue("forks")  # type: ignore[attr-defined]
 
 
 def _hide_from_collector() -> None:

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from tests.waiting import wait_until
 
@@ -124,25 +124,30 @@ def command_of(line: str) -> list[str] | None:
     return None if SHELL_SYNTAX.search(unquoted) else shlex.split(line, comments=True)[1:]
 
 
+class Process(Protocol):
+    """A process of `subprocess.Popen`, or one like it."""
+
+    def poll(self) -> int | None: ...
+    def send_signal(self, number: int) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
 class Commands(Protocol):
-    """Runs moonpool's commands, one at a time."""
+    """Runs moonpool's commands."""
 
     def run(self, arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]: ...
     def start(
-        self, arguments: Sequence[str], folder: Path, stdout: IO[str], stderr: IO[str]
-    ) -> int: ...
-    def has_ended(self) -> bool: ...
-    def wait(self, pid: int) -> int: ...
+        self, arguments: Sequence[str], folder: Path, stdout: int, stderr: int
+    ) -> Process: ...
 
 
 class Installed:
     """Runs the commands of the environment that lines of the page have made."""
 
-    _process: subprocess.Popen[str]
-
     def run(self, arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self._command(arguments),
+            [".venv/bin/moonpool", *arguments],
             cwd=folder,
             capture_output=True,
             text=True,
@@ -150,34 +155,18 @@ class Installed:
             timeout=PATIENCE_S,
         )
 
-    def start(
-        self, arguments: Sequence[str], folder: Path, stdout: IO[str], stderr: IO[str]
-    ) -> int:
-        self._process = subprocess.Popen(
-            self._command(arguments), cwd=folder, stdout=stdout, stderr=stderr, text=True
+    def start(self, arguments: Sequence[str], folder: Path, stdout: int, stderr: int) -> Process:
+        return subprocess.Popen(
+            [".venv/bin/moonpool", *arguments], cwd=folder, stdout=stdout, stderr=stderr
         )
-        return self._process.pid
-
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def wait(self, _pid: int) -> int:
-        try:
-            return self._process.wait(PATIENCE_S)
-        finally:
-            self._process.kill()
-
-    def _command(self, arguments: Sequence[str]) -> list[str]:
-        return [".venv/bin/moonpool", *arguments]
 
 
 class Server:
     """The server that a page has started last."""
 
     def __init__(self, commands: Commands, words: list[str], folder: Path) -> None:
-        self._commands = commands
         self._log = open(folder / "server.log", "w+", encoding="utf-8")  # noqa: SIM115
-        self._pid = commands.start(words, folder, self._log, self._log)
+        self._process = commands.start(words, folder, self._log.fileno(), self._log.fileno())
 
     def text(self) -> str:
         self._log.seek(0)
@@ -185,8 +174,8 @@ class Server:
 
     def is_ready(self) -> bool:
         """Wait until it is ready or has ended."""
-        wait_until(lambda: " Ready" in self.text() or self._commands.has_ended(), PATIENCE_S)
-        return not self._commands.has_ended()
+        wait_until(lambda: " Ready" in self.text() or self._process.poll() is not None, PATIENCE_S)
+        return self._process.poll() is None
 
     def port(self, usual: str) -> str:
         """Return the port that it has in place of the usual one."""
@@ -196,25 +185,22 @@ class Server:
     def close(self) -> int:
         """End it, and return its exit code."""
         try:
-            if not self._commands.has_ended():
-                os.kill(self._pid, signal.SIGTERM)
-            return self._commands.wait(self._pid)
+            self._process.send_signal(signal.SIGTERM)
+            return self._process.wait(PATIENCE_S)
         finally:
+            self._process.kill()
             self._log.close()
 
 
 class Reader:
     """Follows a page in a folder that has the environment `.venv`, or gets it, and notes what went wrong."""
 
-    def __init__(
-        self, folder: Path, commands: Commands, servers: Commands, *, installs: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, commands: Commands, *, installs: bool = False) -> None:
         self.folder = folder
         # What each line, and the programs together under the name "", have printed to stdout.
         self.printed: dict[str, str] = {}
         self.complaints: list[str] = []
         self._commands = commands
-        self._servers = servers
         self._installs = installs
         self._server: Server | None = None
         # Those of servers that have ended.
@@ -264,7 +250,7 @@ class Reader:
         words += [f"{flag}={value}" for flag, value in added.items() if flag not in named]
         if words[0] == "serve":
             self._end_server()
-            self._server = Server(self._servers, words, self.folder)
+            self._server = Server(self._commands, words, self.folder)
             if not self._server.is_ready():
                 self.complaints.append(f"{line}\n{self._server.text()}")
             return
@@ -323,7 +309,7 @@ def main() -> str | None:
     """Follow the page that the command line names, and return what is wrong with it."""
     folder = Path.cwd()
     page = blocks(folder / sys.argv[1])
-    complaints = Reader(folder, Installed(), Installed(), installs=True).follow(page)
+    complaints = Reader(folder, Installed(), installs=True).follow(page)
     return "\n".join(complaints) or None
 
 

@@ -12,14 +12,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import yaml
+from tests.forks import Forks
 from tests.pages import SHELL, Reader, blocks, lines_of
-from tests.runtime.cli.shell import MODELS, PACKAGE, WarmCommands
+from tests.runtime.cli.shell import MODELS, PACKAGE
 
 from moonpool import MoonpoolError
 from moonpool.runtime.cli.main import make_parser
@@ -391,17 +391,9 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def warm_servers() -> Iterator[WarmCommands]:
-    """Return the process that forks the servers of the pages, one at a time."""
-    warm = WarmCommands()
-    yield warm
-    warm.close()
-
-
 @pytest.fixture
-def reader(copy: Path, warm_commands: WarmCommands, warm_servers: WarmCommands) -> Reader:
-    return Reader(copy, warm_commands, warm_servers)
+def reader(copy: Path, forks: Forks) -> Reader:
+    return Reader(copy, forks)
 
 
 @pytest.mark.promise(

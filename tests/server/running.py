@@ -1,4 +1,8 @@
-"""Real servers for tests: `moonpool serve` as a process of its own, on free ports, until the test has ended."""
+"""Real servers for tests: `moonpool serve` as a process of its own, on free ports, until the test has ended.
+
+They are forked from a process that has imported what they need, unless they have other variables than this process or
+their command is given to another one, such as `env`.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests.dispositions import default_signals
+from tests.forks import Forked, Forks
 from tests.waiting import wait_until
 
 import moonpool
@@ -32,12 +37,14 @@ _OPEN = re.compile(r"Ready|Listening, but not ready")
 _ENVIRONMENT = {
     name: text for name, text in os.environ.items() if not name.startswith("MOONPOOL_SERVE_")
 }
+# Set for a whole run, where pytest runs.
+forks: Forks | None = None
 
 
 class RunningServer:
     """A server process. `log` is the file with its log, and `ports` are by "http", "grpc" and "metrics"."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Forked, log: Path) -> None:
         self.process = process
         self.log = log
 
@@ -104,11 +111,17 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def _started(
-    words: Sequence[str], log: IO[bytes], variables: Mapping[str, str] | None
-) -> subprocess.Popen[bytes]:
+    arguments: Sequence[str],
+    log: IO[bytes],
+    variables: Mapping[str, str] | None,
+    before: Sequence[str],
+) -> subprocess.Popen[bytes] | Forked:
+    if forks is not None and not variables and not before:
+        words = ["serve", *arguments]
+        return forks.start(words, Path.cwd(), log.fileno(), log.fileno(), environment())
     with default_signals():
         return subprocess.Popen(
-            words,
+            [*before, *command(*arguments)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -135,7 +148,7 @@ def starting(
             ports.append("--allow-client-shm=true")
         with (
             open(path, "wb") as log,
-            _started([*before, *command(*ports, *arguments)], log, variables) as process,
+            _started([*ports, *map(str, arguments)], log, variables, before) as process,
         ):
             try:
                 yield RunningServer(process, path)

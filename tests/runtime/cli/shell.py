@@ -1,25 +1,16 @@
-"""The command line as users have it: another process, whose output is read.
-
-To import all that a command may need takes half a second of processor time. So a command that runs to its end is forked from a
-process that has imported it already, if it is to have the variables of that process.
-"""
+"""The command line as users have it: another process, whose output is read."""
 
 from __future__ import annotations
 
-import json
 import os
-import select
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
 
 import pytest
 from tests.dispositions import default_signals
+from tests.forks import Forks
 
 import moonpool
 
@@ -33,37 +24,6 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     left_out = ("NO_COLOR", "COLUMNS", "PYTEST_CURRENT_TEST")
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     return {**kept, "PYTHONPATH": str(PACKAGE.parent), "TERM": "xterm", **(extra or {})}
-
-
-# Forks a command for each message, and sends the number of its process and the status with which it ended.
-PROGRAM = """
-import gc, json, os, socket, sys
-from moonpool.runtime.cli.main import main, make_parser
-
-channel = socket.socket(fileno=int(sys.argv[1]))
-make_parser()  # imports each command
-gc.freeze()
-while True:
-    message, outputs, _, _ = socket.recv_fds(channel, 1 << 18, 2)
-    if not message:
-        sys.exit()
-    pid = os.fork()
-    if pid == 0:
-        break
-    for output in outputs:
-        os.close(output)
-    channel.send(b"%d" % pid)
-    channel.send(b"%d" % os.waitpid(pid, 0)[1])
-channel.close()
-arguments, folder = json.loads(message)
-for number, output in enumerate(outputs, 1):
-    os.dup2(output, number)
-    os.close(output)
-os.chdir(folder)
-sys.path[0] = folder
-sys.argv = ["moonpool", *arguments]
-sys.exit(main())
-"""
 
 
 # Answers with as many numbers as X says, each in a response of its own.
@@ -129,77 +89,26 @@ def write_kinds(models: Path) -> None:
     write_model(models, "steps", "", STEPS_CONFIG)
 
 
-class WarmCommands:
-    """A process that has imported the command line, and forks commands one after the other."""
-
-    def __init__(self) -> None:
-        self.variables = environment()
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=self.variables,
-                pass_fds=[theirs.fileno()],
-            )
-
-    def run(self, arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-        """Run a command in this folder to its end."""
-        with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-            code = self.wait(self.start(arguments, folder, stdout, stderr))
-            stdout.seek(0)
-            stderr.seek(0)
-            return subprocess.CompletedProcess(arguments, code, stdout.read(), stderr.read())
-
-    def start(
-        self, arguments: Sequence[str], folder: Path, stdout: IO[str], stderr: IO[str]
-    ) -> int:
-        """Begin a command, and return the number of its process. The next one begins after `wait`."""
-        message = json.dumps([arguments, str(folder)]).encode()
-        socket.send_fds(self._channel, [message], [stdout.fileno(), stderr.fileno()])
-        self._channel.settimeout(PATIENCE_S)
-        return int(self._channel.recv(32))
-
-    def has_ended(self) -> bool:
-        """Return true if the command that was started has ended, and `wait` returns at once."""
-        return bool(select.select([self._channel], [], [], 0)[0])
-
-    def wait(self, pid: int) -> int:
-        """Wait for the command that was started, and return its exit code."""
-        try:
-            return os.waitstatus_to_exitcode(int(self._channel.recv(32)))
-        except BaseException:
-            os.kill(pid, signal.SIGKILL)
-            # The next command is not to be told this one's status.
-            self._channel.recv(32)
-            raise
-
-    def close(self) -> None:
-        self._channel.close()
-        self._process.wait(PATIENCE_S)
-
-
 @pytest.fixture(scope="session")
-def warm_commands() -> Iterator[WarmCommands]:
+def forks() -> Iterator[Forks]:
     """Return the process that forks the commands of this run."""
-    warm = WarmCommands()
-    yield warm
-    warm.close()
+    made = Forks(environment())
+    yield made
+    made.close()
 
 
 @pytest.fixture
-def cli(tmp_path: Path, warm_commands: WarmCommands) -> CommandLine:
+def cli(tmp_path: Path, forks: Forks) -> CommandLine:
     """moonpool's command line, in an empty folder."""
-    return CommandLine(tmp_path, warm_commands)
+    return CommandLine(tmp_path, forks)
 
 
 class CommandLine:
-    """Runs moonpool in a folder of its own."""
+    """Runs moonpool in a folder of its own. Commands that run to their end are forked if they have the usual variables."""
 
-    def __init__(self, folder: Path, warm: WarmCommands | None = None) -> None:
+    def __init__(self, folder: Path, forks: Forks | None = None) -> None:
         self.folder = folder
-        self._warm = warm
+        self._forks = forks
 
     def command(self, *arguments: object) -> list[str]:
         return [sys.executable, "-m", "moonpool", *map(str, arguments)]
@@ -207,8 +116,8 @@ class CommandLine:
     def __call__(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         """Run it to its end; whatever it is, there is no traceback."""
         variables = environment()
-        if self._warm is not None and self._warm.variables == variables:
-            ended = self._warm.run(list(map(str, arguments)), self.folder)
+        if self._forks is not None and self._forks.variables == variables:
+            ended = self._forks.run(list(map(str, arguments)), self.folder)
         else:
             ended = subprocess.run(
                 self.command(*arguments),
