@@ -92,6 +92,7 @@ def test_instances_come_without_waiting_and_go_when_nothing_is_in_them(folder: P
             lambda: len(names(runtime)) == 3 and backend.calls[-1][0].endswith("finalize"),
             PATIENCE_S,
         )
+        wait_until(lambda: second.instance.serves_until < 0, PATIENCE_S)
         # One of them executes, and the other is gone. New requests wait for the one that stays.
         callers.append(Caller(runtime, x(2)))
         queued(runtime, 1)
