@@ -36,7 +36,6 @@ QUICK = --quick
 
 docs: ## the parts of the pages that are made of code, and their tests
 	.venv/bin/python docs/diagrams.py
-	.venv/bin/python docs/specification.py
 	.venv/bin/python docs/reference.py
 	.venv/bin/python -m moonpool.runtime.model.config.options > docs/OPTIONS.md
 	.venv/bin/python -m moonpool.runtime.server.options.table > docs/SERVE_OPTIONS.md

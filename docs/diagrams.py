@@ -1,11 +1,13 @@
-"""Draws the tables of the code into ARCHITECTURE.md and WIRE.md, between the markers that name them.
+"""Draws the tables of the code into ARCHITECTURE.md, between the markers that name them.
 
-Run it with `python docs/diagrams.py` after a change to a table.
+Run it with `python docs/diagrams.py` after a change to a table. `python docs/diagrams.py wire` prints site/WIRE.md with
+its tables, as the site has it.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +42,8 @@ if TYPE_CHECKING:
 
     from moonpool.ipc.messages import Spec
 
-PAGES = (Path(__file__).parent / "ARCHITECTURE.md", Path(__file__).parent / "WIRE.md")
+PAGE = Path(__file__).parent / "ARCHITECTURE.md"
+WIRE = Path(__file__).parent / "site" / "WIRE.md"
 
 
 def _mermaid(text: str) -> str:
@@ -169,5 +172,7 @@ def drawn(page: str) -> str:
 
 
 if __name__ == "__main__":
-    for path in PAGES:
-        path.write_text(drawn(path.read_text(encoding="utf-8")), encoding="utf-8")
+    if sys.argv[1:] == ["wire"]:
+        sys.stdout.write(drawn(WIRE.read_text(encoding="utf-8")))
+    else:
+        PAGE.write_text(drawn(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Writes the promises that tests are marked with into SPECIFICATION.md, below the headings of their sections.
+"""Prints the specification: the promises that tests are marked with, below the headings of site/SPECIFICATION.md.
 
-Run it with `python docs/specification.py` after a change to a mark. A test, a class of tests or, as `pytestmark`, a file says
+The site (`make site`) has the same page. A test, a class of tests or, as `pytestmark`, a file says
 
     @pytest.mark.promise("Containment", "Descriptors that a stub sends reach nobody.")
 
@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGE = Path(__file__).parent / "SPECIFICATION.md"
+PAGE = Path(__file__).parent / "site" / "SPECIFICATION.md"
 MARK = "pytest.mark.promise"
 REST = " …"
-BEGIN, END = "<!-- promises -->", "<!-- end -->"
+PLACE = "<!-- promises -->"
 
 
 class Mark(NamedTuple):
@@ -38,7 +39,7 @@ class Mark(NamedTuple):
 
     @property
     def link(self) -> str:
-        return f'[test](../{self.path} "{self.name or self.path}")'
+        return f'[test](../../{self.path} "{self.name or self.path}")'
 
 
 class Wrong(Exception):
@@ -107,21 +108,21 @@ def sections(found: list[Mark]) -> dict[str, dict[str, list[Mark]]]:
 
 
 def written(page: str, found: list[Mark]) -> str:
-    """The page with the promises of the marks, in the order that they have in it; new ones come last.
+    """The page with the promises of the marks, in the order of their files.
 
     Raises Wrong where its headings and the sections of the marks differ.
     """
     made = sections(found)
     named: list[str] = []
 
-    def block(match: re.Match[str]) -> str:
-        section, notes, lines = match.groups()
+    def filled(match: re.Match[str]) -> str:
+        heading, section, notes = match.groups()
         named.append(section)
-        return f"## {section}\n{notes}{BEGIN}\n{_listed(made.get(section, {}), lines)}{END}\n"
+        return f"{heading}{notes}{_listed(made.get(section, {}))}"
 
     text = re.sub(
-        rf"^## (.+)\n((?:(?!## ).*\n)*?){BEGIN}\n((?:- .*\n)*){END}\n",
-        block,
+        rf"^(## (.+)\n)((?:(?!## ).*\n)*?){PLACE}\n",
+        filled,
         page,
         flags=re.MULTILINE,
     )
@@ -131,19 +132,17 @@ def written(page: str, found: list[Mark]) -> str:
     return text
 
 
-def _listed(sentences: dict[str, list[Mark]], lines: str) -> str:
-    """The lines of a section, as `lines` are sorted."""
-    before = lines.splitlines()
-
-    def place(sentence: str) -> int:
-        begin = f"- {sentence} ("
-        return next((n for n, line in enumerate(before) if line.startswith(begin)), len(before))
-
+def _listed(sentences: dict[str, list[Mark]]) -> str:
     return "".join(
-        f"- {sentence} ({', '.join(mark.link for mark in sentences[sentence])})\n"
-        for sentence in sorted(sentences, key=place)
+        f"- {sentence} ({', '.join(mark.link for mark in those)})\n"
+        for sentence, those in sentences.items()
     )
 
 
+def page() -> str:
+    """Return the whole page. Raises Wrong."""
+    return written(PAGE.read_text(encoding="utf-8"), marks())
+
+
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), marks()), encoding="utf-8")
+    sys.stdout.write(page())

@@ -6,6 +6,7 @@ The repository is Sphinx's folder of sources: links between pages, and from page
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+import diagrams  # noqa: E402
+import specification  # noqa: E402
 
 project = "moonpool"
 html_title = "moonpool"
@@ -63,7 +67,14 @@ SECTIONS = {
     ),
     "Contain": ("SANDBOX", "LIMITS", "PREFORK"),
     "Test and measure": ("TESTING_MODELS", "BENCH", "TUNING", "PERFORMANCE", "/benchmarks/README"),
-    "Reference": ("API", "SPECIFICATION", "ARCHITECTURE", "GLOSSARY", "WIRE", "decisions/README"),
+    "Reference": (
+        "API",
+        "site/SPECIFICATION",
+        "ARCHITECTURE",
+        "GLOSSARY",
+        "site/WIRE",
+        "decisions/README",
+    ),
 }
 
 
@@ -116,6 +127,10 @@ def complete(_: Sphinx, page: str, source: list[str]) -> None:
     elif page == API:
         # The site has whole docstrings in place of their first sentences.
         source[0] = f"{source[0].partition('<!-- names -->')[0]}\n{reference()}"
+    elif page == "docs/site/SPECIFICATION":
+        source[0] = specification.page()
+    elif page == "docs/site/WIRE":
+        source[0] = diagrams.drawn(source[0])
     elif page == "docs/decisions/README":
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n0*\n```\n"
     source[0] = re.sub(r"\]\(((?!\w+:)[^()\s#]+/)\)", r"](\1README.md)", source[0])

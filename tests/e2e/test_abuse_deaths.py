@@ -71,6 +71,7 @@ def everything(runtime: moonpool.Runtime) -> None:
         ask(runtime, how)
 
 
+@pytest.mark.promise("The sandbox: `standard`", "A crash, an …")
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_stub_may_die_at_any_message(tmp_path: Path) -> None:

@@ -159,6 +159,11 @@ def test_a_mistake_in_it_fails_the_load(completion: Completion, change: str, tex
 
 
 @pytest.mark.promise(
+    "The sandbox: grants",
+    "A configuration that a model completes in `auto_complete_config` needs the grants of a "
+    "written one.",
+)
+@pytest.mark.promise(
     "Hostile models", "A configuration that a model completes needs the grants of one that …"
 )
 def test_a_contained_model_completes_nothing_that_needs_a_grant(tmp_path: Path) -> None:

@@ -138,6 +138,7 @@ def command(runtime: moonpool.Runtime, model: str, words: str) -> int:
     return int(runtime.infer(model, inputs, timeout_s=60.0)["PID"][0])
 
 
+@pytest.mark.promise("The sandbox: `standard`", "A crash, an …")
 @pytest.mark.promise(
     "Containment",
     "If a model's process ends, in whatever way and at whatever moment of its life, only its "

@@ -290,6 +290,7 @@ class TestVariables:
 
         assert {name: seen.get(name) for name in os.environ} == dict(os.environ)
 
+    @pytest.mark.promise("The sandbox: `strict`", "It sees the …")
     @pytest.mark.promise("Environments", "A model sees the whole environment …")
     @pytest.mark.parametrize("level", ["best-effort", "strict"])
     def test_a_contained_model_sees_none_that_may_be_a_secret_unless_it_was_granted(

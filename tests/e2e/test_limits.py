@@ -62,6 +62,7 @@ def is_limited_by_a_group() -> bool:
     return "memory_bytes" in group.limits
 
 
+@pytest.mark.promise("The sandbox: `standard`", "If a memory …")
 @pytest.mark.promise(
     "Limits",
     "If an instance asks for more memory, descriptors, threads or scratch than its limits "

@@ -376,6 +376,10 @@ def peak_bytes(act: Callable[[], object]) -> int:
 
 
 @pytest.mark.promise(
+    "The sandbox: `strict`",
+    "The runtime copies only the beginning of a load that was not granted.",
+)
+@pytest.mark.promise(
     "Containment",
     "The runtime reads the beginning of a message in a stub's memory before it copies the rest. "
     "It never copies a load that is not granted or not possible in this mode. A request to "

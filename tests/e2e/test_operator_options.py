@@ -87,6 +87,7 @@ def asked(runtime: moonpool.Runtime, model: str, path: object) -> list[str]:
     return [text.decode() for text in said]
 
 
+@pytest.mark.promise("The sandbox: grants", "Where the operator …")
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
     "Options that the operator sets of a model go before what its configuration says, option by "
@@ -188,6 +189,7 @@ def test_options_by_name_are_there_for_what_a_runtime_loads_itself(
         assert runtime._models.find("one").model.options.memory_limit_bytes == 1 << 30
 
 
+@pytest.mark.promise("The sandbox: grants", "A client or …")
 def test_a_model_that_loads_others_gives_its_files_none_of_their_grants(
     models: Path, data: Path
 ) -> None:

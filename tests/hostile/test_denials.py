@@ -393,6 +393,7 @@ def _log_can_be_read() -> bool:
     return os.readlink("/proc/self/ns/pid") == "pid:[4026531836]"
 
 
+@pytest.mark.promise("The sandbox: `strict`", "A system call …")
 @pytest.mark.promise(
     "Seeing sandboxes",
     "If its filter ends a process, the reason names the system call, provided that the kernel's "

@@ -30,6 +30,11 @@ CRASHES = {
 }
 
 
+@pytest.mark.promise(
+    "The sandbox: `standard`",
+    "A crash, an exit, an abort or a stack overflow ends the model's process and no other. Its "
+    "requests fail with the reason, and it is restarted.",
+)
 @pytest.mark.parametrize("how", CRASHES)
 def test_a_crash_is_the_model_s_own(attackers: Attackers, level: str, how: str) -> None:
     attacker = attackers(level)
@@ -42,6 +47,7 @@ def test_a_crash_is_the_model_s_own(attackers: Attackers, level: str, how: str) 
     assert not os.path.exists(f"/proc/{pid}")
 
 
+@pytest.mark.promise("The sandbox: `standard`", "A model gains …")
 def test_a_crash_leaves_no_core_file(attackers: Attackers, level: str) -> None:
     attacker = attackers(level)
     assert attacker.finds("self.limit", name="RLIMIT_CORE") == [0, 0]
@@ -51,6 +57,10 @@ def test_a_crash_leaves_no_core_file(attackers: Attackers, level: str) -> None:
     assert not list(Path.cwd().glob("core*"))
 
 
+@pytest.mark.promise(
+    "The sandbox: `standard`",
+    "A model that never answers, because it waits, spins or was stopped, is ended at its deadline.",
+)
 @pytest.mark.parametrize("how", ["stop", "spin", "wait"])
 def test_a_model_that_never_answers_is_ended_at_its_deadline(
     runtime: moonpool.Runtime, model_folder: Path, level: str, how: str
@@ -67,6 +77,10 @@ def test_a_model_that_never_answers_is_ended_at_its_deadline(
         runtime.unload("hanging")
 
 
+@pytest.mark.promise(
+    "The sandbox: `standard`",
+    "A model that always dies is given up. Deaths leave no process and no descriptor behind.",
+)
 def test_a_model_that_always_dies_is_given_up(
     runtime: moonpool.Runtime, model_folder: Path, level: str
 ) -> None:
@@ -81,6 +95,7 @@ def test_a_model_that_always_dies_is_given_up(
         runtime.unload("dying")
 
 
+@pytest.mark.promise("The sandbox: `standard`", "A model that always …")
 def test_many_ends_leave_no_descriptor_and_no_process(attackers: Attackers, level: str) -> None:
     attacker = attackers(level)
     attacker.finds("kernel.make", name="getpid")
@@ -110,6 +125,10 @@ threading.Event().wait()
 """
 
 
+@pytest.mark.promise(
+    "The sandbox: `standard`",
+    "No model outlives a runtime that was killed, even if it asked the kernel for that.",
+)
 def test_a_model_does_not_outlive_a_runtime_that_was_killed(
     model_folder: Path, tmp_path: Path, level: str
 ) -> None:

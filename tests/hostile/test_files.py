@@ -105,6 +105,12 @@ def scene(
         (model_folder / "symlink").unlink()
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "A contained model reads its interpreter with its packages, its environment, its own "
+    "directory and a short list of files without secrets, and nothing else by any path: links, "
+    "`..`, `/proc/self/root`, another working directory.",
+)
 @pytest.mark.parametrize("attempt", READS)
 def test_a_model_reads_nothing_that_is_not_its_own(
     attackers: Attackers, scene: dict[str, Any], attempt: str
@@ -114,6 +120,11 @@ def test_a_model_reads_nothing_that_is_not_its_own(
     assert outcome.word in READS[attempt].strict, outcome
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "It changes nothing outside its scratch folder: no contents, names, modes, owners, times or "
+    "devices, and not its own model either.",
+)
 @pytest.mark.parametrize("attempt", WRITES)
 def test_a_model_changes_nothing_outside_its_scratch_folder(
     attackers: Attackers, scene: dict[str, Any], attempt: str
@@ -133,6 +144,11 @@ def test_without_a_sandbox_files_are_within_reach(
     assert outcome.word in (READS | WRITES)[attempt].off, outcome
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "The scratch folder is its working directory, `HOME` and `TMPDIR`. The folder has a size "
+    "limit, no other process sees it, and it is removed with the process.",
+)
 def test_the_scratch_folder_is_the_working_directory_the_home_and_the_place_of_temporary_files(
     attackers: Attackers,
 ) -> None:
@@ -147,6 +163,7 @@ def kept_by(attacker: Attacker) -> Path:
     return Path(attacker.finds("files.keep", name="kept"))
 
 
+@pytest.mark.promise("The sandbox: `strict`", "The scratch folder …")
 def test_the_scratch_folder_is_private_and_goes_with_the_process(
     attackers: Attackers,
 ) -> None:

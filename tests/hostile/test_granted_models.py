@@ -102,6 +102,11 @@ def refuses(name: str) -> str:
 
 
 @pytest.mark.promise(
+    "The sandbox: `strict`",
+    "It asks, loads and unloads only the models that were granted, and no others with them, and "
+    "gives none of them more than it has itself.",
+)
+@pytest.mark.promise(
     "Hostile models",
     "A grant for a model covers this model and no other: not the members of an ensemble, and not the ensembles that depend on it.",
 )
@@ -141,6 +146,11 @@ def test_with_grants_for_all_of_them_they_go_together(
     assert set(hosts.models()) == {"controller"}
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "Its error texts have no paths, addresses or last output when they leave a server. Error "
+    "texts that it reads itself, of other models and of loads, have none either.",
+)
 @pytest.mark.promise(
     "What a stub says",
     "A contained model reads no folder of the machine in the errors of what it asks for, and neither does a client of a server.",

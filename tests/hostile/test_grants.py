@@ -39,6 +39,7 @@ def granted(runtime: moonpool.Runtime, model_folder: Path, data: Path) -> Iterat
     runtime.unload("granted")
 
 
+@pytest.mark.promise("The sandbox: grants", "What is granted works, and nothing beside it does.")
 def test_a_granted_folder_can_be_read_and_one_that_is_granted_so_written(
     granted: Attacker, data: Path
 ) -> None:
@@ -50,11 +51,13 @@ def test_a_granted_folder_can_be_read_and_one_that_is_granted_so_written(
     assert granted.tries("files.open_to_write", path=f"{data}/readable/file").word != "done"
 
 
+@pytest.mark.promise("The sandbox: grants", "What is granted …")
 def test_the_neighbours_of_a_granted_folder_are_not_granted(granted: Attacker, data: Path) -> None:
     for path in (f"{data}/file", f"{data}/readable/../file", "/etc/passwd"):
         assert granted.tries("files.read", path=path).word in ("EACCES", "ENOENT")
 
 
+@pytest.mark.promise("The sandbox: grants", "What is granted …")
 def test_a_granted_call_is_one_call(granted: Attacker) -> None:
     assert granted.tries("processes.fork").word == "done"
     assert granted.tries("processes.execute_program").word in ("EPERM", "EACCES")
@@ -63,6 +66,7 @@ def test_a_granted_call_is_one_call(granted: Attacker) -> None:
     assert granted.tries("processes.fork_and_read", path="/etc/passwd").done == "EACCES"
 
 
+@pytest.mark.promise("The sandbox: grants", "Grants are logged and shown.")
 def test_grants_are_shown(runtime: moonpool.Runtime, granted: Attacker, data: Path) -> None:
     told = runtime.instances(granted.name)[0]["sandbox"]
 
@@ -102,6 +106,7 @@ def loading(runtime: moonpool.Runtime, model_folder: Path) -> Iterator[Attacker]
     runtime.unload("loading")
 
 
+@pytest.mark.promise("The sandbox: `strict`", "It asks, loads …")
 @pytest.mark.parametrize("how", LOOSER)
 def test_a_model_cannot_load_one_that_may_do_more(
     runtime: moonpool.Runtime, loading: Attacker, how: str
@@ -118,6 +123,7 @@ def test_a_model_cannot_load_one_that_may_do_more(
     assert "loaded" not in runtime.models()
 
 
+@pytest.mark.promise("The sandbox: `strict`", "It asks, loads …")
 def test_a_model_asks_loads_and_unloads_only_what_it_was_granted(
     runtime: moonpool.Runtime, attackers: Attackers
 ) -> None:
@@ -215,6 +221,7 @@ def asked(server: RunningServer, model: str, what: str, **arguments: object) -> 
     return said
 
 
+@pytest.mark.promise("The sandbox: grants", "Where the operator …")
 @pytest.mark.parametrize("what", GREEDY)
 def test_under_a_server_s_level_no_model_opens_its_own_door(
     server: RunningServer, what: str
@@ -225,11 +232,16 @@ def test_under_a_server_s_level_no_model_opens_its_own_door(
     assert f"--sandbox-grants={what}" in server.text()
 
 
+@pytest.mark.promise(
+    "The sandbox: grants",
+    "A configuration that asks for less than the server's level gets the server's.",
+)
 def test_a_model_that_asks_for_less_is_in_the_server_s_level(server: RunningServer) -> None:
     assert asked(server, "lower", "files.read", path="/etc/passwd")["refused"] == "EACCES"
     assert asked(server, "lower", "processes.fork")["refused"] == "EPERM"
 
 
+@pytest.mark.promise("The sandbox: grants", "Where the operator …")
 def test_a_model_that_the_operator_named_has_what_it_asks_for(server: RunningServer) -> None:
     hostname = next(path for path in ("/etc/hostname", "/etc/hosts") if Path(path).exists())
 
@@ -237,6 +249,7 @@ def test_a_model_that_the_operator_named_has_what_it_asks_for(server: RunningSer
     assert asked(server, "trusted", "processes.fork")["refused"] == "EPERM"
 
 
+@pytest.mark.promise("The sandbox: `strict`", "Its error texts …")
 def test_a_client_is_told_no_paths_of_a_model_that_fails(server: RunningServer) -> None:
     inputs = [{"name": "ATTEMPT", "datatype": "BYTES", "shape": [1], "data": ["no JSON"]}]
     body = json.dumps({"inputs": inputs}).encode()

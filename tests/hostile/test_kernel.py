@@ -78,6 +78,12 @@ REFUSED = [
 ]
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "A system call that only an attack makes ends the process, and the runtime says so, with the "
+    "call's name if the kernel's log has it. Other calls that no model needs are refused, "
+    "through every gate into the kernel.",
+)
 @pytest.mark.parametrize("name", KILLED)
 def test_a_call_that_only_an_attacker_makes_ends_the_process(
     attackers: Attackers, caplog: pytest.LogCaptureFixture, name: str
@@ -92,6 +98,7 @@ def test_a_call_that_only_an_attacker_makes_ends_the_process(
     assert attackers("strict").finds("kernel.make", name="getpid") > 0
 
 
+@pytest.mark.promise("The sandbox: `strict`", "A system call …")
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_call_that_no_model_needs_is_refused(attackers: Attackers, name: str) -> None:
     outcome = attackers("strict").tries("kernel.with_bad", name=name)
@@ -99,6 +106,7 @@ def test_a_call_that_no_model_needs_is_refused(attackers: Attackers, name: str) 
     assert outcome.word in ("EPERM", "ENOSYS", "killed"), outcome
 
 
+@pytest.mark.promise("The sandbox: `strict`", "No layer can …")
 def test_a_process_is_not_made_a_weaker_one(attackers: Attackers) -> None:
     """ADDR_NO_RANDOMIZE, so that everything lies where it lay before."""
     attempt = {"name": "personality", "arguments": [0x0040000]}
@@ -126,6 +134,7 @@ def test_without_a_sandbox_the_kernel_itself_looks_at_the_arguments(attackers: A
 GATES = ["as_x32", "as_i386"]
 
 
+@pytest.mark.promise("The sandbox: `strict`", "A system call …")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86_64 has gates of other ABIs")
 @pytest.mark.parametrize("gate", GATES)
 def test_other_gates_into_the_kernel_are_shut(attackers: Attackers, gate: str) -> None:
@@ -135,11 +144,13 @@ def test_other_gates_into_the_kernel_are_shut(attackers: Attackers, gate: str) -
 PRCTL = ["forget_the_parent", "become_dumpable", "allow_tracers", "move_its_memory"]
 
 
+@pytest.mark.promise("The sandbox: `strict`", "No layer can be taken off again.")
 @pytest.mark.parametrize("what", PRCTL)
 def test_no_layer_can_be_taken_off(attackers: Attackers, what: str) -> None:
     assert attackers("strict").tries(f"kernel.{what}").word in ("EPERM", "killed")
 
 
+@pytest.mark.promise("The sandbox: `standard`", "A model gains …")
 @pytest.mark.parametrize("level", ["standard", "strict"])
 def test_no_new_privileges_cannot_be_taken_back(attackers: Attackers, level: str) -> None:
     assert attackers(level).tries("kernel.drop_no_new_privs").word in ("EINVAL", "EPERM", "killed")

@@ -34,6 +34,11 @@ def status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "The layers are on before any code of the model runs. The runtime compares them with what "
+    "the kernel reports. If the runtime is root, each instance is a user of its own.",
+)
 def test_the_kernel_says_of_a_strict_model_what_it_says_of_itself(
     runtime: moonpool.Runtime, attackers: Attackers, is_root: bool
 ) -> None:
@@ -55,6 +60,7 @@ def test_the_kernel_says_of_a_strict_model_what_it_says_of_itself(
     assert (within["NoNewPrivs"], within["Seccomp"]) == ("1", "2")
 
 
+@pytest.mark.promise("The sandbox: `strict`", "The layers are …")
 def test_two_instances_are_two_users(
     runtime: moonpool.Runtime, attackers: Attackers, model_folder: Path, is_root: bool
 ) -> None:
@@ -72,6 +78,10 @@ def test_two_instances_are_two_users(
     assert ours["groups"] in ([], ours["gids"][:1])
 
 
+@pytest.mark.promise(
+    "The sandbox: `standard`",
+    "A model gains no privileges by running a program, and leaves no core file.",
+)
 def test_at_standard_a_model_gets_no_privileges_and_leaves_no_core(
     attackers: Attackers,
 ) -> None:
@@ -143,6 +153,11 @@ MISSING = {
 }
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "It is never silently weaker. Without Landlock or seccomp nothing loads. At `best-effort`, "
+    "and for namespaces and private users, the log says what is missing.",
+)
 @pytest.mark.parametrize("layer", MISSING)
 def test_without_a_layer_that_it_needs_strict_does_not_load(model_folder: Path, layer: str) -> None:
     found = loaded("strict", model_folder, MISSING[layer])
@@ -151,6 +166,7 @@ def test_without_a_layer_that_it_needs_strict_does_not_load(model_folder: Path, 
     assert "best-effort" in found["failed"]
 
 
+@pytest.mark.promise("The sandbox: `strict`", "It is never …")
 def test_best_effort_goes_without_and_says_so(model_folder: Path, is_root: bool) -> None:
     found = loaded("best-effort", model_folder, MISSING["landlock"])
 
@@ -161,6 +177,7 @@ def test_best_effort_goes_without_and_says_so(model_folder: Path, is_root: bool)
     assert {"seccomp", "no_new_privs"} <= set(found["layers"])
 
 
+@pytest.mark.promise("The sandbox: `strict`", "It is never …")
 def test_strict_goes_without_namespaces_and_says_so(is_root: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="moonpool-hostile-") as name:
         # Without mounts of its own, an instance's user cannot pass a closed folder.
@@ -175,6 +192,7 @@ def test_strict_goes_without_namespaces_and_says_so(is_root: bool) -> None:
         assert any(each.startswith("namespaces: ") for each in found["left_out"])
 
 
+@pytest.mark.promise("The sandbox: `strict`", "It is never …")
 def test_a_root_without_rights_has_no_users_to_give_and_serves(
     model_folder: Path, is_root: bool
 ) -> None:
@@ -225,6 +243,10 @@ def hijacking(model_folder: Path, tmp_path: Path) -> Callable[[], bool]:
     return marker.exists
 
 
+@pytest.mark.promise(
+    "The sandbox: `standard`",
+    "Files in a model's directory cannot replace modules that its process imports before it.",
+)
 def test_files_of_a_model_hide_nothing_that_its_process_imports_first(
     runtime: moonpool.Runtime,
     hijacking: Callable[[], bool],
@@ -242,6 +264,7 @@ def test_files_of_a_model_hide_nothing_that_its_process_imports_first(
         runtime.unload("hijacking")
 
 
+@pytest.mark.promise("The sandbox: `strict`", "The layers are …")
 def test_a_thread_that_was_there_before_the_sandbox_fails_the_load(
     runtime: moonpool.Runtime,
     model_folder: Path,
@@ -274,6 +297,10 @@ os._exit(1)
 """
 
 
+@pytest.mark.promise(
+    "The sandbox: grants",
+    "An interpreter that a model brings is confined before it begins.",
+)
 @pytest.mark.parametrize("level", ["off", "strict"])
 def test_an_interpreter_that_a_model_brings_is_confined_before_it_begins(
     runtime: moonpool.Runtime,

@@ -31,6 +31,10 @@ def limited(
     runtime.unload(name)
 
 
+@pytest.mark.promise(
+    "The sandbox: `standard`",
+    "If a memory limit is set, it holds, and the error names it.",
+)
 @pytest.mark.parametrize("how", ["allocate", "allocate_in_pieces"])
 def test_memory_has_an_end_that_is_named(
     runtime: moonpool.Runtime, limited: Attacker, how: str
@@ -44,12 +48,17 @@ def test_memory_has_an_end_that_is_named(
     assert limited.finds("memory.allocate", count_bytes=16 * MIB) == 16 * MIB
 
 
+@pytest.mark.promise("The sandbox: `standard`", "If a memory …")
 def test_memory_that_is_shared_is_counted(limited: Attacker) -> None:
     outcome = limited.tries("memory.map_shared", count_bytes=4 * GIB)
 
     assert outcome.word in ("ENOMEM", "died"), outcome
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "It gets no memory that no limit counts: memfds, System V, locked pages.",
+)
 @pytest.mark.parametrize("how", ["memory_file", "system_v"])
 def test_memory_that_nobody_counts_is_not_given(attackers: Attackers, how: str) -> None:
     assert attackers("strict").tries(f"memory.{how}", count_bytes=MIB).word == "EPERM"
@@ -64,6 +73,11 @@ def hoarder(runtime: moonpool.Runtime, model_folder: Path) -> Iterator[Attacker]
     runtime.unload("hoarder")
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "Shared memory that it was sent counts towards its limit until its process ends, even if it "
+    "says that it no longer uses the memory.",
+)
 @pytest.mark.promise("Containment", "All shared memory that a contained …")
 def test_shared_memory_that_was_given_back_and_kept_is_counted(
     runtime: moonpool.Runtime, hoarder: Attacker
@@ -89,16 +103,19 @@ def test_shared_memory_that_was_given_back_and_kept_is_counted(
     assert "bytes of shared memory, used or not; MOONPOOL_REGION_LIMIT_BYTES is 16777216" in because
 
 
+@pytest.mark.promise("The sandbox: `strict`", "It gets little …")
 def test_timers_are_left_for_other_processes_of_the_user(attackers: Attackers) -> None:
     """The kernel counts those of all of them together."""
     assert attackers("strict").finds("memory.timers", count=3000) <= 1024
     assert attackers("off").finds("memory.timers", count=3000) == 3000
 
 
+@pytest.mark.promise("The sandbox: `strict`", "It gets no …")
 def test_memory_is_not_kept_from_the_others(attackers: Attackers) -> None:
     assert attackers("strict").tries("memory.lock_all").word in ("EPERM", "ENOMEM")
 
 
+@pytest.mark.promise("The sandbox: `standard`", "A crash, an …")
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_stack_that_overflows_is_the_model_s_own(attackers: Attackers, level: str) -> None:
     outcome = attackers(level).tries("memory.stack_overflow")
@@ -106,6 +123,7 @@ def test_a_stack_that_overflows_is_the_model_s_own(attackers: Attackers, level: 
     assert "was killed by SIGSEGV" in str(outcome.died)
 
 
+@pytest.mark.promise("The sandbox: `strict`", "It starts no …")
 def test_threads_have_an_end(
     runtime: moonpool.Runtime, attackers: Attackers, model_folder: Path
 ) -> None:
@@ -136,12 +154,14 @@ def test_a_file_grows_no_larger_than_the_scratch_folder(cramped: Attacker) -> No
     assert cramped.tries("files.fill", count_bytes=64 * MIB).word in ("ENOSPC", "EFBIG", "died")
 
 
+@pytest.mark.promise("The sandbox: `strict`", "The scratch folder …")
 def test_many_files_have_no_more_room(cramped: Attacker) -> None:
     outcome = cramped.tries("files.fill_in_many", count_bytes=64 * MIB, file_bytes=MIB)
 
     assert outcome.word in ("ENOSPC", "died"), outcome
 
 
+@pytest.mark.promise("The sandbox: `strict`", "The scratch folder …")
 def test_empty_files_have_an_end(cramped: Attacker) -> None:
     """Each takes memory of the kernel's."""
     outcome = cramped.tries("files.many_empty", count=100_000)
@@ -149,6 +169,7 @@ def test_empty_files_have_an_end(cramped: Attacker) -> None:
     assert outcome.word in ("ENOSPC", "died"), outcome
 
 
+@pytest.mark.promise("The sandbox: `strict`", "The scratch folder …")
 def test_a_full_scratch_folder_is_the_instance_s_own(
     cramped: Attacker, attackers: Attackers
 ) -> None:
@@ -189,6 +210,7 @@ with moonpool.Runtime() as runtime:
 """
 
 
+@pytest.mark.promise("The sandbox: `standard`", "A model can …")
 def test_shared_memory_of_others_may_be_full(
     tmp_path: Path, model_folder: Path, is_root: bool
 ) -> None:

@@ -89,6 +89,11 @@ def scene() -> Iterator[dict[str, Any]]:
         }
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "It has no network: no TCP, UDP, names, netlink, raw packets, and no socket of a service on "
+    "the machine, by path or abstract name.",
+)
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_there_is_no_network(attackers: Attackers, scene: dict[str, Any], attempt: str) -> None:
     outcome = made(attackers("strict"), ATTEMPTS[attempt], scene)
@@ -106,11 +111,16 @@ def test_without_a_sandbox_there_is_a_network(
     assert outcome.word in ATTEMPTS[attempt].off, outcome
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "Its sockets are pairs between its own threads, and take no program for the kernel to run.",
+)
 def test_a_socket_takes_no_program_for_the_kernel(attackers: Attackers) -> None:
     assert attackers("strict").tries("network.filter_a_socket").word == "EPERM"
     assert attackers("off").tries("network.filter_a_socket").word == "done"
 
 
+@pytest.mark.promise("The sandbox: grants", "What is granted …")
 def test_a_granted_port_can_be_connected_to_and_nothing_else(
     runtime: moonpool.Runtime, model_folder: Path, scene: dict[str, Any]
 ) -> None:

@@ -129,6 +129,12 @@ def pid_of(runtime: moonpool.Runtime) -> int:
 
 
 @pytest.mark.promise(
+    "The sandbox: `strict`",
+    "If it may start processes, by `fork` or from a template, they end with the instance, with "
+    "the model and with a killed runtime. Their memory and their number are limited together. If "
+    "nothing on the machine would end them, the model does not load.",
+)
+@pytest.mark.promise(
     "Layers of the sandbox",
     "Processes that a contained model started, also in a session of their own and at import, "
     "end with it, with its template and with a runtime that is killed: by a PID namespace, else "
@@ -147,6 +153,7 @@ def test_processes_that_a_model_left_end_when_it_is_unloaded(
     wait_until(lambda: not left(name), GONE_S, "their end")
 
 
+@pytest.mark.promise("The sandbox: `strict`", "If it may …")
 @pytest.mark.promise("Layers of the sandbox", "Processes that a contained model started, …")
 @pytest.mark.parametrize("way", WAYS)
 def test_processes_that_an_instance_left_end_with_it(
@@ -164,6 +171,7 @@ def test_processes_that_an_instance_left_end_with_it(
         runtime.unload("leaving")
 
 
+@pytest.mark.promise("The sandbox: `strict`", "If it may …")
 @pytest.mark.promise("Layers of the sandbox", "Processes that a contained model started, …")
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_left_of_a_server_that_was_killed(folder: Path, name: str, way: str) -> None:
@@ -184,6 +192,7 @@ def test_nothing_is_left_of_a_server_that_was_killed(folder: Path, name: str, wa
     wait_until(lambda: not left(name), GONE_S, "their end")
 
 
+@pytest.mark.promise("The sandbox: `strict`", "If it may …")
 @pytest.mark.promise(
     "Layers of the sandbox",
     "The memory of a contained model's processes is limited together.",
@@ -231,6 +240,7 @@ with moonpool.Runtime() as runtime:
 """
 
 
+@pytest.mark.promise("The sandbox: `strict`", "If it may …")
 @pytest.mark.promise("Layers of the sandbox", "Processes that a contained model started, …")
 @pytest.mark.parametrize("level", ["strict", "best-effort"])
 def test_without_namespaces_they_end_by_their_user_or_there_are_none(

@@ -35,6 +35,10 @@ def _secret() -> Iterator[None]:
         yield
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "It sees the variables of the environment that are harmless or were granted to it.",
+)
 def test_secrets_of_the_environment_stay_in_the_runtime(attackers: Attackers, level: str) -> None:
     seen = attackers(level).finds("self.environment")
 
@@ -43,6 +47,10 @@ def test_secrets_of_the_environment_stay_in_the_runtime(attackers: Attackers, le
     assert seen["PATH"] == os.environ["PATH"]
 
 
+@pytest.mark.promise(
+    "The sandbox: `standard`",
+    "A model inherits its three channels, its output and two regions, and no other descriptor.",
+)
 def test_a_model_inherits_its_channels_and_its_output_and_nothing_else(
     attackers: Attackers, level: str
 ) -> None:
@@ -66,6 +74,7 @@ def quiet(runtime: moonpool.Runtime, model_folder: Path, level: str) -> Iterator
     runtime.unload("quiet")
 
 
+@pytest.mark.promise("The sandbox: `standard`", "Prints and log …")
 @pytest.mark.promise(
     "Limits",
     "Lines over the limit are counted and cost next to nothing, and the log names the option "
@@ -100,6 +109,11 @@ LINES = {
 }
 
 
+@pytest.mark.promise(
+    "The sandbox: `standard`",
+    "Prints and log lines of a model carry its name, are harmless to a terminal, and are limited "
+    "in length and number. Its metrics are limited, too.",
+)
 @pytest.mark.parametrize("line", LINES)
 def test_lines_of_a_model_are_known_by_its_name(
     attackers: Attackers, caplog: pytest.LogCaptureFixture, level: str, line: str
@@ -131,6 +145,11 @@ def test_the_place_that_a_line_names_is_no_line_of_its_own(
     assert said.isprintable()
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "Its metrics do not pass for the runtime's own: no name is `up` or begins with `nv_`, "
+    "`moonpool_`, `process_`, `python_` or `scrape_`.",
+)
 @pytest.mark.promise("Metrics", "No metric of a model, and …")
 def test_a_model_s_figures_do_not_pass_for_another_s(
     runtime: moonpool.Runtime, attackers: Attackers, level: str
@@ -152,6 +171,7 @@ def test_a_model_s_figures_do_not_pass_for_another_s(
     assert bool(told) == (level == "standard")
 
 
+@pytest.mark.promise("The sandbox: `standard`", "Prints and log …")
 def test_metrics_of_a_model_have_an_end(
     runtime: moonpool.Runtime, attackers: Attackers, level: str
 ) -> None:

@@ -96,6 +96,16 @@ def scene(runtime: moonpool.Runtime, tmp_path_factory: pytest.TempPathFactory) -
         }
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "It starts no process and no program, neither by `fork`, `vfork`, `clone`, `clone3` or "
+    "`exec` nor from memory. It may start threads, up to a limit.",
+)
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "Of other processes, its runtime included, it can read no memory, environment, descriptor or "
+    "command line, trace none, signal none, and change no limit, priority or processor.",
+)
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_nothing_of_other_processes_is_within_reach(
     attackers: Attackers, scene: dict[str, Any], attempt: str
@@ -142,6 +152,10 @@ def nobody_s_pid() -> int:
     return next(pid for pid in range(highest - 1, 1, -1) if not Path(f"/proc/{pid}").exists())
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "No call tells it whether a process with a given number exists. It may ask about itself.",
+)
 @pytest.mark.promise("Layers of the sandbox", "A process may name only itself …")
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_model_learns_of_no_number_whether_it_is_a_process(
@@ -168,6 +182,7 @@ def test_without_a_sandbox_a_model_learns_it(
     assert there != absent
 
 
+@pytest.mark.promise("The sandbox: `strict`", "A thread that …")
 @pytest.mark.promise(
     "Layers of the sandbox",
     "A thread may ask for its own policy, priority and processors. No call changes them, for a process or a thread of whatever number.",
@@ -190,6 +205,11 @@ def test_what_is_answered_changes_nothing(
     assert answers(runtime)
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "A thread that asks libc for its own policy, priority or processors gets an answer: the same "
+    "one for every number. What it sets changes nothing.",
+)
 def test_a_thread_asks_about_itself_without_an_error(attackers: Attackers) -> None:
     for level in ("off", "strict"):
         assert attackers(level).finds("processes.ask_in_a_thread") == {
@@ -201,6 +221,7 @@ def test_a_thread_asks_about_itself_without_an_error(attackers: Attackers) -> No
         }
 
 
+@pytest.mark.promise("The sandbox: `strict`", "No call tells …")
 def test_a_model_may_ask_about_itself(attackers: Attackers) -> None:
     attacker = attackers("strict")
     about = ["getpgid", "getsid", "getpriority", "sched_getaffinity", "sched_getscheduler"]
@@ -259,6 +280,11 @@ TRACING = [
 ]
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "Once a runtime serves such a model, no process of the runtime's user can inspect the "
+    "runtime or the model.",
+)
 def test_a_runtime_of_untrusted_models_is_closed_to_trusted_ones_too(
     runtime: moonpool.Runtime, attackers: Attackers, scene: dict[str, Any], is_root: bool
 ) -> None:
@@ -271,6 +297,7 @@ def test_a_runtime_of_untrusted_models_is_closed_to_trusted_ones_too(
     assert answers(runtime)
 
 
+@pytest.mark.promise("The sandbox: `strict`", "It starts no …")
 def test_threads_are_not_processes_and_may_be_started(attackers: Attackers) -> None:
     assert attackers("strict").finds("processes.start_threads", count=8) == 8
 
@@ -282,6 +309,7 @@ def test_a_model_is_in_a_session_of_its_own(attackers: Attackers, level: str) ->
     assert os.getsid(pid) == os.getpgid(pid) == pid
 
 
+@pytest.mark.promise("The sandbox: `strict`", "Once a runtime …")
 def test_no_process_of_its_user_may_look_into_a_model(attackers: Attackers) -> None:
     """The files in /proc of a protected process belong to root, whatever its user is."""
     environ = Path(f"/proc/{attackers('strict').pid}/environ")

@@ -51,6 +51,11 @@ LIES: dict[str, tuple[str, dict[str, object], str]] = {
 }
 
 
+@pytest.mark.promise(
+    "The sandbox: `standard`",
+    "The first message that breaks the protocol ends the process, and the log names it: "
+    "malformed bytes, pickles, bombs, overflowing sizes and offsets, unrequested answers, floods.",
+)
 @pytest.mark.parametrize("lie", LIES)
 def test_the_first_lie_ends_the_process_and_is_told(
     attackers: Attackers, caplog: pytest.LogCaptureFixture, level: str, lie: str
@@ -68,6 +73,7 @@ def test_the_first_lie_ends_the_process_and_is_told(
     assert attacker.finds("kernel.make", name="getpid") != pid
 
 
+@pytest.mark.promise("The sandbox: `standard`", "The first message …")
 def test_a_second_answer_is_one_too_many(attackers: Attackers, level: str) -> None:
     attacker = attackers(level)
     outcome = attacker.tries("protocol.flood_answers")
@@ -87,12 +93,18 @@ REGIONS = {
 }
 
 
+@pytest.mark.promise(
+    "The sandbox: `standard`",
+    "A model can neither truncate nor enlarge shared memory, so reading it kills nobody. The "
+    "memory has no name.",
+)
 @pytest.mark.parametrize("what", REGIONS)
 def test_shared_memory_stays_as_it_was_made(attackers: Attackers, level: str, what: str) -> None:
     """Whatever reads it after the end had been cut away would be killed by SIGBUS."""
     assert attackers(level).tries(f"protocol.{what}").word in REGIONS[what]
 
 
+@pytest.mark.promise("The sandbox: `standard`", "A model can …")
 def test_beyond_a_region_there_is_nothing(attackers: Attackers, level: str) -> None:
     outcome = attackers(level).tries("protocol.map_beyond_region")
 
@@ -100,6 +112,10 @@ def test_beyond_a_region_there_is_nothing(attackers: Attackers, level: str) -> N
     assert outcome.raised == "ValueError", outcome
 
 
+@pytest.mark.promise(
+    "The sandbox: `standard`",
+    "The runtime reads memory that a model may change only once.",
+)
 def test_lengths_that_change_while_they_are_read_harm_nobody(
     attackers: Attackers, level: str
 ) -> None:
@@ -121,6 +137,10 @@ def test_lengths_that_change_while_they_are_read_harm_nobody(
     assert attacker.finds("kernel.make", name="getpid") > 0
 
 
+@pytest.mark.promise(
+    "The sandbox: `standard`",
+    "Descriptors that a model sends reach nobody; flags that it sets on its own are its own.",
+)
 def test_descriptors_that_are_sent_reach_nobody(attackers: Attackers, level: str) -> None:
     attacker = attackers(level)
     attacker.finds("kernel.make", name="getpid")
@@ -135,6 +155,7 @@ def test_descriptors_that_are_sent_reach_nobody(attackers: Attackers, level: str
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
+@pytest.mark.promise("The sandbox: `standard`", "Descriptors that a …")
 def test_flags_of_descriptors_are_the_stub_s_own(
     runtime: moonpool.Runtime, attackers: Attackers, level: str
 ) -> None:
@@ -149,6 +170,10 @@ def words(text: str) -> NDArray[np.float32]:
     return np.frombuffer((text.encode() * (1 << 20))[: 1 << 20], np.float32)
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "It cannot see memory with requests of another model, also where it may ask that model.",
+)
 def test_another_model_s_requests_are_in_no_memory_that_this_one_sees(
     runtime: moonpool.Runtime, model_folder: Path, level: str
 ) -> None:

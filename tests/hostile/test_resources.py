@@ -62,6 +62,11 @@ NOT_GIVEN: dict[str, tuple[str, dict[str, Any], str | None]] = {
 
 
 @pytest.mark.promise(
+    "The sandbox: `strict`",
+    "It gets little or nothing of what the kernel counts for all processes of a user, or for "
+    "nobody.",
+)
+@pytest.mark.promise(
     "Layers of the sandbox",
     "Everything that the kernel holds for a contained model, apart from its memory, is bounded "
     "or refused. Without a sandbox a model gets more.",
@@ -114,6 +119,7 @@ BOUNDED: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.promise("The sandbox: `strict`", "It gets little …")
 @pytest.mark.promise("Layers of the sandbox", "Everything that the kernel holds …")
 @pytest.mark.parametrize("what", BOUNDED)
 def test_a_contained_model_has_bounded_amounts_of_others(attackers: Attackers, what: str) -> None:

@@ -43,6 +43,11 @@ def secret() -> Iterator[Path]:
 
 
 @pytest.mark.promise(
+    "The sandbox: `strict`",
+    "In `/dev/shm` it has its own shared memory, within the limit of its scratch folder. It sees "
+    "nobody else's there, nobody sees it, and it is gone with the process.",
+)
+@pytest.mark.promise(
     "Layers of the sandbox",
     "A model has shared memory of its own in /dev/shm, where locks, queues and blocks of `multiprocessing` work without a grant. It sees "
     "nobody else's there, nobody sees it, and it is gone with the process.",
@@ -78,6 +83,7 @@ def cramped(runtime: moonpool.Runtime, model_folder: Path) -> Iterator[Attacker]
     runtime.unload("cramped_sharing")
 
 
+@pytest.mark.promise("The sandbox: `strict`", "In `/dev/shm` it …")
 @pytest.mark.promise(
     "Layers of the sandbox",
     "Shared memory and the scratch folder have one limit together, in bytes and in files.",
@@ -101,6 +107,7 @@ def test_shared_memory_and_scratch_have_one_limit(strict: Attacker, cramped: Att
     assert cramped.finds("sharing.names") == []
 
 
+@pytest.mark.promise("The sandbox: `strict`", "In `/dev/shm` it …")
 @pytest.mark.parametrize("what", ["leave_by_dots", "program", "device"])
 def test_shared_memory_leads_nowhere(strict: Attacker, what: str) -> None:
     assert strict.tries(f"sharing.{what}").word in ("EACCES", "EPERM", "killed")
@@ -152,6 +159,10 @@ def test_the_grant_of_unix_sockets_is_for_nothing_else(
         runtime.unload("unix")
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "What a process that it forked sends to its stub harms nobody else.",
+)
 @pytest.mark.promise(
     "Layers of the sandbox",
     "Whatever a process that a model forked sends to its stub harms that model alone.",

@@ -53,6 +53,11 @@ REACHES = [
 ]
 
 
+@pytest.mark.promise(
+    "The sandbox: `strict`",
+    "An instance forked from a template cannot reach the template or its siblings, and cannot "
+    "fork.",
+)
 @pytest.mark.parametrize("what", REACHES)
 def test_the_template_and_the_other_instance_are_out_of_reach(
     forked: Attacker, others: dict[str, int], what: str
@@ -68,11 +73,13 @@ def test_the_template_and_the_other_instance_are_out_of_reach(
 STARTS = ["fork", "clone_without_thread", "clone3_process", "spawn", "execute_program"]
 
 
+@pytest.mark.promise("The sandbox: `strict`", "An instance forked …")
 @pytest.mark.parametrize("what", STARTS)
 def test_a_fork_cannot_fork(forked: Attacker, what: str) -> None:
     assert forked.tries(f"processes.{what}").word in ("EPERM", "EACCES", "ENOSYS")
 
 
+@pytest.mark.promise("The sandbox: `strict`", "An instance forked …")
 def test_a_fork_is_as_confined_as_any_instance(forked: Attacker) -> None:
     assert forked.tries("files.read", path="/etc/passwd").word == "EACCES"
     assert forked.tries("network.tcp", port=80).word == "EPERM"

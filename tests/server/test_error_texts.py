@@ -15,6 +15,10 @@ from tests.server.repositories import CONFIG, ECHO, write
 from tests.server.running import RunningServer, running
 from tests.waiting import wait_until
 
+pytestmark = [
+    pytest.mark.promise("The sandbox: `strict`", "Its error texts …"),
+]
+
 RAISES = ECHO.replace(
     "        return [",
     """        import os, sys

@@ -78,6 +78,7 @@ def again(server: RunningServer, mode: str) -> None:
     server.wait_for("stranger/config.pbtxt:6: parameters[MOONPOOL_SANDBOX_PATHS]: a model's conf")
 
 
+@pytest.mark.promise("The sandbox: grants", "A grant of …")
 @pytest.mark.parametrize("mode", ["poll", "explicit"])
 def test_a_new_version_has_no_more_than_was_granted(
     tmp_path: Path, folder: Path, mode: str
@@ -113,6 +114,10 @@ def test_a_new_version_has_no_more_than_was_granted(
         assert asked(server, "stranger", folder / "granted") == "refused"
 
 
+@pytest.mark.promise(
+    "The sandbox: grants",
+    "A value that the operator sets holds for every version, whatever its configuration says.",
+)
 def test_a_value_that_the_operator_sets_is_that_of_every_version(
     tmp_path: Path, folder: Path
 ) -> None:
@@ -147,6 +152,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[R
         yield server
 
 
+@pytest.mark.promise("The sandbox: grants", "A client or …")
 @pytest.mark.promise("The server (`moonpool serve`)", "Options that the operator set stay …")
 def test_a_client_s_configuration_overrules_nothing_that_the_operator_set(
     server: RunningServer, folder: Path
@@ -167,6 +173,7 @@ def test_a_client_s_configuration_overrules_nothing_that_the_operator_set(
     assert asked(server, "m", folder / "other") == "refused"
 
 
+@pytest.mark.promise("The sandbox: grants", "A client or …")
 @pytest.mark.parametrize("name", ["m", "whole"])
 def test_a_client_s_configuration_asks_for_no_more(
     server: RunningServer, folder: Path, name: str
@@ -182,6 +189,7 @@ def test_a_client_s_configuration_asks_for_no_more(
     assert asked(server, name, folder / "granted") == "granted"
 
 
+@pytest.mark.promise("The sandbox: grants", "A client or …")
 @pytest.mark.parametrize("name", ["m", "made-up"])
 def test_a_client_s_files_have_nothing_that_was_granted_to_a_name(
     server: RunningServer, folder: Path, name: str

@@ -126,6 +126,12 @@ def test_an_environment_cannot_name_the_place_of_its_base(tmp_path: Path) -> Non
     assert not covers(paths, secret)
 
 
+@pytest.mark.promise(
+    "The sandbox: grants",
+    "An environment or a granted path in the model's own directory is no way out of it: a link "
+    "there that leads elsewhere is refused at the load, and when an instance restarts. Links "
+    "inside an environment open nothing outside of it.",
+)
 def test_links_in_an_environment_lead_out_of_it_nowhere(tmp_path: Path) -> None:
     """A model may bring it, and its `lib` is where the dynamic loader looks first."""
     folder, environment, elsewhere = tmp_path / "m" / "1", tmp_path / "m" / "env", tmp_path / "home"

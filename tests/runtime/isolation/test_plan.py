@@ -92,6 +92,7 @@ def test_resources_are_released_only_once(tmp_path: Path) -> None:
     assert kept() == []
 
 
+@pytest.mark.promise("The sandbox: grants", "An environment or …")
 @pytest.mark.parametrize(("grant", "is_refused"), [("m:EXECUTION_ENV_PATH={}", True), ("m", False)])
 def test_a_link_that_came_after_the_load_leads_no_process_out(
     tmp_path: Path, grant: str, is_refused: bool

@@ -10,13 +10,16 @@ from moonpool.runtime.observe.metric_families import KINDS, PREFIXES, check_name
 from moonpool.runtime.observe.metrics import BadMetric, MetricRegistry
 from moonpool.runtime.stubs.metrics import StubMetrics
 
-pytestmark = pytest.mark.promise(
-    "Metrics",
-    "No metric of a model, and no line of one, has the name of a metric of the server's own. "
-    "Only Triton's families may be shared, by a model that is not contained. A contained model "
-    "has no name that is `up` or begins with `nv_`, `moonpool_`, `process_`, `python_` or "
-    "`scrape_`, also in tritonserver.",
-)
+pytestmark = [
+    pytest.mark.promise(
+        "Metrics",
+        "No metric of a model, and no line of one, has the name of a metric of the server's own. "
+        "Only Triton's families may be shared, by a model that is not contained. A contained model "
+        "has no name that is `up` or begins with `nv_`, `moonpool_`, `process_`, `python_` or "
+        "`scrape_`, also in tritonserver.",
+    ),
+    pytest.mark.promise("The sandbox: `strict`", "Its metrics do …"),
+]
 
 
 def held(sandbox: str) -> StubMetrics:

@@ -161,6 +161,12 @@ FREELY = {
 
 
 @pytest.mark.promise(
+    "The sandbox: grants",
+    "Where the operator set `strict` or `best-effort`, a model that grants itself anything, or "
+    "sets itself a limit above the usual one, is not loaded, unless the operator granted it. "
+    "Each option needs a grant, unless it is known to be harmless.",
+)
+@pytest.mark.promise(
     "Hostile models",
     "Where the operator set a level, each option of a model needs a grant, unless it is in a list of harmless ones.",
 )
@@ -317,6 +323,7 @@ def test_a_granted_deadline_is_for_that_long() -> None:
     HostingRules("strict", grants=endless).apply_to(model(LOAD_TIMEOUT_S="none"))
 
 
+@pytest.mark.promise("The sandbox: grants", "Where the operator …")
 def test_a_model_may_limit_itself_further() -> None:
     HostingRules("strict", host_policies=POLICIES).apply_to(model(**TIGHTER))
 
@@ -400,6 +407,12 @@ def named(key: str) -> str:
     return key.removeprefix("MOONPOOL_")
 
 
+@pytest.mark.promise(
+    "The sandbox: grants",
+    "A grant of a value is for that value, or for less, of one option of one model. A new "
+    "version that asks for more is not loaded by a poll, a client or a restart of the server; "
+    "the old version serves on.",
+)
 @pytest.mark.parametrize(("key", "value", "within", "beyond"), VALUES + FLOORS)
 def test_a_grant_is_for_its_value_and_for_no_more(
     key: str, value: str, within: list[str], beyond: list[str]
@@ -414,6 +427,7 @@ def test_a_grant_is_for_its_value_and_for_no_more(
             rules.apply_to(model(**{named(key): asked}))
 
 
+@pytest.mark.promise("The sandbox: grants", "A grant of …")
 def test_a_grant_is_for_one_model_and_one_option() -> None:
     rules = HostingRules("strict", grants=Grants(["m:MOONPOOL_SANDBOX_PORTS=443", "other"]))
 
@@ -457,6 +471,10 @@ def test_a_value_that_a_shell_would_change_is_quoted() -> None:
     )
 
 
+@pytest.mark.promise(
+    "The sandbox: grants",
+    "A grant that would read as something else where it is pasted is not printed.",
+)
 @pytest.mark.parametrize(
     "value",
     [
@@ -498,6 +516,7 @@ def test_a_grant_that_cannot_be_meant_is_an_error(text: str, what: str) -> None:
         Grants([text])
 
 
+@pytest.mark.promise("The sandbox: grants", "An environment or …")
 def test_links_lead_a_granted_path_in_the_model_s_own_directory_nowhere(tmp_path: Path) -> None:
     """The author of the next version could put a link in place of the environment."""
     folder, other = tmp_path / "m", tmp_path / "other"
@@ -542,6 +561,7 @@ WRITTEN: dict[str, object] = {
 }
 
 
+@pytest.mark.promise("The sandbox: grants", "A configuration that a model …")
 @pytest.mark.promise(
     "Hostile models",
     "A configuration that a model completes needs the grants of one that was written.",

@@ -54,6 +54,7 @@ class Borrower:
         self.other.close()
 
 
+@pytest.mark.promise("The sandbox: `strict`", "Shared memory that …")
 def test_request_regions_that_a_stub_may_have_kept_are_counted_and_given_again() -> None:
     memory = Allotment(1 << 20, is_contained=True)
     sent: list[int] = []

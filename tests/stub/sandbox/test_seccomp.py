@@ -8,6 +8,10 @@ from tests.stub.sandbox.bpf import ALLOW, DONE, ENOSYS, EPERM, KILL, verdict
 from moonpool.ipc import syscalls
 from moonpool.stub.sandbox import rules, seccomp
 
+pytestmark = [
+    pytest.mark.promise("The sandbox: `strict`", "Its sockets are …"),
+]
+
 PID = 4321
 MACHINES = list(syscalls.ARCHITECTURES)
 THREAD = 0x3D0F00  # libc starts threads with these flags

@@ -229,6 +229,7 @@ def test_a_stub_over_its_budget_is_read_more_slowly(end: End, fault: str, least_
     assert first_s < 8.0 or any(took_s() < 8.0 for _ in range(9))
 
 
+@pytest.mark.promise("The sandbox: `standard`", "The first message …")
 @pytest.mark.promise(
     "Containment",
     "A stub that breaks the protocol in any way is ended. The log says why, in the same words in the "

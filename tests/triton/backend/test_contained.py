@@ -60,6 +60,7 @@ def contained(repository: Path, client: Client) -> Iterator[str]:
     client.unload("counts_contained")
 
 
+@pytest.mark.promise("The sandbox: `strict`", "Its metrics do …")
 @pytest.mark.promise("Metrics", "No metric of a model, and …")
 def test_its_metrics_have_no_name_that_may_be_the_servers(
     server: HostingServer, client: Client, contained: str

@@ -34,6 +34,7 @@ def hoarder(repository: Path, server: HostingServer) -> Iterator[None]:
     client.close()
 
 
+@pytest.mark.promise("The sandbox: `strict`", "Shared memory that …")
 @pytest.mark.promise("Containment", "All shared memory that a contained …")
 def test_shared_memory_that_was_given_back_and_kept_is_counted(
     client: Client, server: HostingServer

@@ -252,6 +252,13 @@ def test_files_that_are_brought_have_no_grants(tmp_path: Path, rules: HostingRul
         prepared(tmp_path, brought({"MOONPOOL_SANDBOX_PATHS": "/data"}, FILES), rules)
 
 
+@pytest.mark.promise(
+    "The sandbox: grants",
+    "A client or a model that loads a model with a configuration of its own overrules nothing "
+    "that the operator set. A grant of a whole model is for the configuration in the repository, "
+    "not for one that comes with a load; files that come with a load have no grants at all. A "
+    "level that the operator lowered for a model holds for neither.",
+)
 @pytest.mark.parametrize("files", [None, FILES], ids=["config", "files"])
 def test_files_of_a_load_have_no_lower_level_than_all_models(
     tmp_path: Path, files: dict[str, bytes] | None
@@ -289,6 +296,11 @@ def test_a_program_s_configuration_changes_parameters_one_by_one(tmp_path: Path)
 # Names
 
 
+@pytest.mark.promise(
+    "The sandbox: grants",
+    "No model has a name that the operator's options would read as another name, a pattern or a "
+    "value.",
+)
 @pytest.mark.parametrize("name", ["*", "m*", "m;n", "m\nn", "m%3An"])
 def test_no_model_has_a_name_that_options_would_read_as_something_else(
     tmp_path: Path, name: str
