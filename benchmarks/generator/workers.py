@@ -37,6 +37,7 @@ from moonpool.benchmarks.generator.engine import (
     Stopped,
     Tally,
 )
+from moonpool.benchmarks.generator.grpc import session_maker
 from moonpool.benchmarks.hosts.process import with_moonpool
 from moonpool.benchmarks.loads import Concurrency, Load, Schedule
 from moonpool.benchmarks.windows import Log, Window, joined
@@ -77,7 +78,10 @@ class LoadWorkers:
         timeout_s: float,
         headers: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Start the workers."""
+        """Start the workers. Raises `MissingPackage`."""
+        if endpoint.scheme == "grpc":
+            # So that the reason is not told by a process that ends.
+            session_maker()
         self._windows = 0
         self._order = sending.order
         requests, is_stream = sending.requests, sending.is_stream

@@ -1,4 +1,5 @@
-/* The server's side of gRPC over HTTP/2, for Python and without I/O: bytes of a client go in, events and bytes for it come out.
+/* gRPC over HTTP/2, for Python and without I/O: bytes of a peer go in, events and bytes for it come out. The server's side, and as
+ * much of the client's as the load generator needs.
  *
  * HTTP/2 itself is libnghttp2's, which is found when the program runs. What is used of its stable interface (libnghttp2.so.14) is
  * declared here, so a compiler alone builds this file. This uses Python's stable ABI.
@@ -55,7 +56,8 @@ enum { RESET = 3, END_STREAM = 1, ACK = 1, PADDED = 8 };
 enum { ERR_WOULDBLOCK = -504, ERR_DEFERRED = -508, ERR_TEMPORAL = -521, ERR_PAUSE = -526, ERR_CALLBACK = -902 };
 enum { DATA_EOF = 1, DATA_NO_END_STREAM = 2, DATA_NO_COPY = 4 };
 enum { NO_ERROR = 0, ENHANCE_YOUR_CALM = 11 };
-enum { MAX_CONCURRENT_STREAMS = 3, INITIAL_WINDOW_SIZE = 4, MAX_FRAME_SIZE = 5, MAX_HEADER_LIST_SIZE = 6 };
+enum { CANCEL = 8 };
+enum { ENABLE_PUSH = 2, MAX_CONCURRENT_STREAMS = 3, INITIAL_WINDOW_SIZE = 4, MAX_FRAME_SIZE = 5, MAX_HEADER_LIST_SIZE = 6 };
 
 typedef int (*on_frame_callback)(nghttp2_session *, const nghttp2_frame_hd *, void *);
 typedef int (*on_header_callback)(nghttp2_session *, const nghttp2_frame_hd *, const uint8_t *, size_t, const uint8_t *, size_t, uint8_t, void *);
@@ -82,6 +84,7 @@ typedef int (*send_data_callback)(nghttp2_session *, nghttp2_frame_hd *, const u
     X(void, option_set_no_closed_streams, (nghttp2_option *, int)) \
     X(void, option_set_no_auto_window_update, (nghttp2_option *, int)) \
     X(int, session_server_new2, (nghttp2_session **, const nghttp2_session_callbacks *, void *, const nghttp2_option *)) \
+    X(int, session_client_new2, (nghttp2_session **, const nghttp2_session_callbacks *, void *, const nghttp2_option *)) \
     X(void, session_del, (nghttp2_session *)) \
     X(ssize_t, session_mem_recv, (nghttp2_session *, const uint8_t *, size_t)) \
     X(int, session_send, (nghttp2_session *)) \
@@ -96,6 +99,7 @@ typedef int (*send_data_callback)(nghttp2_session *, nghttp2_frame_hd *, const u
     X(int, session_terminate_session, (nghttp2_session *, uint32_t)) \
     X(int32_t, session_get_last_proc_stream_id, (nghttp2_session *)) \
     X(int, submit_settings, (nghttp2_session *, uint8_t, const nghttp2_settings_entry *, size_t)) \
+    X(int32_t, submit_request, (nghttp2_session *, const void *, const nghttp2_nv *, size_t, const nghttp2_data_provider *, void *)) \
     X(int, submit_response, (nghttp2_session *, int32_t, const nghttp2_nv *, size_t, const nghttp2_data_provider *)) \
     X(int, submit_trailer, (nghttp2_session *, int32_t, const nghttp2_nv *, size_t)) \
     X(int, submit_rst_stream, (nghttp2_session *, uint8_t, int32_t, uint32_t)) \
@@ -181,7 +185,7 @@ typedef struct {
     size_t max_message, unsent;
     unsigned long long sent; /* bytes of messages, until now */
     long idle_frames, resets;
-    int compresses, has_failed, is_flooded, is_greeted, has_sent;
+    int is_client, compresses, has_failed, is_flooded, is_greeted, has_sent;
     /* The buffer that is being fed, how much of it nghttp2 has had, and the bytes of a stream that wait for the caller's next `feed`. */
     const uint8_t *fed;
     size_t fed_size, stopped_from, stopped_to;
@@ -255,16 +259,13 @@ static int on_begin_frame(nghttp2_session *session, const nghttp2_frame_hd *fram
     s->frame_left = frame->type == DATA && !(frame->flags & PADDED) ? frame->length : 0;
     int is_useful = frame->type == HEADERS || frame->type == WINDOW_UPDATE || frame->type == RESET ||
                     (frame->type == DATA && (frame->length != 0 || frame->flags & END_STREAM));
-    if (!is_useful && --s->idle_frames < 0) s->is_flooded = 1;
+    if (!is_useful && !s->is_client && --s->idle_frames < 0) s->is_flooded = 1;
     return 0;
 }
 
-static int on_begin_headers(nghttp2_session *session, const nghttp2_frame_hd *frame, void *user) {
-    Session *s = static_cast<Session *>(user);
-    if (find(s, frame->stream_id) != nullptr) return 0; /* trailers */
+static Stream *add_stream(Session *s) {
     Stream *st = static_cast<Stream *>(PyMem_Calloc(1, sizeof *st));
-    if (st == nullptr) return ERR_TEMPORAL;
-    st->id = frame->stream_id;
+    if (st == nullptr) return nullptr;
     st->timeout_ns = NO_TIMEOUT;
     st->is_wanted = 1;
     st->last = &st->first;
@@ -272,6 +273,15 @@ static int on_begin_headers(nghttp2_session *session, const nghttp2_frame_hd *fr
     st->link = &s->streams;
     if (st->next != nullptr) st->next->link = &st->next;
     s->streams = st;
+    return st;
+}
+
+static int on_begin_headers(nghttp2_session *session, const nghttp2_frame_hd *frame, void *user) {
+    Session *s = static_cast<Session *>(user);
+    if (find(s, frame->stream_id) != nullptr) return 0; /* trailers */
+    Stream *st = add_stream(s);
+    if (st == nullptr) return ERR_TEMPORAL;
+    st->id = frame->stream_id;
     if (ng.session_set_stream_user_data(session, st->id, st)) {
         free_stream(s, st);
         return ERR_TEMPORAL;
@@ -297,9 +307,11 @@ static long long timeout_of(const uint8_t *text, size_t size) {
 
 static int on_header(nghttp2_session *session, const nghttp2_frame_hd *frame, const uint8_t *name, size_t name_size,
                      const uint8_t *value, size_t value_size, uint8_t flags, void *user) {
-    Stream *st = find(static_cast<Session *>(user), frame->stream_id);
+    Session *s = static_cast<Session *>(user);
+    Stream *st = find(s, frame->stream_id);
     (void)session, (void)flags;
-    if (st == nullptr || st->has_head || st->is_head_too_large) return 0;
+    /* A client wants to know the trailers, too. */
+    if (st == nullptr || (st->has_head && !s->is_client) || st->is_head_too_large) return 0;
     /* Apart from the rest, as it is another one each time, and the rest is not. */
     if (name_size == 12 && memcmp(name, "grpc-timeout", 12) == 0) {
         st->timeout_ns = timeout_of(value, value_size);
@@ -337,6 +349,7 @@ static void end_head(Session *s, Stream *st) {
         event(s, Py_BuildValue("iiy#L", static_cast<int>(EVENT_HEAD), (int)st->id, st->head, (Py_ssize_t)st->head_size, st->timeout_ns));
     PyMem_Free(st->head);
     st->head = nullptr;
+    st->head_size = st->head_capacity = 0;
 }
 
 static int on_frame(nghttp2_session *session, const nghttp2_frame_hd *frame, void *user) {
@@ -352,7 +365,7 @@ static int on_frame(nghttp2_session *session, const nghttp2_frame_hd *frame, voi
     } else if (frame->type == HEADERS || frame->type == DATA) {
         Stream *st = find(s, frame->stream_id);
         if (st == nullptr) return 0;
-        if (!st->has_head) end_head(s, st);
+        if (!st->has_head || st->head != nullptr) end_head(s, st);
         if (frame->flags & END_STREAM) {
             st->has_all = 1;
             event(s, Py_BuildValue("ii", static_cast<int>(EVENT_END), (int)st->id));
@@ -466,10 +479,10 @@ static int on_chunk(nghttp2_session *session, uint8_t flags, int32_t id, const u
 static int on_close(nghttp2_session *session, int32_t id, uint32_t code, void *user) {
     Session *s = static_cast<Session *>(user);
     Stream *st = find(s, id);
-    if (code != NO_ERROR && --s->resets < 0) s->is_flooded = 1;
+    if (code != NO_ERROR && !s->is_client && --s->resets < 0) s->is_flooded = 1;
     if (st == nullptr) return 0;
     if (st->held_to > st->held_from && ng.session_consume_connection(session, st->held_to - st->held_from)) s->has_failed = 1;
-    if (st->has_head) event(s, Py_BuildValue("iiI", static_cast<int>(EVENT_CLOSED), (int)id, (unsigned)code));
+    if (st->has_head || s->is_client) event(s, Py_BuildValue("iiI", static_cast<int>(EVENT_CLOSED), (int)id, (unsigned)code));
     ng.session_set_stream_user_data(session, id, nullptr);
     free_stream(s, st);
     return s->has_failed ? ERR_CALLBACK : 0;
@@ -603,12 +616,12 @@ static ssize_t on_read(nghttp2_session *session, int32_t id, uint8_t *buffer, si
                        nghttp2_data_source *source, void *user) {
     Stream *st = static_cast<Stream *>(source->ptr);
     size_t size = st->unsent < most ? st->unsent : most;
-    (void)buffer, (void)user;
+    (void)buffer;
     if (size == st->unsent && st->is_finished) {
         nghttp2_nv trailers[2];
-        size_t count = add_status(st, trailers, 0);
-        *flags |= DATA_EOF | DATA_NO_END_STREAM;
-        if (ng.submit_trailer(session, id, trailers, count)) return ERR_CALLBACK;
+        size_t count = static_cast<Session *>(user)->is_client ? 0 : add_status(st, trailers, 0);
+        *flags |= count ? DATA_EOF | DATA_NO_END_STREAM : DATA_EOF;
+        if (count && ng.submit_trailer(session, id, trailers, count)) return ERR_CALLBACK;
     } else if (size == 0) {
         st->is_deferred = 1;
         return ERR_DEFERRED;
@@ -853,6 +866,48 @@ static PyObject *send_message(Session *s, PyObject *const *arguments, Py_ssize_t
     Py_RETURN_TRUE;
 }
 
+/* request(headers, message, is last, is wanted): of a client */
+static PyObject *request(Session *s, PyObject *const *arguments, Py_ssize_t count) {
+    enum { MOST = 64 };
+    nghttp2_nv headers[MOST];
+    if (count != 4 || !PyTuple_Check(arguments[0]) || PyTuple_Size(arguments[0]) > MOST)
+        return PyErr_Format(PyExc_TypeError, "request(up to %d headers, message, is_last, is_wanted)", static_cast<int>(MOST));
+    long is_last = PyLong_AsLong(arguments[2]), is_wanted = PyLong_AsLong(arguments[3]);
+    Py_ssize_t size = PyTuple_Size(arguments[0]);
+    for (Py_ssize_t i = 0; i < size; i++) {
+        char *name, *value;
+        Py_ssize_t value_size;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(arguments[0], i), "yy#", &name, &value, &value_size)) return nullptr;
+        headers[i] = header(name, value, (size_t)value_size);
+    }
+    if (PyErr_Occurred()) return nullptr;
+    if (!s->is_client) return PyErr_Format(PyExc_ValueError, "a server sends no requests");
+    Stream *st = add_stream(s);
+    if (st == nullptr) return PyErr_NoMemory();
+    st->is_finished = is_last != 0;
+    st->has_begun = 1;
+    /* What nobody wants is dropped as it comes. */
+    st->is_refused = !is_wanted;
+    nghttp2_data_provider provider;
+    provider.source.ptr = st;
+    provider.read = on_read;
+    int32_t id = add_message(s, st, arguments[1], 0, 0) ? 0 : ng.submit_request(s->ng, nullptr, headers, (size_t)size, &provider, st);
+    if (id <= 0) {
+        free_stream(s, st);
+        return failed(id);
+    }
+    st->id = id;
+    return PyLong_FromLong(id);
+}
+
+static PyObject *cancel(Session *s, PyObject *number) {
+    int id = id_of(number);
+    if (PyErr_Occurred()) return nullptr;
+    int code = find(s, id) == nullptr ? 0 : ng.submit_rst_stream(s->ng, 0, id, CANCEL);
+    if (code) return failed(code);
+    Py_RETURN_NONE;
+}
+
 static PyObject *ping(Session *s, PyObject *unused) {
     (void)unused;
     int code = ng.submit_ping(s->ng, 0, nullptr);
@@ -880,10 +935,10 @@ static PyObject *replenish(Session *s, PyObject *unused) {
 }
 
 static int init(PyObject *self, PyObject *arguments, PyObject *names) {
-    static const char *keywords[] = {"max_message_bytes", "compresses", nullptr};
+    static const char *keywords[] = {"max_message_bytes", "compresses", "is_client", nullptr};
     Session *s = reinterpret_cast<Session *>(self);
     Py_ssize_t max_message;
-    if (!PyArg_ParseTupleAndKeywords(arguments, names, "np", const_cast<char **>(keywords), &max_message, &s->compresses)) return -1;
+    if (!PyArg_ParseTupleAndKeywords(arguments, names, "np|p", const_cast<char **>(keywords), &max_message, &s->compresses, &s->is_client)) return -1;
     if (callbacks == nullptr || s->ng != nullptr || max_message < 0) {
         PyErr_SetString(PyExc_ValueError, callbacks == nullptr ? "nghttp2 was not opened" : "a session is made once, with a limit");
         return -1;
@@ -898,9 +953,9 @@ static int init(PyObject *self, PyObject *arguments, PyObject *names) {
     }
     ng.option_set_no_closed_streams(option, 1);
     ng.option_set_no_auto_window_update(option, 1);
-    int code = ng.session_server_new2(&s->ng, callbacks, s, option);
+    int code = (s->is_client ? ng.session_client_new2 : ng.session_server_new2)(&s->ng, callbacks, s, option);
     ng.option_del(option);
-    nghttp2_settings_entry settings[] = {{MAX_CONCURRENT_STREAMS, MOST_STREAMS},
+    nghttp2_settings_entry settings[] = {s->is_client ? nghttp2_settings_entry{ENABLE_PUSH, 0} : nghttp2_settings_entry{MAX_CONCURRENT_STREAMS, MOST_STREAMS},
                                          {INITIAL_WINDOW_SIZE, STREAM_WINDOW},
                                          {MAX_FRAME_SIZE, FRAME},
                                          {MAX_HEADER_LIST_SIZE, MOST_HEAD}};
@@ -930,13 +985,15 @@ static PyMethodDef methods[] = {
     METHOD("take", take, METH_O, "Return the next message of a stream, if it has come, whether it is compressed, and its size."),
     METHOD("place", place, METH_FASTCALL, "Receive the message that is coming into this memory. Returns False if none is coming."),
     METHOD("send", send_message, METH_FASTCALL, "Send a message, a status, or both. Returns False if the stream has ended."),
+    METHOD("request", request, METH_FASTCALL, "Send a request to a server; return its stream."),
+    METHOD("cancel", cancel, METH_O, "Reset a stream, if it is still open."),
     METHOD("ping", ping, METH_NOARGS, "Send a ping."),
     METHOD("goaway", goaway, METH_FASTCALL, "Tell the client that no further streams are accepted."),
     METHOD("replenish", replenish, METH_NOARGS, "Refill the budgets against floods, once a second, and return the bytes of messages that wait, and those that left."),
     {nullptr, nullptr, 0, nullptr},
 };
 static PyType_Slot slots[] = {
-    {Py_tp_doc, const_cast<char *>("One HTTP/2 connection of a client. For one thread.")},
+    {Py_tp_doc, const_cast<char *>("One HTTP/2 connection. For one thread.")},
     {Py_tp_init, reinterpret_cast<void *>(init)},
     {Py_tp_dealloc, reinterpret_cast<void *>(dealloc)},
     {Py_tp_methods, methods},

@@ -6,17 +6,19 @@ def open_library(name: str, /) -> None:
     """Find nghttp2 by the name or path of its library, once. Raises OSError."""
 
 class Session:
-    """One HTTP/2 connection of a client. For one thread.
+    """One HTTP/2 connection of a client, or with `is_client` to a server. For one thread.
 
     An event is a tuple of its kind, its stream and more:
     (HEAD, stream, headers or None if they are too large, nanoseconds of the deadline or a negative number),
     (MESSAGE, stream, message, whether it is compressed), (END, stream), (CLOSED, stream, code of HTTP/2),
     (REFUSED, stream, status of gRPC, size of the message), (SENT, stream),
     (PING, whether it answers one of ours, whether messages were sent since the last one), (GREETED,),
-    (COMING, stream, first bytes of a large message, its size).
+    (COMING, stream, first bytes of a large message, its size). A client gets a HEAD for the trailers, too.
     """
 
-    def __init__(self, max_message_bytes: int, compresses: bool) -> None: ...
+    def __init__(
+        self, max_message_bytes: int, compresses: bool, is_client: bool = False
+    ) -> None: ...
     def feed(self, buffer: memoryview | bytes, size: int, /) -> tuple[list[tuple[Any, ...]], bool]:
         """Read so many bytes of a buffer; return the events, and whether all was read. Raises ConnectionError.
 
@@ -61,6 +63,22 @@ class Session:
 
         With `is_awaited`, there will be an event SENT.
         """
+
+    def request(
+        self,
+        headers: tuple[tuple[bytes, bytes], ...],
+        message: bytes | tuple[bytes | memoryview, ...],
+        is_last: bool,
+        is_wanted: bool,
+        /,
+    ) -> int:
+        """Send a request and its first message, as a client; return its stream. Raises ConnectionError.
+
+        With `is_last` there are no further messages. Messages that come back are dropped unless they are wanted.
+        """
+
+    def cancel(self, stream: int, /) -> None:
+        """Reset a stream, if it is still open. Raises ConnectionError."""
 
     def ping(self) -> None:
         """Send a ping."""

@@ -15,14 +15,13 @@ import asyncio
 import ssl
 from collections.abc import Callable
 from concurrent.futures import Executor
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.ipc.extension import PURE, is_wanted, load
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.event_loop import watches_of
 from moonpool.runtime.server.clients import Clients, relieve
+from moonpool.runtime.server.grpc import open_nghttp2, what_is_missing
 from moonpool.runtime.server.grpc.call import OpenCalls
 from moonpool.runtime.server.grpc.connection import GrpcConnection
 from moonpool.runtime.server.grpc.options import GrpcOptions
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
     from moonpool.runtime.server.grpc import _http2
 
 _log = RuntimeLog("moonpool")
-_LIBRARY = "libnghttp2.so.14"
-# A wheel has a copy if it was built where there is one.
-_BUNDLED = Path(__file__).with_name(_LIBRARY)
 _BACKLOG = 4096
 _BUFFER_BYTES = 256 << 10
 _LOOK_S = 1.0
@@ -77,35 +73,18 @@ def make_port(
     return Http2Port(calls, options, clients, pool, make_session)
 
 
-def nghttp2() -> Callable[[int, bool], _http2.Session]:
-    """Return the maker of sessions. Raises ImportError without the extension, and OSError without nghttp2.
-
-    The system's library is preferred to the one in the wheel, because it gets the system's updates.
-    """
-    if not is_wanted():
-        raise ImportError(f"{PURE} leaves out what is compiled")
-    extension = load("moonpool.runtime.server.grpc._http2")
-    where = _LIBRARY
-    try:
-        extension.open_library(where)
-    except OSError:
-        if not _BUNDLED.is_file():
-            raise
-        where = str(_BUNDLED)
-        extension.open_library(where)
+def nghttp2() -> Callable[..., _http2.Session]:
+    """Return the maker of sessions. Raises ImportError without the extension, and OSError without nghttp2."""
+    make_session, where = open_nghttp2()
     _log.info("gRPC is served over %s", where)
-    make_session: Callable[[int, bool], _http2.Session] = extension.Session
     return make_session
 
 
 def without_nghttp2(error: ImportError | OSError) -> str:
     """Return the line of the log that says why gRPC is slower than it could be."""
-    if isinstance(error, OSError):
-        what = f"{error}; install it (Debian and Ubuntu: libnghttp2-14, Fedora: libnghttp2)"
-    else:
-        what = f"{error}; install a C++ compiler, and moonpool again"
     return (
-        f"gRPC is served by grpcio, which takes several times the processor time of nghttp2: {what}"
+        "gRPC is served by grpcio, which takes several times the processor time of nghttp2: "
+        f"{what_is_missing(error)}"
     )
 
 

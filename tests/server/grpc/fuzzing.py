@@ -19,6 +19,7 @@ from moonpool.runtime.server.grpc.port import nghttp2
 
 _KINDS = range(11)
 _STREAMS = (0, 1, 1, 3, 5, 7, 9, 1001, 2**31 - 1)
+_REQUEST = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/a/b"), (b"te", b"trailers"))
 _HEADERS = ("grpc-timeout", "x", "x-bin", ":path", "te", "grpc-encoding", "connection", "\0", "")
 
 
@@ -86,7 +87,7 @@ def _frames(rng: random.Random, last: int) -> tuple[bytes, int]:
 
 
 def _serve(rng: random.Random, session: Any, stream: int) -> None:
-    what = rng.randrange(12)
+    what = rng.randrange(14)
     if what < 5:
         message: Any = rng.choice((None, b"", rng.randbytes(rng.choice((1, 100, 70_000)))))
         if rng.random() < 0.3:
@@ -102,15 +103,32 @@ def _serve(rng: random.Random, session: Any, stream: int) -> None:
         session.ping()
     elif what == 10:
         session.replenish()
+    elif what == 11:
+        headers = tuple((name.encode(), rng.randbytes(rng.randrange(9))) for name in _HEADERS[:6:5])
+        # A server sends no requests.
+        with contextlib.suppress(ValueError):
+            message = rng.choice((b"", (b"", b""), rng.randbytes(70_000)))
+            session.request(headers, message, rng.random() < 0.5, rng.random() < 0.7)
+    elif what == 12:
+        session.cancel(stream)
     elif rng.random() < 0.05:
         session.goaway(rng.randrange(14), rng.randbytes(rng.randrange(200)))
 
 
 def one(rng: random.Random) -> int:
     """Live through one connection. Returns the number of events."""
-    session = nghttp2()(rng.choice((0, 100, 1 << 20)), rng.random() < 0.5)
-    data = http2.PREFACE + http2.frame(http2.SETTINGS) + http2.frame(http2.SETTINGS, 1)
-    data += http2.call(1)
+    is_client = rng.random() < 0.4
+    session = nghttp2()(rng.choice((0, 100, 1 << 20)), rng.random() < 0.5, is_client)
+    data = http2.frame(http2.SETTINGS) + http2.frame(http2.SETTINGS, 1)
+    if is_client:
+        for _ in range(rng.randrange(5)):
+            session.request(_REQUEST, b"x" * rng.choice((0, 9, 70_000)), rng.random() < 0.5, rng.random() < 0.7)  # fmt: skip
+        session.out()
+        status = http2.literal("grpc-status", "0")
+        data += http2.frame(http2.HEADERS, 4, 1, b"\x88") + http2.frame(http2.DATA, 0, 1, _body(rng, http2.DATA)[:16384])  # fmt: skip
+        data += http2.frame(http2.HEADERS, 5, 1, status)
+    else:
+        data = http2.PREFACE + data + http2.call(1)
     events, last = 0, 1
     # An error ends the session, also while it still has streams and messages.
     with contextlib.suppress(ConnectionError):

@@ -15,6 +15,7 @@ from tests.server.grpc.serving import TIMEOUT_S
 from tests.server.repositories import write
 from tests.server.running import starting
 
+from moonpool.runtime.server import grpc as package
 from moonpool.runtime.server.grpc import port
 
 pytestmark = pytest.mark.promise(
@@ -86,8 +87,8 @@ def test_the_system_s_library_goes_first(
     if copies:
         (tmp_path / "copy").touch()
     extension = SimpleNamespace(open_library=open_library, Session=object)
-    monkeypatch.setattr(port, "_BUNDLED", tmp_path / "copy")
-    monkeypatch.setattr(port, "load", lambda _: extension)
+    monkeypatch.setattr(package, "_BUNDLED", tmp_path / "copy")
+    monkeypatch.setattr(package, "load", lambda _: extension)
     if there or copies:
         made: object = port.nghttp2()
         assert made is object

@@ -367,3 +367,63 @@ def test_sessions_of_several_threads_keep_their_output_apart() -> None:
     for thread in threads:
         thread.join(60.0)
     assert wrong == []
+
+
+def exchange(client: Any, server: Any) -> list[tuple[Any, ...]]:
+    """Give each session what the other one has to say, until both are silent; return the events of both."""
+    events: list[tuple[Any, ...]] = []
+    said = True
+    while said:
+        said = False
+        for ours, theirs in ((client, server), (server, client)):
+            data, size_bytes, _, _ = ours.out()
+            whole = b"".join(data) if isinstance(data, list) else data
+            if size_bytes:
+                said, has_all = True, False
+                while not has_all:
+                    more, has_all = theirs.feed(whole, len(whole))
+                    events += more
+    return events
+
+
+REQUEST = (
+    (b":method", b"POST"),
+    (b":scheme", b"http"),
+    (b":path", b"/a/b"),
+    (b":authority", b"x"),
+    (b"te", b"trailers"),
+)
+
+
+@pytest.mark.parametrize("size_bytes", [3, 1 << 20])
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_a_client_sends_a_request_and_learns_the_status(size_bytes: int, is_wanted: bool) -> None:
+    client, server = nghttp2()(1 << 30, False, True), nghttp2()(1 << 30, False)
+    stream = client.request(REQUEST, b"x" * size_bytes, True, is_wanted)
+    events = exchange(client, server)
+    assert (MESSAGE, stream, b"x" * size_bytes, 0) in events
+    assert (END, stream) in events
+
+    server.send(stream, b"y" * size_bytes, False, False, 13, b"no luck")
+    events = exchange(client, server)
+
+    heads = [each[2] for each in events if each[0] == HEAD]
+    assert heads[0].startswith(b":status\x00200\x00")
+    assert heads[-1] == b"grpc-status\x0013\x00grpc-message\x00no luck\x00"
+    assert ((MESSAGE, stream, b"y" * size_bytes, 0) in events) == is_wanted
+    assert (END, stream) in events
+    assert events[-1] == (CLOSED, stream, 0)
+
+
+def test_a_client_cancels_a_request() -> None:
+    client, server = nghttp2()(1 << 30, False, True), nghttp2()(1 << 30, False)
+    stream = client.request(REQUEST, b"x", False, True)
+    exchange(client, server)
+    client.cancel(stream)
+
+    assert (CLOSED, stream, 8) in exchange(client, server)
+    # It is gone, and another one may come.
+    client.cancel(stream)
+    assert client.request(REQUEST, b"x", True, True) == stream + 2
+    with pytest.raises(ValueError, match="a server sends no requests"):
+        server.request(REQUEST, b"x", True, True)
