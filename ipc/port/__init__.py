@@ -250,6 +250,13 @@ class RuntimePort:
         """
         return False
 
+    def wait_until(self, deadline_ns: int, is_alone: bool) -> bool | None:  # noqa: ARG002
+        """Do what `wait` does, and `wait_alone` if it `is_alone`, until a time of `time.monotonic_ns`.
+
+        Returns False at that time, and None if Python has to do it.
+        """
+        return None
+
     def look(self) -> bool:
         """Look for the answer for a moment, where that has helped lately. Returns True if it is there."""
         return False

@@ -158,4 +158,5 @@ cdef class LaneEnd:
     cpdef bint put(self, requests) except -1
     cpdef bint wait(self) except -1
     cpdef bint wait_alone(self) except -1
+    cpdef wait_until(self, int64_t deadline_ns, bint is_alone)
     cpdef take(self, requests)

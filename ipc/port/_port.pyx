@@ -396,6 +396,9 @@ cdef class LaneEnd:
     cpdef bint wait_alone(self) except -1:
         return False
 
+    cpdef wait_until(self, int64_t deadline_ns, bint is_alone):
+        return None
+
     cpdef take(self, requests):
         return None
 
@@ -707,6 +710,18 @@ cdef class RuntimePort(LaneEnd):
         Looks for the answer for a moment first, where that has helped lately.
         """
         return self._wait_or_look(True)
+
+    cpdef wait_until(self, int64_t deadline_ns, bint is_alone):
+        """Do what `wait` does, and `wait_alone` if it `is_alone`, until a time of `time.monotonic_ns`.
+
+        Returns False at that time, and None if Python has to do it.
+        """
+        if self._slots is None:
+            return None
+        if not self._slots.wait(deadline_ns, self.look_ns if is_alone else 0):
+            return False
+        _counts.wait += 1
+        return True
 
     def look(self):
         """Look for the answer for a moment, where that has helped lately. Returns True if it is there."""

@@ -1,1 +1,12 @@
-# `signature.py` is compiled as it is.
+# The types of a signature, for the compiled form of `signature.py`.
+
+# Found without a look into the module's dictionary.
+cdef object details_of
+
+
+cdef class Signature:
+    cdef object __weakref__
+    cdef public object _model, _note, _intake, _max_batch_size, _inputs, _reshaped, _in_order, _usual, _required
+    cdef public object _all_outputs, _outputs, _shapes, usual
+
+    cpdef request(self, inputs, outputs=*, details=*)

@@ -107,8 +107,8 @@ class Signature:
             (t.name, CODES[t.datatype], t.dims, t.ragged, t.name in self._reshaped)
             for t in config.inputs
         ]
+        # Makes usual requests.
         self.usual = Spec(InferenceRequest, rows, config.max_batch_size)
-        """Makes usual requests."""
 
     def request(
         self,

@@ -23,7 +23,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from moonpool.runtime.arguments import check_timeout
 from moonpool.runtime.errors import OutOfThreads, own
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
@@ -259,7 +258,6 @@ def wait_for_response(
 
     Raises what `Scheduler.submit` raises, `InvalidRequest`, `RequestTimedOut`, and the error of the outcome.
     """
-    check_timeout(timeout_s)
     outcome = scheduler.infer(request, timeout_s)
     return outcome if type(outcome) is Response else response_of(outcome)
 

@@ -7,7 +7,7 @@ from moonpool.runtime.model._backend cimport ModelInstance as InstanceType
 from moonpool.runtime.schedule._request_queue cimport RequestQueue as QueueType
 
 # Found without a look into the module's dictionary.
-cdef object allocate_lock, bisect_left, get_ident, monotonic_ns, time_ns
+cdef object LONGEST_S, allocate_lock, bisect_left, check_timeout, get_ident, monotonic, monotonic_ns, time_ns
 
 
 cdef class Lane:
@@ -67,8 +67,10 @@ cdef class Execution:
     @cython.locals(request=RequestType, thread=ThreadWaiter)
     cpdef appoint(self)
     cpdef reserve(self, by)
-    @cython.locals(port=PortType)
+    @cython.locals(port=PortType, is_alone=cython.bint)
     cpdef drive(self, deadline, bint interruptible)
+    @cython.locals(port=PortType)
+    cdef bint _took_until(self, double deadline, bint is_alone) except -1
     cpdef bint was_slow(self, long long now_ns)
     @cython.locals(
         requests=list, statistics=StatisticsType, by_duration=list, request=RequestType, now_ms=cython.longlong,

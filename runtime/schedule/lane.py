@@ -81,6 +81,7 @@ from time import monotonic, monotonic_ns, time_ns
 
 from moonpool.ipc.errors import MoonpoolError, PeerGone
 from moonpool.ipc.port import RuntimePort
+from moonpool.runtime.arguments import LONGEST_S, check_timeout
 from moonpool.runtime.errors import BackendError, ModelUnavailable, QueueFull, RequestTimedOut, own
 from moonpool.runtime.model.backend import Model, ModelInstance, Pending
 from moonpool.runtime.model.request import (
@@ -183,11 +184,14 @@ class Lane:
     def infer(self, request: InferenceRequest, timeout_s: float | None = None) -> Outcome:
         """Submit a request, and wait for its outcome on this thread, for so many seconds.
 
-        Raises what `submit` raises, and `RequestTimedOut`.
+        Raises what `submit` raises, `InvalidRequest` and `RequestTimedOut`.
         """
         if timeout_s is None:
             waiter, deadline = ThreadWaiter(), None
         else:
+            # Most are such a number, and need no further look.
+            if type(timeout_s) is not float or not 0.0 <= timeout_s <= LONGEST_S:
+                check_timeout(timeout_s)
             waiter, deadline = PunctualWaiter(), monotonic() + timeout_s
         request.waiter = waiter
         try:
@@ -754,13 +758,14 @@ class Execution:
             self.drive_in_reactor()
             return
         port = self.port
+        # It then looks for the answer for a moment before it sleeps.
+        is_alone = len(self.requests) == 1 and not len(self.scheduler._queue)
         try:
-            if deadline is not None:
-                self._wait_until(deadline)
-            if port is None:
+            if deadline is not None and self._took_until(deadline, is_alone):
+                pass
+            elif port is None:
                 self.pending.wait()
-            # A moment of its own if nobody else waits for that.
-            elif len(self.requests) == 1 and not len(self.scheduler._queue):
+            elif is_alone:
                 if not port.wait_alone():
                     self.pending.wait()
             elif not port.wait():
@@ -772,16 +777,27 @@ class Execution:
             raise
         self.scheduler.finish(self, interruptible)
 
-    def _wait_until(self, deadline: float) -> None:
+    def _took_until(self, deadline: float, is_alone: bool) -> bool:
+        """Wait until the answer can be read. Returns True if it is received, too.
+
+        Raises `RequestTimedOut` at the deadline. A request is never cut off early.
+        """
+        port = self.port
+        if port is not None:
+            came = port.wait_until(int(deadline * 1e9) + 1, is_alone)
+            if came is not None:
+                if not came:
+                    raise RequestTimedOut("Request timeout expired")
+                return True
         poll = select.poll()
         poll.register(self.pending.fileno(), select.POLLIN)
         while True:
             left_s = deadline - monotonic()
-            # poll counts whole milliseconds; a request is never cut off early.
+            # poll counts whole milliseconds.
             if not poll.poll(max(0.0, left_s) * 1000 + 0.999):
                 raise RequestTimedOut("Request timeout expired")
             if self.is_ready():
-                return
+                return False
 
     def is_ready(self) -> bool:
         """Return True if the answer can be read, when the descriptor was readable.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -123,10 +125,22 @@ def test_a_large_output_that_is_passed_on_is_lent(model: moonpool.Runtime) -> No
     assert (again == 4).all()
 
 
-def test_a_lone_request_is_made_sent_awaited_and_read_by_the_port(model: moonpool.Runtime) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"timeout_s": PATIENCE_S},
+        {"request_id": "a", "priority": 1, "queue_timeout_us": 10**9},
+        {"parameters": {"text": "é", "number": -1, "real": 0.5, "flag": True}},
+    ],
+    ids=["with nothing else", "with a deadline", "with an id", "with parameters"],
+)
+def test_a_lone_request_is_made_sent_awaited_and_read_by_the_port(
+    model: moonpool.Runtime, options: dict[str, Any]
+) -> None:
     before = counts()
     for _ in range(10):
-        assert model.infer("double", {"X": X})["Y"].tolist() == [[2.0, 4.0]]
+        assert model.infer("double", {"X": X}, **options)["Y"].tolist() == [[2.0, 4.0]]
     done = taken(before)
     assert {name: done[name] for name in ("request", "wait", "put", "take")} == {
         "request": 10,
@@ -134,6 +148,26 @@ def test_a_lone_request_is_made_sent_awaited_and_read_by_the_port(model: moonpoo
         "put": 10,
         "take": 10,
     }
+
+
+@pytest.mark.parametrize("channel", ["memory", "a socket"])
+@pytest.mark.parametrize("timeout_s", [0, 0.05])
+def test_a_caller_leaves_at_its_deadline_and_not_before(
+    request: pytest.FixtureRequest, channel: str, timeout_s: float
+) -> None:
+    fixture = "model" if channel == "memory" else "on_a_socket"
+    runtime: moonpool.Runtime = request.getfixturevalue(fixture)
+    pid = runtime.instances("double")[0]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(moonpool.RequestTimedOut):
+            runtime.infer("double", {"X": X}, timeout_s=timeout_s)
+        assert timeout_s <= time.monotonic() - began < PATIENCE_S
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    # The reactor reads the answer that nobody waits for.
+    assert runtime.infer("double", {"X": X}, timeout_s=PATIENCE_S)["Y"].tolist() == [[2.0, 4.0]]
 
 
 def test_requests_of_many_threads_and_tasks_are_sent_and_read_by_the_port(

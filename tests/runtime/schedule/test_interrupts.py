@@ -188,7 +188,8 @@ def test_a_handler_may_raise_at_any_line_of_a_request(
     hosted: Hosted,
     ask: Ask,
 ) -> None:
-    assert interrupt_everywhere(hosted, ask) > 20
+    # Where all is compiled, a request has few lines.
+    assert interrupt_everywhere(hosted, ask) > 10
     (instance,) = hosted.runtime.instances("m")
     assert (instance["state"], instance["restarts"]) == ("READY", 0)
 
