@@ -2,6 +2,10 @@
 cimport cython
 
 from moonpool.ipc.port._port cimport RequestBase as RequestType
+from moonpool.runtime.schedule._lane cimport ThreadWaiter as ThreadType
+
+# Found without a look into the module's dictionary.
+cdef object Response, SequencedTensor, _SUBMITTED, _ndarray, is_interruptible
 
 
 @cython.final
@@ -26,5 +30,6 @@ cdef class ChainRun:
     cpdef fail(self, error)
     cpdef bint stop(self, driver=*) except -1
     cdef _leave(self, driver)
+    @cython.locals(thread=ThreadType)
     cpdef bint appoint(self, execution) except -1
     cpdef resolve(self, outcome)

@@ -38,10 +38,11 @@ from moonpool.runtime.ensemble.members import (
 from moonpool.runtime.ensemble.run import RunOwner, of_step
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
 from moonpool.runtime.process.threads import is_interruptible
-from moonpool.runtime.schedule.lane import Execution, Lane
+from moonpool.runtime.schedule.lane import Execution, Lane, ThreadWaiter
 from moonpool.runtime.schedule.scheduler import Scheduler
 
 _IS_COMPILED = not __file__.endswith(".py")
+_ndarray = np.ndarray
 # The step was submitted, and its outcome is to come, or has been looked for.
 _SUBMITTED = object()
 
@@ -167,7 +168,7 @@ class ChainRun:
         if type(value) is SequencedTensor:
             inputs, sequence = without_sequence(inputs)
         inputs = member.inputs(inputs)
-        if type(value) is not np.ndarray:
+        if type(value) is not _ndarray:
             signature = member.hosted.signature
             if signature.has_to_copy(inputs.values()):
                 owner.fetching.start(signature, inputs, partial(self._fetched, member, sequence))
@@ -213,7 +214,7 @@ class ChainRun:
     def _offer(self, execution: Execution) -> None:
         """Find a driver for the execution of a step, which the run has claimed."""
         execution.offer()
-        if not self.request.waiter.appoint(execution) and execution.claim(self):
+        if not self.appoint(execution) and execution.claim(self):
             execution.drive_in_reactor()
 
     # The end
@@ -266,7 +267,11 @@ class ChainRun:
         raise NotImplementedError
 
     def appoint(self, execution: Execution) -> bool:
-        return self.request.waiter.appoint(execution)
+        waiter = self.request.waiter
+        if isinstance(waiter, ThreadWaiter):
+            thread = waiter
+            return thread.appoint(execution)
+        return waiter.appoint(execution)
 
     def resolve(self, outcome: Outcome | None) -> None:
         turn = self._turn

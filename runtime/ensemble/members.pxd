@@ -4,11 +4,21 @@ cimport cython
 from moonpool.ipc.port._port cimport RequestBase as RequestType
 
 
+# Found without a look into the module's dictionary.
+cdef object BYTES, Response, WireTensor, _NO_SEQUENCE, _ndarray
+
+
 cdef class Shaping:
     cdef object _batches, _dims, _mixed
     cdef public bint is_mixed
 
     cpdef fitted(self, name, array)
+
+
+@cython.final
+cdef class AskedOutputs:
+    cdef object outputs
+    cdef bint feeds_caller
 
 
 @cython.final
@@ -20,9 +30,18 @@ cdef class StepModel:
     cdef public object hosted
 
     cpdef inputs(self, tensors)
-    @cython.locals(request=RequestType)
+    @cython.locals(asked=AskedOutputs, request=RequestType)
     cpdef request(self, flow, inputs, sequence, RequestType asked_by)
     cdef _ask(self, flow)
+
+
+@cython.final
+cdef class StepModels:
+    cdef object _graph, _find
+    cdef dict _models
+
+    @cython.locals(model=StepModel)
+    cpdef of(self, step)
 
 
 @cython.final

@@ -9,15 +9,16 @@ caller, and copies it where they may not. Strings stay in the form of the wire b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.messages import ANY_MEMORY, SHORT, size_of
 from moonpool.ipc.tensors import BYTES, DTYPES, decode_bytes
-from moonpool.runtime.ensemble.graph import Flow, fits
+from moonpool.runtime.ensemble.graph import EnsembleGraph, Flow, fits
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.request import (
@@ -30,6 +31,7 @@ from moonpool.runtime.model.request import (
 )
 from moonpool.runtime.stubs.calls.requests import Callee
 
+_ndarray = np.ndarray
 _START, _END = 1, 2
 _MOST_ID = 2**64 - 1
 _NO_DETAILS = Details()
@@ -97,12 +99,15 @@ def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     return array.reshape(shape)
 
 
-class _Asked(NamedTuple):
+class AskedOutputs:
     """The outputs that requests of one flow ask of a step's model."""
 
-    # In the model's order; None for all.
-    outputs: list[str] | None
-    feeds_caller: bool
+    __slots__ = ("feeds_caller", "outputs")
+
+    def __init__(self, outputs: list[str] | None, feeds_caller: bool) -> None:
+        # In the model's order; None for all.
+        self.outputs = outputs
+        self.feeds_caller = feeds_caller
 
 
 class StepModel:
@@ -126,7 +131,7 @@ class StepModel:
         self._shaping = Shaping(config.max_batch_size > 0, dims, mixed)
         self._outputs = [tensor.name for tensor in config.outputs]
         self._has_strings = any(tensor.datatype == "BYTES" for tensor in config.outputs)
-        self._asked: Memo[Flow, _Asked] = Memo()
+        self._asked: Memo[Flow, AskedOutputs] = Memo()
 
     def inputs(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """Return the arrays for the model's inputs."""
@@ -172,12 +177,12 @@ class StepModel:
             request.is_cancelled = True
         return request
 
-    def _ask(self, flow: Flow) -> _Asked:
+    def _ask(self, flow: Flow) -> AskedOutputs:
         wanted = {output for output, _ in flow.outputs[self._step]}
         outputs = [name for name in self._outputs if name in wanted]
         is_all = len(outputs) == len(self._outputs)
         feeds_caller = flow.feeds_caller(self._step)
-        return _Asked(None if is_all else outputs, feeds_caller)
+        return AskedOutputs(None if is_all else outputs, feeds_caller)
 
 
 def with_sequence(response: Response, asked: InferenceRequest) -> Mapping[str, Any]:
@@ -202,6 +207,49 @@ def without_sequence(
             tensor = tensor.array
         arrays[name] = tensor
     return arrays, sequence
+
+
+class StepModels:
+    """The models of all steps, as they are at the moment. Thread-safe."""
+
+    def __init__(self, graph: EnsembleGraph, find: Callable[[str, int | None], Callee]) -> None:
+        """`find` returns the model of a step, as a client would get it. Raises `MoonpoolError` if there is none."""
+        self._graph, self._find = graph, find
+        self._models: dict[int, StepModel] = {}
+
+    def of(self, step: int) -> StepModel:
+        """Return the model of a step. Raises `MoonpoolError` if there is none."""
+        wanted, model = self._graph.steps[step], self._models.get(step)
+        try:
+            hosted = self._find(wanted.model, wanted.version)
+        except MoonpoolError:
+            if model is None:
+                raise
+            # It is unloaded with the ensemble, whose requests it still finishes. If it is gone, it refuses them.
+            return model
+        if model is None or model.hosted is not hosted:
+            if model is not None:
+                # Those that read its tensors may have to read them in another way now.
+                self._models = {}
+            # Two threads may do the same here.
+            names = [tensor for _, tensor in wanted.inputs]
+            mixed = self.mixed(names, hosted.model.config)
+            ports = {port for port, tensor in wanted.inputs if tensor in mixed}
+            model = self._models[step] = StepModel(hosted, step, ports)
+        return model
+
+    def mixed(self, tensors: Iterable[str], reader: ModelConfig | None) -> set[str]:
+        """Return those tensors whose writer batches while the reader does not, or the other way round. None is the caller."""
+        reads_batches = (reader or self._graph.config).max_batch_size > 0
+        return {tensor for tensor in tensors if self._batches(tensor) is not reads_batches}
+
+    def _batches(self, tensor: str) -> bool:
+        """Return True if the writer of a tensor batches."""
+        writer, config = self._graph.writer.get(tensor), self._graph.config
+        if writer is not None:
+            step = self._graph.steps[writer]
+            config = self._find(step.model, step.version).model.config
+        return config.max_batch_size > 0
 
 
 class EnsembleCaller:
@@ -243,7 +291,7 @@ class EnsembleCaller:
             and request.allocator is None
         ):
             ((name, array),) = tensors.items()
-            if type(array) is np.ndarray and name in self.as_they_are:
+            if type(array) is _ndarray and name in self.as_they_are:
                 return Response({name: array}, _NO_SEQUENCE.copy())
         arrays, sequence = without_sequence(
             tensors, None if details is None else TensorSequence.of(details)
@@ -274,7 +322,7 @@ _NO_SEQUENCE = _parameters(None)
 
 
 def _for_caller(request: InferenceRequest, name: str, array: Any) -> Any:
-    if type(array) is np.ndarray and not request.wants_wire and request.allocator is None:
+    if type(array) is _ndarray and not request.wants_wire and request.allocator is None:
         return array
     is_wire = type(array) is WireTensor
     if not is_wire and not isinstance(array, np.ndarray):  # on a device

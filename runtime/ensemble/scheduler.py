@@ -26,24 +26,24 @@ leaves may do the last: any other one would take an execution away from a thread
 from __future__ import annotations
 
 import contextlib
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from time import monotonic_ns, time_ns
 from typing import Any
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.ensemble.chain import ChainRun
 from moonpool.runtime.ensemble.graph import EnsembleGraph, Flow
-from moonpool.runtime.ensemble.members import EnsembleCaller, StepModel
+from moonpool.runtime.ensemble.members import EnsembleCaller, StepModels
 from moonpool.runtime.ensemble.run import GateStep, GraphRun, Run
 from moonpool.runtime.errors import ModelUnavailable, all_of, own
 from moonpool.runtime.model.backend import Model
-from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.request import Details, InferenceRequest, Outcome, Waiter
+from moonpool.runtime.observe.statistics import Statistics
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.threads import is_interruptible
-from moonpool.runtime.schedule.lane import Execution
+from moonpool.runtime.schedule.lane import Execution, Lane
 from moonpool.runtime.schedule.request_queue import check_many
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.calls.requests import Callee, Fetching
@@ -75,12 +75,11 @@ class EnsembleScheduler(Scheduler):
         self._whole = graph.flow()
         self.is_decoupled = model.config.decoupled
         self.fetching = Fetching()
-        self._find_member = find
-        self._members: dict[int, StepModel] = {}
-        self._runs: dict[InferenceRequest, Run] = {}
-        self.caller = EnsembleCaller(
-            model.config, self._mixed([o.name for o in model.config.outputs], None), graph.writer
-        )
+        # What every run needs is in classes that are compiled.
+        models, self._open = StepModels(graph, find), OpenRuns(self, self._resolve)
+        self.member, self.ended, self._runs = models.of, self._open.ended, self._open.by_request
+        mixed = models.mixed([o.name for o in model.config.outputs], None)
+        self.caller = EnsembleCaller(model.config, mixed, graph.writer)
         self._gates = [_Gate(graph.most_in_flight) for _ in graph.steps]
         self.has_gates = graph.most_in_flight > 0
 
@@ -89,14 +88,11 @@ class EnsembleScheduler(Scheduler):
     def submit(self, request: InferenceRequest) -> Execution | None:
         if self.is_decoupled:
             check_many(self.name, request)
-        request.queued_ns = time.monotonic_ns()
+        request.queued_ns = monotonic_ns()
         flow = self._whole if request.details is None else self._flow_of(request.details)
         is_usual = flow.chain and request.trace is None and not self.has_gates
         run: Run = ChainRun(self, request, flow) if is_usual else GraphRun(self, request, flow)
-        with self._lock:
-            if self._refusal is not None:
-                raise own(self._refusal)
-            self._runs[request] = run
+        self._open.add(run)
         if not is_usual and is_interruptible():
             return self.reactor.ask(run.begin)
         return run.begin()
@@ -130,7 +126,7 @@ class EnsembleScheduler(Scheduler):
             request.left = True
             run = self._runs.pop(request, None)
             if run is not None:
-                fail_ns = time.monotonic_ns() - request.queued_ns
+                fail_ns = monotonic_ns() - request.queued_ns
                 self.statistics.record_failures(_now_ms(), 1, fail_ns, "CANCELED")
                 self._changed.notify_all()
         if run is not None:
@@ -177,44 +173,6 @@ class EnsembleScheduler(Scheduler):
 
     # For runs
 
-    def member(self, step: int) -> StepModel:
-        """Return the model of a step as it is now. Raises `MoonpoolError` if there is none."""
-        wanted, member = self.graph.steps[step], self._members.get(step)
-        try:
-            hosted = self._find_member(wanted.model, wanted.version)
-        except MoonpoolError:
-            if member is None:
-                raise
-            # It is unloaded with the ensemble, whose requests it still finishes. If it is gone, it refuses them.
-            return member
-        if member is None or member.hosted is not hosted:
-            if member is not None:
-                # Those that read its tensors may have to read them in another way now.
-                self._members = {}
-            # Two threads may do the same here.
-            names = [tensor for _, tensor in wanted.inputs]
-            mixed = self._mixed(names, hosted.model.config)
-            ports = {port for port, tensor in wanted.inputs if tensor in mixed}
-            member = self._members[step] = StepModel(hosted, step, ports)
-        return member
-
-    def _mixed(self, tensors: Iterable[str], reader: ModelConfig | None) -> set[str]:
-        """Return those tensors whose writer batches while the reader does not, or the other way round. None is the caller."""
-        own = self.graph.config
-        return {
-            tensor
-            for tensor in tensors
-            if self._batches(tensor) is not ((reader or own).max_batch_size > 0)
-        }
-
-    def _batches(self, tensor: str) -> bool:
-        """Return True if the writer of a tensor batches."""
-        writer, config = self.graph.writer.get(tensor), self.graph.config
-        if writer is not None:
-            step = self.graph.steps[writer]
-            config = self._find_member(step.model, step.version).model.config
-        return config.max_batch_size > 0
-
     def passes(self, step: GateStep) -> bool:
         """Return True if a step may be submitted now. If not, it is submitted when its gate lets it pass."""
         if not self.has_gates:
@@ -235,43 +193,76 @@ class EnsembleScheduler(Scheduler):
     def responded(self, request: InferenceRequest) -> None:
         """Count a response of a decoupled ensemble. On the reactor's thread."""
         if not request.responses:
-            self.statistics.responses.first.add(time.monotonic_ns() - request.queued_ns)
+            self.statistics.responses.first.add(monotonic_ns() - request.queued_ns)
         request.responses += 1
+
+
+class OpenRuns:
+    """The runs of an ensemble that are open, by their requests. The lock of its lane guards them."""
+
+    def __init__(
+        self, lane: Lane, resolve: Callable[[InferenceRequest, Outcome | None], None]
+    ) -> None:
+        """`resolve` gives a caller the outcome of its request."""
+        self._lane, self._resolve = lane, resolve
+        self.by_request: dict[InferenceRequest, Run] = {}
+
+    def add(self, run: Run) -> None:
+        """Open a run. Raises the refusal of the lane."""
+        lane = self._lane
+        lane._acquire()
+        try:
+            if lane._refusal is not None:
+                raise own(lane._refusal)
+            self.by_request[run.request] = run
+        finally:
+            lane._release()
 
     def ended(self, run: Run, outcome: Outcome | None) -> None:
         """End a run, once: count it, and give its caller the outcome; None if a stream ends."""
-        request = run.request
-        now_ns = time.monotonic_ns()
-        with self._lock:
-            if self._runs.pop(request, None) is None:
+        request, lane = run.request, self._lane
+        now_ns = monotonic_ns()
+        lane._acquire()
+        try:
+            if self.by_request.pop(request, None) is None:
                 return
-            self._count(run, outcome, now_ns)
-            if self._changed.waiting:
-                self._changed.notify_all()
-        if request.durations_ns is not None:  # a step of another ensemble
+            _count(lane.statistics, request, run.durations_ns, outcome, now_ns)
+            if lane._changed.waiting:
+                lane._changed.notify_all()
+        finally:
+            lane._release()
+        sums = request.durations_ns
+        if sums is not None:  # a step of another ensemble
             for number, duration_ns in enumerate(run.durations_ns):
-                request.durations_ns[number] += duration_ns
+                sums[number] += duration_ns
         self._resolve(request, outcome)
 
-    def _count(self, run: Run, outcome: Outcome | None, now_ns: int) -> None:
-        """Count a run. As in Triton, the durations are the sums over all steps. Needs the lock."""
-        statistics, request = self.statistics, run.request
-        taken_ns = now_ns - request.queued_ns
-        if isinstance(outcome, BaseException):
-            is_cancelled = getattr(outcome, "code", "") == "CANCELLED"
-            reason = "CANCELED" if is_cancelled else "OTHER"
-            statistics.record_failures(_now_ms(), 1, taken_ns, reason)
-            return
-        rows = request.batch_size
-        statistics.record_batch(_now_ms(), rows, 1, rows, taken_ns, 0, *run.durations_ns)
-        statistics.by_duration[bisect_left(statistics.bounds_ns, taken_ns)] += 1
-        if statistics.summaries is not None:
-            statistics.summaries.request.add(taken_ns)
-            statistics.summaries.queue.add(0)
+
+def _count(
+    statistics: Statistics,
+    request: InferenceRequest,
+    durations_ns: list[int],
+    outcome: Outcome | None,
+    now_ns: int,
+) -> None:
+    """Count a run. As in Triton, the durations are the sums over all steps. Needs the lock."""
+    taken_ns = now_ns - request.queued_ns
+    if isinstance(outcome, BaseException):
+        is_cancelled = getattr(outcome, "code", "") == "CANCELLED"
+        reason = "CANCELED" if is_cancelled else "OTHER"
+        statistics.record_failures(_now_ms(), 1, taken_ns, reason)
+        return
+    rows = request.batch_size
+    input_ns, infer_ns, output_ns = durations_ns
+    statistics.record_batch(_now_ms(), rows, 1, rows, taken_ns, 0, input_ns, infer_ns, output_ns)
+    statistics.by_duration[bisect_left(statistics.bounds_ns, taken_ns)] += 1
+    if statistics.summaries is not None:
+        statistics.summaries.request.add(taken_ns)
+        statistics.summaries.queue.add(0)
 
 
 def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
+    return time_ns() // 1_000_000
 
 
 def _no_instance(*_: object) -> None:
