@@ -2,6 +2,7 @@
 cimport cython
 
 from moonpool.ipc.port._port cimport RequestBase as RequestType
+from moonpool.runtime.ensemble._members cimport StepModel as StepModelType
 from moonpool.runtime.schedule._lane cimport ThreadWaiter as ThreadType
 
 # Found without a look into the module's dictionary.
@@ -22,9 +23,10 @@ cdef class ChainRun:
     cdef bint _goes_on_here(self) except -1
     cdef _took(self, outcome)
     cdef bint _broke(self, error) except -1
+    @cython.locals(member=StepModelType)
     cdef _submit(self, value)
     @cython.locals(request=RequestType)
-    cdef _send(self, member, inputs, sequence)
+    cdef _send(self, StepModelType member, inputs, sequence)
     cdef _offer(self, execution)
     cdef _deliver(self, value)
     cpdef fail(self, error)

@@ -2,6 +2,7 @@
 cimport cython
 
 from moonpool.ipc.port._port cimport RequestBase as RequestType
+from moonpool.runtime.model._signature cimport Signature as SignatureType
 
 
 # Found without a look into the module's dictionary.
@@ -30,7 +31,7 @@ cdef class StepModel:
     cdef public object hosted
 
     cpdef inputs(self, tensors)
-    @cython.locals(asked=AskedOutputs, request=RequestType)
+    @cython.locals(asked=AskedOutputs, request=RequestType, signature=SignatureType)
     cpdef request(self, flow, inputs, sequence, RequestType asked_by)
     cdef _ask(self, flow)
 

@@ -157,13 +157,15 @@ class StepModel:
             memory, device = details.memory, details.device
             if not asked.feeds_caller:
                 memory, device = ANY_MEMORY, 0
-            details = details._replace(outputs=None, memory=memory, device=device)
+            if details.outputs is not None or details.memory != memory:
+                details = details._replace(outputs=None, memory=memory, device=device)
         if sequence is not None:
             correlation_id, flags = sequence
             details = details or _NO_DETAILS
             details = details._replace(correlation_id=correlation_id, flags=flags)
+        signature = self.hosted.signature
         try:
-            request = self.hosted.signature.request(inputs, asked.outputs, details)
+            request = signature.request(inputs, asked.outputs, details)
         except InvalidRequest as error:
             request_id = asked_by.request_id or "<id_unknown>"
             raise InvalidRequest(f"[request id: {request_id}] {error}") from None

@@ -8,14 +8,40 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from tests.runtime.recorder import tensor
 
 from moonpool.ipc.port import Shapes
 from moonpool.runtime.ensemble.chain import ChainRun
+from moonpool.runtime.ensemble.graph import Flow
+from moonpool.runtime.ensemble.members import StepModel
 from moonpool.runtime.errors import ModelUnavailable
+from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.request import InferenceRequest, Response
+from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.process.threads import trusted_handlers
 
 X = np.zeros(1, np.float32)
+CONFIG = ModelConfig.from_dict(
+    {
+        "name": "m",
+        "backend": "any",
+        "input": [tensor("X", "FP32", 1)],
+        "output": [tensor("OUT", "FP32", 1)],
+    }
+)
+TENSORS = ["IN", "A", "B", "Y"]
+FLOW = Flow(
+    "e",
+    sink=3,
+    is_decoupled=False,
+    given=TENSORS[:1],
+    readers={name: (number,) for number, name in enumerate(TENSORS)},
+    needs=[1] * 4,
+    inputs=[(("X", name),) for name in TENSORS[:3]],
+    outputs=[(("OUT", name),) for name in TENSORS[1:]],
+    chain=[(number, ("X",), "OUT") for number in range(3)],
+    last="Y",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,16 +67,17 @@ class Owner:
         self.caller = SimpleNamespace(
             given=lambda _: {"IN": X}, response=lambda _, tensors: sorted(tensors)
         )
-        self._member = SimpleNamespace(
-            inputs=lambda inputs: inputs,
-            request=lambda *_: request_of(None),
-            hosted=SimpleNamespace(scheduler=SimpleNamespace(enter=self._submit)),
+        hosted = SimpleNamespace(
+            model=SimpleNamespace(config=CONFIG),
+            signature=Signature(CONFIG),
+            scheduler=SimpleNamespace(enter=self._submit),
         )
+        self._members = [StepModel(cast(Any, hosted), number, ()) for number in range(3)]
 
     def member(self, number: int) -> Any:
         if number == self._fails_at:
             raise KeyError(number)
-        return self._member
+        return self._members[number]
 
     def ended(self, _: object, outcome: object) -> None:
         self.outcomes.append(outcome)
@@ -81,10 +108,7 @@ def run_of(owner: Owner) -> ChainRun:
         gather=lambda *_: False,
         appoint=lambda _: True,
     )
-    flow = SimpleNamespace(
-        given=["IN"], chain=[(number, ("X",), "OUT") for number in range(3)], last="Y", name="e"
-    )
-    return ChainRun(cast(Any, owner), request_of(waiter), cast(Any, flow))
+    return ChainRun(cast(Any, owner), request_of(waiter), FLOW)
 
 
 @pytest.mark.parametrize("answers_at_once", [False, True])
