@@ -45,7 +45,9 @@ suppress_warnings = ["myst.header"]
 
 API = "docs/API"
 SECTIONS = {
+    "Tours": ("TOUR_HOST", "TOUR_MEASURE", "TOUR_TRITON"),
     "Host models": (
+        "EMBEDDING",
         "NATIVE_MODELS",
         "TRITON_MODELS",
         "ENSEMBLES",
@@ -56,6 +58,9 @@ SECTIONS = {
     ),
     "Serve": (
         "SERVING",
+        "OPERATING",
+        "SECURING",
+        "MIGRATING",
         "SERVE_OPTIONS",
         "CLOUD",
         "SCALING",

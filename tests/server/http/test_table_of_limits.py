@@ -20,7 +20,7 @@ from moonpool.runtime.server import service
 from moonpool.runtime.server.http import json_text
 from moonpool.runtime.server.http.options import HttpLimits
 
-PAGE = Path(__file__).parents[3] / "docs" / "SERVING.md"
+PAGE = Path(__file__).parents[3] / "docs" / "OPERATING.md"
 INFER = "/v2/models/plain/infer"
 
 
