@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
@@ -196,9 +198,9 @@ PAGES = [
     for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "deploy/*.md", "examples/*.md")
     for path in sorted(ROOT.glob(pattern))
 ]
-EACH_PAGE = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
+@cache
 def anchors(path: Path) -> set[str]:
     """The anchors of a page's headings, as hosts of code make them."""
     text = re.sub(
@@ -209,15 +211,20 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in words}
 
 
-@EACH_PAGE
-def test_a_link_to_a_heading_leads_to_one(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", path.read_text(encoding="utf-8"))
-    local = [(page, anchor) for page, anchor in links if "://" not in page]
+def test_a_link_to_a_heading_leads_to_one() -> None:
+    links = [
+        (path, page, anchor)
+        for path in PAGES
+        for page, anchor in re.findall(
+            r"\]\(([^)#\s]*)#([^)\s]+)\)", path.read_text(encoding="utf-8")
+        )
+        if "://" not in page
+    ]
 
     assert [
-        f"{page}#{anchor}"
-        for page, anchor in local
-        if anchor not in anchors(path.parent / page if page else path)
+        f"{path}: {page}#{anchor}"
+        for path, page, anchor in links
+        if anchor not in anchors((path.parent / page).resolve() if page else path)
     ] == []
 
 
@@ -329,11 +336,14 @@ def complaint(language: str, block: str) -> str:
         return str(error)
 
 
-@EACH_PAGE
-def test_a_block_of_code_can_be_read(path: Path) -> None:
-    complaints = [(block.text, complaint(block.language, block.text)) for block in blocks(path)]
+def test_a_block_of_code_can_be_read() -> None:
+    complaints = [
+        (path, block.text, complaint(block.language, block.text))
+        for path in PAGES
+        for block in blocks(path)
+    ]
 
-    assert [(text, why) for text, why in complaints if why] == []
+    assert [each for each in complaints if each[-1]] == []
 
 
 @pytest.mark.parametrize(
@@ -430,13 +440,13 @@ COMMAND = re.compile(
 )
 
 
-@EACH_PAGE
-def test_a_block_says_its_language_and_no_text_is_a_command(path: Path) -> None:
+def test_a_block_says_its_language_and_no_text_is_a_command() -> None:
     known = {*CHECKS, *WITHOUT_CHECK}
+    found = [(path, block) for path in PAGES for block in blocks(path)]
 
-    assert [block.text for block in blocks(path) if block.language not in known] == []
-    texts = [block.text for block in blocks(path) if block.language == "text"]
-    assert [text for text in texts if COMMAND.search(text)] == []
+    assert [(path, block.text) for path, block in found if block.language not in known] == []
+    texts = [(path, block.text) for path, block in found if block.language == "text"]
+    assert [(path, text) for path, text in texts if COMMAND.search(text)] == []
 
 
 # Pages whose blocks have a test that knows what they shall print.
@@ -450,7 +460,7 @@ RUN_BY = {
     "The tree",
     "The programs and commands on the pages run as they stand, or the page's source says why not.",
 )
-@EACH_PAGE
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 @pytest.mark.timeout(600)
 def test_the_blocks_of_a_page_run(path: Path, reader: Reader) -> None:
     if run_by := RUN_BY.get(str(path.relative_to(ROOT))):
@@ -484,10 +494,10 @@ def test_an_output_may_have_other_numbers(reader: Reader) -> None:
     assert reader.follow(blocks(path)) == []
 
 
-@EACH_PAGE
-def test_the_command_line_knows_each_command_and_option_of_a_page(path: Path) -> None:
-    for block in blocks(path):
-        for line in lines_of(block.text) if block.language in SHELL else ():
-            if shown := re.match(r"(?:\.venv/bin/)?moonpool (.+)", line):
-                # What is unknown ends the test with argparse's complaint.
-                make_parser().parse_args(shlex.split(shown[1], comments=True))
+def test_the_command_line_knows_each_command_and_option_of_a_page() -> None:
+    parser = make_parser()
+    texts = [block.text for path in PAGES for block in blocks(path) if block.language in SHELL]
+    for line in chain.from_iterable(map(lines_of, texts)):
+        if shown := re.match(r"(?:\.venv/bin/)?moonpool (.+)", line):
+            # What is unknown ends the test with argparse's complaint.
+            parser.parse_args(shlex.split(shown[1], comments=True))

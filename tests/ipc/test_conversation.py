@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -137,7 +138,18 @@ PATHS: dict[Kind | None, list[Kind]] = {
     Kind.WOKEN: [*START, Kind.LOADED, Kind.SLEEP, Kind.SLEPT, Kind.WAKE, Kind.WOKEN],
 }
 AFTER = pytest.mark.parametrize("said", PATHS, ids=lambda kind: f"after {getattr(kind, 'name', 0)}")
-NEXT = pytest.mark.parametrize("kind", WORK, ids=lambda kind: f"comes {kind.name}")
+
+
+@contextmanager
+def after(said: Kind | None) -> Iterator[Pair]:
+    """Both ends of a channel on which this was said last."""
+    pair = Pair()
+    try:
+        for earlier in PATHS[said]:
+            pair.say(*least(earlier))
+        yield pair
+    finally:
+        pair.close()
 
 
 def allowed_after(said: Kind | None) -> frozenset[Kind]:
@@ -163,36 +175,34 @@ def test_a_whole_life_in_order(pair: Pair) -> None:
 
 
 @AFTER
-@NEXT
-def test_only_what_the_table_allows_is_sent(pair: Pair, said: Kind | None, kind: Kind) -> None:
-    for earlier in PATHS[said]:
-        pair.say(*least(earlier))
-    for side in Side:
-        if kind in allowed_after(said) and WORK[kind].sender is side:
-            continue
-        with pytest.raises(LocalProtocolError, match=f"{kind.name} may not be sent now"):
-            pair.ends[side].send(*least(kind))
+def test_only_what_the_table_allows_is_sent(said: Kind | None) -> None:
+    for kind in WORK:
+        with after(said) as pair:
+            for side in Side:
+                if kind in allowed_after(said) and WORK[kind].sender is side:
+                    continue
+                with pytest.raises(LocalProtocolError, match=f"{kind.name} may not be sent now"):
+                    pair.ends[side].send(*least(kind))
 
-        assert pair.ends[_other(side)].channel.receive_ready() is None
-    if kind in allowed_after(said):
-        assert pair.say(*least(kind)) == least(kind)
+                assert pair.ends[_other(side)].channel.receive_ready() is None
+            if kind in allowed_after(said):
+                assert pair.say(*least(kind)) == least(kind)
 
 
 @AFTER
-@NEXT
-def test_only_what_the_table_allows_is_accepted(pair: Pair, said: Kind | None, kind: Kind) -> None:
-    for earlier in PATHS[said]:
-        pair.say(*least(earlier))
-    packet = encode(*least(kind))
-    for side in Side:
-        if kind in allowed_after(said) and WORK[kind].sender is not side:
-            continue
-        with pytest.raises(RemoteProtocolError):
-            pair.ends[side].accept(packet)
-    # The refused message changed nothing.
-    for follower in allowed_after(said):
-        assert pair.say(*least(follower)) == least(follower)
-        break
+def test_only_what_the_table_allows_is_accepted(said: Kind | None) -> None:
+    for kind in WORK:
+        with after(said) as pair:
+            packet = encode(*least(kind))
+            for side in Side:
+                if kind in allowed_after(said) and WORK[kind].sender is not side:
+                    continue
+                with pytest.raises(RemoteProtocolError):
+                    pair.ends[side].accept(packet)
+            # The refused message changed nothing.
+            for follower in allowed_after(said):
+                assert pair.say(*least(follower)) == least(follower)
+                break
 
 
 def test_a_refusal_tells_whose_turn_it_is(confined: Pair) -> None:
