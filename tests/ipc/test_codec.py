@@ -117,7 +117,7 @@ def spoilt(message: list[Any], path: tuple[Any, ...], how: str, junk: Any) -> An
 
 
 @EVERY_ROW
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_a_message_with_one_thing_wrong_is_judged_as_the_table_says(
     channel: str, kind: Kind, data: st.DataObject

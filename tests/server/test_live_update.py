@@ -44,12 +44,12 @@ def count(number: int) -> str:
 
 
 class Clients:
-    """Ask all the time, and note who answers."""
+    """Ask all the time, more of them than there are instances, and note who answers."""
 
     def __init__(self, server: RunningServer) -> None:
         self._server = server
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(3)]
+        self._threads = [threading.Thread(target=self._ask) for _ in range(6)]
         self.pids: set[int] = set()
         self.errors: list[Any] = []
 

@@ -42,8 +42,9 @@ def _pressed(program: Path, *flags: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize("mode", [[], ["--shared-memory=system"]], ids=["plain", "shared"])
-@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize(
+    ("protocol", "mode"), [("http", []), ("grpc", ["--shared-memory=system"])], ids=["http", "grpc"]
+)
 def test_perf_analyzer_presses(
     server: RunningServer, perf_analyzer: Path, protocol: str, mode: list[str]
 ) -> None:
