@@ -84,11 +84,12 @@ cdef class Execution:
 cdef class ThreadWaiter:
     cdef public object _bell, outcome
     cdef public Execution _execution
-    cdef public bint _gone, interruptible
+    cdef public bint _gone, _is_awake, interruptible
 
     cpdef resolve(self, outcome)
     cpdef bint appoint(self, Execution execution) except -1
     cdef _ring(self)
+    cdef _sleep(self, deadline)
     @cython.locals(execution=Execution)
     cpdef wait(self, deadline, Execution own)
 

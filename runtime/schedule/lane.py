@@ -38,7 +38,9 @@ and the party that is first in the list has won.
 
 *Threads that wait.* Such a thread blocks on a bare lock, its bell, which `resolve` and `appoint` release. It wakes up
 for its outcome, or to drive an execution. A bell that rings already is left alone, so one wake-up may mean both, and
-the thread looks at both. An appointment can come while the thread leaves, because its time is over or a signal handler
+the thread looks at both. While it is awake, as it drives one step of a chain after the other, nobody rings: it looks
+before it blocks. Each side writes first and reads second: `resolve` and `appoint` leave their word and then look if
+`_is_awake`, while the thread unsets that and then looks for their word. An appointment can come while the thread leaves, because its time is over or a signal handler
 raised. Each side then writes first and reads second: the thread sets `_gone` and then cancels its request, while
 `appoint` sets `_execution` and then looks at `_gone`. If the thread is gone, `appoint` claims the execution itself, to
 learn whether the thread took it, and if not, offers it to the next caller.
@@ -98,12 +100,7 @@ from moonpool.runtime.observe.statistics import Statistics
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.threads import INTERRUPTIBLE, CountingCondition, is_interruptible
 from moonpool.runtime.schedule.ordering import Departures
-from moonpool.runtime.schedule.request_queue import (
-    Rejected,
-    RequestQueue,
-    check_many,
-    queue_for,
-)
+from moonpool.runtime.schedule.request_queue import Rejected, RequestQueue, check_many, queue_for
 
 IS_COMPILED = not __file__.endswith(".py")
 # About what it takes to hand out the outcomes of a large batch.
@@ -189,7 +186,6 @@ class Lane:
         if timeout_s is None:
             waiter, deadline = ThreadWaiter(), None
         else:
-            # Most are such a number, and need no further look.
             if type(timeout_s) is not float or not 0.0 <= timeout_s <= LONGEST_S:
                 check_timeout(timeout_s)
             waiter, deadline = PunctualWaiter(), monotonic() + timeout_s
@@ -758,17 +754,11 @@ class Execution:
             self.drive_in_reactor()
             return
         port = self.port
-        # It then looks for the answer for a moment before it sleeps.
         is_alone = len(self.requests) == 1 and not len(self.scheduler._queue)
         try:
             if deadline is not None and self._took_until(deadline, is_alone):
                 pass
-            elif port is None:
-                self.pending.wait()
-            elif is_alone:
-                if not port.wait_alone():
-                    self.pending.wait()
-            elif not port.wait():
+            elif port is None or not (port.wait_alone() if is_alone else port.wait()):
                 self.pending.wait()
         except PeerGone:
             pass  # `finish` meets it again
@@ -778,10 +768,7 @@ class Execution:
         self.scheduler.finish(self, interruptible)
 
     def _took_until(self, deadline: float, is_alone: bool) -> bool:
-        """Wait until the answer can be read. Returns True if it is received, too.
-
-        Raises `RequestTimedOut` at the deadline. A request is never cut off early.
-        """
+        """Wait for the answer. Returns True if it is received, too. Raises `RequestTimedOut` at the deadline, not before."""
         port = self.port
         if port is not None:
             came = port.wait_until(int(deadline * 1e9) + 1, is_alone)
@@ -918,7 +905,7 @@ class Execution:
 class ThreadWaiter:
     """A thread that blocks until its outcome is there: a `Waiter`, whose head says what each method is for."""
 
-    __slots__ = ("_bell", "_execution", "_gone", "interruptible", "outcome")
+    __slots__ = ("_bell", "_execution", "_gone", "_is_awake", "interruptible", "outcome")
     may_block = may_be_told_again = True
     takes_many = False
 
@@ -927,6 +914,8 @@ class ThreadWaiter:
         self._bell = bell = allocate_lock()
         bell.acquire()
         self._execution: Execution | None = None
+        # It looks for an outcome and an execution before it blocks.
+        self._is_awake = True
         self._gone = False
         # As in `is_interruptible`.
         self.interruptible = get_ident() == INTERRUPTIBLE[0]
@@ -953,6 +942,8 @@ class ThreadWaiter:
         return True
 
     def _ring(self) -> None:
+        if self._is_awake:
+            return
         try:
             self._bell.release()
         except RuntimeError:  # it rings already
@@ -966,14 +957,24 @@ class ThreadWaiter:
         if own is not None:
             own.drive(deadline, self.interruptible)
         while self.outcome is None:
+            execution = self._execution
+            if execution is None:
+                self._sleep(deadline)
+                continue
+            self._execution = None
+            if execution.claim(self):
+                execution.drive(deadline, self.interruptible)
+        return self.outcome
+
+    def _sleep(self, deadline: float | None) -> None:
+        """Block until the bell rings, unless there is a word already. Raises `RequestTimedOut` at the deadline."""
+        self._is_awake = False
+        if self.outcome is None and self._execution is None:
             if deadline is None:
                 self._bell.acquire()
             elif not self._bell.acquire(True, max(0.0, deadline - monotonic())):
                 raise RequestTimedOut("Request timeout expired")
-            execution, self._execution = self._execution, None
-            if execution is not None and execution.claim(self):
-                execution.drive(deadline, self.interruptible)
-        return self.outcome
+        self._is_awake = True
 
     def leave(self) -> None:
         """Take no appointment any more. For the thread that waited."""
