@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moonpool.benchmarks.commands import compare
 from moonpool.benchmarks.commands.load_options import (
@@ -40,7 +41,7 @@ from moonpool.benchmarks.loads import (
 from moonpool.benchmarks.slo import Slo
 from moonpool.ipc.policy import LEVELS
 from moonpool.runtime.cli.inputs import parse_endpoint, parse_header
-from moonpool.runtime.cli.shared import UsageError, add_hosting, check_no_hosting, hosting_of
+from moonpool.runtime.cli.shared import UsageError, add_hosting, hosting_of
 from moonpool.runtime.client.request import Endpoint, Tls
 
 _CONCURRENCY = "1,2,4,16"
@@ -50,6 +51,54 @@ _LOADGEN_THREADS, _LOADGEN_MANY = {"SingleStream": 1, "MultiStream": 8}, 16
 _HANG_S = 10.0
 # A label becomes a part of a file's name.
 _LABEL = re.compile(r"[\w.+=@, -]{1,60}")
+
+
+_LOADS = "--concurrency --request-rate --load-shape --schedule --replay"
+_FAULTS = "--kill-every --stop-every --hang"
+_SOURCES = "--input --input-data --replay"
+_HOSTING = "--backend-directory --sandbox --sandbox-grants --model-option"
+
+
+class Rule(NamedTuple):
+    """Options, others that they need one of, or that they do not go together with, and the reason."""
+
+    options: str
+    others: str
+    why: str = ""
+
+
+NEEDS = (
+    Rule("--overwrite --export", "--save"),
+    Rule("--speed", "--schedule --replay"),
+    Rule("--metrics-url", "--resources"),
+    Rule("--server-pid", f"--resources {_FAULTS}"),
+    Rule("--host-package", "--hosts"),
+    Rule("--streaming --json-tensors --shared-memory --model-version --header", "--url"),
+    Rule("--load-shape --schedule --replay --sequences --cancel", "--url"),
+    Rule("--processes", "--url --hosts"),
+    # Callers in this process send a request after each answer.
+    Rule("--request-rate", "--url --hosts --loadgen"),
+    Rule("--json-tensors", "http:// https://"),
+    Rule("--ca --client-certificate --client-key", "https:// grpcs://"),
+    Rule("--client-key", "--client-certificate"),
+)
+ONE_LOAD = Rule(_LOADS, _LOADS, "give one kind of load")
+EXCLUDES = (
+    Rule(
+        f"--hosts --async --instances --isolation {_HOSTING}", "--url", "the server has the model"
+    ),
+    ONE_LOAD,
+    Rule(_FAULTS, _FAULTS, "give one kind of fault"),
+    Rule(_SOURCES, _SOURCES, "give one source of requests"),
+    Rule("--isolation", f"--sandbox --against {_FAULTS}"),
+    Rule("--hosts", "--against --isolation --async"),
+    Rule(_FAULTS, "--against", "faults are for one side"),
+    Rule("--timeline", "--against --isolation --hosts --loadgen", "it shows one side"),
+    Rule("--timeline", "--streaming", "it is for requests with one response"),
+    Rule("--loadgen", "--load-shape --schedule --replay --against --hosts --isolation --sequences"),
+    Rule("--loadgen", "--cancel --streaming --async --resources --export"),
+    Rule("--shared-memory", "--input-data --replay --sequences --streaming --json-tensors"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,14 +463,18 @@ def checked(arguments: argparse.Namespace) -> Options:
     if arguments.fail_if:
         raise UsageError("--fail-if is for `compare`")
     _check_numbers(arguments)
-    _check_files(arguments)
-    endpoint = parse_endpoint("--url", arguments.url) if arguments.url is not None else None
-    _check_subject(arguments, endpoint)
-    against, against_file = _against(arguments.against)
-    endpoint, against = _with_certificates(arguments, endpoint, against)
+    if arguments.label is not None and not _LABEL.fullmatch(arguments.label):
+        raise UsageError(
+            f"--label must be letters, digits, spaces and any of . _ + = @ , -, at most 60 of them, not {arguments.label!r}"
+        )
+    _check_rules(arguments)
+    endpoint, against, against_file = _places(arguments)
     slo = read_option("--slo", Slo.parse, arguments.slo)
     loads = _loads(arguments, is_search=slo is not None and endpoint is not None)
-    _check_loads(arguments, loads, is_compared=bool(against or against_file))
+    if not loads and arguments.replay is None and arguments.against is not None:
+        raise UsageError(
+            "--slo looks for a rate at one server: with --against, give --request-rate"
+        )
     return Options(
         repository=arguments.repository,
         hosting=hosting_of(arguments),
@@ -449,8 +502,16 @@ def checked(arguments: argparse.Namespace) -> Options:
         isolation=_isolation(arguments),
         hosts=_hosts(arguments),
         host_packages=arguments.host_package,
-        **_requests(arguments),
-        **_outputs(arguments),
+        requests=RequestSource.of(arguments),
+        replay=arguments.replay,
+        speed=arguments.speed,
+        cancelled=read_option("--cancel", _cancelled, arguments.cancel),
+        sequences=sequence_lengths(arguments.sequences),
+        save=arguments.save,
+        label=arguments.label,
+        overwrite=arguments.overwrite,
+        export=_export(arguments),
+        timeline=arguments.timeline,
         resources=arguments.resources,
         server_pid=arguments.server_pid,
         metrics_url=arguments.metrics_url,
@@ -461,32 +522,6 @@ def checked(arguments: argparse.Namespace) -> Options:
     )
 
 
-def _check_loads(
-    arguments: argparse.Namespace, loads: Sequence[Load], *, is_compared: bool
-) -> None:
-    if not loads and arguments.replay is None and is_compared:
-        raise UsageError(
-            "--slo looks for a rate at one server: with --against, give --request-rate"
-        )
-    is_in_process = arguments.repository is not None and arguments.hosts is None
-    if is_in_process and isinstance(loads[0], Rate):
-        raise UsageError(
-            "--request-rate needs --url: callers in this process send a request after each answer"
-        )
-
-
-def _requests(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Check and return the options that say what is sent, by their names in `Options`."""
-    _check_data(arguments)
-    return {
-        "requests": RequestSource.of(arguments),
-        "replay": arguments.replay,
-        "speed": arguments.speed,
-        "cancelled": read_option("--cancel", _cancelled, arguments.cancel),
-        "sequences": sequence_lengths(arguments.sequences),
-    }
-
-
 def _check_numbers(arguments: argparse.Namespace) -> None:
     check_windows(arguments)
     check_positive(arguments, ("processes", "max_connections", "timeout", "speed", "runs"))
@@ -494,33 +529,41 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
         raise UsageError("--instances must be more than 0")
 
 
-def _check_files(arguments: argparse.Namespace) -> None:
-    if arguments.label is not None and not _LABEL.fullmatch(arguments.label):
-        raise UsageError(
-            f"--label must be letters, digits, spaces and any of . _ + = @ , -, at most 60 of them, not {arguments.label!r}"
-        )
-    if arguments.overwrite and arguments.save is None:
-        raise UsageError("--overwrite needs --save")
+def _is_given(arguments: argparse.Namespace, name: str) -> bool:
+    """Return True for an option that is not at its default, and for the beginning of an address that is."""
+    if name.endswith("://"):
+        return any(str(text).startswith(name) for text in (arguments.url, arguments.against))
+    action = arguments.parser._option_string_actions[name]
+    return bool(getattr(arguments, action.dest) != action.default)
+
+
+def _check_rules(arguments: argparse.Namespace) -> None:
+    """Refuse options without what they need, and options that do not go together, rather than ignore them."""
+    if arguments.url is None and arguments.repository is None:
+        raise UsageError("say where the model is: REPO MODEL, or MODEL --url URL")
+    if arguments.url is not None and arguments.repository is not None:
+        raise UsageError("with --url the server has the model: leave out the repository")
+    for rule in NEEDS:
+        others = rule.others.split()
+        for option in rule.options.split():
+            if _is_given(arguments, option) and not any(_is_given(arguments, o) for o in others):
+                *some, last = others
+                words = f"{', '.join(some)} or {last}" if some else last
+                raise UsageError(f"{option} needs {words}")
+    for rule in EXCLUDES:
+        # LoadGen has so many in flight, at that rate.
+        if rule is ONE_LOAD and arguments.loadgen is not None:
+            continue
+        given = [name for name in rule.options.split() if _is_given(arguments, name)]
+        others = [name for name in rule.others.split() if _is_given(arguments, name)]
+        for option, other in itertools.product(given, others):
+            if option != other:
+                why = f": {rule.why}" if rule.why else ""
+                raise UsageError(f"{option} and {other} do not go together{why}")
 
 
 def _loadgen(arguments: argparse.Namespace, slo: Slo | None) -> LoadGenPlan:
     """Check the options of LoadGen's scenarios."""
-    others = {
-        "--load-shape": arguments.load_shape,
-        "--schedule": arguments.schedule,
-        "--replay": arguments.replay,
-        "--against": arguments.against,
-        "--hosts": arguments.hosts,
-        "--isolation": arguments.isolation,
-        "--sequences": arguments.sequences,
-        "--cancel": arguments.cancel,
-        "--streaming": arguments.streaming or None,
-        "--async": arguments.is_async or None,
-        "--resources": arguments.resources or None,
-        "--export": arguments.export or None,
-    }
-    if given := [name for name, value in others.items() if value is not None]:
-        raise UsageError(f"--loadgen and {given[0]} do not go together")
     threads = _LOADGEN_THREADS.get(arguments.loadgen, _LOADGEN_MANY)
     if arguments.concurrency is not None:
         threads = max(whole_numbers("--concurrency", arguments.concurrency, least=1))
@@ -551,60 +594,28 @@ def _isolation(arguments: argparse.Namespace) -> list[str]:
         raise UsageError(
             f"--isolation must be two or more of {', '.join(LEVELS)}, not {arguments.isolation!r}"
         )
-    others = {
-        "--sandbox": arguments.sandbox,
-        "--against": arguments.against,
-        "--kill-every": arguments.kill_every,
-        "--stop-every": arguments.stop_every,
-        "--hang": arguments.hang,
-    }
-    if given := [name for name, value in others.items() if value is not None]:
-        raise UsageError(f"--isolation and {given[0]} cannot be measured together")
     return levels
 
 
 def _hosts(arguments: argparse.Namespace) -> list[str]:
     """Check and return the hosts that are measured in turns; none without --hosts."""
     if arguments.hosts is None:
-        if arguments.host_package:
-            raise UsageError("--host-package needs --hosts")
         return []
     hosts: list[str] = arguments.hosts.split(",")
     if len(set(hosts)) < len(hosts) or not set(hosts) <= set(HOSTS):
         raise UsageError(f"--hosts must be some of {', '.join(HOSTS)}, not {arguments.hosts!r}")
-    others = {
-        "--against": arguments.against,
-        "--isolation": arguments.isolation,
-        "--async": arguments.is_async or None,
-    }
-    if given := [name for name, value in others.items() if value is not None]:
-        raise UsageError(f"--hosts and {given[0]} cannot be measured together")
-    faults = {
-        "--kill-every": arguments.kill_every,
-        "--stop-every": arguments.stop_every,
-        "--hang": arguments.hang,
-    }
-    given = [name for name, value in faults.items() if value is not None]
+    given = [name for name in _FAULTS.split() if _is_given(arguments, name)]
     if given and hosts not in (["moonpool"], ["triton"]):
         raise UsageError(f"{given[0]} harms one host: give --hosts moonpool or --hosts triton")
     return hosts
 
 
 def _fault(arguments: argparse.Namespace) -> Fault | None:
-    """Check the options for resources and faults; return the fault, if there is one."""
-    given = {name: getattr(arguments, name) for name in ("kill_every", "stop_every", "hang")}
-    faults = {name: text for name, text in given.items() if text is not None}
-    if arguments.metrics_url is not None and not arguments.resources:
-        raise UsageError("--metrics-url needs --resources")
-    if arguments.server_pid is not None and not (arguments.resources or faults):
-        raise UsageError("--server-pid needs --resources, or a fault such as --kill-every")
+    """Return the fault, if there is one."""
+    texts = {name: getattr(arguments, name) for name in ("kill_every", "stop_every", "hang")}
+    faults = {name: text for name, text in texts.items() if text is not None}
     if not faults:
         return None
-    if len(faults) > 1:
-        names = " and ".join(f"--{name.replace('_', '-')}" for name in faults)
-        raise UsageError(f"{names} are two kinds of fault; give one")
-    if arguments.against is not None:
-        raise UsageError("faults are for one side: leave out --against")
     [(name, text)] = faults.items()
     if name == "hang":
         return read_option("--hang", _hanging, text)
@@ -627,95 +638,7 @@ def _export(arguments: argparse.Namespace) -> list[str]:
     known = [*WRITERS, "html"]
     if unknown := [each for each in formats if each not in known]:
         raise UsageError(f"--export {unknown[0]}: the formats are {', '.join(known)}")
-    if formats and arguments.save is None:
-        raise UsageError("--export needs --save")
     return formats
-
-
-def _outputs(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Check and return the options that say what is written, by their names in `Options`."""
-    return {
-        "save": arguments.save,
-        "label": arguments.label,
-        "overwrite": arguments.overwrite,
-        "export": _export(arguments),
-        "timeline": _timeline(arguments),
-    }
-
-
-def _timeline(arguments: argparse.Namespace) -> Path | None:
-    if arguments.timeline is not None:
-        if arguments.against or arguments.isolation or arguments.hosts or arguments.loadgen:
-            raise UsageError(
-                "--timeline shows one side: leave out --against, --isolation, --hosts and --loadgen"
-            )
-        if arguments.streaming:
-            raise UsageError("--timeline is for requests with one response, not for --streaming")
-    timeline: Path | None = arguments.timeline
-    return timeline
-
-
-def _check_subject(arguments: argparse.Namespace, endpoint: Endpoint | None) -> None:
-    """Refuse options for servers without --url, and options for this process with it, rather than ignore them."""
-    if endpoint is None and arguments.repository is None:
-        raise UsageError("say where the model is: REPO MODEL, or MODEL --url URL")
-    if endpoint is not None and arguments.repository is not None:
-        raise UsageError("with --url the server has the model: leave out the repository")
-    if endpoint is None:
-        remote = {
-            "--streaming": arguments.streaming,
-            "--json-tensors": arguments.json_tensors,
-            "--shared-memory": arguments.shared_memory != "none",
-            "--model-version": arguments.model_version,
-            "--header": arguments.header,
-            "--processes": arguments.processes > 1 and arguments.hosts is None,
-            "--load-shape": arguments.load_shape,
-            "--schedule": arguments.schedule,
-            "--replay": arguments.replay,
-            "--sequences": arguments.sequences,
-            "--cancel": arguments.cancel,
-        }
-        if given := [name for name, is_given in remote.items() if is_given]:
-            raise UsageError(f"{given[0]} needs --url")
-        return
-    local = {
-        "--hosts": arguments.hosts is not None,
-        "--async": arguments.is_async,
-        "--instances": arguments.instances is not None,
-        "--isolation": arguments.isolation is not None,
-    }
-    if given := [name for name, is_given in local.items() if is_given]:
-        raise UsageError(f"{given[0]} is for models in this process, not for --url")
-    check_no_hosting(arguments)
-    if arguments.streaming and endpoint.scheme == "http":
-        others = {"--sequences": arguments.sequences, "--batch": arguments.batch > 1}
-        others["--json-tensors"] = arguments.json_tensors
-        if given := [name for name, value in others.items() if value]:
-            raise UsageError(
-                f"{given[0]} and streams over HTTP (generate_stream) do not go together"
-            )
-    if arguments.json_tensors and (endpoint.scheme != "http" or arguments.shared_memory != "none"):
-        raise UsageError("--json-tensors is for http://, and not for --shared-memory")
-    if arguments.streaming and arguments.shared_memory != "none":
-        raise UsageError("--streaming and --shared-memory cannot be measured together")
-
-
-def _check_data(arguments: argparse.Namespace) -> None:
-    given = {
-        "--input": arguments.input,
-        "--input-data": arguments.input_data,
-        "--replay": arguments.replay,
-    }
-    sources = [name for name, value in given.items() if value]
-    if len(sources) > 1:
-        raise UsageError(f"{' and '.join(sources)} are two sources of requests; give one")
-    if arguments.shared_memory != "none":
-        several = {**given, "--sequences": arguments.sequences}
-        del several["--input"]
-        if names := [name for name, value in several.items() if value]:
-            raise UsageError(f"{names[0]} and --shared-memory cannot be measured together")
-    if arguments.speed != 1 and arguments.schedule is None and arguments.replay is None:
-        raise UsageError("--speed needs --schedule or --replay")
 
 
 def _cancelled(text: str) -> tuple[float, float]:
@@ -723,35 +646,33 @@ def _cancelled(text: str) -> tuple[float, float]:
     return share_of(share), seconds_of(time) if time else 0.0
 
 
-def _against(text: str | None) -> tuple[Endpoint | None, Path | None]:
-    if text is None:
-        return None, None
-    return (parse_endpoint("--against", text), None) if "://" in text else (None, Path(text))
-
-
-def _with_certificates(
-    arguments: argparse.Namespace, *endpoints: Endpoint | None
-) -> list[Endpoint | None]:
-    """Give the addresses that have TLS the files for it. Raises `UsageError`."""
+def _places(
+    arguments: argparse.Namespace,
+) -> tuple[Endpoint | None, Endpoint | None, Path | None]:
+    """Return the server, and the server or the file that it is compared with."""
     tls = Tls(arguments.ca, arguments.client_certificate, arguments.client_key)
-    if any(tls) and not any(each is not None and each.tls is not None for each in endpoints):
-        raise UsageError("--ca, --client-certificate and --client-key need https:// or grpcs://")
-    if tls.key is not None and tls.certificate is None:
-        raise UsageError("--client-key needs --client-certificate")
-    return [
-        each if each is None or each.tls is None else each._replace(tls=tls) for each in endpoints
-    ]
+    found: list[Endpoint | None] = []
+    for option, text in (("--url", arguments.url), ("--against", arguments.against)):
+        is_server = text is not None and (option == "--url" or "://" in text)
+        endpoint = parse_endpoint(option, text) if is_server else None
+        if endpoint is not None and endpoint.tls is not None:
+            endpoint = endpoint._replace(tls=tls)
+        found.append(endpoint)
+    url, against = found
+    is_file = against is None and arguments.against is not None
+    if url is not None and url.scheme == "http" and arguments.streaming:
+        for name in ("--sequences", "--batch", "--json-tensors"):
+            if _is_given(arguments, name):
+                raise UsageError(
+                    f"{name} and streams over HTTP (generate_stream) do not go together"
+                )
+    return url, against, Path(arguments.against) if is_file else None
 
 
 def _loads(arguments: argparse.Namespace, *, is_search: bool) -> list[Load]:
     if arguments.loadgen is not None:
         return [Concurrency(1)]
-    kinds = ("concurrency", "request_rate", "load_shape", "schedule", "replay")
-    given = [
-        f"--{kind.replace('_', '-')}" for kind in kinds if getattr(arguments, kind) is not None
-    ]
-    if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} are two kinds of load; give one")
+    given = [name for name in _LOADS.split() if _is_given(arguments, name)]
     if (given and given[0] == "--replay") or (not given and is_search):
         # The load comes from the captured file, or from a search.
         return []
