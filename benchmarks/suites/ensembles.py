@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,17 @@ import numpy as np
 import moonpool
 from moonpool.benchmarks.suites.hosted import folder_of
 from moonpool.benchmarks.suites.peer.peer import Unavailable
-from moonpool.benchmarks.suites.peer.presser import Case, Failed, presser
+from moonpool.benchmarks.suites.peer.presser import (
+    Case,
+    Failed,
+    Shown,
+    press_in_turns,
+    presser,
+    report_rows,
+)
 from moonpool.benchmarks.suites.peer.served import MoonpoolServed, Served, TritonServed
 from moonpool.benchmarks.suites.report import Report, main
 from moonpool.benchmarks.suites.rounds import Series, calls_in_turns, in_turns
-from moonpool.benchmarks.suites.serve import Row, rows_in_turns
 
 _STEPS = ("first", "second", "third")
 _MODELS = (*(f"{name}=increment" for name in _STEPS), "pipeline")
@@ -121,30 +127,19 @@ def _measure_served(report: Report, quick: bool) -> None:
             if quick and case.callers > 1:
                 continue
             try:
-                found = rows_in_turns(pressed, case, servers, 1 if quick else _SERVED_ROUNDS, quick)
+                sides = {server.name: (case, server) for server in servers}
+                found = press_in_turns(pressed, sides, _SERVED_ROUNDS, quick=quick)
             except Failed as error:
                 report.skipped(name, str(error))
                 continue
-            _report_served(report, name, found)
+            is_whole = case.model == "pipeline"
+            goal = "at most 0.33" if is_whole else ""
+            shown = {
+                "p50_us": Shown("p50, ", "µs", goal, is_ratio_headline=is_whole),
+                "processor_us": Shown("processor, ", "µs", is_ratio_headline=is_whole),
+            }
+            report_rows(report, name, found, shown)
     report.note(f"Servers, models and generator are on one machine; {pressed.words}.")
-
-
-def _report_served(report: Report, name: str, found: Mapping[str, Sequence[Row]]) -> None:
-    is_pipeline = name.startswith("pipeline")
-    for field, words in (("p50_us", "p50, "), ("processor_us", "processor, ")):
-        for server, rows in found.items():
-            values = [getattr(row, field) for row in rows]
-            report.figure(name, "µs", values, column=words + server)
-        if len(found) == 2:
-            ours, theirs = found.values()
-            ratios = [
-                getattr(a, field) / getattr(b, field)
-                for a, b in zip(ours, theirs, strict=True)
-                if getattr(b, field)
-            ]
-            goal = "at most 0.33" if is_pipeline and field == "p50_us" else ""
-            if ratios:
-                report.ratio(name, ratios, column=f"{words}ratio", goal=goal, headline=is_pipeline)
 
 
 if __name__ == "__main__":

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import moonpool
+from moonpool.benchmarks.generator.grpc import GrpcWire
 from moonpool.benchmarks.suites.hosted import MODELS
+from moonpool.benchmarks.suites.peer.served import EchoProcess, report_echoes
 from moonpool.benchmarks.suites.report import Report, main
-from moonpool.benchmarks.suites.rounds import Series, in_turns
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
-CALLERS = 16
+_MODULE = "moonpool.benchmarks.suites.grpc_echo"
 KINDS = {
     "nghttp2": "nghttp2",
     "without nghttp2": "grpcio",
@@ -155,88 +151,20 @@ def _say(number: int) -> None:
     print(number, flush=True)
 
 
-class Client:
-    """Callers over one connection. Each sends the next request when it has its answer."""
-
-    def __init__(self, kind: str) -> None:
-        import grpc
-
-        what = KINDS[kind]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "moonpool.benchmarks.suites.grpc_echo", "--serve", what],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        number = int(self._process.stdout.readline())  # type: ignore[union-attr]
-        self._channel = grpc.insecure_channel(f"127.0.0.1:{number}")
-        self._call = self._channel.unary_unary(METHOD)
-        self._request = request(batch=what == "inference")
-        self._call(self._request, timeout=30)
-
-    def rates(self, count: int) -> tuple[float, float]:
-        """Requests a second, and microseconds of the server's processor time for each."""
-        left = [None] * (count - CALLERS)
-        waiting = [None] * CALLERS
-        done = threading.Event()
-        errors: list[BaseException] = []
-
-        def answered(future: Any) -> None:
-            error = future.exception()
-            if error is not None:
-                errors.append(error)
-                done.set()
-                return
-            try:
-                left.pop()
-            except IndexError:
-                waiting.pop()
-                if not waiting:
-                    done.set()
-            else:
-                self._call.future(self._request, timeout=60).add_done_callback(answered)
-
-        began, began_us = time.perf_counter(), self._processor_us()
-        for _ in range(CALLERS):
-            self._call.future(self._request, timeout=60).add_done_callback(answered)
-        done.wait()
-        if errors:
-            raise errors[0]
-        took_s = time.perf_counter() - began
-        return count / took_s, (self._processor_us() - began_us) / count
-
-    def _processor_us(self) -> float:
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) * 1e6 / os.sysconf("SC_CLK_TCK")
-
-    def close(self) -> None:
-        """End the server, too."""
-        self._channel.close()
-        self._process.stdin.close()  # type: ignore[union-attr]
-        self._process.wait()
-        self._process.stdout.close()  # type: ignore[union-attr]
+def _wire(asked: bytes, address: str) -> GrpcWire:
+    return GrpcWire(address, METHOD, asked)
 
 
 def measure(report: Report, quick: bool) -> None:
     """All servers in turns."""
-    count = 100 if quick else 3_000
+    what = dict.fromkeys(KINDS, "echo of 4 floats") | {"inference": "add_sub of 4 floats"}
     with ExitStack() as stack:
         clients = {}
-        for kind in KINDS:
-            clients[kind] = Client(kind)
+        for kind, served in KINDS.items():
+            asked = request(batch=kind == "inference")
+            clients[kind] = EchoProcess(_MODULE, served, partial(_wire, asked))
             stack.callback(clients[kind].close)
-        cases = {kind: partial(client.rates, count) for kind, client in clients.items()}
-        measured = in_turns(cases, 1 if quick else 5)
-    rates = {kind: Series([[each[0]] for each in found.rounds]) for kind, found in measured.items()}
-    for kind, found in measured.items():
-        name = f"{kind}: {'add_sub' if kind == 'inference' else 'echo'} of 4 floats"
-        report.figure(name, "requests/s", rates[kind].values, column="rate", headline=True)
-        report.figure(
-            name, "µs", [each[1] for each in found.rounds], column="processor time of the server"
-        )
-    for kind in list(KINDS)[1:-1]:
-        ratio = rates["nghttp2"].over(rates[kind])
-        report.ratio(f"nghttp2 over {kind}", ratio, column="rate")
-    report.note("The client is gRPC's own for Python, and takes its part of the same processors.")
+        report_echoes(report, clients, what, quick)
 
 
 SERVERS: dict[str, Callable[[], None]] = {

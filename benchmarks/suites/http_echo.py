@@ -5,33 +5,27 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import os
-import re
 import resource
-import selectors
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import moonpool
+from moonpool.benchmarks.generator.http import HttpWire
 from moonpool.benchmarks.suites.hosted import MODELS
+from moonpool.benchmarks.suites.peer.served import EchoProcess, report_echoes
 from moonpool.benchmarks.suites.report import Report, main
-from moonpool.benchmarks.suites.rounds import Series, in_turns
 from moonpool.runtime.server.http.connection import HttpExchange, HttpPort
 from moonpool.runtime.server.http.head import BadHttpMessage, Head
 from moonpool.runtime.server.http.options import HttpLimits, HttpOptions
 from moonpool.runtime.server.http.routes import Route, RouteReply, RouteRequest, RouteTable
 
-CONNECTIONS = 16
+_MODULE = "moonpool.benchmarks.suites.http_echo"
 BODY = b"0123456789abcdef"
-_LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
 
 
 class Echo:
@@ -148,68 +142,8 @@ def _inference_request() -> bytes:
     return head.encode() + text + bytes(32)
 
 
-def _is_whole(answer: bytes) -> bool:
-    head, found, body = answer.partition(b"\r\n\r\n")
-    length = _LENGTH.search(head)
-    return bool(found) and length is not None and len(body) >= int(length[1])
-
-
-class Client:
-    """Connections that each send the next request when they have the answer to the last."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "moonpool.benchmarks.suites.http_echo", "--serve", kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self._request = _inference_request() if kind == "inference" else _echo_request()
-        number = int(self._process.stdout.readline())  # type: ignore[union-attr]
-        self._selector = selectors.DefaultSelector()
-        for _ in range(CONNECTIONS):
-            connection = socket.create_connection(("127.0.0.1", number))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._selector.register(connection, selectors.EVENT_READ)
-
-    def rates(self, count: int) -> tuple[float, float]:
-        """Requests a second, and microseconds of the server's processor time for each."""
-        for key in self._selector.get_map().values():
-            key.fileobj.sendall(self._request)  # type: ignore[union-attr]
-        halves: dict[Any, bytes] = {}
-        waiting, left = CONNECTIONS, count - CONNECTIONS
-        began, began_us = time.perf_counter(), self._processor_us()
-        while waiting:
-            for key, _ in self._selector.select():
-                connection: Any = key.fileobj
-                # Some servers send head and body one after the other.
-                answer = halves.pop(connection, b"") + connection.recv(65536)
-                if not _is_whole(answer):
-                    halves[connection] = answer
-                    continue
-                if not answer.startswith(b"HTTP/1.1 200"):
-                    raise RuntimeError(f"{self.kind} answers {answer[:300]!r}")
-                if left > 0:
-                    left -= 1
-                    connection.sendall(self._request)
-                else:
-                    waiting -= 1
-        took_s = time.perf_counter() - began
-        return count / took_s, (self._processor_us() - began_us) / count
-
-    def _processor_us(self) -> float:
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) * 1e6 / os.sysconf("SC_CLK_TCK")
-
-    def close(self) -> None:
-        """End the server, too."""
-        for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
-        self._selector.close()
-        self._process.stdin.close()  # type: ignore[union-attr]
-        self._process.terminate()
-        self._process.wait()
-        self._process.stdout.close()  # type: ignore[union-attr]
+def _wire(request: bytes, _: str) -> HttpWire:
+    return HttpWire(request)
 
 
 def measure(report: Report, quick: bool) -> None:
@@ -220,24 +154,14 @@ def measure(report: Report, quick: bool) -> None:
     else:
         kinds.append("uvicorn")
     kinds.append("inference")
-    count = 200 if quick else 4_000
+    what = dict.fromkeys(kinds, "echo of 16 bytes") | {"inference": "add_sub of 4 floats"}
     with ExitStack() as stack:
-        clients = {kind: Client(kind) for kind in kinds}
-        for client in clients.values():
-            stack.callback(client.close)
-        cases = {kind: partial(client.rates, count) for kind, client in clients.items()}
-        measured = in_turns(cases, 1 if quick else 5)
-    rates = {kind: Series([[each[0]] for each in found.rounds]) for kind, found in measured.items()}
-    for kind, found in measured.items():
-        name = f"{kind}: {'add_sub of 4 floats' if kind == 'inference' else 'echo of 16 bytes'}"
-        report.figure(name, "requests/s", rates[kind].values, column="rate", headline=True)
-        report.figure(
-            name, "µs", [each[1] for each in found.rounds], column="processor time of the server"
-        )
-    for kind in kinds[1:-1]:
-        report.ratio(
-            f"connection over {kind}", rates["connection"].over(rates[kind]), column="rate"
-        )
+        clients = {}
+        for kind in kinds:
+            request = _inference_request() if kind == "inference" else _echo_request()
+            clients[kind] = EchoProcess(_MODULE, kind, partial(_wire, request))
+            stack.callback(clients[kind].close)
+        report_echoes(report, clients, what, quick)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from moonpool.benchmarks.suites.hosted import MODELS
 from moonpool.benchmarks.suites.peer.peer import Unavailable
@@ -18,8 +16,11 @@ from moonpool.benchmarks.suites.peer.presser import (
     Failed,
     Own,
     Presser,
+    Shown,
     Streams,
+    press_in_turns,
     presser,
+    report_rows,
 )
 from moonpool.benchmarks.suites.peer.served import MoonpoolServed, Served, TritonServed
 from moonpool.benchmarks.suites.report import Report, main
@@ -32,22 +33,11 @@ _MANY = 256
 _SMALL_SIZES = {"4 B": 4, "64 KB": 1 << 16}
 _SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24}
 _ROUNDS = 5
-_SECONDS = 1.5
 # Goals of the ratio of throughputs, by protocol, and with tensors in shared memory.
 _GOALS = {"http": "at least 1.5", "grpc": "at least 1"}
 _GOAL_SMALL = "at least 1.3"
 _GOAL_SHARED = "at least 2"
 _GOAL_STREAM = "at least 3"
-
-
-class Row(NamedTuple):
-    """The figures of one server in a round. A busy machine changes the last one least."""
-
-    requests_per_s: float
-    p50_us: float
-    p99_us: float
-    # Processor time of all processes of the server, models included, for one request.
-    processor_us: float
 
 
 def cases() -> dict[str, Case]:
@@ -119,13 +109,12 @@ def measure(report: Report, quick: bool) -> None:
             chosen = {name: case for name, case in chosen.items() if case.callers == 4}
         for name, case in chosen.items():
             try:
-                found = rows_in_turns(
-                    _by(pressed, case), case, servers, 1 if quick else _ROUNDS, quick
-                )
+                sides = {server.name: (case, server) for server in servers}
+                found = press_in_turns(_by(pressed, case), sides, _ROUNDS, quick=quick)
             except Failed as error:
                 report.skipped(name, str(error))
                 continue
-            _report(report, name, case, found)
+            report_rows(report, name, found, _shown(case))
     report.note(f"Servers, models and generator are on one machine; {pressed.words}.")
     report.note(
         f"Streams, and {_MANY} connections, are pressed by moonpool bench's generator; a request is a whole stream."
@@ -135,46 +124,13 @@ def measure(report: Report, quick: bool) -> None:
     report.note("Ratios are moonpool's figure over Triton's of the same round.")
 
 
-def rows_in_turns(
-    pressed: Presser, case: Case, servers: Sequence[Served], rounds: int, quick: bool
-) -> Mapping[str, Sequence[Row]]:
-    """The samples of each server, a round at a time; the first one changes."""
-    seconds = 0.3 if quick else _SECONDS
-    for server in servers if case.model != _STREAM else ():
-        case.check(server.port(case.protocol))
-    found: dict[str, list[Row]] = {server.name: [] for server in servers}
-    for turn in range(0 if quick else -1, rounds):
-        for server in servers if turn % 2 else reversed(servers):
-            busy_s, answered = server.busy_s(), server.answered(case.model)
-            sample = pressed.press(case, server.port(case.protocol), seconds)
-            if turn >= 0:
-                busy_s = server.busy_s() - busy_s
-                answered = server.answered(case.model) - answered
-                times = sample.requests_per_s, sample.p50_us, sample.p99_us
-                found[server.name].append(Row(*times, 1e6 * busy_s / max(1, answered)))
-    return found
-
-
-# Each has its name in a table, its unit, and true if the short table has it.
-_SHOWN = {
-    "requests_per_s": ("", "requests/s", True),
-    "p50_us": ("p50, ", "µs", False),
-    "p99_us": ("p99, ", "µs", False),
-    "processor_us": ("processor, ", "µs", False),
-}
-
-
-def _report(report: Report, name: str, case: Case, found: Mapping[str, Sequence[Row]]) -> None:
-    for field, (words, unit, is_headline) in _SHOWN.items():
-        for server, rows in found.items():
-            values = [getattr(row, field) for row in rows]
-            report.figure(name, unit, values, column=words + server, headline=is_headline)
-        if len(found) == 2:
-            pairs = zip(*found.values(), strict=True)
-            ratios = [getattr(a, field) / getattr(b, field) for a, b in pairs if getattr(b, field)]
-            if ratios:
-                goal = _goal(case, field)
-                report.ratio(name, ratios, column=f"{words}ratio", goal=goal, headline=True)
+def _shown(case: Case) -> dict[str, Shown]:
+    return {
+        "requests_per_s": Shown("", "requests/s", _goal(case, "requests_per_s"), True),
+        "p50_us": Shown("p50, ", "µs", _goal(case, "p50_us")),
+        "p99_us": Shown("p99, ", "µs", _goal(case, "p99_us")),
+        "processor_us": Shown("processor, ", "µs"),
+    }
 
 
 def _goal(case: Case, field: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +16,11 @@ from moonpool.benchmarks.suites.peer.presser import (
     STREAM_CONFIG,
     Case,
     Failed,
-    Presser,
-    Sample,
+    Shown,
     Streams,
+    press_in_turns,
     presser,
+    report_rows,
 )
 from moonpool.benchmarks.suites.peer.served import Served, triton_python
 from moonpool.benchmarks.suites.report import Report, main
@@ -31,7 +31,6 @@ _SIDES = {"moonpool": "moonpool", "stock": "python"}
 _INSTANCES = (1, 4)
 _SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24}
 _ROUNDS = 5
-_SECONDS = 1.5
 
 
 class Asked(NamedTuple):
@@ -159,52 +158,21 @@ def measure(report: Report, quick: bool) -> None:
         for name, asked in chosen.items():
             by = Streams() if asked.is_stream else pressed
             try:
-                found = _in_turns(by, asked, server, 1 if quick else _ROUNDS, quick)
+                sides = {side: (asked.of(side), server) for side in _SIDES}
+                found = press_in_turns(by, sides, _ROUNDS, quick=quick)
             except Failed as error:
                 report.skipped(name, str(error))
                 continue
-            _report(report, name, asked, found)
+            shown = {
+                "requests_per_s": Shown("", "requests/s", asked.goal, True),
+                "p50_us": Shown("p50, ", "µs"),
+                "p99_us": Shown("p99, ", "µs", "at most 1"),
+            }
+            report_rows(report, name, found, shown)
     report.note(f"Server, models and generator are on one machine; {pressed.words}.")
     report.note("Streams are pressed by moonpool bench's generator; a request is a whole stream.")
     report.note("The same `model.py` on both sides; add_sub has dynamic batching.")
     report.note("Ratios are moonpool's figure over the stock backend's of the same round.")
-
-
-def _in_turns(
-    pressed: Presser, asked: Asked, server: Served, rounds: int, quick: bool
-) -> Mapping[str, Sequence[Sample]]:
-    seconds = 0.3 if quick else _SECONDS
-    port = server.port(asked.case.protocol)
-    if not asked.is_stream:
-        for side in _SIDES:
-            asked.of(side).check(port)
-    found: dict[str, list[Sample]] = {side: [] for side in _SIDES}
-    for turn in range(0 if quick else -1, rounds):
-        for side in _SIDES if turn % 2 else reversed(_SIDES):
-            sample = pressed.press(asked.of(side), port, seconds)
-            if turn >= 0:
-                found[side].append(sample)
-    return found
-
-
-# Name in a table, unit, goal of the ratio, and true if the short table has the figure itself.
-_SHOWN = {
-    "requests_per_s": ("", "requests/s", None, True),
-    "p50_us": ("p50, ", "µs", "", False),
-    "p99_us": ("p99, ", "µs", "at most 1", False),
-}
-
-
-def _report(report: Report, name: str, asked: Asked, found: Mapping[str, Sequence[Sample]]) -> None:
-    for field, (words, unit, goal, is_headline) in _SHOWN.items():
-        for side, samples in found.items():
-            values = [getattr(sample, field) for sample in samples]
-            report.figure(name, unit, values, column=words + side, headline=is_headline)
-        pairs = zip(*found.values(), strict=True)
-        ratios = [getattr(a, field) / getattr(b, field) for a, b in pairs if getattr(b, field)]
-        if ratios:
-            goal = asked.goal if goal is None else goal
-            report.ratio(name, ratios, column=f"{words}ratio", goal=goal, headline=True)
 
 
 if __name__ == "__main__":

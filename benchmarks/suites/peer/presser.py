@@ -20,6 +20,8 @@ from moonpool import MoonpoolError
 from moonpool.benchmarks.data import DataMix, RequestData
 from moonpool.benchmarks.loads import Concurrency
 from moonpool.benchmarks.server import MeasuredServer
+from moonpool.benchmarks.suites.peer.served import Served
+from moonpool.benchmarks.suites.report import Report
 from moonpool.runtime.client.control_client import control_client
 from moonpool.runtime.client.request import Endpoint, Question, QuestionTensor
 from moonpool.runtime.process.usage import usage_of
@@ -27,6 +29,8 @@ from moonpool.runtime.process.usage import usage_of
 VARIABLE = "MOONPOOL_PERF_ANALYZER"
 _USUAL = Path(__file__).resolve().parents[3] / ".venv-clients" / "bin" / "perf_analyzer"
 _TIMEOUT_S = 120.0
+# The length of a window in turns.
+_SECONDS = 1.5
 # The columns of perf_analyzer's file, as `Sample` has them.
 _COLUMNS = ("Inferences/Second", "p50 latency", "p99 latency")
 _DTYPES = {"UINT8": np.uint8, "FP32": np.float32}
@@ -212,6 +216,72 @@ class Own:
             window.latency_us(99),
             window.generator_share or 0.0,
         )
+
+
+class Row(NamedTuple):
+    """The figures of one side in a round. A busy machine changes the processor times least.
+
+    They are those of all processes of the server, models included, of the busiest and of the main one, for one request.
+    """
+
+    requests_per_s: float
+    p50_us: float
+    p99_us: float
+    processor_us: float
+    busiest_us: float
+    main_us: float
+
+
+class Shown(NamedTuple):
+    """A figure of rows: its words in a column, its unit, and the goal of the ratio of two sides; None for no ratio."""
+
+    words: str
+    unit: str
+    goal: str | None = ""
+    # True if the short table has it, and the ratio.
+    is_headline: bool = False
+    is_ratio_headline: bool = True
+
+
+def press_in_turns(
+    pressed: Presser, sides: Mapping[str, tuple[Case, Served]], rounds: int, *, quick: bool
+) -> dict[str, list[Row]]:
+    """Press each side once a round; the first one changes, and the first round does not count. Raises `Failed`."""
+    rounds, seconds = (1, 0.3) if quick else (rounds, _SECONDS)
+    if not isinstance(pressed, Streams):
+        for case, server in sides.values():
+            case.check(server.port(case.protocol))
+    found: dict[str, list[Row]] = {name: [] for name in sides}
+    for turn in range(0 if quick else -1, rounds):
+        for name, (case, server) in list(sides.items())[:: 1 if turn % 2 else -1]:
+            answered, before = server.answered(case.model), server.busy_by_process_s()
+            sample = pressed.press(case, server.port(case.protocol), seconds)
+            after = server.busy_by_process_s()
+            answered = max(1, server.answered(case.model) - answered)
+            main_us, *others_us = (
+                1e6 * (busy_s - before.get(pid, 0.0)) / answered for pid, busy_s in after.items()
+            )
+            if turn >= 0:
+                times = main_us + sum(others_us), max(main_us, *others_us, 0.0), main_us
+                found[name].append(Row(*sample[:3], *times))
+    return found
+
+
+def report_rows(
+    report: Report, name: str, found: Mapping[str, Sequence[Row]], shown: Mapping[str, Shown]
+) -> None:
+    """Report the figures of each side, and of two sides the ratios of the first over the second."""
+    for field, each in shown.items():
+        for side, rows in found.items():
+            values = [getattr(row, field) for row in rows]
+            column = each.words + side
+            report.figure(name, each.unit, values, column=column, headline=each.is_headline)
+        if len(found) == 2 and each.goal is not None:
+            pairs = zip(*found.values(), strict=True)
+            ratios = [getattr(a, field) / getattr(b, field) for a, b in pairs if getattr(b, field)]
+            if ratios:
+                column, headline = f"{each.words}ratio", each.is_ratio_headline
+                report.ratio(name, ratios, column=column, goal=each.goal, headline=headline)
 
 
 # Each request for a stream gets so many.
