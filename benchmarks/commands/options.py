@@ -458,15 +458,7 @@ def _add_request(group: argparse._ArgumentGroup) -> None:
 
 def checked(arguments: argparse.Namespace) -> Options:
     """Raises `UsageError`."""
-    if arguments.second is not None:
-        raise UsageError("two names at most; three are for `compare A.json B.json`")
-    if arguments.fail_if:
-        raise UsageError("--fail-if is for `compare`")
-    _check_numbers(arguments)
-    if arguments.label is not None and not _LABEL.fullmatch(arguments.label):
-        raise UsageError(
-            f"--label must be letters, digits, spaces and any of . _ + = @ , -, at most 60 of them, not {arguments.label!r}"
-        )
+    _check_values(arguments)
     _check_rules(arguments)
     endpoint, against, against_file = _places(arguments)
     slo = read_option("--slo", Slo.parse, arguments.slo)
@@ -522,11 +514,15 @@ def checked(arguments: argparse.Namespace) -> Options:
     )
 
 
-def _check_numbers(arguments: argparse.Namespace) -> None:
+def _check_values(arguments: argparse.Namespace) -> None:
     check_windows(arguments)
     check_positive(arguments, ("processes", "max_connections", "timeout", "speed", "runs"))
     if arguments.instances is not None and arguments.instances < 1:
         raise UsageError("--instances must be more than 0")
+    if arguments.label is not None and not _LABEL.fullmatch(arguments.label):
+        raise UsageError(
+            f"--label must be letters, digits, spaces and any of . _ + = @ , -, at most 60 of them, not {arguments.label!r}"
+        )
 
 
 def _is_given(arguments: argparse.Namespace, name: str) -> bool:
@@ -539,6 +535,10 @@ def _is_given(arguments: argparse.Namespace, name: str) -> bool:
 
 def _check_rules(arguments: argparse.Namespace) -> None:
     """Refuse options without what they need, and options that do not go together, rather than ignore them."""
+    if arguments.second is not None:
+        raise UsageError("two names at most; three are for `compare A.json B.json`")
+    if arguments.fail_if:
+        raise UsageError("--fail-if is for `compare`")
     if arguments.url is None and arguments.repository is None:
         raise UsageError("say where the model is: REPO MODEL, or MODEL --url URL")
     if arguments.url is not None and arguments.repository is not None:
