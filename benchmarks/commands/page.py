@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
+from moonpool.benchmarks.commands.report import ratios_of, tables_of, unsettled
 from moonpool.benchmarks.loads import load_in_short
 from moonpool.benchmarks.result import described, names, others_of
 from moonpool.benchmarks.slo import time_words
-from moonpool.benchmarks.windows import PARTS
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2430; --soft: #5a6675; --line: #d5dbe3; --back: #fff;
@@ -64,6 +64,7 @@ def page_of(found: Mapping[str, Any]) -> str:
         facts.append(f"limits: {shown}" + (f"; held by {rate:g} requests/s" if rate else ""))
     sections = [_plots(found)]
     both = [found, *([found["against"]] if "against" in found else [])]
+    facts += unsettled([*both, *others_of(found)])
     heads = [title]
     if "against" in found:
         heads = list(names(found, found["against"]))
@@ -79,18 +80,11 @@ def _other(found: Mapping[str, Any]) -> str:
     host = found.get("host")
     facts = f"<p>{escape(host['versions'])}; {escape(host['command'])}</p>" if host else ""
     section = f"<h2>{escape(found['where'])}</h2>{facts}{_tables_of(found)}"
-    compared = [point for point in found["series"] if point.get("ratios")]
     # The first one that is called in process is over nothing.
-    if not compared or found["over"] == found["where"]:
+    if found["over"] == found["where"]:
         return section
-    names_of = list(compared[0]["ratios"])
-    rows = [["load", *names_of]]
-    for point in compared:
-        ratios = [point["ratios"][name] for name in names_of]
-        shown = [f"{r['median']:.2f} ({r['least']:.2f} to {r['most']:.2f})" for r in ratios]
-        rows.append([load_in_short(point), *shown])
     words = f"times those of {found['over']}: medians of ratios in turns, least to most"
-    return f"{section}<p>{escape(words)}</p>{table_of(rows)}"
+    return f"{section}<p>{escape(words)}</p>{table_of(ratios_of(found))}"
 
 
 def document(title: str, facts: Sequence[str], sections: Sequence[str]) -> str:
@@ -108,39 +102,10 @@ def document(title: str, facts: Sequence[str], sections: Sequence[str]) -> str:
 
 
 def _tables_of(found: Mapping[str, Any]) -> str:
-    """Return the figures of all loads, and below them those that the server gave of itself."""
-    latencies = ("mean", "p50", "p90", "p95", "p99", "max")
-    has_slo = "slo" in found
-    rows = [
-        [
-            "load", "requests/s", *(f"{name} µs" for name in latencies), "failed", "settled",
-            *(["good/s", "holds"] if has_slo else []),
-        ]
-    ]  # fmt: skip
-    for point in found["series"]:
-        held = [f"{point['goodput_per_s']:,.1f}", point["broken"] or "yes"] if has_slo else []
-        rows.append(
-            [
-                load_in_short(point),
-                f"{point['requests_per_s']:,.1f}",
-                *(_number(point["latency_us"].get(name)) for name in latencies),
-                str(point["failed"]),
-                "yes" if point["stable"] else "no",
-                *held,
-            ]
-        )
-    served = [point for point in found["series"] if point["server"]]
-    if not served:
-        return table_of(rows)
-    parts = [["load", *(f"{part} µs" for part in PARTS)]]
-    for point in served:
-        times = [_number(point["server"].get(f"{part}_us")) for part in PARTS]
-        parts.append([load_in_short(point), *times])
-    return f"{table_of(rows)}<p>Mean of a request in the server:</p>{table_of(parts)}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
+    return "".join(
+        table_of(rows) + (f"<p>{escape(words)}</p>" if words else "")
+        for rows, words in tables_of(found)
+    )
 
 
 def table_of(rows: Sequence[Sequence[str]]) -> str:

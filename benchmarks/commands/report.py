@@ -65,7 +65,7 @@ def show(terminal: Terminal, found: Mapping[str, Any], *, in_turns: bool) -> Non
         terminal.line()
     how = "in turns" if in_turns else "at two times"
     terminal.line(terminal.paint(f"{ours} over {theirs}:", "bold"))
-    _rows(terminal, _ratios(found))
+    _rows(terminal, ratios_of(found))
     terminal.line(
         f"medians of ratios, least to most; {how}; alike where they lie on both sides of 1"
     )
@@ -85,7 +85,7 @@ def _several(terminal: Terminal, found: Mapping[str, Any]) -> None:
         if each["over"] != each["where"]:
             words = f"{harmless(each['where'])} over {harmless(each['over'])}:"
             terminal.line(terminal.paint(words, "bold"))
-            _rows(terminal, _ratios(each))
+            _rows(terminal, ratios_of(each))
     if others:
         terminal.line(
             "medians of ratios, least to most; in turns; alike where they lie on both sides of 1"
@@ -103,20 +103,34 @@ def _advice(terminal: Terminal, found: Mapping[str, Any]) -> None:
 
 
 def _tables(terminal: Terminal, found: Mapping[str, Any]) -> None:
+    for number, (rows, words) in enumerate(tables_of(found)):
+        if number:
+            terminal.line()
+        _rows(terminal, rows)
+        if words:
+            terminal.line(words)
     if not found["series"]:
         return
-    _rows(terminal, _callers(found))
-    if any(point.get("first_response_us") for point in found["series"]):
-        terminal.line()
-        _rows(terminal, _responses(found))
-    if any(point["server"] for point in found["series"]):
-        terminal.line()
-        _rows(terminal, _server(found))
-    _resources(terminal, found)
-    _confidence(terminal, found)
     _faults(terminal, found)
     _slo(terminal, found)
     _advice(terminal, found)
+
+
+def tables_of(found: Mapping[str, Any]) -> Iterator[tuple[list[list[str]], str]]:
+    """Yield the tables of a result, each with the words below it: of the callers first, then those of the server."""
+    points = found["series"]
+    if not points:
+        return
+    yield _callers(found), ""
+    if any(point.get("first_response_us") for point in points):
+        yield _responses(found), ""
+    if any(point["server"] for point in points):
+        yield _server(found), ""
+    if any(point.get("resources") for point in points):
+        yield _resources(found), ""
+    if any(point.get("confidence") for point in points):
+        runs = max(len(point.get("runs") or ()) for point in points)
+        yield _confidence(found), f"95 % intervals of the means of {runs} runs"
 
 
 def _rows(terminal: Terminal, rows: Sequence[Sequence[str]]) -> None:
@@ -168,11 +182,9 @@ def _callers(found: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _resources(terminal: Terminal, found: Mapping[str, Any]) -> None:
-    """Write what the model and its server used."""
+def _resources(found: Mapping[str, Any]) -> list[list[str]]:
+    """Return the table of what the model and its server used."""
     points = [point for point in found["series"] if point.get("resources")]
-    if not points:
-        return
     has_gpu = any(point["resources"]["gpu_memory_bytes"] is not None for point in points)
     rows = [
         [_load_head(found), "cpu µs/request", "cores", "memory MB"]
@@ -192,8 +204,7 @@ def _resources(terminal: Terminal, found: Mapping[str, Any]) -> None:
         if has_gpu:
             share = "-" if utilization is None else f"{utilization:.0%}"
             rows[-1] += [share, f"{(used['gpu_memory_bytes'] or 0) / 1e6:,.0f}"]
-    terminal.line()
-    _rows(terminal, rows)
+    return rows
 
 
 def _faults(terminal: Terminal, found: Mapping[str, Any]) -> None:
@@ -219,11 +230,9 @@ def _faults(terminal: Terminal, found: Mapping[str, Any]) -> None:
     )
 
 
-def _confidence(terminal: Terminal, found: Mapping[str, Any]) -> None:
-    """Write the intervals of figures over several runs."""
+def _confidence(found: Mapping[str, Any]) -> list[list[str]]:
+    """Return the table of the intervals of figures over several runs."""
     points = [point for point in found["series"] if point.get("confidence")]
-    if not points:
-        return
     heads = {"requests_per_s": "requests/s", "p50": "p50 µs", "p99": "p99 µs"}
     rows = [[_load_head(found), *heads.values()]]
     for point in points:
@@ -235,9 +244,7 @@ def _confidence(terminal: Terminal, found: Mapping[str, Any]) -> None:
             for name in heads
         ]
         rows.append([load_in_short(point), *cells])
-    terminal.line()
-    _rows(terminal, rows)
-    terminal.line(f"95 % intervals of the means of {len(points[0]['runs'])} runs")
+    return rows
 
 
 def _holds(point: Mapping[str, Any]) -> str:
@@ -289,7 +296,8 @@ def _server(found: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _ratios(found: Mapping[str, Any]) -> list[list[str]]:
+def ratios_of(found: Mapping[str, Any]) -> list[list[str]]:
+    """Return the table of the ratios of a result over another one."""
     heads = {"requests_per_s": "requests/s", "p50": "p50", "p99": "p99"}
     rows = [[_load_head(found), *heads.values()]]
     for point in found["series"]:
@@ -315,7 +323,7 @@ def warnings(found: Mapping[str, Any]) -> Iterator[str]:
         *([found["against"]] if "against" in found else []),
         *others_of(found),
     ]
-    yield from _unsettled(measured)
+    yield from unsettled(measured)
     for each in measured:
         for point in each["series"]:
             yield from _warnings_of(point, f"{each['where']}, {_load_in_words(point)}", each)
@@ -328,7 +336,7 @@ def _load_in_words(point: Mapping[str, Any]) -> str:
     )
 
 
-def _unsettled(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def unsettled(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield one line for all loads that did not settle."""
     places = []
     for each in measured:

@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
-
-import numpy as np
 
 import moonpool
 from moonpool.benchmarks.suites.hosted import MODELS
 from moonpool.benchmarks.suites.report import Report, main
 from moonpool.benchmarks.suites.rounds import in_turns
+from moonpool.benchmarks.suites.throughput import with_tasks
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _QUICK_SIZES = (1, 64)
 IN_FLIGHT = 64
 _KINDS = {"Triton's kind": MODELS / "add_sub", "moonpool's kind": MODELS / "sums.py"}
-_INPUTS = {"INPUT0": np.ones((1, 4), np.float32), "INPUT1": np.ones((1, 4), np.float32)}
-
-
-async def _rate(runtime: moonpool.Runtime, model: str, total: int) -> float:
-    left = total
-
-    async def call() -> None:
-        nonlocal left
-        while left > 0:
-            left -= 1
-            await runtime.ainfer(model, _INPUTS)
-
-    before = time.perf_counter()
-    await asyncio.gather(*(call() for _ in range(IN_FLIGHT)))
-    return total / (time.perf_counter() - before)
 
 
 def measure(report: Report, quick: bool) -> None:
     """64 callers, and the largest batch that is allowed."""
-    rounds, total = (1, 64) if quick else (5, 4000)
+    rounds, window_s = (1, 0.02) if quick else (5, 0.5)
     sizes = _QUICK_SIZES if quick else SIZES
     with moonpool.Runtime() as runtime:
 
         def case(model: str) -> Callable[[], list[float]]:
-            return lambda: [asyncio.run(_rate(runtime, model, total))]
+            return lambda: [with_tasks(runtime, model, IN_FLIGHT, window_s)]
 
         models = {
             (kind, size): f"{index}_{size}" for index, kind in enumerate(_KINDS) for size in sizes

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections.abc import Callable
 from statistics import median
 
 import numpy as np
 
 import moonpool
+from moonpool.benchmarks.callers import measure as press
+from moonpool.benchmarks.callers import measure_async as press_async
 from moonpool.benchmarks.suites.hosted import MODELS
 from moonpool.benchmarks.suites.report import Report, main
 from moonpool.benchmarks.suites.rounds import in_turns, time_us
@@ -25,46 +25,14 @@ _INPUTS = {"INPUT0": np.ones((1, 4), np.float32), "INPUT1": np.ones((1, 4), np.f
 
 def with_threads(runtime: moonpool.Runtime, model: str, callers: int, window_s: float) -> float:
     """Requests a second of that many threads, each of which calls `infer` again and again."""
-    counts = [0] * callers
-    end = threading.Event()
-    begin = threading.Barrier(callers + 1)
-
-    def call(index: int) -> None:
-        begin.wait()
-        while not end.is_set():
-            runtime.infer(model, _INPUTS)
-            counts[index] += 1
-
-    threads = [threading.Thread(target=call, args=(index,)) for index in range(callers)]
-    for thread in threads:
-        thread.start()
-    begin.wait()
-    before = time.perf_counter()
-    time.sleep(window_s)
-    done, passed_s = sum(counts), time.perf_counter() - before
-    end.set()
-    for thread in threads:
-        thread.join()
-    return done / passed_s
+    found = press(lambda: runtime.infer(model, _INPUTS), callers, window_s)
+    return found.requests_per_s
 
 
 def with_tasks(runtime: moonpool.Runtime, model: str, callers: int, window_s: float) -> float:
     """Requests a second of that many asyncio tasks, each of which awaits `ainfer` again and again."""
-
-    async def call(until: float) -> int:
-        count = 0
-        while time.perf_counter() < until:
-            await runtime.ainfer(model, _INPUTS)
-            count += 1
-        return count
-
-    async def run() -> float:
-        before = time.perf_counter()
-        until = before + window_s
-        counts = await asyncio.gather(*(call(until) for _ in range(callers)))
-        return sum(counts) / (time.perf_counter() - before)
-
-    return asyncio.run(run())
+    found = press_async(lambda: runtime.ainfer(model, _INPUTS), callers, window_s)
+    return asyncio.run(found).requests_per_s
 
 
 def measure(report: Report, quick: bool) -> None:
