@@ -1,3 +1,3 @@
 """The version of moonpool; `pyproject.toml` takes it from here."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"

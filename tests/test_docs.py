@@ -228,6 +228,24 @@ def test_a_link_to_a_heading_leads_to_one() -> None:
     ] == []
 
 
+# Made by programs; and pages that others are about to change.
+NOT_WRAPPED = ("API", "OPTIONS", "SERVE_OPTIONS", "RESULTS", "BENCH", "TUNING")
+
+
+@EACH_PAGE
+def test_a_line_of_prose_has_at_most_120_characters(path: Path) -> None:
+    """Tables and lines with a link are excepted: neither can be wrapped everywhere."""
+    if path.stem in NOT_WRAPPED:
+        return
+    text = re.sub(r"(?ms)^```.*?^```$", "", path.read_text(encoding="utf-8"))
+
+    assert [
+        line
+        for line in text.splitlines()
+        if len(line) > 120 and not line.startswith("|") and "](" not in line
+    ] == []
+
+
 def python_complaint(block: str) -> str:
     ast.parse(block)
     return ""
