@@ -72,8 +72,8 @@ FLAGS = [
     # A thread of a model or of a caller may have a small stack.
     "-Wframe-larger-than=8192",
 ]
-# A model's interpreter may have another libstdc++, or none that its sandbox lets it read. The unwinder is the process' own, which the C
-# library needs to end a thread; `unwinding.h` tells what it finds here.
+# A model's interpreter may have another libstdc++, or none that its sandbox lets it read. The unwinder is the process'
+# own, which the C library needs to end a thread; `unwinding.h` tells what it finds here.
 LINK = [
     "-static-libstdc++",
     "-Wl,--wrap=__gxx_personality_v0",
@@ -260,7 +260,9 @@ class Build(build_ext):
         shutil.copy(made / target.name, target)
 
     def copy_extensions_to_source(self) -> None:
-        """Put the compiled extensions into the tree, each by renaming a new file: a running process may have mapped the old one."""
+        """Put the compiled extensions into the tree, each by renaming a new file: a running process may have mapped the
+        old one.
+        """
         for each in self.extensions:
             built = Path(self.build_lib, self.get_ext_filename(self.get_ext_fullname(each.name)))
             if built.is_file():
@@ -271,7 +273,9 @@ class Build(build_ext):
 
 
 class Sdist(sdist):
-    """Packs the repository's tree, links included. setuptools alone would pack the files behind a link a second time."""
+    """Packs the repository's tree, links included. setuptools alone would pack the files behind a link a second
+    time.
+    """
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         links = sorted({link for file in files if (link := link_of(file))})

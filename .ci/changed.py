@@ -2,8 +2,8 @@
 
     python .ci/changed.py [COMMIT]      by default where this branch left main
 
-A file of a package stands for the tests of that package, `tests/` mirroring the code, and for those that import the file itself.
-Tests of whole servers and models are left to `make test`, unless they were changed.
+A file of a package stands for the tests of that package, `tests/` mirroring the code, and for those that import the
+file itself. Tests of whole servers and models are left to `make test`, unless they were changed.
 """
 
 from __future__ import annotations

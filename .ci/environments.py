@@ -4,8 +4,8 @@
     python .ci/environments.py --find 3.12
 
 Makes one for each version from 3.9 up that this machine has, in a folder of that name. If the machine has none, it uses
-Debian's python3, or this Python. Each environment has numpy and nothing else. `--find` prints an interpreter of that version, or
-this one if the machine has none, and makes nothing.
+Debian's python3, or this Python. Each environment has numpy and nothing else. `--find` prints an interpreter of that
+version, or this one if the machine has none, and makes nothing.
 """
 
 from __future__ import annotations

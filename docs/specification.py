@@ -4,8 +4,8 @@ The site (`make site`) has the same page. A test, a class of tests or, as `pytes
 
     @pytest.mark.promise("Containment", "Descriptors that a stub sends reach nobody.")
 
-A sentence stands once. Other tests of the same promise have its beginning, with an ellipsis: "Descriptors that a stub …".
-Nothing is imported: the marks are read from the source.
+A sentence stands once. Other tests of the same promise have its beginning, with an ellipsis: "Descriptors that a stub
+…". Nothing is imported: the marks are read from the source.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def _promises_in(expressions: list[ast.expr], path: str, name: str) -> Iterator[
 
 
 def sections(found: list[Mark]) -> dict[str, dict[str, list[Mark]]]:
-    """The marks of each sentence of each section. Raises Wrong where a beginning is of no sentence, or a sentence stands twice."""
+    """The marks of each sentence of each section. Raises Wrong where a beginning is of no sentence, or a sentence
+    stands twice.
+    """
     made: dict[str, dict[str, list[Mark]]] = {}
     for mark in found:
         if not mark.text.endswith(REST):

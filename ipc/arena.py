@@ -9,14 +9,15 @@ neighbours are joined again when a block is released. So low addresses are used 
 processor's cache. Released blocks of one size stay whole until another size is wanted, because the next request is
 mostly as large as the last one.
 
-A region never grows, because the peer has mapped it. If no region has enough room, `create` makes another one,
-of about the size of all that there are, so that their number grows with the logarithm of the memory. Later regions
-are given up again once they are idle (`Idle`). The first of them is kept longer: to make it anew takes several times as long as
-to copy a tensor into it, and most models that once had a large tensor will have another one. A block is named by region and offset, and the number of a region that was
-given up is not used for another one, so a late message about a block in it finds nothing.
+A region never grows, because the peer has mapped it. If no region has enough room, `create` makes another one, of about
+the size of all that there are, so that their number grows with the logarithm of the memory. Later regions are given up
+again once they are idle (`Idle`). The first of them is kept longer: to make it anew takes several times as long as to
+copy a tensor into it, and most models that once had a large tensor will have another one. A block is named by region
+and offset, and the number of a region that was given up is not used for another one, so a late message about a block in
+it finds nothing.
 
-On the main thread of a stub, a signal handler of the model's may raise anywhere in this code. So the tables change at once (`signals.py`): a block is in
-use and with its new owner, or it is free.
+On the main thread of a stub, a signal handler of the model's may raise anywhere in this code. So the tables change at
+once (`signals.py`): a block is in use and with its new owner, or it is free.
 
 Not thread-safe: one thread at a time owns an arena. Other threads release blocks through a queue that the owner
 drains. A lease may end in any thread, in the middle of a garbage collection, and must not wait for a lock there.
@@ -240,7 +241,9 @@ class Arena:
         return None if extents is None else extents.live.get(offset)
 
     def release(self, block: Block, *steps: Callable[[], object]) -> None:
-        """Count one holder less, and take further steps, functions of C, at once with that. After the last holder, the bytes are free."""
+        """Count one holder less, and take further steps, functions of C, at once with that. After the last holder, the
+        bytes are free.
+        """
         if block.holds > 1:
             at_once(partial(setattr, block, "holds", block.holds - 1), *steps)
         else:

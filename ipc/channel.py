@@ -6,15 +6,16 @@ own file description, so flags that the peer sets on its end change nothing here
 Three things about these sockets are easy to get wrong:
 
 - *A peer that does not read.* The runtime never blocks in a send to a stub (`send`, `send_fds`), because a hostile stub
-  could stop it for ever. A stub may block (`send_waiting`): the runtime reads, or ends it. So may processes of the runtime
-  that send to each other.
-- *A peer that ended with packets unread.* The kernel then reports ECONNRESET once, before it delivers the last packets that
-  the peer sent. So each receiving method tries again after ECONNRESET. Otherwise the reason that a dying stub sends
-  would be lost.
-- *A signal handler that raises.* It may raise an error of the same class as the socket, such as TimeoutError, which says nothing about the
-  peer (`signals.pass_on`). Between the return of `recv` and the next line of Python, a handler may raise
-  KeyboardInterrupt, and the packet would be gone. `wait` receives and stores the packet in a single call of C
-  code (`deque.extend` over `map`), so a packet is either in the socket or in the inbox. `send_first` sends and removes in the same way.
+  could stop it for ever. A stub may block (`send_waiting`): the runtime reads, or ends it. So may processes of the
+  runtime that send to each other.
+- *A peer that ended with packets unread.* The kernel then reports ECONNRESET once, before it delivers the last packets
+  that the peer sent. So each receiving method tries again after ECONNRESET. Otherwise the reason that a dying stub
+  sends would be lost.
+- *A signal handler that raises.* It may raise an error of the same class as the socket, such as TimeoutError, which
+  says nothing about the peer (`signals.pass_on`). Between the return of `recv` and the next line of Python, a handler
+  may raise KeyboardInterrupt, and the packet would be gone. `wait` receives and stores the packet in a single call of C
+  code (`deque.extend` over `map`), so a packet is either in the socket or in the inbox. `send_first` sends and removes
+  in the same way.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ _Socket = socket.socket
 
 
 class Channel:
-    """One end of a channel. One thread at a time may receive. Any thread may send, because the kernel takes packets whole."""
+    """One end of a channel. One thread at a time may receive. Any thread may send, because the kernel takes packets
+    whole.
+    """
 
     __slots__ = ("_inbox", "_receive", "_send", "_socket")
 
@@ -83,7 +86,9 @@ class Channel:
         return self._inbox
 
     def fileno(self) -> int:
-        """Return the descriptor, which is readable when a packet or the end of the peer can be received; -1 if closed."""
+        """Return the descriptor, which is readable when a packet or the end of the peer can be received; -1 if
+        closed.
+        """
         return self._socket.fileno()
 
     @property
@@ -114,9 +119,11 @@ class Channel:
     def send_first(self, items: deque[Any], count: int, packet: bytes) -> None:
         """Send a packet made of the first `count` items of a queue, as `send_waiting` does, and remove the items.
 
-        If a signal handler raises meanwhile, either both have happened or neither. After any other error the items are there.
+        If a signal handler raises meanwhile, either both have happened or neither. After any other error the items are
+        there.
         """
-        # One call into C again. The number of bytes sent, which is never 0, stands for the first item, a 1 for each other one.
+        # One call into C again. The number of bytes sent, which is never 0, stands for the first item, a 1 for each
+        # other one.
         sent: Iterator[int] = map(self._send, (packet,), _NO_SIGNAL_ONCE)
         if count > 1:
             sent = chain(sent, repeat(1, count - 1))
@@ -270,7 +277,9 @@ class Channel:
             del error  # as in `pass_on`
 
     def wake(self) -> None:
-        """Wake a thread that blocks in `receive` on this end: it sees the end of the channel. Any thread may call it."""
+        """Wake a thread that blocks in `receive` on this end: it sees the end of the channel. Any thread may call
+        it.
+        """
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -1,11 +1,11 @@
 """Packs and unpacks messages, and refuses all that the tables do not describe.
 
-The checks are compiled from the tables: for each kind one function of plain comparisons, which is made when the first message
-of the kind arrives. To interpret the table for every message would cost more than
-all other work on a small request.
+The checks are compiled from the tables: for each kind one function of plain comparisons, which is made when the first
+message of the kind arrives. To interpret the table for every message would cost more than all other work on a small
+request.
 
-A packet is small, so msgpack unpacks it at once. A message that lies in memory may be large, and an empty list has one byte there
-and seventy in Python. So `check_items` counts the values of such a message before it is unpacked.
+A packet is small, so msgpack unpacks it at once. A message that lies in memory may be large, and an empty list has one
+byte there and seventy in Python. So `check_items` counts the values of such a message before it is unpacked.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ Check = Callable[[Fields], None]
 # The largest message of an honest peer, a batch of 65536 requests with blocks and remarks, has a third of these values.
 MAX_ITEMS = 1 << 21
 
-# For all of moonpool: `stub/boot.py` imports msgpack for this module, and takes it away before the others of a stub are imported.
+# For all of moonpool: `stub/boot.py` imports msgpack for this module, and takes it away before the others of a stub are
+# imported.
 unpack = msgpack.unpackb
 # One packer for all threads: packing runs in C and keeps the interpreter's lock. The pure-Python
 # packer would mix the messages of two threads, so with it each message has its own packer.
@@ -331,8 +332,9 @@ def check_items(packet: bytes, most: int = MAX_ITEMS) -> None:
             raise RemoteProtocolError("a packet of more values than any message has")
 
 
-# From https://github.com/msgpack/msgpack/blob/master/spec.md, by the first byte of a value: the number of bytes of the count
-# that follows it; the count itself if no such bytes follow; the bytes, and the values, for which each unit of the count stands.
+# From https://github.com/msgpack/msgpack/blob/master/spec.md, by the first byte of a value: the number of bytes of the
+# count that follows it; the count itself if no such bytes follow; the bytes, and the values, for which each unit of the
+# count stands.
 _FORMS: dict[int, tuple[int, int, int, int]] = {
     **dict.fromkeys([*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3], (0, 0, 0, 0)),
     **{0x80 + count: (0, count, 0, 2) for count in range(16)},

@@ -1,16 +1,16 @@
 """One end of a work channel, which neither sends nor accepts a message out of its turn.
 
-Theory of operation. The work channel is lockstep: `messages.WORK` says which kinds may follow each kind, and each kind has
-one sender. So a conversation keeps only one fact: the kinds that may come next, from us and from the peer. There is never
-more than one batch on the way.
+Theory of operation. The work channel is lockstep: `messages.WORK` says which kinds may follow each kind, and each kind
+has one sender. So a conversation keeps only one fact: the kinds that may come next, from us and from the peer. There is
+never more than one batch on the way.
 
 A kind changes the turn only after the message was sent, or was checked. If a send fails (the peer is gone, memory
 is exhausted, the message is too large), nothing was sent, and the same end may send another message, for instance the
 error. If the peer ends before it answers, `receive` raises `PeerGone`, after the last message that the peer sent, and
 the conversation is over.
 
-A message that does not fit into a packet is stored in a block of the sender's region, and INDIRECT says where. The reader
-copies it out before it checks it. A peer can still write to that memory, so only the copy counts.
+A message that does not fit into a packet is stored in a block of the sender's region, and INDIRECT says where. The
+reader copies it out before it checks it. A peer can still write to that memory, so only the copy counts.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ class Conversation:
         self.turn = self.after[kind]
 
     def accept_known(self, kind: int) -> None:
-        """Accept a received packet of this kind whose bytes the caller has seen before. Raises `RemoteProtocolError`."""
+        """Accept a received packet of this kind whose bytes the caller has seen before. Raises
+        `RemoteProtocolError`.
+        """
         if kind not in self.turn[1]:
             raise RemoteProtocolError(f"{Kind(kind).name} came out of turn; {self._words()}")
         self.turn = self.after[kind]

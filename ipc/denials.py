@@ -1,7 +1,8 @@
 """Denials: the kinds of acts that a sandbox refuses a model, and the options that would allow them.
 
-A *denial* is a kind and a text: a path, `host:port`, a family and type of socket, a program, a process. The model chooses
-the text, so it is hostile until it was checked, and `option_for` puts it into an option only if the option could be read again.
+A *denial* is a kind and a text: a path, `host:port`, a family and type of socket, a program, a process. The model
+chooses the text, so it is hostile until it was checked, and `option_for` puts it into an option only if the option
+could be read again.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ TCP, UNIX = "TCP", "Unix"
 # In the text of an error, the option that would allow the act follows these words.
 TOLD = "the sandbox refused it: "
 _ANY_PORT = re.compile(r":([0-9]{1,5})\Z")
-# A path that is one word for a shell, for config.pbtxt and in a sentence. Operators paste options, and the model chooses
-# the path: with quotes or `$(…)` in it, it would run the model's command in the operator's shell. With spaces in it, it
-# would not be recognized as one path when folders are removed from texts for clients.
-# A path below /proc/PID is gone when the process is.
+# A path that is one word for a shell, for config.pbtxt and in a sentence. Operators paste options, and the model
+# chooses the path: with quotes or `$(…)` in it, it would run the model's command in the operator's shell. With spaces
+# in it, it would not be recognized as one path when folders are removed from texts for clients. A path below /proc/PID
+# is gone when the process is.
 _PATH = re.compile(r"(?!/proc/[0-9])(?:/[\w@%+.-]+)+")
 
 
@@ -84,7 +85,9 @@ def would_allow(kind: int, text: str) -> str:
 
 
 def in_sentence(options: Iterable[str]) -> str:
-    """Return the clause that these options would allow it, or that none does. Values of one option are joined, each once."""
+    """Return the clause that these options would allow it, or that none does. Values of one option are joined, each
+    once.
+    """
     values: dict[str, dict[str, None]] = {}
     for option, _, value in (each.partition("=") for each in options if each):
         values.setdefault(option, {}).update(dict.fromkeys(filter(None, value.split(","))))

@@ -234,7 +234,8 @@ def make(
     *,
     is_read_only: bool = False,
 ) -> CapsuleType:
-    """Make a capsule over C-contiguous memory that `owner` keeps alive. The capsule keeps `owner` until its consumer is done.
+    """Make a capsule over C-contiguous memory that `owner` keeps alive. The capsule keeps `owner` until its consumer is
+    done.
 
     It has the first form, "dltensor", unless `max_version` allows a later one. The first form cannot mark memory as
     read-only, so read-only memory raises BufferError there.

@@ -1,4 +1,6 @@
-"""Errors of the wire and of the memory, and what all errors have: codes, statuses, and texts for readers outside of the process."""
+"""Errors of the wire and of the memory, and what all errors have: codes, statuses, and texts for readers outside of the
+process.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ class MoonpoolError(Exception):
 
     @property
     def fault(self) -> str:
-        """The one whose fault it is: `caller`, `model`, `setup`, `load`, `backend` or `moonpool`. See `help(moonpool.errors)`."""
+        """The one whose fault it is: `caller`, `model`, `setup`, `load`, `backend` or `moonpool`. See
+        `help(moonpool.errors)`.
+        """
         return self._fault or _FAULTS.get(self.code, "moonpool")
 
     def public_text(self, request_id: str = "", *, is_for_contained: bool = False) -> str:

@@ -4,8 +4,8 @@ A *region* is one piece of memory that two processes see. Its writer cuts it int
 (`ipc.arena`), and messages name a block by region id, offset and size. The reader opens a block as
 a *lease*: an array whose last view, when it is collected, releases the block to its writer.
 
-`ipc.region` has shared memory, and `ipc.cuda.region` memory of devices. `tests/heap_region.py` has ordinary memory for tests.
-Add every new kind of memory to `tests/ipc/test_memory_contract.py`.
+`ipc.region` has shared memory, and `ipc.cuda.region` memory of devices. `tests/heap_region.py` has ordinary memory for
+tests. Add every new kind of memory to `tests/ipc/test_memory_contract.py`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Lease(np.ndarray):
     the middle of a garbage collection. So it must neither block nor take a lock; as a rule it is `deque.append`.
     """
 
-    # numpy keeps an array in the chain of `.base` of its views if it is of a subclass and its own base is no array. It would
-    # skip a plain array, and the lease would end too early.
+    # numpy keeps an array in the chain of `.base` of its views if it is of a subclass and its own base is no array. It
+    # would skip a plain array, and the lease would end too early.
     __slots__ = ("give_back", "offset", "region", "token")
 
     give_back: Callable[[object], object]

@@ -8,8 +8,8 @@ whose first element is its kind; the rest are the fields below in their order. B
 codec builds its checks from them, and `Conversation` its order. Any other message is refused, and nothing more is read
 from a peer that sent one.
 
-The first part of the module has the kinds and the types of fields, the second part the tables, and the third part the details of a
-request as Python sees them, and functions that cut texts to the limits of fields.
+The first part of the module has the kinds and the types of fields, the second part the tables, and the third part the
+details of a request as Python sees them, and functions that cut texts to the limits of fields.
 
 Tensors are described by rows, so that the description of a batch is small:
 
@@ -244,7 +244,8 @@ MAX_PLACES = 1 << 20
 MAX_PLACES_IN_PACKET = 1024
 # Changes of metrics in a packet, and as many metrics that the model has dropped.
 MAX_METRIC_CHANGES = 256
-# The most observations in one METRICS. In a tritonserver each is a call of the server, and the stub's next message waits for all.
+# The most observations in one METRICS. In a tritonserver each is a call of the server, and the stub's next message
+# waits for all.
 MAX_OBSERVATIONS = 1 << 20
 # The most labels, buckets or characters of one metric in a message. The runtime accepts fewer.
 MAX_METRIC_PARTS = 65_536
@@ -259,8 +260,8 @@ MAX_FILES = 65536
 MAX_FILE_BYTES = 1 << 31
 # The most bytes of a configuration that comes from a model. JSON takes twenty times its size once it is read.
 LARGEST_CONFIG = 1 << 22
-# The most bytes of a stub's message in memory, without its tensors: on any channel, and on the calls channel. Only LOAD_MODEL may
-# be larger.
+# The most bytes of a stub's message in memory, without its tensors: on any channel, and on the calls channel. Only
+# LOAD_MODEL may be larger.
 MAX_STORED_BYTES = 1 << 26
 MAX_CALL_BYTES = 1 << 24
 
@@ -302,8 +303,9 @@ _DETAILS = Row(
     memory=_WANTED,
     device=_DEVICE,
 )
-# The core on which the sender of a batch or an answer ran, modulo NO_CORE; or NO_CORE, if the sender cannot or will not tell. It always
-# takes one byte, so that the rest of a packet can be compared without it. It is a hint: a peer on another core may come at once.
+# The core on which the sender of a batch or an answer ran, modulo NO_CORE; or NO_CORE, if the sender cannot or will not
+# tell. It always takes one byte, so that the rest of a packet can be compared without it. It is a hint: a peer on
+# another core may come at once.
 NO_CORE = 127
 _CORE = Int(0, NO_CORE)
 _ERROR = Row(code=Int(0, 7), message=Text(LONG))
@@ -312,8 +314,8 @@ _REMARKS = Row(parameters=_PARAMETERS, error=Maybe(_ERROR))
 # The state of one request after an answer.
 ANSWERED, OPEN, RESCHEDULED = 0, 1, 2
 
-# One response to a request that its answer left open. FINAL says that it is the last one, AGAIN that the request has to be
-# scheduled again. Both may come without a response, and then there is no layout.
+# One response to a request that its answer left open. FINAL says that it is the last one, AGAIN that the request has to
+# be scheduled again. Both may come without a response, and then there is no layout.
 FINAL, AGAIN = 1, 2
 MAX_RESPONSES_IN_PACKET = 64
 _RESPONSE = Row(
@@ -341,8 +343,8 @@ WORK: dict[Kind, Message] = {
         {"start": Text(1 << 28)},
         (Kind.COMPLETED, Kind.LOADED, Kind.FAILED),
     ),
-    # The configuration after auto_complete_config, as JSON. `is_fresh`: none of the model's code has run but the import of its
-    # file, so the process may become an instance with another START. Any other has nothing more to do.
+    # The configuration after auto_complete_config, as JSON. `is_fresh`: none of the model's code has run but the import
+    # of its file, so the process may become an instance with another START. Any other has nothing more to do.
     Kind.COMPLETED: Message(
         _STUB,
         {"config": Text(LARGEST_CONFIG), "is_fresh": Flag()},
@@ -388,8 +390,9 @@ WORK: dict[Kind, Message] = {
         },
         (Kind.EXECUTE, Kind.SLEEP, Kind.FINALIZE),
     ),
-    # Calls of the model's `sleep` and `wake`, which LOADED says that it has (`can_sleep`). Nothing is inside: no batch and no open
-    # request. An answer has the error that the function raised, and its traceback; both are empty if there is none.
+    # Calls of the model's `sleep` and `wake`, which LOADED says that it has (`can_sleep`). Nothing is inside: no batch
+    # and no open request. An answer has the error that the function raised, and its traceback; both are empty if there
+    # is none.
     Kind.SLEEP: Message(_RUNTIME, {}, (Kind.SLEPT,)),
     Kind.SLEPT: Message(
         _STUB, {"message": Text(LONG), "traceback": Text(LONG)}, (Kind.WAKE, Kind.FINALIZE)
@@ -407,7 +410,8 @@ WORK: dict[Kind, Message] = {
 }
 
 CONTROL: dict[Kind, Message] = {
-    # The first message: the sandbox that the stub puts on before it imports foreign code, as `moonpool.ipc.policy` writes it.
+    # The first message: the sandbox that the stub puts on before it imports foreign code, as `moonpool.ipc.policy`
+    # writes it.
     Kind.SANDBOX: Message(_RUNTIME, {"policy": Text(1 << 16)}),
     # Comes with the region's descriptor. `writer` is the side that allocates in it. `handle` replaces the descriptor
     # of device memory that can only be shared in the older way; otherwise it is empty.
@@ -428,8 +432,9 @@ CONTROL: dict[Kind, Message] = {
     Kind.LENT_REGION: Message(_RUNTIME, {"region": _ID, "size": _ID}),
     # A request of the stub for a region of at least that size for its answers, on that device.
     Kind.GROW: Message(_STUB, {"size": _ID, "device": _DEVICE_IF_ANY}),
-    # The event with which the peer waits for the sender's work on a device. The runtime sends its own first, then the stub, each
-    # before it names the first block there. If one handle is empty, each side waits for its own work before it sends.
+    # The event with which the peer waits for the sender's work on a device. The runtime sends its own first, then the
+    # stub, each before it names the first block there. If one handle is empty, each side waits for its own work before
+    # it sends.
     Kind.EVENT: Message(None, {"device": _DEVICE, "handle": Raw(HANDLE_BYTES)}),
     Kind.REFUSED: Message(_RUNTIME, {"reason": Text(SHORT)}),
     # Blocks that are no longer in use, if no EXECUTE or ANSWER is due that could carry them: blocks of
@@ -446,7 +451,8 @@ CONTROL: dict[Kind, Message] = {
     # No caller waits any more for the responses to this request, which is executing or open.
     Kind.CANCEL: Message(_RUNTIME, {"batch": _ID, "index": Int(0, MAX_BATCH - 1)}),
     Kind.INDIRECT: Message(None, {"region": _ID, "offset": _ID, "size": _ID}),
-    # Operations on metrics, in any order with the same effect; then the metrics and families that the model has dropped.
+    # Operations on metrics, in any order with the same effect; then the metrics and families that the model has
+    # dropped.
     Kind.METRICS: Message(
         _STUB,
         {
@@ -457,7 +463,8 @@ CONTROL: dict[Kind, Message] = {
             "dropped": ListOf(_ID, MAX_METRIC_CHANGES),
         },
     ),
-    # Denials since the last message, by the kinds of `ipc.denials`: a count, and a text or "". A stub sends this seldom.
+    # Denials since the last message, by the kinds of `ipc.denials`: a count, and a text or "". A stub sends this
+    # seldom.
     Kind.DENIALS: Message(
         _STUB,
         {
@@ -603,7 +610,9 @@ NO_DETAILS = Details()
 
 
 def size_of(text: str) -> int:
-    """Return the size of a text in bytes of UTF-8. A character that is no Unicode counts as the `?` that replaces it."""
+    """Return the size of a text in bytes of UTF-8. A character that is no Unicode counts as the `?` that replaces
+    it.
+    """
     return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
 
 

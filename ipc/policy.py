@@ -1,4 +1,6 @@
-"""The policy of a stub: its sandbox and limits, as the JSON object in SANDBOX, and the sentences that name a limit in an error."""
+"""The policy of a stub: its sandbox and limits, as the JSON object in SANDBOX, and the sentences that name a limit in
+an error.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from typing import Any
 OFF, STANDARD, BEST_EFFORT, STRICT = "off", "standard", "best-effort", "strict"
 # From the least to the most strict.
 LEVELS = (OFF, STANDARD, BEST_EFFORT, STRICT)
-# If the ids of a folder cannot be mapped, instances share it by running as the user that owns it, which is one of these.
-# No instance gets one of them for itself.
+# If the ids of a folder cannot be mapped, instances share it by running as the user that owns it, which is one of
+# these. No instance gets one of them for itself.
 FIRST_SHARED_USER, LAST_SHARED_USER = 61100, 61183
 # System calls that start processes, and that can be granted.
 _STARTING = frozenset(["fork", "vfork", "clone", "clone3"])
@@ -61,7 +63,8 @@ class Policy:
         # TCP ports to which it may connect, and names of system calls that it may make beside the usual ones.
         self.ports = list(ports)
         self.syscalls = list(syscalls)
-        # `memory_bytes` (address space), `data_bytes`, `open_files`, `tasks`, `file_bytes`. A missing name has no limit.
+        # `memory_bytes` (address space), `data_bytes`, `open_files`, `tasks`, `file_bytes`. A missing name has no
+        # limit.
         self.limits = dict(limits or {})
         # Numbers of processors; empty for all.
         self.cpus = list(cpus)
@@ -83,7 +86,9 @@ class Policy:
 
     @property
     def has_files_alone(self) -> bool:
-        """True if no other process may write to the files that this one may write to, so that no lock on them keeps anybody out."""
+        """True if no other process may write to the files that this one may write to, so that no lock on them keeps
+        anybody out.
+        """
         return not (self.may_start_processes or self.shares_scratch or self.granted)
 
     def changed(self, **changes: Any) -> Policy:
@@ -194,7 +199,9 @@ def _either(names: tuple[str, ...], limits: Mapping[str, int]) -> str:
 
 
 def forked(error: BaseException) -> bool:
-    """Return True if the error was raised in, or right below, a function that makes processes. Sockets raise the same error."""
+    """Return True if the error was raised in, or right below, a function that makes processes. Sockets raise the same
+    error.
+    """
     codes = []
     frame = error.__traceback__
     while frame is not None:

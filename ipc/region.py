@@ -9,12 +9,12 @@ memory is left. So exhaustion is an error at that moment, and not a signal later
 Theory of operation. A region has two resources that end at different times: the descriptor, which is sent to
 peers, and the map, in which arrays lie.
 
-- `_sharing` guards the descriptor. A thread that sends it (`share`) and a thread that closes it (`forget_fd`, `surrender`,
-  `close`) would race otherwise: the number of a closed descriptor may already be another file, which would then
-  go to a stub. `send` runs under the lock, so it must not block.
-- The map needs no lock. `close` drops the reference to it, and the last array over it unmaps it. It must not be unmapped
-  earlier: a caller may still hold an array. numpy holds no buffer of the `mmap`, so `mmap.close()` would succeed, and the
-  next access to such an array would be a SIGSEGV.
+- `_sharing` guards the descriptor. A thread that sends it (`share`) and a thread that closes it (`forget_fd`,
+  `surrender`, `close`) would race otherwise: the number of a closed descriptor may already be another file, which would
+  then go to a stub. `send` runs under the lock, so it must not block.
+- The map needs no lock. `close` drops the reference to it, and the last array over it unmaps it. It must not be
+  unmapped earlier: a caller may still hold an array. numpy holds no buffer of the `mmap`, so `mmap.close()` would
+  succeed, and the next access to such an array would be a SIGSEGV.
 """
 
 from __future__ import annotations

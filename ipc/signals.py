@@ -1,9 +1,10 @@
-"""Gives a new process the default dispositions of signals, and takes several steps that no handler of a signal can come between.
+"""Gives a new process the default dispositions of signals, and takes several steps that no handler of a signal can come
+between.
 
 An exec keeps the signals that its parent ignored or blocked.
 
-CPython runs handlers between the instructions of Python's code, on the main thread, and a handler may raise. None runs inside a function of C. So
-steps that must all be taken, or none, are functions of C that one other function of C calls.
+CPython runs handlers between the instructions of Python's code, on the main thread, and a handler may raise. None runs
+inside a function of C. So steps that must all be taken, or none, are functions of C that one other function of C calls.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ _PYTHONS_OWN = frozenset((signal.SIGPIPE, signal.SIGXFSZ))
 
 
 def use_defaults() -> None:
-    """Give all signals their default disposition, and block none. For the main thread of a process that has just started.
+    """Give all signals their default disposition, and block none. For the main thread of a process that has just
+    started.
 
-    A shell starts a background job with SIGINT and SIGQUIT ignored, nohup with SIGHUP, and some daemons with SIGCHLD, after
-    which the kernel would reap the children of a model's process before anybody could ask for their exit codes.
+    A shell starts a background job with SIGINT and SIGQUIT ignored, nohup with SIGHUP, and some daemons with SIGCHLD,
+    after which the kernel would reap the children of a model's process before anybody could ask for their exit codes.
     """
     for number in signal.valid_signals() - _PYTHONS_OWN:
         if signal.getsignal(number) is signal.SIG_IGN:

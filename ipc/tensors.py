@@ -4,8 +4,8 @@ A dtype is always looked up in these tables by an integer code, never built from
 can choose one of fourteen entries and nothing else.
 
 A BYTES tensor is a sequence of elements in C order, each a 4-byte little-endian length and its payload. Encoding and
-decoding use C loops (map, join, BytesIO.read) with no Python bytecode per element beyond one comprehension, because tensors may have
-hundreds of thousands of strings.
+decoding use C loops (map, join, BytesIO.read) with no Python bytecode per element beyond one comprehension, because
+tensors may have hundreds of thousands of strings.
 """
 
 from __future__ import annotations
@@ -296,8 +296,8 @@ def decode_bytes(buffer: Buffer, shape: Sequence[int], name: str = "") -> NDArra
     read = BytesIO(data).read
     from_bytes = int.from_bytes
     elements = [read(from_bytes(read(4), "little")) for _ in range(possible)]
-    # A read at the end returns too few bytes and raises nothing. The sum detects a short length field. If the sum is right, the
-    # length field of the last element is at its place, and comparing it detects the rest.
+    # A read at the end returns too few bytes and raises nothing. The sum detects a short length field. If the sum is
+    # right, the length field of the last element is at its place, and comparing it detects the rest.
     if possible < count or LENGTH_BYTES * count + sum(map(len, elements)) != len(data):
         raise BadTensor(_fault(data, count, name))
     if elements and not data.startswith(

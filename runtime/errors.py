@@ -119,7 +119,8 @@ class ClientCutMemory(StubDied):
 
 
 class CallerInterrupted(MoonpoolError):
-    """A signal handler raised in a caller that sent a batch or read its answer, so nobody knows what the process has done.
+    """A signal handler raised in a caller that sent a batch or read its answer, so nobody knows what the process has
+    done.
 
     The process has to end, and that counts as no death of the model.
     """

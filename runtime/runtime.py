@@ -1,7 +1,7 @@
 """The way in from Python: load models, send them requests, unload them.
 
-A runtime that nobody has any more is closed by a finalizer, and one that is open when the program ends by `atexit`. In a fork
-of the process, its models are disowned.
+A runtime that nobody has any more is closed by a finalizer, and one that is open when the program ends by `atexit`. In
+a fork of the process, its models are disowned.
 """
 
 from __future__ import annotations
@@ -120,22 +120,22 @@ class Runtime:
     ) -> None:
         """Load all models of `repository`, which may be several, or those named in `models`.
 
-        `backends` are found by their names, beside the built-in `python`. `backend_directory` has Python-based backends,
-        each as `<name>/model.py`. `listener` gets the name, state and reason of every model version and instance that
-        changes its state, on the thread that changes it. `metrics` asks for metrics that cost something.
-        `config_limits`, such as `["instances=2000"]`, raise the most that a configuration may
-        ask for. Responses of models with `response_cache { enable: true }` are kept for equal requests, in
-        `response_cache_bytes` together. With `rate_limit`, such as `["NAME:COUNT"]` or `[]`, instances execute only while
-        the resources of their `rate_limiter` are free. With `resident`, such as `Resident(models=20)`, a model has
-        processes only from its first request on, and sleeps when others need the room (docs/RESIDENCY.md).
+        `backends` are found by their names, beside the built-in `python`. `backend_directory` has Python-based
+        backends, each as `<name>/model.py`. `listener` gets the name, state and reason of every model version and
+        instance that changes its state, on the thread that changes it. `metrics` asks for metrics that cost something.
+        `config_limits`, such as `["instances=2000"]`, raise the most that a configuration may ask for. Responses of
+        models with `response_cache { enable: true }` are kept for equal requests, in `response_cache_bytes` together.
+        With `rate_limit`, such as `["NAME:COUNT"]` or `[]`, instances execute only while the resources of their
+        `rate_limiter` are free. With `resident`, such as `Resident(models=20)`, a model has processes only from its
+        first request on, and sleeps when others need the room (docs/RESIDENCY.md).
 
-        `sandbox` is the least level of all models: `off`, `standard`, `best-effort` or `strict`. A model may ask for more,
-        never for less. From `best-effort` on, a model's configuration gives it nothing beyond its level except what
-        `sandbox_grants` has: `"MODEL:MOONPOOL_SANDBOX_PATHS=/data,EXECUTION_ENV_PATH=/envs/one"` grants these values and no
-        others, `"MODEL"` grants everything that its configuration asks for. `moonpool check REPO --sandbox strict` prints
-        what models ask for in this form. `model_options` are options of models by name (`*` stands for any characters, and
-        a name takes precedence over a pattern), such as `{"*": {"MOONPOOL_MEMORY_LIMIT_BYTES": "1G"}}`. They take
-        precedence over the models' configurations, and count as granted. docs/OPTIONS.md has all options.
+        `sandbox` is the least level of all models: `off`, `standard`, `best-effort` or `strict`. A model may ask for
+        more, never for less. From `best-effort` on, a model's configuration gives it nothing beyond its level except
+        what `sandbox_grants` has: `"MODEL:MOONPOOL_SANDBOX_PATHS=/data,EXECUTION_ENV_PATH=/envs/one"` grants these
+        values and no others, `"MODEL"` everything that its configuration asks for. `moonpool check REPO --sandbox
+        strict` prints what models ask for in this form. `model_options` are options of models by name (`*` stands for
+        any characters, and a name takes precedence over a pattern), such as `{"*": {"MOONPOOL_MEMORY_LIMIT_BYTES":
+        "1G"}}`. They take precedence over configurations and count as granted. docs/OPTIONS.md has all options.
 
         Raises `RepositoryError`, `ConfigError`, `LoadFailed`, and ValueError for a limit, a level or a grant that does
         not exist. Models that were loaded by then are unloaded.
@@ -145,7 +145,6 @@ class Runtime:
         cache, limiter = cache_of(response_cache_bytes), _limiter(rate_limit)
         rules = _rules(sandbox, sandbox_grants, model_options or {}, config_limits)
         others = _others(drain_timeout_s, verbose, listener, metrics, _sharing, resident)
-        # Servers, commands and tests use it. It is no part of what programs may rely on.
         models = None if models is None else OF_RUNTIME.texts("models", models, "a list of names")
         self._models = ModelRegistry(
             found, _checked(backends), BackendDirectory(backend_directory), *others
@@ -226,7 +225,9 @@ class Runtime:
         source: str | os.PathLike[str] | type | FunctionType | None = None,
         **arguments: Unpack[LoadOptions],
     ) -> None:
-        """Load a model as `load` does, from an asyncio event loop. Cancelling the task gives the load up, as soon as possible."""
+        """Load a model as `load` does, from an asyncio event loop. Cancelling the task gives the load up, as soon as
+        possible.
+        """
         load = partial(self.load, name, source, **arguments)
         await awaited(load, "moonpool-aload", partial(self._models.give_up_loading, name))
 
@@ -402,8 +403,8 @@ class Runtime:
     ) -> Future[Response]:
         """Send a request and return at once. The future has the response, or raises what `infer` raises.
 
-        Cancelling the future cancels the request. Callbacks of the future run on a thread of the runtime for such callbacks, one after the
-        other. If one blocks, those of other futures come late.
+        Cancelling the future cancels the request. Callbacks of the future run on a thread of the runtime for such
+        callbacks, one after the other. If one blocks, those of other futures come late.
         """
         hosted = self._find(model, version)
         request = hosted.signature.request(inputs)

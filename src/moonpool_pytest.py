@@ -1,7 +1,7 @@
 """pytest plug-in: in a test run, models' `import triton_python_backend_utils` finds moonpool's.
 
-It is a module beside the package, because importing anything of `moonpool` imports numpy, and pytest imports its plug-ins
-whether or not a test needs them.
+It is a module beside the package, because importing anything of `moonpool` imports numpy, and pytest imports its
+plug-ins whether or not a test needs them.
 """
 
 from __future__ import annotations

@@ -1,22 +1,24 @@
-"""Forks stubs that have not begun: a blank template has numpy and the stub's modules, and has never run code of a model.
+"""Forks stubs that have not begun: a blank template has numpy and the stub's modules, and has never run code of a
+model.
 
     runtime                                    template                          stub
                                     ◀──   ["", file of numpy], or [why it cannot fork, ""]
-    name, variables, 4 descriptors  ──▶   fork                        ──▶   leave the session and channel of the template
+    name, variables, 4 descriptors  ──▶   fork                        ──▶   leave the template's session and channel
                                     ◀──   the pid, or minus an errno
     SANDBOX, REGION, REGION, START  ◀──────────────────────────────────▶   the handshake of any stub
 
-Theory of operation. A fork is to be what a process that the runtime started would be, only sooner. So it is a child of the runtime and
-not of the template (CLONE_PARENT): the runtime can wait for it, the kernel ends it with the runtime, and the end of the template
-does not touch it. `os.fork` cannot do that. `_fork_beside` makes the system call itself, with the functions that `os.fork`
-calls before and after. It lacks what the C library does in its `fork`, of which three things matter. The library keeps the number of
-the thread, so the kernel writes the new one to the same place. The kernel forgets where a process lists the robust locks that it holds, which
-others get when it dies, so a fork says it again. And libraries may have asked to be called at a fork, as OpenBLAS does, to end
-its threads: `_quieten` forks once in the ordinary way, after which they have none. A template that still has another thread, or does
-not know these places (`_Places`), says so, and is not used.
+Theory of operation. A fork is to be what a process that the runtime started would be, only sooner. So it is a child of
+the runtime and not of the template (CLONE_PARENT): the runtime can wait for it, the kernel ends it with the runtime,
+and the end of the template does not touch it. `os.fork` cannot do that. `_fork_beside` makes the system call itself,
+with the functions that `os.fork` calls before and after. It lacks what the C library does in its `fork`, of which three
+things matter. The library keeps the number of the thread, so the kernel writes the new one to the same place. The
+kernel forgets where a process lists the robust locks that it holds, which others get when it dies, so a fork says it
+again. And libraries may have asked to be called at a fork, as OpenBLAS does, to end its threads: `_quieten` forks once
+in the ordinary way, after which they have none. A template that still has another thread, or does not know these places
+(`_Places`), says so, and is not used.
 
-In a fork nothing may go back to the loop of the template, so whatever raises there ends the process. The packets between runtime and template are
-few and short, and both ends are moonpool's own code; a model never has this channel.
+In a fork nothing may go back to the loop of the template, so whatever raises there ends the process. The packets
+between runtime and template are few and short, and both ends are moonpool's own code; a model never has this channel.
 """
 
 from __future__ import annotations
@@ -89,8 +91,8 @@ def fork_for(channel_fd: int, parent_pid: int) -> tuple[str, list[int]]:
 def _quieten() -> None:
     """Get rid of threads before the first fork. Raises `CannotFork`.
 
-    Freezes all objects: forks share the pages, and a collection of garbage in each would write to all of them. `boot.py` has
-    switched the collector off until now, which saves the start some milliseconds.
+    Freezes all objects: forks share the pages, and a collection of garbage in each would write to all of them.
+    `boot.py` has switched the collector off until now, which saves the start some milliseconds.
     """
     pid = os.fork()
     if not pid:

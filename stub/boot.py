@@ -2,11 +2,11 @@
 
     python .../stub/boot.py triton_python_backend_stub NAME WORK_FD CONTROL_FD CALLS_FD PARENT_PID MSGPACK
 
-That interpreter may have neither moonpool nor msgpack, and may be older than the runtime's. So this file imports
-only the standard library, moonpool's own files beside it, and the runtime's msgpack (in pure Python if its compiled
-form does not fit this interpreter). One more argument says that `confine.py` ran before and put the sandbox on.
-`triton_python_backend_stub` is an argument because people and scripts look for stubs by that name. A blank template (`blank.py`)
-has another title, and only the second descriptor. Its forks go on here as stubs.
+That interpreter may have neither moonpool nor msgpack, and may be older than the runtime's. So this file imports only
+the standard library, moonpool's own files beside it, and the runtime's msgpack (in pure Python if its compiled form
+does not fit this interpreter). One more argument says that `confine.py` ran before and put the sandbox on.
+`triton_python_backend_stub` is an argument because people and scripts look for stubs by that name. A blank template
+(`blank.py`) has another title, and only the second descriptor. Its forks go on here as stubs.
 
 The interpreter is not isolated: a model sees PYTHONPATH and the user's own packages, as in Triton.
 """

@@ -4,13 +4,13 @@
         CALLS_FD PARENT_PID MSGPACK
 
 The author of an environment also chose its interpreter and libraries. So none of them may run before the sandbox is on.
-This program runs under the runtime's interpreter. It has none of the variables of the environment, which come as JSON in
-one variable. It reads SANDBOX without removing it from the channel and sends CONFINED or FAILED. Then it hands everything
-on unchanged, with one more argument that tells `boot.py`.
+This program runs under the runtime's interpreter. It has none of the variables of the environment, which come as JSON
+in one variable. It reads SANDBOX without removing it from the channel and sends CONFINED or FAILED. Then it hands
+everything on unchanged, with one more argument that tells `boot.py`.
 
-An exec removes some layers, and `boot.py` puts them on again with `layers.tighten`, as far as the foreign interpreter does
-what it should. The other layers survive the exec and do not depend on that interpreter: the namespaces, the user, the
-rules of Landlock and the filter. The filter allows no more than in any stub, and in addition the exec of programs
+An exec removes some layers, and `boot.py` puts them on again with `layers.tighten`, as far as the foreign interpreter
+does what it should. The other layers survive the exec and do not depend on that interpreter: the namespaces, the user,
+the rules of Landlock and the filter. The filter allows no more than in any stub, and in addition the exec of programs
 that the process may read.
 """
 

@@ -6,13 +6,13 @@ place, and so reads no further EXECUTE. `_run` gives the place back in any case.
 over, the main thread does. A signal handler may raise there when the loop has the coroutine already, or not yet: the
 one that takes the place out of the list of the two goes on, and the other one leaves the coroutine alone.
 
-`_starting` makes sure that there is one loop, as the main thread and the thread that asks `is_ready` may both need the first one.
-The loop keeps only weak references to its tasks, so `_tasks` holds them. SystemExit and KeyboardInterrupt of a task leave
-`run_forever`; `_serve` goes on, since other batches depend on the thread. If memory runs out while a coroutine is handed over or
-answered, nobody would ever answer its requests, so the process ends.
+`_starting` makes sure that there is one loop, as the main thread and the thread that asks `is_ready` may both need the
+first one. The loop keeps only weak references to its tasks, so `_tasks` holds them. SystemExit and KeyboardInterrupt of
+a task leave `run_forever`; `_serve` goes on, since other batches depend on the thread. If memory runs out while a
+coroutine is handed over or answered, nobody would ever answer its requests, so the process ends.
 
-At the end `stop` only stops the loop, and the process ends with what still runs. A process that goes on, as that of a test, calls
-`close`: it waits for the thread and then runs the loop itself until all tasks are cancelled.
+At the end `stop` only stops the loop, and the process ends with what still runs. A process that goes on, as that of a
+test, calls `close`: it waits for the thread and then runs the loop itself until all tasks are cancelled.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Coroutines:
             raise
 
     def wait_for(self, coroutine: Coroutine[Any, Any, object]) -> object:
-        """Run a coroutine outside of that bound; wait for its result, or raise its exception. Not for the loop's thread.
+        """Run a coroutine outside of that bound; wait for its result, or raise its exception. Not for the loop's
+        thread.
 
         If a signal handler raises meanwhile, the coroutine is cancelled.
         """

@@ -8,25 +8,24 @@
     START                    ──▶    read; only then import numpy and the model
                              ◀──    LOADED, COMPLETED or FAILED
 
-Theory of operation. Everything here runs on the main thread, and no other thread exists yet. The sandbox comes before every
-foreign import, numpy included, because the environment may belong to the author of the model. A layer must also be on
-before the first thread: some layers apply to one thread and are inherited by those that it starts. The runtime sends START,
-in which the configuration lies, only after it has checked from outside that the sandbox is on. Regions arrive before numpy
-is there to map them, so `Announced` keeps their descriptors, and reads an oversized START with `pread`. If the runtime
-ends, a receive raises `PeerGone`, and the process ends with that.
+Theory of operation. Everything here runs on the main thread, and no other thread exists yet. The sandbox comes before
+every foreign import, numpy included, because the environment may belong to the author of the model. A layer must also
+be on before the first thread: some layers apply to one thread and are inherited by those that it starts. The runtime
+sends START, in which the configuration lies, only after it has checked from outside that the sandbox is on. Regions
+arrive before numpy is there to map them, so `Announced` keeps their descriptors, and reads an oversized START with
+`pread`. If the runtime ends, a receive raises `PeerGone`, and the process ends with that.
 
 After COMPLETED, another START may come, with the mode `serve`: the process becomes an instance.
 
-START holds a JSON object: `mode` (`serve`; `complete` for auto_complete_config in its own process; or
-`template` for a process that forks others, with `initializes`: whether it calls `initialize` first),
-`instance`, `device` (of the instance, or NO_DEVICE), `args` (for `initialize`), `kind` (`triton` or `native`), `file`,
-`class_name`, `version_dir`, `model_dir`, `inputs` and `outputs` (names in the order of the
-configuration, by which the wire numbers tensors), `shared` (whether front ends may come),
-`tells_begin` (whether the runtime wants BEGUN then), `keep_ms` (for how long an idle stub keeps the first region by which it grew, and the
-others), `compiled` (whether compiled code may serve), `look_us` (for how long such code looks for the next packet before it blocks),
-`layers` (of the sandbox that are on), `copies_gpu_to_numpy`, `brief_errors` (whether an exception of the model
-is logged in one line), `config`
-and `log` (the levels of LOG that the runtime wants).
+START holds a JSON object: `mode` (`serve`; `complete` for auto_complete_config in its own process; or `template` for a
+process that forks others, with `initializes`: whether it calls `initialize` first), `instance`, `device` (of the
+instance, or NO_DEVICE), `args` (for `initialize`), `kind` (`triton` or `native`), `file`, `class_name`, `version_dir`,
+`model_dir`, `inputs` and `outputs` (names in the order of the configuration, by which the wire numbers tensors),
+`shared` (whether front ends may come), `tells_begin` (whether the runtime wants BEGUN then), `keep_ms` (for how long an
+idle stub keeps the first region by which it grew, and the others), `compiled` (whether compiled code may serve),
+`look_us` (for how long such code looks for the next packet before it blocks), `layers` (of the sandbox that are on),
+`copies_gpu_to_numpy`, `brief_errors` (whether an exception of the model is logged in one line), `config` and `log` (the
+levels of LOG that the runtime wants).
 """
 
 from __future__ import annotations

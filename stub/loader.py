@@ -16,7 +16,8 @@ from moonpool.stub.report import describe, traceback_of
 
 CLASS_NAME = "TritonPythonModel"
 UTILITIES = ("triton_python_backend_utils", "c_python_backend_utils")
-# Has files with these names, for interpreters that the model starts: `multiprocessing` gives them the paths of this one.
+# Has files with these names, for interpreters that the model starts: `multiprocessing` gives them the paths of this
+# one.
 _IMPORTABLE = os.path.join(os.path.dirname(os.path.realpath(__file__)), "importable")
 
 
@@ -36,10 +37,10 @@ class LoadError(MoonpoolError):
 def load_triton(model_file: str, version_dir: str, model_dir: str, backend_dir: str) -> type:
     """Load the class TritonPythonModel of a model for Triton's Python backend.
 
-    `model_file` is a path, or a name within `version_dir`. A file in `version_dir` is imported as
-    `<version>.<stem>`, so that it can import its neighbours both as `from . import helper` and as
-    `import helper`; a file elsewhere, which serves several models, as `<stem>`. In a folder that is no version, the package has
-    a name of its own (`_package_name`).
+    `model_file` is a path, or a name within `version_dir`. A file in `version_dir` is imported as `<version>.<stem>`,
+    so that it can import its neighbours both as `from . import helper` and as `import helper`; a file elsewhere, which
+    serves several models, as `<stem>`. In a folder that is no version, the package has a name of its own
+    (`_package_name`).
 
     Changes `sys.path` and `sys.modules` for good; a process loads one model. Raises LoadError.
     """
@@ -135,7 +136,8 @@ def _import_in_package(stem: str, version_dir: str) -> ModuleType:
 def _package_name(folder_name: str) -> str:
     """Return the name of the package that a folder is imported as.
 
-    A version keeps its name. The name of another folder may be no name for Python, such as "v1.2", or hide a module, such as "json".
+    A version keeps its name. The name of another folder may be no name for Python, such as "v1.2", or hide a module,
+    such as "json".
     """
     return folder_name if folder_name.isdecimal() else "_model_folder"
 

@@ -1,22 +1,24 @@
 """Runs a stub from START to its end: loads the model, executes batch after batch, finalizes.
 
-Theory of operation. The model runs on the main thread, which alone uses the work channels. A work channel is lockstep: after EXECUTE the
-runtime sends nothing on it until ANSWER, so the main thread needs no other thread to receive for it. The control thread
-(`peers/control.py`) handles all that may come at any time: regions, cancellations, log levels, front ends. Other
-threads start only when they are needed.
+Theory of operation. The model runs on the main thread, which alone uses the work channels. A work channel is lockstep:
+after EXECUTE the runtime sends nothing on it until ANSWER, so the main thread needs no other thread to receive for it.
+The control thread (`peers/control.py`) handles all that may come at any time: regions, cancellations, log levels, front
+ends. Other threads start only when they are needed.
 
-Order of messages. Responses that are sent before `execute` returns go on the control channel before ANSWER goes on the work channel,
-and the runtime accepts them in any order. Changes of metrics go before the response that they belong to: `Control.respond` and
-`_execute` flush them first. All references to the requests of a batch are dropped before `Peer.give` looks which
-input blocks the model kept; a local variable that names a request would make its blocks look kept.
+Order of messages. Responses that are sent before `execute` returns go on the control channel before ANSWER goes on the
+work channel, and the runtime accepts them in any order. Changes of metrics go before the response that they belong to:
+`Control.respond` and `_execute` flush them first. All references to the requests of a batch are dropped before
+`Peer.give` looks which input blocks the model kept; a local variable that names a request would make its blocks look
+kept.
 
-If the process has several objects of the model (`ModelThreads`), each executes on a thread of its own, and the main thread only hands
-batches over.
+If the process has several objects of the model (`ModelThreads`), each executes on a thread of its own, and the main
+thread only hands batches over.
 
-Signals. A handler of the model's may run between any two bytecodes of the main thread, and may raise. An exception inside `model.execute`
-becomes the error of the batch. SIGINT does nothing (`output.py`): the runtime ends a stub, not the terminal. SIGTERM writes
-the stacks of all threads and lets the process go on. If a client has cut its memory short, the stub sends itself SIGBUS, as the
-kernel would do a moment later: the runtime then knows that the model is not to blame.
+Signals. A handler of the model's may run between any two bytecodes of the main thread, and may raise. An exception
+inside `model.execute` becomes the error of the batch. SIGINT does nothing (`output.py`): the runtime ends a stub, not
+the terminal. SIGTERM writes the stacks of all threads and lets the process go on. If a client has cut its memory short,
+the stub sends itself SIGBUS, as the kernel would do a moment later: the runtime then knows that the model is not to
+blame.
 
 Order of closing. FINALIZE comes on the main work channel after all batches. The loop of the coroutines stops first, so
 that none answers while the model finalizes. Then come `finalize`, the functions that libraries have for the end of a
@@ -24,8 +26,8 @@ program, the output, the denials of the sandbox, and the wait for devices, whose
 FINALIZED is the last message. The process ends with `os._exit`, since threads that the model left behind would keep
 it. If the runtime is gone (`PeerGone`), nobody waits for any of this, and the process ends at once.
 
-A process that the model forked shares the channels with this one but must not use them. `os.register_at_fork` takes them from it
-(`Peers.leave_to_parent`, `Calls.disown`), and `hosts/forks.py` gives it another way to ask.
+A process that the model forked shares the channels with this one but must not use them. `os.register_at_fork` takes
+them from it (`Peers.leave_to_parent`, `Calls.disown`), and `hosts/forks.py` gives it another way to ask.
 """
 
 from __future__ import annotations

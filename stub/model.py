@@ -1,15 +1,17 @@
 """Drives a loaded model, of Triton's kind or moonpool's own: calls it, checks what it returns, asks if it is ready.
 
-Theory of operation. A `Model` belongs to the main thread. `Readiness` starts a thread for each READY of the runtime, because `is_ready`
-may block, and neither batches nor the control thread may wait for it. If `is_ready` is a coroutine function, that thread waits
-while the coroutine runs where the model's others run. A thread still busy at the end of the process ends with it.
+Theory of operation. A `Model` belongs to the main thread. `Readiness` starts a thread for each READY of the runtime,
+because `is_ready` may block, and neither batches nor the control thread may wait for it. If `is_ready` is a coroutine
+function, that thread waits while the coroutine runs where the model's others run. A thread still busy at the end of the
+process ends with it.
 
-`ModelThreads` has several objects of the model. The main thread receives a batch as always, hands it to an object that is idle, and
-answers that the responses come later. So it can take the next batch at once. `_idle` has the objects without a batch; the main thread waits
-there when all have one, and so reads no further EXECUTE. The thread of an object executes the batch, lines up again behind the others, and
-calls `done`, which answers the requests. So batches that come one after the other reach all objects in turn. An object is
-initialized and finalized on the main thread, and executes on its own thread only, so it needs no lock of its own. If a batch cannot be
-answered, as when memory runs out, nobody would ever answer its requests, so the process ends (`threads.start`).
+`ModelThreads` has several objects of the model. The main thread receives a batch as always, hands it to an object that
+is idle, and answers that the responses come later. So it can take the next batch at once. `_idle` has the objects
+without a batch; the main thread waits there when all have one, and so reads no further EXECUTE. The thread of an object
+executes the batch, lines up again behind the others, and calls `done`, which answers the requests. So batches that come
+one after the other reach all objects in turn. An object is initialized and finalized on the main thread, and executes
+on its own thread only, so it needs no lock of its own. If a batch cannot be answered, as when memory runs out, nobody
+would ever answer its requests, so the process ends (`threads.start`).
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class Model:
         self.become(start)
 
     def become(self, start: dict[str, Any]) -> None:
-        """Serve as the instance of this START. Called again in a fork, and in a process that has completed the configuration."""
+        """Serve as the instance of this START. Called again in a fork, and in a process that has completed the
+        configuration.
+        """
         self._start = start
         self._instance = start["instance"]
         self._is_decoupled: bool = start["decoupled"]
@@ -137,7 +141,9 @@ class Model:
 
     @property
     def can_sleep(self) -> bool:
-        """Return whether the model's class has both `sleep` and `wake`. One of them alone is no hook: it may be something else."""
+        """Return whether the model's class has both `sleep` and `wake`. One of them alone is no hook: it may be
+        something else.
+        """
         found = type(self._hooked)
         return all(callable(getattr(found, name, None)) for name in ("sleep", "wake"))
 
@@ -229,7 +235,8 @@ class ModelThreads:
         self._idle.get().put((requests, done))
 
     def finish(self) -> None:
-        """Wait until no object has a batch, and start none any more. A batch may have no caller left, but its model is not finalized inside it.
+        """Wait until no object has a batch, and start none any more. A batch may have no caller left, but its model is
+        not finalized inside it.
 
         The runtime ends a process that takes too long.
         """
@@ -277,7 +284,8 @@ class Inherited(NamedTuple):
 def load_model(start: dict[str, Any], inherited: Inherited | None) -> Model:
     """Import the model and, unless START asks only for its configuration, initialize it.
 
-    Skips what a template has done already. Raises `LoadError` with the stage, the text for the client and the traceback for the log.
+    Skips what a template has done already. Raises `LoadError` with the stage, the text for the client and the traceback
+    for the log.
     """
     if inherited is None:
         model = Model(start, import_class(start))
@@ -372,7 +380,9 @@ class Readiness:
         send: Callable[..., None],
         wait_for: Callable[[Coroutine[Any, Any, object]], object],
     ) -> None:
-        """Take `send`, which sends a control message, and `wait_for`, which runs a coroutine beside the model's others."""
+        """Take `send`, which sends a control message, and `wait_for`, which runs a coroutine beside the model's
+        others.
+        """
         self._instance = instance
         self._send = send
         self._wait_for = wait_for

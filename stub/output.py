@@ -1,4 +1,6 @@
-"""Sets up the output of a stub, and its signals: descriptors 1 and 2 are a pipe, which the runtime reads line by line."""
+"""Sets up the output of a stub, and its signals: descriptors 1 and 2 are a pipe, which the runtime reads line by
+line.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import sys
 def prepare() -> None:
     """Write each line as soon as it is whole, and the stacks of all threads at a crash or at SIGTERM.
 
-    The runtime sends SIGTERM when it has waited for too long, and SIGKILL a moment later. So the log shows where the model hung.
-    A model may install its own handler.
+    The runtime sends SIGTERM when it has waited for too long, and SIGKILL a moment later. So the log shows where the
+    model hung. A model may install its own handler.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")

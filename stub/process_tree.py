@@ -6,13 +6,14 @@
        ▲                    └──▶ stub    (PROGRAM)
        └── both are the runtime's own children; this process reports their numbers and ends
 
-The keeper waits for the end of file on the pipe LIFE_FD. Only the runtime holds the other end. So the keeper ends when the runtime
-closes the pipe, and when the runtime ends in any way. The keeper has nothing else open. Orphans of the namespace become its children.
-The stub itself is not number 1: the kernel withholds signals from number 1, and number 1 must reap orphans.
+The keeper waits for the end of file on the pipe LIFE_FD. Only the runtime holds the other end. So the keeper ends when
+the runtime closes the pipe, and when the runtime ends in any way. The keeper has nothing else open. Orphans of the
+namespace become its children. The stub itself is not number 1: the kernel withholds signals from number 1, and number 1
+must reap orphans.
 
-If the kernel refuses the namespace, this process executes the program itself. If the program gets its own user (USER), there is
-a keeper, too, which ends all processes of that user. Without a user ("") there is no keeper, and the report says so.
-All of this happens before foreign code runs, so the runtime can trust the report.
+If the kernel refuses the namespace, this process executes the program itself. If the program gets its own user (USER),
+there is a keeper, too, which ends all processes of that user. Without a user ("") there is no keeper, and the report
+says so. All of this happens before foreign code runs, so the runtime can trust the report.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def main() -> NoReturn:
 def _keep(life_fd: int) -> None:
     """Wait until the runtime closes the pipe or ends."""
     os.setsid()
-    # A reader would wait for the end of a pipe as long as this process held its other end. The kernel reaps the children.
+    # A reader would wait for the end of a pipe as long as this process held its other end. The kernel reaps the
+    # children.
     os.closerange(0, life_fd)
     os.closerange(life_fd + 1, os.sysconf("SC_OPEN_MAX"))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -1,8 +1,9 @@
 """Turns an exception of the model into texts: one for the client, one for the log, with advice.
 
-The advice is a clause that names the option which would have prevented the error. All errors of a model pass here, whether it fails in its
-import, in `initialize` or in a request, and in whichever server it runs: only the process of the model has the exception itself.
-Whatever the runtime withholds from models, or limits, gets its sentence from a function in `_ADVISERS`.
+The advice is a clause that names the option which would have prevented the error. All errors of a model pass here,
+whether it fails in its import, in `initialize` or in a request, and in whichever server it runs: only the process of
+the model has the exception itself. Whatever the runtime withholds from models, or limits, gets its sentence from a
+function in `_ADVISERS`.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def traceback_of(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> tuple[str, str, int]:
-    """Return type and message in one line, and the innermost place outside of libraries: the file, and the line or 0."""
+    """Return type and message in one line, and the innermost place outside of libraries: the file, and the line or
+    0.
+    """
     frames = _model_frames(error.__traceback__)
     file, line = "", 0
     for frame in frames:
@@ -189,7 +192,9 @@ def _about_limits(error: BaseException, text: str, policy: Policy) -> str:
 
 
 def _is_vague(error: BaseException) -> bool:
-    """Return whether a lack of memory may be the reason. Errors with an errno, and of missing modules, have other reasons."""
+    """Return whether a lack of memory may be the reason. Errors with an errno, and of missing modules, have other
+    reasons.
+    """
     has_reason = isinstance(error, ModuleNotFoundError) or getattr(error, "errno", None) is not None
     return isinstance(error, _VAGUE) and not has_reason
 
@@ -264,10 +269,11 @@ def _comes_of_environ(error: BaseException) -> bool:
     return frame is not None and frame.tb_frame.f_code in readers
 
 
-# The places of a refusal. An audit event names one act of Python's, and that is not enough in two cases. Some acts raise no event: those of
-# code in C, such as the locks of SQLite, or the function by which `multiprocessing` starts programs. And a library may need several grants
-# one after the other, of which its first error shows one. The modules in whose frames an error was raised, and the names that its last
-# functions use, tell both. It is a hint, which a model may forge, and which has nothing in it but the words below.
+# The places of a refusal. An audit event names one act of Python's, and that is not enough in two cases. Some acts
+# raise no event: those of code in C, such as the locks of SQLite, or the function by which `multiprocessing` starts
+# programs. And a library may need several grants one after the other, of which its first error shows one. The modules
+# in whose frames an error was raised, and the names that its last functions use, tell both. It is a hint, which a model
+# may forge, and which has nothing in it but the words below.
 _FORK, _PROGRAM, _SOCKETS = ("fork",), ("fork", "execve"), ("unix",)
 _EPOLL = ("epoll_create1", "epoll_ctl", "epoll_wait", "epoll_pwait")
 _REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS)
@@ -285,7 +291,8 @@ _OF_MODULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("loky", _PROGRAM),
     ("uvloop", _EPOLL),
 )
-# Its workers send descriptors to each other. After a fork they do so by the stub (`hosts/forks.py`), and by sockets otherwise.
+# Its workers send descriptors to each other. After a fork they do so by the stub (`hosts/forks.py`), and by sockets
+# otherwise.
 _SENDS_DESCRIPTORS = "torch.utils.data"
 _WITHOUT_FORK = (
     "multiprocessing.popen_spawn_posix",
@@ -312,7 +319,8 @@ def _about_places(error: BaseException, text: str, policy: Policy) -> str:
 
 
 def _grants_for(error: BaseException, text: str) -> list[str]:
-    """Return the options with which what raised this error would work, as far as the places tell; [] if they tell nothing.
+    """Return the options with which what raised this error would work, as far as the places tell; [] if they tell
+    nothing.
 
     `text` is the message of the error.
     """

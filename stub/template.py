@@ -7,19 +7,19 @@
     a byte on one of them           ◀───────────────────────────────────   with the pid, which the kernel adds
     SANDBOX, REGION, REGION, START  ◀──────────────────────────────────▶   the handshake of any stub
 
-Theory of operation. A fork has only the thread that forked. A lock that another thread held at that moment would stay locked
-in the fork for ever. So a template has one thread, and none of what starts threads: no control thread, no thread that reports denials, no
-threads of PyTorch, no mapped regions. Some libraries end their threads right before a fork. `_quieten` forks once before LOADED,
-so that the runtime, which counts the threads, sees only those that would stay.
+Theory of operation. A fork has only the thread that forked. A lock that another thread held at that moment would stay
+locked in the fork for ever. So a template has one thread, and none of what starts threads: no control thread, no thread
+that reports denials, no threads of PyTorch, no mapped regions. Some libraries end their threads right before a fork.
+`_quieten` forks once before LOADED, so that the runtime, which counts the threads, sees only those that would stay.
 
-The template does not handle signals differently from a stub. It reaps only the forks that it made (`_reap`), because other children
-belong to the model. The runtime learns of an end from the pidfd and asks for the exit code with REAP. FORK goes before FINALIZE when
-both wait to be read: what was asked for first still happens.
+The template does not handle signals differently from a stub. It reaps only the forks that it made (`_reap`), because
+other children belong to the model. The runtime learns of an end from the pidfd and asks for the exit code with REAP.
+FORK goes before FINALIZE when both wait to be read: what was asked for first still happens.
 
-In a fork nothing may go back to the loop of the template, so whatever raises there ends the process. A fork first leaves the session
-and the channels of the template, so the template and its siblings are out of reach. Then it sends a byte with its credentials, which the kernel
-fills in: the runtime believes that pid and no other. Metrics that the model made in the template exist only on paper: `TemplateHost`
-records them, and every fork repeats them at its own host.
+In a fork nothing may go back to the loop of the template, so whatever raises there ends the process. A fork first
+leaves the session and the channels of the template, so the template and its siblings are out of reach. Then it sends a
+byte with its credentials, which the kernel fills in: the runtime believes that pid and no other. Metrics that the model
+made in the template exist only on paper: `TemplateHost` records them, and every fork repeats them at its own host.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Starts moonpool's own threads in a stub, and ends the process when one of them fails.
 
-Theory of operation. Other threads, and the runtime, wait for what these threads do, without a deadline of their own. A thread that
-died without a word would leave them waiting for ever, and there may be no memory left to send an error. So the
-process ends with the traceback as its last output. The runtime then sees the death, fails the requests, and
-starts the stub again. All threads are daemons: none keeps the process at its end.
+Theory of operation. Other threads, and the runtime, wait for what these threads do, without a deadline of their own. A
+thread that died without a word would leave them waiting for ever, and there may be no memory left to send an error. So
+the process ends with the traceback as its last output. The runtime then sees the death, fails the requests, and starts
+the stub again. All threads are daemons: none keeps the process at its end.
 
 Libraries such as gevent and eventlet replace threads and locks when a model patches with them, usually at its top. So
 this module keeps Python's own (`Lock`, `RLock`, `sleep`, `_start_native`) from before the model is imported, and the
@@ -31,7 +31,8 @@ sleep = time.sleep
 def end_process() -> NoReturn:
     """Print the exception that is being handled, and end the process. Any thread may call this.
 
-    For failures that leave others waiting, as when memory runs out: the runtime fails their requests and starts the stub again.
+    For failures that leave others waiting, as when memory runs out: the runtime fails their requests and starts the
+    stub again.
     """
     try:
         traceback.print_exc()

@@ -1,16 +1,18 @@
-"""Fits `multiprocessing` and joblib to a stub: who removes their shared memory, semaphores and folders, and how they pass descriptors.
+"""Fits `multiprocessing` and joblib to a stub: who removes their shared memory, semaphores and folders, and how they
+pass descriptors.
 
-These libraries start a process, the *tracker*, that removes them when all processes that use it have ended: each of them has the other end
-of its pipe. The runtime gives it the time for that (`runtime/process/child.py`).
+These libraries start a process, the *tracker*, that removes them when all processes that use it have ended: each of
+them has the other end of its pipe. The runtime gives it the time for that (`runtime/process/child.py`).
 
-A contained process may not start one. If it has shared memory of its own, it needs none: the kernel removes all of it with the process.
-Then the tracker of `multiprocessing` is /dev/null, which takes every message, and which children inherit like the pipe.
+A contained process may not start one. If it has shared memory of its own, it needs none: the kernel removes all of it
+with the process. Then the tracker of `multiprocessing` is /dev/null, which takes every message, and which children
+inherit like the pipe.
 
-To import a module of `multiprocessing` would take longer than all else in a stub. So `_AtImport` acts when the model, or a library of it,
-imports it.
+To import a module of `multiprocessing` would take longer than all else in a stub. So `_AtImport` acts when the model,
+or a library of it, imports it.
 
-A contained model that may fork, and that may have no Unix sockets with names, passes descriptors between its processes by the stub
-(`hosts/descriptors.py`).
+A contained model that may fork, and that may have no Unix sockets with names, passes descriptors between its processes
+by the stub (`hosts/descriptors.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _TRACKERS = (
 
 
 def settle(policy: Policy, layers: Collection[str]) -> None:
-    """Make the tracker superfluous if these layers of the sandbox give the process shared memory of its own, and pass descriptors."""
+    """Make the tracker superfluous if these layers of the sandbox give the process shared memory of its own, and pass
+    descriptors.
+    """
     if LAYER in layers:
         _at_import(_TRACKER, _track_nothing)
     if policy.is_contained and FORK in policy.syscalls and UNIX not in policy.syscalls:
@@ -55,7 +59,9 @@ def _track_nothing(module: ModuleType) -> None:
 
 
 def forget() -> None:
-    """Let a fork of a template have trackers of its own: that of the template would remove nothing before the template ends."""
+    """Let a fork of a template have trackers of its own: that of the template would remove nothing before the template
+    ends.
+    """
     for name in _TRACKERS:
         tracker: Any = getattr(sys.modules.get(name), "_resource_tracker", None)
         # Without a process, it is /dev/null.

@@ -2,9 +2,9 @@
 
     python tests/as_nobody.py PROGRAM ARGUMENT...
 
-For root; others are without rights already, and the program is theirs. The tree and the interpreter may lie below folders that
-are closed to others: the program has mounts of its own, on which it reaches them, and nothing is writable but the folders for
-temporary files.
+For root; others are without rights already, and the program is theirs. The tree and the interpreter may lie below
+folders that are closed to others: the program has mounts of its own, on which it reaches them, and nothing is writable
+but the folders for temporary files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Programs of tests that are written in C++, made with the sanitizers; where there is no compiler, their tests are skipped."""
+"""Programs of tests that are written in C++, made with the sanitizers; where there is no compiler, their tests are
+skipped.
+"""
 
 from __future__ import annotations
 

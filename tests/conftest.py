@@ -32,8 +32,8 @@ import moonpool
 from moonpool.runtime.log import flush
 from moonpool.runtime.process import blank_templates
 
-# Tests start thousands of processes, which inherit these variables. Without bytecode every stub compiles moonpool again,
-# which takes half of the processor time of its start.
+# Tests start thousands of processes, which inherit these variables. Without bytecode every stub compiles moonpool
+# again, which takes half of the processor time of its start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A template that waits for the next model would count as left behind by the test that unloaded the last one.
 blank_templates.KEEP_S = 0.0
@@ -129,7 +129,9 @@ def _servers_are_forked(request: pytest.FixtureRequest) -> None:
 
 
 def _hide_from_collector() -> None:
-    """Hide from the collector of garbage what is there: to look through 13,000 tests and what they import takes a third of a second."""
+    """Hide from the collector of garbage what is there: to look through 13,000 tests and what they import takes a third
+    of a second.
+    """
     gc.collect()
     gc.freeze()
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def default_signals() -> Iterator[None]:
-    """Inside, SIGINT raises KeyboardInterrupt here, and a program that is started has no signal ignored that ends programs.
+    """Inside, SIGINT raises KeyboardInterrupt here, and a program that is started has no signal ignored that ends
+    programs.
 
     For the main thread.
     """

@@ -2,8 +2,9 @@
 
     python tests/few_watches.py 64 PROGRAM ARGUMENT...
 
-A filter says that there is none, as the kernel does (ENOSPC), for every descriptor whose number is not below the first argument. So
-who tests says when they are gone, by the number of connections, and nobody else on the machine is short of them.
+A filter says that there is none, as the kernel does (ENOSPC), for every descriptor whose number is not below the first
+argument. So who tests says when they are gone, by the number of connections, and nobody else on the machine is short of
+them.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from tests.dispositions import default_signals
 
 PATIENCE_S = 120.0
 
-# Forks a command for each message, and answers with the number of its process. Once that has ended, its status is written to
-# the last descriptor of the message.
+# Forks a command for each message, and answers with the number of its process. Once that has ended, its status is
+# written to the last descriptor of the message.
 PROGRAM = """
 import gc, json, os, select, socket, sys
 import moonpool.runtime.server.process, uvloop

@@ -111,8 +111,8 @@ def left_since(before: Holdings) -> list[str]:
     def are_gone() -> bool:
         return not Holdings(lasting).beyond(before)
 
-    # A thread may drop the last reference to something that refers to itself at any moment before the deadline. But most things
-    # end by themselves, and to collect garbage takes longer than to look.
+    # A thread may drop the last reference to something that refers to itself at any moment before the deadline. But
+    # most things end by themselves, and to collect garbage takes longer than to look.
     while not deadline.is_over:
         with suppress(AssertionError):
             wait_until(are_gone, min(look_s, deadline.remaining_s))

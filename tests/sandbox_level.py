@@ -1,8 +1,8 @@
 """The suite under a level of the sandbox: `pytest --sandbox strict tests/e2e`.
 
-Models of this process's runtimes that say nothing of their sandbox are at that level then, with the grants by which a test
-deals with its models: they may ask each other, write into the test's `tmp_path`, and import the packages of the tests. What
-they cannot do at `strict`, by design, is named below; a test whose subject that is says so with
+Models of this process's runtimes that say nothing of their sandbox are at that level then, with the grants by which a
+test deals with its models: they may ask each other, write into the test's `tmp_path`, and import the packages of the
+tests. What they cannot do at `strict`, by design, is named below; a test whose subject that is says so with
 `@pytest.mark.needs(...)`, and is skipped.
 """
 

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -88,7 +89,8 @@ def modules(*folders: str) -> list[str]:
     for path in SOURCES:
         for folder in folders:
             base = (PACKAGE / folder).resolve()
-            # Only a process of a model imports them: backends as the model's file, and what its children import under their own names.
+            # Only a process of a model imports them: backends as the model's file, and what its children import under
+            # their own names.
             if any(path.is_relative_to(base / name) for name in ("backends", "importable")):
                 continue
             if path.is_relative_to(base) and path.name != "__main__.py":
@@ -207,7 +209,8 @@ def test_no_short_module_has_one_importer() -> None:
     assert {name for name in short if users[name] == 1} - APART.keys() == set()
 
 
-# These packages may be imported for type checkers alone, because importing them takes long or is not possible everywhere.
+# These packages may be imported for type checkers alone, because importing them takes long or is not possible
+# everywhere.
 FOR_TYPES_ALONE = (
     HEAVY
     | {
@@ -277,6 +280,50 @@ def test_docstrings_begin_with_a_verb_or_a_name() -> None:
     ]
 
     assert found == []
+
+
+# Their comments and docstrings are wrapped when somebody changes them next.
+NOT_WRAPPED_YET = ("benchmarks", "runtime/schedule", "runtime/server", "stub/peers")
+
+
+def lines_of_prose(path: Path) -> Iterator[int]:
+    """Yield the numbers of the lines of comments and docstrings."""
+    source = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT and not re.search(
+                "noqa|mypy|type:|fmt:", token.string
+            ):
+                yield token.start[0]
+
+
+def test_comments_and_docstrings_have_at_most_120_characters() -> None:
+    folders = (
+        "docs",
+        "ipc",
+        "runtime",
+        "src/moonpool/ray",
+        "src/moonpool/testing",
+        "stub",
+        "tests",
+    )
+    models = ("tests/models", "tests/triton")  # some are Triton's
+    long = []
+    for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith((*NOT_WRAPPED_YET, *models)):
+            continue
+        lines = path.read_text(encoding="utf-8").split("\n")
+        if any(len(line) > 120 for line in lines):
+            prose = set(lines_of_prose(path))
+            long += [
+                f"{name}:{n}" for n, line in enumerate(lines, 1) if len(line) > 120 and n in prose
+            ]
+
+    assert long == []
 
 
 def test_nothing_that_must_hold_is_left_to_assert() -> None:

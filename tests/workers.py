@@ -27,8 +27,8 @@ WITH_SERVERS = (
     "tests/triton/backend",
     "tests/triton/protocol",
 )
-# These units take so many seconds although their tests are few. They begin early, so no worker is left alone with one at the
-# end.
+# These units take so many seconds although their tests are few. They begin early, so no worker is left alone with one
+# at the end.
 SECONDS = {
     "tests/card/test_runner.py": 20,
     "tests/chaos/test_chaos.py": 35,

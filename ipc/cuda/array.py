@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from typing_extensions import CapsuleType
 
 _ON_DEVICE = (dlpack.CUDA, dlpack.CUDA_MANAGED)
-# For the package of an array: a function that returns its current stream on a device, and the attribute with the handle.
+# For the package of an array: a function that returns its current stream on a device, and the attribute with the
+# handle.
 _CURRENT: dict[str, tuple[Callable[[Any, int], Any], str]] = {
     "torch": (lambda torch, ordinal: torch.cuda.current_stream(ordinal), "cuda_stream"),
     "cupy": (lambda cupy, ordinal: cupy.cuda.get_current_stream(ordinal), "ptr"),
@@ -32,8 +33,8 @@ class DeviceArray:
     """A C-contiguous array on a device. cupy, torch and others take it without a copy, by `__dlpack__` or
     `__cuda_array_interface__`, in the order of their own streams.
 
-    Its memory stays valid as long as the array, or anything made of it, lives. A stream on which a library took it must live until
-    the library drops it. Thread-safe as long as two threads do not change the bytes.
+    Its memory stays valid as long as the array, or anything made of it, lives. A stream on which a library took it must
+    live until the library drops it. Thread-safe as long as two threads do not change the bytes.
     """
 
     __slots__ = (
@@ -76,10 +77,10 @@ class DeviceArray:
     def of(cls, source: object, stream: int | None = None) -> DeviceArray | None:
         """Return an array over an object's device memory, without a copy; None if the object has none.
 
-        `source` is a `DeviceArray`, has `__dlpack__` or `__cuda_array_interface__`, or is a capsule of DLPack.
-        `stream` is the stream of ours that will touch the array, for sources that ask for it. In any case, call
-        `enter` before that work, and `leave` after it. Raises `BadTensor` for memory that is not C-contiguous or has no datatype of ours,
-        `CudaUnavailable`, and all that the source raises.
+        `source` is a `DeviceArray`, has `__dlpack__` or `__cuda_array_interface__`, or is a capsule of DLPack. `stream`
+        is the stream of ours that will touch the array, for sources that ask for it. In any case, call `enter` before
+        that work, and `leave` after it. Raises `BadTensor` for memory that is not C-contiguous or has no datatype of
+        ours, `CudaUnavailable`, and all that the source raises.
         """
         if isinstance(source, DeviceArray):
             return source
@@ -112,7 +113,9 @@ class DeviceArray:
         return False
 
     def part(self, offset: int, shape: tuple[int, ...]) -> DeviceArray:
-        """Return an array of another shape over this memory, from `offset` bytes on. The caller has checked that it fits."""
+        """Return an array of another shape over this memory, from `offset` bytes on. The caller has checked that it
+        fits.
+        """
         return DeviceArray(
             self.device,
             self.address + offset,
@@ -187,7 +190,9 @@ class DeviceArray:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> CapsuleType:
-        """Export the array as the array API's standard says: None and 1 are the default stream, 2 the thread's, -1 waits for nothing."""
+        """Export the array as the array API's standard says: None and 1 are the default stream, 2 the thread's, -1
+        waits for nothing.
+        """
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(
                 f"The array is on device {self.device.ordinal} and not on {dl_device}."
@@ -213,9 +218,9 @@ class DeviceArray:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """The interface in its version 3.
 
-        The interface does not say which stream will use the array. So it names the default stream, which waits for all earlier work on
-        the array. Later users wait for work on the default stream, and so for all streams that are ordered with it. A library that uses
-        a non-blocking stream has to take the array with `__dlpack__`.
+        The interface does not say which stream will use the array. So it names the default stream, which waits for all
+        earlier work on the array. Later users wait for work on the default stream, and so for all streams that are
+        ordered with it. A library that uses a non-blocking stream has to take the array with `__dlpack__`.
         """
         if self.datatype == BF16:
             raise AttributeError("BF16 has no name in __cuda_array_interface__; use __dlpack__")
@@ -236,8 +241,8 @@ class DeviceArray:
 class _Use:
     """An object that the consumer of a capsule keeps until it is done with an array in a block of ours.
 
-    The work on its stream until then runs before the next work on the block. A consumer that waits for nothing (-1) still uses some
-    stream, and the default one is assumed.
+    The work on its stream until then runs before the next work on the block. A consumer that waits for nothing (-1)
+    still uses some stream, and the default one is assumed.
     """
 
     __slots__ = ("_array", "_lease", "_stream", "_user")

@@ -1,12 +1,13 @@
 """A device as this process sees it: its context, and work on it that no peer takes part in.
 
-Theory of operation. `_lock` makes sure that a process has one `Device` for each number; a lookup of a known device takes no
-lock. `_pinning` makes sure that memory is registered with the driver once. The registration ends in `Map.before_unmap`, in
-the thread that drops the last view, which may be in the middle of a garbage collection and therefore takes no lock.
+Theory of operation. `_lock` makes sure that a process has one `Device` for each number; a lookup of a known device
+takes no lock. `_pinning` makes sure that memory is registered with the driver once. The registration ends in
+`Map.before_unmap`, in the thread that drops the last view, which may be in the middle of a garbage collection and
+therefore takes no lock.
 
-Events and idle streams are kept in deques. Their `append` and `pop` are atomic, so any thread takes and returns
-one without a lock; a thread that finds none makes one. The same holds for `dying`, to which a finalizer appends: each thread that calls
-`tidy` pops a mapping, tries to unmap it, and appends it again if queued work may still touch it.
+Events and idle streams are kept in deques. Their `append` and `pop` are atomic, so any thread takes and returns one
+without a lock; a thread that finds none makes one. The same holds for `dying`, to which a finalizer appends: each
+thread that calls `tidy` pops a mapping, tries to unmap it, and appends it again if queued work may still touch it.
 
 The current context belongs to a thread. `with device` pushes the context and pops it, so a model's own choice stays.
 """
@@ -102,7 +103,8 @@ def _nothing() -> None:
 class Device:
     """A device and its primary context, which torch and cupy use as well. Thread-safe.
 
-    `with device:` makes its context the thread's current one inside the block. The context stays until the process ends.
+    `with device:` makes its context the thread's current one inside the block. The context stays until the process
+    ends.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -216,7 +218,8 @@ class Device:
                 self.driver.cuMemcpyAsync(target, source, size_bytes, stream)
 
     def pin(self, region: Region) -> bool:
-        """Register a region of ordinary memory with the driver until it is unmapped, so that copies run without a detour.
+        """Register a region of ordinary memory with the driver until it is unmapped, so that copies run without a
+        detour.
 
         May be called many times. Returns False if it cannot be pinned; copies work all the same.
         """
@@ -244,7 +247,9 @@ class Device:
 
     @contextmanager
     def borrowed_stream(self) -> Iterator[int]:
-        """Lend a stream for work that is done when the block ends. To make a stream takes longer than most such work."""
+        """Lend a stream for work that is done when the block ends. To make a stream takes longer than most such
+        work.
+        """
         try:
             stream = self._streams.pop()
         except IndexError:

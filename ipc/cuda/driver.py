@@ -4,12 +4,12 @@ It uses the driver and no toolkit. `libcuda.so.1` comes with every driver, so no
 this module works in the interpreter of any model. Names and meanings: CUDA Driver API,
 https://docs.nvidia.com/cuda/cuda-driver-api/.
 
-Every function raises `OutOfMemory` if the device has no memory left, and `CudaError` for every other refusal.
-Any thread may call them, and other threads of the interpreter run meanwhile. If NVIDIA's text asks for a current context,
+Every function raises `OutOfMemory` if the device has no memory left, and `CudaError` for every other refusal. Any
+thread may call them, and other threads of the interpreter run meanwhile. If NVIDIA's text asks for a current context,
 call the function inside `with device`.
 
-Theory of operation. `_lock` makes sure that the library is loaded and initialized once. The process in which that happened is kept
-beside it, because the driver cannot be used in a fork of that process: there, `load` raises an error.
+Theory of operation. `_lock` makes sure that the library is loaded and initialized once. The process in which that
+happened is kept beside it, because the driver cannot be used in a fork of that process: there, `load` raises an error.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ _POINTER_OUT = POINTER(c_void_p)
 _ADDRESS_OUT = POINTER(_ADDRESS)
 _INT_OUT = POINTER(c_int)
 _SIZE_OUT = POINTER(c_size_t)
-# Each function with its arguments. A suffix such as `_v2` is part of the name in the library; the header's macros add it.
+# Each function with its arguments. A suffix such as `_v2` is part of the name in the library; the header's macros add
+# it.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuDriverGetVersion": (_INT_OUT,),

@@ -6,24 +6,25 @@ peer can wait. All blocks that cross between the two processes are ordered throu
 - Before a message names blocks on the device, or releases them, `publish` makes the lane wait for the streams that
   touch them, and records the event.
 - After a message that names or releases such blocks, `receive` makes the lane wait for the peer's event.
-- Before code touches a block on its own stream, that stream waits for the lane (`DeviceLease.use`, `enter`). When the code
-  is done with the block, or with the next `publish` that names the stream, the lane waits for that stream.
+- Before code touches a block on its own stream, that stream waits for the lane (`DeviceLease.use`, `enter`). When the
+  code is done with the block, or with the next `publish` that names the stream, the lane waits for that stream.
 
-None of this blocks a thread: the device waits. Each direction needs only one event, although it is recorded again and again. A
-later record covers all work before it, so a peer that waits for the event after a second record waits for more than it
-has to, and never for less. There is one lane for each peer, because work that waits for a slow or dead peer must
-not delay other work. A lane without a peer orders the work of callers on memory of their own.
+None of this blocks a thread: the device waits. Each direction needs only one event, although it is recorded again and
+again. A later record covers all work before it, so a peer that waits for the event after a second record waits for more
+than it has to, and never for less. There is one lane for each peer, because work that waits for a slow or dead peer
+must not delay other work. A lane without a peer orders the work of callers on memory of their own.
 
 If the two processes cannot share events (each may detect that when it opens the other's), both wait for their own
 work before they send: `publish` returns when the work is done.
 
-A peer may die before the device has come to its event, and then the event may never come. `close` notes that in `_missed`, and the lane is
-*lost*: no other stream may wait for it (`enter` raises, `order` leaves it out), and a thread that waits for its work does so
-by looking again and again (`reach`), so that it can give up.
+A peer may die before the device has come to its event, and then the event may never come. `close` notes that in
+`_missed`, and the lane is *lost*: no other stream may wait for it (`enter` raises, `order` leaves it out), and a thread
+that waits for its work does so by looking again and again (`reach`), so that it can give up.
 
-The collector finalizes a cycle in any order, so a lane may be gone before the leases that name its stream, and the driver takes the
-handle of a destroyed stream for whatever occupies that memory now. So the stream is kept, and another lane gets it once its work is
-done. Only the stream of a lost lane is destroyed; from then on (`is_over`) nothing names it, and memory that it may touch stays.
+The collector finalizes a cycle in any order, so a lane may be gone before the leases that name its stream, and the
+driver takes the handle of a destroyed stream for whatever occupies that memory now. So the stream is kept, and another
+lane gets it once its work is done. Only the stream of a lost lane is destroyed; from then on (`is_over`) nothing names
+it, and memory that it may touch stays.
 
 No method takes a lock. Lanes are found in a dictionary by weak reference, and the deque of kept objects is used by
 `append` and `popleft`, which are atomic. If two threads release at the same time, one of them finds it empty.
@@ -100,7 +101,8 @@ class DeviceLane:
             self.handle = bytes(handle)
 
     def meet(self, handle: bytes) -> None:
-        """Accept the peer's EVENT. Raises `CudaError` if it cannot be opened; then call `meet(b"")`, and send the peer an empty handle.
+        """Accept the peer's EVENT. Raises `CudaError` if it cannot be opened; then call `meet(b"")`, and send the peer
+        an empty handle.
 
         After an empty handle, `publish` waits itself, and `receive` does nothing. `handle` is then empty, too.
         """
@@ -178,7 +180,9 @@ class DeviceLane:
                 device.finish(self.stream)
 
     def from_host(self, address: int, array: NDArray[Any], *, wait: bool = True) -> None:
-        """Copy a C-contiguous array to device memory, and wait as `to_host` does. Then the array may be written to again."""
+        """Copy a C-contiguous array to device memory, and wait as `to_host` does. Then the array may be written to
+        again.
+        """
         device = self.device
         if array.nbytes:
             with device:
@@ -217,7 +221,8 @@ class DeviceLane:
     def reach(self) -> None:
         """Wait until all that was received or queued until now is done.
 
-        Unlike `finish`, it gives up after the peer's death: it raises `CudaError` if the peer's last work is not done soon.
+        Unlike `finish`, it gives up after the peer's death: it raises `CudaError` if the peer's last work is not done
+        soon.
         """
         events = self.device.mark([self.stream])
         pause_s = waited_s = 0.0

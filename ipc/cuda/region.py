@@ -1,19 +1,20 @@
 """Regions in device memory, and leases on blocks of them.
 
-The memory contract is that of `ipc.memory`, with three differences: a lease has an address and is no array, `write` and `read` copy
-bytes, and when a lease ends, queued work may still touch the block. So a lease knows
-the streams on which it is used, and its lane waits for them before the next user touches the block.
+The memory contract is that of `ipc.memory`, with three differences: a lease has an address and is no array, `write` and
+`read` copy bytes, and when a lease ends, queued work may still touch the block. So a lease knows the streams on which
+it is used, and its lane waits for them before the next user touches the block.
 
-The runtime makes a region and shares it by descriptor, as it does with a memfd: it has no name, cannot be guessed, and works for any
-user and in any namespace. If the device has no such descriptors, `handle` has the 64 bytes of the older way. A process that has read
-them can open the memory (same user and PID namespace), and the runtime may close such a region only after every process to which
-it was sent has ended. Why: docs/decisions/0019-device-memory-by-descriptor.md.
+The runtime makes a region and shares it by descriptor, as it does with a memfd: it has no name, cannot be guessed, and
+works for any user and in any namespace. If the device has no such descriptors, `handle` has the 64 bytes of the older
+way. A process that has read them can open the memory (same user and PID namespace), and the runtime may close such a
+region only after every process to which it was sent has ended. Why: docs/decisions/0019-device-memory-by-descriptor.md.
 
-Theory of operation. As in `ipc.region`, `_sharing` guards the descriptor between the thread that sends it and the thread that closes
-it. The address is harder: to unmap memory that a kernel on the device still touches breaks the context of the whole process, and waiting
-for the device is not possible in a finalizer, which takes no lock and must not block. So memory ends in two steps. When nobody refers to
-a `Mapping` any more, its finalizer puts it on the device's list. `Device.tidy`, which is called when regions are made and closed,
-then asks the driver if all streams that had used the memory are done, and unmaps it only then.
+Theory of operation. As in `ipc.region`, `_sharing` guards the descriptor between the thread that sends it and the
+thread that closes it. The address is harder: to unmap memory that a kernel on the device still touches breaks the
+context of the whole process, and waiting for the device is not possible in a finalizer, which takes no lock and must
+not block. So memory ends in two steps. When nobody refers to a `Mapping` any more, its finalizer puts it on the
+device's list. `Device.tidy`, which is called when regions are made and closed, then asks the driver if all streams that
+had used the memory are done, and unmaps it only then.
 """
 
 from __future__ import annotations
@@ -103,9 +104,9 @@ class Mapping:
 class DeviceLease:
     """One block on a device, until the last reference to this object is gone.
 
-    `give_back` is called with `token` once, and must neither block nor take a lock, as in `ipc.memory.Lease`. Before that, the lane
-    is made to wait for the streams that used the block. A stream must live as long as it is named here: the driver takes the handle
-    of a destroyed stream for any address.
+    `give_back` is called with `token` once, and must neither block nor take a lock, as in `ipc.memory.Lease`. Before
+    that, the lane is made to wait for the streams that used the block. A stream must live as long as it is named here:
+    the driver takes the handle of a destroyed stream for any address.
     """
 
     __slots__ = (
@@ -130,8 +131,8 @@ class DeviceLease:
         self.size = size_bytes
         # The lane that orders it, which may be set later; None if no peer touches the region.
         self.lane = lane
-        # For each user: the stream that may touch the block, with its lane if it belongs to one. The stream of the lease's own lane
-        # is not among them.
+        # For each user: the stream that may touch the block, with its lane if it belongs to one. The stream of the
+        # lease's own lane is not among them.
         self.users: dict[object, tuple[int, DeviceLane | None]] = {}
         self.give_back = give_back
         self.token = token
@@ -295,7 +296,8 @@ class DeviceRegion(Region):
         token: object,
         lane: DeviceLane | None = None,
     ) -> DeviceLease:
-        """Return a lease on a block, which the lane orders. The memory stays mapped while the lease lives, even after `close`.
+        """Return a lease on a block, which the lane orders. The memory stays mapped while the lease lives, even after
+        `close`.
 
         Raises TypeError if the block does not lie in the region, and `Closed` after `close`.
         """
@@ -326,7 +328,8 @@ class DeviceRegion(Region):
         return array.tobytes()
 
     def share(self, send: Callable[[DeviceRegion], object]) -> bool:
-        """Call `send`, which sends `fd` or `handle` to a peer. After `close` or `forget_fd`, does nothing and returns False.
+        """Call `send`, which sends `fd` or `handle` to a peer. After `close` or `forget_fd`, does nothing and returns
+        False.
 
         `send` must not block, because the region cannot be closed meanwhile.
         """

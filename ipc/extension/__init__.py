@@ -44,7 +44,9 @@ def pure() -> str:
 
 
 def is_wanted() -> bool:
-    """Return False if MOONPOOL_PURE leaves out all that is compiled. So does a wrong value, which the load of a model refuses."""
+    """Return False if MOONPOOL_PURE leaves out all that is compiled. So does a wrong value, which the load of a model
+    refuses.
+    """
     try:
         return pure() != "1"
     except ValueError:
@@ -82,7 +84,9 @@ def declarations_of(module: Path) -> list[Path]:
 
 
 def sources(name: str) -> list[Path]:
-    """Return all that an extension may be compiled from, in one order. It is empty where moonpool is installed without sources."""
+    """Return all that an extension may be compiled from, in one order. It is empty where moonpool is installed without
+    sources.
+    """
     place = _PACKAGE.joinpath(*name.split(".")[1:])
     shared = _PACKAGE / "ipc"
     if module := compiled_from(name):

@@ -1,7 +1,7 @@
 """`moonpool demo`: a walk through moonpool on real models, with figures of this machine.
 
-Theory of operation. While a measurement runs, a thread calls a second model, to show that it still answers. The thread counts
-alone; the demo reads the counts after it has stopped and joined the thread.
+Theory of operation. While a measurement runs, a thread calls a second model, to show that it still answers. The thread
+counts alone; the demo reads the counts after it has stopped and joined the thread.
 """
 
 from __future__ import annotations

@@ -103,7 +103,9 @@ def _size(path: Path) -> int:
 
 
 def _origin(folder: Path) -> str:
-    """Return the list of packages that an environment was built from. Who may write into it may write anything there."""
+    """Return the list of packages that an environment was built from. Who may write into it may write anything
+    there.
+    """
     try:
         note = parsed_json(read_file(folder / NOTE, _MOST_NOTE_BYTES))
         return str(note["list"])

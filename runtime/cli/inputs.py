@@ -1,4 +1,6 @@
-"""Requests from the command line: an address, headers, and inputs as JSON, .npy files, or made up from what a model's configuration says."""
+"""Requests from the command line: an address, headers, and inputs as JSON, .npy files, or made up from what a model's
+configuration says.
+"""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ class HelpfulParser(argparse.ArgumentParser):
 class CommandParser(HelpfulParser):
     """A parser that accepts options anywhere: `check REPO --strict MODEL` means `check REPO MODEL --strict`.
 
-    argparse gives all positional arguments their values at the first one that it meets. Its intermixed parsing reads the
-    options first.
+    argparse gives all positional arguments their values at the first one that it meets. Its intermixed parsing reads
+    the options first.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -73,8 +73,8 @@ class CommandParser(HelpfulParser):
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
 
-# Each command's module. To import them all takes as long again as to import the one that is run. Nothing else in the runtime
-# knows the benchmarks, which lie above it.
+# Each command's module. To import them all takes as long again as to import the one that is run. Nothing else in the
+# runtime knows the benchmarks, which lie above it.
 _COMMANDS = {
     "demo": "moonpool.runtime.cli.demo",
     "serve": "moonpool.runtime.cli.serve",
@@ -124,8 +124,8 @@ def _run(arguments: Sequence[str]) -> int:
         )
     try:
         with exit_on_sigterm():
-            # The parent may have ignored SIGCHLD or blocked signals. Then the kernel would keep no exit codes of stubs, or
-            # no signal would end the command. SIGINT, SIGQUIT and SIGHUP stay ignored, as in every background job.
+            # The parent may have ignored SIGCHLD or blocked signals. Then the kernel would keep no exit codes of stubs,
+            # or no signal would end the command. SIGINT, SIGQUIT and SIGHUP stay ignored, as in every background job.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             code: int = options.run(options)

@@ -201,7 +201,9 @@ class HttpControlClient:
         return found
 
     def stream(self, question: Question) -> Iterator[list[QuestionTensor]]:
-        """Use Triton's generate extension, which takes one row, and leaves out the shapes of outputs: each has one dimension."""
+        """Use Triton's generate extension, which takes one row, and leaves out the shapes of outputs: each has one
+        dimension.
+        """
         metadata = self.metadata(question.model, question.version)
         datatypes = {output["name"]: output["datatype"] for output in metadata["outputs"]}
         path, body, headers = self._parts_of(question.as_generate_stream(self._endpoint))

@@ -40,7 +40,9 @@ class MissingPackage(MoonpoolError):
 
 
 class Tls(NamedTuple):
-    """Files in PEM form for TLS: the roots that the server's certificate must lead to, by default the system's, and our own certificate."""
+    """Files in PEM form for TLS: the roots that the server's certificate must lead to, by default the system's, and our
+    own certificate.
+    """
 
     ca: str | None = None
     certificate: str | None = None
@@ -69,7 +71,9 @@ class Tls(NamedTuple):
 
 
 class Endpoint(NamedTuple):
-    """Address of a server. `scheme` is http or grpc, over TLS if `tls` is given; for HTTP, `path` comes before the protocol's paths."""
+    """Address of a server. `scheme` is http or grpc, over TLS if `tls` is given; for HTTP, `path` comes before the
+    protocol's paths.
+    """
 
     scheme: str
     host: str
@@ -88,7 +92,9 @@ class Endpoint(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Endpoint:
-        """Read http://HOST[:PORT][/PATH] or grpc://HOST[:PORT], or https:// or grpcs:// for TLS. Raises `BadAddress`."""
+        """Read http://HOST[:PORT][/PATH] or grpc://HOST[:PORT], or https:// or grpcs:// for TLS. Raises
+        `BadAddress`.
+        """
         try:
             parts = urlsplit(text)
             host, port = parts.hostname, parts.port
@@ -283,8 +289,8 @@ class Question:
         return serialized
 
 
-# Two ids of sequences as long as all that are used: eleven digits, or five bytes as a varint. They differ in the first digit
-# and the first byte.
+# Two ids of sequences as long as all that are used: eleven digits, or five bytes as a varint. They differ in the first
+# digit and the first byte.
 _IDS = (11_111_111_111, 22_222_222_222)
 
 

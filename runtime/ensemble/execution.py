@@ -1,11 +1,12 @@
 """One request on its way through the steps of an ensemble: which step runs when, with which tensors. Pure.
 
-A step runs when all tensors that it reads are there, and a model that answers once gives one of each. A decoupled model gives any
-number of responses. Its nth response is *iteration* n of the tensors that it writes, and a step that reads them runs once for each
-iteration. No step reads tensors of different decoupled models (`EnsembleGraph.check`), so equal numbers belong together.
+A step runs when all tensors that it reads are there, and a model that answers once gives one of each. A decoupled model
+gives any number of responses. Its nth response is *iteration* n of the tensors that it writes, and a step that reads
+them runs once for each iteration. No step reads tensors of different decoupled models (`EnsembleGraph.check`), so equal
+numbers belong together.
 
-The machine does not know what a tensor is. A tensor that a response lacks, or that the caller left out, is absent, which is None:
-the steps that read it run without it, and their models decide if they can.
+The machine does not know what a tensor is. A tensor that a response lacks, or that the caller left out, is absent,
+which is None: the steps that read it run without it, and their models decide if they can.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class StepCall(NamedTuple, Generic[T]):
 class StepProgress(NamedTuple, Generic[T]):
     """The calls and responses that follow from what has happened.
 
-    `responses` are for the caller, in order, each with the outputs that are there, by name. After `is_over` nothing more happens.
+    `responses` are for the caller, in order, each with the outputs that are there, by name. After `is_over` nothing
+    more happens.
     """
 
     calls: list[StepCall[T]]

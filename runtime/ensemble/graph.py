@@ -1,7 +1,7 @@
 """The graph of an ensemble: its steps, the tensors between them, and what its members must be. Pure.
 
-An *ensemble tensor* is written by the caller or by one step, and read by steps and by the caller. A `Flow` is the part of the graph
-that one request needs: steps behind outputs that nobody asked for are not in it.
+An *ensemble tensor* is written by the caller or by one step, and read by steps and by the caller. A `Flow` is the part
+of the graph that one request needs: steps behind outputs that nobody asked for are not in it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Flow:
     inputs: Sequence[tuple[tuple[str, str], ...]]
     # For each step: pairs of an output of the model that is wanted and a tensor.
     outputs: Sequence[tuple[tuple[str, str], ...]]
-    # The steps in their order if each has one tensor of the one before: number, inputs of the model and its output. Else empty.
+    # The steps in their order if each has one tensor of the one before: number, inputs of the model and its output.
+    # Else empty.
     chain: Sequence[tuple[int, tuple[str, ...], str]] = ()
     # The tensor that the last step of a chain writes.
     last: str = ""

@@ -1,10 +1,12 @@
-"""The models of an ensemble's steps: requests to them from ensemble tensors, and the response to the caller from those that are left.
+"""The models of an ensemble's steps: requests to them from ensemble tensors, and the response to the caller from those
+that are left.
 
-A model that batches has a batch dimension in front of each tensor, and one that does not batch has none. Between the two kinds,
-a batch dimension of 1 is added or taken away, as Triton does it. Shapes that do not fit even so are left to the model to refuse.
+A model that batches has a batch dimension in front of each tensor, and one that does not batch has none. Between the
+two kinds, a batch dimension of 1 is added or taken away, as Triton does it. Shapes that do not fit even so are left to
+the model to refuse.
 
-No tensor is copied here. The runtime lends memory of one stub to the next where both may share it, as it does for tensors of any
-caller, and copies it where they may not. Strings stay in the form of the wire between models.
+No tensor is copied here. The runtime lends memory of one stub to the next where both may share it, as it does for
+tensors of any caller, and copies it where they may not. Strings stay in the form of the wire between models.
 """
 
 from __future__ import annotations
@@ -241,7 +243,9 @@ class StepModels:
         return model
 
     def mixed(self, tensors: Iterable[str], reader: ModelConfig | None) -> set[str]:
-        """Return those tensors whose writer batches while the reader does not, or the other way round. None is the caller."""
+        """Return those tensors whose writer batches while the reader does not, or the other way round. None is the
+        caller.
+        """
         reads_batches = (reader or self._graph.config).max_batch_size > 0
         return {tensor for tensor in tensors if self._batches(tensor) is not reads_batches}
 

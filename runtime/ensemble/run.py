@@ -1,22 +1,25 @@
 """One request of an ensemble of any form, from its first step to its end.
 
-Theory of operation. `ensemble.scheduler` says who drives the steps and who ends a request. `EnsembleExecution` decides which step runs
-when, and a `GraphRun` does it. Each step is a request to the scheduler of another model, as that of any caller, and `_Step` is the
-caller that waits for it. What happens next happens on the thread that has the step's outcome.
+Theory of operation. `ensemble.scheduler` says who drives the steps and who ends a request. `EnsembleExecution` decides
+which step runs when, and a `GraphRun` does it. Each step is a request to the scheduler of another model, as that of any
+caller, and `_Step` is the caller that waits for it. What happens next happens on the thread that has the step's
+outcome.
 
-*Who drives the steps.* A thread can drive one execution at a time, and while it does, it cannot learn that another step has failed.
-So the caller's thread drives a step that runs alone, and the reactor drives those that run beside each other. It also drives all steps of a
-decoupled ensemble. An event loop drives any number.
+*Who drives the steps.* A thread can drive one execution at a time, and while it does, it cannot learn that another step
+has failed. So the caller's thread drives a step that runs alone, and the reactor drives those that run beside each
+other. It also drives all steps of a decoupled ensemble. An event loop drives any number.
 
-*Locks.* `GraphRun._lock` guards the state machine. It is not held while a scheduler, a waiter or the ensemble's scheduler is called upon.
-Several steps may end at once on several threads. The thread that finds `_is_submitting` unset submits what is to be
-submitted, for the others too, and again until nothing is left. So models that answer at once make a loop here and no recursion.
+*Locks.* `GraphRun._lock` guards the state machine. It is not held while a scheduler, a waiter or the ensemble's
+scheduler is called upon. Several steps may end at once on several threads. The thread that finds `_is_submitting` unset
+submits what is to be submitted, for the others too, and again until nothing is left. So models that answer at once make
+a loop here and no recursion.
 
-*Order.* The responses of a decoupled ensemble reach the caller in the order in which the last steps gave them, since all of it
-happens on the reactor's thread. `_Step` brings it there.
+*Order.* The responses of a decoupled ensemble reach the caller in the order in which the last steps gave them, since
+all of it happens on the reactor's thread. `_Step` brings it there.
 
-*Who leaves.* A run that is over leaves the steps that have not ended. A step is noted before it is submitted. If the run is over by the
-time that it was submitted, the thread that submitted it leaves it again, so no order of the two loses it.
+*Who leaves.* A run that is over leaves the steps that have not ended. A step is noted before it is submitted. If the
+run is over by the time that it was submitted, the thread that submitted it leaves it again, so no order of the two
+loses it.
 
 *What waits.* A decoupled model may answer faster than the steps that read its tensors, and each of its responses
 becomes a request of such a step. A `ResponseBacklog` bounds them, on the reactor's thread. A request to another
@@ -454,7 +457,8 @@ class _Step(Waiter):
             self._end()
 
     def _end(self) -> None:
-        # The request refers to this object. Unless this reference goes, tensors stay in memory until the collector looks for cycles.
+        # The request refers to this object. Unless this reference goes, tensors stay in memory until the collector
+        # looks for cycles.
         self._request = None
         if self._trace is not None:
             self._trace.end()

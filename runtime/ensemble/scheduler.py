@@ -1,26 +1,29 @@
 """The scheduler of an ensemble: a model whose requests become requests to other models.
 
-Theory of operation. An ensemble has no instance, no queue and no thread. A request of a caller is a `Run`. Each of its steps is a
-request to the scheduler of another model, as that of any caller. What happens next happens on the thread that has the step's
-outcome. Nothing here blocks. Most ensembles are chains, whose requests are `ChainRun`s. All others, and requests that are traced, are `GraphRun`s.
+Theory of operation. An ensemble has no instance, no queue and no thread. A request of a caller is a `Run`. Each of its
+steps is a request to the scheduler of another model, as that of any caller. What happens next happens on the thread
+that has the step's outcome. Nothing here blocks. Most ensembles are chains, whose requests are `ChainRun`s. All others,
+and requests that are traced, are `GraphRun`s.
 
 *Who drives the steps.* A caller that waits on a thread or in an event loop drives the execution of a step itself, as it
-drives that of a model which it asks directly: `submit` returns the execution of the first step, and each further one is offered to
-the caller's own waiter. So a request crosses no more threads than the calls of its steps would.
+drives that of a model which it asks directly: `submit` returns the execution of the first step, and each further one is
+offered to the caller's own waiter. So a request crosses no more threads than the calls of its steps would.
 
-*Locks.* `Scheduler._lock` guards the requests that are open, the gates and the statistics. It is not held while a scheduler, a waiter
-or a run is called upon.
+*Locks.* `Scheduler._lock` guards the requests that are open, the gates and the statistics. It is not held while a
+scheduler, a waiter or a run is called upon.
 
-*Who ends a request.* The last step, an error, a caller that leaves and the end of the model may meet. The thread that takes the run
-out of `_runs` ends it, and only that one calls the waiter. All others find `is_over`, and what comes of a step then is dropped.
+*Who ends a request.* The last step, an error, a caller that leaves and the end of the model may meet. The thread that
+takes the run out of `_runs` ends it, and only that one calls the waiter. All others find `is_over`, and what comes of a
+step then is dropped.
 
-*Gates.* With `max_inflight_requests`, a step waits at the gate of its number until fewer steps have passed it, in order. The reactor
-submits the next one: a thread that may be interrupted does nothing for others. Every step that passed leaves its gate when it ends
-or its run is over, and each is there once.
+*Gates.* With `max_inflight_requests`, a step waits at the gate of its number until fewer steps have passed it, in
+order. The reactor submits the next one: a thread that may be interrupted does nothing for others. Every step that
+passed leaves its gate when it ends or its run is over, and each is there once.
 
-*Signals.* A handler may raise anywhere on the main thread, which then leaves its request. Whatever the run was doing, `leave` takes all
-noted steps out of their gates and their schedulers, and gives what the thread was about to drive to the reactor. Only the thread that
-leaves may do the last: any other one would take an execution away from a thread that reads its answer.
+*Signals.* A handler may raise anywhere on the main thread, which then leaves its request. Whatever the run was doing,
+`leave` takes all noted steps out of their gates and their schedulers, and gives what the thread was about to drive to
+the reactor. Only the thread that leaves may do the last: any other one would take an execution away from a thread that
+reads its answer.
 """
 
 from __future__ import annotations
@@ -64,7 +67,9 @@ class EnsembleScheduler(Scheduler):
         reactor: Reactor,
         executor: Executor,
     ) -> None:
-        """`find` returns the model of a step, as a client would get it at that moment. Raises `MoonpoolError` if there is none."""
+        """`find` returns the model of a step, as a client would get it at that moment. Raises `MoonpoolError` if there
+        is none.
+        """
         super().__init__(model, reactor, executor, _no_instance)
         # Its steps are requests of other models. `submit` itself has the reactor do what is not compiled.
         self._is_plain, self.is_atomic = False, _IS_COMPILED

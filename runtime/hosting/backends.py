@@ -2,9 +2,9 @@
 
 A Python-based backend is one Python file that serves every model whose configuration names the backend.
 
-Theory of operation. Loads run on several threads. One lock makes a backend and its state appear together, and is held while
-a backend initializes: a backend initializes once, before its first model, and loads that need it wait. `finalize_all` runs
-when no load is left.
+Theory of operation. Loads run on several threads. One lock makes a backend and its state appear together, and is held
+while a backend initializes: a backend initializes once, before its first model, and loads that need it wait.
+`finalize_all` runs when no load is left.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Ensembles as hosted models: their members, their life with them, and the checks before they load.
 
-Theory of operation. An ensemble is a `HostedModel` without instances, whose scheduler asks other models. It serves while it and all its
-members do. A member that is replaced is found by the next step, since every step looks for its model anew.
+Theory of operation. An ensemble is a `HostedModel` without instances, whose scheduler asks other models. It serves
+while it and all its members do. A member that is replaced is found by the next step, since every step looks for its
+model anew.
 
 `check_ready` has no lock: it asks one member after the other, and each answer comes once, on any thread.
 """

@@ -1,21 +1,23 @@
 """One model version from load to unload, with its scheduler, its supervisor and its signature.
 
-Theory of operation. `load` and `unload` run once each. `load` runs on a thread that holds the model lock (`ModelRegistry`),
-and so does `unload`, except of a model that was replaced, which nobody finds any more. In between, the supervisor's threads
-change the state: no instance is left, or one came back. `_lock` guards the state. `_come_back` holds it until the scheduler
-and front-end processes accept requests, so an unload that begins meanwhile comes after it, and its refusal stays. `_give_up`
-holds it until front-end processes refuse requests; the scheduler does so before (`Supervisor.check_given_up`). `_lock` is taken
-outside of the scheduler's lock and never inside it.
+Theory of operation. `load` and `unload` run once each. `load` runs on a thread that holds the model lock
+(`ModelRegistry`), and so does `unload`, except of a model that was replaced, which nobody finds any more. In between,
+the supervisor's threads change the state: no instance is left, or one came back. `_lock` guards the state. `_come_back`
+holds it until the scheduler and front-end processes accept requests, so an unload that begins meanwhile comes after it,
+and its refusal stays. `_give_up` holds it until front-end processes refuse requests; the scheduler does so before
+(`Supervisor.check_given_up`). `_lock` is taken outside of the scheduler's lock and never inside it.
 
-A model that may sleep (`residency`) has an entry there. `wake` and `fall_asleep` start and end its instances in between, and hold the model
-lock. The model stays READY: it takes requests, which wake it. `fall_asleep` ends restarts, too, and undoes what one of them did
-that gave up the last instance meanwhile. A model with `sleep` and `wake` of its own may keep its instances while it
-sleeps; it is dormant then. The scheduler has given them up, as if they had ended, and gets them back when they are awake.
+A model that may sleep (`residency`) has an entry there. `wake` and `fall_asleep` start and end its instances in
+between, and hold the model lock. The model stays READY: it takes requests, which wake it. `fall_asleep` ends restarts,
+too, and undoes what one of them did that gave up the last instance meanwhile. A model with `sleep` and `wake` of its
+own may keep its instances while it sleeps; it is dormant then. The scheduler has given them up, as if they had ended,
+and gets them back when they are awake.
 
 An update (`grow`, then `shrink`) also holds the model lock. In between, the registry's table changes.
 
-Order of an unload: refuse requests here and in front-end processes, wait until those that are in are answered or the time is
-over, fail the rest, end the instances, fail requests that were queued again while they ended, and finalize the model.
+Order of an unload: refuse requests here and in front-end processes, wait until those that are in are answered or the
+time is over, fail the rest, end the instances, fail requests that were queued again while they ended, and finalize the
+model.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ _BROKEN = (InstanceState.BACKING_OFF, InstanceState.FAILED)
 
 
 class HostedModel:
-    """A model version that loads once and unloads once. `load` and `unload` block; the rest is for any thread at any time."""
+    """A model version that loads once and unloads once. `load` and `unload` block; the rest is for any thread at any
+    time.
+    """
 
     def __init__(
         self,
@@ -85,7 +89,8 @@ class HostedModel:
     ) -> None:
         """`goes_on` is as in `Supervisor`. `cache` is that of all models, for those whose configuration asks for it.
 
-        `limiter` has the resources of all models; None if there are no limits. `residency` wakes the model, if it may sleep.
+        `limiter` has the resources of all models; None if there are no limits. `residency` wakes the model, if it may
+        sleep.
         """
         self.model = model
         self.scheduler: Scheduler
@@ -135,13 +140,16 @@ class HostedModel:
         self._tell(str(self), str(state), because)
 
     def load(self) -> None:
-        """Prepare the model, start its instances, serve. Raises `LoadFailed`, `ConfigError` and other errors of a load."""
+        """Prepare the model, start its instances, serve. Raises `LoadFailed`, `ConfigError` and other errors of a
+        load.
+        """
         began_s = time.monotonic()
         self._move(ModelState.LOADING, "load")
         try:
             self.model.check_files()
             if self.model.is_asleep and self.model.config.inputs and self.model.config.outputs:
-                # A process that only completes what is complete would cost a start, and nobody has asked for the model yet.
+                # A process that only completes what is complete would cost a start, and nobody has asked for the model
+                # yet.
                 self.model.completes = False
             self._backend.model_initialize(self.model)
             try:
@@ -281,7 +289,9 @@ class HostedModel:
         return self.scheduler.is_used
 
     def watch(self, tell: Callable[[], object]) -> Callable[[], None]:
-        """Call `tell` whenever a request may have left, until the function is called that this returns; as `Scheduler.watch`."""
+        """Call `tell` whenever a request may have left, until the function is called that this returns; as
+        `Scheduler.watch`.
+        """
         return self.scheduler.watch(tell)
 
     @property
@@ -309,7 +319,9 @@ class HostedModel:
 
     @property
     def executing(self) -> float:
-        """The number of instances that execute, as a part of `instances`: a group may have its count on each of several GPUs."""
+        """The number of instances that execute, as a part of `instances`: a group may have its count on each of several
+        GPUs.
+        """
         return self.scheduler.executing * self.instances / max(1, len(self.supervisor.records))
 
     @property
@@ -344,7 +356,9 @@ class HostedModel:
         return given + self._backend.model_shared_bytes(self.model)
 
     def wake(self) -> None:
-        """Start the instances of a model that sleeps. Requests that wait run as soon as the first one is ready. Raises as `load`."""
+        """Start the instances of a model that sleeps. Requests that wait run as soon as the first one is ready. Raises
+        as `load`.
+        """
         began_s = time.monotonic()
         if self._wake_dormant():
             return
@@ -394,7 +408,8 @@ class HostedModel:
     def fall_asleep(self, *, may_stay: bool) -> bool:
         """End the instances, if nothing is inside. Returns False if something is, or the model has given up. Blocks.
 
-        If they `may_stay`, and the model has `sleep` and `wake`, its `sleep` is called instead, and the model is dormant after that.
+        If they `may_stay`, and the model has `sleep` and `wake`, its `sleep` is called instead, and the model is
+        dormant after that.
         """
         if self.is_dormant:
             if may_stay:
@@ -421,8 +436,8 @@ class HostedModel:
         """End all instances, and let requests wait, and wake the model, from now on."""
         self.supervisor.end_all()
         self.scheduler.forget_deserted()
-        # An instance that was being restarted may have been given up meanwhile, and requests be refused. From here on no thread is
-        # left that could do so.
+        # An instance that was being restarted may have been given up meanwhile, and requests be refused. From here on
+        # no thread is left that could do so.
         self._return("it fell asleep", self.scheduler.sleep)
         if self.model.options.instances is not None:
             self.model.config = with_count(self.model.config, self.model.options.instances[0])
@@ -481,7 +496,8 @@ class HostedModel:
         return undo
 
     def shrink(self, options: ModelOptions, drain_timeout_s: float) -> None:
-        """Follow `grow`: apply the deadlines of `options` and the queue policies, and end the instances that are too many.
+        """Follow `grow`: apply the deadlines of `options` and the queue policies, and end the instances that are too
+        many.
 
         Each of these finishes what it has first, if that takes no longer than `drain_timeout_s`.
         """
@@ -571,7 +587,9 @@ class HostedModel:
             self.scheduler.hurry()
 
     def end_at_once(self) -> None:
-        """Let a load fail, and an unload end, without a wait for requests or for `finalize`. Any thread may repeat it."""
+        """Let a load fail, and an unload end, without a wait for requests or for `finalize`. Any thread may repeat
+        it.
+        """
         self._must_end = True
         self.stop_draining()
         reason = ModelUnavailable(f"model '{self.name}' was ended at once")

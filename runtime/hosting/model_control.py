@@ -57,7 +57,9 @@ class Registry(Protocol):
 
 
 class ModelControl:
-    """The other models of a runtime, as far as one model may use them. Any thread may call any method; only `load` waits."""
+    """The other models of a runtime, as far as one model may use them. Any thread may call any method; only `load`
+    waits.
+    """
 
     def __init__(self, registry: Registry, asker: Model) -> None:
         self._registry = registry
@@ -106,7 +108,9 @@ class ModelControl:
         self._registry.begin_unload(name, may=self._check_may_change, with_members=with_members)
 
     def _check_may_change(self, name: str) -> None:
-        """Raise `NotGranted` unless the model may unload another one, or load it because of a third one. It may unload itself."""
+        """Raise `NotGranted` unless the model may unload another one, or load it because of a third one. It may unload
+        itself.
+        """
         if name != self.asker.name:
             check_may_ask(self.asker, name)
 

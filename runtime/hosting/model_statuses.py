@@ -1,7 +1,8 @@
 """The versions of each loaded model, and the status of each that somebody wanted to load, loaded or not.
 
-Theory of operation. A lock guards the table of `ModelStatuses`. A `ModelStatus` is appended to by the one thread that loads, and
-read by others without a lock. A version's state is not copied: it is read from the version's own state machine.
+Theory of operation. A lock guards the table of `ModelStatuses`. A `ModelStatus` is appended to by the one thread that
+loads, and read by others without a lock. A version's state is not copied: it is read from the version's own state
+machine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A progress display for terminals: shows models and instances while they load.
 
-Theory of operation. Listeners are called on whichever thread changes a state. One lock guards what is shown and the terminal.
-While something loads, a ticker thread redraws the last line, so that its time goes on. The thread ends under the lock when
-nothing loads any more, and the next load starts another one.
+Theory of operation. Listeners are called on whichever thread changes a state. One lock guards what is shown and the
+terminal. While something loads, a ticker thread redraws the last line, so that its time goes on. The thread ends under
+the lock when nothing loads any more, and the next load starts another one.
 """
 
 from __future__ import annotations

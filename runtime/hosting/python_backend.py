@@ -68,7 +68,9 @@ class _ModelState:
 
 
 def _processors(model: Model, host_policy: str, kind: str, device_id: int) -> tuple[int, ...]:
-    """Return the processors of an instance, () for all: those of its model's option, or else of the policy of its group."""
+    """Return the processors of an instance, () for all: those of its model's option, or else of the policy of its
+    group.
+    """
     name = policy_of(host_policy, kind, device_id)
     return model.options.cpus or model.host_policies.get(name, ())
 
@@ -127,7 +129,9 @@ class PythonBackend(Backend):
         self._stubs.sharing.model_ready(model)
 
     def _complete(self, model: Model) -> None:
-        """Let the model complete its configuration. The process stays for the first instance unless code of the model ran there."""
+        """Let the model complete its configuration. The process stays for the first instance unless code of the model
+        ran there.
+        """
         name = f"{model.name}_auto_complete"
         gpus: tuple[int, ...] = ()
         may_stay = self._keeps_completing and not model.options.has_template

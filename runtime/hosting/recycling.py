@@ -3,20 +3,20 @@
 `Recycling` decides which instance is due, and whose turn it is. `Recycler` carries it out for the supervisor.
 
 Theory of operation. An instance is due after so many requests, or when its process has too much memory or was given too
-much shared memory. It is noticed when it comes back to the scheduler (`ModelInstance.leaves`), or, if it is idle, when the
-backend reports. From then on:
+much shared memory. It is noticed when it comes back to the scheduler (`ModelInstance.leaves`), or, if it is idle, when
+the backend reports. From then on:
 
-- It takes the turn, of which a model has one. If another instance has it, this one serves on, so that the model is never
-  without instances for this reason.
+- It takes the turn, of which a model has one. If another instance has it, this one serves on, so that the model is
+  never without instances for this reason.
 - Sequences in it end first, and no other one begins in it. It keeps the turn meanwhile.
 - A thread takes the instance out of the scheduler's hands. It waits until the requests that the instance left open have
-  ended, and until other processes that send it batches have finished theirs. If that takes too long, the instance serves
-  on and is due again later. Otherwise the supervisor ends the process and starts another one.
-- If the instance breaks meanwhile, or all instances are to end, it goes back to the scheduler, which reports a broken one as
-  lost. `Supervisor.lost` gives back the turn of an instance that breaks.
+  ended, and until other processes that send it batches have finished theirs. If that takes too long, the instance
+  serves on and is due again later. Otherwise the supervisor ends the process and starts another one.
+- If the instance breaks meanwhile, or all instances are to end, it goes back to the scheduler, which reports a broken
+  one as lost. `Supervisor.lost` gives back the turn of an instance that breaks.
 
-`Recycler._take` runs with the scheduler's lock held, so it only takes the locks of `Recycling` and of the supervisor, and
-starts a thread.
+`Recycler._take` runs with the scheduler's lock held, so it only takes the locks of `Recycling` and of the supervisor,
+and starts a thread.
 """
 
 from __future__ import annotations

@@ -5,33 +5,37 @@ Theory of operation.
 *One at a time for each name.* A thread that loads or unloads a model holds its model lock, for as long as that takes
 (`model_locks`).
 
-*Who finds what.* `_models` and `_latest` change under `_lock`, together. `find` reads them without it, as it is part of every
-request and one look into a dict is atomic. A model is taken out of both before it is unloaded, so new requests do not find
-it. Callers that found it just before may still submit: a model that was replaced takes requests for another second, and one
-that is being unloaded refuses them in its scheduler.
+*Who finds what.* `_models` and `_latest` change under `_lock`, together. `find` reads them without it, as it is part of
+every request and one look into a dict is atomic. A model is taken out of both before it is unloaded, so new requests do
+not find it. Callers that found it just before may still submit: a model that was replaced takes requests for another
+second, and one that is being unloaded refuses them in its scheduler.
 
-*Replacing.* The new versions load while the old ones serve. When all are ready, the table changes, and a thread unloads the
-old ones (`_retire`). If the new ones differ from the old ones in nothing that their processes depend on, the old ones stay and
-are updated (`_update`): what comes is ready before anything goes. Without a thread, when the program is on its way out, the thread that loads does so itself.
+*Replacing.* The new versions load while the old ones serve. When all are ready, the table changes, and a thread unloads
+the old ones (`_retire`). If the new ones differ from the old ones in nothing that their processes depend on, the old
+ones stay and are updated (`_update`): what comes is ready before anything goes. Without a thread, when the program is
+on its way out, the thread that loads does so itself.
 
-*Unloads that nobody waits for.* `begin_unload` takes the model out of the table and acquires its model lock in one hold of
-`_lock`, and leaves the rest to a thread. If another thread holds the model lock, the new one waits for it, and `_leaving` keeps
-a second thread from being started. If no thread can be started, the model goes back into the table.
+*Unloads that nobody waits for.* `begin_unload` takes the model out of the table and acquires its model lock in one hold
+of `_lock`, and leaves the rest to a thread. If another thread holds the model lock, the new one waits for it, and
+`_leaving` keeps a second thread from being started. If no thread can be started, the model goes back into the table.
 
-*Order of closing.* From `_closed` on no load begins. Loads that are on their way are waited for. Those that models asked
-for are given up, as the models that wait for them are to be unloaded, and so are builds of environments, which may take an hour. Then all models are unloaded in parallel, replaced
-ones are waited for, the backends are finalized, and at last the threads and the reactor end. A second `close` waits for the
-first. A finalizer must not wait and not take a lock, so `close_soon` hands the work to the reactor, and that to a thread.
+*Order of closing.* From `_closed` on no load begins. Loads that are on their way are waited for. Those that models
+asked for are given up, as the models that wait for them are to be unloaded, and so are builds of environments, which
+may take an hour. Then all models are unloaded in parallel, replaced ones are waited for, the backends are finalized,
+and at last the threads and the reactor end. A second `close` waits for the first. A finalizer must not wait and not
+take a lock, so `close_soon` hands the work to the reactor, and that to a thread.
 
-*Who waits for a load.* A caller on whose thread signal handlers run has another thread load (`load_patiently`). If a handler raises, that load is broken
-off, again and again, since a start that has just begun has nothing yet to break off (`LoadAttempt`). Loads of other callers go on.
+*Who waits for a load.* A caller on whose thread signal handlers run has another thread load (`load_patiently`). If a
+handler raises, that load is broken off, again and again, since a start that has just begun has nothing yet to break off
+(`LoadAttempt`). Loads of other callers go on.
 
-*Who waits for a close or an unload.* The work has a thread of its own, where no signal handler runs, so nothing is left half done. The
-caller waits for that thread (`_patiently`). If it waits for long, the log says for what. If a signal handler raises in it, as after
-Ctrl-C, all models that are loading or unloading end at once, and the handler's exception is raised after that.
+*Who waits for a close or an unload.* The work has a thread of its own, where no signal handler runs, so nothing is left
+half done. The caller waits for that thread (`_patiently`). If it waits for long, the log says for what. If a signal
+handler raises in it, as after Ctrl-C, all models that are loading or unloading end at once, and the handler's exception
+is raised after that.
 
-*Fork.* In a fork of the process, locks may be held for ever, by threads that do not exist there. `disown` replaces them, and
-forgets the models: their stubs belong to the parent.
+*Fork.* In a fork of the process, locks may be held for ever, by threads that do not exist there. `disown` replaces
+them, and forgets the models: their stubs belong to the parent.
 """
 
 from __future__ import annotations
@@ -153,9 +157,9 @@ class ModelRegistry:
         # The error for models and clients of a server that load and unload; empty if they may.
         self.refuses_control = ""
         self.rules = HostingRules()
-        # The options that the program gave in loads, by model. They hold for all later loads of that name, also by clients.
+        # The options that the program gave in loads, by model, for all later loads of that name.
         self._said: dict[str, Mapping[str, str]] = {}
-        # Ensembles that were unloaded with a member, to be loaded again with it: each as it was wanted, and its members.
+        # Ensembles that were unloaded with a member, to be loaded again with it; and their members.
         self._awaiting: dict[str, tuple[Wanted, list[str]]] = {}
         # Models that were loaded for an ensemble alone.
         self._implied: set[str] = set()
@@ -194,10 +198,11 @@ class ModelRegistry:
         """Load a model, or replace a loaded one. Does nothing if what is wanted is loaded already.
 
         A model that is replaced serves until the new one is ready; then it finishes its requests in the background.
-        `asker` is the model whose stub waits for this. `may` raises for each model that is not to be loaded with this one, or to follow
-        it, though nobody has named it. Without `again`, a model that failed before is not tried a
-        second time until it changes. `is_implied`: it is loaded for an ensemble alone. Raises what `prepare` raises, `LoadFailed` and other errors of the load,
-        `ModelUnavailable` if this load would wait for itself, `RuntimeClosed`.
+        `asker` is the model whose stub waits for this. `may` raises for each model that is not to be loaded with this
+        one, or to follow it, though nobody has named it. Without `again`, a model that failed before is not tried a
+        second time until it changes. `is_implied`: it is loaded for an ensemble alone. Raises what `prepare` raises,
+        `LoadFailed` and other errors of the load, `ModelUnavailable` if this load would wait for itself,
+        `RuntimeClosed`.
         """
         name = wanted.name
         # Before it is noted under that name.
@@ -326,11 +331,15 @@ class ModelRegistry:
             self._loading.remove(loading)
 
     def load_patiently(self, wanted: Wanted) -> None:
-        """Do what `load` does for a caller in this process, on whose thread signal handlers may run. Raises as `load`."""
+        """Do what `load` does for a caller in this process, on whose thread signal handlers may run. Raises as
+        `load`.
+        """
         self._attempt(wanted.name, lambda attempt: self.load(wanted, attempt=attempt))
 
     def scale_patiently(self, name: str, instances: int) -> None:
-        """Do what `scale` does for a caller in this process, on whose thread signal handlers may run. Raises as `scale`."""
+        """Do what `scale` does for a caller in this process, on whose thread signal handlers may run. Raises as
+        `scale`.
+        """
         self._attempt(name, lambda attempt: self.scale(name, instances, attempt))
 
     def _attempt(self, name: str, act: Callable[[LoadAttempt], None]) -> None:
@@ -365,10 +374,11 @@ class ModelRegistry:
                 hosted.break_off_loading()
 
     def scale(self, name: str, instances: int, attempt: LoadAttempt | None = None) -> None:
-        """Change the number of instances of a loaded model, in each version. Returns when all are ready, and those too many gone.
+        """Change the number of instances of a loaded model, in each version. Returns when all are ready, and those too
+        many gone.
 
-        Raises `ModelNotFound`, `InvalidRequest` for a model with several groups of instances, `ConfigError` for more than the
-        limits allow, and errors of a load; then nothing has changed.
+        Raises `ModelNotFound`, `InvalidRequest` for a model with several groups of instances, `ConfigError` for more
+        than the limits allow, and errors of a load; then nothing has changed.
         """
         with self._locks.hold(name, attempt=attempt), self.errors.noting(name):
             self._check_open()
@@ -458,7 +468,9 @@ class ModelRegistry:
         return loaded
 
     def give_up_loading(self, name: str | None = None) -> None:
-        """Let the loads that are on their way fail soon, or those of one model. For a thread that waits for them and was interrupted."""
+        """Let the loads that are on their way fail soon, or those of one model. For a thread that waits for them and
+        was interrupted.
+        """
         if name is None:
             self.repositories.give_up()
         for hosted, _ in list(self._loading):
@@ -466,7 +478,9 @@ class ModelRegistry:
                 hosted.give_up_loading()
 
     def _wait_until_still(self) -> None:
-        """Wait until nothing is loaded or unloaded any more. Loads that models asked for are given up, and builds of environments."""
+        """Wait until nothing is loaded or unloaded any more. Loads that models asked for are given up, and builds of
+        environments.
+        """
         is_still = False
         while not is_still:
             for hosted, asker in list(self._loading):
@@ -488,7 +502,9 @@ class ModelRegistry:
     # Ensembles
 
     def _prepare_ensemble(self, models: Sequence[Model], may: CheckName) -> None:
-        """Load the members that are not loaded, and check the versions of an ensemble against them. Raises `Unfit`, and what `may` raises."""
+        """Load the members that are not loaded, and check the versions of an ensemble against them. Raises `Unfit`, and
+        what `may` raises.
+        """
         name, config = models[0].name, models[0].config
         steps_of = cache(lambda each: self._steps_of(each, name, config))
         check_no_circle(name, steps_of)
@@ -533,7 +549,9 @@ class ModelRegistry:
         return step_models(config)
 
     def _follow(self, name: str, asker: str | None) -> None:
-        """Let ensembles follow a model that was loaded: those that it does not fit any more go, and those that waited for it come."""
+        """Let ensembles follow a model that was loaded: those that it does not fit any more go, and those that waited
+        for it come.
+        """
         self._forget_responses(name)
         for each in self._dependents(name):
             loaded = self._models.get(each)
@@ -561,7 +579,9 @@ class ModelRegistry:
     # Unload
 
     def unload_patiently(self, name: str) -> None:
-        """Do what `unload` does for a caller in this process, on whose thread signal handlers may run. Raises as `unload`."""
+        """Do what `unload` does for a caller in this process, on whose thread signal handlers may run. Raises as
+        `unload`.
+        """
         self._patiently(f"unload of '{name}'", name, lambda: self.unload(name))
 
     def unload(
@@ -574,8 +594,9 @@ class ModelRegistry:
     ) -> None:
         """Drain and finalize all versions, and the ensembles that have the model in a step.
 
-        `asker` is that of `load`. `with_members`: if it is an ensemble, models go with it that were loaded for it alone.
-        Raises `ModelNotFound`, and what `may` raises for a model that must not go with it; then nothing has changed.
+        `asker` is that of `load`. `with_members`: if it is an ensemble, models go with it that were loaded for it
+        alone. Raises `ModelNotFound`, and what `may` raises for a model that must not go with it; then nothing has
+        changed.
         """
         with self._locks.hold(name, asker):
             with self._lock:
@@ -592,10 +613,12 @@ class ModelRegistry:
     def begin_unload(
         self, name: str, *, may: CheckName = _anything, with_members: bool = False
     ) -> None:
-        """Unload a model in the background, and with it the ensembles that have it in a step. From now on nobody finds them.
+        """Unload a model in the background, and with it the ensembles that have it in a step. From now on nobody finds
+        them.
 
-        `with_members` is that of `unload`. A model that is just being loaded is unloaded after that. Nothing happens if there is no such model.
-        `may` raises for each other model that must not go with it; then nothing has changed. Raises `OutOfThreads`; then the model goes on.
+        `with_members` is that of `unload`. A model that is just being loaded is unloaded after that. Nothing happens if
+        there is no such model. `may` raises for each other model that must not go with it; then nothing has changed.
+        Raises `OutOfThreads`; then the model goes on.
         """
         with self._lock:
             if name in self._leaving:
@@ -733,11 +756,15 @@ class ModelRegistry:
             raise ModelUnavailable(self.refuses_control)
 
     def _is_beyond_control(self) -> bool:
-        """Return True if nobody would load a model again that was given up: neither clients nor models may, or requests do."""
+        """Return True if nobody would load a model again that was given up: neither clients nor models may, or requests
+        do.
+        """
         return bool(self.refuses_control) or self.residency.is_on_demand
 
     def _is_used(self, name: str) -> bool:
-        """Return True if a request is inside a model, or an ensemble. Requests that wait for a model that sleeps are in nothing yet."""
+        """Return True if a request is inside a model, or an ensemble. Requests that wait for a model that sleeps are in
+        nothing yet.
+        """
         loaded = self._models.get(name)
         return loaded is not None and any(
             hosted.is_used and (hosted.residence is None or not hosted.residence.is_asleep)
@@ -799,7 +826,8 @@ class ModelRegistry:
     def close(self, drain_timeout_s: float | None = None) -> None:
         """Unload all models, also those that are being loaded, and finalize the backends.
 
-        Requests have `drain_timeout_s` at most, in place of a longer time that they would have had. A second call returns when the first one is done.
+        Requests have `drain_timeout_s` at most, in place of a longer time that they would have had. A second call
+        returns when the first one is done.
         """
         if not self._disowned:
             self._patiently("close", None, lambda: self._close(drain_timeout_s))
@@ -829,7 +857,8 @@ class ModelRegistry:
             self._ended.set()
 
     def _patiently(self, doing: str, name: str | None, act: Callable[[], None]) -> None:
-        """Act on another thread and wait for it, and log for what, if it takes long. `name` is the model's if it is about one.
+        """Act on another thread and wait for it, and log for what, if it takes long. `name` is the model's if it is
+        about one.
 
         If a signal handler raises here, the models that it is about end at once, without another wait.
         """

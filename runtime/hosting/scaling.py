@@ -2,17 +2,17 @@
 
 Theory of operation. An update has two halves, and one thread runs both while it holds the model lock (`ModelRegistry`).
 
-*First the new instances come* (`grow`), on threads of their own, beside those that serve. Each takes requests as soon as it
-is ready, so nothing waits for anything that runs. If one does not start, those that did leave again, and nothing has
-changed.
+*First the new instances come* (`grow`), on threads of their own, beside those that serve. Each takes requests as soon
+as it is ready, so nothing waits for anything that runs. If one does not start, those that did leave again, and nothing
+has changed.
 
-*Then the others go* (`shrink`). An instance that is to go leaves as one that is recycled does: when it comes back to the
-scheduler, `ModelInstance.leaves` asks `_Leaving.take`, which runs under the scheduler's lock. Sequences in it end first, and
-no other one begins in it. Then requests that it left open end, and those of front ends. What has not ended by the
-deadline is ended with the instance, as in an unload.
+*Then the others go* (`shrink`). An instance that is to go leaves as one that is recycled does: when it comes back to
+the scheduler, `ModelInstance.leaves` asks `_Leaving.take`, which runs under the scheduler's lock. Sequences in it end
+first, and no other one begins in it. Then requests that it left open end, and those of front ends. What has not ended
+by the deadline is ended with the instance, as in an unload.
 
-An instance that breaks meanwhile is not started again: the event `stopping` of its record is set before anything else. It
-may also be on its way back from a restart, or be recycled by another thread. `_wait` therefore asks again after each
+An instance that breaks meanwhile is not started again: the event `stopping` of its record is set before anything else.
+It may also be on its way back from a restart, or be recycled by another thread. `_wait` therefore asks again after each
 moment, until the instance has left or is in no condition to execute.
 
 `matched` decides who stays. It is pure, and it moves as little as it can.
@@ -40,7 +40,9 @@ _AGAIN_S = 0.1
 
 
 class InstanceSpec(NamedTuple):
-    """An instance as a configuration asks for it. Those that differ in their names alone may stand in for each other."""
+    """An instance as a configuration asks for it. Those that differ in their names alone may stand in for each
+    other.
+    """
 
     name: str
     kind: str
@@ -71,7 +73,9 @@ class Matching(NamedTuple):
 
 
 def matched(present: Sequence[InstanceSpec], wanted: Sequence[InstanceSpec]) -> Matching:
-    """Decide which instances have to come and to go, so that those that are wanted are there. Names do not matter for that."""
+    """Decide which instances have to come and to go, so that those that are wanted are there. Names do not matter for
+    that.
+    """
     missing = Counter(spec[1:] for spec in wanted)
     names = {spec.name for spec in wanted}
     stay = []

@@ -2,32 +2,36 @@
 
 Theory of operation.
 
-*Who has an instance.* One party has an instance at a time: the scheduler while it is idle, the driver of its batch, or a
-thread that starts, recovers, recycles or stops it. The party that has it when it breaks reports that to `lost`, once. Other
-parties that notice (the reactor sees the end of the process) go through the scheduler, which knows who has it.
+*Who has an instance.* One party has an instance at a time: the scheduler while it is idle, the driver of its batch, or
+a thread that starts, recovers, recycles or stops it. The party that has it when it breaks reports that to `lost`, once.
+Other parties that notice (the reactor sees the end of the process) go through the scheduler, which knows who has it.
 `runtime/model/states.py` has the states of an instance record, and what may follow what.
 
-*Recovery.* `lost` may be called with the scheduler's lock held, so it does not block, and starts a thread. The thread asks the
-backend for the reason, counts the death, fails or retries the requests, and finalizes what is left. Then it waits as the
-restart policy says, and starts the instance again, until that succeeds, the policy gives up, or the model is unloaded. A
-start that fails for lack of descriptors, memory or processes counts as no death. If the machine has no thread for a
-recovery, the record keeps it (`unrecovered`), and the reactor tries again a little later, or an unload does it.
+*Recovery.* `lost` may be called with the scheduler's lock held, so it does not block, and starts a thread. The thread
+asks the backend for the reason, counts the death, fails or retries the requests, and finalizes what is left. Then it
+waits as the restart policy says, and starts the instance again, until that succeeds, the policy gives up, or the model
+is unloaded. A start that fails for lack of descriptors, memory or processes counts as no death. If the machine has no
+thread for a recovery, the record keeps it (`unrecovered`), and the reactor tries again a little later, or an unload
+does it.
 
-*Giving up.* If all instances are FAILED, the scheduler refuses requests and the model is UNAVAILABLE. If nobody could load
-the model again (`goes_on`), an instance that was given up rests and is started again, and the model comes back with it.
-Giving up and coming back may cross, as two threads do them. Each changes first and looks at the records then, so the second
-one undoes what is wrong (`check_given_up`, `HostedModel._come_back`).
+*Giving up.* If all instances are FAILED, the scheduler refuses requests and the model is UNAVAILABLE. If nobody could
+load the model again (`goes_on`), an instance that was given up rests and is started again, and the model comes back
+with it. Giving up and coming back may cross, as two threads do them. Each changes first and looks at the records then,
+so the second one undoes what is wrong (`check_given_up`, `HostedModel._come_back`).
 
-*Scaling.* `grow` and `shrink` change `records`, one call of them at a time: the model lock of the registry is held. `scaling.py`
-explains how an instance leaves. A record that has left stays in `_record_of`, since its last callbacks may come later.
+*Scaling.* `grow` and `shrink` change `records`, one call of them at a time: the model lock of the registry is held.
+`scaling.py` explains how an instance leaves. A record that has left stays in `_record_of`, since its last callbacks may
+come later.
 
-*Unload.* `stop_all` sets `_stopping` and then stops all instances in parallel. `stop` sets the event of the record, which ends
-its pauses, and first ends a recovery: it breaks off a start that is on its way, again and again, since a start that has just begun has nothing yet to
-break off. Then it moves the instance from READY to DRAINING, which `_move_from` does only while no recovery is alive. An
-instance that breaks while it drains is recovered once more, and that recovery ends at STOPPED and not with a restart.
+*Unload.* `stop_all` sets `_stopping` and then stops all instances in parallel. `stop` sets the event of the record,
+which ends its pauses, and first ends a recovery: it breaks off a start that is on its way, again and again, since a
+start that has just begun has nothing yet to break off. Then it moves the instance from READY to DRAINING, which
+`_move_from` does only while no recovery is alive. An instance that breaks while it drains is recovered once more, and
+that recovery ends at STOPPED and not with a restart.
 
-*Locks.* `_lock` guards the states, and the threads of the records: a thread that is found in a record has been started. It
-is taken inside the scheduler's lock, so nothing under it calls the scheduler. It is an RLock, as `_recover_apart` calls `begin`.
+*Locks.* `_lock` guards the states, and the threads of the records: a thread that is found in a record has been started.
+It is taken inside the scheduler's lock, so nothing under it calls the scheduler. It is an RLock, as `_recover_apart`
+calls `begin`.
 """
 
 from __future__ import annotations
@@ -198,7 +202,9 @@ class Supervisor:
         self._tidy()
 
     def give_up_starting(self) -> None:
-        """Let the first start, or a `sleep` or `wake` of the model, fail soon. For a thread that waits for it and was interrupted."""
+        """Let the first start, or a `sleep` or `wake` of the model, fail soon. For a thread that waits for it and was
+        interrupted.
+        """
         for record in self.records:
             if record.machine.state is _S.STARTING or record.is_in_hook:
                 reason = LoadFailed(f"the start of '{record.instance.name}' was interrupted")
@@ -218,7 +224,9 @@ class Supervisor:
         return None
 
     def _initialize(self, record: InstanceRecord) -> None:
-        """Start the process of an instance, warm it up, and let front ends use it. If that fails, nothing is left of it."""
+        """Start the process of an instance, warm it up, and let front ends use it. If that fails, nothing is left of
+        it.
+        """
         instance, limit_s = record.instance, self._model.options.load_timeout_s
         deadline = None if limit_s is None else time.monotonic() + limit_s
         self._model.check_files()
@@ -398,7 +406,9 @@ class Supervisor:
             raise errors[0]
 
     def shrink(self, instances: Sequence[ModelInstance], deadline: float) -> None:
-        """End some of the instances, each when nothing is in it any more, in parallel. What is in them at `deadline` fails."""
+        """End some of the instances, each when nothing is in it any more, in parallel. What is in them at `deadline`
+        fails.
+        """
         scheduler = self._scheduler
         if scheduler is None or not instances:
             return
@@ -430,7 +440,9 @@ class Supervisor:
         return next((each for each in broken if each is not None), None)
 
     def sleep_all(self) -> BaseException | None:
-        """Call the `sleep` of all instances, which the scheduler has given up, in parallel. Returns the first failure."""
+        """Call the `sleep` of all instances, which the scheduler has given up, in parallel. Returns the first
+        failure.
+        """
         sleep = self._backend.model_instance_sleep
         outcomes = in_parallel(
             lambda record: self._in_hook(record, sleep),
@@ -509,7 +521,9 @@ class Supervisor:
     # Watching
 
     def watch_deadlines(self) -> None:
-        """End instances whose executions take too long, or that keep requests for as long after all callers have left, if there is a limit."""
+        """End instances whose executions take too long, or that keep requests for as long after all callers have left,
+        if there is a limit.
+        """
         with self._lock:
             if self._is_checking or self._model.options.execute_timeout_s is None:
                 return
@@ -573,7 +587,9 @@ class Supervisor:
             self._backend.abort(record.instance, reason)
 
     def end_all(self) -> None:
-        """Finalize all instances, which the scheduler has given up, in parallel. Others may be started after that with `grow`."""
+        """Finalize all instances, which the scheduler has given up, in parallel. Others may be started after that with
+        `grow`.
+        """
         ended = self.records
         in_parallel(self.stop, ended, "moonpool-stop")
         with self._lock:

@@ -1,8 +1,8 @@
 """Runs the warm-up samples of a model in an instance, before that instance is ready.
 
 Theory of operation. A warm-up runs on the thread that starts the instance, which has the instance at that moment: the
-scheduler does not know it yet, and front-end processes get it later. So the batches go to the backend directly, no other
-request can share them, and nothing is counted. Responses apart from a batch come on the reactor's thread through
+scheduler does not know it yet, and front-end processes get it later. So the batches go to the backend directly, no
+other request can share them, and nothing is counted. Responses apart from a batch come on the reactor's thread through
 `ModelInstance.respond`; `route` sends those of warm-up requests here. A request of this file has a `_Caller` as its
 waiter, and no other request has one.
 
@@ -10,9 +10,10 @@ An instance may die in its warm-up, or the load may be given up, which ends its 
 becomes readable and raises. A response that would come later never does, so `_Caller.wait` looks every moment whether
 the instance broke.
 
-The data of a sample is made when the sample is sent, and dropped when the stub has its copy, which lies in memory that counts for
-the model. One sample of a model has data at a time (`_making`), whatever the number of its samples and instances: they are the
-configuration's, and the memory is the runtime's. The load checks all samples without their data, except for files, and the size of all together.
+The data of a sample is made when the sample is sent, and dropped when the stub has its copy, which lies in memory that
+counts for the model. One sample of a model has data at a time (`_making`), whatever the number of its samples and
+instances: they are the configuration's, and the memory is the runtime's. The load checks all samples without their
+data, except for files, and the size of all together.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ class Warmup:
     def run(self, instance: ModelInstance, deadline: float | None) -> None:
         """Execute all samples in an instance that is initialized. Blocks.
 
-        Raises `LoadFailed` for errors that the model answers with. If the instance broke, or the deadline has passed, it is
-        not healthy any more.
+        Raises `LoadFailed` for errors that the model answers with. If the instance broke, or the deadline has passed,
+        it is not healthy any more.
         """
         for sample in self._samples:
             # Batches that come one after the other reach all objects of a process in turn.
@@ -132,7 +133,9 @@ class Warmup:
     def _execute(
         self, instance: ModelInstance, sample: WarmupSample, deadline: float | None
     ) -> list[BaseException]:
-        """Execute one batch, wait for all responses, and return the errors among them. Raises what broke the instance."""
+        """Execute one batch, wait for all responses, and return the errors among them. Raises what broke the
+        instance.
+        """
         if deadline is not None and time.monotonic() > deadline:
             raise _TooLong
         is_apart = isinstance(instance.backend, PythonBackend)
@@ -190,7 +193,8 @@ class Warmup:
         folder = self._model.source.model_directory
         path = folder / FOLDER / given.file
         try:
-            # The runtime reads it, which may read more than the model may. So no link may lead out of the model's folder.
+            # The runtime reads it, which may read more than the model may. So no link may lead out of the model's
+            # folder.
             limit_bytes = self._model.options.region_limit_bytes or _MOST_BYTES
             data = read_file(path, min(_MOST_BYTES, limit_bytes), [folder])
         except (OSError, ValueError) as error:

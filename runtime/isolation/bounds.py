@@ -27,7 +27,9 @@ _CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGILL, -s
 
 
 class Bounds:
-    """The limits of one process, made before it. Any thread may call any method. `hold` and `release` may wait some milliseconds."""
+    """The limits of one process, made before it. Any thread may call any method. `hold` and `release` may wait some
+    milliseconds.
+    """
 
     def __init__(
         self,
@@ -37,7 +39,9 @@ class Bounds:
         watcher: Watcher,
         processes: int = 1,
     ) -> None:
-        """`processes` is the number of a template and its forks, which together have so many times the memory of one."""
+        """`processes` is the number of a template and its forks, which together have so many times the memory of
+        one.
+        """
         self._name = name
         self._watcher = watcher
         self._rss_bytes = options.recycle_rss_bytes
@@ -118,7 +122,9 @@ class Bounds:
             self._watched.serves(grown)
 
     def death_in_words(self, code: int, python: str, tail: list[str]) -> tuple[str, str]:
-        """Return the words of `diagnose.death_in_words`, with the limit for which the kernel ended the process, if it did."""
+        """Return the words of `diagnose.death_in_words`, with the limit for which the kernel ended the process, if it
+        did.
+        """
         if self._group is not None and (limit := self._group.reached()):
             return f"was ended by the kernel, as it {limit},", ""
         killed = oom_kills() > self._oom_kills
@@ -153,7 +159,9 @@ class Bounds:
 
 
 def _without(policy: Policy, group: Group) -> Policy:
-    """Return the policy without the limits that the group enforces better. The limit of tasks stays, for the process's errors."""
+    """Return the policy without the limits that the group enforces better. The limit of tasks stays, for the process's
+    errors.
+    """
     limits = policy.limits
     if "memory_bytes" in group.limits:
         limits = {name: value for name, value in limits.items() if name not in MEMORY}

@@ -5,12 +5,13 @@ systemd with `Delegate=yes` or a container's, has left a group and all below it 
 belong to their managers, so in doubt none is made. `MOONPOOL_CGROUP` names a delegated group
 if that cannot be detected; it must have no processes of its own.
 
-Theory of operation. The place is looked for once in a process, at the first instance that needs a group, and `_lock` makes other threads
-wait for the result: to look may move this process into a group below, and must not happen twice. A refusal is kept as well, so
-that the log says it once. After that, threads only make groups, with numbers of their own.
+Theory of operation. The place is looked for once in a process, at the first instance that needs a group, and `_lock`
+makes other threads wait for the result: to look may move this process into a group below, and must not happen twice. A
+refusal is kept as well, so that the log says it once. After that, threads only make groups, with numbers of their own.
 
-An instance is put into its group before foreign code runs in it. So all processes that it starts are in the group. The kernel ends the whole group at once (`cgroup.kill`, and `memory.oom.group` when memory runs out), so no process can escape by
-forking. A group can only be removed once all its processes are gone, so `remove` tries again for a second.
+An instance is put into its group before foreign code runs in it. So all processes that it starts are in the group. The
+kernel ends the whole group at once (`cgroup.kill`, and `memory.oom.group` when memory runs out), so no process can
+escape by forking. A group can only be removed once all its processes are gone, so `remove` tries again for a second.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class CgroupPlace:
 
 
 def find_place(proc: Path = Path("/proc"), variable: str | None = None) -> CgroupPlace:
-    """Find the group below which groups of instances can be made. Moves this process into a group of its own there if needed.
+    """Find the group below which groups of instances can be made. Moves this process into a group of its own there if
+    needed.
 
     Raises `NotDelegated`.
     """
@@ -208,7 +210,9 @@ class Group:
         self._write("cgroup.procs", pid)
 
     def reached(self) -> str:
-        """Return the clause of `policy.reached` for the limit for which the kernel ended a process of this group, else ""."""
+        """Return the clause of `policy.reached` for the limit for which the kernel ended a process of this group, else
+        "".
+        """
         is_full = self._event("memory.events", "oom") and self._event("memory.events", "oom_kill")
         if "memory_bytes" in self.limits and is_full:
             return reached("memory_bytes", self.limits["memory_bytes"])

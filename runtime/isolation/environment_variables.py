@@ -55,10 +55,10 @@ def inherited(
 ) -> dict[str, str]:
     """Return the variables of a stub: those of `given` that the sandbox lets through, and its environment's.
 
-    A model that is not contained sees all of them, as in Triton, because it could read them in the runtime's process anyway.
-    `allowed` are patterns (`AWS_*`) of variables that a contained one may see beside the harmless ones. `own` are those of a
-    model's own environment. Such a model gets none of `leading`, which lead to the files of another interpreter. No model sees
-    those of the patterns `withheld` that are not `allowed`.
+    A model that is not contained sees all of them, as in Triton, because it could read them in the runtime's process
+    anyway. `allowed` are patterns (`AWS_*`) of variables that a contained one may see beside the harmless ones. `own`
+    are those of a model's own environment. Such a model gets none of `leading`, which lead to the files of another
+    interpreter. No model sees those of the patterns `withheld` that are not `allowed`.
     """
     allowed = tuple(allowed)
     variables = {
@@ -79,7 +79,9 @@ def inherited(
 
 
 def unseen(given: Mapping[str, str], seen: Mapping[str, str]) -> str:
-    """List the names of the variables of `given` that a model does not see, for one line of the log; "" if it sees all."""
+    """List the names of the variables of `given` that a model does not see, for one line of the log; "" if it sees
+    all.
+    """
     names = sorted(given.keys() - seen.keys())
     listed = [harmless(name[:_MOST_NAME]) for name in names[:_MOST_NAMES]]
     more = len(names) - len(listed)

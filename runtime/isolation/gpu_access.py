@@ -2,8 +2,8 @@
 
 The process sees only its own GPUs, numbered from 0 in the given order, as a process in a container does.
 
-Sources: the README of NVIDIA's driver for Linux ("The NVIDIA Character Device Files", "The /proc Filesystem Interface"); the
-CUDA programming guide on `CUDA_VISIBLE_DEVICES`.
+Sources: the README of NVIDIA's driver for Linux ("The NVIDIA Character Device Files", "The /proc Filesystem
+Interface"); the CUDA programming guide on `CUDA_VISIBLE_DEVICES`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ _CALL = "[Errno 1] Operation not permitted"
 
 
 def withheld(message: str, policy: Policy) -> str:
-    """Return a sentence that says how to allow the refused act behind an error; "" if none was refused, or the stub has said it."""
+    """Return a sentence that says how to allow the refused act behind an error; "" if none was refused, or the stub has
+    said it.
+    """
     # With TOLD in it, the stub has named the option already.
     if not policy.is_contained or TOLD in message:
         return ""
@@ -88,7 +90,8 @@ def is_closed(path: Path) -> bool:
 
 
 def closed_files(folder: Path) -> Iterator[Path]:
-    """Yield the paths in a folder, and the folder itself, that users of instances cannot read, without those below closed folders.
+    """Yield the paths in a folder, and the folder itself, that users of instances cannot read, without those below
+    closed folders.
 
     Raises `RepositoryError` if the folder has too many files.
     """

@@ -1,7 +1,7 @@
 """Checks a stub's sandbox from outside, by /proc/PID/status.
 
-The kernel does not show Landlock there or elsewhere. For that layer, the runtime relies on the stub's word, which it gives before
-foreign code runs in it.
+The kernel does not show Landlock there or elsewhere. For that layer, the runtime relies on the stub's word, which it
+gives before foreign code runs in it.
 """
 
 from __future__ import annotations

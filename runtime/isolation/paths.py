@@ -1,6 +1,7 @@
 """Files that a contained model needs: its interpreter with its packages, moonpool's own, and the model's.
 
-A contained instance cannot write bytecode, and would compile moonpool's own files again at each start. So the runtime writes it.
+A contained instance cannot write bytecode, and would compile moonpool's own files again at each start. So the runtime
+writes it.
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ def _listed(variables: Mapping[str, str], name: str) -> list[str]:
 
 
 def _libraries(environment: Environment, variables: Mapping[str, str]) -> list[str]:
-    """Return the folders of LD_LIBRARY_PATH without those of the model's own environment, which may be links to any folder."""
+    """Return the folders of LD_LIBRARY_PATH without those of the model's own environment, which may be links to any
+    folder.
+    """
     paths = _listed(variables, "LD_LIBRARY_PATH")
     root = environment.root
     return [path for path in paths if root is None or not Path(path).is_relative_to(root)]

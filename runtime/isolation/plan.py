@@ -35,7 +35,8 @@ _COMPILED = {
 }
 # The ratio by which the kernel weighs a step of `nice`.
 _NICE_RATIO = 1.25
-# The most time that an instance waits for others that make their folders, which takes each a moment, and the pause between two looks.
+# The most time that an instance waits for others that make their folders, which takes each a moment, and the pause
+# between two looks.
 _ALONE_S = 60.0
 _ASK_S = 0.05
 
@@ -104,7 +105,9 @@ class IsolationPlan:
         return self.gpus.index(gpu) if self.gpus else gpu
 
     def release(self) -> None:
-        """Release user and folder after the process has ended. May be called many times; only the first call has an effect."""
+        """Release user and folder after the process has ended. May be called many times; only the first call has an
+        effect.
+        """
         self.held.close()
 
 
@@ -120,8 +123,9 @@ def plan_for(
 ) -> IsolationPlan:
     """Return the plan for another process of a model. `folder` is its backend's, "" for none.
 
-    `gpus` are those that it will use, and `cpus` the processors that it may use, () for all. With `forks`, it is a template, from which all instances are forked. `leading` has the meaning that it
-    has in `environment_variables.inherited`. Raises OSError, `LoadFailed`.
+    `gpus` are those that it will use, and `cpus` the processors that it may use, () for all. With `forks`, it is a
+    template, from which all instances are forked. `leading` has the meaning that it has in
+    `environment_variables.inherited`. Raises OSError, `LoadFailed`.
     """
     options = model.options
     processes = 1 + _forked(model) if forks else 1
@@ -245,7 +249,9 @@ def _nice(weight: int) -> int:
 
 
 def check_processors(cpus: Sequence[int]) -> None:
-    """Raise `LoadFailed` for a processor on which this process may not run. The kernel would leave it out without an error."""
+    """Raise `LoadFailed` for a processor on which this process may not run. The kernel would leave it out without an
+    error.
+    """
     allowed = os.sched_getaffinity(0)
     if refused := sorted(set(cpus) - allowed):
         failure = LoadFailed(
@@ -260,9 +266,9 @@ def check_processors(cpus: Sequence[int]) -> None:
 def _compile_cache(model: Model) -> Path | None:
     """Return the folder in which a version of a model keeps what it compiles, and make it; None if it has none.
 
-    Where the runtime is root, the folder of a contained model belongs to a shared user, so that all instances of the version may
-    write into it, and to none that another model has: one model must not put code where another one looks for it. Raises OSError,
-    `LoadFailed`.
+    Where the runtime is root, the folder of a contained model belongs to a shared user, so that all instances of the
+    version may write into it, and to none that another model has: one model must not put code where another one looks
+    for it. Raises OSError, `LoadFailed`.
     """
     if not model.options.compile_cache:
         return None

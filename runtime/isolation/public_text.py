@@ -1,7 +1,7 @@
 """Makes the text of an error fit for readers outside of this process: clients of a server, and models.
 
-There is one redaction for all of them, `MoonpoolError.public_text`. Callers in this process, the log and the page of a server get the
-whole text.
+There is one redaction for all of them, `MoonpoolError.public_text`. Callers in this process, the log and the page of a
+server get the whole text.
 """
 
 from __future__ import annotations

@@ -72,7 +72,9 @@ def _remove_leftovers(place: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return True if a runtime made the folder. Other users may give such a name to a folder of theirs, or to a link."""
+    """Return True if a runtime made the folder. Other users may give such a name to a folder of theirs, or to a
+    link.
+    """
     with contextlib.suppress(OSError):
         status = folder.lstat()
         is_given = os.geteuid() == 0 and users.FIRST <= status.st_uid <= users.LAST

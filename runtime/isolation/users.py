@@ -1,9 +1,10 @@
 """Private users for instances, if the runtime is root.
 
-Theory of operation. Several runtimes of a machine share the numbers. A runtime takes a number by a lock on one byte of a file, and the
-kernel releases the lock when the runtime ends, however it ends. Such locks belong to the process: they do not keep two threads
-apart, and closing any descriptor of the file releases all of them. So within the process `_taken` says which numbers are in use, the
-file is open exactly once, and it is closed only when the last number was given back. `_lock` guards all three.
+Theory of operation. Several runtimes of a machine share the numbers. A runtime takes a number by a lock on one byte of
+a file, and the kernel releases the lock when the runtime ends, however it ends. Such locks belong to the process: they
+do not keep two threads apart, and closing any descriptor of the file releases all of them. So within the process
+`_taken` says which numbers are in use, the file is open exactly once, and it is closed only when the last number was
+given back. `_lock` guards all three.
 """
 
 from __future__ import annotations
@@ -109,7 +110,9 @@ def _locked(user: int) -> bool:
 
 
 def give_back(user: int | None) -> None:
-    """Give a user back when no process runs as it any more. Does nothing for None. Any thread may call it, and twice."""
+    """Give a user back when no process runs as it any more. Does nothing for None. Any thread may call it, and
+    twice.
+    """
     global _fd
     with _lock:
         if user not in _taken:

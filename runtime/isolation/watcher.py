@@ -1,16 +1,18 @@
 """Looks once a second at the processes of instances with limits that the kernel does not enforce.
 
-These are resident memory, and tasks and scratch folders of instances without a group or namespace of their own. The watcher
-notices a breach up to a second late, so limits of the kernel are used if there are any. It reads numbers of the kernel and sizes of files,
-which a process can influence only by its use of memory, tasks and disk; it may have any number of files.
+These are resident memory, and tasks and scratch folders of instances without a group or namespace of their own. The
+watcher notices a breach up to a second late, so limits of the kernel are used if there are any. It reads numbers of the
+kernel and sizes of files, which a process can influence only by its use of memory, tasks and disk; it may have any
+number of files.
 
-Theory of operation. One thread runs while there is anything to watch. `_lock` guards the set and the thread. The thread copies the set
-under the lock, and looks at the processes without it: a look may take long, and may end a process, whose owner then calls `remove`.
-So `remove` does not wait for the thread, and a process may get one more look after it. To end it once more has no effect.
+Theory of operation. One thread runs while there is anything to watch. `_lock` guards the set and the thread. The thread
+copies the set under the lock, and looks at the processes without it: a look may take long, and may end a process, whose
+owner then calls `remove`. So `remove` does not wait for the thread, and a process may get one more look after it. To
+end it once more has no effect.
 
-The thread ends when the last process is removed. Each thread has an event of its own. If another process is added before the old thread
-has seen its event, a new thread with a new event begins, and the old one still ends. If no thread can be started, the limits are
-not enforced, the log says so, and the next `add` tries again.
+The thread ends when the last process is removed. Each thread has an event of its own. If another process is added
+before the old thread has seen its event, a new thread with a new event begins, and the old one still ends. If no thread
+can be started, the limits are not enforced, the log says so, and the next `add` tries again.
 """
 
 from __future__ import annotations
@@ -179,12 +181,12 @@ def tasks_of(process: ChildProcess, threads: int) -> int:
 def memory_of_all(process: ChildProcess, enough_bytes: int) -> int:
     """Return the memory of a process and all that it has started, without that of files.
 
-    Memory that forks share is counted once if the kernel lets this process see that. Up to `enough_bytes`, the result is a quick
-    sum, which may count it several times.
+    Memory that forks share is counted once if the kernel lets this process see that. Up to `enough_bytes`, the result
+    is a quick sum, which may count it several times.
     """
     pids = [process.pid, *descendants_of(process)]
-    # A quick sum, which is too large if they share memory. Shared memory counts only for the descendants: for the process itself
-    # it is the memory of its requests, which the runtime counts.
+    # A quick sum, which is too large if they share memory. Shared memory counts only for the descendants: for the
+    # process itself it is the memory of its requests, which the runtime counts.
     simple = sum(
         _field(pid, "status", _RESIDENT if number else _RESIDENT[:1])
         for number, pid in enumerate(pids)

@@ -11,8 +11,8 @@ called for every batch:
       model_finalize
     finalize
 
-Every initialize that returned is followed by its finalize, even if a later step failed. For one instance, or one model, no two
-calls run at the same time; for different ones they do.
+Every initialize that returned is followed by its finalize, even if a later step failed. For one instance, or one model,
+no two calls run at the same time; for different ones they do.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Model:
         self.cache_advice = ""
         # True if no link in its directory may lead its processes out of it.
         self.stays_inside = False
-        # Patterns of the variables that its processes do not see at any level: the credentials for the runtime's repositories.
+        # Patterns of the variables that its processes do not see at any level: the credentials for the runtime's
+        # repositories.
         self.withheld: tuple[str, ...] = ()
         # The processors of each policy that the operator has given.
         self.host_policies: HostPolicies = {}
@@ -78,7 +79,8 @@ class Model:
         self.check: Callable[[ModelConfig], None] = _ignored
         # True if its processes may work in the memory of clients; False once a client has ended one by that.
         self.lends_clients_memory = True
-        # True if one scheduler must see all requests: its responses are cached, or a rate limiter counts its executions.
+        # True if one scheduler must see all requests: its responses are cached, or a rate limiter counts its
+        # executions.
         self.has_one_scheduler = False
         # Set once its load is not wanted any more. What may take longer than the start of a process then ends soon.
         self.given_up = threading.Event()
@@ -96,7 +98,9 @@ class Model:
         return self.config.name
 
     def check_files(self) -> None:
-        """Check the digests that the configuration demands, before a process of the model starts. Raises `LoadFailed`."""
+        """Check the digests that the configuration demands, before a process of the model starts. Raises
+        `LoadFailed`.
+        """
         self._checksums.check(stays_inside=self.stays_inside)
 
     def __repr__(self) -> str:
@@ -138,8 +142,9 @@ class ModelInstance:
         self.blocks = backend.blocks
         # The backend calls it, from any thread, when the instance broke while it executed nothing.
         self.report_broken: Callable[[BaseException], None] = _ignored
-        # The backend calls it with a response of a request for which it answers LATER, on the reactor's thread or before its
-        # execute returns. The outcome is None if there is only a flag. The flags are FINAL (1) with the last response.
+        # The backend calls it with a response of a request for which it answers LATER, on the reactor's thread or
+        # before its execute returns. The outcome is None if there is only a flag. The flags are FINAL (1) with the last
+        # response.
         self.respond: Callable[[InferenceRequest, Outcome | None, int], None] = _unanswerable
         # The error that was reported. An instance with one gets no batches. None again before it is restarted.
         self.broken: BaseException | None = None
@@ -147,14 +152,17 @@ class ModelInstance:
         self.served = 0
         self.serves_until = math.inf
         self.recycle: Callable[[Callable[[ModelInstance], bool]], bool] = _stays
-        # The backend calls these from any thread: with the memory of a process that holds too much, with the shared memory of
-        # a process that was given too much, and with the number of requests that it has executed for front ends.
+        # The backend calls these from any thread: with the memory of a process that holds too much, with the shared
+        # memory of a process that was given too much, and with the number of requests that it has executed for front
+        # ends.
         self.report_grown: Callable[[int], None] = _ignored
         self.report_worn: Callable[[int], None] = _ignored
         self.report_served: Callable[[int], None] = _ignored
 
     def leaves(self, retire: Callable[[ModelInstance], bool]) -> bool:
-        """Return True if it has served long enough and is out of service now. `retire` is that of the scheduler's queue."""
+        """Return True if it has served long enough and is out of service now. `retire` is that of the scheduler's
+        queue.
+        """
         return self.served >= self.serves_until and self.recycle(retire)
 
     @property
@@ -199,8 +207,8 @@ class Pending(Protocol):
 class Backend(ABC):
     """Base class of backends. A subclass implements at least `model_instance_execute`.
 
-    The other functions do nothing by default. An error of an initialize fails the load; an error of a finalize is logged.
-    `state` is the backend's to use.
+    The other functions do nothing by default. An error of an initialize fails the load; an error of a finalize is
+    logged. `state` is the backend's to use.
     """
 
     # True if `model_instance_execute` blocks until the model has run. If the caller must not block, it then runs on a
@@ -224,7 +232,9 @@ class Backend(ABC):
         """End a model version, after its last instance was finalized."""
 
     def model_sleep(self, model: Model) -> None:  # noqa: B027 - optional
-        """Give up the processes that a model has beside its instances, after these have ended. The model may wake again."""
+        """Give up the processes that a model has beside its instances, after these have ended. The model may wake
+        again.
+        """
 
     def model_processes(self, model: Model) -> list[int]:  # noqa: ARG002
         """Return the processes that a model has beside its instances."""
@@ -245,10 +255,14 @@ class Backend(ABC):
         return False
 
     def model_instance_sleep(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
-        """Let an instance that executes nothing free memory. Blocks. Raises what goes wrong; then the instance is ended."""
+        """Let an instance that executes nothing free memory. Blocks. Raises what goes wrong; then the instance is
+        ended.
+        """
 
     def model_instance_wake(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
-        """Let an instance take back what it has freed. Blocks. Raises what goes wrong; then the instance is started anew."""
+        """Let an instance take back what it has freed. Blocks. Raises what goes wrong; then the instance is started
+        anew.
+        """
 
     def model_instance_finalize(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
         """End an instance, which executes nothing."""
@@ -271,7 +285,8 @@ class Backend(ABC):
         """Note that nobody waits any more for a request that the instance executes or has open. Does not block."""
 
     def began_ns(self, instance: ModelInstance, sent_ns: int) -> int | None:  # noqa: ARG002
-        """Return when the instance began to execute the batch that was sent at `sent_ns`, in terms of `time.monotonic_ns`.
+        """Return when the instance began to execute the batch that was sent at `sent_ns`, in terms of
+        `time.monotonic_ns`.
 
         None while it is busy with what front ends have sent it.
         """

@@ -1,14 +1,15 @@
 """The budgets of a stub: limits on what it may send, ask for and leave unread.
 
-The runtime reads them here. The library in a tritonserver has them in `ipc/native/wire.h`, which is generated from this module.
+The runtime reads them here. The library in a tritonserver has them in `ipc/native/wire.h`, which is generated from this
+module.
 """
 
 from __future__ import annotations
 
 from moonpool.ipc.messages import Kind
 
-# Messages on the control and the calls channel together: more than a model in Python needs. A long message counts as several.
-# Of one that lies in memory, the beginning counts twice, because it is read before the rest.
+# Messages on the control and the calls channel together: more than a model in Python needs. A long message counts as
+# several. Of one that lies in memory, the beginning counts twice, because it is read before the rest.
 MESSAGES_PER_S = 20_000
 MESSAGE_BYTES = 512
 # The runtime does not read the channels of a stub that is over budget for at least so long.
@@ -44,13 +45,13 @@ LOG_LINE_BYTES = 8192
 MAX_TASKS = 64
 # The copies of open requests to other models that were too large for a packet. One may be larger, but only alone.
 COPIED_BYTES = 64 << 20
-# The copies of loads in progress; in a tritonserver also the strings in open requests. A configuration counts so many times
-# beside its own copy: parsed JSON takes that much memory.
+# The copies of loads in progress; in a tritonserver also the strings in open requests. A configuration counts so many
+# times beside its own copy: parsed JSON takes that much memory.
 COPIED_LOADS_BYTES = 1 << 30
 JSON_FACTOR = 20
 
-# The memory by which a stub has grown is given up when it was not used for so long. The first region of it is kept longer, as
-# the next large tensor needs it again, and new memory takes several times as long as the copy.
+# The memory by which a stub has grown is given up when it was not used for so long. The first region of it is kept
+# longer, as the next large tensor needs it again, and new memory takes several times as long as the copy.
 KEEP_MS = 5_000
 KEEP_FIRST_MS = 60_000
 

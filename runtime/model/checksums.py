@@ -1,13 +1,14 @@
-"""Checks that the files of a model have the digests that its configuration demands, as Triton's repository agent `checksum`.
+"""Checks that the files of a model have the digests that its configuration demands, as Triton's repository agent
+`checksum`.
 
-moonpool has no other agent. A model that names one is refused: nobody would have checked it, and it would be served as if
-somebody had. Error texts are those of Triton's agent where it has some.
+moonpool has no other agent. A model that names one is refused: nobody would have checked it, and it would be served as
+if somebody had. Error texts are those of Triton's agent where it has some.
 
-Theory of operation. The files are checked when the model is loaded, and again before each later process of the model, as
-that reads them again: a file that is exchanged while the model serves is noticed at the next restart. A file is not read
-again as long as the kernel says that nobody has changed it. Its change time says that, unless the change came so soon
-after the last one that both have the same time (`_SETTLED_NS`). Instances start on threads of their own, and each may
-check: `_lock` is held while a file is read, so that one of them reads it and the others find it checked.
+Theory of operation. The files are checked when the model is loaded, and again before each later process of the model,
+as that reads them again: a file that is exchanged while the model serves is noticed at the next restart. A file is not
+read again as long as the kernel says that nobody has changed it. Its change time says that, unless the change came so
+soon after the last one that both have the same time (`_SETTLED_NS`). Instances start on threads of their own, and each
+may check: `_lock` is held while a file is read, so that one of them reads it and the others find it checked.
 
 Between the check and the moment at which a process imports a file, somebody who may write to the repository can still
 exchange it. A checksum protects from files that were damaged or forged on their way, not from a writer who waits.
@@ -36,7 +37,9 @@ _SETTLED_NS = 3_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """The digest that a file of a model must have. `algorithm` is md5 or sha256, `path` is within the model's folder."""
+    """The digest that a file of a model must have. `algorithm` is md5 or sha256, `path` is within the model's
+    folder.
+    """
 
     algorithm: str
     path: str
@@ -44,7 +47,9 @@ class Checksum:
 
 
 def checksums(raw: Raw, source: Source) -> tuple[Checksum, ...]:
-    """Read the checksums that a configuration demands. Raises ConfigError, also for agents that moonpool does not have."""
+    """Read the checksums that a configuration demands. Raises ConfigError, also for agents that moonpool does not
+    have.
+    """
     found: list[Checksum] = []
     for index, agent in enumerate(raw.get("model_repository_agents", {}).get("agents", ())):
         path = f"model_repository_agents.agents[{index}]"

@@ -10,7 +10,9 @@ from moonpool.ipc.policy import BEST_EFFORT, is_contained
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """The layers of a process. Immutable. `layers` are in the order in which they were put on; `left_out` are sentences."""
+    """The layers of a process. Immutable. `layers` are in the order in which they were put on; `left_out` are
+    sentences.
+    """
 
     level: str
     layers: tuple[str, ...]

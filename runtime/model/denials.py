@@ -1,10 +1,11 @@
 """Counts and logs the denials that the stubs of a model report, and keeps samples to show.
 
-A stub may lie in these reports, and hostile code may evade the hook that counts (`stub/sandbox/denials.py`). So they only
-explain why an honest model does not work. Nothing is decided by them, and everything that is kept of them is bounded.
+A stub may lie in these reports, and hostile code may evade the hook that counts (`stub/sandbox/denials.py`). So they
+only explain why an honest model does not work. Nothing is decided by them, and everything that is kept of them is
+bounded.
 
-Theory of operation. `DenialBook` has one lock around its counts and samples. The reactor's thread adds to them, and threads of the
-server read them. Lines are logged outside of the lock, since a handler of the log may block.
+Theory of operation. `DenialBook` has one lock around its counts and samples. The reactor's thread adds to them, and
+threads of the server read them. Lines are logged outside of the lock, since a handler of the log may block.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from moonpool.runtime.process.terminal import one_line
 _log = RuntimeLog("moonpool")
 # The most samples that are kept of an instance.
 MOST_TEXTS = 16
-# An instance may log `_LINES` lines at once, then one in `_LINE_S` seconds, and the same line once in `_AGAIN_S` seconds.
+# An instance may log `_LINES` lines at once, then one in `_LINE_S` seconds, and the same line once in `_AGAIN_S`
+# seconds.
 _LINES = 8
 _LINE_S = 10.0
 _AGAIN_S = 3600.0
@@ -67,7 +69,9 @@ class DenialBook:
         self._instances: dict[str, _OfInstance] = {}
 
     def add(self, instance: str, rows: Sequence[Sequence[Any]]) -> None:
-        """Count the rows of one DENIALS message: kind, count and text. `instance` is the runtime's name for the sender."""
+        """Count the rows of one DENIALS message: kind, count and text. `instance` is the runtime's name for the
+        sender.
+        """
         lines = []
         with self._lock:
             now_s = self._clock()
@@ -115,7 +119,9 @@ class DenialBook:
             return dict(zip(KINDS, of.counts if of else [0] * len(KINDS), strict=True))
 
     def since(self, instance: str, since_ms: int) -> str:
-        """Return a clause with the latest denial since that time of the epoch, and the option that would allow it; "" for none."""
+        """Return a clause with the latest denial since that time of the epoch, and the option that would allow it; ""
+        for none.
+        """
         found = [each for each in self.latest(instance) if each.last_ms >= since_ms]
         if not found:
             return ""

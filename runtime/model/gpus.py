@@ -22,8 +22,8 @@ _BUS_ID_BYTES = 32
 def usable_gpus() -> tuple[tuple[int, ...], str]:
     """Return CUDA's numbers of the GPUs which this process may use, and the reason if there are none.
 
-    The driver is asked once, when a model is loaded that may have a GPU, because from then on CUDA cannot be used in forks
-    of this process. No context is made. Any thread may call it.
+    The driver is asked once, when a model is loaded that may have a GPU, because from then on CUDA cannot be used in
+    forks of this process. No context is made. Any thread may call it.
     """
     from moonpool.ipc.cuda.driver import load
 
@@ -56,8 +56,8 @@ def uuid(gpu: int) -> str:
 def placed(model: Model) -> ModelConfig:
     """Return the configuration of a model with its instance groups placed as Triton does it. Raises `ConfigError`.
 
-    If a configuration names no kind, two sorts of models stay on the CPU: a contained model gets the driver of a GPU only if
-    it names the kind, and a model that is forked after `initialize` could not use it.
+    If a configuration names no kind, two sorts of models stay on the CPU: a contained model gets the driver of a GPU
+    only if it names the kind, and a model that is forked after `initialize` could not use it.
     """
     config, options = model.config, model.options
     kinds = {group.kind for group in config.instance_groups}

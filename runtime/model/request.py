@@ -69,8 +69,8 @@ class Placement(NamedTuple):
 class Response:
     """The answer of a model to a request: `response["Y"]` is an output.
 
-    `outputs` maps names to arrays. They are zero-copy views of shared memory, which is reused once you drop them, so copy what
-    you keep for long. BYTES outputs are object arrays of `bytes`.
+    `outputs` maps names to arrays. They are zero-copy views of shared memory, which is reused once you drop them, so
+    copy what you keep for long. BYTES outputs are object arrays of `bytes`.
     """
 
     __slots__ = ("outputs", "parameters", "request_id")
@@ -201,7 +201,9 @@ class Waiter(Protocol):
     takes_many: bool = False
 
     def gather(self, scheduler: Any, request: InferenceRequest) -> bool:  # noqa: ARG002 - as `appoint`
-        """Return True if this caller submits a request that follows from its own to `scheduler` later, with others. From any thread."""
+        """Return True if this caller submits a request that follows from its own to `scheduler` later, with others.
+        From any thread.
+        """
         return False
 
     def respond(self, outcome: Outcome) -> None:  # noqa: ARG002 - as `appoint`
@@ -219,7 +221,9 @@ class Waiter(Protocol):
         raise TypeError(f"{type(self).__name__} waits for no outcome")
 
     def appoint(self, execution: Any) -> bool:  # noqa: ARG002 - what the others use
-        """Return True if this caller will drive the execution, an `Execution` of the scheduler. Called from any thread."""
+        """Return True if this caller will drive the execution, an `Execution` of the scheduler. Called from any
+        thread.
+        """
         return False
 
 
@@ -277,9 +281,9 @@ class InferenceRequest(RequestBase):
 class ResponseAllocator:
     """Allocates the caller's memory for the outputs of a response. Subclasses override at least `alloc`.
 
-    Without an allocator, outputs are views of shared memory. With one, the calls for each response come in the order that
-    Triton's clients know: `start`, then `alloc` once for each output, then, when the caller no longer holds an output,
-    `release` for its buffer.
+    Without an allocator, outputs are views of shared memory. With one, the calls for each response come in the order
+    that Triton's clients know: `start`, then `alloc` once for each output, then, when the caller no longer holds an
+    output, `release` for its buffer.
 
     One allocator may serve many requests; calls for different requests come from different threads at the
     same time. `userp` is the object given with the request. An exception from `start` or `alloc`
@@ -305,7 +309,8 @@ class ResponseAllocator:
 def allocate(
     request: InferenceRequest, name: str, datatype: int, shape: tuple[int, ...], raw: NDArray[Any]
 ) -> NDArray[Any]:
-    """Copy one output into memory of the request's allocator. Raises what `alloc` raises, or ValueError for a bad buffer.
+    """Copy one output into memory of the request's allocator. Raises what `alloc` raises, or ValueError for a bad
+    buffer.
 
     Returns an array in that memory, of the output's dtype and shape, or for BYTES of `uint8`.
     """

@@ -19,7 +19,9 @@ class Reshaping(NamedTuple):
     has_rows: bool
 
     def of(self, shape: Sequence[int]) -> list[int]:
-        """Return a shape in the other form, after its rows. A shape that does not have the first form stays as it is."""
+        """Return a shape in the other form, after its rows. A shape that does not have the first form stays as it
+        is.
+        """
         rows, own = (list(shape[:1]), shape[1:]) if self.has_rows else ([], shape)
         if len(own) != len(self.given) or (self.has_rows and not rows):
             return list(shape)

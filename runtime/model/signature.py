@@ -89,7 +89,9 @@ class Signature:
     def __init__(
         self, config: ModelConfig, intake: DeviceIntake | None = None, *, is_native: bool = False
     ) -> None:
-        """`intake` is for inputs that lie on devices. Authors of `is_native` models write hints, and no configuration."""
+        """`intake` is for inputs that lie on devices. Authors of `is_native` models write hints, and no
+        configuration.
+        """
         self._model = config.name
         self._note = _BATCH_NOTE if config.max_batch_size and not is_native else ""
         self._intake = intake or DeviceIntake()
@@ -268,7 +270,9 @@ class Signature:
         return dtype, size_bytes
 
     def _array(self, spec: _Input, inputs: Mapping[str, object]) -> Any:
-        """Return the input as an array of its datatype, perhaps on a device. None for an optional one that is not given."""
+        """Return the input as an array of its datatype, perhaps on a device. None for an optional one that is not
+        given.
+        """
         value = inputs.get(spec.name)
         if value is None:
             if spec.name in inputs:
@@ -373,7 +377,8 @@ class Signature:
                     f"unexpected inference output '{name}' for model '{self._model}'"
                 )
             indices.append(index)
-        # One that is asked for twice comes once, as in Triton. The stub takes their number for a proof that all are wanted.
+        # One that is asked for twice comes once, as in Triton. The stub takes their number for a proof that all are
+        # wanted.
         return details._replace(outputs=list(dict.fromkeys(indices)))
 
     def _check_count(self, inputs: Mapping[str, object]) -> None:

@@ -75,7 +75,9 @@ class ModelSource:
 
 
 def split_name(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
-    """Split `two.py:A` into a file and the name of the model in it, which is None for a file. A file that has such a name is one."""
+    """Split `two.py:A` into a file and the name of the model in it, which is None for a file. A file that has such a
+    name is one.
+    """
     named = _NAMED.fullmatch(os.fspath(path))
     if named is None or os.path.exists(path):
         return Path(path), None

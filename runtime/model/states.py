@@ -31,10 +31,10 @@ documentation from them.
 #
 # Backend.  READY from a successful initialize to the start of finalize.
 #
-# Residence.  If a READY model has processes.  ASLEEP has none, and a request wakes it.  WAITING waits until there is room in
-# memory; WAKING starts its instances; AWAKE has them.  LEAVING ends them; nothing is inside, and a request that
-# comes meanwhile waits, and wakes the model again.  DORMANT sleeps with its processes, which have freed what they can.  RESTING could not be started, and refuses requests for a while.
-# A model that never sleeps has no such machine.
+# Residence. If a READY model has processes. ASLEEP has none, and a request wakes it. WAITING waits until there is room
+# in memory; WAKING starts its instances; AWAKE has them. LEAVING ends them; nothing is inside, and a request that comes
+# meanwhile waits, and wakes the model again. DORMANT sleeps with its processes, which have freed what they can. RESTING
+# could not be started, and refuses requests for a while. A model that never sleeps has no such machine.
 
 from __future__ import annotations
 
@@ -174,8 +174,8 @@ class Step(NamedTuple, Generic[S]):
 class Machine(Generic[S]):
     """The state of one object, its history, and the callbacks for its steps.
 
-    Not thread-safe: the owner holds one lock around `move` and `watch`. `state` and `because` may be read without it, each
-    by itself.
+    Not thread-safe: the owner holds one lock around `move` and `watch`. `state` and `because` may be read without it,
+    each by itself.
     """
 
     def __init__(self, name: str, table: Table[S], now_s: float, because: str = "created") -> None:
@@ -215,8 +215,8 @@ class Machine(Generic[S]):
     def move(self, to: S, because: str, now_s: float) -> None:
         """Go to a state that the table allows from here, then call every watcher.
 
-        If the table forbids the move, or a watcher tries it, raises `InvalidMove` and stays. A watcher that raises does not
-        undo the move: all others are called, then its error is raised.
+        If the table forbids the move, or a watcher tries it, raises `InvalidMove` and stays. A watcher that raises does
+        not undo the move: all others are called, then its error is raised.
         """
         if self._telling:
             raise InvalidMove(f"{self.name}: a watcher tried to move it to {to} ({because})")
@@ -231,8 +231,8 @@ class Machine(Generic[S]):
     def watch(self, callback: Callable[[Step[S]], None]) -> Callable[[], None]:
         """Call `callback` with every later step. Returns a function that ends this.
 
-        Callbacks run in the mover's thread under the owner's lock, in the order in which they were added. They may set an
-        event or call a loop's `call_soon_threadsafe`, but must not block or move the machine.
+        Callbacks run in the mover's thread under the owner's lock, in the order in which they were added. They may set
+        an event or call a loop's `call_soon_threadsafe`, but must not block or move the machine.
         """
         self._watchers.append(callback)
 

@@ -141,7 +141,9 @@ def _load(samples: Sequence[LoadSample]) -> InstanceLoad:
 def advice(
     reason: Reason, load: InstanceLoad, groups: Sequence[InstanceGroup], batch: int = 1
 ) -> dict[str, object]:
-    """Return the reason, a sentence, and the line for the model's config.pbtxt. `batch` is the size of the largest batch."""
+    """Return the reason, a sentence, and the line for the model's config.pbtxt. `batch` is the size of the largest
+    batch.
+    """
     is_one = load.instances == 1
     its = "its instance" if is_one else f"its {load.instances} instances"
     each = "" if is_one else " each"

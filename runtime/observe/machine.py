@@ -1,8 +1,8 @@
 """Triton's metrics of the machine: processors, memory, and GPUs.
 
-Theory of operation. Several threads may ask for metrics at the same time. `MachineMetrics` has a lock, so one reading of the
-processors' times ends an interval and the next begins with it. The lock of `GpuMetrics` keeps the driver's library open while
-a thread asks it: `close` waits for that.
+Theory of operation. Several threads may ask for metrics at the same time. `MachineMetrics` has a lock, so one reading
+of the processors' times ends an interval and the next begins with it. The lock of `GpuMetrics` keeps the driver's
+library open while a thread asks it: `close` waits for that.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class _Process(ctypes.Structure):
     )
 
 
-# What the driver gives as the bytes of a process if it cannot say, and as the code if there are more processes than places.
+# What the driver gives as the bytes of a process if it cannot say, and as the code if there are more processes than
+# places.
 _UNKNOWN_BYTES = 2**64 - 1
 _TOO_SMALL = 7
 _PROCESSES = 64

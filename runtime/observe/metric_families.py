@@ -1,7 +1,7 @@
 """The families of metrics that a server shows: Triton's of models, and moonpool's own.
 
-Families of one name are shown as one. A reader who finds two lines with the same labels believes the first, so a model's
-line could replace the server's. `check_name` keeps the custom metrics of models apart from the families here.
+Families of one name are shown as one. A reader who finds two lines with the same labels believes the first, so a
+model's line could replace the server's. `check_name` keeps the custom metrics of models apart from the families here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Custom metrics: the counts and measurements of models, shared by all instances and models of a runtime.
 
-A *family* is a name with a description and a kind; a *metric* is one time series of it, distinguished from the others by
-its labels. Both exist as long as somebody holds them, and all who ask for the same one share it.
+A *family* is a name with a description and a kind; a *metric* is one time series of it, distinguished from the others
+by its labels. Both exist as long as somebody holds them, and all who ask for the same one share it.
 
-Theory of operation. Stubs hold and change metrics on the reactor's thread, while any thread may ask for all of them. One lock
-of the registry guards families, metrics, their values and their counts of holders.
+Theory of operation. Stubs hold and change metrics on the reactor's thread, while any thread may ask for all of them.
+One lock of the registry guards families, metrics, their values and their counts of holders.
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ _TAG = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_]*")
 
 @dataclass(frozen=True)
 class MetricsOptions:
-    """The metrics that a server shows beside those that cost nothing. The first four have the names of `--metrics-config`."""
+    """The metrics that a server shows beside those that cost nothing. The first four have the names of
+    `--metrics-config`.
+    """
 
     counter_latencies: bool = True
     """Show sums of durations, `nv_inference_*_duration_us`."""
@@ -119,7 +121,9 @@ def tags_of(raw: Mapping[str, Any]) -> Labels:
 
 
 def first_response_bounds_ns(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the upper bounds of the histogram of first responses, which `model_metrics` may set. Raises `ConfigError`."""
+    """Return the upper bounds of the histogram of first responses, which `model_metrics` may set. Raises
+    `ConfigError`.
+    """
     bounds = FIRST_RESPONSE_BOUNDS_NS
     for control in (raw.get("model_metrics") or {}).get("metric_control", ()):
         family = (control.get("metric_identifier") or {}).get("family", "")
@@ -145,7 +149,9 @@ def first_response_bounds_ns(raw: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def duration_bounds_ns(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the bounds by which durations of requests are counted, with all of `first_response_bounds_ns`. Raises `ConfigError`."""
+    """Return the bounds by which durations of requests are counted, with all of `first_response_bounds_ns`. Raises
+    `ConfigError`.
+    """
     bounds = first_response_bounds_ns(raw)
     if bounds is FIRST_RESPONSE_BOUNDS_NS:
         return DURATION_BOUNDS_NS

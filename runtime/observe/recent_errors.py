@@ -1,8 +1,8 @@
 """The recent errors that a server's page shows: failed requests, deaths of instances, loads that failed.
 
-Theory of operation. Any thread notes errors, so one lock guards the table. A stub's error and its traceback may arrive in
-either order, as the log is another channel than the answers. A traceback that comes first waits in `_early` for its error.
-Both tables are bounded, since models choose the texts.
+Theory of operation. Any thread notes errors, so one lock guards the table. A stub's error and its traceback may arrive
+in either order, as the log is another channel than the answers. A traceback that comes first waits in `_early` for its
+error. Both tables are bounded, since models choose the texts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Counts and durations of one model version, as Triton's statistics extension reports them.
 
-Theory of operation. Nothing here takes a lock. A `Statistics` is written under the lock of its model's scheduler, and its
-`ResponseStatistics` on the reactor's thread only. Snapshots are taken by any thread without the lock: every figure is one
-integer, and tables are copied before they are walked, so a reader may see a batch half counted, but never a torn value.
-A front-end process counts for itself. Its counts travel to the runtime as lists of numbers (`take_counts`), which adds
-them to its own (`add_counts`).
+Theory of operation. Nothing here takes a lock. A `Statistics` is written under the lock of its model's scheduler, and
+its `ResponseStatistics` on the reactor's thread only. Snapshots are taken by any thread without the lock: every figure
+is one integer, and tables are copied before they are walked, so a reader may see a batch half counted, but never a torn
+value. A front-end process counts for itself. Its counts travel to the runtime as lists of numbers (`take_counts`),
+which adds them to its own (`add_counts`).
 """
 
 from __future__ import annotations
@@ -263,7 +263,9 @@ class Statistics:
         self.fail_ns += fail_ns
 
     def within(self, bounds_ns: Sequence[int]) -> list[int]:
-        """Return the requests that succeeded by these bounds alone, as `by_duration`. Each must be one of `bounds_ns`."""
+        """Return the requests that succeeded by these bounds alone, as `by_duration`. Each must be one of
+        `bounds_ns`.
+        """
         counts, below = [], 0
         wanted = set(bounds_ns)
         for bound, count in zip_longest(self.bounds_ns, self.by_duration.copy()):

@@ -1,13 +1,15 @@
-"""Blank templates: processes that have imported numpy and nothing of any model, from which stubs are forked within milliseconds.
+"""Blank templates: processes that have imported numpy and nothing of any model, from which stubs are forked within
+milliseconds.
 
-Theory of operation. `stub/blank.py` is the other end, and explains the forks. A fork is a child of this process, like a stub that was
-started. So from then on nothing depends on the template, which may be killed at any time: that costs the next start the
-time of another template.
+Theory of operation. `stub/blank.py` is the other end, and explains the forks. A fork is a child of this process, like a
+stub that was started. So from then on nothing depends on the template, which may be killed at any time: that costs the
+next start the time of another template.
 
-Which template. A fork inherits everything that the template inherited from this process when it began. So a template is good for a start only
-if a process that is started now would inherit the same: the same interpreter, variables and folder, and the same user, limits,
-processors and cgroup (`_inherited`). All of these are its key. A template has imported numpy from a file, which must still be the same one,
-in a folder to which nothing was installed since: the interpreter reads `.pth` files there when it starts.
+Which template. A fork inherits everything that the template inherited from this process when it began. So a template is
+good for a start only if a process that is started now would inherit the same: the same interpreter, variables and
+folder, and the same user, limits, processors and cgroup (`_inherited`). All of these are its key. A template has
+imported numpy from a file, which must still be the same one, in a folder to which nothing was installed since: the
+interpreter reads `.pth` files there when it starts.
 
 Variables of the moment. pytest changes one for every test (`PASSING`). It is no part of the key, and each fork gets it
 as it is then.
@@ -21,10 +23,10 @@ Locks. `TemplatePool.lock` guards the table, the users and the numbers of forks,
 that start at the same time wait for their turn, which is shorter than to start a process each. The reactor never waits
 for a turn: it tries again later (`_end_soon`).
 
-Order of ending. A template without forks for `KEEP_S`, or one too many, is taken out of the table, marked and killed. A thread that just asks it sees
-the end of the channel, sees the mark, and starts its stub in the ordinary way. Whoever has the turn then reaps the process. It also
-looks for answers that nobody has read, as when a signal handler raised between question and answer: such a fork is a child of
-this process that nobody knows, so it is killed and reaped.
+Order of ending. A template without forks for `KEEP_S`, or one too many, is taken out of the table, marked and killed. A
+thread that just asks it sees the end of the channel, sees the mark, and starts its stub in the ordinary way. Whoever
+has the turn then reaps the process. It also looks for answers that nobody has read, as when a signal handler raised
+between question and answer: such a fork is a child of this process that nobody knows, so it is killed and reaped.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ _MOST = 4
 # A machine may be busy. What takes longer is started in the ordinary way.
 _READY_S, _FORK_S, _END_S = 30.0, 10.0, 10.0
 _AGAIN_S = 0.02
-# A start with less time than this does not wait for a template that is not there yet: half of its time might go into that.
+# A start with less time than this does not wait for a template that is not there yet: half of its time might go into
+# that.
 _LEAST_S = 1.0
 # What a pipe holds.
 _OUTPUT_BYTES = 65_536
@@ -109,8 +112,8 @@ class BlankTemplates:
     ) -> ChildProcess | None:
         """Fork a stub with these descriptors, for work, control, calls and output.
 
-        Returns None if it has to be started in the ordinary way. Blocks until `deadline` of `time.monotonic` at most, while the
-        template starts.
+        Returns None if it has to be started in the ordinary way. Blocks until `deadline` of `time.monotonic` at most,
+        while the template starts.
         """
         inherited = where_processes_start(_inherited)
         lasting = tuple(sorted(item for item in environment.items() if item[0] not in PASSING))
@@ -271,7 +274,9 @@ class _Template:
             _log.info("cannot fork stubs from a template of %s: %s", self._python, why)
 
     def _start(self, wait_s: float) -> str:
-        """Start the process. Returns why it cannot fork, or "" if it can. Raises OSError, and ValueError if it answers with no JSON."""
+        """Start the process. Returns why it cannot fork, or "" if it can. Raises OSError, and ValueError if it answers
+        with no JSON.
+        """
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Not a file: Python remembers whether its output is one, and that of the forks is a pipe.
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)

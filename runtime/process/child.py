@@ -1,18 +1,20 @@
 """Child processes: started, watched, ended and reaped.
 
 Theory of operation. A pid is only safe until the process is reaped; then another process may get the number. So signals
-go to a pidfd, which never means another process. Python has no such call for a process group, so `killpg` is used, but only while
-the process has not been reaped: its pid, which is the group's number, too, is then still its own. `_signalling` guards
-that: `signal`, `kill` and `_reap` hold it, so no thread can signal a group that another thread is about to free. The exit
-code is set under the lock, and says that the number must not be used any more.
+go to a pidfd, which never means another process. Python has no such call for a process group, so `killpg` is used, but
+only while the process has not been reaped: its pid, which is the group's number, too, is then still its own.
+`_signalling` guards that: `signal`, `kill` and `_reap` hold it, so no thread can signal a group that another thread is
+about to free. The exit code is set under the lock, and says that the number must not be used any more.
 
-Any thread may wait. Several threads may find that the process has ended; the first one that gets `_reaping` reaps it, and the others wait
-for that. It first ends what the process left in its group, and only then takes the exit code. Then `StubProcess` ends the tree
-(`process_tree.py`): its keeper can only be reaped after all other processes of its namespace.
+Any thread may wait. Several threads may find that the process has ended; the first one that gets `_reaping` reaps it,
+and the others wait for that. It first ends what the process left in its group, and only then takes the exit code. Then
+`StubProcess` ends the tree (`process_tree.py`): its keeper can only be reaped after all other processes of its
+namespace.
 
-Some of what is left has work to do: `multiprocessing` and joblib start a process that removes the shared memory, semaphores and folders of
-the others when all of them have ended, however that came. Such a process ignores SIGTERM, so that is how it is known. `_end_group` kills the
-others, waits for these, `CLEAN_UP_S` at most, and kills what is left. `signal` and `kill` need not wait for that.
+Some of what is left has work to do: `multiprocessing` and joblib start a process that removes the shared memory,
+semaphores and folders of the others when all of them have ended, however that came. Such a process ignores SIGTERM, so
+that is how it is known. `_end_group` kills the others, waits for these, `CLEAN_UP_S` at most, and kills what is left.
+`signal` and `kill` need not wait for that.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ _HANDED_ON = "MOONPOOL_HANDED_ON"
 # The most time that a process which cleans up after others has, and the pause between two looks.
 CLEAN_UP_S = 1.0
 _LOOK_S = 0.005
-# The place of the group in proc_pid_stat(5), counted after the command's name, and the bit of SIGTERM in masks of signals.
+# The place of the group in proc_pid_stat(5), counted after the command's name, and the bit of SIGTERM in masks of
+# signals.
 _GROUP = 2
 _SIGTERM = 1 << signal.SIGTERM - 1
 
@@ -302,7 +305,8 @@ def boot_command(
 def _handed_on(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for `confine.py`, with those of the interpreter that it becomes packed into one.
 
-    With the variables of the other environment, the dynamic loader would take libraries from there for the runtime's interpreter.
+    With the variables of the other environment, the dynamic loader would take libraries from there for the runtime's
+    interpreter.
     """
     own = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     return {**own, _HANDED_ON: json.dumps(dict(environment))}

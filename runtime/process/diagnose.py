@@ -1,7 +1,8 @@
 """Explains why a stub did not start, or why it died, in a sentence that says what to do.
 
-A filter ends a process without a message to anybody but the audit system. If no audit daemon runs, the kernel writes the
-record to its log, which root may read, and other users if `kernel.dmesg_restrict` is 0. `fatal_call` reads it there.
+A filter ends a process without a message to anybody but the audit system. If no audit daemon runs, the kernel writes
+the record to its log, which root may read, and other users if `kernel.dmesg_restrict` is 0. `fatal_call` reads it
+there.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def remedy(error: OSError) -> str:
 
 
 def exec_failure(python: str, number: str) -> str:
-    """Explain why the sandbox's launcher could not become the interpreter, from the error's number; "" if it is not one."""
+    """Explain why the sandbox's launcher could not become the interpreter, from the error's number; "" if it is not
+    one.
+    """
     if number not in map(str, errno.errorcode):
         return ""
     target = os.path.realpath(python)
@@ -78,7 +81,8 @@ def death_in_words(
 ) -> tuple[str, str]:
     """Return words such as `was killed by SIGSEGV`, with the likely cause, and the process's last words if they help.
 
-    `limits` are those that the process had set itself. `fatal_call` finds the system call for which its sandbox ended it, or "".
+    `limits` are those that the process had set itself. `fatal_call` finds the system call for which its sandbox ended
+    it, or "".
     """
     words = exit_in_words(code)
     words = f"was {words}" if code < 0 else words

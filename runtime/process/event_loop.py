@@ -1,13 +1,14 @@
 """The event loop of a server, which goes on if its user has no watches of epoll left.
 
-libuv aborts the process if epoll refuses a descriptor for any reason except that it has it already. So every descriptor that
-libuv is about to watch is first put into its epoll here. If that fails, only one connection fails. The kernel limits the
-watches of all processes of a user together (`/proc/sys/fs/epoll/max_user_watches`), so another program can take them all.
+libuv aborts the process if epoll refuses a descriptor for any reason except that it has it already. So every descriptor
+that libuv is about to watch is first put into its epoll here. If that fails, only one connection fails. The kernel
+limits the watches of all processes of a user together (`/proc/sys/fs/epoll/max_user_watches`), so another program can
+take them all.
 
-Theory of operation. All of this happens on the loop's thread. libuv calls the kernel only after the loop's callbacks, so
-it cannot act between the check here and its own. A descriptor stays in the epoll until it is closed, with one exception: if libuv gets an
-event of a descriptor that it does not watch at the moment, it removes the descriptor. So call `hold` before reading is resumed,
-too.
+Theory of operation. All of this happens on the loop's thread. libuv calls the kernel only after the loop's callbacks,
+so it cannot act between the check here and its own. A descriptor stays in the epoll until it is closed, with one
+exception: if libuv gets an event of a descriptor that it does not watch at the moment, it removes the descriptor. So
+call `hold` before reading is resumed, too.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 
-# The same as `optional-dependencies` in pyproject.toml. Advice names the packages and not `moonpool[serve]`, because pip would look
-# for moonpool on the index, and it may have been installed in another way.
+# The same as `optional-dependencies` in pyproject.toml. Advice names the packages and not `moonpool[serve]`, because
+# pip would look for moonpool on the index, and it may have been installed in another way.
 EXTRAS = {
     "cloud": ("adlfs>=2024.7", "gcsfs>=2024.6", "huggingface_hub>=0.24", "s3fs>=2024.6"),
     "completion": ("argcomplete>=3.5",),

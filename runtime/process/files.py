@@ -51,7 +51,8 @@ def open_file(path: str | os.PathLike[str], within: Sequence[Path] = ()) -> IO[b
     Raises OSError for everything else: opening a FIFO would block, and opening a device may have effects. With
     `within`, raises `LeadsOut` for a file that is in none of these folders, wherever links lead.
     """
-    # O_PATH opens any kind of file without effects. Below, the file is opened by this descriptor, so nobody can exchange it meanwhile.
+    # O_PATH opens any kind of file without effects. Below, the file is opened by this descriptor, so nobody can
+    # exchange it meanwhile.
     found = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         mode = os.fstat(found).st_mode
@@ -174,8 +175,8 @@ def stamp_of(
 ) -> bytes:
     """Compute a digest of names, links, times and sizes. It changes when a file, or any file in a directory, changes.
 
-    `follows` and errors are those of `walk`. If a link is not followed, a change of the file at its end counts. Files of the
-    directory itself with names in `without` do not count.
+    `follows` and errors are those of `walk`. If a link is not followed, a change of the file at its end counts. Files
+    of the directory itself with names in `without` do not count.
     """
     digest = hashlib.sha256()
     _add(digest, path)
@@ -201,7 +202,9 @@ def _add(digest: hashlib._Hash, path: str | os.PathLike[str]) -> None:
 
 
 def parsed_json(text: str | bytes | bytearray) -> Any:
-    """Return the value of a JSON text that others have written. Raises ValueError, also for one that is nested too deeply."""
+    """Return the value of a JSON text that others have written. Raises ValueError, also for one that is nested too
+    deeply.
+    """
     try:
         return json.loads(text)
     except RecursionError:

@@ -1,14 +1,15 @@
 """Calls a function for several objects at the same time.
 
-Theory of operation. Each call has a thread. The calling thread waits for all of them, and may be interrupted at any moment by a signal
-handler that raises. It must not leave then: its caller cleans up after the exception, and must find no thread still at work. So the
-exception is kept, calls that have not begun are cancelled, `interrupted` asks those that run to end sooner, and the wait goes on. A second
-signal may come at any moment of that. So all of it happens inside of the `try`, and an exception only begins another turn. If one comes between two
-turns, it goes on at once, and the calls end by themselves.
+Theory of operation. Each call has a thread. The calling thread waits for all of them, and may be interrupted at any
+moment by a signal handler that raises. It must not leave then: its caller cleans up after the exception, and must find
+no thread still at work. So the exception is kept, calls that have not begun are cancelled, `interrupted` asks those
+that run to end sooner, and the wait goes on. A second signal may come at any moment of that. So all of it happens
+inside of the `try`, and an exception only begins another turn. If one comes between two turns, it goes on at once, and
+the calls end by themselves.
 
-No signal handler may find the calling thread in a lock that a call needs (`threads.py`). So it waits on bare locks, and `interrupted` and
-`takes_long` run on threads of their own. A thread that begins and `cancel` may meet: each sets its own flag first and looks at the other one then. If
-no thread can be started, the call runs in the calling thread.
+No signal handler may find the calling thread in a lock that a call needs (`threads.py`). So it waits on bare locks, and
+`interrupted` and `takes_long` run on threads of their own. A thread that begins and `cancel` may meet: each sets its
+own flag first and looks at the other one then. If no thread can be started, the call runs in the calling thread.
 
 `awaited` does the same for a task of an event loop, which must not stand still. So it waits for a future, and calls
 `interrupted`, which must be quick, itself. A handler may also raise between asyncio and a callback, which is lost
@@ -50,7 +51,8 @@ def in_parallel(
     """Call `function` for each item in a thread of its own, and return the results in the order of the items.
 
     Raises the first exception after all calls have ended. An exception of a signal handler comes first. In that case
-    `interrupted` is called at once, to make the calls end sooner. `takes_long` is called once, if they have not ended after `PATIENCE_S`.
+    `interrupted` is called at once, to make the calls end sooner. `takes_long` is called once, if they have not ended
+    after `PATIENCE_S`.
     """
     tasks = [_Task(function, item, f"{name}-{index}") for index, item in enumerate(items)]
     signals: list[BaseException] = []
@@ -157,7 +159,8 @@ class _Task(Generic[T, R]):
 
 
 async def awaited(function: Callable[[], R], name: str, interrupted: Callable[[], object]) -> R:
-    """Call a function on a thread of its own for a task, which goes on when it has ended. Raises what it raises, and `OutOfThreads`.
+    """Call a function on a thread of its own for a task, which goes on when it has ended. Raises what it raises, and
+    `OutOfThreads`.
 
     If the task is cancelled, or a signal handler raises in it, `interrupted` is called again and again, to make the
     call end sooner, and that exception is raised after that: the code that cleans up must find nothing at work.

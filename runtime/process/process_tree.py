@@ -1,19 +1,21 @@
 """Ends the processes that a stub has started, if it may start some.
 
-`stub/process_tree.py` starts such a stub in a PID namespace if the kernel allows one, else as a private user. A
-process there, the *keeper*, waits for the end of a pipe, and then makes the kernel end all of them. This process holds the other
-end of the pipe, so they end with it in any case.
+`stub/process_tree.py` starts such a stub in a PID namespace if the kernel allows one, else as a private user. A process
+there, the *keeper*, waits for the end of a pipe, and then makes the kernel end all of them. This process holds the
+other end of the pipe, so they end with it in any case.
 
-Theory of operation. The stub and its keeper are children of this process, which reaps both: the stub first (`child.py`), then
-the keeper (`end`), because in a PID namespace the keeper ends last. Other processes of the tree are reaped by their parents. In a
-namespace, orphans become children of the keeper, which ignores SIGCHLD, so the kernel reaps them.
+Theory of operation. The stub and its keeper are children of this process, which reaps both: the stub first
+(`child.py`), then the keeper (`end`), because in a PID namespace the keeper ends last. Other processes of the tree are
+reaped by their parents. In a namespace, orphans become children of the keeper, which ignores SIGCHLD, so the kernel
+reaps them.
 
-Supervisor, watcher and shutdown use a tree from several threads. `_lock` guards the two descriptors: `begin_end` closes the pipe
-once, and `end` reaps the keeper once. A second thread in `end` waits for the first, so after `end` nothing is left, whichever thread called it.
+Supervisor, watcher and shutdown use a tree from several threads. `_lock` guards the two descriptors: `begin_end` closes
+the pipe once, and `end` reaps the keeper once. A second thread in `end` waits for the first, so after `end` nothing is
+left, whichever thread called it.
 
-A pid is trusted only as long as its process cannot have been reaped. The keeper is this process's child, so its number is safe until
-`end`. An orphan may be reaped at any moment. So a pidfd is opened first, then the list of orphans is read again; only if
-the number is still in it does the pidfd belong to an orphan, and gets the signal.
+A pid is trusted only as long as its process cannot have been reaped. The keeper is this process's child, so its number
+is safe until `end`. An orphan may be reaped at any moment. So a pidfd is opened first, then the list of orphans is read
+again; only if the number is still in it does the pidfd belong to an orphan, and gets the signal.
 """
 
 from __future__ import annotations
@@ -166,8 +168,8 @@ def start_in_tree(
 ) -> tuple[subprocess.Popen[bytes] | int, ProcessTree | None]:
     """Start a stub that may start other processes. Return the stub, or only its pid, and the tree that ends them all.
 
-    The caller reaps the stub. The tree is None if the kernel refuses PID namespaces and there is no `user`. `start` gets
-    the arguments that come before the stub's program, and descriptors to pass on. Raises OSError.
+    The caller reaps the stub. The tree is None if the kernel refuses PID namespaces and there is no `user`. `start`
+    gets the arguments that come before the stub's program, and descriptors to pass on. Raises OSError.
     """
     report_fd, told_fd = os.pipe2(os.O_CLOEXEC)
     kept_fd, life_fd = os.pipe2(os.O_CLOEXEC)

@@ -4,18 +4,21 @@ Callers wait for their answers themselves if they can. The reactor does all that
 control channels of all stubs, their output, their deaths, delayed batches, deadlines. Callbacks must
 not block; long work gets a thread of its own.
 
-Theory of operation. All dictionaries and the heap of moments belong to the reactor's thread, so there is no lock. Another thread
-appends a callback to `soon` and then writes to the eventfd. The order matters: if the reactor runs the callback before it sees the
-eventfd, it wakes once for nothing; the other way round, a callback could wait for the next event. The reactor looks at `soon` again
-right before it waits. In each turn it runs as many callbacks as it found, and `_MOST_SOON` at most. Then it runs what is due and looks at
-the descriptors, without waiting if there are more callbacks, so callbacks that add others keep it from neither.
+Theory of operation. All dictionaries and the heap of moments belong to the reactor's thread, so there is no lock.
+Another thread appends a callback to `soon` and then writes to the eventfd. The order matters: if the reactor runs the
+callback before it sees the eventfd, it wakes once for nothing; the other way round, a callback could wait for the next
+event. The reactor looks at `soon` again right before it waits. In each turn it runs as many callbacks as it found, and
+`_MOST_SOON` at most. Then it runs what is due and looks at the descriptors, without waiting if there are more
+callbacks, so callbacks that add others keep it from neither.
 
-The numbers of descriptors are used again. A thread may close one while an event for it is already in the list that `poll`
-returned, and open another file with the same number. Therefore a descriptor is forgotten on the reactor's thread before it is closed,
-a pause is undone only if it is still the same one, and an event of a descriptor without a callback is ignored.
+The numbers of descriptors are used again. A thread may close one while an event for it is already in the list that
+`poll` returned, and open another file with the same number. Therefore a descriptor is forgotten on the reactor's thread
+before it is closed, a pause is undone only if it is still the same one, and an event of a descriptor without a callback
+is ignored.
 
-A descriptor that is watched once at a time stays registered in epoll, disarmed, so that the next time takes one call of the kernel. The
-kernel drops the registration when the file is closed; `arm` then gets FileNotFoundError, and registers the new file with that number.
+A descriptor that is watched once at a time stays registered in epoll, disarmed, so that the next time takes one call of
+the kernel. The kernel drops the registration when the file is closed; `arm` then gets FileNotFoundError, and registers
+the new file with that number.
 
 A callback that raises is logged, whatever it raises, because all stubs depend on this thread. The program's handlers
 of the log run on another one (`runtime/log.py`).
@@ -25,8 +28,9 @@ finds no eventfd, and its callback never runs. A signal handler may raise while 
 `close` does the rest. So it waits for a bare lock, as Python counts a thread as ended for which a `join` was
 interrupted.
 
-The kernel limits the watches of epoll for all processes of a user (`/proc/sys/fs/epoll/max_user_watches`), so another program
-can take all of them. `Poller` waits for descriptors that epoll refuses with `poll`, which needs no watches and more time.
+The kernel limits the watches of epoll for all processes of a user (`/proc/sys/fs/epoll/max_user_watches`), so another
+program can take all of them. `Poller` waits for descriptors that epoll refuses with `poll`, which needs no watches and
+more time.
 """
 
 from __future__ import annotations
@@ -62,7 +66,9 @@ R = TypeVar("R")
 
 
 class _Call(Generic[R]):
-    """A call on the reactor's thread for which another thread waits, on a bare lock: a signal handler may raise there."""
+    """A call on the reactor's thread for which another thread waits, on a bare lock: a signal handler may raise
+    there.
+    """
 
     __slots__ = ("_action", "done", "error", "results")
 
@@ -147,7 +153,8 @@ class Reactor:
     def ask(self, action: Callable[[], R]) -> R:
         """Run `action` on the reactor's thread, and return its result here, or raise its error. `action` must be quick.
 
-        If a signal handler raises meanwhile, `action` runs all the same, or not at all. Raises `Closed` if the reactor has ended.
+        If a signal handler raises meanwhile, `action` runs all the same, or not at all. Raises `Closed` if the reactor
+        has ended.
         """
         if self.is_here:
             return action()
@@ -406,7 +413,8 @@ class _Itimerspec(ctypes.Structure):
 
 
 class Timer:
-    """A moment of the monotonic clock as a descriptor that becomes readable then: Linux's timerfd. One thread at a time.
+    """A moment of the monotonic clock as a descriptor that becomes readable then: Linux's timerfd. One thread at a
+    time.
 
     The standard library has it only from Python 3.13 on.
     """

@@ -32,9 +32,9 @@ class GiveUp:
 class RestartPolicy:
     """Restarts at once after the first death, then after longer and longer waits, and finally gives up.
 
-    At most `max_restarts` restarts follow deaths within any `window_s`; 0 means no restart at all.
-    The restart after the first death in a window waits for `first_backoff_s`, that after the second for `backoff_s`, and each
-    further one twice as long as the one before, up to `backoff_max_s`.
+    At most `max_restarts` restarts follow deaths within any `window_s`; 0 means no restart at all. The restart after
+    the first death in a window waits for `first_backoff_s`, that after the second for `backoff_s`, and each further one
+    twice as long as the one before, up to `backoff_max_s`.
     """
 
     max_restarts: int = 5
@@ -65,7 +65,9 @@ class RestartPolicy:
         return RestartAt(max(now_s, deaths_s[-1] + self.backoff_after_s(max(recent, 1))))
 
     def pause_after_s(self, shortages: int) -> float:
-        """Return the seconds to wait after so many failed starts in a row, 1 or more, for which the model is not to blame."""
+        """Return the seconds to wait after so many failed starts in a row, 1 or more, for which the model is not to
+        blame.
+        """
         return min(self.backoff_after_s(1 + shortages), _SHORTAGE_MAX_S)
 
     def backoff_after_s(self, deaths: int) -> float:

@@ -1,13 +1,13 @@
 """Starts processes from one thread, and protects this process from them.
 
-Theory of operation. A stub asks the kernel for a signal when its parent ends (PR_SET_PDEATHSIG). For the kernel, the parent is the
-*thread* that forked the stub, and not its process: a stub that a caller's thread had started would die when that thread ends.
-So one daemon thread starts all stubs. It begins with the first start and lives as long as the process. It runs one start at a time; callers
-wait for theirs in `Future.result`, and get its exception.
+Theory of operation. A stub asks the kernel for a signal when its parent ends (PR_SET_PDEATHSIG). For the kernel, the
+parent is the *thread* that forked the stub, and not its process: a stub that a caller's thread had started would die
+when that thread ends. So one daemon thread starts all stubs. It begins with the first start and lives as long as the
+process. It runs one start at a time; callers wait for theirs in `Future.result`, and get its exception.
 
-`_lock` guards the start of the thread only. After a fork, the child has neither the thread nor a lock that is certainly free: another
-thread may have held it at that moment. So the object is made anew in the child, and the next start begins a thread there, which
-the number of the process in `_pid` shows to be missing.
+`_lock` guards the start of the thread only. After a fork, the child has neither the thread nor a lock that is certainly
+free: another thread may have held it at that moment. So the object is made anew in the child, and the next start begins
+a thread there, which the number of the process in `_pid` shows to be missing.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def working_folder() -> str:
 def fill_standard_descriptors() -> None:
     """Open /dev/null as each of the descriptors 0 to 2 that is closed, as a supervisor may leave them.
 
-    Otherwise the next socket would get the number, and with it everything that is written to the missing stream. And a process that
-    inherits a channel could not also have its own output under that number.
+    Otherwise the next socket would get the number, and with it everything that is written to the missing stream. And a
+    process that inherits a channel could not also have its own output under that number.
     """
     for fd in range(3):
         try:
@@ -123,7 +123,9 @@ def fill_standard_descriptors() -> None:
 
 
 def where_processes_start(act: Callable[[], _T]) -> _T:
-    """Act on the thread that starts all processes, whose own properties they inherit, such as its processors. Raises as `spawn`."""
+    """Act on the thread that starts all processes, whose own properties they inherit, such as its processors. Raises as
+    `spawn`.
+    """
     return _spawner.submit(act)
 
 

@@ -1,20 +1,23 @@
 """Starts the runtime's threads, and says in one way that the operating system refuses one.
 
-Theory of operation. The kernel refuses a thread at the limits of the user, of the container and of the machine, and Python says no
-more than "can't start new thread". A runtime that meets such a limit must go on serving, so every thread is started
-by `start_thread`, and the one who wanted it decides what `OutOfThreads` means: an error for the caller, another try
-later, or the same work on the thread that is there. It also comes at the end of a program, when Python refuses all threads.
+Theory of operation. The kernel refuses a thread at the limits of the user, of the container and of the machine, and
+Python says no more than "can't start new thread". A runtime that meets such a limit must go on serving, so every thread
+is started by `start_thread`, and the one who wanted it decides what `OutOfThreads` means: an error for the caller,
+another try later, or the same work on the thread that is there. It also comes at the end of a program, when Python
+refuses all threads.
 
-`TaskPool` takes the place of `concurrent.futures.ThreadPoolExecutor`, which keeps a task that it could not start a thread for: it raises,
-and runs the task all the same as soon as it has a thread, after the caller has done it in another way. It refuses tasks, too, once the
-program ends, and that is the moment when a forgotten runtime is closed. `TaskPool` refuses a task only if it has no thread at all,
-and then it forgets it. `_changed` guards all that it holds. A thread counts as idle from before it waits until a task is
-taken, so as many tasks as there are idle threads may lie in the queue before another thread is started.
+`TaskPool` takes the place of `concurrent.futures.ThreadPoolExecutor`, which keeps a task that it could not start a
+thread for: it raises, and runs the task all the same as soon as it has a thread, after the caller has done it in
+another way. It refuses tasks, too, once the program ends, and that is the moment when a forgotten runtime is closed.
+`TaskPool` refuses a task only if it has no thread at all, and then it forgets it. `_changed` guards all that it holds.
+A thread counts as idle from before it waits until a task is taken, so as many tasks as there are idle threads may lie
+in the queue before another thread is started.
 
-*Signals.* Python runs signal handlers on the main thread, between any two instructions, and a handler may raise. `with` and a bare lock are
-one step there. `threading.Condition`, and with it `Event`, `Future` and `Thread.start`, are Python's code: a handler that raises in them leaves a lock
-taken for good, and all who need that lock wait for ever. So the main thread touches none of these where a thread of the runtime needs the
-same one. It waits on bare locks (`CountingCondition`), and has another thread start a thread for it (`start_thread_safely`).
+*Signals.* Python runs signal handlers on the main thread, between any two instructions, and a handler may raise. `with`
+and a bare lock are one step there. `threading.Condition`, and with it `Event`, `Future` and `Thread.start`, are
+Python's code: a handler that raises in them leaves a lock taken for good, and all who need that lock wait for ever. So
+the main thread touches none of these where a thread of the runtime needs the same one. It waits on bare locks
+(`CountingCondition`), and has another thread start a thread for it (`start_thread_safely`).
 """
 
 from __future__ import annotations
@@ -100,7 +103,9 @@ os.register_at_fork(after_in_child=_learn_main_thread)
 
 @contextlib.contextmanager
 def trusted_handlers() -> Iterator[None]:
-    """Count on it that no signal handler raises meanwhile, if this is the main thread. For a server, whose event loop handles all signals."""
+    """Count on it that no signal handler raises meanwhile, if this is the main thread. For a server, whose event loop
+    handles all signals.
+    """
     before = INTERRUPTIBLE[0]
     if is_interruptible():
         INTERRUPTIBLE[0] = None
@@ -122,7 +127,9 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def start_thread_safely(thread: threading.Thread) -> None:
-    """Start a thread as `start_thread` does, also where a signal handler may raise: then it starts all the same, or nothing has happened."""
+    """Start a thread as `start_thread` does, also where a signal handler may raise: then it starts all the same, or
+    nothing has happened.
+    """
     apart(partial(start_thread, thread))
 
 
@@ -172,7 +179,9 @@ class TaskPool(Executor):
         self._is_closed = False
 
     def submit(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Call a function on a thread of the pool. Raises `Closed` after `shutdown`, and `OutOfThreads`; then it is not called."""
+        """Call a function on a thread of the pool. Raises `Closed` after `shutdown`, and `OutOfThreads`; then it is not
+        called.
+        """
         future: Future[R] = Future()
         with self._changed:
             if self._is_closed:
@@ -222,7 +231,9 @@ class TaskPool(Executor):
             _log.exception("a callback of a task's future failed")
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more tasks, and end the threads when those that were taken are done, or with `cancel_futures`, those that run."""
+        """Take no more tasks, and end the threads when those that were taken are done, or with `cancel_futures`, those
+        that run.
+        """
         with self._changed:
             self._is_closed = True
             dropped = [future for future, _ in self._tasks] if cancel_futures else []
@@ -240,8 +251,8 @@ class TaskPool(Executor):
 class CountingCondition:
     """A condition that counts who waits. Usually nobody does, and then `notify_all` costs nothing.
 
-    Each who waits has a bell, a bare lock that is released to wake it. So a signal handler may raise anywhere in `wait_for`, and
-    leaves nothing behind but a bell that nobody hears, until the next `notify_all`.
+    Each who waits has a bell, a bare lock that is released to wake it. So a signal handler may raise anywhere in
+    `wait_for`, and leaves nothing behind but a bell that nobody hears, until the next `notify_all`.
     """
 
     def __init__(self, lock: threading.Lock) -> None:
@@ -275,7 +286,9 @@ class CountingCondition:
         return end
 
     def wait_for(self, condition: Callable[[], bool], deadline: float | None) -> bool:
-        """Wait until `condition`, which is called with the lock held. Returns False at the deadline. The caller must not hold the lock."""
+        """Wait until `condition`, which is called with the lock held. Returns False at the deadline. The caller must
+        not hold the lock.
+        """
         while True:
             with self._lock:
                 if condition():

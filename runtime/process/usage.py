@@ -76,8 +76,9 @@ _NO_MEMORY = ProcessMemory(0, 0)
 def memory_of(pid: int) -> ProcessMemory:
     """Return the part of the machine's memory that a process has; nothing if it has ended.
 
-    A page that several processes share counts for each with its part, so the sum over all of them has it once. The kernel shows that to the
-    owner of a process alone. Of a process that hides it, all resident pages count, which is never too little.
+    A page that several processes share counts for each with its part, so the sum over all of them has it once. The
+    kernel shows that to the owner of a process alone. Of a process that hides it, all resident pages count, which is
+    never too little.
     """
     try:
         rows = _rows(f"/proc/{pid}/smaps_rollup")
@@ -108,7 +109,9 @@ def _rows(path: str) -> dict[str, int]:
 
 
 def available_memory_bytes() -> int:
-    """Return the memory that new processes may have: what the machine has left, and the container in which this process runs."""
+    """Return the memory that new processes may have: what the machine has left, and the container in which this process
+    runs.
+    """
     free = [machine_memory_bytes()]
     with contextlib.suppress(OSError, ValueError, LookupError):
         with open("/proc/meminfo", encoding="ascii") as file:
@@ -208,7 +211,9 @@ def reading(read: Callable[[str], str] | None = None) -> Reading:
 
 
 def spare_cores(before: Reading, after: Reading, cpus: Collection[int] = ()) -> float:
-    """Return how many of `cpus` (of those that this process may use, if empty) had nothing to do from one reading to the next."""
+    """Return how many of `cpus` (of those that this process may use, if empty) had nothing to do from one reading to
+    the next.
+    """
     seconds = after.at_s - before.at_s
     if seconds <= 0:
         return 0.0
@@ -227,7 +232,9 @@ def spare_cores(before: Reading, after: Reading, cpus: Collection[int] = ()) -> 
 
 
 def _quotas(read: Callable[[str], str]) -> Iterator[tuple[float, float]]:
-    """Find the quotas. With cgroup v2, those of each group from this process's own upwards; with v1, that of the topmost one."""
+    """Find the quotas. With cgroup v2, those of each group from this process's own upwards; with v1, that of the
+    topmost one.
+    """
     for group in _groups(read):
         try:
             quota, period = read(f"{group}/cpu.max").split()

@@ -4,15 +4,15 @@ The archive is not trusted. Every member is checked before it is written: no abs
 directories, regular files and links, no member below a link. Nothing is ever written through a link, so the target of a
 link cannot move a write. Targets are checked all the same, so that no environment reaches out of itself by accident.
 
-A member may come twice, as packers write it (venv-pack writes `pyvenv.cfg` twice), if it does not change the kind of its
-name: a file replaces a file, a directory or a link comes again as it was. A file is replaced by a new one under its name
-and never written into, as it may have other names by hard links, which keep the old content.
+A member may come twice, as packers write it (venv-pack writes `pyvenv.cfg` twice), if it does not change the kind of
+its name: a file replaces a file, a directory or a link comes again as it was. A file is replaced by a new one under its
+name and never written into, as it may have other names by hard links, which keep the old content.
 
-Bounds come before work. A few bytes of an archive can ask for endless memory, disk or time, in a header, in a name, in a
-dictionary size, in zeros that compress a thousand times. So each of these has a limit, and it is checked before the bytes
-are read, kept, inflated or written: the bytes of one header and of all headers, the number of members and of extended
-headers, the bytes of all names, the memory of the decompressor, the bytes on the disk. The size that a header claims is
-never believed: content is read in chunks, and counted.
+Bounds come before work. A few bytes of an archive can ask for endless memory, disk or time, in a header, in a name, in
+a dictionary size, in zeros that compress a thousand times. So each of these has a limit, and it is checked before the
+bytes are read, kept, inflated or written: the bytes of one header and of all headers, the number of members and of
+extended headers, the bytes of all names, the memory of the decompressor, the bytes on the disk. The size that a header
+claims is never believed: content is read in chunks, and counted.
 """
 
 from __future__ import annotations

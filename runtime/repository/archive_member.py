@@ -1,4 +1,6 @@
-"""The types that the readers of archives and the unpacker share, without the decompressors, which take long to import."""
+"""The types that the readers of archives and the unpacker share, without the decompressors, which take long to
+import.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class DamagedArchive(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An entry of an archive. `kind` is "directory", "file", "symlink", "hardlink" or a word for a kind that is refused."""
+    """An entry of an archive. `kind` is "directory", "file", "symlink", "hardlink" or a word for a kind that is
+    refused.
+    """
 
     name: str
     kind: str

@@ -1,12 +1,12 @@
 """Reads tar archives as a stream, with no more memory than one bounded header.
 
-Python's `tarfile` is not used: it keeps every header that it has read, and reads extended headers and the maps of sparse
-files of any size. This module reads ustar, GNU's long names, `path`, `linkpath` and `size` of PAX headers, and the two
-forms of sparse files that GNU tar writes by default: its own, and version 1.0 for PAX.
+Python's `tarfile` is not used: it keeps every header that it has read, and reads extended headers and the maps of
+sparse files of any size. This module reads ustar, GNU's long names, `path`, `linkpath` and `size` of PAX headers, and
+the two forms of sparse files that GNU tar writes by default: its own, and version 1.0 for PAX.
 
-Every size here comes from the archive. A header is read after its size was checked against what is left of three budgets:
-for one header, for all of them, and for their number, as a compressed empty header costs less than a byte and as much time
-as any other.
+Every size here comes from the archive. A header is read after its size was checked against what is left of three
+budgets: for one header, for all of them, and for their number, as a compressed empty header costs less than a byte and
+as much time as any other.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ class _Tar:
             fields, goes_on = block[:504], block[504]
 
     def _pax_map(self, stored: _Content) -> list[int]:
-        """Read the map at the beginning of the content: the number of spans, then start and length of each, a number a line."""
+        """Read the map at the beginning of the content: the number of spans, then start and length of each, a number a
+        line.
+        """
         text, lines, wanted = [b""], 0, 1
         left = HEADER_LIMIT_BYTES
         while lines < wanted:

@@ -1,7 +1,7 @@
 """Reads zip archives entry by entry, with no more memory than one entry of their directory.
 
-Python's `zipfile` is not used: it reads the whole directory first, of any size. An entry's content is inflated in chunks,
-up to the size that the directory gives and no further, and compared with its checksum.
+Python's `zipfile` is not used: it reads the whole directory first, of any size. An entry's content is inflated in
+chunks, up to the size that the directory gives and no further, and compared with its checksum.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Addresses of repositories in the cloud, and the credentials for them. Nothing is contacted here.
 
-An address is shown in logs and in answers to clients, so it must not hold a secret: queries, as in signed URLs, and users
-with passwords are refused. Credentials come from Triton's variables, or from the file that one of these names.
+An address is shown in logs and in answers to clients, so it must not hold a secret: queries, as in signed URLs, and
+users with passwords are refused. Credentials come from Triton's variables, or from the file that one of these names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ CONNECT_S, READ_S = 10.0, 30.0
 
 
 class _Service(NamedTuple):
-    """One kind of store: the package that reads it, and the variables that name its credentials and its copies' folder."""
+    """One kind of store: the package that reads it, and the variables that name its credentials and its copies'
+    folder.
+    """
 
     package: str
     secrets: tuple[str, ...]
@@ -59,7 +61,8 @@ class CloudAddress:
         return (*self.service.secrets, CREDENTIAL_FILE)
 
 
-# What a library may repeat of a request: who asks, in an address, and what is signed. Azure's texts have their keys as `AccountKey=…`.
+# What a library may repeat of a request: who asks, in an address, and what is signed. Azure's texts have their keys as
+# `AccountKey=…`.
 _USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/@'\"<>]*@")
 _QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s?#'\"<>]*)[?#][^\s'\"<>]*")
 _SIGNED = re.compile(
@@ -72,7 +75,9 @@ _SHORTEST = 6
 
 
 def without_secrets(text: str, address: CloudAddress, environment: Mapping[str, str]) -> str:
-    """Return the text of a store's library without the credentials for an address, and without users and queries of addresses."""
+    """Return the text of a store's library without the credentials for an address, and without users and queries of
+    addresses.
+    """
     secrets = [value for name, value in address.options.items() if _SECRET.search(name)]
     for name, value in environment.items():
         if _SECRET.search(name) and any(fnmatchcase(name, each) for each in address.secrets):
@@ -216,7 +221,8 @@ def _azure(account: str, credentials: _Credentials) -> dict[str, Any]:
     key = credentials.of("account_key", "AZURE_STORAGE_KEY")
     kind = credentials.of("auth_type", "AZURE_STORAGE_AUTH_TYPE")
     if kind in (None, "key", "shared_key"):
-        # As in Triton, an account without a key is read as anyone may read it. The library reads the variables for signatures.
+        # As in Triton, an account without a key is read as anyone may read it. The library reads the variables for
+        # signatures.
         signed = ("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_CONNECTION_STRING")
         is_anonymous = not (key or any(map(credentials.environment.get, signed)))
         return {**options, "account_key": key, "anon": is_anonymous}

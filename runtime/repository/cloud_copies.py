@@ -2,22 +2,24 @@
 
     <root>/files/<sha256>       the content of a file, as a file that only its owner may read
     <root>/known/<digest>       a link to the content that a store's tag (an ETag) stands for
-    <root>/models/<digest>/NAME the folder of a model, of hard links to contents; `folder_cache` says who makes and removes it
+    <root>/models/<digest>/NAME the folder of a model, of hard links to contents, made and removed by `folder_cache`
 
-Theory of operation. A model is listed, copied and listed again. Only if both listings are equal, the folder gets its name, so
-nobody finds one that is half a copy, or half of one upload and half of the next. Otherwise all begins anew. A tag is
-remembered for a file that both listings have, as only then the tag stands for what was read.
+Theory of operation. A model is listed, copied and listed again. Only if both listings are equal, the folder gets its
+name, so nobody finds one that is half a copy, or half of one upload and half of the next. Otherwise all begins anew. A
+tag is remembered for a file that both listings have, as only then the tag stands for what was read.
 
-The digest of a folder is that of the listing it was made from: an unchanged model is found by one question to the store. A
-content is linked into a folder before it lies in `files`, and one that no folder links to is removed. `os.link` finds a
-content or does not, so a process may remove one while another one looks for it.
+The digest of a folder is that of the listing it was made from: an unchanged model is found by one question to the
+store. A content is linked into a folder before it lies in `files`, and one that no folder links to is removed.
+`os.link` finds a content or does not, so a process may remove one while another one looks for it.
 
-A model below the sandbox `strict` runs as the user who owns the cache, and may write into its folder by mistake. The contents
-belong to other folders, too. So each content has a time that was computed from its hash. One with another time was written to:
-it is fetched again, and so is a folder that has it (`_is_intact`). Each process looks at each folder once.
+A model below the sandbox `strict` runs as the user who owns the cache, and may write into its folder by mistake. The
+contents belong to other folders, too. So each content has a time that was computed from its hash. One with another time
+was written to: it is fetched again, and so is a folder that has it (`_is_intact`). Each process looks at each folder
+once.
 
-Several threads copy the files of one model. They take them from one queue, and `failed` ends all of them with the first error.
-`_stop` is another event for each generation of loads: those that began before `give_up` end, and later ones do not.
+Several threads copy the files of one model. They take them from one queue, and `failed` ends all of them with the first
+error. `_stop` is another event for each generation of loads: those that began before `give_up` end, and later ones do
+not.
 """
 
 from __future__ import annotations
@@ -91,7 +93,9 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 class CloudCopies:
-    """The models at one address, as folders on this disk. Any thread may call any method. All but `give_up` wait for the network."""
+    """The models at one address, as folders on this disk. Any thread may call any method. All but `give_up` wait for
+    the network.
+    """
 
     def __init__(self, url: str, environment: Mapping[str, str], root: Path | None = None) -> None:
         """`environment` has the credentials. `root` is the cache's, by default that of the user.
@@ -222,7 +226,9 @@ class CloudCopies:
         _sync(partial_)
 
     def _check_room(self, name: str, listing: CloudListing) -> None:
-        """Raise `RepositoryError` unless the disk has room for all files. Removes copies that nobody uses if it has not."""
+        """Raise `RepositoryError` unless the disk has room for all files. Removes copies that nobody uses if it has
+        not.
+        """
         for remove in (self._cache.remove_unused, None):
             missing = [file for file in listing.files if not self._known(name, file).exists()]
             wanted = sum(file.size_bytes for file in missing)

@@ -195,7 +195,9 @@ def _is_final(error: Exception) -> bool:
 
 
 def checked_listing(base: str, found: Mapping[str, Mapping[str, Any]]) -> CloudListing:
-    """Return the files and folders below `base`, by their paths there. Raises `RepositoryError` for names no file can have."""
+    """Return the files and folders below `base`, by their paths there. Raises `RepositoryError` for names no file can
+    have.
+    """
     files: dict[str, CloudFile] = {}
     folders: set[str] = set()
     for facts in found.values():

@@ -1,11 +1,13 @@
-"""The interpreter that runs a model, its environment variables, and the cache of environments that came packed or as a list.
+"""The interpreter that runs a model, its environment variables, and the cache of environments that came packed or as a
+list.
 
-Below the sandbox `best-effort`, the interpreter of an environment is a program like any other: a person who may choose a model's
-environment may run programs.
+Below the sandbox `best-effort`, the interpreter of an environment is a program like any other: a person who may choose
+a model's environment may run programs.
 
-Each packed environment is unpacked once for all models and runtimes of a user, into a folder below the hash of its archive.
-The archive may change while it is read. What is unpacked is a private copy that was hashed while it was made, so an
-environment always has the content of its name. One that is built from a list of packages lies below the hash of the list.
+Each packed environment is unpacked once for all models and runtimes of a user, into a folder below the hash of its
+archive. The archive may change while it is read. What is unpacked is a private copy that was hashed while it was made,
+so an environment always has the content of its name. One that is built from a list of packages lies below the hash of
+the list.
 """
 
 from __future__ import annotations
@@ -60,9 +62,9 @@ def resolve(
 ) -> Environment:
     """Return the environment that `EXECUTION_ENV_PATH` names, by default moonpool's own interpreter.
 
-    PATH and LD_LIBRARY_PATH are put before those of `inherited`, by default this process's. With `only_wheels`, nothing of a
-    list is compiled, as that runs code of its packages. Unpacking and building may take minutes, so do not call this in an
-    event loop. They fail soon after `stop` is set. Raises `BadEnvironment`.
+    PATH and LD_LIBRARY_PATH are put before those of `inherited`, by default this process's. With `only_wheels`, nothing
+    of a list is compiled, as that runs code of its packages. Unpacking and building may take minutes, so do not call
+    this in an event loop. They fail soon after `stop` is set. Raises `BadEnvironment`.
     """
     if execution_env_path is None:
         return _own_interpreter()
@@ -191,8 +193,8 @@ class EnvironmentCache(FolderCache):
     def acquire(self, archive: Path, stop: Event | None = None) -> FolderLease:
         """Return a lease of the unpacked environment of an archive, and unpack it if nobody has.
 
-        Before unpacking, environments that nobody has used for `KEEP_UNUSED_S` are removed. Blocks while another thread or
-        process unpacks the same archive, until `stop` is set. Raises `BadEnvironment`.
+        Before unpacking, environments that nobody has used for `KEEP_UNUSED_S` are removed. Blocks while another thread
+        or process unpacks the same archive, until `stop` is set. Raises `BadEnvironment`.
         """
         try:
             with _opened(archive) as stream:

@@ -1,11 +1,13 @@
 """Builds environments from lists of packages, with uv where it is there, else with pip.
 
-The tool runs while a model is loaded, and never for a request. It takes its settings from the variables and files that it has
-anyway (`UV_INDEX_URL`, `PIP_INDEX_URL`, `UV_OFFLINE`, `pip.conf`), and from the list names, versions and hashes. Only a lock says itself
-where its packages are. To install a wheel runs none of its code; to build one does. So for models that are contained, only wheels are taken.
-The new interpreter is not started afterwards: a wheel may have a `.pth`, whose lines run at each start.
+The tool runs while a model is loaded, and never for a request. It takes its settings from the variables and files that
+it has anyway (`UV_INDEX_URL`, `PIP_INDEX_URL`, `UV_OFFLINE`, `pip.conf`), and from the list names, versions and hashes.
+Only a lock says itself where its packages are. To install a wheel runs none of its code; to build one does. So for
+models that are contained, only wheels are taken. The new interpreter is not started afterwards: a wheel may have a
+`.pth`, whose lines run at each start.
 
-An environment is built in a folder that gets another name when it is complete. So paths in its scripts are changed at the end.
+An environment is built in a folder that gets another name when it is complete. So paths in its scripts are changed at
+the end.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Builder:
         only_wheels: bool,
         shows_progress: bool = False,
     ) -> None:
-        """End the tool once `stop` is set. With `only_wheels`, nothing is compiled. With `shows_progress`, the tools write to this program's stderr."""
+        """End the tool once `stop` is set. With `only_wheels`, nothing is compiled. With `shows_progress`, the tools
+        write to this program's stderr.
+        """
         self._wanted = wanted
         self._folder = folder
         self._stop = stop
@@ -117,7 +121,9 @@ class Builder:
             self._run([*command, "--project", folder])
 
     def _compile(self) -> None:
-        """Compile the modules by this interpreter, which pip does while it installs. A contained model could not keep them."""
+        """Compile the modules by this interpreter, which pip does while it installs. A contained model could not keep
+        them.
+        """
         if _fits_here(self._wanted):
             libraries = str(self._folder / "lib")
             compiles = [sys.executable, "-I", "-m", "compileall", "-q", "-j", "0", libraries]
@@ -182,7 +188,9 @@ def _ended(
     complaints: IO[bytes] | None,
     stop: Event,
 ) -> int | str:
-    """Run a tool to its end, and return its exit code, or words for the time that was over or the load that was given up."""
+    """Run a tool to its end, and return its exit code, or words for the time that was over or the load that was given
+    up.
+    """
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -208,7 +216,9 @@ def _ended(
 
 
 def _variables(given: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return the variables of a tool: those of this process, and the folder in place of the environment that they name."""
+    """Return the variables of a tool: those of this process, and the folder in place of the environment that they
+    name.
+    """
     without = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH")
     variables = {name: value for name, value in given.items() if name not in without}
     more = {"NO_COLOR": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}

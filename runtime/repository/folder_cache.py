@@ -8,16 +8,17 @@ Theory of operation. Each folder lies below a digest of the thing that it was ma
     <root>/<digest>.making  locked exclusively by one who makes or removes it
     <root>/.<digest>.*      one that is being made or removed; the next process removes what a killed one left
 
-The locks are flocks of open files, so the kernel drops them when a process dies, in any way. There are two because a use
-lasts: the second of two processes that come to make a folder waits for the first to finish making it, not for the first to
-end using it.
+The locks are flocks of open files, so the kernel drops them when a process dies, in any way. There are two because a
+use lasts: the second of two processes that come to make a folder waits for the first to finish making it, not for the
+first to end using it.
 
-`lease` takes the shared lock first and looks for the folder second. The order matters: a process that removes a folder holds
-that lock exclusively, so a folder that is seen under it stays. Without a folder it takes `.making`, looks again, makes it, and
-begins anew. A lock file may itself be removed between its opening and its locking. `_locked` compares the inode under the path
-with its own, and a lock on a removed file does not count.
+`lease` takes the shared lock first and looks for the folder second. The order matters: a process that removes a folder
+holds that lock exclusively, so a folder that is seen under it stays. Without a folder it takes `.making`, looks again,
+makes it, and begins anew. A lock file may itself be removed between its opening and its locking. `_locked` compares the
+inode under the path with its own, and a lock on a removed file does not count.
 
-A lease that nobody has any more ends by its finalizer. Finalizers run once, also if two threads release a lease together.
+A lease that nobody has any more ends by its finalizer. Finalizers run once, also if two threads release a lease
+together.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _log = RuntimeLog("moonpool")
 
 # Long enough for a job that runs once a week, short enough for a disk on which the originals change daily.
 KEEP_UNUSED_S = 8 * 24 * 3600.0
-# The most time that a process waits for another one, which may hang. To build an environment of large packages takes long.
+# The most time that a process waits for another one, which may hang. To build an environment of large packages takes
+# long.
 WAIT_S = 4 * 3600.0
 # A process that waits for a lock asks for it so often: the kernel wakes nobody at a time that it is given.
 _ASK_S = 0.05
@@ -91,7 +93,9 @@ class _Turn:
         self._refusal, self._contents, self._end_s, self._stop = refusal, contents, end_s, stop
 
     def lock(self, path: Path, operation: int) -> int | None:
-        """Open and lock a lock file; None if it was just removed. Raises `refusal` if it is taken until the end, and OSError."""
+        """Open and lock a lock file; None if it was just removed. Raises `refusal` if it is taken until the end, and
+        OSError.
+        """
         while True:
             with contextlib.suppress(BlockingIOError):
                 return _locked(path, operation)
@@ -124,8 +128,9 @@ class FolderCache:
     ) -> FolderLease:
         """Return a lease of the folder of this digest. If there is none, `make` is called with an empty folder to fill.
 
-        Before that, folders that nobody has used for `KEEP_UNUSED_S` are removed. Blocks while another thread or process makes the
-        same folder, until `stop` is set, and for `WAIT_S` at most. Raises `refusal`, OSError and what `make` raises.
+        Before that, folders that nobody has used for `KEEP_UNUSED_S` are removed. Blocks while another thread or
+        process makes the same folder, until `stop` is set, and for `WAIT_S` at most. Raises `refusal`, OSError and what
+        `make` raises.
         """
         self._make_root()
         turn = _Turn(self.refusal, self.contents, time.monotonic() + WAIT_S, stop or Event())
@@ -170,8 +175,8 @@ class FolderCache:
         return self._remove(self.root / f"{digest}.lock", 0.0)
 
     def _remove(self, lock: Path, older_than_s: float) -> bool:
-        # Neither lock is waited for: a folder that is used or made now is not removed. The files of both locks go
-        # last, while the locks are held. A process that has one of them open then finds by its inode that it is removed.
+        # Neither lock is waited for: a folder that is used or made now is not removed. The files of both locks go last,
+        # while the locks are held. A process that has one of them open then finds by its inode that it is removed.
         using = _lock_now(lock)
         if using is None:
             return False
@@ -273,7 +278,9 @@ def _lock_now(path: Path) -> int | None:
 
 
 def _locked(path: Path, operation: int) -> int | None:
-    """Open and lock a lock file; None if it was removed before it was locked. Raises BlockingIOError if it is taken, and OSError."""
+    """Open and lock a lock file; None if it was removed before it was locked. Raises BlockingIOError if it is taken,
+    and OSError.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with contextlib.ExitStack() as held:
         held.callback(os.close, descriptor)

@@ -1,8 +1,8 @@
 """Checks what a model's configuration would give the model beyond its level, against the grants of the operator.
 
-A configuration is as untrusted as the model's code. Under a level that the operator set, each thing in it that goes beyond
-the level is an `Ask`, which a grant of the same value must cover. Everything else is refused at the load, with the text of
-the grant that would allow it.
+A configuration is as untrusted as the model's code. Under a level that the operator set, each thing in it that goes
+beyond the level is an `Ask`, which a grant of the same value must cover. Everything else is refused at the load, with
+the text of the grant that would allow it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from moonpool.runtime.repository.environment import expanded
 
 
 def granted(options: ModelOptions, gpus: Sequence[int] = ()) -> tuple[str, ...]:
-    """Describe in words what a contained model is given, for the log and for a look at its instance. `gpus` are its GPUs."""
+    """Describe in words what a contained model is given, for the log and for a look at its instance. `gpus` are its
+    GPUs.
+    """
     if not is_contained(options.sandbox):
         return ()
     paths = [f"{'write' if writes else 'read'} {path}" for path, writes in options.sandbox_paths]
@@ -93,7 +95,9 @@ class Ask:
 
 
 def asks(model: Model, said: Collection[str] = ()) -> Iterator[Ask]:
-    """List all things that a model's configuration gives it beyond its level, without the options `said` by the operator."""
+    """List all things that a model's configuration gives it beyond its level, without the options `said` by the
+    operator.
+    """
     options, parameters = model.options, model.config.parameters
     # What the runtime keeps for the model follows the memory that the operator has given its process.
     memory_bytes = options.memory_limit_bytes if _MEMORY in said else None
@@ -239,9 +243,9 @@ def check_ungranted(
 ) -> None:
     """Raise `ConfigError` if the configuration gives the model more than its level and its grants do.
 
-    `said` are the options that the operator set for it, and `form` writes a grant as this program takes it. `brings` is that
-    of `Wanted`. A grant of the whole model is for the configuration in the repository. Files that a load brings have no
-    grants at all: the operator meant other code.
+    `said` are the options that the operator set for it, and `form` writes a grant as this program takes it. `brings` is
+    that of `Wanted`. A grant of the whole model is for the configuration in the repository. Files that a load brings
+    have no grants at all: the operator meant other code.
     """
     name = model.name
     if not brings and name in grants.whole:
@@ -497,8 +501,8 @@ _FLOORS = {
     "MOONPOOL_IDLE_S": ("idle_s", 60.0),
     "MOONPOOL_EXECUTE_TIMEOUT_S": ("execute_timeout_s", 0.1),
 }
-# Options that may have any value without a grant, since they give the model nothing that it lacks. Whatever is in none of these tables
-# needs a grant, also an option that is yet to come.
+# Options that may have any value without a grant, since they give the model nothing that it lacks. Whatever is in none
+# of these tables needs a grant, also an option that is yet to come.
 HARMLESS = {
     "FORCE_CPU_ONLY_INPUT_TENSORS": "where inputs lie that it gets anyway",
     "MOONPOOL_SANDBOX": "a lower level than the operator's is not taken",

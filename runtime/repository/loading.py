@@ -1,15 +1,15 @@
-"""Turns what a caller names (a repository's model, a directory, a file, a class, a function, files in memory) into models ready to be
-hosted.
+"""Turns what a caller names (a repository's model, a directory, a file, a class, a function, files in memory) into
+models ready to be hosted.
 
 Several people have a say in a model's options, and they are trusted differently. The operator set `HostingRules` at the
-start. The repository has what its owners put there, which may change at any time. A client or a model that loads another
-one may bring a configuration, or files, or both. So options are merged in one order, the operator's over the caller's over
-the directory's, and a level of the sandbox is only ever raised by the less trusted. Under a level that the operator set,
-everything that a configuration would give its model must have been granted (`grants`), and files that a load brings have no
-grants at all: the operator meant other code.
+start. The repository has what its owners put there, which may change at any time. A client or a model that loads
+another one may bring a configuration, or files, or both. So options are merged in one order, the operator's over the
+caller's over the directory's, and a level of the sandbox is only ever raised by the less trusted. Under a level that
+the operator set, everything that a configuration would give its model must have been granted (`grants`), and files that
+a load brings have no grants at all: the operator meant other code.
 
-Files that a caller brings are written into a private directory, in which no path may lead out of it, and the directory goes
-with the model.
+Files that a caller brings are written into a private directory, in which no path may lead out of it, and the directory
+goes with the model.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Wanted:
     """A load as a caller asks for it.
 
     Without `source`, the model is the repository's. `files` are a whole directory, in place of the repository's.
-    `config` replaces the directory's configuration field by field, with `is_whole` entirely. `asker` are the options of a
-    model that asks for the load; its configuration may not give another model more than it has itself. `said` are parameters
-    that the operator set, by key. They take precedence over all configurations.
+    `config` replaces the directory's configuration field by field, with `is_whole` entirely. `asker` are the options of
+    a model that asks for the load; its configuration may not give another model more than it has itself. `said` are
+    parameters that the operator set, by key. They take precedence over all configurations.
     """
 
     name: str
@@ -105,11 +105,11 @@ class Wanted:
 class HostingRules:
     """The operator's rules for all models of a runtime.
 
-    `sandbox` is the least level of their processes, and the level of models that name none; None leaves it to the models.
-    From `best-effort` on, models cannot give themselves more than the level does, except for `grants`.
-    `options` are the operator's options by the names of models. They take precedence over the models' own, and MOONPOOL_SANDBOX among them
-    takes the place of `sandbox`. Without `completes`, models are not asked to complete their configuration. `limits` are for
-    all configurations.
+    `sandbox` is the least level of their processes, and the level of models that name none; None leaves it to the
+    models. From `best-effort` on, models cannot give themselves more than the level does, except for `grants`.
+    `options` are the operator's options by the names of models. They take precedence over the models' own, and
+    MOONPOOL_SANDBOX among them takes the place of `sandbox`. Without `completes`, models are not asked to complete
+    their configuration. `limits` are for all configurations.
     """
 
     sandbox: str | None = None
@@ -127,7 +127,9 @@ class HostingRules:
     limits_rate: bool = False
 
     def said_of(self, wanted: Wanted) -> dict[str, str]:
-        """Return the options that the operator set for a model, by its name or in the load itself. The load goes first."""
+        """Return the options that the operator set for a model, by its name or in the load itself. The load goes
+        first.
+        """
         return self.options.of(wanted.name) | dict(wanted.said or {})
 
     def about_none_of(self, names: Collection[str]) -> list[str]:
@@ -228,8 +230,8 @@ class FixedPart(NamedTuple):
 class PreparedModel:
     """The versions of a model that a load starts, ascending; at least one.
 
-    Two with equal stamps would start the same processes. Where only the fixed parts are equal (`fixed`), the processes of the
-    one can go on as those of the other. Call `discard` when nobody needs the files any more.
+    Two with equal stamps would start the same processes. Where only the fixed parts are equal (`fixed`), the processes
+    of the one can go on as those of the other. Call `discard` when nobody needs the files any more.
     """
 
     def __init__(
@@ -247,7 +249,9 @@ class PreparedModel:
         self.fixed: dict[int, FixedPart] = {}
 
     def seal(self) -> None:
-        """Compute the stamps, now that the models have their final options and places. They change later, as they load."""
+        """Compute the stamps, now that the models have their final options and places. They change later, as they
+        load.
+        """
         folders = {m.source.model_directory for m in self.models if m.source.is_directory}
         common = self._digest, self._stamps(folders if self._digest is None else ())
         for model in self.models:
@@ -274,7 +278,9 @@ class PreparedModel:
         return self._made is not None and path.is_relative_to(self._made)
 
     def discard(self) -> None:
-        """Remove the directory that was made for this model alone, if one was, or allow the cache to remove its copy."""
+        """Remove the directory that was made for this model alone, if one was, or allow the cache to remove its
+        copy.
+        """
         if self._made is not None:
             _remove(self._made)
         if self._lease is not None:
@@ -514,7 +520,9 @@ def model_of(
 
 
 def _check_labels(config: ModelConfig, where: ModelSource) -> None:
-    """Read all files with labels, so that a load and not a classification fails for want of one. Raises `ConfigError`."""
+    """Read all files with labels, so that a load and not a classification fails for want of one. Raises
+    `ConfigError`.
+    """
     for index, output in enumerate(config.raw["output"]):
         if filename := output["label_filename"]:
             try:
@@ -549,7 +557,8 @@ _MOST_FILES = 10_000
 
 
 def _write_directory(name: str, files: Mapping[str, bytes]) -> Path:
-    """Make a directory that no other user may look into, in which `name` has these files by path. The caller removes it.
+    """Make a directory that no other user may look into, in which `name` has these files by path. The caller removes
+    it.
 
     Raises `RepositoryError` for a path that leads out of it, and for more than the bounds above.
     """

@@ -1,7 +1,7 @@
 """Reads lists of packages, of which environments are built: what may be in one, and which environment it names.
 
-A list stands alone. A line that names another file, a folder or a repository of sources is refused, because the list's digest is
-the name of its environment, and would not change with them.
+A list stands alone. A line that names another file, a folder or a repository of sources is refused, because the list's
+digest is the name of its environment, and would not change with them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LOCK, PROJECT = "uv.lock", "pyproject.toml"
 # The block of https://packaging.python.org/en/latest/specifications/inline-script-metadata/.
 _BEGIN, _END = "# /// script", "# ///"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# What a requirement may be: a name, extras, versions, a marker. Only characters that these need: pip takes "file:%2Ftmp" for an
-# address, "x[/../tmp]" for a folder, whose code it runs, ${X} for a variable, and ends a line at more characters than "\n".
-# pip also takes an option wherever a dash follows a space, even in the quotes of a marker.
+# What a requirement may be: a name, extras, versions, a marker. Only characters that these need: pip takes
+# "file:%2Ftmp" for an address, "x[/../tmp]" for a folder, whose code it runs, ${X} for a variable, and ends a line at
+# more characters than "\n". pip also takes an option wherever a dash follows a space, even in the quotes of a marker.
 _VERSION = r"(?:===|~=|==|!=|<=|>=|<|>)[ \t]*[A-Za-z0-9][A-Za-z0-9.*+!_-]*[ \t]*"
 _VERSIONS = rf"{_VERSION}(?:,[ \t]*{_VERSION})*(?:,[ \t]*)?"
 _REQUIREMENT = re.compile(
@@ -51,7 +51,8 @@ _CLAUSE = re.compile(r"\s*(~=|==|!=|<=|>=|<|>)\s*([0-9]{1,9}(?:\.[0-9]{1,9})*)(\
 class PackageList:
     """The packages of an environment. `python` has the versions of Python that it may have, "" for any.
 
-    `requirements` are lines for pip, and for a lock the text of the lock, which only uv reads, with that of its project.
+    `requirements` are lines for pip, and for a lock the text of the lock, which only uv reads, with that of its
+    project.
     """
 
     path: Path
@@ -73,7 +74,9 @@ class PackageList:
 
 
 def read_list(path: Path) -> PackageList:
-    """Read a list. Raises `BadEnvironment` for one that cannot be read, that does not stand alone, or that cannot hold a stub."""
+    """Read a list. Raises `BadEnvironment` for one that cannot be read, that does not stand alone, or that cannot hold
+    a stub.
+    """
     try:
         text = _text(path)
         if path.suffix == ".lock":

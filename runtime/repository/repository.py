@@ -1,10 +1,12 @@
-"""Model repositories, read as Triton reads them. Nothing is started here. Those in the cloud are read from copies on disk.
+"""Model repositories, read as Triton reads them. Nothing is started here. Those in the cloud are read from copies on
+disk.
 
 Names, links and files in a repository are not trusted to be what they seem: a model's name must be a plain name, a path
 with a loop of links is refused before anything in it is read, and configurations are read with limits.
 
-Theory of operation. A repository in the cloud is listed at most once in `_KEPT_S`, as clients and the page may ask for the index at
-any rate. `_listing` is held meanwhile, so threads that come together ask the store once. Loads do not use that listing.
+Theory of operation. A repository in the cloud is listed at most once in `_KEPT_S`, as clients and the page may ask for
+the index at any rate. `_listing` is held meanwhile, so threads that come together ask the store once. Loads do not use
+that listing.
 """
 
 from __future__ import annotations
@@ -97,7 +99,9 @@ def suggesting(name: str, names: Callable[[], Iterable[str]]) -> Iterator[None]:
 
 
 class CloudRepository:
-    """A repository at an address, such as `s3://bucket/models`. Any thread may call any method, and waits for the network."""
+    """A repository at an address, such as `s3://bucket/models`. Any thread may call any method, and waits for the
+    network.
+    """
 
     def __init__(self, url: str) -> None:
         """Raise `RepositoryError` for an address that cannot be read, or without the package for it."""
@@ -173,7 +177,9 @@ class ModelDirectory:
 
     @property
     def config_file(self) -> Path:
-        """The file of the configuration, which need not exist: as in Triton, `configs/<name>.pbtxt` if the model has it."""
+        """The file of the configuration, which need not exist: as in Triton, `configs/<name>.pbtxt` if the model has
+        it.
+        """
         named = self.path / _CONFIGS / f"{self.config_name}.pbtxt"
         if self.config_name and os.path.lexists(named):
             return named
@@ -305,7 +311,9 @@ def _check_directory(path: Path, title: str) -> None:
 
 
 class Listing(NamedTuple):
-    """The models of several repositories, those that are in more than one, and the errors of unreadable repositories."""
+    """The models of several repositories, those that are in more than one, and the errors of unreadable
+    repositories.
+    """
 
     names: list[str]
     repeated: set[str]
@@ -354,7 +362,8 @@ class ModelRepositories:
             each.close()
 
     def find_at(self, address: str) -> ModelDirectory:
-        """Return a copy of the model at an address, such as `s3://bucket/models/m`, as it is now. Waits for the network.
+        """Return a copy of the model at an address, such as `s3://bucket/models/m`, as it is now. Waits for the
+        network.
 
         Raises `RepositoryError`, with NOT_FOUND if there is nothing.
         """
@@ -367,7 +376,8 @@ class ModelRepositories:
         if copies is None:
             made = CloudCopies(folder, os.environ)
             with self._lock:
-                # Two threads may have come here. The copies of the second one were not used, and have no connection yet.
+                # Two threads may have come here. The copies of the second one were not used, and have no connection
+                # yet.
                 copies = self._apart.setdefault(folder, made)
         return _copied(copies, name)
 

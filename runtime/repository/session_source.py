@@ -1,8 +1,9 @@
-"""Finds the source of a class or function that was typed into a session: into the cells of a notebook, or at Python's prompt.
+"""Finds the source of a class or function that was typed into a session: into the cells of a notebook, or at Python's
+prompt.
 
 A stub imports a model from a file. A session keeps its inputs as text, so the class is cut out of that text, with the
-imports, functions, classes and constants that it uses. Nothing is run or pickled for this. A name whose value is the result
-of running code is refused, because in the stub that code could give another value.
+imports, functions, classes and constants that it uses. Nothing is run or pickled for this. A name whose value is the
+result of running code is refused, because in the stub that code could give another value.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class _Statement(NamedTuple):
 
 
 def source_of(definition: Definition) -> str:
-    """Return the text of a file with this class or function and everything that it uses from its session. Raises `LoadFailed`."""
+    """Return the text of a file with this class or function and everything that it uses from its session. Raises
+    `LoadFailed`.
+    """
     namespace = vars(sys.modules.get(definition.__module__, builtins))
     root = definition.__qualname__.partition(".")[0]
     try:

@@ -2,11 +2,13 @@
 
 `Autoscaler.step` gets a sample every tenth of a second. The rules are few:
 
-- *Up*, if requests have waited for longer than the target over `UP_S`: by as many instances as there are processors with nothing to do, and at most twice
-  as many as there are. One that comes while no processor is idle, or where its memory is not there, would only make the others slower.
-- *Down* by one, if requests have waited for less than half of the target over `DOWN_S`, and the others would have been busy for 70 % of that time at most.
-- After each step the samples count anew. So a step is answered by what it changed, and between the two targets nothing happens at all: that is the hysteresis. What
-  went up stays for `DOWN_S` at least.
+- *Up*, if requests have waited for longer than the target over `UP_S`: by as many instances as there are processors
+  with nothing to do, and at most twice as many as there are. One that comes while no processor is idle, or where its
+  memory is not there, would only make the others slower.
+- *Down* by one, if requests have waited for less than half of the target over `DOWN_S`, and the others would have been
+  busy for 70 % of that time at most.
+- After each step the samples count anew. So a step is answered by what it changed, and between the two targets nothing
+  happens at all: that is the hysteresis. What went up stays for `DOWN_S` at least.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Decides which models stay in memory. Pure: no clock, no lock, no process.
 
-`Residency` is the policy's surface. It asks `decide` before a model gets processes, and again whenever models have grown. `decide` compares what
-the models take with the budget. If that is too much, it names one that may go, in the order of `Sieve`.
+`Residency` is the policy's surface. It asks `decide` before a model gets processes, and again whenever models have
+grown. `decide` compares what the models take with the budget. If that is too much, it names one that may go, in the
+order of `Sieve`.
 
-A model may go if no request is inside, it is not pinned, and it has stayed for as long as its start took, or for the least
-stay of the budget. So at most half of a model's time goes into starts, and a machine that is asked for too many models at once serves
-fewer of them, in place of starting and ending them all the time.
+A model may go if no request is inside, it is not pinned, and it has stayed for as long as its start took, or for the
+least stay of the budget. So at most half of a model's time goes into starts, and a machine that is asked for too many
+models at once serves fewer of them, in place of starting and ending them all the time.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ _OF_RESIDENT = Arguments(lambda name, what: ValueError(f"Resident({name}=) {what
 class Resident:
     """Load models when they are asked for, and let no more of them stay in memory than this. None is no limit.
 
-    `memory` and `gpu_memory` are measured sizes in bytes, those of all models together. `least_stay_s` is the least time for which a model stays.
-    If no room can be made for a model within `patience_s`, its requests fail. Raises ValueError for a limit that is not above 0.
+    `memory` and `gpu_memory` are measured sizes in bytes, those of all models together. `least_stay_s` is the least
+    time for which a model stays. If no room can be made for a model within `patience_s`, its requests fail. Raises
+    ValueError for a limit that is not above 0.
     """
 
     models: int | None = None
@@ -97,8 +99,9 @@ class Verdict(NamedTuple, Generic[K]):
 class Sieve(Generic[K]):
     """The order in which models go: SIEVE (Zhang and others, NSDI 2024).
 
-    A hand goes from the model that came first to the one that came last, and around again. It takes the first model that was not used since
-    the hand passed it. Unlike an order by last use, a model that is asked for once goes before those that are asked for all the time.
+    A hand goes from the model that came first to the one that came last, and around again. It takes the first model
+    that was not used since the hand passed it. Unlike an order by last use, a model that is asked for once goes before
+    those that are asked for all the time.
     """
 
     def __init__(self) -> None:
@@ -175,10 +178,10 @@ def decide(
 ) -> Verdict[K]:
     """Decide if a model with this need may come; with None, if those that are present may all stay.
 
-    If only memory of GPUs is short, models that are awake go first, as a dormant one has freed what it can. Otherwise dormant ones go first:
-    nobody has asked them lately. A model larger than the limits is admitted if no other is present. `is_member`: a
-    request that runs in a present model waits for this one, so the two count as one, and it is admitted if no other can
-    leave.
+    If only memory of GPUs is short, models that are awake go first, as a dormant one has freed what it can. Otherwise
+    dormant ones go first: nobody has asked them lately. A model larger than the limits is admitted if no other is
+    present. `is_member`: a request that runs in a present model waits for this one, so the two count as one, and it is
+    admitted if no other can leave.
     """
     needs = [each.need for each in present.values()]
     reason = shortage(limits, needs if coming is None else [*needs, coming])

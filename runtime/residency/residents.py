@@ -1,38 +1,45 @@
 """Puts models to sleep, wakes them, and changes the number of their instances.
 
-Theory of operation. A model that sleeps stays in the registry with its configuration, its signature and its queue. It has no instances. So
-requests find it as they find any other, and wait in its queue under their own deadlines. `policy.py` decides who may come and who has to go.
-This file carries it out.
+Theory of operation. A model that sleeps stays in the registry with its configuration, its signature and its queue. It
+has no instances. So requests find it as they find any other, and wait in its queue under their own deadlines.
+`policy.py` decides who may come and who has to go. This file carries it out.
 
-*Waiting for room.* A thread that waits watches the schedulers of the models that are present (`_Watch`): they call it, under their locks, when
-a request has left. It also wakes when an entry changes, and when a model has stayed long enough.
+*Waiting for room.* A thread that waits watches the schedulers of the models that are present (`_Watch`): they call it,
+under their locks, when a request has left. It also wakes when an entry changes, and when a model has stayed long
+enough.
 
-*Waking.* The scheduler of a model that sleeps calls `want` for each request, with its lock held. `want` sets a mark and leaves the rest to the
-reactor, which starts a thread for the first of them (`_bring`). So concurrent first requests start a model once. The thread makes room
-(`_make_room`), takes the model lock, and starts the instances. Requests run as soon as the first one is ready. If that fails, all who wait get the
-reason, and requests are refused for a while, longer after each failure.
+*Waking.* The scheduler of a model that sleeps calls `want` for each request, with its lock held. `want` sets a mark and
+leaves the rest to the reactor, which starts a thread for the first of them (`_bring`). So concurrent first requests
+start a model once. The thread makes room (`_make_room`), takes the model lock, and starts the instances. Requests run
+as soon as the first one is ready. If that fails, all who wait get the reason, and requests are refused for a while,
+longer after each failure.
 
-*The first start.* Nobody knows what a model takes before it was there. Where memory is limited, such models start one after the other, each when the one before
-is measured (`_newcomer`). So the limit is exceeded by one of them at most. A model that another one asks does not wait for that one, which may wait for it.
+*The first start.* Nobody knows what a model takes before it was there. Where memory is limited, such models start one
+after the other, each when the one before is measured (`_newcomer`). So the limit is exceeded by one of them at most. A
+model that another one asks does not wait for that one, which may wait for it.
 
-*Putting to sleep* runs on the thread that needs the room, or on `moonpool-residency`, which also looks for models that nobody has asked for
-lately. The scheduler refuses if anything is inside, under its own lock. A request that comes a moment later waits in the queue; the mark is
-set, and the model is woken as soon as its instances have ended.
+*Putting to sleep* runs on the thread that needs the room, or on `moonpool-residency`, which also looks for models that
+nobody has asked for lately. The scheduler refuses if anything is inside, under its own lock. A request that comes a
+moment later waits in the queue; the mark is set, and the model is woken as soon as its instances have ended.
 
-*Dormant models.* A model with `sleep` and `wake` may keep its processes while it sleeps. It does where that is enough: nobody has asked
-for it, or only memory of GPUs is short. It counts for what it takes then, and its processes end when that is too much, or when one of them dies. It
-wakes as any other: room is made for all that it took when it was awake, and it is not counted twice.
+*Dormant models.* A model with `sleep` and `wake` may keep its processes while it sleeps. It does where that is enough:
+nobody has asked for it, or only memory of GPUs is short. It counts for what it takes then, and its processes end when
+that is too much, or when one of them dies. It wakes as any other: room is made for all that it took when it was awake,
+and it is not counted twice.
 
-*Scaling.* The same thread takes samples of models whose number of instances follows the load (`autoscaling.py`). A thread for each step holds the model lock, so a
-step meets no load and no sleep; if the lock is not free, the step is left out, and the next samples lead to another one.
+*Scaling.* The same thread takes samples of models whose number of instances follows the load (`autoscaling.py`). A
+thread for each step holds the model lock, so a step meets no load and no sleep; if the lock is not free, the step is
+left out, and the next samples lead to another one.
 
-*Locks.* `_lock` guards the entries and their states. Schedulers' locks are taken inside it and never the other way round: `want` takes none. A model lock is
-taken outside of it, before WAKING or LEAVING, so that no load, unload or update meets these. Who makes room never waits for the model lock
-of another model, which may be waiting for room itself. Requests are failed (`rest`) without any lock, as their callers run code of their own. An unload holds the model lock, or unloads versions that were replaced; `remove` marks the
-entry, and waits for a start or an end that is on its way with those versions.
+*Locks.* `_lock` guards the entries and their states. Schedulers' locks are taken inside it and never the other way
+round: `want` takes none. A model lock is taken outside of it, before WAKING or LEAVING, so that no load, unload or
+update meets these. Who makes room never waits for the model lock of another model, which may be waiting for room
+itself. Requests are failed (`rest`) without any lock, as their callers run code of their own. An unload holds the model
+lock, or unloads versions that were replaced; `remove` marks the entry, and waits for a start or an end that is on its
+way with those versions.
 
-*Closing.* From `stop` on nothing is woken. Threads that wait for room fail their requests and end; starts are given up by the registry. `join` waits
-for all threads.
+*Closing.* From `stop` on nothing is woken. Threads that wait for room fail their requests and end; starts are given up
+by the registry. `join` waits for all threads.
 """
 
 from __future__ import annotations
@@ -86,8 +93,8 @@ _log = RuntimeLog("moonpool")
 _R = Residence
 # The states in which a model has processes that are awake, or is about to have them.
 _SERVING = (_R.WAKING, _R.AWAKE, _R.LEAVING)
-# A thread that waits for room looks again when something has changed, but not more often than this: a model with one caller ends a
-# request thousands of times a second.
+# A thread that waits for room looks again when something has changed, but not more often than this: a model with one
+# caller ends a request thousands of times a second.
 _LOOK_S = 0.01
 # It looks so often at least, for what nobody reports: a model lock that is free again, a sequence whose time is over.
 _RARELY_S = 0.1
@@ -126,7 +133,9 @@ class Sleeper(Protocol):
         """True if a request is inside, or a sequence."""
 
     def watch(self, tell: Callable[[], object]) -> Callable[[], None]:
-        """Call `tell` whenever a request may have left, until the function is called that this returns. `tell` takes no lock."""
+        """Call `tell` whenever a request may have left, until the function is called that this returns. `tell` takes no
+        lock.
+        """
 
     @property
     def has_given_up(self) -> bool:
@@ -259,7 +268,9 @@ class ResidentModel:
 
 
 class _Watch:
-    """Wakes a thread that waits for room, when a request has left one of the models that it looks at, or an entry has changed."""
+    """Wakes a thread that waits for room, when a request has left one of the models that it looks at, or an entry has
+    changed.
+    """
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -302,7 +313,8 @@ class Residency:
     ) -> None:
         """Keep to these limits; without them, models sleep only if their options say so.
 
-        `is_used` is for models by name, also ensembles. `catch_up` adds what front ends have counted to the counts of models.
+        `is_used` is for models by name, also ensembles. `catch_up` adds what front ends have counted to the counts of
+        models.
         """
         self._catch_up = catch_up
         self.limits = limits or NO_LIMITS
@@ -494,7 +506,9 @@ class Residency:
         self._sieve.add(entry.sleeper, entry.sleeper.uses + entry.sleeper.waiting)
 
     def _fail(self, entry: ResidentModel, failure: BaseException, now_s: float) -> float:
-        """Note that a model could not be started. Returns the time for which requests are to be refused. Needs the lock."""
+        """Note that a model could not be started. Returns the time for which requests are to be refused. Needs the
+        lock.
+        """
         options = entry.sleeper.options
         entry.failures += 1
         doubled = options.restart_backoff_s * 2.0 ** min(entry.failures - 1, _DOUBLINGS)
@@ -598,10 +612,13 @@ class Residency:
     def _candidates(
         self, now_s: float, but: ResidentModel | None = None
     ) -> dict[Sleeper, Candidate]:
-        """Describe the models that have processes, without one that is about to have other ones, or others awake. Needs the lock."""
+        """Describe the models that have processes, without one that is about to have other ones, or others awake. Needs
+        the lock.
+        """
         found = {}
         for sleeper, entry in self._entries.items():
-            # One whose instances have all been given up has no processes. It must not keep others away until it comes back.
+            # One whose instances have all been given up has no processes. It must not keep others away until it comes
+            # back.
             if entry is not but and entry.is_present and not sleeper.has_given_up:
                 why = self._why_stays(entry, now_s)
                 is_dormant = entry.state is _R.DORMANT
@@ -641,7 +658,8 @@ class Residency:
     def _put_to_sleep(
         self, entry: ResidentModel, reason: str, because: str, *, may_stay: bool
     ) -> bool:
-        """End the instances of a model, if it has nothing to do. Returns False if it has, or if another thread has the model.
+        """End the instances of a model, if it has nothing to do. Returns False if it has, or if another thread has the
+        model.
 
         If they may stay, a model that has `sleep` and `wake` becomes dormant instead.
         """
@@ -782,7 +800,9 @@ class Residency:
                 self._begin_scaling(entry, step)
 
     def _room_by_memory(self, entry: ResidentModel, instances: int) -> int:
-        """Return the number of further instances for which there is memory, if each takes what those that are there take."""
+        """Return the number of further instances for which there is memory, if each takes what those that are there
+        take.
+        """
         need = self._need_of(entry)
         free = [(available_memory_bytes(), need.memory_bytes)]
         with self._lock:
@@ -840,7 +860,9 @@ class Residency:
             self._notify()
 
     def give_up_starts(self) -> None:
-        """Let the starts that are on their way fail soon. They may begin a moment later, so this is called again and again."""
+        """Let the starts that are on their way fail soon. They may begin a moment later, so this is called again and
+        again.
+        """
         for entry in self.entries():
             if entry.state in (_R.WAKING, _R.LEAVING) or entry.is_scaling:
                 entry.sleeper.give_up_loading()

@@ -1,25 +1,26 @@
 """The allotment of one process: the shared memory that all processes of the runtime together give it in one direction.
 
-Theory of operation. A process that was sent a region can keep it: it copies the descriptor or leaves the file mapped, says that it
-no longer uses the region, and asks for another one. No limit of the kernel counts such memory. So everything that a
-contained process was ever sent counts here until the process ends. A region that comes back is emptied, which gives its
-pages back to the machine even if they are still mapped somewhere. Its file is given again, under another number, before a
-new one is made. A few of the files that come back are kept for that; the others are closed and still count. A process that is not
-contained can take any memory without this, so only the memory that it uses counts, and its files are closed when they come back.
+Theory of operation. A process that was sent a region can keep it: it copies the descriptor or leaves the file mapped,
+says that it no longer uses the region, and asks for another one. No limit of the kernel counts such memory. So
+everything that a contained process was ever sent counts here until the process ends. A region that comes back is
+emptied, which gives its pages back to the machine even if they are still mapped somewhere. Its file is given again,
+under another number, before a new one is made. A few of the files that come back are kept for that; the others are
+closed and still count. A process that is not contained can take any memory without this, so only the memory that it
+uses counts, and its files are closed when they come back.
 
-The lock guards the figures and the lists of files. It is not held while pages are set aside, which takes a millisecond for every
-few megabytes. So a new file is counted before it exists, and the count is taken back if that fails: otherwise two threads could
-both get the last room.
+The lock guards the figures and the lists of files. It is not held while pages are set aside, which takes a millisecond
+for every few megabytes. So a new file is counted before it exists, and the count is taken back if that fails: otherwise
+two threads could both get the last room.
 
-Only a region that its giver has retired is emptied and given again, because its giver knows that nothing lies in it. The regions
-of a front end that has ended are not touched: an honest model may have kept inputs there, or may still write an answer there.
-The kernel frees such a file when the process lets go of it.
+Only a region that its giver has retired is emptied and given again, because its giver knows that nothing lies in it.
+The regions of a front end that has ended are not touched: an honest model may have kept inputs there, or may still
+write an answer there. The kernel frees such a file when the process lets go of it.
 
-The processes of a contained model share one limit (`ModelMemory`), since a configuration may ask for many of them. Their allotments share its
-lock, too.
+The processes of a contained model share one limit (`ModelMemory`), since a configuration may ask for many of them.
+Their allotments share its lock, too.
 
-If the needs of an honest process vary, it may reach its limit while none of its files is large enough. Then it `is_worn`:
-the next process will have the room that this one has lost.
+If the needs of an honest process vary, it may reach its limit while none of its files is large enough. Then it
+`is_worn`: the next process will have the room that this one has lost.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Makes outcomes of what a stub answered, and finds the requests that its responses are for.
 
-Theory of operation. `AnswerReader` belongs to one stub. The driver of a batch uses it for ANSWER and the reactor's thread
-for RESPONSES, at the same time. It has no lock: it only reads what `serve` has set before the first batch, and its `Memo` of
-layouts may be used by many threads. An answer is checked in this order: the layout by itself, the number of blocks, each block when
-it is opened, and then if each block holds what the layout says. Nothing is copied, and no array is made, before that.
+Theory of operation. `AnswerReader` belongs to one stub. The driver of a batch uses it for ANSWER and the reactor's
+thread for RESPONSES, at the same time. It has no lock: it only reads what `serve` has set before the first batch, and
+its `Memo` of layouts may be used by many threads. An answer is checked in this order: the layout by itself, the number
+of blocks, each block when it is opened, and then if each block holds what the layout says. Nothing is copied, and no
+array is made, before that.
 
 `Replies` is where the driver and the reactor meet, so it has a lock. Responses to a request may come before the answer
 to its batch and after it. Before it, the batch in `executing` has the request, and `ended` notes those that had their
@@ -71,7 +72,8 @@ class AnswerReader:
         return not (self._reshaped or self.has_devices)
 
     def layout(self, packed: bytes, count: int) -> AnswerLayout:
-        """Read a layout of at most `count` responses. Raises `RemoteProtocolError` for tensors that no block could hold.
+        """Read a layout of at most `count` responses. Raises `RemoteProtocolError` for tensors that no block could
+        hold.
 
         The caller checks the number of responses.
         """
@@ -119,7 +121,9 @@ class AnswerReader:
         layout: AnswerLayout,
         leases: Sequence[Lease],
     ) -> list[Answer]:
-        """Make the responses to the requests of a batch, with views of the leases. The model gave nothing but outputs."""
+        """Make the responses to the requests of a batch, with views of the leases. The model gave nothing but
+        outputs.
+        """
         answers: list[Answer] = []
         is_usual = not self.has_devices
         for request, rows in zip(requests, layout.arrays, strict=True):
@@ -166,8 +170,8 @@ class AnswerReader:
     def _on_host(self, lease: Any) -> Any:
         """Return the bytes of a block in ordinary memory, copied if the block lies on a device.
 
-        The copy waits for the stub's work on the device, and a hostile stub could let it wait for ever. So an answer of a
-        contained model that was asked for ordinary memory and lies on a device is refused with `RemoteProtocolError`.
+        The copy waits for the stub's work on the device, and a hostile stub could let it wait for ever. So an answer of
+        a contained model that was asked for ordinary memory and lies on a device is refused with `RemoteProtocolError`.
         """
         if isinstance(lease, np.ndarray):
             return lease

@@ -1,18 +1,19 @@
 """The memory that one stub may read: blocks that the runtime wrote for it, and memory of others that was lent to it.
 
-Theory of operation. Every block that a message to the stub names is noted here first, by its place (region and offset), and stays
-allocated until the stub has no use for it. There are three ways to have a block:
+Theory of operation. Every block that a message to the stub names is noted here first, by its place (region and offset),
+and stays allocated until the stub has no use for it. There are three ways to have a block:
 
-- `lent` has the inputs of the present batch. The epoch of such a borrowed block is the batch: its ANSWER ends it. ANSWER lists the
-  blocks that the model still refers to (`held`), and these move to `_kept`.
-- `_kept` has the blocks that the model keeps, and the answers to calls of the model, which no batch ends (`keep=True`). The stub gives such
-  a block back by name, in a later ANSWER, in RELEASE, or with its next call. The same memory may be lent several times at
-  once, so each place has a list, and each giving back ends one of them.
+- `lent` has the inputs of the present batch. The epoch of such a borrowed block is the batch: its ANSWER ends it.
+  ANSWER lists the blocks that the model still refers to (`held`), and these move to `_kept`.
+- `_kept` has the blocks that the model keeps, and the answers to calls of the model, which no batch ends (`keep=True`).
+  The stub gives such a block back by name, in a later ANSWER, in RELEASE, or with its next call. The same memory may be
+  lent several times at once, so each place has a list, and each giving back ends one of them.
 - `targets` has memory of clients that outputs of the present batch are written to. It ends with the batch.
 
-A block of ours may be used again when two things are true: the stub has given it back, and no caller looks at it. A model may
-answer with its input, and then `open` makes a lease on the block for the caller and counts it in `holds`. `Arena.release` frees a
-block only when its last holder has released it. Memory of others is kept alive by the reference to its lease.
+A block of ours may be used again when two things are true: the stub has given it back, and no caller looks at it. A
+model may answer with its input, and then `open` makes a lease on the block for the caller and counts it in `holds`.
+`Arena.release` frees a block only when its last holder has released it. Memory of others is kept alive by the reference
+to its lease.
 
 Batches and replies mostly want one block, of a size class that others had before. So if a batch had only one, in the
 first region, and nobody looks at it, `end_batch` does not release the block but puts it aside (`spares`), one of each
@@ -21,14 +22,15 @@ lends it again. They are released before another region is made, and
 by `tidy` and `used_bytes`. Each step with them is one instruction, as `RuntimePort` takes them and puts them back
 without the lock.
 
-Who holds the lock. The driver lends inputs, ends batches, and takes back what ANSWER and RELEASE name. A thread with the answer to
-a call lends that, the reactor takes back what calls of the stub name, and any thread may drop the last view of a block. The last one may do so in the garbage collector, while
-the same thread holds the lock. So leases take no lock: they append to `_returned`, and the next `allocate` or `tidy` collects it.
-For the same reason `take_back` keeps dropped leases in a list until the lock is free again: such a lease may be the last
-reference to an object whose end calls other code.
+Who holds the lock. The driver lends inputs, ends batches, and takes back what ANSWER and RELEASE name. A thread with
+the answer to a call lends that, the reactor takes back what calls of the stub name, and any thread may drop the last
+view of a block. The last one may do so in the garbage collector, while the same thread holds the lock. So leases take
+no lock: they append to `_returned`, and the next `allocate` or `tidy` collects it. For the same reason `take_back`
+keeps dropped leases in a list until the lock is free again: such a lease may be the last reference to an object whose
+end calls other code.
 
-A region is announced under the lock, before the first block in it is named. Messages that name it are sent after that, perhaps
-on another channel, and the stub waits for the announcement of a region that it does not know yet.
+A region is announced under the lock, before the first block in it is named. Messages that name it are sent after that,
+perhaps on another channel, and the stub waits for the announcement of a region that it does not know yet.
 
 If the driver gets no answer, nothing is freed. `close` frees all when the stub is given up.
 """
@@ -93,8 +95,8 @@ class BorrowedBlocks(LentBlocks):
     ) -> None:
         """Own `source`. `first` comes from it, and the caller announces it to the stub.
 
-        `send_region` announces a region to the stub, and `retire` makes the stub forget one. `lanes` returns the lanes to
-        the stub, and makes them at the first call. It is only called if device memory is handled.
+        `send_region` announces a region to the stub, and `retire` makes the stub forget one. `lanes` returns the lanes
+        to the stub, and makes them at the first call. It is only called if device memory is handled.
         """
         super().__init__(first)
         self._send_region = send_region
@@ -513,9 +515,9 @@ def place(
 ) -> None:
     """Let a stub see these inputs of a batch, which lie on devices.
 
-    Adds their blocks to `blocks`, and to `found` the block and offset of each, by request and number of the input. An array that
-    may not be lent is copied on the device, the rows of each input back to back. Raises what `BorrowedBlocks.allocate_on`
-    raises.
+    Adds their blocks to `blocks`, and to `found` the block and offset of each, by request and number of the input. An
+    array that may not be lent is copied on the device, the rows of each input back to back. Raises what
+    `BorrowedBlocks.allocate_on` raises.
     """
     copied: dict[int, list[Input]] = {}
     for each in inputs:
@@ -547,7 +549,9 @@ def lend_or_copy(
 
 
 def hand_back(requests: Iterable[InferenceRequest], borrowed_blocks: BorrowedBlocks) -> None:
-    """Order later work of callers on arrays that they lent after the work of the stub on them. Callers may be models."""
+    """Order later work of callers on arrays that they lent after the work of the stub on them. Callers may be
+    models.
+    """
     lanes = borrowed_blocks.lanes
     for request in requests:
         for array in request.arrays:

@@ -2,21 +2,22 @@
 
 The process that started the stub has more of it (`handle.py`); a front end has only this.
 
-Theory of operation. The driver of a batch uses the link on any thread. The reactor's thread reads the control channel and hands
-out what comes: responses, memory, events of devices. `close` runs there, too, so that no descriptor is closed while the reactor
-watches it. It wakes the driver, which then finds the channel closed.
+Theory of operation. The driver of a batch uses the link on any thread. The reactor's thread reads the control channel
+and hands out what comes: responses, memory, events of devices. `close` runs there, too, so that no descriptor is closed
+while the reactor watches it. It wakes the driver, which then finds the channel closed.
 
-Growth. A stub allocates its answers itself, in regions that this process makes. When none has room, the stub sends GROW and waits
-without a limit for REGION or REFUSED, in the middle of a batch. So it must get one of them, or its end:
+Growth. A stub allocates its answers itself, in regions that this process makes. When none has room, the stub sends GROW
+and waits without a limit for REGION or REFUSED, in the middle of a batch. So it must get one of them, or its end:
 
-- Setting pages aside takes a millisecond for every few megabytes, and opening a device a second. The reactor must not wait for that,
-  so each GROW gets a thread. A second GROW before the answer is a breach of the protocol, so a stub has one thread that makes a region.
+- Setting pages aside takes a millisecond for every few megabytes, and opening a device a second. The reactor must not
+  wait for that, so each GROW gets a thread. A second GROW before the answer is a breach of the protocol, so a stub has
+  one thread that makes a region.
 - The thread first sends RELEASE with all blocks that callers have dropped. They may be room enough for the next time.
-- `_closing` orders the end of the thread with `close`. A region that comes too late is closed at once; any other is added
-  to the link before REGION is sent, since the stub may answer from it as soon as it has the message.
+- `_closing` orders the end of the thread with `close`. A region that comes too late is closed at once; any other is
+  added to the link before REGION is sent, since the stub may answer from it as soon as it has the message.
 - `_is_growing` becomes False before REGION or REFUSED is sent, since the stub may send the next GROW at once.
-- The thread may find that the stub does not read its channel. It must not end the stub itself, so it keeps the error in `_breach`
-  and wakes the control channel. The reactor then reads the end of the channel, and raises the breach.
+- The thread may find that the stub does not read its channel. It must not end the stub itself, so it keeps the error in
+  `_breach` and wakes the control channel. The reactor then reads the end of the channel, and raises the breach.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class StubConnection:
     ) -> None:
         """Own the channels and `memory`, the sources for requests and for answers. Raises `OutOfMemory`.
 
-        The channels are owned, and closed, even if this raises. `gpus` are those that the stub sees, None for all. The other
-        arguments are those of `Link`.
+        The channels are owned, and closed, even if this raises. `gpus` are those that the stub sees, None for all. The
+        other arguments are those of `Link`.
         """
         self.control = control
         self._gpus = gpus
@@ -336,7 +337,9 @@ class Growth:
             self._control.send(Kind.RELEASE, released)
 
     def release_many(self) -> None:
-        """Release if many blocks were dropped. A model whose responses come apart from batches may get no EXECUTE for long."""
+        """Release if many blocks were dropped. A model whose responses come apart from batches may get no EXECUTE for
+        long.
+        """
         if len(self._link.released) >= RELEASE_AT:
             self.release()
 

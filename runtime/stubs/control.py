@@ -1,17 +1,19 @@
 """The control channel of a stub, which carries notices in both directions in any order, and the limit on its rate.
 
 Theory of operation. Any thread may send. `_sending` keeps a message and its descriptors together, and orders a region
-before the messages of the same thread that name it. Sending never blocks: a stub that does not read its channel breaks the protocol,
-since an honest one has a thread for it. Only the reactor's thread reads, so reading and the rate limiter need no lock.
+before the messages of the same thread that name it. Sending never blocks: a stub that does not read its channel breaks
+the protocol, since an honest one has a thread for it. Only the reactor's thread reads, so reading and the rate limiter
+need no lock.
 
-The rate limiter. Every message of a stub costs the reactor time that all stubs share. So a stub has a budget of messages a second,
-which it may save up for one second. A message that costs more than it is long counts as several (`COSTS`), and
-responses count nothing: each belongs to a request that the runtime sent. Over budget, the reactor does not read any channel
-of that stub for a while. The messages stay in the sockets, and when these are full, the stub blocks in its own `send`. Nothing
-is lost, no other stub waits, and the driver of a batch, who reads the work channel, is not delayed by the limit.
+The rate limiter. Every message of a stub costs the reactor time that all stubs share. So a stub has a budget of
+messages a second, which it may save up for one second. A message that costs more than it is long counts as several
+(`COSTS`), and responses count nothing: each belongs to a request that the runtime sent. Over budget, the reactor does
+not read any channel of that stub for a while. The messages stay in the sockets, and when these are full, the stub
+blocks in its own `send`. Nothing is lost, no other stub waits, and the driver of a batch, who reads the work channel,
+is not delayed by the limit.
 
-All channels of a stub share one budget and pause together. Otherwise a stub could have the budget once for each channel, and a call
-could overtake a notice that it depends on, which was sent on another channel before.
+All channels of a stub share one budget and pause together. Otherwise a stub could have the budget once for each
+channel, and a call could overtake a notice that it depends on, which was sent on another channel before.
 """
 
 from __future__ import annotations

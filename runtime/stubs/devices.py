@@ -10,13 +10,14 @@ microseconds, and no thread waits for a device.
 `Lanes` has a condition, `_changed`. It guards the making of a lane, so that each event is sent once, and wakes
 threads that wait for the event of the stub. The dictionaries are read without it: entries are only added.
 
-The stub sends EVENT on the control channel, before the message that needs it, which may come on another channel. So `receive`
-may find that EVENT has not been read. On any other thread it waits for the reactor, with a deadline. The reactor's thread must
-not wait for itself: it reads further control messages until EVENT is among them (`_look`). These messages may call `receive` again, on the same
-thread, which `_looking` then lets pass: what comes there was sent after the event, or needs none.
+The stub sends EVENT on the control channel, before the message that needs it, which may come on another channel. So
+`receive` may find that EVENT has not been read. On any other thread it waits for the reactor, with a deadline. The
+reactor's thread must not wait for itself: it reads further control messages until EVENT is among them (`_look`). These
+messages may call `receive` again, on the same thread, which `_looking` then lets pass: what comes there was sent after
+the event, or needs none.
 
-With a contained stub no events are shared. To open one, the driver reads what the stub wrote, and work that waits for an
-event of a hostile stub may wait for ever. So each side waits for its own work instead.
+With a contained stub no events are shared. To open one, the driver reads what the stub wrote, and work that waits for
+an event of a hostile stub may wait for ever. So each side waits for its own work instead.
 
 `DeviceCallerMemory` works as `CallerMemory` (`regions.py`): one lock, and blocks that come back through a queue.
 """
@@ -59,8 +60,9 @@ class Lanes:
     ) -> None:
         """`send_event` sends EVENT with the number of a device and a handle.
 
-        `read_event` reads the next control message if there is one, and returns False if another thread does that. `gpus` are
-        those that a contained stub sees, in its order, and None for a stub that is not contained and sees all.
+        `read_event` reads the next control message if there is one, and returns False if another thread does that.
+        `gpus` are those that a contained stub sees, in its order, and None for a stub that is not contained and sees
+        all.
         """
         self._send_event = send_event
         self._read_event = read_event
@@ -80,7 +82,9 @@ class Lanes:
         return self._gpus.index(gpu) if gpu in self._gpus else None
 
     def gpu_of(self, number: int) -> int:
-        """Return the device that has this number for the stub. Raises `RemoteProtocolError` for one that it does not see."""
+        """Return the device that has this number for the stub. Raises `RemoteProtocolError` for one that it does not
+        see.
+        """
         if self._gpus is None:
             return number
         if number >= len(self._gpus):
@@ -142,8 +146,8 @@ class Lanes:
     def receive(self) -> None:
         """Let our work wait for the stub's. To be called after a message of the stub was read.
 
-        Waits until the events of the stub have come; see the head of this file. Raises `CudaError`, `RemoteProtocolError`,
-        `PeerGone`.
+        Waits until the events of the stub have come; see the head of this file. Raises `CudaError`,
+        `RemoteProtocolError`, `PeerGone`.
         """
         if self._is_closed:
             return
@@ -154,7 +158,9 @@ class Lanes:
                 lane.receive()
 
     def met(self, gpu: int) -> DeviceLane:
-        """Return the lane for a block that the stub names. Raises `RemoteProtocolError` if it has not sent its event."""
+        """Return the lane for a block that the stub names. Raises `RemoteProtocolError` if it has not sent its
+        event.
+        """
         if gpu not in self._met and not self._is_closed:
             raise RemoteProtocolError(f"a block on device {self.number_of(gpu)} ahead of its EVENT")
         return self.lane(gpu)
@@ -223,7 +229,9 @@ def new_device_region(
 
 
 class DeviceCallerMemory:
-    """The memory on one device in which `Runtime.empty` makes arrays. Stubs that see the device may use it. Thread-safe."""
+    """The memory on one device in which `Runtime.empty` makes arrays. Stubs that see the device may use it.
+    Thread-safe.
+    """
 
     def __init__(self, limit_bytes: int | None, gpu: int) -> None:
         """Use at most `limit_bytes` on the device. Raises `CudaUnavailable`, `CudaError`."""
@@ -263,7 +271,9 @@ class DeviceCallerMemory:
         return DeviceArray.over(lease, 0, datatype, shape)
 
     def lease_over(self, array: DeviceArray) -> DeviceArray | None:
-        """Return an array that a library made of one of `empty`, with a lease on the same block. None for any other array."""
+        """Return an array that a library made of one of `empty`, with a lease on the same block. None for any other
+        array.
+        """
         with self._lock:
             for block in self._arena.blocks():
                 region: DeviceRegion = block.region  # type: ignore[assignment]

@@ -5,21 +5,23 @@ Theory of operation. A handle is created, started, used, explained if it breaks,
 - The constructor makes the channels, the memory and the process. An `ExitStack` gives up what exists if a later step
   fails. A second one closes the stub's ends of the channels, which only the stub has from then on: otherwise this
   process would never see the end of a channel.
-- `start` runs on the thread that starts the instance. It speaks on the work channel in lockstep. No foreign code has run
-  in a new process before CONFINED, so the process is inspected from outside at that moment, and START follows only then.
+- `start` runs on the thread that starts the instance. It speaks on the work channel in lockstep. No foreign code has
+  run in a new process before CONFINED, so the process is inspected from outside at that moment, and START follows only
+  then.
 - From then on, three parties touch the stub. The driver of a batch uses the link (see `link.py`). The reactor's thread
-  reads the control channel, the calls and the output, and sees the end of the process. Any thread may send on the control
-  channel, which has a lock.
+  reads the control channel, the calls and the output, and sees the end of the process. Any thread may send on the
+  control channel, which has a lock.
 - A breach of the protocol is found by the driver or by the reactor. The first one to find it writes `_reason` and kills
   the process; nobody replaces a reason. The driver then sees the end of the work channel, and `explain` turns it into
   the error for the callers. Two threads may set `_reason` at the same time: then either text is true.
-- `explain` waits until the process has ended, because only its exit code tells why. Before it reads the last lines of the
-  output, it lets the reactor take in what the stub sent before its end.
+- `explain` waits until the process has ended, because only its exit code tells why. Before it reads the last lines of
+  the output, it lets the reactor take in what the stub sent before its end.
 
-Order of closing. `end` kills the process and waits for it, so that nothing writes any more. Then `close` runs on the reactor's
-thread, because a descriptor must not be closed while that thread watches it: another file could get its number. `close`
-reads what is left on the channels first, and closes the process's pidfd last. At the end the limits (`bounds`) and the
-folders and the user (`plan`) are given up. They must outlive the process, and another stub may get them at once.
+Order of closing. `end` kills the process and waits for it, so that nothing writes any more. Then `close` runs on the
+reactor's thread, because a descriptor must not be closed while that thread watches it: another file could get its
+number. `close` reads what is left on the channels first, and closes the process's pidfd last. At the end the limits
+(`bounds`) and the folders and the user (`plan`) are given up. They must outlive the process, and another stub may get
+them at once.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ _log = RuntimeLog("moonpool")
 GRACE_S = 0.25
 # Seconds that a process may take to end after it has closed its channel.
 _EXIT_S = 1.0
-# Seconds that the reactor may take for what a thread waits for. Its callbacks do not block, but the machine may be busy.
+# Seconds that the reactor may take for what a thread waits for. Its callbacks do not block, but the machine may be
+# busy.
 _REACTOR_S = 60.0
 # Seconds for which the output of a stub that prints too much is not read.
 _PAUSE_S = 0.02
@@ -194,10 +197,11 @@ class StubHandle(StubConnection):
     # Life
 
     def start(self, start: Mapping[str, Any], deadline: float | None) -> list[Any]:
-        """Send START and wait for the model. Returns the fields of LOADED or COMPLETED. After COMPLETED, it may be called again.
+        """Send START and wait for the model. Returns the fields of LOADED or COMPLETED. After COMPLETED, it may be
+        called again.
 
-        `deadline` is of `time.monotonic`. Raises `LoadFailed` with the model's own text, or with the reason for which the
-        stub has none.
+        `deadline` is of `time.monotonic`. Raises `LoadFailed` with the model's own text, or with the reason for which
+        the stub has none.
         """
         try:
             if self.confinement is None:
@@ -269,8 +273,8 @@ class StubHandle(StubConnection):
             )
         plan = self.plan
         if plan.template is not None:
-            # Foreign code has run in a fork, so its word counts for nothing. But no process can take off a layer, so it has
-            # those of its template, which were confirmed before foreign code ran there.
+            # Foreign code has run in a fork, so its word counts for nothing. But no process can take off a layer, so it
+            # has those of its template, which were confirmed before foreign code ran there.
             left_out = plan.template.left_out
             layers = [each for each in plan.template.layers if each not in self.bounds.layers]
         elif self.process.tree is not None and self.process.tree.is_namespace:
@@ -308,8 +312,8 @@ class StubHandle(StubConnection):
     def is_worn(self) -> bool:
         """True if this process was refused memory that a new process could have (see `allotment.py`).
 
-        Always False within the restart window after the start. Otherwise a model could have its process restarted all the
-        time.
+        Always False within the restart window after the start. Otherwise a model could have its process restarted all
+        the time.
         """
         is_old = time.monotonic() - self._began_s > self._model.options.restart_window_s
         return is_old and any(each.is_worn for each in self.allotments.values())
@@ -343,8 +347,8 @@ class StubHandle(StubConnection):
     def call_hook(self, kind: Kind, timeout_s: float | None, option: str) -> None:
         """Call the model's `sleep` or `wake`, by the kind of message, and wait for it. Nothing may be inside.
 
-        Raises `HookFailed` if it raised, and then the process goes on. If it takes longer than `timeout_s`, which `option` names,
-        or the process dies or breaks the protocol, the process is ended, and this raises its `reason`.
+        Raises `HookFailed` if it raised, and then the process goes on. If it takes longer than `timeout_s`, which
+        `option` names, or the process dies or breaks the protocol, the process is ended, and this raises its `reason`.
         """
         name = kind.name.lower()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -466,7 +470,9 @@ class StubHandle(StubConnection):
             self.plan.release()
 
     def _on_reactor(self, action: Callable[[], None]) -> None:
-        """Run `action` on the reactor's thread, and wait. Raises `MoonpoolError` if it has not run within `_REACTOR_S`."""
+        """Run `action` on the reactor's thread, and wait. Raises `MoonpoolError` if it has not run within
+        `_REACTOR_S`.
+        """
         if not self._reactor.run(action, _REACTOR_S):
             raise MoonpoolError(
                 f"[{self.name}] the thread moonpool-reactor has done nothing for {_REACTOR_S:g} s: the runtime was closed, "
@@ -528,8 +534,8 @@ class StubHandle(StubConnection):
             self.read(most)  # then other descriptors have their turn
         except PeerGone:
             self._stop_reading()
-            # As a rule the process is ending, and `_exited` follows. A process that closed the channel and lives on could
-            # not be reached any more, so it is ended after a while.
+            # As a rule the process is ending, and `_exited` follows. A process that closed the channel and lives on
+            # could not be reached any more, so it is ended after a while.
             self._reactor.call_later(_EXIT_S, lambda: self._kill(_MUTE))
         except ProtocolError as error:
             self._stop_reading()
@@ -638,7 +644,9 @@ class Stubs:
             model.accounts = self._accounts.setdefault(model.name, model.accounts)
 
     def allotments_of(self, model: Model) -> dict[Side, Allotment]:
-        """Make the allotments of another process of a model. Those of a contained one have one limit together, in all its versions."""
+        """Make the allotments of another process of a model. Those of a contained one have one limit together, in all
+        its versions.
+        """
         limit_bytes = model.options.region_limit_bytes
         if not is_contained(model.options.sandbox):
             return {side: Allotment(limit_bytes, is_contained=False) for side in Side}
@@ -688,7 +696,8 @@ class Stubs:
 
 
 class StubSharing:
-    """Lets front ends send batches to the stubs of a runtime. This one does nothing; `runtime.server.pool` has the other.
+    """Lets front ends send batches to the stubs of a runtime. This one does nothing; `runtime.server.pool` has the
+    other.
 
     The runtime reports models and stubs to it. Any thread may call any method; only `withdraw` and `catch_up` block.
     """

@@ -36,7 +36,8 @@ def lay_out(
 ) -> RequestLayout:
     """Plan the first block of a batch. `elsewhere` has the block and offset of inputs that lie in other blocks.
 
-    The rows of one input lie back to back across the requests of a batch, so a model can have them stacked without a copy.
+    The rows of one input lie back to back across the requests of a batch, so a model can have them stacked without a
+    copy.
     """
     rows: list[list[list[object]]] = [[] for _ in batch]
     copies: list[tuple[int, int, int, int]] = []

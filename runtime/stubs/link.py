@@ -1,38 +1,40 @@
 """The link to one stub: places requests in memory, sends batches, and checks their answers.
 
-Theory of operation. One thread at a time drives a link: the thread that holds its instance. Holders change only through the
-scheduler, so `execute`, `wait`, `finish` and `tidy` need no lock against each other. Other threads meet the driver at these
-places:
+Theory of operation. One thread at a time drives a link: the thread that holds its instance. Holders change only through
+the scheduler, so `execute`, `wait`, `finish` and `tidy` need no lock against each other. Other threads meet the driver
+at these places:
 
-- `released` and `_given_back` are deques, whose `append` and `popleft` are atomic. Callers drop their arrays on any thread,
-  perhaps in the garbage collector, where no lock may be taken. So a lease only appends its place, and the next EXECUTE, or a
-  RELEASE, carries it to the stub. The reactor appends to `_given_back` what RELEASE of the stub names.
+- `released` and `_given_back` are deques, whose `append` and `popleft` are atomic. Callers drop their arrays on any
+  thread, perhaps in the garbage collector, where no lock may be taken. So a lease only appends its place, and the next
+  EXECUTE, or a RELEASE, carries it to the stub. The reactor appends to `_given_back` what RELEASE of the stub names.
 - `replies` has a lock, since responses come on the reactor's thread, before and after the answer to their batch.
 - `borrowed_blocks` has a lock, since answers to calls are lent by the thread that has them.
 - `_opening` guards the first use of devices, which may come from any thread. `lanes` never changes after that.
 
-The driver's work channel and the reactor's control channel are not ordered with each other. A stub may drop a block and send
-RELEASE before the driver has read the ANSWER that lists it as held. So the reactor only notes such places, and the driver takes
-them back before the next batch, when it has read that ANSWER.
+The driver's work channel and the reactor's control channel are not ordered with each other. A stub may drop a block and
+send RELEASE before the driver has read the ANSWER that lists it as held. So the reactor only notes such places, and the
+driver takes them back before the next batch, when it has read that ANSWER.
 
-Answers that came before. Callers mostly ask for the same shapes again, and then answers differ in nothing but the number of the batch.
-So `_known_answers` has the rest of an answer by its bytes, once it was read and has passed all checks (`_read`). An answer with
-equal bytes passes those again that depend on the bytes alone, and `finish` skips them. It makes all others each time: the number of the
-batch, of which `_head` is the packed form, the core behind it, which may be any, the turn, the number of requests, and for each block if the stub may answer from it
-at this moment. Only an answer with nothing but outputs is remembered. Blocks that the model keeps or releases, remarks and
-states change something here, or differ from answer to answer.
+Answers that came before. Callers mostly ask for the same shapes again, and then answers differ in nothing but the
+number of the batch. So `_known_answers` has the rest of an answer by its bytes, once it was read and has passed all
+checks (`_read`). An answer with equal bytes passes those again that depend on the bytes alone, and `finish` skips them.
+It makes all others each time: the number of the batch, of which `_head` is the packed form, the core behind it, which
+may be any, the turn, the number of requests, and for each block if the stub may answer from it at this moment. Only an
+answer with nothing but outputs is remembered. Blocks that the model keeps or releases, remarks and states change
+something here, or differ from answer to answer.
 
 The work channel is a socket, or memory (`ipc/slots`) from `use` on. What watches its descriptor asks `is_ready` before
 it reads: a stub may ring the bell of a channel in memory for nothing.
 
-Lost answers. `wait` takes the answer, and a signal handler may then end it by an exception. The answer stays in
-the channel: `is_received` is True, and the next `finish` reads it, although the descriptor is not readable again. If `execute`
-raises, nothing was sent, and what the batch would have borrowed is free again. Only a signal handler may raise after the batch was
-sent; the scheduler then gives the stub up (`Scheduler._send`). If `finish` raises, the stub broke the protocol
-or is gone, and its process is ended; nothing that was lent to it may be reused before that.
+Lost answers. `wait` takes the answer, and a signal handler may then end it by an exception. The answer stays in the
+channel: `is_received` is True, and the next `finish` reads it, although the descriptor is not readable again. If
+`execute` raises, nothing was sent, and what the batch would have borrowed is free again. Only a signal handler may
+raise after the batch was sent; the scheduler then gives the stub up (`Scheduler._send`). If `finish` raises, the stub
+broke the protocol or is gone, and its process is ended; nothing that was lent to it may be reused before that.
 
-Order of closing. The link is closed on the reactor's thread when the stub is given up, or by the constructor if it fails. The
-channel is closed before that, so a driver that still waits has woken up and finds it closed. Memory that callers still look at stays mapped for as long as they do.
+Order of closing. The link is closed on the reactor's thread when the stub is given up, or by the constructor if it
+fails. The channel is closed before that, so a driver that still waits has woken up and finds it closed. Memory that
+callers still look at stays mapped for as long as they do.
 """
 
 from __future__ import annotations
@@ -136,10 +138,10 @@ class Link(Overflow):
     ) -> None:
         """Own `channel`, and `requests` and `answers`, which make the regions.
 
-        `send_region` announces a region to the stub, and `retire` makes the stub forget one. `is_private`: this stub and
-        others must not see each other's memory, and the texts of its errors are not for clients. `is_loaded`: the stub takes
-        batches from the beginning. `is_shared`: front ends send it batches, too. `make_lanes` is called when the stub first
-        handles memory of devices, and is None if it must not. Raises `OutOfMemory`.
+        `send_region` announces a region to the stub, and `retire` makes the stub forget one. `is_private`: this stub
+        and others must not see each other's memory, and the texts of its errors are not for clients. `is_loaded`: the
+        stub takes batches from the beginning. `is_shared`: front ends send it batches, too. `make_lanes` is called when
+        the stub first handles memory of devices, and is None if it must not. Raises `OutOfMemory`.
         """
         # It raises for a wrong value, so before there is any memory.
         port = PythonPort if is_private and spares_contained() else RuntimePort
@@ -322,11 +324,15 @@ class Link(Overflow):
             self.port.begun = (batch, time.monotonic_ns())
 
     def began_ns(self, sent_ns: int) -> int | None:
-        """Return when the stub began with the batch that was sent at `sent_ns`, None while it is busy with those of others."""
+        """Return when the stub began with the batch that was sent at `sent_ns`, None while it is busy with those of
+        others.
+        """
         return self.port.begun[1] if self._is_shared else sent_ns
 
     def release(self, places: Iterable[Sequence[int]]) -> None:
-        """Note blocks that the model kept and has dropped. For the reactor. Raises `RemoteProtocolError` for too many."""
+        """Note blocks that the model kept and has dropped. For the reactor. Raises `RemoteProtocolError` for too
+        many.
+        """
         if self.lanes is not None:
             self.lanes.receive()
         self._given_back.extend((each[0], each[1]) for each in places)
@@ -382,8 +388,8 @@ class Link(Overflow):
     ) -> dict[tuple[int, int], Place]:
         """Lend the inputs that callers wrote into shared memory themselves, and add their blocks to `blocks`.
 
-        Returns the block and the offset of each, by request and number of the input. Also fills `_targets` with the outputs
-        that are to be written into such memory.
+        Returns the block and the offset of each, by request and number of the input. Also fills `_targets` with the
+        outputs that are to be written into such memory.
         """
         found: dict[tuple[int, int], Place] = {}
         on_devices: list[Any] = []
@@ -417,7 +423,8 @@ class Link(Overflow):
     # Up
 
     def wait(self) -> None:
-        """Block until the answer or the end of the stub is there. A signal handler may end it without loss of the answer.
+        """Block until the answer or the end of the stub is there. A signal handler may end it without loss of the
+        answer.
 
         Raises `PeerGone`.
         """
@@ -587,7 +594,9 @@ class Link(Overflow):
     # Memory that is not needed for now
 
     def tidy(self, now_s: float) -> None:
-        """Give up request regions that were not used for their time. `now_s` is of a monotonic clock. Raises `RemoteProtocolError`."""
+        """Give up request regions that were not used for their time. `now_s` is of a monotonic clock. Raises
+        `RemoteProtocolError`.
+        """
         self._take_back()
         self.borrowed_blocks.tidy(now_s)
         if self.lanes is not None:
@@ -611,7 +620,9 @@ class Link(Overflow):
 
 
 def _rest(packet: bytes, at: int) -> bytes:
-    """Return the packet behind the core of its sender, which stands at that place; nothing if the core is not packed as it should be."""
+    """Return the packet behind the core of its sender, which stands at that place; nothing if the core is not packed as
+    it should be.
+    """
     # Only one byte with a small number may differ between answers that are known by the same bytes.
     return packet[at + 1 :] if packet[at : at + 1] <= b"\x7f" else b""
 

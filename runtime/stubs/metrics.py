@@ -51,7 +51,8 @@ class StubMetrics:
         labels: Iterable[tuple[str, str]] | None,
         buckets: Sequence[float] | None,
     ) -> int:
-        """Hold another metric and return its number. `labels` are pairs of name and value; None is for the family alone.
+        """Hold another metric and return its number. `labels` are pairs of name and value; None is for the family
+        alone.
 
         Raises `BadMetric`.
         """

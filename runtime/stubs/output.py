@@ -1,13 +1,15 @@
-"""Writes the output of stubs into the runtime's log, or prints it: whole lines, marked, harmless to a terminal, rate-limited.
+"""Writes the output of stubs into the runtime's log, or prints it: whole lines, marked, harmless to a terminal,
+rate-limited.
 
 Theory of operation. The reactor's thread reads the output of stubs (`StubOutput`). It must never wait until somebody
 reads the output of this program. A program that keeps a log gets the lines there (`runtime/log.py`). For any other,
 `Printer` has them written by an outlet as well. The end of a runtime waits for the lines (`wait`), but not for ever: a
 program ends even if nobody reads its output.
 
-A notebook shows output below the cell in whose context it is written. IPython calls back when a cell begins and ends, on the
-thread that runs it. At the beginning its context is kept, and `_write` runs in it. At the end, all output of models until then
-is read and written, so that none of it stands below the next cell. Output between two cells goes to the earlier one.
+A notebook shows output below the cell in whose context it is written. IPython calls back when a cell begins and ends,
+on the thread that runs it. At the beginning its context is kept, and `_write` runs in it. At the end, all output of
+models until then is read and written, so that none of it stands below the next cell. Output between two cells goes to
+the earlier one.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _TAIL_LINES = 40
 # A frame in the stacks that Python writes when a signal ends it. The last words of a library stand before all of them.
 _FRAME = re.compile(rb'  File ".*", line \d+ in ')
 _FRAMES = 1000
-# The bytes that a stub may print in a second before it has to wait, left out or not. A line counts as so many bytes more.
+# The bytes that a stub may print in a second before it has to wait, left out or not. A line counts as so many bytes
+# more.
 _BYTES_PER_S = 64 << 20
 _BYTES_FOR_A_LINE = 128
 # A pipe holds no more than one or two reads.
@@ -202,7 +205,8 @@ _MOST_WAITING = 4096
 
 
 def are_logged() -> bool:
-    """Return True if lines of models go to a log: the program has one for this level, or has set up a logger of moonpool's.
+    """Return True if lines of models go to a log: the program has one for this level, or has set up a logger of
+    moonpool's.
 
     `logging.basicConfig()` alone takes no lines of this level, so it does not count.
     """

@@ -1,11 +1,12 @@
 """Asks models if they are ready: the model in one stub, and all instances of a model together.
 
-Theory of operation. `StubReadiness` works on the reactor's thread and has no lock. It sends READY once for all who ask until
-READINESS comes. Each of them gets an answer within `TIMEOUT_S`, even if the model never answers. One timer serves all. A late
-READINESS still answers the question: until it comes, no other question is sent, so a slow model is not asked again and again.
+Theory of operation. `StubReadiness` works on the reactor's thread and has no lock. It sends READY once for all who ask
+until READINESS comes. Each of them gets an answer within `TIMEOUT_S`, even if the model never answers. One timer serves
+all. A late READINESS still answers the question: until it comes, no other question is sent, so a slow model is not
+asked again and again.
 
-`_Together` has a lock, since instances of other backends may answer on any thread. It passes the first reason on, and the
-lock decides which one is the first. The callback runs outside of the lock.
+`_Together` has a lock, since instances of other backends may answer on any thread. It passes the first reason on, and
+the lock decides which one is the first. The callback runs outside of the lock.
 """
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ class StubReadiness:
 
 
 def ask_all(instances: Sequence[ModelInstance], answer: Answer) -> None:
-    """Ask the instances of a model at the same time. The model is ready if all are. `answer` is as in `StubReadiness.ask`."""
+    """Ask the instances of a model at the same time. The model is ready if all are. `answer` is as in
+    `StubReadiness.ask`.
+    """
     if not instances:
         answer(None)
         return

@@ -1,9 +1,9 @@
 """Shared memory that callers and clients write into themselves, and that stubs then read without a copy.
 
-Theory of operation. `CallerMemory` has one lock around its arena and its regions. A block is free again when the last array in it
-is collected. That may happen on any thread, also in the garbage collector while the same thread holds the lock. So a lease
-takes no lock: it appends its block to `_returned`, and the next `empty` or `tidy` frees what is there. `close` closes the
-regions; each stays mapped until the last array in it is gone.
+Theory of operation. `CallerMemory` has one lock around its arena and its regions. A block is free again when the last
+array in it is collected. That may happen on any thread, also in the garbage collector while the same thread holds the
+lock. So a lease takes no lock: it appends its block to `_returned`, and the next `empty` or `tidy` frees what is there.
+`close` closes the regions; each stays mapped until the last array in it is gone.
 
 `ClientRegion` maps nothing of the client's. See there.
 """
@@ -160,10 +160,11 @@ _STAND_IN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class ClientRegion(SharedRegion):
-    """A shared memory object of a client, known by its descriptor. Stubs work in it; this process never reads or writes it.
+    """A shared memory object of a client, known by its descriptor. Stubs work in it; this process never reads or writes
+    it.
 
-    The client may truncate the object at any time, and a process that touches a page that is gone gets SIGBUS. So this process
-    maps anonymous memory of the same size in its place. Arrays there have addresses and read as zeros.
+    The client may truncate the object at any time, and a process that touches a page that is gone gets SIGBUS. So this
+    process maps anonymous memory of the same size in its place. Arrays there have addresses and read as zeros.
     """
 
     __slots__ = ("file",)

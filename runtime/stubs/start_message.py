@@ -1,4 +1,6 @@
-"""Makes the object in START, which describes a model to its stub, and completes a configuration by the model's answer."""
+"""Makes the object in START, which describes a model to its stub, and completes a configuration by the model's
+answer.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def start_of(
 
 
 def input_names(config: ModelConfig) -> list[str]:
-    """Return the names of the inputs in the order of their numbers. Then come the controls of a sequence, then its states."""
+    """Return the names of the inputs in the order of their numbers. Then come the controls of a sequence, then its
+    states.
+    """
     names = [tensor.name for tensor in config.inputs]
     if config.sequence_batching is not None:
         names += [each.name for each in config.sequence_batching.controls]
@@ -93,7 +97,9 @@ def input_names(config: ModelConfig) -> list[str]:
 
 
 def output_names(config: ModelConfig) -> list[str]:
-    """Return the names of the outputs in the order of their numbers. Then come states that are no outputs for clients."""
+    """Return the names of the outputs in the order of their numbers. Then come states that are no outputs for
+    clients.
+    """
     names = [tensor.name for tensor in config.outputs]
     return names + [each.output_name for each in config.states if each.output_name not in names]
 

@@ -2,30 +2,31 @@
 
 Theory of operation.
 
-Who is whose parent. The runtime starts the template, and the template forks instances. So an instance is a grandchild of the
-runtime: the runtime cannot wait for it, and the kernel gives its exit code to the template. The runtime holds an
-instance by its pidfd (`ForkedProcess`). When that is readable, the instance has ended, and the runtime sends REAP to the template,
-which waits for its child and answers EXITED. A template may reap a child at any time, and the pid may then be another process's.
-So an instance is signalled by its pidfd, and its process group is killed by that, too, before REAP is sent. All forks end with
-their template.
+Who is whose parent. The runtime starts the template, and the template forks instances. So an instance is a grandchild
+of the runtime: the runtime cannot wait for it, and the kernel gives its exit code to the template. The runtime holds an
+instance by its pidfd (`ForkedProcess`). When that is readable, the instance has ended, and the runtime sends REAP to
+the template, which waits for its child and answers EXITED. A template may reap a child at any time, and the pid may
+then be another process's. So an instance is signalled by its pidfd, and its process group is killed by that, too,
+before REAP is sent. All forks end with their template.
 
-Whom to believe. A template runs foreign code, so its word for a pid is worth nothing. FORK carries one end of a socket. The new
-process writes one byte there, and the kernel adds the pid of the writer (SCM_CREDENTIALS, unix(7)). The runtime opens a pidfd
-and then checks that the process is a child of the template (`_child`). A lying template can only offer one of its own children.
-A child that is an instance already is refused. The exit code is the template's word, too, and only used in texts.
+Whom to believe. A template runs foreign code, so its word for a pid is worth nothing. FORK carries one end of a socket.
+The new process writes one byte there, and the kernel adds the pid of the writer (SCM_CREDENTIALS, unix(7)). The runtime
+opens a pidfd and then checks that the process is a child of the template (`_child`). A lying template can only offer
+one of its own children. A child that is an instance already is refused. The exit code is the template's word, too, and
+only used in texts.
 
-Threads. `Template` has one condition, `_changed`, around its state. It is held for moments, and never while a process is started or
-waited for. Instances start on threads of their own and wait in `_ready` while the template is STARTING. The end of the template
-may be reported twice, by a thread that wanted a fork and by the reactor, which has it from the kernel; `_lost` acts on the first report
-alone. It starts a thread that brings the template back, by the same policy as restarts of an instance. While that
-waits for its turn, the state is AWAY, and instances are started without a template.
+Threads. `Template` has one condition, `_changed`, around its state. It is held for moments, and never while a process
+is started or waited for. Instances start on threads of their own and wait in `_ready` while the template is STARTING.
+The end of the template may be reported twice, by a thread that wanted a fork and by the reactor, which has it from the
+kernel; `_lost` acts on the first report alone. It starts a thread that brings the template back, by the same policy as
+restarts of an instance. While that waits for its turn, the state is AWAY, and instances are started without a template.
 
 `TemplateStub._lock` guards the tables of forks and of questions. The reactor answers a question through its `Future`;
-the thread that asked waits for it with a deadline. `ForkedProcess._reaping` lets one thread ask for the exit code. It is not the lock
-of `signal` and `kill`, which must not wait for a template.
+the thread that asked waits for it with a deadline. `ForkedProcess._reaping` lets one thread ask for the exit code. It
+is not the lock of `signal` and `kill`, which must not wait for a template.
 
-Order of closing. `close` sets CLOSED first, so that no new start begins and those who wait go on. Then it waits for the thread
-that restarts, whose process it aborts. The instances have ended before; at last the template finalizes and ends.
+Order of closing. `close` sets CLOSED first, so that no new start begins and those who wait go on. Then it waits for the
+thread that restarts, whose process it aborts. The instances have ended before; at last the template finalizes and ends.
 """
 
 from __future__ import annotations
@@ -298,8 +299,8 @@ class TemplateStub(StubHandle):
     may_use_slots = False
 
     def __init__(self, *arguments: Any) -> None:
-        # The forks that were not reaped, by pid, with the pid of each in the template's own namespace. And the futures of
-        # REAP messages, by that number.
+        # The forks that were not reaped, by pid, with the pid of each in the template's own namespace. And the futures
+        # of REAP messages, by that number.
         self._forks: dict[int, int] = {}
         self._asked: dict[int, Future[int]] = {}
         self._lock = threading.Lock()
@@ -431,8 +432,8 @@ class ForkHandshake:
     def wait(self, parent_pid: int, timeout_s: float) -> tuple[int, int]:
         """Wait for the new process. Returns its pid, and a pidfd, which the caller owns. Raises `ForkFailed`.
 
-        The process is a child of `parent_pid`, which must not be reaped meanwhile. `end` is closed here first: the socket then
-        ends if all other processes that have `end` die.
+        The process is a child of `parent_pid`, which must not be reaped meanwhile. `end` is closed here first: the
+        socket then ends if all other processes that have `end` die.
         """
         self.end.close()
         poll = select.poll()

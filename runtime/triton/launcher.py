@@ -2,9 +2,10 @@
 
     python -I .../runtime/triton/launcher.py FD [NAME]
 
-FD is the channel to the library inside the server, which started this process; `messages.py` has its messages. NAME is the
-backend's name, which makes the process easy to find among others. The interpreter needs numpy and msgpack. moonpool need
-not be installed in it, so nothing of moonpool is imported before `make_importable`. This process ends with the server.
+FD is the channel to the library inside the server, which started this process; `messages.py` has its messages. NAME is
+the backend's name, which makes the process easy to find among others. The interpreter needs numpy and msgpack. moonpool
+need not be installed in it, so nothing of moonpool is imported before `make_importable`. This process ends with the
+server.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """One end of the channel between the shim and its launcher: whole messages, with their descriptors.
 
-Theory of operation. `send` never blocks. It puts the message into an unbounded queue, and one thread writes the queue to the
-socket in order. So a thread that holds a lock, or the reactor, can report something even while the server does not read.
-The queue also owns the descriptors until they are sent; the thread closes its copies afterwards. Only one thread
-may `receive`. If the peer goes away, the writing thread drops what is left, and `receive` raises `PeerGone`, which is
-the one place where the end is handled. `close` lets the thread write everything that was sent before it closes the socket.
+Theory of operation. `send` never blocks. It puts the message into an unbounded queue, and one thread writes the queue
+to the socket in order. So a thread that holds a lock, or the reactor, can report something even while the server does
+not read. The queue also owns the descriptors until they are sent; the thread closes its copies afterwards. Only one
+thread may `receive`. If the peer goes away, the writing thread drops what is left, and `receive` raises `PeerGone`,
+which is the one place where the end is handled. `close` lets the thread write everything that was sent before it closes
+the socket.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """The launcher's work: it loads models, starts and ends their instances, and reports deaths, as the shim asks.
 
-Theory of operation. The main thread reads the shim's messages and does what is quick itself. Loading and unloading a model,
-starting and ending an instance, and making memory each get a thread, because a slow model must not delay another one.
-`_models` and `_instances` are changed by the main thread and by those threads, one key at a time, and the shim never uses a
-number again, so they need no lock. A message about an instance that is gone is ignored, or refused if it asks for something.
+Theory of operation. The main thread reads the shim's messages and does what is quick itself. Loading and unloading a
+model, starting and ending an instance, and making memory each get a thread, because a slow model must not delay another
+one. `_models` and `_instances` are changed by the main thread and by those threads, one key at a time, and the shim
+never uses a number again, so they need no lock. A message about an instance that is gone is ignored, or refused if it
+asks for something.
 
-The launcher is the parent of all stubs of its backend, so a tritonserver, with its many threads and GPU libraries, starts only
-one process itself. If the launcher dies, the kernel kills its stubs (PR_SET_PDEATHSIG), and the shim sees the end of the
-channel. If the server dies, the channel ends here; then `run` ends all instances without letting them finalize, finalizes
-the models, and returns.
+The launcher is the parent of all stubs of its backend, so a tritonserver, with its many threads and GPU libraries,
+starts only one process itself. If the launcher dies, the kernel kills its stubs (PR_SET_PDEATHSIG), and the shim sees
+the end of the channel. If the server dies, the channel ends here; then `run` ends all instances without letting them
+finalize, finalizes the models, and returns.
 """
 
 from __future__ import annotations
@@ -246,7 +247,9 @@ def _apart(name: str, act: Callable[..., None], *arguments: Any) -> None:
 
 
 def _apart_or_here(name: str, act: Callable[..., None], *arguments: Any) -> None:
-    """Act on a new thread. If there is none, others wait meanwhile: an end cannot be refused, as the shim waits for it."""
+    """Act on a new thread. If there is none, others wait meanwhile: an end cannot be refused, as the shim waits for
+    it.
+    """
     try:
         _apart(name, act, *arguments)
     except OutOfThreads:

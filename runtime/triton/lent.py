@@ -1,15 +1,16 @@
 """Instances whose stubs this process starts and ends, while the shim inside the server talks to them.
 
-Theory of operation. `LentInstance` connects a supervisor, which starts processes and restarts them, with the shim, which
-alone sees requests and answers. Both may find out that a process is broken: the supervisor sees a start fail, the shim
-sees a channel end. A loss is identified by its generation, the number of the process; reports of an earlier one are
-ignored. `_broken` holds the loss that the shim reported, under `_lock`, until it was passed to the supervisor. That
-may be at once (state READY), or when a start that could no longer be stopped has become READY. Whichever thread takes it out
-of `_broken` passes it on, so the supervisor learns of each loss once. No other method is called with the lock held.
+Theory of operation. `LentInstance` connects a supervisor, which starts processes and restarts them, with the shim,
+which alone sees requests and answers. Both may find out that a process is broken: the supervisor sees a start fail, the
+shim sees a channel end. A loss is identified by its generation, the number of the process; reports of an earlier one
+are ignored. `_broken` holds the loss that the shim reported, under `_lock`, until it was passed to the supervisor. That
+may be at once (state READY), or when a start that could no longer be stopped has become READY. Whichever thread takes
+it out of `_broken` passes it on, so the supervisor learns of each loss once. No other method is called with the lock
+held.
 
-A stub's channels change hands. BORN gives the control and calls channels to the shim, before any code of the model runs,
-because a model logs and asks for other models while it initializes. STARTED gives the work channel. To finalize the
-model, the launcher uses the work channel again, after the shim has stopped using it (END, RENEW).
+A stub's channels change hands. BORN gives the control and calls channels to the shim, before any code of the model
+runs, because a model logs and asks for other models while it initializes. STARTED gives the work channel. To finalize
+the model, the launcher uses the work channel again, after the shim has stopped using it (END, RENEW).
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class LentStub(StubHandle):
         fds = (self.control.channel.fileno(), calls.fileno(), self.process.pidfd, *files)
         self._born(self, tuple(os.dup(fd) for fd in fds))
         # Our end stays open until the stub is ready. If the server has no descriptor left for it, the stub must not see
-        # the end of the channel before LOST has told this process the reason. The shim, which reads, can still shut it down.
+        # the end of the channel before LOST has told this process the reason. The shim, which reads, can still shut it
+        # down.
         self._calls = calls
 
     @property

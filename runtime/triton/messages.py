@@ -1,8 +1,9 @@
 """Messages between the library inside tritonserver (the *shim*) and its launcher, on one SEQPACKET socket.
 
-Theory of operation. There is one launcher for each backend of a server. It sends HELLO, the shim sends BACKEND. From then on
-any message may follow any other from its one allowed sender. The shim numbers models, instances and its other questions, and
-never uses a number again. Messages about one instance are in order. Every question gets one answer, which may take time:
+Theory of operation. There is one launcher for each backend of a server. It sends HELLO, the shim sends BACKEND. From
+then on any message may follow any other from its one allowed sender. The shim numbers models, instances and its other
+questions, and never uses a number again. Messages about one instance are in order. Every question gets one answer,
+which may take time:
 
     MODEL     →  MODEL_READY or REFUSED
     INSTANCE  →  BORN, then STARTED; or REFUSED, perhaps after BORN
@@ -12,16 +13,16 @@ never uses a number again. Messages about one instance are in order. Every quest
     MEMORY    →  SET_ASIDE or REFUSED
     SCRUB     →  SCRUBBED
 
-A *generation* is one process of an instance, counted from 1. A start that fails uses one up, too. With BORN the shim takes the
-place of the stub's runtime on the control and calls channels, because a model logs, makes metrics and asks for other models
-while it initializes. With STARTED, when the model is initialized, it does so on the work channel, in the state after
-LOADED, until it sends RENEW or END; then the launcher lets the model finalize. From STARTED on the shim allocates in the
-request region. If one of the channels or the process ends after STARTED, or if the stub breaks the protocol at any
-time after BORN, the shim sends LOST, once for each generation. The launcher then ends the process and finds out why it
-died. It ignores messages about a generation that is over.
+A *generation* is one process of an instance, counted from 1. A start that fails uses one up, too. With BORN the shim
+takes the place of the stub's runtime on the control and calls channels, because a model logs, makes metrics and asks
+for other models while it initializes. With STARTED, when the model is initialized, it does so on the work channel, in
+the state after LOADED, until it sends RENEW or END; then the launcher lets the model finalize. From STARTED on the shim
+allocates in the request region. If one of the channels or the process ends after STARTED, or if the stub breaks the
+protocol at any time after BORN, the shim sends LOST, once for each generation. The launcher then ends the process and
+finds out why it died. It ignores messages about a generation that is over.
 
-A message that is longer than a packet lies in a file. The packet is LONG, and the file's descriptor comes with it, before
-those of the message. The receiver owns the descriptors.
+A message that is longer than a packet lies in a file. The packet is LONG, and the file's descriptor comes with it,
+before those of the message. The receiver owns the descriptors.
 
 The launcher ends at the end of file, and so do its stubs.
 """
@@ -150,8 +151,8 @@ LAUNCHER: dict[IntEnum, Message] = {
         _SHIM,
         {"instance": _ID, "model": _ID, "name": _NAME, "kind": Text(16), "device": Int(0, 65_535)},
     ),
-    # Comes with five descriptors: the control and calls channels, a pidfd, and the files of the first request region and the
-    # first response region. The stub knows both already; regions that the shim makes have numbers from
+    # Comes with five descriptors: the control and calls channels, a pidfd, and the files of the first request region
+    # and the first response region. The stub knows both already; regions that the shim makes have numbers from
     # FIRST_REGION on.
     Word.BORN: Message(
         _LAUNCHER,
@@ -185,8 +186,8 @@ LAUNCHER: dict[IntEnum, Message] = {
             "needed": _ID,
         },
     ),
-    # A region from MEMORY is empty now. If a contained process may have kept it, it still counts, and the next MEMORY may
-    # get it again.
+    # A region from MEMORY is empty now. If a contained process may have kept it, it still counts, and the next MEMORY
+    # may get it again.
     Word.RETURNED: Message(
         _SHIM, {"instance": _ID, "generation": Int(1), "writer": Int(1, 2), "region": _ID}
     ),
@@ -214,8 +215,8 @@ LAUNCHER: dict[IntEnum, Message] = {
     # The process has executed enough requests, `served`, and has none now. LOST does not follow.
     Word.RENEW: Message(_SHIM, {"instance": _ID, "generation": Int(1), "served": _ID}),
     # The process has ended, or could not be started again. Its requests fail with this error. It is started again after
-    # `restarts_in_ms`. Nil: it was given up and starts again after a rest, and later requests get the same error until the
-    # next message about it.
+    # `restarts_in_ms`. Nil: it was given up and starts again after a rest, and later requests get the same error until
+    # the next message about it.
     Word.DIED: Message(
         _LAUNCHER,
         {

@@ -86,7 +86,9 @@ class ServedModel:
         backend_directory: str,
         limits: ConfigLimits,
     ) -> None:
-        """`config` is the JSON text of TRITONBACKEND_ModelConfig. Raises `ConfigError`, `LoadFailed`, `RepositoryError`."""
+        """`config` is the JSON text of TRITONBACKEND_ModelConfig. Raises `ConfigError`, `LoadFailed`,
+        `RepositoryError`.
+        """
         limits.check_size(len(config))
         self._given = _object(config, f"the configuration of model '{name}'")
         limits.check(self._given, Source())
@@ -160,8 +162,9 @@ class ServedModel:
 def refusal(failure: MoonpoolError, subject: str, model: Model | None) -> str:
     """Log the traceback of a load that failed, and return the error for the server, which logs it.
 
-    Triton's own backend logs all lines of an error, and so does this for a model that is not contained. A contained model
-    could forge lines of the server's log that way, so it gets one line. So does a model that is not known yet (None).
+    Triton's own backend logs all lines of an error, and so does this for a model that is not contained. A contained
+    model could forge lines of the server's log that way, so it gets one line. So does a model that is not known yet
+    (None).
     """
     is_trusted = model is not None and not is_contained(model.options.sandbox)
     if isinstance(failure, LoadFailed) and failure.traceback:

@@ -1,8 +1,8 @@
 """The launcher's log, as lines of the server's log.
 
 A note is always one line, as in the log of moonpool's own server. The exception is the traceback of a failed load of a
-model that is not contained. It keeps its lines, as in Triton's own backend; such a model could write to the server's log
-anyway.
+model that is not contained. It keeps its lines, as in Triton's own backend; such a model could write to the server's
+log anyway.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Writes `ipc/native/wire.h`, the tables of messages for all that is compiled: the library for tritonserver and the extensions.
+"""Writes `ipc/native/wire.h`, the tables of messages for all that is compiled: the library for tritonserver and the
+extensions.
 
-Run it with `python -m moonpool.runtime.triton.wire_header` after a change to a table. A message that the library receives
-becomes a struct, which is read from a packet. A message that it sends is encoded by its kind, which knows the number of
-fields. Rows of plain values can be encoded, too.
+Run it with `python -m moonpool.runtime.triton.wire_header` after a change to a table. A message that the library
+receives becomes a struct, which is read from a packet. A message that it sends is encoded by its kind, which knows the
+number of fields. Rows of plain values can be encoded, too.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ from moonpool.runtime.version import VERSION
 __version__ = VERSION
 
 if TYPE_CHECKING:
-    # `__all__` has what a program begins with, and `help(moonpool)` shows no more. With `as`, the other names are no less
-    # public: type checkers and editors offer them.
-    # A type checker knows no types such as `Float32[Batch, 3]`. It reads them as `Annotated[Batch, 3]`: an array, with
-    # a note that it ignores. It follows an import of `Annotated` under another name, but no assignment.
+    # `__all__` has what a program begins with, and `help(moonpool)` shows no more. With `as`, the other names are no
+    # less public: type checkers and editors offer them. A type checker knows no types such as `Float32[Batch, 3]`. It
+    # reads them as `Annotated[Batch, 3]`: an array, with a note that it ignores. It follows an import of `Annotated`
+    # under another name, but no assignment.
     from typing import (
         Annotated as Bool,
         Annotated as Bytes,
@@ -87,8 +87,8 @@ if TYPE_CHECKING:
 
     Batch: TypeAlias = NDArray[Any]
 else:
-    # The names by the modules that have them. A program that only names types, or an error, does not wait for the runtime,
-    # and one that imports this long before its first load waits then.
+    # The names by the modules that have them. A program that only names types, or an error, does not wait for the
+    # runtime, and one that imports this long before its first load waits then.
     _NAMES = {
         "errors": (
             "BadEnvironment",

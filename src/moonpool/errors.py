@@ -12,9 +12,10 @@ Each carries one of Triton's codes in `.code`:
         log.error("%s", error)                  # may have paths of this machine, and lines of a model's code
         answer(error.http_status, error.public_text())  # what clients of a server get
 
-`.fault` says who can do something about it: `caller` (the request or the call is wrong), `model` (its code raised, ended, took too
-long or does not load), `setup` (files, configurations, environments, grants, devices), `load` (no room or no time at the moment: try
-later), `backend` (a backend broke its contract) or `moonpool` (a bug). docs/EMBEDDING.md has tables of codes and faults.
+`.fault` says who can do something about it: `caller` (the request or the call is wrong), `model` (its code raised,
+ended, took too long or does not load), `setup` (files, configurations, environments, grants, devices), `load` (no room
+or no time at the moment: try later), `backend` (a backend broke its contract) or `moonpool` (a bug). docs/EMBEDDING.md
+has tables of codes and faults.
 """
 
 from moonpool.ipc.errors import MoonpoolError, OutOfMemory

@@ -8,11 +8,12 @@ all work so far, `receive` makes the device wait for the peer's event: the devic
 waits. EVENT carries the handles of these events. The runtime sends its own first, at the latest with the first region
 on that device, and the stub answers with its own.
 
-`_changed`, a condition, guards the tables, and wakes a thread that waits in `receive` because a message overtook its EVENT. The
-arenas have no lock here: their user holds the turn of `Regions`. Dictionaries that another thread may fill are copied before a loop.
+`_changed`, a condition, guards the tables, and wakes a thread that waits in `receive` because a message overtook its
+EVENT. The arenas have no lock here: their user holds the turn of `Regions`. Dictionaries that another thread may fill
+are copied before a loop.
 
-Order of closing: `finish` waits for the device before the process ends, because the peer's device may wait for events that
-would be gone with this process.
+Order of closing: `finish` waits for the device before the process ends, because the peer's device may wait for events
+that would be gone with this process.
 """
 
 from __future__ import annotations
@@ -40,10 +41,14 @@ _FEW = 64
 
 
 class DeviceMemory:
-    """Shares the memory of all devices with one peer. Any thread may call any method, but for those that use the arenas."""
+    """Shares the memory of all devices with one peer. Any thread may call any method, but for those that use the
+    arenas.
+    """
 
     def __init__(self, grow: Callable[[int, int], Region], send: Callable[..., None]) -> None:
-        """Take `grow`, which asks for a region of a size in bytes on a device, and `send`, which sends a control message."""
+        """Take `grow`, which asks for a region of a size in bytes on a device, and `send`, which sends a control
+        message.
+        """
         self._grow = grow
         self._send = send
         self._arenas: dict[int, Arena] = {}
@@ -122,7 +127,9 @@ class DeviceMemory:
                 self._most_leases = max(_FEW, 2 * len(self._leases))
 
     def lease_at(self, address: int, size_bytes: int) -> DeviceLease | None:
-        """Return the living lease that holds this memory, if any. Libraries hand our blocks back as arrays of their own."""
+        """Return the living lease that holds this memory, if any. Libraries hand our blocks back as arrays of their
+        own.
+        """
         for known in self._leases.copy():
             lease = known()
             if lease is not None:

@@ -1,7 +1,7 @@
 """Moves tensors for the runtime to or from devices.
 
-A tensor in a block that a message may name stays there. Any other is copied once: between devices on the device, between a device
-and ordinary memory directly into a block.
+A tensor in a block that a message may name stays there. Any other is copied once: between devices on the device,
+between a device and ordinary memory directly into a block.
 """
 
 from __future__ import annotations

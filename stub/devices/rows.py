@@ -52,7 +52,9 @@ def cut(array: DeviceArray, counts: Sequence[int]) -> list[DeviceArray]:
 
 
 def array_on_device(value: Any) -> DeviceArray:
-    """Return the array of an object on a device. Raises TypeError if there is none, and what `DeviceArray.of` raises."""
+    """Return the array of an object on a device. Raises TypeError if there is none, and what `DeviceArray.of`
+    raises.
+    """
     memory = pb_utils.memory_in_use()
     stream = None
     if memory is not None and hasattr(value, "__dlpack_device__"):

@@ -30,7 +30,8 @@ _new = object.__new__
 class DeviceTensor(Tensor):
     """Is a tensor on a device. Models see it as a `Tensor`.
 
-    A library that takes the tensor names the stream on which it will work. The GPU lets that stream wait for the writer of the tensor.
+    A library that takes the tensor names the stream on which it will work. The GPU lets that stream wait for the writer
+    of the tensor.
     """
 
     __module__ = "c_python_backend_utils"
@@ -56,7 +57,9 @@ class DeviceTensor(Tensor):
         return False
 
     def as_numpy(self) -> NDArray[Any]:
-        """Return a copy if the configuration asks for it, the same one at each call. Otherwise raise, as Triton does."""
+        """Return a copy if the configuration asks for it, the same one at each call. Otherwise raise, as Triton
+        does.
+        """
         if not self.copies_to_numpy:
             raise TritonModelException("Tensor is stored in GPU and cannot be converted to NumPy.")
         if self._datatype == BF16:

@@ -34,8 +34,8 @@ class Placed:
     ) -> None:
         """Place the inputs. Tensors in shared memory stay there, others are copied. Raises `OutOfMemory`, `BadTensor`.
 
-        `ours` gets the blocks of this stub's memory that the runtime holds from now on, each when it is held: `Regions.take_back` is
-        for them if the message is not sent.
+        `ours` gets the blocks of this stub's memory that the runtime holds from now on, each when it is held:
+        `Regions.take_back` is for them if the message is not sent.
         """
         self._regions = regions
         if any(tensor._is_on_device for tensor in tensors):

@@ -1,31 +1,34 @@
 """Runs the stub's end of the calls channel: any thread asks, and the runtime answers the calls in any order.
 
-Theory of operation. A hand-over between threads costs more than the trip to the runtime and back, so no thread reads for all. Among
-the threads that wait, one reads the socket: the *leader*, which holds `_leading`. It puts the answers for others into their inboxes
-and rings their bells. When it has its own answer, it gives up `_leading` and wakes one follower, which becomes the leader.
+Theory of operation. A hand-over between threads costs more than the trip to the runtime and back, so no thread reads
+for all. Among the threads that wait, one reads the socket: the *leader*, which holds `_leading`. It puts the answers
+for others into their inboxes and rings their bells. When it has its own answer, it gives up `_leading` and wakes one
+follower, which becomes the leader.
 
-A thread that cannot lead at once makes its bell, registers as a follower, and tries again before it sleeps. A leader stops leading before it
-looks for followers. So a thread that failed twice is either found by the old leader, or another leader serves it; nobody sleeps while
-the socket has no reader. A follower has its bell before it looks into its inbox, and the leader fills the inbox before it looks for the
-bell: one of the two sees the other. A bell that rings twice stays rung once, and a thread that wakes without an answer tries to lead
-again.
+A thread that cannot lead at once makes its bell, registers as a follower, and tries again before it sleeps. A leader
+stops leading before it looks for followers. So a thread that failed twice is either found by the old leader, or another
+leader serves it; nobody sleeps while the socket has no reader. A follower has its bell before it looks into its inbox,
+and the leader fills the inbox before it looks for the bell: one of the two sees the other. A bell that rings twice
+stays rung once, and a thread that wakes without an answer tries to lead again.
 
-A signal handler of the model's may raise anywhere in this code on the main thread, and nobody's answer may be lost then. So a step that takes
-something away puts it into its next place in the same call into C (`at_once`). A packet stays in the channel's inbox until its answer is in
-the inbox of its call, an answer stays there until it is a response (`StubHost._response`), and INFER comes into the queue as its call becomes
-one that is open. Whoever led gives `_leading` back and wakes a follower, however it ended; a step that an exception may have left out is
-taken again, as to wake a thread twice does no harm.
+A signal handler of the model's may raise anywhere in this code on the main thread, and nobody's answer may be lost
+then. So a step that takes something away puts it into its next place in the same call into C (`at_once`). A packet
+stays in the channel's inbox until its answer is in the inbox of its call, an answer stays there until it is a response
+(`StubHost._response`), and INFER comes into the queue as its call becomes one that is open. Whoever led gives
+`_leading` back and wakes a follower, however it ended; a step that an exception may have left out is taken again, as to
+wake a thread twice does no harm.
 
-Coroutines must not block, so the first of their calls starts the thread `moonpool-calls`, which takes `_leading` and keeps it for good.
-From then on all others are followers.
+Coroutines must not block, so the first of their calls starts the thread `moonpool-calls`, which takes `_leading` and
+keeps it for good. From then on all others are followers.
 
-A collection of garbage may run a destructor of the model's on a thread that leads, in the middle of a packet, and a signal handler may
-interrupt it. If they asked and waited for an answer, no thread would read it. So `_leading` knows its thread, which gets an error if it asks there.
+A collection of garbage may run a destructor of the model's on a thread that leads, in the middle of a packet, and a
+signal handler may interrupt it. If they asked and waited for an answer, no thread would read it. So `_leading` knows
+its thread, which gets an error if it asks there.
 
-Sending takes no lock that blocks (`send_queue.py`), so destructors may send, too. `abandon` may run in a destructor in the middle
-of anything. It sets `is_wanted` before it empties the inbox, and `_take` fills the inbox before it looks at `is_wanted`: one of the
-two gives back the blocks of each answer. A destructor may interrupt the encoder, so a call that a destructor may abandon has its WITHDRAW
-encoded before (`prepare`).
+Sending takes no lock that blocks (`send_queue.py`), so destructors may send, too. `abandon` may run in a destructor in
+the middle of anything. It sets `is_wanted` before it empties the inbox, and `_take` fills the inbox before it looks at
+`is_wanted`: one of the two gives back the blocks of each answer. A destructor may interrupt the encoder, so a call that
+a destructor may abandon has its WITHDRAW encoded before (`prepare`).
 
 Where moonpool is compiled, the usual call takes its whole way in C++, as a leader without a `Call`; what is not usual
 about it comes here, with a `Call` that the form makes.
@@ -81,7 +84,9 @@ class Call:
     def __init__(
         self, number: int, keeps: object, notify: Callable[[], None] | None = None
     ) -> None:
-        """Keep `keeps` alive while the call is open. `notify` is called once, when the next answer comes, on any thread."""
+        """Keep `keeps` alive while the call is open. `notify` is called once, when the next answer comes, on any
+        thread.
+        """
         self.number = number
         self.keeps = keeps
         self.notify = notify
@@ -387,7 +392,9 @@ class Calls:
             notify()
 
     def _read(self, packet: bytes) -> tuple[list[Any], tuple[int, int] | None]:
-        """Decode an answer, with the outputs of a reply as `read_outputs` takes them. Returns the place of its block, too, if it lies in one."""
+        """Decode an answer, with the outputs of a reply as `read_outputs` takes them. Returns the place of its block,
+        too, if it lies in one.
+        """
         fields = self._codec.decode(packet)
         place = None
         if fields[0] == _INDIRECT:

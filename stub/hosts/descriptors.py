@@ -1,14 +1,16 @@
 """Passes descriptors between the processes that a model forked, through the stub.
 
-`multiprocessing` passes a descriptor by a Unix socket with a name, as torch's DataLoader does with each tensor of a worker. A contained model
-has no such sockets unless they are granted: no filter keeps them from the sockets of other programs. So where it may fork, and no more, its
-processes pass descriptors by the stub. `SharedDescriptor` takes the place of the class of `multiprocessing`.
+`multiprocessing` passes a descriptor by a Unix socket with a name, as torch's DataLoader does with each tensor of a
+worker. A contained model has no such sockets unless they are granted: no filter keeps them from the sockets of other
+programs. So where it may fork, and no more, its processes pass descriptors by the stub. `SharedDescriptor` takes the
+place of the class of `multiprocessing`.
 
-Theory of operation. The `Shelf` of the stub holds a copy of each descriptor under a random key until a process takes it. A fork asks for both
-over a pair of sockets with the stub, which it makes as it does for its questions (`forks.py`). Each request is answered, also to put one on
-the shelf: otherwise the process that gets the key by another way could come before it. A thread of the stub serves each pair until its end of
-file. Then the fork has ended, and what it put there and nobody took goes, as the memory of a process would. The number of descriptors is
-bounded by the limit of the stub: at the limit the kernel delivers none, and the fork gets an error.
+Theory of operation. The `Shelf` of the stub holds a copy of each descriptor under a random key until a process takes
+it. A fork asks for both over a pair of sockets with the stub, which it makes as it does for its questions (`forks.py`).
+Each request is answered, also to put one on the shelf: otherwise the process that gets the key by another way could
+come before it. A thread of the stub serves each pair until its end of file. Then the fork has ended, and what it put
+there and nobody took goes, as the memory of a process would. The number of descriptors is bounded by the limit of the
+stub: at the limit the kernel delivers none, and the fork gets an error.
 
 A fork of a fork makes a pair of its own, with a new lock, since another thread may have held the lock at the fork.
 """

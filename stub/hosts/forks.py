@@ -1,20 +1,21 @@
 """Lets processes that the model forked, as `multiprocessing` does, ask for the same things as the model.
 
-Theory of operation. A fork has copies of everything, but only the stub may use the channels to the runtime and the tables of shared
-memory. So the stub has a *broker*, a thread that listens on a socket which every fork, and every fork of a fork, inherits. For
-each question a fork makes a pair of sockets, sends one end to the broker, and talks over the other end with a new thread of
-the stub. Tensors travel as bytes. A fork needs no lock for this, and the state of its inherited locks does not matter.
+Theory of operation. A fork has copies of everything, but only the stub may use the channels to the runtime and the
+tables of shared memory. So the stub has a *broker*, a thread that listens on a socket which every fork, and every fork
+of a fork, inherits. For each question a fork makes a pair of sockets, sends one end to the broker, and talks over the
+other end with a new thread of the stub. Tensors travel as bytes. A fork needs no lock for this, and the state of its
+inherited locks does not matter.
 
-No side waits for a process that is gone: the end of either process closes its end of the pair, and the other side reads end of
-file. This works only if no third process holds a copy of an end. So a new fork closes the ends that the stub has at
-that moment, and the stub shuts an end down before it closes it, in case a fork has copied it in that very moment.
+No side waits for a process that is gone: the end of either process closes its end of the pair, and the other side reads
+end of file. This works only if no third process holds a copy of an end. So a new fork closes the ends that the stub has
+at that moment, and the stub shuts an end down before it closes it, in case a fork has copied it in that very moment.
 
-Descriptors that the processes pass to each other lie with the stub for that time (`descriptors.py`): a fork says so when it knocks, and keeps
-the pair.
+Descriptors that the processes pass to each other lie with the stub for that time (`descriptors.py`): a fork says so
+when it knocks, and keeps the pair.
 
-The broker starts after the first fork, in the parent. If the machine has no thread to spare, the next fork tries again. If a thread
-for one question cannot be started, the fork that asked gets an error. For responses to a stream there is a second thread, which
-waits for the end of the fork's messages: that cancels the request.
+The broker starts after the first fork, in the parent. If the machine has no thread to spare, the next fork tries again.
+If a thread for one question cannot be started, the fork that asked gets an error. For responses to a stream there is a
+second thread, which waits for the end of the fork's messages: that cancels the request.
 """
 
 from __future__ import annotations

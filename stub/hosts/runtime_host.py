@@ -83,7 +83,9 @@ class StubHost(Host):
         }
 
     def ask(self, kind: Kind, *fields: Any) -> dict[str, Any]:
-        """Ask the runtime for anything but inference, and wait. Raises TritonModelException with the reason of a refusal."""
+        """Ask the runtime for anything but inference, and wait. Raises TritonModelException with the reason of a
+        refusal.
+        """
         call = self._calls.open()
         try:
             self._calls.begin(call, int(kind), *fields)
@@ -124,7 +126,9 @@ class StubHost(Host):
     def _asked(
         self, ask: Callable[[InferenceRequest, list[Call]], Any], request: InferenceRequest
     ) -> Any:
-        """Return the response to a usual request, or NotImplemented for any other, which the compiled form leaves alone."""
+        """Return the response to a usual request, or NotImplemented for any other, which the compiled form leaves
+        alone.
+        """
         # The form adds the call if it has queued INFER, or has sent it, and cannot wait for the reply itself.
         left: list[Call] = []
         try:

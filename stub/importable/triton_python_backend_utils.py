@@ -1,7 +1,8 @@
 """Triton's module for models, in processes that a model starts and that are no stubs.
 
-A child that `multiprocessing` starts by spawn or forkserver is a new interpreter, which has the paths of the stub and none of its modules.
-There a model's file finds this one. It has the classes and functions of the stub's module; what asks the runtime is refused.
+A child that `multiprocessing` starts by spawn or forkserver is a new interpreter, which has the paths of the stub and
+none of its modules. There a model's file finds this one. It has the classes and functions of the stub's module; what
+asks the runtime is refused.
 """
 
 import importlib

@@ -26,7 +26,8 @@ def native_config(model: Callable[..., object], max_batch_size: int = 0) -> Json
 
     `max_batch_size` is the value of the configuration so far; the model's own value is its upper bound.
 
-    The result has `max_batch_size`, and `input`, `output` and `dynamic_batching` if the hints give them. Raises BadHint.
+    The result has `max_batch_size`, and `input`, `output` and `dynamic_batching` if the hints give them. Raises
+    BadHint.
     """
     signature = signature_of(model)
     size = _max_batch_size(model, signature, max_batch_size)
@@ -77,7 +78,9 @@ def complete_config(model: Callable[..., object], config: ModelConfig) -> ModelC
 
 
 def _check_hints(signature: Signature, config: Json) -> None:
-    """Raise BadHint for parameters, and for a result, of which neither a hint nor the configuration says what they are."""
+    """Raise BadHint for parameters, and for a result, of which neither a hint nor the configuration says what they
+    are.
+    """
     known = {tensor["name"] for tensor in config.get("input", ())} | _added(config)
     missing = signature.required - known
     if missing:
@@ -139,8 +142,8 @@ class NativeAdapter:
     """Runs one instance of one of moonpool's own models.
 
     `config` is the complete configuration. The adapter joins the requests of a batch, calls the model once, and cuts
-    the result into the responses. It does not join requests that differ in the names of their inputs, in the kind of memory
-    of these, or in a dimension other than the first and those that are Ragged.
+    the result into the responses. It does not join requests that differ in the names of their inputs, in the kind of
+    memory of these, or in a dimension other than the first and those that are Ragged.
     """
 
     def __init__(self, model: Callable[..., object], config: Json) -> None:
@@ -272,7 +275,9 @@ class NativeAdapter:
     def _trimmed(
         self, name: str, pieces: Sequence[Any], place: int, sizes: Sequence[int]
     ) -> list[Any]:
-        """Return the rows of each request without padding. Raises InvalidReturn if the output has none, or another one."""
+        """Return the rows of each request without padding. Raises InvalidReturn if the output has none, or another
+        one.
+        """
         if not sizes:  # the input is optional
             return list(pieces)
         padded_size = max(sizes)
@@ -326,8 +331,8 @@ def _listed(names: set[str]) -> str:
 def joined(arrays: Sequence[Any]) -> Any:
     """Return all rows of `arrays`, which have the same dtype, and the same shape but for the first dimension.
 
-    The arrays are numpy's, or all of them lie on a device. If they lie back to back in one block of shared memory, where the
-    runtime puts the requests of a batch, the result is a view. Otherwise it is a copy.
+    The arrays are numpy's, or all of them lie on a device. If they lie back to back in one block of shared memory,
+    where the runtime puts the requests of a batch, the result is a view. Otherwise it is a copy.
     """
     first = arrays[0]
     if len(arrays) == 1:

@@ -260,9 +260,9 @@ def empty(
 
     The array is not initialized. Outside of a stub it is an ordinary array.
 
-    With the number of a `device`, the array lies in the memory of that GPU. torch, cupy and others take it without a copy
-    (`torch.from_dlpack`, `cupy.from_dlpack`), and `Tensor.from_dlpack` makes it an output. Raises TritonModelException
-    outside of a stub, and if there is no such device or no room on it.
+    With the number of a `device`, the array lies in the memory of that GPU. torch, cupy and others take it without a
+    copy (`torch.from_dlpack`, `cupy.from_dlpack`), and `Tensor.from_dlpack` makes it an output. Raises
+    TritonModelException outside of a stub, and if there is no such device or no room on it.
     """
     memory = _Place.memory
     dims = (shape,) if isinstance(shape, int) else tuple(shape)

@@ -1,7 +1,7 @@
 """Makes DLPack capsules of tensors and tensors of capsules, without a copy, and with Triton's texts for refusals.
 
-numpy reads DLPack itself, but makes arrays over foreign memory read-only, has no BF16, and has other texts.
-So `ipc.dlpack` reads foreign capsules. `tensor.py` imports this module when a model first uses DLPack, as few models do.
+numpy reads DLPack itself, but makes arrays over foreign memory read-only, has no BF16, and has other texts. So
+`ipc.dlpack` reads foreign capsules. `tensor.py` imports this module when a model first uses DLPack, as few models do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Defines the host of a process, which a model asks for everything outside of the process, and the calls to load models.
+"""Defines the host of a process, which a model asks for everything outside of the process, and the calls to load
+models.
 
-In a stub the host is `hosts.runtime_host.StubHost`, which asks the runtime. A test of a model sets another one with `use`. Without
-a host, every call is refused.
+In a stub the host is `hosts.runtime_host.StubHost`, which asks the runtime. A test of a model sets another one with
+`use`. Without a host, every call is refused.
 """
 
 from __future__ import annotations

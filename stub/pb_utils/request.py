@@ -250,7 +250,9 @@ class InferenceRequest:
         self._release_flags = _integer("flags", flags)
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """Return the object that sends responses apart from those that `execute` returns. Each call returns the same one."""
+        """Return the object that sends responses apart from those that `execute` returns. Each call returns the same
+        one.
+        """
         if self._sender is None:
             reply = None if self._origin is None else self.reply()
             self._sender = InferenceResponseSender.over(reply)
@@ -283,8 +285,8 @@ class InferenceRequest:
     def exec(self, decoupled: bool = False) -> Answer:
         """Run the request on the model that it names, and wait for the response.
 
-        With `decoupled`, returns a `ResponseIterator` over the responses. If the request fails, the response has the error.
-        Raises TritonModelException only if no request can be made here.
+        With `decoupled`, returns a `ResponseIterator` over the responses. If the request fails, the response has the
+        error. Raises TritonModelException only if no request can be made here.
         """
         return self._host.infer(self, bool(decoupled))
 

@@ -14,8 +14,9 @@ answer, and the client would wait for ever. So the destructor of a reply that wa
 error. It takes no lock: nothing refers to the reply any more. What a signal handler raises in a destructor is lost,
 and the destructor with it: then the port, which remembers the reply, ends the request.
 
-A `ResponseIterator` holds its lock while it waits for the next response. So threads that share a loop take turns, and each response
-goes to one of them. `cancel` takes no lock and can interrupt that wait from another thread. `abandon` comes from the destructor.
+A `ResponseIterator` holds its lock while it waits for the next response. So threads that share a loop take turns, and
+each response goes to one of them. `cancel` takes no lock and can interrupt that wait from another thread. `abandon`
+comes from the destructor.
 """
 
 from __future__ import annotations
@@ -298,8 +299,8 @@ Answer = Union[InferenceResponse, ResponseIterator]
 class InferenceResponseSender:
     """Sends responses to one request: during `execute`, after it, and from any thread or coroutine.
 
-    Models get it from `InferenceRequest.get_response_sender`. If the sender and everything else that could answer the request
-    is dropped before the flag COMPLETE_FINAL was sent, the request ends with an error.
+    Models get it from `InferenceRequest.get_response_sender`. If the sender and everything else that could answer the
+    request is dropped before the flag COMPLETE_FINAL was sent, the request ends with an error.
     """
 
     __module__ = "c_python_backend_utils"
@@ -312,7 +313,9 @@ class InferenceResponseSender:
 
     @classmethod
     def over(cls, reply: Reply | None) -> InferenceResponseSender:
-        """Return a sender of responses to one request. Without `reply`, for a request that the model made, it refuses to send."""
+        """Return a sender of responses to one request. Without `reply`, for a request that the model made, it refuses
+        to send.
+        """
         sender = object.__new__(cls)
         sender._reply = reply
         return sender
@@ -391,7 +394,9 @@ class ReplyPort:
         flags: int,
         *steps: Callable[[], object],
     ) -> None:
-        """Deliver a response, the flag that it was the last (`FINAL`), or both; or `AGAIN`, which schedules the request again."""
+        """Deliver a response, the flag that it was the last (`FINAL`), or both; or `AGAIN`, which schedules the request
+        again.
+        """
         raise NotImplementedError
 
     def forget(self, reply: Reply, *steps: Callable[[], object]) -> None:  # noqa: ARG002
@@ -461,8 +466,8 @@ class Reply:
     def finish(self, response: InferenceResponse) -> None:
         """Send the last response, unless it was sent already.
 
-        If a model that is not decoupled has sent its response without the flag, that response is the answer, whatever the
-        model returned or raised afterwards.
+        If a model that is not decoupled has sent its response without the flag, that response is the answer, whatever
+        the model returned or raised afterwards.
         """
         with self._lock:
             while not self.is_closed:

@@ -85,9 +85,9 @@ _UNSUPPORTED = "NumPy dtype is not supported."
 class Tensor:
     """Is a tensor of a request or of a response: a name and a numpy array.
 
-    The array is kept without a copy, unless it is not contiguous. The response is sent with the contents that the array has at
-    that moment. The array of an input lies in memory shared with the runtime. A model may write to it, and it stays
-    valid as long as anything refers to it.
+    The array is kept without a copy, unless it is not contiguous. The response is sent with the contents that the array
+    has at that moment. The array of an input lies in memory shared with the runtime. A model may write to it, and it
+    stays valid as long as anything refers to it.
     """
 
     __module__ = "c_python_backend_utils"

@@ -6,18 +6,21 @@ other layers. `best-effort` leaves out those that the kernel refuses. The runtim
 The order, and its reasons:
 
 1. *Limits* come before rights are given up, because a priority over other processes needs them.
-2. *Namespaces and mounts* need the rights of root, or of a user namespace, so they come before rights are given up. Granted folders are
-   opened inside the new mount namespace, because a mount can only be copied in the namespace in which it is.
-3. *User and capabilities* are given up next. Tasks are limited only for a private user or in a user namespace: the kernel counts the
-   tasks of a user, and would count the runtime's otherwise. A change of user clears the signal at the parent's death, so `die_with` is
-   called again after it.
+2. *Namespaces and mounts* need the rights of root, or of a user namespace, so they come before rights are given up.
+   Granted folders are opened inside the new mount namespace, because a mount can only be copied in the namespace in
+   which it is.
+3. *User and capabilities* are given up next. Tasks are limited only for a private user or in a user namespace: the
+   kernel counts the tasks of a user, and would count the runtime's otherwise. A change of user clears the signal at the
+   parent's death, so `die_with` is called again after it.
 4. *Paths are checked* as the final user, which alone shows if its rights are enough.
-5. *no_new_privs* comes before Landlock and the filter, because a process without capabilities may install neither without it.
+5. *no_new_privs* comes before Landlock and the filter, because a process without capabilities may install neither
+   without it.
 6. *Landlock* comes after the mounts, because its rules belong to the files that the paths lead to at this moment. It
    holds for the thread that puts it on and for its children only, so there must be no other thread yet.
 7. *seccomp* is last, because it forbids the calls by which all other layers were put on.
 
-Each module of these layers is imported before the first layer is on: Landlock hides files that a later import might need.
+Each module of these layers is imported before the first layer is on: Landlock hides files that a later import might
+need.
 """
 
 from __future__ import annotations
@@ -130,7 +133,8 @@ class Contained:
             with refusing(layer):
                 yield
         except SandboxRefused as refused:
-            # Without the filter, a model with the rights of an owner could make programs there that give them to everybody.
+            # Without the filter, a model with the rights of an owner could make programs there that give them to
+            # everybody.
             if self._policy.level == STRICT or (layer == "seccomp" and self._is_lent):
                 raise
             self._applied.left_out.append(str(refused))

@@ -1,22 +1,25 @@
 """Counts the acts that the sandbox refuses a model's Python code, keeps samples, and reports them to the runtime.
 
-Theory of operation. Python raises an audit event before it opens a file, makes a socket, forks and so on. The hook here looks
-up the name of the event in a dict. For some twenty names, `Judge` decides if the sandbox is going to refuse the act.
-There were three ways to learn of refusals. The kernel reports them only to privileged processes (`docs/SANDBOX.md` says where to
-read them). An error that Python raises is lost if the model catches it, as libraries do that try several things. A decision
-from the sandbox's own rules misses neither, needs no look at the outcome, and also gives the hint at the end of an error.
+Theory of operation. Python raises an audit event before it opens a file, makes a socket, forks and so on. The hook here
+looks up the name of the event in a dict. For some twenty names, `Judge` decides if the sandbox is going to refuse the
+act. There were three ways to learn of refusals. The kernel reports them only to privileged processes (`docs/SANDBOX.md`
+says where to read them). An error that Python raises is lost if the model catches it, as libraries do that try several
+things. A decision from the sandbox's own rules misses neither, needs no look at the outcome, and also gives the hint at
+the end of an error.
 
-The counts are a hint, and no part of the defence. Code in C raises no event, hostile code can call the kernel itself, and the
-model chooses the texts of samples. So nothing depends on them, and everything is bounded: a few samples, a number for each
-kind, one message to the runtime in half a second, which the runtime charges like any other.
+The counts are a hint, and no part of the defence. Code in C raises no event, hostile code can call the kernel itself,
+and the model chooses the texts of samples. So nothing depends on them, and everything is bounded: a few samples, a
+number for each kind, one message to the runtime in half a second, which the runtime charges like any other.
 
-A process that the model forked reports to nobody, and what it is refused may be the only reason why the model waits for it. So it sends each
-denial to the stub, over a pair of sockets that it inherits; packets that find no room are lost. A thread of the stub counts them, from the
-first fork on. What such a process says is as much worth as what the stub says: the same model wrote both.
+A process that the model forked reports to nobody, and what it is refused may be the only reason why the model waits for
+it. So it sends each denial to the stub, over a pair of sockets that it inherits; packets that find no room are lost. A
+thread of the stub counts them, from the first fork on. What such a process says is as much worth as what the stub says:
+the same model wrote both.
 
-An event may come at any moment, even from a finalizer that interrupts this module. So the lock is one that its owner may take
-again, and the hook sends nothing, because a send may block. A thread sends the messages. It starts
-with the first refusal, as most models have none, and without `threading`, because the interrupted code may hold a lock of that module.
+An event may come at any moment, even from a finalizer that interrupts this module. So the lock is one that its owner
+may take again, and the hook sends nothing, because a send may block. A thread sends the messages. It starts with the
+first refusal, as most models have none, and without `threading`, because the interrupted code may hold a lock of that
+module.
 
 Cost, on a virtual machine with two cores: 0.3 µs for an event without a rule; 2 µs for an `open` of code, or in the
 scratch folder; 10 to 25 µs for an `open` elsewhere, where links are followed. A small request raises no event.
@@ -114,7 +117,8 @@ class Denials:
         self._judge = Judge(policy, layers) if policy.is_contained else None
         self.events = self._judge.events if self._judge is not None else {}
         if self._judge is not None:
-            # A contained model can write bytecode almost nowhere. Each attempt of Python's would count as a denial of the model's.
+            # A contained model can write bytecode almost nowhere. Each attempt of Python's would count as a denial of
+            # the model's.
             sys.dont_write_bytecode = True
         if self._judge is not None and not self._is_hooked:
             self._is_hooked = True
@@ -131,7 +135,9 @@ class Denials:
             self._wish()
 
     def disown(self) -> None:
-        """Send what is refused to the stub, in a process that the model forked: only the stub reports to the runtime."""
+        """Send what is refused to the stub, in a process that the model forked: only the stub reports to the
+        runtime.
+        """
         self._begin()
         self._send = None
         self._is_fork = True
@@ -227,7 +233,9 @@ class Denials:
         return "" if found is None else self.sentence([option_for(*found)])
 
     def advice_in_words(self, text: str) -> str:
-        """Do the same for an error of which only the message says that something was refused: one that wraps another, or one of C."""
+        """Do the same for an error of which only the message says that something was refused: one that wraps another,
+        or one of C.
+        """
         judge = self._judge
         if judge is None or not any(words in text for words in _WORDS_OF_REFUSALS):
             return ""
@@ -237,7 +245,8 @@ class Denials:
         return "" if found is None else self.sentence([option_for(*found)])
 
     def sentence(self, options: list[str]) -> str:
-        """Return the sentence that these options would allow what was refused, together with the calls that the model may make already.
+        """Return the sentence that these options would allow what was refused, together with the calls that the model
+        may make already.
 
         The value of an option replaces the one that the model has.
         """
@@ -252,7 +261,8 @@ class Denials:
         if not isinstance(error, OSError):
             return None
         if isinstance(error, BlockingIOError) and forked(error):
-            # In some Pythons up to 3.11 the hooks after a fork change the number of its error. It then passes for a limit of tasks.
+            # In some Pythons up to 3.11 the hooks after a fork change the number of its error. It then passes for a
+            # limit of tasks.
             return self._latest(FORK)
         if error.errno == errno.EPERM:
             # The filter's answer, which no granted path changes.

@@ -1,21 +1,22 @@
 """Gives an instance the files and folders that its model was granted by name, with the rights of their owners.
 
 Theory of operation. If the runtime is root, an instance runs as a private user U, and after a restart as another one.
-So the modes of a granted folder cannot give it its rights: a folder that is open to others is open to all of them, and a file that
-one instance wrote would belong to a user that the next instance is not. Therefore the folder is mounted with its ids mapped. On this
-mount alone, the folder's owner O appears as U: files of O belong to U, and files that U makes belong to O on the disk. No process
-ever has the id of O.
+So the modes of a granted folder cannot give it its rights: a folder that is open to others is open to all of them, and
+a file that one instance wrote would belong to a user that the next instance is not. Therefore the folder is mounted
+with its ids mapped. On this mount alone, the folder's owner O appears as U: files of O belong to U, and files that U
+makes belong to O on the disk. No process ever has the id of O.
 
-1. Each path is opened once, and no link in it is followed (`openat2`). Its owner, the copy of its mount and the rule of Landlock all
-   come from that one descriptor. Another model may be able to write to a folder above it, and could otherwise put a link there at any
-   moment, which leads to files that were not granted.
-2. The mount is copied (`open_tree`). The copy, and the copies of mounts below it, know neither devices nor set-user-ID programs.
-   Then the ids of the copy are mapped. Those of the mounts below it are not: their owners granted nothing.
+1. Each path is opened once, and no link in it is followed (`openat2`). Its owner, the copy of its mount and the rule of
+   Landlock all come from that one descriptor. Another model may be able to write to a folder above it, and could
+   otherwise put a link there at any moment, which leads to files that were not granted.
+2. The mount is copied (`open_tree`). The copy, and the copies of mounts below it, know neither devices nor set-user-ID
+   programs. Then the ids of the copy are mapped. Those of the mounts below it are not: their owners granted nothing.
 3. The copies are put where the folders are (`move_mount`), outer ones first, in the instance's own mount namespace.
 
-The rights of O end at the edge of the mount. Hard links and renames do not cross it, and symbolic links lead to places where U has no
-rights. But O could set the set-user-ID bit of a file, which has its effect on the disk, for all users of the machine. The filter for system
-calls forbids that (`rules.py`), and `contained.py` lends no folder without the filter.
+The rights of O end at the edge of the mount. Hard links and renames do not cross it, and symbolic links lead to places
+where U has no rights. But O could set the set-user-ID bit of a file, which has its effect on the disk, for all users of
+the machine. The filter for system calls forbids that (`rules.py`), and `contained.py` lends no folder without the
+filter.
 
 A sticky folder that is open to all, such as /tmp and /dev/shm, is not mapped: all users have files of their own there.
 
@@ -52,13 +53,15 @@ _SYSTEM_S = ("/dev", "/home", "/opt", "/root", "/run", "/srv", "/var", "/var/lib
 
 
 class Granted:
-    """One granted path. Owns descriptors until `close`. Only valid in the process and the mount namespace that made it."""
+    """One granted path. Owns descriptors until `close`. Only valid in the process and the mount namespace that made
+    it.
+    """
 
     def __init__(self, path: str, user: int | None, *, writes: bool, is_own: bool = False) -> None:
         """Open it, for an instance that will be `user`, or this process's own user if None. Raises `SandboxRefused`.
 
-        `is_own` is true if it belongs to this process's user. In a user namespace `stat` cannot tell: all users without a
-        name there look the same.
+        `is_own` is true if it belongs to this process's user. In a user namespace `stat` cannot tell: all users without
+        a name there look the same.
         """
         self.path = path
         self._is_own = is_own
@@ -206,7 +209,8 @@ def opened(
 ) -> list[Granted]:
     """Open all paths, outer folders before inner ones. If it raises `SandboxRefused`, none stays open.
 
-    `own` are the paths from `owned`. Each path comes with True if it is writable. A path that is named twice is writable if it is so once.
+    `own` are the paths from `owned`. Each path comes with True if it is writable. A path that is named twice is
+    writable if it is so once.
     """
     named: dict[str, bool] = {}
     for path, writes in paths:
@@ -299,7 +303,8 @@ def _in_words(error: OSError, file_system: str) -> str:
 
 
 def _lines(name: str, owner: int, user: int) -> str:
-    """Return the text for a namespace's `uid_map` or `gid_map` that maps `owner` to `user`, and all other ids to themselves.
+    """Return the text for a namespace's `uid_map` or `gid_map` that maps `owner` to `user`, and all other ids to
+    themselves.
 
     No file belongs to `user`, so that id need not be mapped. Ids that this process itself cannot name are left out.
     """
@@ -318,8 +323,8 @@ def _lines(name: str, owner: int, user: int) -> str:
 def _namespace(users: str, groups: str) -> int:
     """Make a user namespace with these maps, and return its descriptor. Raises OSError.
 
-    Only a process can make a namespace, and only a process outside may write maps with other users. So a child makes it, and lives
-    until this process has written the maps and opened the namespace.
+    Only a process can make a namespace, and only a process outside may write maps with other users. So a child makes
+    it, and lives until this process has written the maps and opened the namespace.
     """
     answer_fd, telling_fd = os.pipe2(os.O_CLOEXEC)
     waiting_fd, life_fd = os.pipe2(os.O_CLOEXEC)
@@ -345,7 +350,9 @@ def _namespace(users: str, groups: str) -> int:
 
 
 def _wait_in_a_namespace(telling_fd: int, waiting_fd: int, life_fd: int) -> None:
-    """Run in the child: send its folder in /proc or an error number, then wait until the parent closes the other pipe."""
+    """Run in the child: send its folder in /proc or an error number, then wait until the parent closes the other
+    pipe.
+    """
     try:
         os.close(life_fd)
         try:

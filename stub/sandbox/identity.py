@@ -19,7 +19,9 @@ _CAP_SETGID, _CAP_SETUID, _CAP_SETPCAP = 6, 7, 8
 
 
 def drop_bounding_set() -> None:
-    """Take from all programs that are started later the way to capabilities. Call it before the user changes. Raises OSError."""
+    """Take from all programs that are started later the way to capabilities. Call it before the user changes. Raises
+    OSError.
+    """
     with open("/proc/sys/kernel/cap_last_cap", "rb") as file:
         last = int(file.read())
     for capability in range(last + 1):
@@ -52,7 +54,9 @@ def forbid_new_privileges() -> None:
 
 
 def forbid_looking_inside() -> None:
-    """Forbid processes of the same user to trace this one or read its memory, and write no core dumps. An exec undoes it."""
+    """Forbid processes of the same user to trace this one or read its memory, and write no core dumps. An exec undoes
+    it.
+    """
     kernel.prctl(_SET_DUMPABLE, 0)
 
 

@@ -1,9 +1,9 @@
 """Decides if the sandbox is going to refuse an act of Python code, from the rules by which the sandbox was made.
 
-An audit event comes before the act and does not say how it ended. So the decision uses the same tables as the layers: the
-paths of the policy and of `landlock.py`, the table of `rules.py`, and the ports. It
-also looks at the file system, to leave out acts that fail for another reason: a missing file is no refusal. Below a folder that is
-covered (`mounts.py`) every file looks missing, so each attempt to open one there counts as refused.
+An audit event comes before the act and does not say how it ended. So the decision uses the same tables as the layers:
+the paths of the policy and of `landlock.py`, the table of `rules.py`, and the ports. It also looks at the file system,
+to leave out acts that fail for another reason: a missing file is no refusal. Below a folder that is covered
+(`mounts.py`) every file looks missing, so each attempt to open one there counts as refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Landlock: limits the files, TCP ports, abstract sockets and signals of a process. Has the table of files that every stub needs.
+"""Landlock: limits the files, TCP ports, abstract sockets and signals of a process. Has the table of files that every
+stub needs.
 
-Rights belong to the file that a path leads to, not to its name, so links open nothing. The rules hold for the thread that
-puts them on and for all threads and processes that it starts. So there must be no other thread yet.
-Source: `landlock(7)` and `Documentation/userspace-api/landlock.rst`.
+Rights belong to the file that a path leads to, not to its name, so links open nothing. The rules hold for the thread
+that puts them on and for all threads and processes that it starts. So there must be no other thread yet. Source:
+`landlock(7)` and `Documentation/userspace-api/landlock.rst`.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def abi() -> int:
 def restrict(version: int, paths: Iterable[tuple[str | int, int]], ports: Iterable[int]) -> None:
     """Leave this thread only these rights over the files at these paths, and connections to these ports.
 
-    A number in place of a path is a descriptor, which stays open. Missing files are skipped, and so are ports if this version does
-    not know ports. Needs no_new_privs. Raises OSError, with the path if one was the reason.
+    A number in place of a path is a descriptor, which stays open. Missing files are skipped, and so are ports if this
+    version does not know ports. Needs no_new_privs. Raises OSError, with the path if one was the reason.
     """
     handled = (1 << _RIGHTS[min(version, NEWEST)]) - 1
     words = [handled]
@@ -109,7 +110,8 @@ _USUAL = (
     ("/sys/fs/cgroup/cpu.max", READ),
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", READ),
     ("/sys/fs/cgroup/cpu/cpu.cfs_period_us", READ),
-    # ONNX Runtime lists the cards, and logs an error where it may not. The list has links, which lead to nothing that can be read.
+    # ONNX Runtime lists the cards, and logs an error where it may not. The list has links, which lead to nothing that
+    # can be read.
     ("/sys/bus/pci/devices", READ),
     # Allocators ask how much memory there is, and how the kernel gives it out.
     ("/proc/meminfo", READ),

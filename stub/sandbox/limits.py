@@ -46,7 +46,9 @@ def forbid_what_outlives() -> None:
 
 
 def limit_what_is_shared() -> None:
-    """Limit resources that the kernel counts for all processes of the user, and locked memory, so that others have some left."""
+    """Limit resources that the kernel counts for all processes of the user, and locked memory, so that others have some
+    left.
+    """
     # The kernel counts timers as pending signals.
     _limit(resource.RLIMIT_SIGPENDING, _PENDING_SIGNALS, "pending signals")
     _limit(resource.RLIMIT_MEMLOCK, _LOCKED_BYTES, "locked memory")

@@ -4,12 +4,13 @@ A private user cannot pass a folder that is closed to others, such as a home, to
 needs. So the topmost closed folder is covered by an empty one, and the needed files are mounted again at their
 places. Granted paths have mounts of their own (`granted.py`).
 
-A process also gets shared memory of its own: a folder in place of /dev/shm, on the same file system in memory as its scratch folder, so
-that one limit holds for both. Nobody else's shared memory is there. If a grant names /dev/shm, or a folder above or below, it is left as it is.
+A process also gets shared memory of its own: a folder in place of /dev/shm, on the same file system in memory as its
+scratch folder, so that one limit holds for both. Nobody else's shared memory is there. If a grant names /dev/shm, or a
+folder above or below, it is left as it is.
 
-The order matters. The mounts of granted paths are copied first, because later mounts may cover their places. Then closed folders are
-covered, and the file system in memory is mounted. Then everything is made read-only. Last, the copies that stay writable are attached, outer
-ones before inner ones.
+The order matters. The mounts of granted paths are copied first, because later mounts may cover their places. Then
+closed folders are covered, and the file system in memory is mounted. Then everything is made read-only. Last, the
+copies that stay writable are attached, outer ones before inner ones.
 
 Source: `mount(2)`, `mount_setattr(2)`, `open_tree(2)`, `move_mount(2)`, `tmpfs(5)`.
 """
@@ -59,7 +60,8 @@ class Arranged(NamedTuple):
 
 
 def rearrange(policy: Policy, user: int | None, granted: Sequence[Granted]) -> Arranged:
-    """Arrange the mounts as `policy` says, and attach `granted`. If the process will change its user, it becomes `user`.
+    """Arrange the mounts as `policy` says, and attach `granted`. If the process will change its user, it becomes
+    `user`.
 
     Raises OSError if the kernel allows no mounts, and `SandboxRefused` if a path stays out of reach.
     """
@@ -95,7 +97,9 @@ def rearrange(policy: Policy, user: int | None, granted: Sequence[Granted]) -> A
 
 
 def _place_of_shared_memory(granted: Iterable[tuple[str, bool]]) -> str:
-    """Return the folder in whose place a process gets its own shared memory; "" if it is granted, or if there is none."""
+    """Return the folder in whose place a process gets its own shared memory; "" if it is granted, or if there is
+    none.
+    """
     place = os.path.realpath(SHARED_MEMORY)
     names = [path.rstrip("/") + "/" for path, _ in granted]
     is_granted = any(f"{place}/".startswith(name) or name.startswith(f"{place}/") for name in names)
@@ -184,7 +188,9 @@ def _make_place(path: str, fd: int) -> None:
 
 
 def _make_memory(path: str, size_bytes: int, user: int | None) -> None:
-    """Mount a file system in memory, which ends with the process and cannot grow beyond its size, and make its two folders."""
+    """Mount a file system in memory, which ends with the process and cannot grow beyond its size, and make its two
+    folders.
+    """
     os.makedirs(path, exist_ok=True)
     owner = os.geteuid() if user is None else user
     group = os.getegid() if user is None else user

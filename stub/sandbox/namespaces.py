@@ -21,10 +21,11 @@ _FLAGS = {
 
 
 def enter(*, network: bool) -> list[str]:
-    """Leave the namespaces of the runtime, and return the names of the new ones. The kernel makes all or none. Raises OSError.
+    """Leave the namespaces of the runtime, and return the names of the new ones. The kernel makes all or none. Raises
+    OSError.
 
-    Without root's rights, that takes a user namespace, in which this user keeps its id. With `network`, the process stays in the
-    runtime's network.
+    Without root's rights, that takes a user namespace, in which this user keeps its id. With `network`, the process
+    stays in the runtime's network.
     """
     names = ["mnt", "ipc", "uts", "cgroup"] if network else ["mnt", "net", "ipc", "uts", "cgroup"]
     if os.geteuid() != 0:

@@ -9,18 +9,21 @@ the rest of the word.
 
 The attacks behind the conditions fall into four kinds:
 
-- *to reach other processes*: to trace them, read their memory, take their descriptors or signal them (`_ATTACKS`, the pids in
-  `_conditional`), and to learn which exist (`_OF_A_PROCESS`, clocks of processes, `capget`, F_GETLK);
-- *to leave the sandbox*: to make namespaces and mounts (`_ATTACKS`, the flags of `clone`), to open sockets past Landlock's
-  ports (MSG_FASTOPEN, other protocols, TCP_ULP), to leave programs with set-ID bits behind (`_WITHOUT_SET_IDS`);
+- *to reach other processes*: to trace them, read their memory, take their descriptors or signal them (`_ATTACKS`, the
+  pids in `_conditional`), and to learn which exist (`_OF_A_PROCESS`, clocks of processes, `capget`, F_GETLK);
+- *to leave the sandbox*: to make namespaces and mounts (`_ATTACKS`, the flags of `clone`), to open sockets past
+  Landlock's ports (MSG_FASTOPEN, other protocols, TCP_ULP), to leave programs with set-ID bits behind
+  (`_WITHOUT_SET_IDS`);
 - *to take memory away from under the runtime*: to punch holes into regions (`fallocate`, MADV_REMOVE);
-- *to use up what the kernel counts for the whole user, or not at all*: epoll, descriptors in sockets, sizes of pipes and sockets, locks.
+- *to use up what the kernel counts for the whole user, or not at all*: epoll, descriptors in sockets, sizes of pipes
+  and sockets, locks.
 
-Some calls are answered with success and do nothing (`silent`), because libraries make them, take an error for a fault, and lose nothing by
-this answer. libc passes the number of a thread for what `pthread_getschedparam` and its like ask. A filter does not know which numbers are
-the process's own threads, and an answer of the kernel would tell which numbers exist. So all numbers get the same answer: the usual policy
-and priority, and no processors, which callers take for unknown. And locks on parts of files that no other process can reach keep nobody out.
-So a process has them without a lock in the kernel, of which it could make any number.
+Some calls are answered with success and do nothing (`silent`), because libraries make them, take an error for a fault,
+and lose nothing by this answer. libc passes the number of a thread for what `pthread_getschedparam` and its like ask. A
+filter does not know which numbers are the process's own threads, and an answer of the kernel would tell which numbers
+exist. So all numbers get the same answer: the usual policy and priority, and no processors, which callers take for
+unknown. And locks on parts of files that no other process can reach keep nobody out. So a process has them without a
+lock in the kernel, of which it could make any number.
 
 F_SETFL and FIONBIO are allowed for O_NONBLOCK only. Each end of a channel has its own
 flags, and so has the stub's end of the output pipe. The runtime does not block on its own ends,
@@ -64,8 +67,9 @@ HIDING_MODES = frozenset(["openat2", "io_uring_setup"])
 _WAITING = """
 poll ppoll select pselect6 eventfd eventfd2 pipe pipe2 timerfd_create timerfd_settime timerfd_gettime signalfd signalfd4
 """
-# For the channels, and for pairs from `socketpair`; there are no other sockets. Without `sendmsg`, which can send descriptors:
-# the kernel counts those that wait in a socket for all processes of the user, the runtime included (unix(7)).
+# For the channels, and for pairs from `socketpair`; there are no other sockets. Without `sendmsg`, which can send
+# descriptors: the kernel counts those that wait in a socket for all processes of the user, the runtime included
+# (unix(7)).
 _SOCKETS = """
 sendto recvfrom recvmsg recvmmsg shutdown getsockname getpeername getsockopt
 """
@@ -113,16 +117,17 @@ KILLED = frozenset(_ATTACKS.split())
 FORK = "fork"
 # May be granted, too: locks on parts of files, which SQLite uses.
 LOCKS = "locks"
-# May be granted, too: sockets with which the processes of a model talk. No filter and no rule of Landlock before its version 9 keeps them
-# from other sockets on the machine.
+# May be granted, too: sockets with which the processes of a model talk. No filter and no rule of Landlock before its
+# version 9 keeps them from other sockets on the machine.
 UNIX = "unix"
 GRANTED_TOGETHER = frozenset([FORK, LOCKS, UNIX])
-# These fail with ENOSYS if they are refused. The flags of `clone3` lie in memory, which a filter cannot read; libc then uses
-# `clone`.
+# These fail with ENOSYS if they are refused. The flags of `clone3` lie in memory, which a filter cannot read; libc then
+# uses `clone`.
 ABSENT = frozenset(["clone3"])
 
 _CLONE_THREAD = 0x00010000
-# CLONE_PTRACE, PARENT (whose children would be the runtime's), UNTRACED, and NEW* of mnt, cgroup, uts, ipc, user, pid, net.
+# CLONE_PTRACE, PARENT (whose children would be the runtime's), UNTRACED, and NEW* of mnt, cgroup, uts, ipc, user, pid,
+# net.
 _CLONE_FORBIDDEN = 0x2000 | 0x8000 | 0x800000 | 0x20000 | 0x7E000000
 _O_NONBLOCK, _O_LARGEFILE, _ACCESS = 0x800, 0x8000 | 0x20000, 0o3
 _SOCK_TYPE = ALL_BITS & ~(0x800 | 0x80000)  # without SOCK_NONBLOCK and SOCK_CLOEXEC
@@ -145,7 +150,8 @@ def allowed(
     """Return the calls that the process `pid` may make.
 
     - `ports`: it may open TCP connections.
-    - `granted`: names of calls, `fork` for processes of its own, `locks` for locks on parts of files, `unix` for sockets of AF_UNIX.
+    - `granted`: names of calls, `fork` for processes of its own, `locks` for locks on parts of files, `unix` for
+      sockets of AF_UNIX.
     - `gpu`: it talks to the driver of GPUs.
     - `metadata`: it may change modes and times of the files that it can reach.
     - `has_files_alone`: it may ask for locks on files, and gets those of `silent`.
@@ -198,7 +204,9 @@ def _add(table: dict[str, Alternatives], more: dict[str, Alternatives]) -> None:
 
 
 def silent(*, has_files_alone: bool = False) -> dict[str, Alternatives]:
-    """Return the calls that are answered with success and do nothing, unless they are allowed. The arguments are those of `allowed`."""
+    """Return the calls that are answered with success and do nothing, unless they are allowed. The arguments are those
+    of `allowed`.
+    """
     table: dict[str, Alternatives] = dict.fromkeys(_OF_A_THREAD.split(), ())
     table["sched_setscheduler"] = _one_of(1, (_SCHED_OTHER,))
     if has_files_alone:
@@ -214,8 +222,8 @@ def _conditional(pid: int) -> dict[str, Alternatives]:
         **dict.fromkeys(_OF_A_PROCESS.split(), _one_of(0, (0, pid))),
         # PRIO_PROCESS
         "getpriority": (((0, ALL_BITS, (0,)), (1, ALL_BITS, (0, pid))),),
-        # A clock with a negative number belongs to a process, whose pid is in the number, or to a thread. The kernel gives
-        # clocks of threads to no other process.
+        # A clock with a negative number belongs to a process, whose pid is in the number, or to a thread. The kernel
+        # gives clocks of threads to no other process.
         **dict.fromkeys(
             _OF_A_CLOCK.split(),
             (
@@ -256,8 +264,8 @@ def _one_of(argument: int, values: Iterable[int]) -> Alternatives:
     return (((argument, ALL_BITS, values),),)
 
 
-# All users of the machine run a program with the set-user-ID or set-group-ID bit as the owner of its file. In a
-# granted folder, that may be root. If a call only opens a file, the mode is whatever the register holds, so it is not compared.
+# All users of the machine run a program with the set-user-ID or set-group-ID bit as the owner of its file. In a granted
+# folder, that may be root. If a call only opens a file, the mode is whatever the register holds, so it is not compared.
 _SET_IDS = 0o6000
 _MAKING = 0o100 | 0o20000000  # O_CREAT, and O_TMPFILE without O_DIRECTORY
 _WITHOUT_SET_IDS: dict[str, Alternatives] = {
@@ -275,14 +283,15 @@ _MAKES_WITHOUT_SET_IDS: dict[str, Alternatives] = {
 }
 
 
-# MADV_* without REMOVE, which punches holes, MERGEABLE, by which memory of others can be guessed, and those that poison pages.
+# MADV_* without REMOVE, which punches holes, MERGEABLE, by which memory of others can be guessed, and those that poison
+# pages.
 _ADVICE = (0, 1, 2, 3, 4, 8, 10, 11, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 25)
 # FIONREAD, FIONBIO, FIOCLEX, FIONCLEX, TCGETS, TCGETS2, TIOCGWINSZ
 _IOCTLS = (0x541B, 0x5421, 0x5451, 0x5450, 0x5401, 0x802C542A, 0x5413)
-# The requests of NVIDIA's driver have the type 'F'; those of its unified memory are small numbers without a type, and two
-# that begin and end its use. Landlock decides which devices they reach. CUDA does not start without `memfd_create`, nor without
-# a socket of AF_UNIX and SOCK_SEQPACKET with an abstract name, on which other processes could ask it for a descriptor.
-# It may listen, but `accept` is refused, and so is `connect` if no ports are granted.
+# The requests of NVIDIA's driver have the type 'F'; those of its unified memory are small numbers without a type, and
+# two that begin and end its use. Landlock decides which devices they reach. CUDA does not start without `memfd_create`,
+# nor without a socket of AF_UNIX and SOCK_SEQPACKET with an abstract name, on which other processes could ask it for a
+# descriptor. It may listen, but `accept` is refused, and so is `connect` if no ports are granted.
 _GPU: dict[str, Alternatives] = {
     "ioctl": (
         *_one_of(1, (0x30000001, 0x30000002)),
@@ -294,9 +303,10 @@ _GPU: dict[str, Alternatives] = {
     "bind": (),
     "listen": (),
 }
-# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS. No locks on parts of files: a process may
-# hold any number of them, and each takes kernel memory that no limit counts. F_GETLK tells who holds one. `flock` is bounded: it locks
-# a whole file, once for each descriptor. No F_SETPIPE_SZ: the kernel counts the sizes of pipes for all processes of the user.
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS. No locks on parts of files: a process
+# may hold any number of them, and each takes kernel memory that no limit counts. F_GETLK tells who holds one. `flock`
+# is bounded: it locks a whole file, once for each descriptor. No F_SETPIPE_SZ: the kernel counts the sizes of pipes for
+# all processes of the user.
 _FCNTLS = (0, 1, 2, 3, 1030, 1032, 1034)
 _F_GETLK, _F_SETLK, _F_SETLKW = 5, 6, 7
 # And the same for open file descriptions.
@@ -323,8 +333,8 @@ _TCP: dict[str, Alternatives] = {
         # IP_TOS, TTL, MTU_DISCOVER, RECVERR; IPV6_RECVERR, V6ONLY, TCLASS.
         _options(0, (1, 2, 10, 11)),
         _options(41, (25, 26, 67)),
-        # TCP_NODELAY, MAXSEG, CORK, KEEPIDLE, KEEPINTVL, KEEPCNT, SYNCNT, LINGER2, DEFER_ACCEPT, WINDOW_CLAMP, QUICKACK,
-        # USER_TIMEOUT, NOTSENT_LOWAT; not TCP_ULP, with which the kernel itself speaks other protocols.
+        # TCP_NODELAY, MAXSEG, CORK, KEEPIDLE, KEEPINTVL, KEEPCNT, SYNCNT, LINGER2, DEFER_ACCEPT, WINDOW_CLAMP,
+        # QUICKACK, USER_TIMEOUT, NOTSENT_LOWAT; not TCP_ULP, with which the kernel itself speaks other protocols.
         _options(6, (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 18, 25)),
     ),
     # With this flag the call connects, past Landlock.

@@ -1,9 +1,9 @@
 """Compiles rules for system calls into a program for the kernel's classic BPF, and installs it as a filter.
 
 The program first checks the architecture. A process can switch to the 32-bit table of the processor, in which the same
-numbers mean other calls; so calls of another table end the process. Then the program finds the range of the call's number by halving,
-and compares arguments if the range has conditions. It reads registers only: a filter cannot follow a pointer, because another
-thread could change the memory after the check.
+numbers mean other calls; so calls of another table end the process. Then the program finds the range of the call's
+number by halving, and compares arguments if the range has conditions. It reads registers only: a filter cannot follow a
+pointer, because another thread could change the memory after the check.
 
 Source: `Documentation/userspace-api/seccomp_filter.rst` and `seccomp(2)`.
 """
@@ -50,11 +50,12 @@ def program(
     absent: Collection[str] = (),
     silent: Mapping[str, Alternatives] | None = None,
 ) -> bytes:
-    """Return the filter for `machine`. `allowed` wins over `killed`. A call of another machine's table ends the process.
+    """Return the filter for `machine`. `allowed` wins over `killed`. A call of another machine's table ends the
+    process.
 
-    If a call is both allowed and absent, it fails with ENOSYS when its conditions refuse it. A call that is not allowed succeeds without
-    effect if one of its alternatives in `silent` holds.
-    Names of calls that the machine does not have are skipped. Raises KeyError for an unknown machine.
+    If a call is both allowed and absent, it fails with ENOSYS when its conditions refuse it. A call that is not allowed
+    succeeds without effect if one of its alternatives in `silent` holds. Names of calls that the machine does not have
+    are skipped. Raises KeyError for an unknown machine.
     """
     numbers = syscalls.numbers(machine)
     judged = [_REFUSE] * (max(numbers.values()) + 1)

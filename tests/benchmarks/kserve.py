@@ -1,7 +1,8 @@
 """A small KServe v2 server of another kind than moonpool's, as a program: prints its two ports, ends with its input.
 
 Models: `add_sub` (FP32, any size, batches), `fails` (an error each time), `closes` (hangs up instead of answering),
-`chunks` (as add_sub, in chunks over HTTP), `sequence` (as add_sub, an error unless sequences begin and end), `repeat` (decoupled: as many responses as COUNT says).
+`chunks` (as add_sub, in chunks over HTTP), `sequence` (as add_sub, an error unless sequences begin and end), `repeat`
+(decoupled: as many responses as COUNT says).
 """
 
 from __future__ import annotations

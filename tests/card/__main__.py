@@ -2,10 +2,10 @@
 
 Theory of operation. This process asks the driver for nothing, so nothing can hold it up. Each step is a process in a
 session of its own. Its output comes through a pipe; one selector waits for the pipes of a round, and between its waits,
-several times a second, the processes are looked after. At its limit a step is killed with all that descends from it. Stubs
-have sessions of their own, so to kill a process group would not be enough. Orphans become children of this process, which
-kills what a round has left, and records that it did. A process that waits within the driver may not even die then; it is
-named and left alone.
+several times a second, the processes are looked after. At its limit a step is killed with all that descends from it.
+Stubs have sessions of their own, so to kill a process group would not be enough. Orphans become children of this
+process, which kills what a round has left, and records that it did. A process that waits within the driver may not even
+die then; it is named and left alone.
 
 If this process is killed, the kernel kills the steps.
 """
@@ -104,7 +104,9 @@ class Runner:
             _kill_all(_descendants(os.getpid()))
 
     def _tried(self, stage: Stage, ends: float) -> None:
-        """Run a stage. Whatever ends it, as a machine that has no room for a process, is said, and the next one runs."""
+        """Run a stage. Whatever ends it, as a machine that has no room for a process, is said, and the next one
+        runs.
+        """
         try:
             self._stage(stage, ends)
         except Exception as error:

@@ -1,7 +1,7 @@
 """Whatever else meets a GPU:   python -m tests.card.breadth onnx|torch|cupy|cuda_core|pipeline|full [SETTING]
 
-Other libraries' arrays in and out, the backends for ONNX and PyTorch with KIND_GPU, and instances until the card is full. `sleep` and
-`wake` are among the figures (`moonpool.benchmarks.suites.gpu`), which this stage measures last.
+Other libraries' arrays in and out, the backends for ONNX and PyTorch with KIND_GPU, and instances until the card is
+full. `sleep` and `wake` are among the figures (`moonpool.benchmarks.suites.gpu`), which this stage measures last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tests.card.results import record, recorded, share
 if TYPE_CHECKING:
     from moonpool.ipc.cuda.device import Device
 
-# What a library's allocator may be set to. It must be in the environment before the library is imported, here and in the model.
+# What a library's allocator may be set to. It must be in the environment before the library is imported, here and in
+# the model.
 _EXPANDABLE = "expandable_segments:True"
 _ASK_S = 20.0
 # Until no more instances are started; the last one may take as long as a second.
@@ -267,7 +268,9 @@ def _pipeline() -> str:
 
 
 def full() -> None:
-    """Instances of a model until the card is full, the error of the one that has no room, and what is left afterwards."""
+    """Instances of a model until the card is full, the error of the one that has no room, and what is left
+    afterwards.
+    """
     tried("instances until the card is full", _full)
 
 
@@ -314,7 +317,9 @@ def _full() -> str:
 
 
 def _kept_mib(where: Device, before: int) -> float:
-    """Return how much less is free than before, when it is little or after a while: the driver frees what a process had in its time."""
+    """Return how much less is free than before, when it is little or after a while: the driver frees what a process had
+    in its time.
+    """
     ends = time.monotonic() + _RELEASE_S
     while True:
         gc.collect()

@@ -1,11 +1,13 @@
 """Runs cells: small programs that each ask the driver one question, side by side, with a limit for each.
 
-A call of the driver may never return, and may take its process with it. So each cell is a process started by exec, with those that it
-starts itself in one process group, and what it finds comes through a pipe, line by line. At its limit a cell is killed, and the
-line that is recorded for it says which call it was in. A hanging call costs its own cell and no other.
+A call of the driver may never return, and may take its process with it. So each cell is a process started by exec, with
+those that it starts itself in one process group, and what it finds comes through a pipe, line by line. At its limit a
+cell is killed, and the line that is recorded for it says which call it was in. A hanging call costs its own cell and no
+other.
 
-Theory of operation. One thread waits for the pipes and for the ends of all cells, until the earliest limit. A group is killed before its
-first process is reaped, while its number cannot belong to another one. If this process is killed, the kernel kills the cells.
+Theory of operation. One thread waits for the pipes and for the ends of all cells, until the earliest limit. A group is
+killed before its first process is reaped, while its number cannot belong to another one. If this process is killed, the
+kernel kills the cells.
 """
 
 from __future__ import annotations
@@ -132,7 +134,9 @@ class Cells:
         guises.adopt_orphans()
 
     def run(self, cells: Iterable[Cell], at_once: int, until: float = math.inf) -> list[Cell]:
-        """Run cells in their order, so many side by side. Returns those for which there was no time until this moment."""
+        """Run cells in their order, so many side by side. Returns those for which there was no time until this
+        moment.
+        """
         waiting = deque(cells)
         running: list[_Running] = []
         with selectors.DefaultSelector() as selector:

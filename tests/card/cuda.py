@@ -1,7 +1,8 @@
-"""The card's driver by ctypes alone: the answers must not depend on what they are to judge, so nothing of moonpool is used here.
+"""The card's driver by ctypes alone: the answers must not depend on what they are to judge, so nothing of moonpool is
+used here.
 
-Whole numbers are passed as 64-bit words, so no function needs a table of its arguments. Names, numbers and structures are those of
-the CUDA Driver API, https://docs.nvidia.com/cuda/cuda-driver-api/.
+Whole numbers are passed as 64-bit words, so no function needs a table of its arguments. Names, numbers and structures
+are those of the CUDA Driver API, https://docs.nvidia.com/cuda/cuda-driver-api/.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ READ, READ_WRITE = 1, 3
 # CUevent_flags: DISABLE_TIMING, INTERPROCESS; CUstream_flags: NON_BLOCKING
 OF_PROCESSES, NON_BLOCKING = 0x6, 0x1
 
-# A kernel of a known length, in a language that every driver compiles for its own card: no compiler is needed. The second one faults.
+# A kernel of a known length, in a language that every driver compiles for its own card: no compiler is needed. The
+# second one faults.
 PTX = b"""
 .version 7.0
 .target sm_70
@@ -71,7 +73,9 @@ class Absent(Refused):
 
 
 class Handle(ctypes.Structure):
-    """64 bytes that stand for an event, or for memory: CUipcMemHandle, CUipcEventHandle, CUmemFabricHandle, CUmemPoolPtrExportData."""
+    """64 bytes that stand for an event, or for memory: CUipcMemHandle, CUipcEventHandle, CUmemFabricHandle,
+    CUmemPoolPtrExportData.
+    """
 
     _fields_ = (("bytes", c_ubyte * 64),)
 
@@ -123,7 +127,9 @@ def properties(handle_types: int) -> Properties:
 
 
 class Box:
-    """The call that each process of a cell is in. It stays readable when a process hangs in the driver, or dies there."""
+    """The call that each process of a cell is in. It stays readable when a process hangs in the driver, or dies
+    there.
+    """
 
     _SLOT_BYTES = 64
     BYTES = mmap.PAGESIZE

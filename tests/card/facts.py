@@ -47,7 +47,9 @@ _LANDLOCK_CREATE_RULESET, _RULESET_VERSION = 444, 1
 
 
 def said(command: list[str], timeout_s: float = 10) -> tuple[int | None, str]:
-    """Return a program's exit status and output. The status is None if there is no such program, or it took too long."""
+    """Return a program's exit status and output. The status is None if there is no such program, or it took too
+    long.
+    """
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

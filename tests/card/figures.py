@@ -1,7 +1,8 @@
 """Figures of the card:   python -m tests.card.figures PART [pure]
 
-Measures one part of `moonpool.benchmarks.suites.gpu`, with `pure` without moonpool's compiled forms, and records each figure beside its goal as soon as it
-is known. The lines also go to `gpu.jsonl` in the folder of the results, which is a file for `benchmarks/results`.
+Measures one part of `moonpool.benchmarks.suites.gpu`, with `pure` without moonpool's compiled forms, and records each
+figure beside its goal as soon as it is known. The lines also go to `gpu.jsonl` in the folder of the results, which is a
+file for `benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 from tests.card.results import RESULTS, record, recorded, share
 
 NAME = "gpu.jsonl"
-# The seconds in which a part measures. Imports, the first contexts, loads and the end of all processes take as long again.
+# The seconds in which a part measures. Imports, the first contexts, loads and the end of all processes take as long
+# again.
 _MEASURED_S = {
     "sizes": 13.0,
     "forms": 4.0,

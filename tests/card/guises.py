@@ -1,6 +1,7 @@
 """Guises: who opens what another process made. Each takes from a process a part of what a stub in the sandbox lacks.
 
-A process puts its guise on before it loads the driver, as a stub does. Sources: `unshare(2)`, `mount(2)`, `user_namespaces(7)`.
+A process puts its guise on before it loads the driver, as a stub does. Sources: `unshare(2)`, `mount(2)`,
+`user_namespaces(7)`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Models at `strict` on the card, in a runtime of this process: parts of the stage `strict`, each a process of its own.
 
-python -m tests.card.models_at_strict plan FILE      write the plan of a contained model to a file
-python -m tests.card.models_at_strict models         load and ask models at `strict`
-python -m tests.card.models_at_strict hostile        have a hostile model try what it was not given, at `off` and at `strict`
+python -m tests.card.models_at_strict plan FILE write the plan of a contained model to a file python -m
+tests.card.models_at_strict models load and ask models at `strict` python -m tests.card.models_at_strict hostile have a
+hostile model try what it was not given, at `off` and at `strict`
 """
 
 from __future__ import annotations
@@ -275,7 +275,9 @@ def _try(
 
 
 def _survive(attacker: Attacker, scene: Scene) -> None:
-    """Have the model take all memory, loop in a kernel, die in one and fault in one, and look at the others after each."""
+    """Have the model take all memory, loop in a kernel, die in one and fault in one, and look at the others after
+    each.
+    """
     ptx, share = cuda.PTX.decode().rstrip("\0"), results.share()
     before = scene.device.memory_info()[0]
     _harm(attacker, scene, "fills the card", "gpu.fill", piece=1 << 30)

@@ -64,7 +64,8 @@ def put_into_tree() -> list[str]:
         if built.exists():
             why.append(f"{error.filename} is missing")
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        # What is wrong with the folder, or a tree that nothing can be written to, costs what is compiled and nothing else.
+        # What is wrong with the folder, or a tree that nothing can be written to, costs what is compiled and nothing
+        # else.
         why.append(f"what is compiled could not be put into the tree: {error}")
     return why
 

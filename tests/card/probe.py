@@ -2,8 +2,9 @@
 
     python -m tests.card.probe
 
-Nothing of moonpool is imported, so an answer here is the driver's or the machine's. First come the questions whose answers are times,
-one after the other; then all others, side by side. Each is a cell of its own (`cells.py`), so one that hangs costs itself.
+Nothing of moonpool is imported, so an answer here is the driver's or the machine's. First come the questions whose
+answers are times, one after the other; then all others, side by side. Each is a cell of its own (`cells.py`), so one
+that hangs costs itself.
 """
 
 from __future__ import annotations

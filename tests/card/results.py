@@ -1,7 +1,8 @@
 """Results of a machine with a card: one line of JSON each, on the disk the moment that something is known.
 
-The runner and all stages add to `results.jsonl`, several at the same time, and each of them may be killed at any moment.
-So a line is written by one call under the file's lock, and the next writer removes what a killed one has left of a line.
+The runner and all stages add to `results.jsonl`, several at the same time, and each of them may be killed at any
+moment. So a line is written by one call under the file's lock, and the next writer removes what a killed one has left
+of a line.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def record(
     expected: str = "",
     text: str = "",
 ) -> None:
-    """Add a result of this process's stage. `ok` is None for what was skipped or is not supported, which is no failure."""
+    """Add a result of this process's stage. `ok` is None for what was skipped or is not supported, which is no
+    failure.
+    """
     place = os.environ.get(RESULTS)
     if place is None:
         raise SystemExit(f"{RESULTS} does not name a folder; run: bash .ci/gpu FOLDER STAGE")

@@ -1,6 +1,8 @@
-"""Roles that a process of a cell can take. Functions with a `talk` are what a helper does for the process that started it.
+"""Roles that a process of a cell can take. Functions with a `talk` are what a helper does for the process that started
+it.
 
-Each question is one of those that a GPU's page and the decision about device memory leave open. What is expected comes from there.
+Each question is one of those that a GPU's page and the decision about device memory leave open. What is expected comes
+from there.
 """
 
 from __future__ import annotations

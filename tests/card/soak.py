@@ -1,6 +1,7 @@
 """Many callers, tensors of all sizes, and a stub that is killed every second:   python -m tests.card.soak
 
-At the end, this process has as many descriptors, addresses and bytes of the device as before, and every answer was right or an error.
+At the end, this process has as many descriptors, addresses and bytes of the device as before, and every answer was
+right or an error.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Soak:
         self._lock = threading.Lock()
 
     def run(self, seconds: float) -> int:
-        """Have all callers ask for so long, and kill a stub every second. Returns the number of callers that do not come back."""
+        """Have all callers ask for so long, and kill a stub every second. Returns the number of callers that do not
+        come back.
+        """
         self._is_over.clear()
         # A caller that waits in the driver must not hold up the results.
         callers = [
@@ -122,8 +125,8 @@ def held() -> dict[str, float]:
     }  # fmt: skip
 
 
-# What may be more at the end: a region that an instance did not need before, a thread and its stack, a line of the allocator's. A
-# descriptor for each stub that was killed would be more.
+# What may be more at the end: a region that an instance did not need before, a thread and its stack, a line of the
+# allocator's. A descriptor for each stub that was killed would be more.
 _MORE = {
     "descriptors": 2 * _INSTANCES,
     "mappings": 200,

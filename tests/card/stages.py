@@ -131,7 +131,8 @@ STAGES = (
 
 
 def chosen(names: Sequence[str]) -> list[Stage]:
-    """Return the stages with these names, all if there are none. A file of tests stands for a stage with that file alone.
+    """Return the stages with these names, all if there are none. A file of tests stands for a stage with that file
+    alone.
 
     The report is always the last one. Raises `ValueError` for a name that is neither.
     """

@@ -3,9 +3,10 @@
     python -m tests.card.strict             as below
     python -m tests.card.strict hostile     what a hostile model with a GPU can do (`hostile.py`)
 
-The driver, PyTorch and CuPy start four times each: in an ordinary process, whose calls are compared with the tables; in the sandbox
-with a filter that asks instead of refusing, and without Landlock; in the sandbox as it is; and last in a stub, as a model at `strict`.
-Each is a process of its own with a limit. What the tables lack is recorded as the rule that would allow it.
+The driver, PyTorch and CuPy start four times each: in an ordinary process, whose calls are compared with the tables; in
+the sandbox with a filter that asks instead of refusing, and without Landlock; in the sandbox as it is; and last in a
+stub, as a model at `strict`. Each is a process of its own with a limit. What the tables lack is recorded as the rule
+that would allow it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tests of a file that need a card:   python -m tests.card.suite FILE WORKERS
 
-The cases run in workers of pytest-xdist, so that one that hangs or breaks its context costs a worker and not the file. Each
-result is on the disk before the next case begins. Where the plug-ins for that are missing, pytest does without.
+The cases run in workers of pytest-xdist, so that one that hangs or breaks its context costs a worker and not the file.
+Each result is on the disk before the next case begins. Where the plug-ins for that are missing, pytest does without.
 """
 
 from __future__ import annotations

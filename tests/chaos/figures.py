@@ -18,7 +18,9 @@ STUB = b"triton_python_backend_stub"
 
 
 class Figures(NamedTuple):
-    """The figures of one process at one moment. Descriptors are counted by kind, as a restarted stub has other numbers."""
+    """The figures of one process at one moment. Descriptors are counted by kind, as a restarted stub has other
+    numbers.
+    """
 
     descriptors: dict[str, int]
     threads: int
@@ -30,8 +32,8 @@ class Figures(NamedTuple):
 def figures_of(pid: int, open_files: Callable[[], int] | None = None) -> Figures:
     """Read the figures of this process, or of another one of ours.
 
-    `open_files` is asked for the number of descriptors if the process is closed to us: a server that hosts strict models
-    can be read only by root.
+    `open_files` is asked for the number of descriptors if the process is closed to us: a server that hosts strict
+    models can be read only by root.
     """
     descriptors: Counter[str] = Counter()
     shared: dict[int, int] = {}

@@ -22,7 +22,9 @@ BETWEEN_HARMS_S = 0.15
 
 
 class Victim(NamedTuple):
-    """A stub under harm. The pidfd refers to it even if its number was given to another process. `relieve` ends the harm."""
+    """A stub under harm. The pidfd refers to it even if its number was given to another process. `relieve` ends the
+    harm.
+    """
 
     pid: int
     pidfd: int

@@ -1,4 +1,6 @@
-"""Runs models of all kinds under load while their stubs are killed, stopped, starved and sent nonsense, and send nonsense."""
+"""Runs models of all kinds under load while their stubs are killed, stopped, starved and sent nonsense, and send
+nonsense.
+"""
 
 from __future__ import annotations
 

@@ -2,13 +2,14 @@
 
     unshare --mount --net --pid --fork --kill-child --mount-proc python -m tests.deploy.pod FILE
 
-FILE has the pod's specification, the folder of models and an empty folder, as JSON. The container has what the specification
-says: user and group, capabilities, no new privileges, the file system and its volumes, the ports in a network of its own. Its
-process has the number 1, and the system calls are refused that the default filters of container runtimes keep from a container
-without CAP_SYS_ADMIN. The image is this Python with its packages. Cgroups and the hook before the end are left out.
+FILE has the pod's specification, the folder of models and an empty folder, as JSON. The container has what the
+specification says: user and group, capabilities, no new privileges, the file system and its volumes, the ports in a
+network of its own. Its process has the number 1, and the system calls are refused that the default filters of container
+runtimes keep from a container without CAP_SYS_ADMIN. The image is this Python with its packages. Cgroups and the hook
+before the end are left out.
 
-The kubelet probes the container as the specification says, asks it with Triton's clients, and ends it. What it has seen is
-printed as JSON. A container without probes runs to its end.
+The kubelet probes the container as the specification says, asks it with Triton's clients, and ends it. What it has seen
+is printed as JSON. A container without probes runs to its end.
 """
 
 from __future__ import annotations
@@ -138,7 +139,9 @@ class Container:
 
 
 def _removed(capabilities: Spec) -> str:
-    """Return what setpriv takes from all capabilities. Without `drop`, a container here has all of them, as if it were privileged."""
+    """Return what setpriv takes from all capabilities. Without `drop`, a container here has all of them, as if it were
+    privileged.
+    """
     changed = [("-", capabilities.get("drop", ())), ("+", capabilities.get("add", ()))]
     return ",".join(sign + name.lower() for sign, names in changed for name in names)
 
@@ -200,7 +203,9 @@ class Kubelet:
         return int(found[0].partition("=")[2]) if found else default
 
     def end(self) -> int:
-        """Send SIGTERM to the container's first process, and return the exit code. Raises TimeoutExpired after the grace period."""
+        """Send SIGTERM to the container's first process, and return the exit code. Raises TimeoutExpired after the
+        grace period.
+        """
         pid = self._process.pid
         (first,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         os.kill(int(first), signal.SIGTERM)

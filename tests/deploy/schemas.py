@@ -1,7 +1,7 @@
 """Schemas of Kubernetes' own objects, of KServe's and of KEDA's, as one JSON schema.
 
-They come from packages, which `bash .ci/run schemas` downloads into a folder. These are read and not installed: they have
-thousands of files, or need a hundred megabytes of others.
+They come from packages, which `bash .ci/run schemas` downloads into a folder. These are read and not installed: they
+have thousands of files, or need a hundred megabytes of others.
 """
 
 from __future__ import annotations

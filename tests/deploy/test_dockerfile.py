@@ -1,7 +1,7 @@
 """The Dockerfile's own commands run in an empty environment, and make what its entry point starts.
 
-No image is made: neither a daemon nor a base image can be had here. The commands are those of the file; only what is compiled
-and what other packages are needed is left out, as CI's part `wheel` has these.
+No image is made: neither a daemon nor a base image can be had here. The commands are those of the file; only what is
+compiled and what other packages are needed is left out, as CI's part `wheel` has these.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The containers of the manifests run: with their users, rights, file systems and ports, probed and ended as Kubernetes does it."""
+"""The containers of the manifests run: with their users, rights, file systems and ports, probed and ended as Kubernetes
+does it.
+"""
 
 from __future__ import annotations
 

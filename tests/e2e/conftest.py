@@ -121,7 +121,9 @@ def virtual(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def conda(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a directory as conda does: a whole Python with its own prefix, and hard links to a package that conda knows."""
+    """Make a directory as conda does: a whole Python with its own prefix, and hard links to a package that conda
+    knows.
+    """
     folder = tmp_path_factory.mktemp("conda")
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     package = folder / "pkgs" / "python"

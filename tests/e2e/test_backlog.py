@@ -1,4 +1,6 @@
-"""Responses that wait for a slow reader are bounded: in a stream that nobody reads, and before a slow step of an ensemble."""
+"""Responses that wait for a slow reader are bounded: in a stream that nobody reads, and before a slow step of an
+ensemble.
+"""
 
 from __future__ import annotations
 

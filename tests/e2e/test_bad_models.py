@@ -1,4 +1,6 @@
-"""Tests of models that are wrong, or treat their process badly: each gets an error or is tolerated, and no other model notices."""
+"""Tests of models that are wrong, or treat their process badly: each gets an error or is tolerated, and no other model
+notices.
+"""
 
 from __future__ import annotations
 

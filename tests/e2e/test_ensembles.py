@@ -175,7 +175,8 @@ class TestRequests:
 
         before = executions(runtime, "group2")
         asyncio.run(ask())
-        # The first request goes alone, and the others stay together; if somebody else drives a batch of them, they may part once.
+        # The first request goes alone, and the others stay together; if somebody else drives a batch of them, they may
+        # part once.
         assert executions(runtime, "group2") - before < 12
 
     def test_an_ensemble_may_be_a_step_of_another(self, runtime: moonpool.Runtime) -> None:

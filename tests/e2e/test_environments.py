@@ -261,7 +261,8 @@ class TestPath:
         (packages / "from_the_user.py").write_text("HERE = True\n")
         monkeypatch.setenv("PYTHONUSERBASE", str(tmp_path))
 
-        # This Python may be that of a virtual environment, which has no packages of a user. A conda environment has them.
+        # This Python may be that of a virtual environment, which has no packages of a user. A conda environment has
+        # them.
         assert ask("__import__('from_the_user').HERE", env_path(conda))
 
     def test_the_stubs_own_files_are_no_modules(self, ask: Ask) -> None:

@@ -1,4 +1,6 @@
-"""Tests of the process that completes a model's configuration: it becomes the first instance unless code of the model ran there."""
+"""Tests of the process that completes a model's configuration: it becomes the first instance unless code of the model
+ran there.
+"""
 
 from __future__ import annotations
 

@@ -410,8 +410,8 @@ def test_loads_are_copied_only_where_they_are_granted_and_as_many_as_there_is_ro
         taken_bytes = peak_bytes(load)
 
         assert said[0].startswith("1 to 40: [")
-        # The region takes 64 MiB. If loads are granted, so do three messages, and a fourth one twice: as it lay in the region
-        # and as it was read.
+        # The region takes 64 MiB. If loads are granted, so do three messages, and a fourth one twice: as it lay in the
+        # region and as it was read.
         most = 5 * 64 if why == "granted" else 0
         assert taken_bytes < (64 + most + 32) << 20
         monkeypatch.undo()

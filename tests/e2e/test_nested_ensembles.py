@@ -1,4 +1,6 @@
-"""Ensembles as steps of ensembles: a request may not become more requests than the limit, nor ensembles lie too deep."""
+"""Ensembles as steps of ensembles: a request may not become more requests than the limit, nor ensembles lie too
+deep.
+"""
 
 from __future__ import annotations
 

@@ -129,7 +129,9 @@ def test_a_death_by_lack_of_memory_names_the_limit(
 def test_a_limit_in_which_numpy_cannot_be_imported_is_named(
     runtime: moonpool.Runtime, tmp_path: Path, limit_mib: int
 ) -> None:
-    """Limits that each stop another library: files that are mapped, memory of OpenBLAS, threads, modules of the runtime."""
+    """Limits that each stop another library: files that are mapped, memory of OpenBLAS, threads, modules of the
+    runtime.
+    """
     if is_limited_by_a_group():
         pytest.skip("in a group the kernel ends a process instead of refusing it memory")
     file = tmp_path / "model.py"

@@ -79,7 +79,8 @@ def test_a_model_runs_in_what_the_command_packs(
         if shutil.which(program, path=path) is None:
             pytest.skip(f"there is no {program}")
     source: Path = request.getfixturevalue(kind)
-    # The documented commands expect a folder of this name. It is a copy, because conda-pack finds nothing through a link.
+    # The documented commands expect a folder of this name. It is a copy, because conda-pack finds nothing through a
+    # link.
     subprocess.run(["cp", "-a", source, tmp_path / "env"], check=True)
     subprocess.run(
         ["bash", "-euc", command], cwd=tmp_path, env={**os.environ, "PATH": path}, check=True

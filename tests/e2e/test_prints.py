@@ -125,7 +125,9 @@ def test_the_log_s_level_hides_prints(folder: Path, setting: str) -> None:
 
 
 def test_a_program_whose_output_nobody_reads_goes_on(folder: Path) -> None:
-    """Check that the runtime serves while a model prints more than a pipe holds; the number of lost lines is printed at the end."""
+    """Check that the runtime serves while a model prints more than a pipe holds; the number of lost lines is printed at
+    the end.
+    """
     (folder / "model.py").write_text(
         "from moonpool import Float32\n"
         "class Model:\n"
@@ -161,9 +163,9 @@ def test_a_program_whose_output_nobody_reads_goes_on(folder: Path) -> None:
 # Notebooks
 
 
-# Runs cells in a kernel of Jupyter's, as a notebook does, and answers with the text below each. Every step is some cells that
-# are sent at once, and a text to wait for when the last of them has ended. It is a process of its own, as the client leaves an
-# event loop behind.
+# Runs cells in a kernel of Jupyter's, as a notebook does, and answers with the text below each. Every step is some
+# cells that are sent at once, and a text to wait for when the last of them has ended. It is a process of its own, as
+# the client leaves an event loop behind.
 _NOTEBOOK = """
 import json, queue, sys, time
 from jupyter_client.manager import start_new_kernel

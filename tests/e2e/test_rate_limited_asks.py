@@ -1,4 +1,6 @@
-"""Models that ask each other under the rate limiter: a request that would wait for ever is refused, and others are not."""
+"""Models that ask each other under the rate limiter: a request that would wait for ever is refused, and others are
+not.
+"""
 
 from __future__ import annotations
 

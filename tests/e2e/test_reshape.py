@@ -1,4 +1,6 @@
-"""Tests of models whose tensors have other shapes than their clients': alone, in batches, called by models, and in a test's process."""
+"""Tests of models whose tensors have other shapes than their clients': alone, in batches, called by models, and in a
+test's process.
+"""
 
 from __future__ import annotations
 

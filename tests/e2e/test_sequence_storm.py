@@ -1,4 +1,6 @@
-"""Runs many sequences at once, with callers that leave and processes that die: no sum is wrong, and nothing is left behind."""
+"""Runs many sequences at once, with callers that leave and processes that die: no sum is wrong, and nothing is left
+behind.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of signals that a parent of the runtime ignored or blocked: stubs and commands start with default dispositions."""
+"""Tests of signals that a parent of the runtime ignored or blocked: stubs and commands start with default
+dispositions.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ import moonpool
 
 PATIENCE_S = 120.0
 SOURCE = str(Path(next(iter(moonpool.__path__))).parent)
-# These are ignored by a shell for a background job, by nohup, by a daemon, and by a program that waits for signals in a thread.
+# These are ignored by a shell for a background job, by nohup, by a daemon, and by a program that waits for signals in a
+# thread.
 IGNORED = ("SIGINT", "SIGQUIT", "SIGHUP", "SIGCHLD", "SIGUSR1", "SIGALRM")
 BLOCKED = ("SIGTERM", "SIGINT", "SIGUSR2", "SIGALRM")
 

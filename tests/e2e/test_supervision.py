@@ -69,7 +69,9 @@ def is_taken(runtime: moonpool.Runtime) -> bool:
 
 
 def ended(runtime: moonpool.Runtime, pid: int) -> None:
-    """Wait until the runtime knows that the process of the first instance has ended. Its next one may be ready already."""
+    """Wait until the runtime knows that the process of the first instance has ended. Its next one may be ready
+    already.
+    """
 
     def is_known() -> bool:
         (instance, *_) = runtime.instances("victim")

@@ -1,4 +1,6 @@
-"""Programs and models in odd surroundings: a folder that was deleted, streams that are closed, libraries that replace threads."""
+"""Programs and models in odd surroundings: a folder that was deleted, streams that are closed, libraries that replace
+threads.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Tests that requests which take the quick way, and requests that differ in nothing that counts, get the same.
 
-Most requests are alike: their arrays are copied into one block, they have no details, and the answer has nothing but outputs, with bytes
-that the runtime has met before. The runtime does less for those. The same requests are sent to two models here. To one they go as they
-are. To the other one they go with a parameter, and it answers with a parameter, so nothing of that applies.
+Most requests are alike: their arrays are copied into one block, they have no details, and the answer has nothing but
+outputs, with bytes that the runtime has met before. The runtime does less for those. The same requests are sent to two
+models here. To one they go as they are. To the other one they go with a parameter, and it answers with a parameter, so
+nothing of that applies.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from moonpool import MoonpoolError
 from moonpool.runtime.stubs.link import Link
 
 PATIENCE_S = 60.0
-# Answers an error for each negative first value, and gives its input back in place where the second value asks for that. Every row
-# of an input has both. `USUAL` says whether an answer has a parameter.
+# Answers an error for each negative first value, and gives its input back in place where the second value asks for
+# that. Every row of an input has both. `USUAL` says whether an answer has a parameter.
 MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -167,7 +168,9 @@ REQUESTS = ("nv_inference_request_success", "nv_inference_request_failure", "nv_
 
 
 def counts(runtime: moonpool.Runtime, model: str) -> Any:
-    """Return the counts of requests in the statistics and metrics of a model. How many a batch has is a matter of chance."""
+    """Return the counts of requests in the statistics and metrics of a model. How many a batch has is a matter of
+    chance.
+    """
 
     def without_times(value: Any) -> Any:
         if isinstance(value, dict):

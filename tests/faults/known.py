@@ -11,7 +11,8 @@ FAULTS = [
     for line in MISBEHAVE.read_text().partition("FAULTS: dict")[2].partition("\n}\n")[0].split("\n")
     if line.startswith('    "')
 ]
-# The log has these words for each fault, at both ends of a stub. For a fault that is not listed, it has words of the codec.
+# The log has these words for each fault, at both ends of a stub. For a fault that is not listed, it has words of the
+# codec.
 WORDS = {
     "garbage": "a packet that is not msgpack",
     "an empty packet": "closed its channel during execute",

@@ -1,4 +1,5 @@
-"""A template that lies about what it forks, in the way that FAULT_IN_TEMPLATE names. Started in place of `stub/boot.py`.
+"""A template that lies about what it forks, in the way that FAULT_IN_TEMPLATE names. Started in place of
+`stub/boot.py`.
 
 `FAULT_BOOT` is the path of the real one. Stubs that are no templates are as they should be.
 """

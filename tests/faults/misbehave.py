@@ -1,8 +1,8 @@
 """A stub that knows the protocol and breaks it, by name. Started in place of `stub/boot.py`.
 
-`FAULT_BOOT` is the path of the real one, for its first steps; `FAULT_AT_START` names a fault of `STARTS`. Once
-loaded, a request whose id is a name of `FAULTS` is answered with that fault. One whose id is `says CHANNEL TIMES HEX` has
-it send that packet. Any other one is answered honestly: with a response that has no outputs.
+`FAULT_BOOT` is the path of the real one, for its first steps; `FAULT_AT_START` names a fault of `STARTS`. Once loaded,
+a request whose id is a name of `FAULTS` is answered with that fault. One whose id is `says CHANNEL TIMES HEX` has it
+send that packet. Any other one is answered honestly: with a response that has no outputs.
 """
 
 from __future__ import annotations
@@ -435,7 +435,8 @@ def loads_much(peer: Peer) -> None:
     region, fd = grown(peer, size)
     for number in range(1, 41):
         at = number * apart
-        # The message lacks the two bytes of the empty file. In their place stand another length, and the zeros behind it.
+        # The message lacks the two bytes of the empty file. In their place stand another length, and the zeros behind
+        # it.
         beginning = encode(Kind.LOAD_MODEL, number, "another", "{}", [["file:1/x", b""]])[:-2]
         contents = size - at - len(beginning) - 5
         os.pwrite(fd, beginning + b"\xc6" + contents.to_bytes(4, "big"), at)
@@ -448,7 +449,9 @@ def loads_much(peer: Peer) -> None:
 
 
 def asks_too_often(peer: Peer) -> None:
-    """Ask more often than allowed if this very model is ready, which it does not answer. The output counts the refusals."""
+    """Ask more often than allowed if this very model is ready, which it does not answer. The output counts the
+    refusals.
+    """
     most = 4096
     for number in range(most + 10):
         peer.calls.send(encode(Kind.IS_MODEL_READY, number, "asker", ""))
@@ -537,7 +540,8 @@ def asks_for_strange_metrics(peer: Peer) -> None:
         codec.decode(peer.calls.recv(MAX_PACKET_BYTES))
     number = int(peer.details[len("strange metrics ") :])
     operation, value = divmod(number, len(STRANGE_VALUES))
-    # Each kind has an operation of its own. Metrics that allow this operation come first, so the wrong ones come at the end.
+    # Each kind has an operation of its own. Metrics that allow this operation come first, so the wrong ones come at the
+    # end.
     for metric, _ in sorted(held, key=lambda each: each[1] != operation):
         peer.tell(Kind.METRICS, [[metric, operation, STRANGE_VALUES[value], 3]], [])
     peer.answer()

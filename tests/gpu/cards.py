@@ -38,9 +38,11 @@ def has_card() -> bool:
 
 @functools.cache
 def warm() -> None:
-    """Have the machine's GPU ready, so that no test is blamed for what the driver opens once; skips where there is none.
+    """Have the machine's GPU ready, so that no test is blamed for what the driver opens once; skips where there is
+    none.
 
-    The driver makes threads and opens files with the first context, event and region, and keeps them until the process ends.
+    The driver makes threads and opens files with the first context, event and region, and keeps them until the process
+    ends.
     """
     if not has_card():
         pytest.skip("this machine has no GPU")

@@ -43,7 +43,8 @@ LAST_ACTS: dict[str, tuple[str, dict[str, object]]] = {
 def gains(
     attacker: Attacker, act: Callable[[], Outcome], last: str = "kill"
 ) -> tuple[Outcome, dict[str, int]]:
-    """Return the outcome of an act, and the denials that it led to. Another denial after it shows that all were counted.
+    """Return the outcome of an act, and the denials that it led to. Another denial after it shows that all were
+    counted.
 
     That one is of the kind `last`, which must not be the act's: two reports may tell of two denials.
     """
@@ -164,7 +165,8 @@ def test_the_named_option_makes_the_refused_act_work(
         runtime.unload("told")
 
 
-# In some Pythons up to 3.11 the hooks after a fork may change the number of the error that os.fork raises, as this does.
+# In some Pythons up to 3.11 the hooks after a fork may change the number of the error that os.fork raises, as this
+# does.
 MISNUMBERED = """
 def start():
     try:
@@ -302,7 +304,8 @@ threads = [threading.Thread(target=run, args=[number]) for number in range(4)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 """
-    # The test needs its own model, because refusals of another test may be reported half a second late and would count here.
+    # The test needs its own model, because refusals of another test may be reported half a second late and would count
+    # here.
     runtime.load("floods", written(tmp_path_factory.mktemp("floods") / "floods"), config=CONFIG)
     try:
         denials = runtime._models.find("floods").model.denials

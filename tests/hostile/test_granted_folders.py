@@ -475,8 +475,8 @@ with moonpool.Runtime() as runtime:
         found.append(str(error))
 print(json.dumps(found))
 """
-# These are the errors of a container without mounts of its own, of a kernel before 5.12, and of a file system without mapped
-# ids.
+# These are the errors of a container without mounts of its own, of a kernel before 5.12, and of a file system without
+# mapped ids.
 LACKS = {
     "namespaces": {"unshare": errno.EPERM},
     "mounts": {"open_tree": errno.EPERM},

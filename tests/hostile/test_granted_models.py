@@ -1,4 +1,6 @@
-"""A grant for models is for exactly those that it names, and what a strict model reads of their loads says nothing of the machine."""
+"""A grant for models is for exactly those that it names, and what a strict model reads of their loads says nothing of
+the machine.
+"""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from moonpool.stub.sandbox.granted import closed_above
 
 GONE_S = 60.0
 MIB = 1 << 20
-# At its import and at every request the model leaves a process behind that has lost its parent and its session. The name of the
-# process tells which one it is.
+# At its import and at every request the model leaves a process behind that has lost its parent and its session. The
+# name of the process tells which one it is.
 MODEL = """
 import contextlib, ctypes, os, sys, time
 import triton_python_backend_utils as pb_utils

@@ -1,4 +1,6 @@
-"""Shared memory and locks that a contained model has without a grant, and what its processes send to its stub, are ways out to nothing."""
+"""Shared memory and locks that a contained model has without a grant, and what its processes send to its stub, are ways
+out to nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Instances that were forked from a template at strict: the template may fork; they may not, and reach no other process."""
+"""Instances that were forked from a template at strict: the template may fork; they may not, and reach no other
+process.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The memory contract, tested on every kind of memory.
 
-For another kind of memory, add a line to `HOST` or to `DEVICE`. Promises about memory that the processor can read are tested on
-`host_region`, the others on `region`.
+For another kind of memory, add a line to `HOST` or to `DEVICE`. Promises about memory that the processor can read are
+tested on `host_region`, the others on `region`.
 """
 
 from __future__ import annotations

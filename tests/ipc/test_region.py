@@ -180,8 +180,8 @@ def test_running_into_a_limit_is_a_clean_error_that_leaves_nothing_open() -> Non
     assert "File too large" in said
 
 
-# Without the check, the kernel would allocate until it kills a process. The limit of the test protects the machine if the check
-# fails.
+# Without the check, the kernel would allocate until it kills a process. The limit of the test protects the machine if
+# the check fails.
 @pytest.mark.promise(
     "Containment",
     "Running out of memory is an error when memory is asked for, not a signal later.",

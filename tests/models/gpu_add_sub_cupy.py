@@ -1,7 +1,7 @@
 """Sum and difference of INPUT0 and INPUT1 as OUTPUT0 and OUTPUT1, computed by cupy on the instance's GPU.
 
-The inputs may be in any memory. OUTPUT0 is computed right into the memory that the runtime reads, OUTPUT1 is cupy's own; all on a
-stream of the model's.
+The inputs may be in any memory. OUTPUT0 is computed right into the memory that the runtime reads, OUTPUT1 is cupy's
+own; all on a stream of the model's.
 """
 
 import cupy

@@ -1,7 +1,7 @@
 """Calls another model with tensors on the GPU, and returns its outputs.
 
-INPUT0 and INPUT1 go to the model `callee` of the parameters as they came, OUTPUT0 and OUTPUT1 come back as they are; SEEN says where
-this model saw inputs and outputs: "gpu" or "cpu" for each.
+INPUT0 and INPUT1 go to the model `callee` of the parameters as they came, OUTPUT0 and OUTPUT1 come back as they are;
+SEEN says where this model saw inputs and outputs: "gpu" or "cpu" for each.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A pipeline through three memories: numpy here, the GPU of another model, numpy here again.
 
-X is doubled here and goes to the model `callee` of the parameters as INPUT0, with ones as INPUT1. Y is the sum of both outputs,
-which are asked for in ordinary memory: (2x + 1) + (2x - 1) = 4x.
+X is doubled here and goes to the model `callee` of the parameters as INPUT0, with ones as INPUT1. Y is the sum of both
+outputs, which are asked for in ordinary memory: (2x + 1) + (2x - 1) = 4x.
 """
 
 import json

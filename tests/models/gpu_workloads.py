@@ -1,4 +1,5 @@
-"""Uses the instance's GPU while it starts, as the parameter `workload` says: by the driver alone, by PyTorch or by CuPy.
+"""Uses the instance's GPU while it starts, as the parameter `workload` says: by the driver alone, by PyTorch or by
+CuPy.
 
 What a library opens and asks for on a GPU, it does here once. An error makes the load fail. Inputs are passed through.
 """

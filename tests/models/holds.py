@@ -1,4 +1,6 @@
-"""Holds requests with a true X until they are cancelled. Other requests get the number of cancelled ones, which end then."""
+"""Holds requests with a true X until they are cancelled. Other requests get the number of cancelled ones, which end
+then.
+"""
 
 import numpy as np
 import triton_python_backend_utils as pb_utils

@@ -1,9 +1,8 @@
 """A model for a device that computes on the processor: what is on the device is copied to it and back.
 
-HOW says what it does with X: `pass` it through, `add` one in new memory on the device, `copy` it there and wait for nothing,
-`host` for one more in ordinary memory,
-`keep` it and pass through what was kept before, `ask NAME` to have another model pass it, `die`; `fault` has the fake driver refuse
-everything from then on. Without HOW it copies.
+HOW says what it does with X: `pass` it through, `add` one in new memory on the device, `copy` it there and wait for
+nothing, `host` for one more in ordinary memory, `keep` it and pass through what was kept before, `ask NAME` to have
+another model pass it, `die`; `fault` has the fake driver refuse everything from then on. Without HOW it copies.
 """
 
 import ctypes

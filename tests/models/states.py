@@ -1,4 +1,5 @@
-"""A model without state of its own: the runtime keeps the sum of a sequence, and gives it as TOTAL_IN with each request.
+"""A model without state of its own: the runtime keeps the sum of a sequence, and gives it as TOTAL_IN with each
+request.
 
 The parameter `answer` names another way to answer, and `gate` a file that it waits for. An X below 0 ends the process.
 """

@@ -1,4 +1,6 @@
-"""Answers with a parameter as long as the request's id says. If the id is `pid`, it answers with an error that has its process id."""
+"""Answers with a parameter as long as the request's id says. If the id is `pid`, it answers with an error that has its
+process id.
+"""
 
 import os
 

@@ -76,7 +76,8 @@ class Alarm:
 
 
 class RaisesAt:
-    """Lets the main thread raise at an event of its own, by number: at a line, or where a function begins or one in C has returned.
+    """Lets the main thread raise at an event of its own, by number: at a line, or where a function begins or one in C
+    has returned.
 
     Python runs handlers of signals when a function begins, when a loop goes on, and after a call.
     """
@@ -89,7 +90,8 @@ class RaisesAt:
         in_destructors: bool = False,
         act: Callable[[], object] = interrupt,
     ) -> None:
-        """Raise at the first of these events, and then so many events later at the next one. `within` are the folders that count.
+        """Raise at the first of these events, and then so many events later at the next one. `within` are the folders
+        that count.
 
         Without `at_lines`, only calls and returns count. Between two lines without one, Python runs no handler. `act`
         is called in place of raising. What is raised with `in_destructors`, Python reports, and goes on.

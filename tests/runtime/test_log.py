@@ -1,4 +1,6 @@
-"""Records reach the program's log on a thread of their own, complete and in order, whatever its handlers do meanwhile."""
+"""Records reach the program's log on a thread of their own, complete and in order, whatever its handlers do
+meanwhile.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Servers that load models on demand: over both protocols, with and without front ends, for ensembles and models that ask models."""
+"""Servers that load models on demand: over both protocols, with and without front ends, for ensembles and models that
+ask models.
+"""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ def test_clients_leave_models_the_descriptors_that_they_need(models: Path) -> No
     few = ("bash", "-c", 'ulimit -n 256; exec "$@"', "bash")
     with starting(models, before=few) as server:
         server.wait_for("Ready")
-        # HTTP gets 73, a quarter more is for refused connections and for metrics, and gRPC gets 36. That is half of all.
+        # HTTP gets 73, a quarter more is for refused connections and for metrics, and gRPC gets 36. That is half of
+        # all.
         for what in ("http-max-connections is 16384", "grpc-max-connections is 8192"):
             room = 73 if what.startswith("http") else 36
             assert (

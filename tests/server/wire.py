@@ -12,7 +12,9 @@ TIMEOUT_S = 60.0
 
 
 class Http(NamedTuple):
-    """Send a request. With `until`, repeat it under a deadline until the status is that one; with `has`, until the body has that text."""
+    """Send a request. With `until`, repeat it under a deadline until the status is that one; with `has`, until the body
+    has that text.
+    """
 
     method: str
     path: str

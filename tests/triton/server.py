@@ -47,7 +47,9 @@ def interpreter() -> Path:
 
 
 def _reserved(count: int) -> list[socket.socket]:
-    """Ports, bound and not listened to: nobody is given one, and a server that names one may listen there (ip(7), SO_REUSEADDR)."""
+    """Ports, bound and not listened to: nobody is given one, and a server that names one may listen there (ip(7),
+    SO_REUSEADDR).
+    """
     sockets = [socket.socket() for _ in range(count)]
     for each in sockets:
         each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -139,7 +139,8 @@ def test_requests_of_sequences_are_seen_and_refused_alike(both: Both, number: in
 @pytest.mark.parametrize("number", range(len(STRATEGIES)))
 def test_rescheduled_requests_come_again_alike(both: Both, tmp_path: Path, number: int) -> None:
     found = []
-    # Triton ends a sequence after its last response. Another sequence gives it the time to do so before "7" comes again.
+    # Triton ends a sequence after its last response. Another sequence gives it the time to do so before "7" comes
+    # again.
     asked = ("", "7", "7s", "", "7")
     for side, name in ((both.triton, "theirs"), (both.moonpool, "ours")):
         log = tmp_path / name

@@ -76,7 +76,9 @@ class TritonSide:
         return _load_failure(failed[0]) if failed else None
 
     def load_all(self, models: Sequence[str]) -> dict[str, Failure | None]:
-        """Load models at once, because the server waits for seconds in each load; what hinders each, if anything does."""
+        """Load models at once, because the server waits for seconds in each load; what hinders each, if anything
+        does.
+        """
         with ThreadPoolExecutor(16) as threads:
             return dict(zip(models, threads.map(self.load, models), strict=True))
 

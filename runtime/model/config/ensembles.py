@@ -17,7 +17,8 @@ _PATH = "ensemble_scheduling"
 
 @dataclass(frozen=True, slots=True)
 class EnsembleStep:
-    """One step. `inputs` has pairs of an input of the model and an ensemble tensor, `outputs` of an output and a tensor.
+    """One step. `inputs` has pairs of an input of the model and an ensemble tensor, `outputs` of an output and a
+    tensor.
 
     Both are sorted, as protobuf keeps no order of a map.
     """
@@ -30,7 +31,9 @@ class EnsembleStep:
 
 @dataclass(frozen=True, slots=True)
 class EnsembleScheduling:
-    """The steps in the order of the configuration. Of each, at most `max_inflight_requests` run at a time; 0 is no limit."""
+    """The steps in the order of the configuration. Of each, at most `max_inflight_requests` run at a time; 0 is no
+    limit.
+    """
 
     steps: tuple[EnsembleStep, ...]
     max_inflight_requests: int = 0
@@ -164,7 +167,9 @@ class _Flow:
 
 
 def in_order(steps: Sequence[EnsembleStep], given: Iterable[str]) -> list[int]:
-    """Return the numbers of the steps that run if these tensors are given, each behind those that write what it reads."""
+    """Return the numbers of the steps that run if these tensors are given, each behind those that write what it
+    reads.
+    """
     readers: dict[str, list[int]] = {}
     missing = []
     for number, step in enumerate(steps):

@@ -22,7 +22,8 @@ _LISTS = {"input": "inputs", "output": "outputs"}
 
 @dataclass(frozen=True, slots=True)
 class ConfigLimits:
-    """The limits for the configuration of one model. Each is checked before the memory or process that it bounds is taken.
+    """The limits for the configuration of one model. Each is checked before the memory or process that it bounds is
+    taken.
 
     `option` is the option by which an operator raises one, with braces for its name and number.
     """

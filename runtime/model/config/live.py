@@ -1,7 +1,7 @@
 """Says which parts of a configuration may change while a model serves, and what they change.
 
-All other parts shape what the processes of a model are, so a change of them needs new processes. Live parts are those that
-the runtime alone reads:
+All other parts shape what the processes of a model are, so a change of them needs new processes. Live parts are those
+that the runtime alone reads:
 
 - `instance_group` and `version_policy`: instances and versions come and go, and the others stay;
 - the delay and the queue policies of `dynamic_batching`: they hold for the requests that wait already, too;

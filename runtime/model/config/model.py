@@ -52,7 +52,9 @@ class TensorConfig:
 
 @dataclass(frozen=True, slots=True)
 class RateLimitResource:
-    """So many of a resource, which an instance needs while it executes: of its own device, or of one that all devices share."""
+    """So many of a resource, which an instance needs while it executes: of its own device, or of one that all devices
+    share.
+    """
 
     name: str
     is_global: bool
@@ -61,7 +63,9 @@ class RateLimitResource:
 
 @dataclass(frozen=True, slots=True)
 class RateLimits:
-    """The resources of an instance, and its priority: with 2, it executes half as often as with 1 while resources are short."""
+    """The resources of an instance, and its priority: with 2, it executes half as often as with 1 while resources are
+    short.
+    """
 
     resources: tuple[RateLimitResource, ...] = ()
     priority: int = 0
@@ -205,7 +209,8 @@ def _default_batching(result: Raw) -> None:
             batcher["preferred_batch_size"] = [largest]
 
 
-# Messages and fields that moonpool acts on. All other fields that are set are reported, so that none is silently ignored.
+# Messages and fields that moonpool acts on. All other fields that are set are reported, so that none is silently
+# ignored.
 _ACTED_ON: dict[str, frozenset[str]] = {
     "ModelConfig": frozenset(
         [
@@ -363,7 +368,8 @@ def _is_set(path: str, value: object) -> bool:
 # Triton serves these signs unquoted over HTTP and gRPC. It fails or hangs with spaces and other alphabets.
 _NAME = re.compile(r"[A-Za-z0-9_.+,=@:-]+")
 _BACKEND = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-# The longest name of a model, a tensor, an instance group and so on. Together with the number of an instance it fits any message.
+# The longest name of a model, a tensor, an instance group and so on. Together with the number of an instance it fits
+# any message.
 MAX_NAME_BYTES = 512
 _IS_NAME = re.compile("(^|_)(name|filename)$")
 _ILLEGAL = frozenset(";|&$`<>()[]{}\\\"'*?~#!")
@@ -451,7 +457,9 @@ def _check_refused(raw: Raw, source: Source) -> None:
 
 
 def _check_batch_tensors(raw: Raw, source: Source, *, partial: bool) -> None:
-    """Check `batch_input` and `batch_output`, of every backend as in Triton: names, unless the model has yet to complete them."""
+    """Check `batch_input` and `batch_output`, of every backend as in Triton: names, unless the model has yet to
+    complete them.
+    """
     suffix = f" for {raw['name']}"
     inputs = {each["name"]: each for each in raw["input"]}
     outputs = {each["name"]: each for each in raw["output"]}
@@ -754,7 +762,9 @@ def _with_groups(raw: Raw, groups: Sequence[InstanceGroup]) -> Raw:
 
 
 def _dynamic_batching(raw: Raw, source: Source, *, partial: bool = False) -> DynamicBatching | None:
-    """Read and check the dynamic batcher, None if there is none. A partial configuration may lack the maximum batch size."""
+    """Read and check the dynamic batcher, None if there is none. A partial configuration may lack the maximum batch
+    size.
+    """
     batching = raw.get("dynamic_batching")
     if batching is None:
         return None
@@ -885,9 +895,10 @@ class ModelConfig:
     ) -> ModelConfig:
         """Check a raw configuration. ConfigError names file, line and field of the first mistake.
 
-        `partial`: the model has yet to complete the configuration, so tensors, their datatypes and their dims may be missing.
-        `has_states`: a tritonserver keeps states of sequences and gives them to the model as inputs. `has_agents`: a
-        tritonserver has read the configuration, and has checked the files and placed the instances as it says.
+        `partial`: the model has yet to complete the configuration, so tensors, their datatypes and their dims may be
+        missing. `has_states`: a tritonserver keeps states of sequences and gives them to the model as inputs.
+        `has_agents`: a tritonserver has read the configuration, and has checked the files and placed the instances as
+        it says.
         """
         source = source or Source()
         full = normalise(raw, source)
@@ -954,7 +965,9 @@ class ModelConfig:
         return replace(self, decoupled=decoupled, raw=raw)
 
     def without_gpus(self) -> ModelConfig:
-        """Return the configuration with the instances on the CPU that may be on a GPU: those of the kinds GPU and AUTO."""
+        """Return the configuration with the instances on the CPU that may be on a GPU: those of the kinds GPU and
+        AUTO.
+        """
         groups = tuple(
             group if group.kind == "MODEL" else replace(group, kind="CPU", gpus=())
             for group in self.instance_groups
@@ -964,8 +977,8 @@ class ModelConfig:
     def placed(self, available_gpus: Iterable[int], why_none: str = "") -> ModelConfig:
         """Return the configuration with its instance groups placed as Triton does it.
 
-        AUTO becomes GPU if there are GPUs and the group's are among them, else CPU. A GPU group that names none gets all. Raises
-        ConfigError for a GPU that is not available, with `why_none` if there are none.
+        AUTO becomes GPU if there are GPUs and the group's are among them, else CPU. A GPU group that names none gets
+        all. Raises ConfigError for a GPU that is not available, with `why_none` if there are none.
         """
         present = sorted(set(available_gpus))
         groups = list(self.instance_groups)

@@ -320,8 +320,8 @@ class ModelOptions:
     def from_parameters(cls, config: ModelConfig) -> ModelOptions:
         """Read the options among the parameters of a model.
 
-        Raises ConfigError for values that cannot be read, and for unknown names with moonpool's prefix. Other parameters
-        are for the model itself.
+        Raises ConfigError for values that cannot be read, and for unknown names with moonpool's prefix. Other
+        parameters are for the model itself.
         """
         values: dict[str, object] = {}
         known = {option.key: option for option in OPTIONS}
@@ -364,7 +364,9 @@ class ModelOptions:
 
     @property
     def template(self) -> str:
-        """Return what the model's own template does: "imports", "initialize", or "no" if there is none. A blank one gives a model nothing."""
+        """Return what the model's own template does: "imports", "initialize", or "no" if there is none. A blank one
+        gives a model nothing.
+        """
         return "no" if self.prefork == "blank" else self.prefork
 
     @property
@@ -721,19 +723,24 @@ def hardened(options: ModelOptions) -> ModelOptions:
     )
 
 
-# Variables of the runtime's environment, for all models. How many microseconds a side looks for the next packet before it blocks.
+# Variables of the runtime's environment, for all models. How many microseconds a side looks for the next packet before
+# it blocks.
 LOOK_US = "MOONPOOL_LOOK_US"
 _MOST_LOOK_US = 1000
 
 
 def is_compiled(options: ModelOptions) -> bool:
-    """Return True if compiled code may serve the model, where there is any. Raises `ConfigError` for a wrong value of MOONPOOL_PURE."""
+    """Return True if compiled code may serve the model, where there is any. Raises `ConfigError` for a wrong value of
+    MOONPOOL_PURE.
+    """
     value = _pure()
     return value == "0" or (value == "contained" and not is_contained(options.sandbox))
 
 
 def spares_contained() -> bool:
-    """Return True if what contained models say is read by Python alone. Raises `ConfigError` for a wrong value of MOONPOOL_PURE."""
+    """Return True if what contained models say is read by Python alone. Raises `ConfigError` for a wrong value of
+    MOONPOOL_PURE.
+    """
     return _pure() == "contained"
 
 
@@ -745,7 +752,9 @@ def _pure() -> str:
 
 
 def look_us() -> int:
-    """Return for how long a side looks for the next packet. Raises `ConfigError` for a wrong value of MOONPOOL_LOOK_US."""
+    """Return for how long a side looks for the next packet. Raises `ConfigError` for a wrong value of
+    MOONPOOL_LOOK_US.
+    """
     text = os.environ.get(LOOK_US) or "30"
     if not re.fullmatch(r"[0-9]{1,4}", text) or int(text) > _MOST_LOOK_US:
         raise ConfigError(
@@ -835,7 +844,9 @@ class ModelOption:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """A key for sorting. The option with the larger one counts: a name over a pattern, a longer pattern over a shorter."""
+        """A key for sorting. The option with the larger one counts: a name over a pattern, a longer pattern over a
+        shorter.
+        """
         return "*" not in self.pattern, len(self.pattern.replace("*", ""))
 
 

@@ -1,7 +1,9 @@
-"""The grammar of patterns for names, of models and of variables of the environment: `*` stands for any characters, all else for itself.
+"""The grammar of patterns for names, of models and of variables of the environment: `*` stands for any characters, all
+else for itself.
 
-A grant depends on it, and the library in a tritonserver decides the same in C++ (`runtime/triton/native/pattern.h`). So neither end
-takes it from a library of its language: those know more characters, and do not agree about them. The tests of both run one table of cases.
+A grant depends on it, and the library in a tritonserver decides the same in C++ (`runtime/triton/native/pattern.h`). So
+neither end takes it from a library of its language: those know more characters, and do not agree about them. The tests
+of both run one table of cases.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from collections.abc import Iterable
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Return True if a name is one for which a pattern stands. Takes a time that grows with the name, however many stars there are."""
+    """Return True if a name is one for which a pattern stands. Takes a time that grows with the name, however many
+    stars there are.
+    """
     first, *rest = pattern.split("*")
     if not rest:
         return name == pattern

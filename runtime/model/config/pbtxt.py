@@ -1,7 +1,8 @@
 """Reads `config.pbtxt`: protobuf text, against the full schema of Triton's ModelConfig.
 
-Protobuf parses the text, and is imported only here and only when a file is read. It knows no lines after that, so the text is
-scanned once more for the lines of its fields (`Source`), and protobuf's own errors are rewritten to name the field.
+Protobuf parses the text, and is imported only here and only when a file is read. It knows no lines after that, so the
+text is scanned once more for the lines of its fields (`Source`), and protobuf's own errors are rewritten to name the
+field.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """The schema of a model configuration, without protobuf, and the check of a raw configuration against it.
 
-`FIELDS` and `ENUMS` are the schema of `config.pbtxt`: names, types, numbers and enum values. Models that are loaded from Python, and
-configurations that a model completes, must be checked without importing protobuf. `runtime/model/protobuf.py` makes protobuf's messages
-of the same tables. A test compares every line with those of Triton's client.
+`FIELDS` and `ENUMS` are the schema of `config.pbtxt`: names, types, numbers and enum values. Models that are loaded
+from Python, and configurations that a model completes, must be checked without importing protobuf.
+`runtime/model/protobuf.py` makes protobuf's messages of the same tables. A test compares every line with those of
+Triton's client.
 
-A field is `name:type=number`, or `name:type=number/group` if at most one field of the group may be set. A type is a scalar
-(`string bytes bool int32 int64 uint32 uint64 float double`), an enum or a message. `*` is repeated, `{K}V` a map from K to V.
+A field is `name:type=number`, or `name:type=number/group` if at most one field of the group may be set. A type is a
+scalar (`string bytes bool int32 int64 uint32 uint64 float double`), an enum or a message. `*` is repeated, `{K}V` a map
+from K to V.
 """
 
 from __future__ import annotations

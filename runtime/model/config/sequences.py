@@ -29,9 +29,11 @@ class SequenceControl:
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """A state of a sequence: an input that the model gets with each request, and an output whose value is the next input.
+    """A state of a sequence: an input that the model gets with each request, and an output whose value is the next
+    input.
 
-    `dims` leaves out the batch dimension. At the start of a sequence, the value has `initial_dims`. It is in `file`, or zeros.
+    `dims` leaves out the batch dimension. At the start of a sequence, the value has `initial_dims`. It is in `file`, or
+    zeros.
     """
 
     input_name: str
@@ -65,7 +67,8 @@ class SequenceBatching:
 def sequence_batching(
     raw: Raw, source: Source, *, partial: bool = False, has_states: bool = False
 ) -> SequenceBatching | None:
-    """Read and check the sequence batcher, None if there is none. A partial configuration may lack the maximum batch size.
+    """Read and check the sequence batcher, None if there is none. A partial configuration may lack the maximum batch
+    size.
 
     `has_states` is as in `ModelConfig.from_dict`. Raises ConfigError.
     """

@@ -23,8 +23,8 @@ _LONGEST_FIELD, _LONGEST_WHAT = 200, 2000
 class ConfigError(MoonpoolError):
     """A configuration that cannot be used. The text is `file:line: field: what`.
 
-    `file` and `line` are None, and `field` is "", if there is nothing to name: a configuration made in Python has no file,
-    and a field that the file leaves out has no line.
+    `file` and `line` are None, and `field` is "", if there is nothing to name: a configuration made in Python has no
+    file, and a field that the file leaves out has no line.
     """
 
     __module__ = "moonpool"

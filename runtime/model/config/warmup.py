@@ -36,7 +36,9 @@ class WarmupInput:
 
 @dataclass(frozen=True, slots=True)
 class WarmupSample:
-    """A batch of `batch_size` requests of one row each, which every instance executes `count` times before it is ready."""
+    """A batch of `batch_size` requests of one row each, which every instance executes `count` times before it is
+    ready.
+    """
 
     name: str
     batch_size: int

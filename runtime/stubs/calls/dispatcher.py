@@ -1,39 +1,40 @@
 """The runtime's end of a stub's calls channel: checks the calls of a model, does what they ask, and sends the answers.
 
-Theory of operation. The reactor's thread reads calls. It submits a request to the scheduler of the other model, as that of any
-client. The thread that has the outcome sends the answer. Nothing here blocks. A load gets a thread of its own, and so does a
-request whose inputs have to be copied from a device.
+Theory of operation. The reactor's thread reads calls. It submits a request to the scheduler of the other model, as that
+of any client. The thread that has the outcome sends the answer. Nothing here blocks. A load gets a thread of its own,
+and so does a request whose inputs have to be copied from a device.
 
-Who ends a call. An answer, a withdrawal, the end of the batch's callers and the end of the stub may meet. `_answer` decides: it
-takes the call out of `_calls`, which is atomic, and only the thread that got it sends the last response. A response that is not the
-last is sent only while the call is there.
+Who ends a call. An answer, a withdrawal, the end of the batch's callers and the end of the stub may meet. `_answer`
+decides: it takes the call out of `_calls`, which is atomic, and only the thread that got it sends the last response. A
+response that is not the last is sent only while the call is there.
 
 What the port takes. `CallPort` reads an INFER with inputs in the stub's own regions, and writes the REPLY of a response
 whose outputs are copied; its head says more. If it declines one of these steps, the codec, `read_inputs` or
 `write_outputs` do that step. So both ways refuse the same, with the same words. All else that a call needs is here
 once.
 
-Hostile calls. A number that is in use, a message without an answer that cannot be done, and a block that does not belong to the stub
-are breaches of the protocol: the stub is killed. A call that an honest model can make too often is answered with an error:
-more than MAX_CALLS open requests or questions, or MAX_TASKS loads. The rate limiter of the stub's channels counts calls by
-what they cost: one that the port has read and a model takes costs less than any other message. An error of the runtime
-itself is answered, too, since the model waits; its traceback is logged within the model's own budget of lines, because
-a model could cause it again and again.
+Hostile calls. A number that is in use, a message without an answer that cannot be done, and a block that does not
+belong to the stub are breaches of the protocol: the stub is killed. A call that an honest model can make too often is
+answered with an error: more than MAX_CALLS open requests or questions, or MAX_TASKS loads. The rate limiter of the
+stub's channels counts calls by what they cost: one that the port has read and a model takes costs less than any other
+message. An error of the runtime itself is answered, too, since the model waits; its traceback is logged within the
+model's own budget of lines, because a model could cause it again and again.
 
-A message too large for a packet lies in the stub's memory, and INDIRECT names it. The stub can write there at any time. So its
-beginning is copied and checked first: kind, number, size and, for a load, name. Only then is the whole copied and decoded; a kind or
-number that has changed meanwhile is a breach. A `CopyBudget` bounds the copies of all open calls until they are answered. A load, which
-may be as large as memory, is charged to it before it is copied, and again for its configuration, as parsed JSON takes many times its
-size. A request, which has MAX_CALL_BYTES at most, is charged once it is decoded.
+A message too large for a packet lies in the stub's memory, and INDIRECT names it. The stub can write there at any time.
+So its beginning is copied and checked first: kind, number, size and, for a load, name. Only then is the whole copied
+and decoded; a kind or number that has changed meanwhile is a breach. A `CopyBudget` bounds the copies of all open calls
+until they are answered. A load, which may be as large as memory, is charged to it before it is copied, and again for
+its configuration, as parsed JSON takes many times its size. A request, which has MAX_CALL_BYTES at most, is charged
+once it is decoded.
 
-Sending. `StubSendQueue` keeps the order of answers. Its lock is held while a packet is sent, which never blocks. If the socket is
-full, packets wait in a queue, and the reactor flushes it when the socket takes more. A stub that does not read gets errors in place of
-further responses (`is_full`), and is killed at twice that size. A block that an answer lends is taken back if the answer cannot be
-sent.
+Sending. `StubSendQueue` keeps the order of answers. Its lock is held while a packet is sent, which never blocks. If the
+socket is full, packets wait in a queue, and the reactor flushes it when the socket takes more. A stub that does not
+read gets errors in place of further responses (`is_full`), and is killed at twice that size. A block that an answer
+lends is taken back if the answer cannot be sent.
 
-Order of closing. `close` runs on the reactor's thread. It stops watching the channel, leaves all open calls, so that the other models
-need not run them, and then closes the channel. Threads that still have a task find the channel closed when they answer,
-which is no error.
+Order of closing. `close` runs on the reactor's thread. It stops watching the channel, leaves all open calls, so that
+the other models need not run them, and then closes the channel. Threads that still have a task find the channel closed
+when they answer, which is no error.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ class CallDispatcher:
         metrics: StubMetrics,
         rate_limiter: MessageRateLimiter,
     ) -> None:
-        """Own `channel`. `models` are those that the model may call. `metrics` and `rate_limiter` are those of the stub."""
+        """Own `channel`. `models` are those that the model may call. `metrics` and `rate_limiter` are those of the
+        stub.
+        """
         self._channel = channel
         self._link = link
         self._reactor = reactor
@@ -156,8 +159,8 @@ class CallDispatcher:
     ) -> None:
         """Begin to serve the stub.
 
-        `kill` ends the stub, and gets the reason and details. `catch_up` reads the stub's control messages. `log` writes to the
-        log in the instance's name, within its budget, as `StubOutput.log` does.
+        `kill` ends the stub, and gets the reason and details. `catch_up` reads the stub's control messages. `log`
+        writes to the log in the instance's name, within its budget, as `StubOutput.log` does.
         """
         self._kill, self._catch_up, self._log = kill, catch_up, log
         self._reactor.watch(self._channel.fileno(), self._ready)
@@ -371,7 +374,9 @@ class CallDispatcher:
     def _check_circle(
         self, call: ModelCall, scheduler: Scheduler, request: InferenceRequest
     ) -> None:
-        """Raise `ModelUnavailable` if a request would wait for resources that the batch of its asker keeps until it is answered."""
+        """Raise `ModelUnavailable` if a request would wait for resources that the batch of its asker keeps until it is
+        answered.
+        """
         targets = scheduler.limited if call.batch else ()
         if targets:
             link = self._link
@@ -584,14 +589,18 @@ class CallDispatcher:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Free the variables of the functions that an error came through. The error may be in a cycle, which is collected late."""
+    """Free the variables of the functions that an error came through. The error may be in a cycle, which is collected
+    late.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 class CopyBudget:
-    """The bytes of messages that were copied for one stub, by the numbers of its calls. Any thread may call any method."""
+    """The bytes of messages that were copied for one stub, by the numbers of its calls. Any thread may call any
+    method.
+    """
 
     __slots__ = ("_lock", "_taken")
 
@@ -607,8 +616,8 @@ class CopyBudget:
     def acquire(self, number: int, size_bytes: int, most_bytes: int) -> None:
         """Count a copy before it is made, beside others with that number.
 
-        Raises `ModelUnavailable` if all copies together would have more than `most_bytes`. The copies of one call may have more,
-        but only if no other call has any.
+        Raises `ModelUnavailable` if all copies together would have more than `most_bytes`. The copies of one call may
+        have more, but only if no other call has any.
         """
         with self._lock:
             own_bytes = self._taken.get(number, 0)
@@ -629,7 +638,9 @@ class CopyBudget:
 
 
 class StubSendQueue:
-    """Sends messages in order to a stub that may not read. Any thread may call `send` and `put`; `flush` is for the reactor's."""
+    """Sends messages in order to a stub that may not read. Any thread may call `send` and `put`; `flush` is for the
+    reactor's.
+    """
 
     __slots__ = ("_channel", "_lock", "_port", "_reactor", "_waiting", "_waiting_bytes")
 
@@ -680,7 +691,9 @@ class StubSendQueue:
         self._reactor.watch_room(self._channel.fileno(), wanted=True)
 
     def flush(self) -> None:
-        """Send what waits until the socket is full. Raises `PeerGone`, and `RemoteProtocolError` if far too much waits."""
+        """Send what waits until the socket is full. Raises `PeerGone`, and `RemoteProtocolError` if far too much
+        waits.
+        """
         if not self._waiting:
             return
         if self._waiting_bytes > 2 * UNREAD_BYTES:

@@ -1,8 +1,9 @@
 """One call of a model to another: its request, the tensors that go in and come out, and its state while it is open.
 
-Theory of operation. `Fetching` starts a daemon thread for each call whose inputs lie on a device and have to be copied to ordinary
-memory. The copy waits for the stub's work on the device, and a stub may let it wait for ever. So there are at most `_MOST_FETCHED` of
-these threads for a stub; further calls get an error. The rest of this file starts no thread and holds no lock.
+Theory of operation. `Fetching` starts a daemon thread for each call whose inputs lie on a device and have to be copied
+to ordinary memory. The copy waits for the stub's work on the device, and a stub may let it wait for ever. So there are
+at most `_MOST_FETCHED` of these threads for a stub; further calls get an error. The rest of this file starts no thread
+and holds no lock.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Callees(Protocol):
         """Load or reload a model, and return when it is ready. Raises `MoonpoolError` in Triton's words."""
 
     def begin_unload(self, name: str, *, with_members: bool = False) -> None:
-        """Unload a model in the background, if it is an ensemble `with_members`. A model that is not loaded is no error."""
+        """Unload a model in the background, if it is an ensemble `with_members`. A model that is not loaded is no
+        error.
+        """
 
     def ask_ready(self, name: str, version: str, answer: Callable[[bool], object]) -> None:
         """Call `answer` once, on any thread, with True if a request to this model could run now."""
@@ -185,7 +188,9 @@ def make_call_request(
 
 
 def _device_of(asker: Link, number: int) -> tuple[int, int]:
-    """Return the memory and the device that a model wishes outputs in. A device that it does not see means any memory."""
+    """Return the memory and the device that a model wishes outputs in. A device that it does not see means any
+    memory.
+    """
     if asker.may_have_lanes:
         try:
             return DEVICE_MEMORY, asker.open_lanes().gpu_of(number)
@@ -195,7 +200,9 @@ def _device_of(asker: Link, number: int) -> tuple[int, int]:
 
 
 class Fetching:
-    """Copies inputs of calls from devices to ordinary memory, on threads, since the stub's work on them may take any time."""
+    """Copies inputs of calls from devices to ordinary memory, on threads, since the stub's work on them may take any
+    time.
+    """
 
     def __init__(self) -> None:
         self._running: set[threading.Thread] = set()
@@ -249,7 +256,8 @@ def wire_error(
 def read_inputs(rows: Sequence[list[Any]], leases: Sequence[Any]) -> dict[str, Any]:
     """Make the inputs of a call, by name: views of these leases, some of which may be of devices.
 
-    Raises `RemoteProtocolError` for a tensor that does not lie in its lease, `InvalidRequest` for a name that is given twice.
+    Raises `RemoteProtocolError` for a tensor that does not lie in its lease, `InvalidRequest` for a name that is given
+    twice.
     """
     if len(leases) > len(rows):
         raise RemoteProtocolError(f"{len(leases)} blocks for {len(rows)} inputs")
@@ -294,10 +302,11 @@ def write_outputs(
     blocks: list[list[int]],
     rows: list[list[Any]],
 ) -> None:
-    """Lend outputs to a stub until it gives them back, and add their blocks to `blocks` and their descriptions to `rows`.
+    """Lend outputs to a stub until it gives them back, and add their blocks to `blocks` and their descriptions to
+    `rows`.
 
-    Large ones stay in place if the stub may see their memory. The others are copied into one block, and those on devices
-    into one each. Raises `OutOfMemory`, `CudaError`; what was lent until then is in `blocks`.
+    Large ones stay in place if the stub may see their memory. The others are copied into one block, and those on
+    devices into one each. Raises `OutOfMemory`, `CudaError`; what was lent until then is in `blocks`.
     """
     copied: list[tuple[list[Any], Any]] = []
     total_bytes = 0

@@ -43,14 +43,16 @@ def application(
         app = moonpool.ray.application("models/", models={"ocr": moonpool.ray.Options(replicas=2)}, sandbox="strict")
         serve.run(app, name="models")
 
-    `repository` is a path that all nodes have, such as on shared storage, or an address in the cloud. It may be several. `models` names those to serve, all by default, and may give
-    options to some; `defaults` are those of all others. Each model is a deployment with the model's name. With `packed`, all models are one
-    deployment with `defaults`: a replica loads a model when it is asked for, and has `models_per_replica` at most.
+    `repository` is a path that all nodes have, such as on shared storage, or an address in the cloud. It may be
+    several. `models` names those to serve, all by default, and may give options to some; `defaults` are those of all
+    others. Each model is a deployment with the model's name. With `packed`, all models are one deployment with
+    `defaults`: a replica loads a model when it is asked for, and has `models_per_replica` at most.
 
-    `sandbox` and `sandbox_grants` are those of `moonpool.Runtime`, and `runtime` has its other arguments. `protocols` are those that clients may use. `ingress` has options of the
-    deployment that passes their requests on.
+    `sandbox` and `sandbox_grants` are those of `moonpool.Runtime`, and `runtime` has its other arguments. `protocols`
+    are those that clients may use. `ingress` has options of the deployment that passes their requests on.
 
-    Reads the configurations here, and loads nothing. Raises `RepositoryError`, `ConfigError`, `ModelNotFound`, and `InvalidRequest` for arguments that do not fit.
+    Reads the configurations here, and loads nothing. Raises `RepositoryError`, `ConfigError`, `ModelNotFound`, and
+    `InvalidRequest` for arguments that do not fit.
     """
     place = _absolute(repository)
     arguments = {"sandbox": sandbox, "sandbox_grants": list(sandbox_grants), **(runtime or {})}
@@ -142,7 +144,8 @@ def _chosen(
     if options.autoscaling is not None:
         autoscaling = {"policy": {"policy_function": _POLICY}, **options.autoscaling}
         chosen["autoscaling_config"] = autoscaling
-    # A process keeps the router that it has made for a deployment, and the next deployment of packed models may have sequences.
+    # A process keeps the router that it has made for a deployment, and the next deployment of packed models may have
+    # sequences.
     if is_packed or any(model.config.sequence_batching is not None for model in models):
         router = serve.config.RequestRouterConfig(request_router_class=SequenceRouter)
         chosen.setdefault("request_router_config", router)
@@ -159,8 +162,9 @@ def _deployment(
 ) -> serve.Application:
     """Return a deployment with the arguments of its class.
 
-    Without a version, `serve.run` replaces all replicas each time. With one, it replaces them only if the version or Ray's own options for their
-    actors change, and otherwise gives them the settings. `identity` tells the arguments apart if their texts do not.
+    Without a version, `serve.run` replaces all replicas each time. With one, it replaces them only if the version or
+    Ray's own options for their actors change, and otherwise gives them the settings. `identity` tells the arguments
+    apart if their texts do not.
     """
     arguments, named = bound
     told = repr((VERSION, arguments if identity is None else identity, sorted(named.items())))

@@ -1,8 +1,9 @@
 """Decides how many replicas a deployment has, by the time that requests wait in their queues.
 
-Replicas report a pressure: the time that requests have waited lately, over the time that they may wait. The number of requests
-would say little, since a batch of 64 requests takes a model about as long as one. The policy is pure: Ray gives it what the replicas
-reported, waits until its decision has lasted (`upscale_delay_s`, `downscale_delay_s`), and keeps the bounds.
+Replicas report a pressure: the time that requests have waited lately, over the time that they may wait. The number of
+requests would say little, since a batch of 64 requests takes a model about as long as one. The policy is pure: Ray
+gives it what the replicas reported, waits until its decision has lasted (`upscale_delay_s`, `downscale_delay_s`), and
+keeps the bounds.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def decide(
 ) -> int:
     """Return the number of replicas after `replicas`.
 
-    `pressures` and `busy` have one number for each replica that has reported: the time that requests wait, over the target, and the part of its instances that execute. `queued` requests
-    wait for a replica that takes them; `requests` are all that have not ended.
+    `pressures` and `busy` have one number for each replica that has reported: the time that requests wait, over the
+    target, and the part of its instances that execute. `queued` requests wait for a replica that takes them; `requests`
+    are all that have not ended.
     """
     if not replicas:
         return 1 if requests > 0 else 0

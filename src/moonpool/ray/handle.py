@@ -1,7 +1,8 @@
 """Sends requests to a model's replicas from any process of the cluster: arrays go in, and arrays come out.
 
-A request ends in one of three ways. The replica answers, with outputs or with an error of the model or of moonpool. Nobody takes the request: every replica is busy, none
-starts, the time is over. Or the replica dies while it has the request. Nobody knows then whether the model has executed it, so it is sent to another replica only if the model says
+A request ends in one of three ways. The replica answers, with outputs or with an error of the model or of moonpool.
+Nobody takes the request: every replica is busy, none starts, the time is over. Or the replica dies while it has the
+request. Nobody knows then whether the model has executed it, so it is sent to another replica only if the model says
 that it may be executed twice: MOONPOOL_RETRY, which also counts for stubs.
 """
 
@@ -41,7 +42,9 @@ _TRIES = 3
 
 
 class ReplicaDied(ModelUnavailable):
-    """The replica that had the request ended, with its node or by itself. The model may have executed it. Other replicas serve on."""
+    """The replica that had the request ended, with its node or by itself. The model may have executed it. Other
+    replicas serve on.
+    """
 
 
 class ModelHandle:
@@ -69,9 +72,10 @@ class ModelHandle:
     ) -> dict[str, NDArray[Any]]:
         """Send a request and wait for the outputs, by name.
 
-        `inputs` and `options` are those of `moonpool.Runtime.infer`, except for memory and devices of this process. `timeout_s` covers everything, the wait for a
-        replica included. Cancelling the task cancels the request in the replica. Large outputs may be read-only: they lie in Ray's
-        memory. Raises what `Runtime.infer` raises, and `ReplicaDied`.
+        `inputs` and `options` are those of `moonpool.Runtime.infer`, except for memory and devices of this process.
+        `timeout_s` covers everything, the wait for a replica included. Cancelling the task cancels the request in the
+        replica. Large outputs may be read-only: they lie in Ray's memory. Raises what `Runtime.infer` raises, and
+        `ReplicaDied`.
         """
         return (await self.request(inputs, version=version, timeout_s=timeout_s, **options)).outputs
 
@@ -101,9 +105,11 @@ class ModelHandle:
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncIterator[dict[str, NDArray[Any]]]:
-        """Send a request, and iterate over the outputs of its responses: any number from a decoupled model, one from others.
+        """Send a request, and iterate over the outputs of its responses: any number from a decoupled model, one from
+        others.
 
-        `timeout_s` covers everything up to the last response. Closing the iterator early cancels the request. Raises as `infer`. It is never sent a second time.
+        `timeout_s` covers everything up to the last response. Closing the iterator early cancels the request. Raises as
+        `infer`. It is never sent a second time.
         """
         sequence = str(options.get("correlation_id") or "")
         target, _ = await self.routed()
@@ -131,7 +137,8 @@ class ModelHandle:
         sequence: str = "",
         deadline_s: float | None = None,
     ) -> T:
-        """Return what `send` returns for the deployment and the seconds that are left. Calls it again if the replica dies and the model is idempotent.
+        """Return what `send` returns for the deployment and the seconds that are left. Calls it again if the replica
+        dies and the model is idempotent.
 
         Raises `ReplicaDied`, `SequenceLost`, `QueueFull`, `ModelUnavailable`, `RequestTimedOut`.
         """
@@ -170,7 +177,9 @@ def get(app: str, model: str) -> ModelHandle:
 
 
 def _for_router(sequence: str) -> dict[str, str]:
-    """Return the argument by which `SequenceRouter` chooses. Ray serializes each argument apart, so there is none without need."""
+    """Return the argument by which `SequenceRouter` chooses. Ray serializes each argument apart, so there is none
+    without need.
+    """
     return {"sequence": sequence} if sequence else {}
 
 

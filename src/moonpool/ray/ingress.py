@@ -1,11 +1,13 @@
-"""The way into an application for clients of HTTP and gRPC: finds the model of each request, and passes it on to a replica of it.
+"""The way into an application for clients of HTTP and gRPC: finds the model of each request, and passes it on to a
+replica of it.
 
-Ray's proxies receive requests on every node and give them to a replica of this deployment. It reads no tensor: of HTTP it looks at the path, of
-gRPC at the fields before the tensors, and the bytes go on as they came. The model's replica answers with the handlers of `moonpool serve`. What is about
-no model, or about one that the application does not have, is answered here, by the same handlers over a runtime without models.
+Ray's proxies receive requests on every node and give them to a replica of this deployment. It reads no tensor: of HTTP
+it looks at the path, of gRPC at the fields before the tensors, and the bytes go on as they came. The model's replica
+answers with the handlers of `moonpool serve`. What is about no model, or about one that the application does not have,
+is answered here, by the same handlers over a runtime without models.
 
-RPCs come without generated classes: `add_servicer` has Ray's proxies leave messages as bytes. Ray would pickle messages by the
-names of their modules, under which nobody can import them.
+RPCs come without generated classes: `add_servicer` has Ray's proxies leave messages as bytes. Ray would pickle messages
+by the names of their modules, under which nobody can import them.
 """
 
 from __future__ import annotations
@@ -270,7 +272,9 @@ class Ingress:
     # All models together
 
     async def _is_ready(self) -> bool:
-        """Return whether every deployment of the application takes requests. Asks Ray's controller once a second at most."""
+        """Return whether every deployment of the application takes requests. Asks Ray's controller once a second at
+        most.
+        """
         at_s, is_ready = self._status
         if time.monotonic() - at_s > _STATUS_S:
             app = serve.get_replica_context().app_name
@@ -315,7 +319,8 @@ for _name in UNARY:
 
 
 def add_servicer(servicer: Any, server: Any) -> None:
-    """Have Ray's gRPC proxies serve KServe v2. For `grpc_options={"grpc_servicer_functions": ["moonpool.ray.add_servicer"]}`.
+    """Have Ray's gRPC proxies serve KServe v2. For
+    `grpc_options={"grpc_servicer_functions": ["moonpool.ray.add_servicer"]}`.
 
     Messages stay bytes up to the replica.
     """
@@ -382,7 +387,9 @@ async def _streamed(handle: ModelHandle, asked: HttpRequest) -> HttpResponse:
 
 
 def _sequence_of(asked: HttpRequest) -> str:
-    """Return the sequence of a request for inference; "" if it names none, or is malformed, which its model's replica says."""
+    """Return the sequence of a request for inference; "" if it names none, or is malformed, which its model's replica
+    says.
+    """
     length = next((value for name, value in asked.headers if name == HEADER_LENGTH), None)
     try:
         text = asked.body if length is None else asked.body[: int(length)]

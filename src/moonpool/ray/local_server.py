@@ -1,12 +1,12 @@
 """A server without a port: answers HTTP requests and RPCs that somebody else has received.
 
-The handlers are those of `moonpool serve`, so texts, codes and forms are the same. Here requests come as values, and their
-responses go out as values, which Ray carries from process to process.
+The handlers are those of `moonpool serve`, so texts, codes and forms are the same. Here requests come as values, and
+their responses go out as values, which Ray carries from process to process.
 
-Theory of operation. A `LocalServer` belongs to the thread of one event loop, which is running when it is made. Each request becomes an
-`HttpExchange` or a `GrpcCall` whose other end is a queue. The handlers write to it on the loop's thread, now or later. A
-coroutine of Ray reads it. If Ray cancels that coroutine, because its client has gone, the exchange or the call ends early, which cancels
-the request in its scheduler.
+Theory of operation. A `LocalServer` belongs to the thread of one event loop, which is running when it is made. Each
+request becomes an `HttpExchange` or a `GrpcCall` whose other end is a queue. The handlers write to it on the loop's
+thread, now or later. A coroutine of Ray reads it. If Ray cancels that coroutine, because its client has gone, the
+exchange or the call ends early, which cancels the request in its scheduler.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ class LocalServer:
     # gRPC
 
     async def rpc(self, path: bytes, metadata: Metadata, message: bytes) -> RpcReply:
-        """Answer an RPC with one message in each direction. `path` is as in `/inference.GRPCInferenceService/ModelInfer`."""
+        """Answer an RPC with one message in each direction. `path` is as in
+        `/inference.GRPCInferenceService/ModelInfer`.
+        """
         last: bytes | None = None
         status = RpcReply(None, "INTERNAL", "the RPC ended without a status")
         async for reply in self.rpc_stream(path, metadata, message):

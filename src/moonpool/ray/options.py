@@ -1,4 +1,5 @@
-"""Options of a deployment, and what Ray is told about a model without any: all of it follows from the model's configuration.
+"""Options of a deployment, and what Ray is told about a model without any: all of it follows from the model's
+configuration.
 
 Nothing here imports Ray, starts a process or loads a model.
 """
@@ -26,13 +27,16 @@ _LEAST_ONGOING = 16
 class Options:
     """Options of one deployment. Everything that is None follows from the configuration of its models.
 
-    Changing `instances`, `config`, `options` or `log` and deploying again changes the models inside the replicas that run. All others replace the replicas one after another.
+    Changing `instances`, `config`, `options` or `log` and deploying again changes the models inside the replicas that
+    run. All others replace the replicas one after another.
     """
 
     replicas: int = 1
     """The number of replicas. `autoscaling` takes its place."""
     autoscaling: Mapping[str, Any] | None = None
-    """Ray's `autoscaling_config`, such as `{"min_replicas": 1, "max_replicas": 8}`. Unless it names a `policy`, replicas follow the time that requests wait."""
+    """Ray's `autoscaling_config`, such as `{"min_replicas": 1, "max_replicas": 8}`. Unless it names a `policy`,
+    replicas follow the time that requests wait.
+    """
     target_wait_ms: float = 50.0
     """The time that requests may wait for an instance before there are more replicas."""
     num_cpus: float | None = None
@@ -42,9 +46,13 @@ class Options:
     max_ongoing_requests: int | None = None
     """The most requests that a replica has at once, those that wait in moonpool's queue included."""
     max_queued_requests: int | None = None
-    """The most requests that wait for a replica in each process that sends them. The next one gets the error "Exceeds maximum queue size"."""
+    """The most requests that wait for a replica in each process that sends them. The next one gets the error "Exceeds
+    maximum queue size".
+    """
     with_models: Sequence[str] = ()
-    """Models that a replica loads, too: those which the model calls (BLS). The members of an ensemble come by themselves."""
+    """Models that a replica loads, too: those which the model calls (BLS). The members of an ensemble come by
+    themselves.
+    """
     instances: int | None = None
     config: Mapping[str, Any] | None = None
     options: Mapping[str, str | float] | None = None
@@ -54,7 +62,9 @@ class Options:
     revision: str = ""
     """Any text. Another one replaces the replicas, such as after files of the model have changed."""
     deployment: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of `Deployment.options`, such as `placement_group_bundles`. They take precedence over all others."""
+    """Further options of `Deployment.options`, such as `placement_group_bundles`. They take precedence over all
+    others.
+    """
 
     @property
     def live(self) -> dict[str, Any]:
@@ -138,7 +148,9 @@ def _prepared(runtime: Runtime, wanted: Wanted, others: Iterable[str] = ()) -> P
 
 
 def deployment_options(models: Sequence[Prepared], options: Options) -> dict[str, Any]:
-    """Return arguments of `Deployment.options` for replicas with these models, except for the policy of `autoscaling`."""
+    """Return arguments of `Deployment.options` for replicas with these models, except for the policy of
+    `autoscaling`.
+    """
     inside = [each for model in models for each in model.all]
     actor: dict[str, Any] = {
         "num_cpus": _first(options.num_cpus, _cpus(inside), 1),

@@ -1,9 +1,10 @@
 """One replica of a deployment: a `Runtime` with its models, in an actor of Ray.
 
-Theory of operation. Ray calls the methods in one event loop, `__init__` and `reconfigure` before all others. Loads block, so they run on threads. Requests are submitted
-and answered in the loop, which waits for the stubs' sockets itself. `_changing` is held while models load or change, so that they do so one
-after another. A replica that ends has answered all its requests by the time that Ray calls `__del__`. If its process is killed,
-its stubs see the end of their sockets and end, too.
+Theory of operation. Ray calls the methods in one event loop, `__init__` and `reconfigure` before all others. Loads
+block, so they run on threads. Requests are submitted and answered in the loop, which waits for the stubs' sockets
+itself. `_changing` is held while models load or change, so that they do so one after another. A replica that ends has
+answered all its requests by the time that Ray calls `__del__`. If its process is killed, its stubs see the end of their
+sockets and end, too.
 
 Answers are values: arrays, or a `Failure`. An exception would be pickled, and lose its code.
 """
@@ -32,7 +33,8 @@ from moonpool.runtime.server.repository_control import RepositoryControl
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.shared_memory import SystemSharedMemory
 
-# Model, inputs, version, timeout in seconds and options of a request. One object, as Ray serializes each argument apart.
+# Model, inputs, version, timeout in seconds and options of a request. One object, as Ray serializes each argument
+# apart.
 Asked = tuple[str, Mapping[str, Any], int | None, float | None, Mapping[str, Any]]
 _log = logging.getLogger("moonpool")
 _EXPORT_S = 5.0
@@ -86,7 +88,9 @@ class Replica:
         models_per_replica: int | None = None,
         revision: str = "",  # noqa: ARG002 - another one makes Ray replace the replica
     ) -> None:
-        """Load nothing yet. `names` are the models, which `reconfigure` loads; packed, they are those that may be asked for."""
+        """Load nothing yet. `names` are the models, which `reconfigure` loads; packed, they are those that may be asked
+        for.
+        """
         self._runtime = Runtime(repository, models=[], **runtime_options)
         # Clients are elsewhere, and what they change here would change one replica of many.
         self._service = Service(
@@ -277,8 +281,8 @@ class Replica:
     async def check_health(self) -> None:
         """Raise `RuntimeError` if models have given up, so that Ray replaces the replica.
 
-        A stub that is being restarted is no reason: it is back in a fraction of a second, and a new replica would take seconds. A packed replica is
-        replaced only if all its models have given up.
+        A stub that is being restarted is no reason: it is back in a fraction of a second, and a new replica would take
+        seconds. A packed replica is replaced only if all its models have given up.
         """
         statuses = self._runtime._models.statuses()
         versions = [
@@ -323,7 +327,9 @@ class _PackedModel:
 
 
 def _packed(replica: Replica, most: int) -> Any:
-    """Return what makes a replica have a model, and unloads the one that was used the longest ago if there are more than `most`."""
+    """Return what makes a replica have a model, and unloads the one that was used the longest ago if there are more
+    than `most`.
+    """
 
     async def load(name: str) -> _PackedModel:
         await replica.load_packed(name)
@@ -333,7 +339,8 @@ def _packed(replica: Replica, most: int) -> Any:
 
 
 class _MetricsExport:
-    """Gives the metrics of moonpool to Ray, which adds application, deployment and replica to their labels. For the thread of the event loop.
+    """Gives the metrics of moonpool to Ray, which adds application, deployment and replica to their labels. For the
+    thread of the event loop.
 
     Ray's counters can only be added to, so what moonpool counts is a gauge there, too. `rate` works on it.
     """

@@ -1,10 +1,11 @@
 """Keeps the requests of a sequence with one replica, by their correlation id.
 
-Ray makes a router in each process that sends requests: in each replica of the ingress, and in each program with a handle. All of them
-must choose the same replica without asking each other. So a new sequence goes to the replica whose id gives the highest hash together with that of the
-sequence. When replicas come or go, this changes the choice for as few sequences as possible. A router also remembers its choice for as long as that replica
-is there, so a sequence that runs stays where its state is when replicas are added. If the replica has gone, the state has gone with it. The next one that is asked knows no such sequence,
-and answers as Triton does: its first request must have the flag START.
+Ray makes a router in each process that sends requests: in each replica of the ingress, and in each program with a
+handle. All of them must choose the same replica without asking each other. So a new sequence goes to the replica whose
+id gives the highest hash together with that of the sequence. When replicas come or go, this changes the choice for as
+few sequences as possible. A router also remembers its choice for as long as that replica is there, so a sequence that
+runs stays where its state is when replicas are added. If the replica has gone, the state has gone with it. The next one
+that is asked knows no such sequence, and answers as Triton does: its first request must have the flag START.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ _MOST = 65_536
 
 
 class SequenceRouter(MultiplexMixin, RequestRouter):  # type: ignore[misc]
-    """Routes calls with a keyword `sequence` by it, and others to one of two replicas at random, whichever has less to do.
+    """Routes calls with a keyword `sequence` by it, and others to one of two replicas at random, whichever has less to
+    do.
 
-    Derives from `RequestRouter` alone, which gives the chosen replica to the very request that it was chosen for. Ray's own router gives it to the
-    oldest one that waits.
+    Derives from `RequestRouter` alone, which gives the chosen replica to the very request that it was chosen for. Ray's
+    own router gives it to the oldest one that waits.
     """
 
     def initialize_state(self, **_: Any) -> None:
@@ -44,8 +46,9 @@ class SequenceRouter(MultiplexMixin, RequestRouter):  # type: ignore[misc]
             candidate_replicas = [each for each in candidate_replicas if each.replica_id in ids]
         return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
-    # Ray finds the request that a replica was chosen for by its id. But all calls that a replica makes while it handles one request have the id
-    # of that request, so of several such calls Ray would find one and forget the others. The object of their metadata tells them apart.
+    # Ray finds the request that a replica was chosen for by its id. But all calls that a replica makes while it handles
+    # one request have the id of that request, so of several such calls Ray would find one and forget the others. The
+    # object of their metadata tells them apart.
 
     def _add_pending_request_to_indices(self, pending_request: Any) -> None:
         self._waiting[id(pending_request.metadata)] = pending_request

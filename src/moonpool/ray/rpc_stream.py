@@ -1,12 +1,14 @@
-"""ModelStreamInfer through the ingress: each request of a client's stream goes to a replica by itself, and their answers become one stream.
+"""ModelStreamInfer through the ingress: each request of a client's stream goes to a replica by itself, and their
+answers become one stream.
 
-As in Triton, models that give one response answer in the order of the requests, and decoupled ones as their responses come. Ray does not keep the
-order of calls to a replica. So a request of a sequence is sent when the one before it has been answered; requests that belong to no sequence are
-sent at once.
+As in Triton, models that give one response answer in the order of the requests, and decoupled ones as their responses
+come. Ray does not keep the order of calls to a replica. So a request of a sequence is sent when the one before it has
+been answered; requests that belong to no sequence are sent at once.
 
-Theory of operation. One event loop runs everything. A task reads the client's requests and makes a task for each of them, at most `_MOST_OPEN` at a
-time. These put answers into one queue, from which `answers` takes them. The queue is short, so replicas wait for a client that reads slowly. A stream
-ends when all requests are answered, or with the first status that is an error. Closing the generator cancels all tasks, and Ray then cancels what they wait for.
+Theory of operation. One event loop runs everything. A task reads the client's requests and makes a task for each of
+them, at most `_MOST_OPEN` at a time. These put answers into one queue, from which `answers` takes them. The queue is
+short, so replicas wait for a client that reads slowly. A stream ends when all requests are answered, or with the first
+status that is an error. Closing the generator cancels all tasks, and Ray then cancels what they wait for.
 """
 
 from __future__ import annotations

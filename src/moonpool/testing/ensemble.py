@@ -1,8 +1,8 @@
 """An ensemble in the process of the test, over models that are there, too, so that a debugger stops in each of them.
 
-The rules are those of a runtime: the same graph checks the steps and says which of them run, and the same machine says when. But
-the steps run on the caller's thread, one after the other. Each response of a step goes through the steps behind it
-before the next one is read, so a stream that has no end can be read from, too.
+The rules are those of a runtime: the same graph checks the steps and says which of them run, and the same machine says
+when. But the steps run on the caller's thread, one after the other. Each response of a step goes through the steps
+behind it before the next one is read, so a stream that has no end can be read from, too.
 """
 
 from __future__ import annotations

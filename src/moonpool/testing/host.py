@@ -1,4 +1,6 @@
-"""The host of a model in the process of a test: it answers from models that the test provides, and records every call."""
+"""The host of a model in the process of a test: it answers from models that the test provides, and records every
+call.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,9 @@ class Load(NamedTuple):
 class RecordingHost(Host):
     """Answers from what the test has provided under the names of other models.
 
-    A function gets the inputs by name, and returns its outputs by name or an `InferenceResponse`. A generator function is
-    a decoupled model. An exception becomes an error response. All models are loaded and ready until the model unloads them.
+    A function gets the inputs by name, and returns its outputs by name or an `InferenceResponse`. A generator function
+    is a decoupled model. An exception becomes an error response. All models are loaded and ready until the model
+    unloads them.
     """
 
     def __init__(
@@ -261,7 +264,9 @@ def _each(request: InferenceRequest, returned: object) -> Generator[InferenceRes
 def _as_responses(
     returned: object, request: InferenceRequest
 ) -> Generator[InferenceResponse, None, bool]:
-    """Yield what a function returned, or the responses of a model; return True if the end came apart from the last one."""
+    """Yield what a function returned, or the responses of a model; return True if the end came apart from the last
+    one.
+    """
     if not isinstance(returned, Iterator):
         yield _as_response(returned, request)
         return False

@@ -9,8 +9,8 @@ condition, and a test that waits for a response wakes. Its lock is reentrant bec
 drops a request without a last response, the garbage collector ends that request, and it may run while the same thread
 holds the lock. An exchange refers to the request weakly, or nothing would ever be dropped.
 
-`close` first stops requests to other models, then waits for the coroutines, then calls `finalize`, and puts the process's
-own imports back in any case.
+`close` first stops requests to other models, then waits for the coroutines, then calls `finalize`, and puts the
+process's own imports back in any case.
 """
 
 from __future__ import annotations
@@ -277,8 +277,8 @@ class Sequences:
     ) -> None:
         """Pass the requests to `execute` in batches, until each has had its last response.
 
-        `execute` returns True for each request of the batch that comes again; requests that fill empty places are part of
-        the batch. Raises `InvalidRequest` if the rules of sequences are broken, or if a sequence would have to wait
+        `execute` returns True for each request of the batch that comes again; requests that fill empty places are part
+        of the batch. Raises `InvalidRequest` if the rules of sequences are broken, or if a sequence would have to wait
         for another one.
         """
         try:
@@ -473,7 +473,9 @@ class InProcessModel(LoadedModel):
     def _execute_to_end(
         self, of_request: Mapping[int, Exchange], batch: Sequence[CheckedRequest]
     ) -> list[bool]:
-        """Call `execute` for a batch of sequences and wait for its end; return True for each request that comes again."""
+        """Call `execute` for a batch of sequences and wait for its end; return True for each request that comes
+        again.
+        """
         deadline = self._deadline()
         # Nobody waits for a request that fills an empty place.
         exchanges = [of_request.get(id(request)) or Exchange(Request({})) for request in batch]

@@ -51,9 +51,9 @@ def load(
     imported in this interpreter, whatever environment its configuration names.
 
     The model may send requests to `models`. Each is a function, as `RecordingHost` describes it, a model that was
-    loaded for tests, or the source of another one, which sees the same `models`. `backend_directory` is as in `Runtime`.
-    `timeout_s` is the time to wait for responses after `execute` has returned. With `checks_outputs`, outputs of
-    another name, datatype or shape than the configuration's raise `BadOutput`.
+    loaded for tests, or the source of another one, which sees the same `models`. `backend_directory` is as in
+    `Runtime`. `timeout_s` is the time to wait for responses after `execute` has returned. With `checks_outputs`,
+    outputs of another name, datatype or shape than the configuration's raise `BadOutput`.
 
     Raises `LoadFailed` (caused by what the model raised), `ConfigError`, `RepositoryError`, `ModelNotFound`.
     """
@@ -89,8 +89,8 @@ def load_ensemble(
 ) -> EnsembleModel:
     """Load an ensemble in this process, with the models of its steps; use it in a `with` statement.
 
-    `source` is its directory. The models of its steps are the directories beside it, unless `models` has others under their
-    names: models that were loaded for tests, or sources. The other arguments are those of `load`.
+    `source` is its directory. The models of its steps are the directories beside it, unless `models` has others under
+    their names: models that were loaded for tests, or sources. The other arguments are those of `load`.
 
     Raises `LoadFailed` with Triton's texts if the models do not fit together, and what `load` raises.
     """
@@ -192,7 +192,9 @@ def _check_arguments(
 
 
 def _given(targets: Mapping[str, Target], step: EnsembleStep, ensemble: str) -> LoadedModel | None:
-    """Return the model that the test has for a step, None if it has none. Raises `LoadFailed` for one that cannot be a step."""
+    """Return the model that the test has for a step, None if it has none. Raises `LoadFailed` for one that cannot be a
+    step.
+    """
     target = targets.get(step.model)
     if target is None or isinstance(target, LoadedModel):
         if target is not None and step.version not in (None, target.version):
@@ -318,8 +320,8 @@ def _of_definition(definition: Definition, name: str, config: Mapping[str, Any])
 def utilities() -> Iterator[None]:
     """Let `import triton_python_backend_utils` and `import c_python_backend_utils` work inside.
 
-    Use it in programs and in test frameworks other than pytest, for which a plug-in does this. If a module of one of these
-    names can be imported anyway, as in Triton's own stub, that module is used. Afterwards the names are gone, but
+    Use it in programs and in test frameworks other than pytest, for which a plug-in does this. If a module of one of
+    these names can be imported anyway, as in Triton's own stub, that module is used. Afterwards the names are gone, but
     modules that were imported stay valid. Only one thread at a time may use it.
     """
     uninstall = moonpool_pytest.install()

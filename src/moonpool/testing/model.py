@@ -78,7 +78,9 @@ class LoadedModel(ABC):
 
     @abstractmethod
     def _send(self, request: Request) -> Generator[Response, None, bool]:
-        """Send a request now. Yields its responses as they come; returns True if the end came apart from the last one."""
+        """Send a request now. Yields its responses as they come; returns True if the end came apart from the last
+        one.
+        """
 
     @abstractmethod
     def _tell_cancelled(self, request: Request) -> None:
@@ -89,17 +91,20 @@ class LoadedModel(ABC):
         """Ask the model's `is_ready`, if it has one. Return None if the model is ready, else the reason."""
 
     def sleep(self) -> None:
-        """Call the model's `sleep`, as a runtime does that needs its memory. The next request wakes the model, as there.
+        """Call the model's `sleep`, as a runtime does that needs its memory. The next request wakes the model, as
+        there.
 
-        Does nothing if it sleeps already. Raises what `sleep` raises, in a stub as a `MoonpoolError`; `InvalidRequest` if the model has
-        not both `sleep` and `wake`, or has something to do.
+        Does nothing if it sleeps already. Raises what `sleep` raises, in a stub as a `MoonpoolError`; `InvalidRequest`
+        if the model has not both `sleep` and `wake`, or has something to do.
         """
         raise InvalidRequest(
             f"model '{self.name}' cannot sleep: it has not both `sleep` and `wake`"
         )
 
     def wake(self) -> None:  # noqa: B027 - most models never sleep
-        """Call the model's `wake`, if it sleeps. Raises what `wake` raises, in a stub as a `MoonpoolError`; there it starts anew then."""
+        """Call the model's `wake`, if it sleeps. Raises what `wake` raises, in a stub as a `MoonpoolError`; there it
+        starts anew then.
+        """
 
     @abstractmethod
     def close(self) -> None:

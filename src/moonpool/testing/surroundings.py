@@ -3,11 +3,11 @@
 Every version's file is called `1.model` or the like, and its neighbours have names as common. So only the modules and
 folders of the model that runs are in `sys.modules` and `sys.path`; those of the others are kept aside.
 
-Theory of operation. One model is current at a time, for the whole process. `_switching` protects the exchange: it takes the
-modules, folders, host and log of the old model out, and puts those of the new one in. Its lock is reentrant because `close`
-switches while it holds it. A model stays current after its code has returned, so that its threads and coroutines
-find its modules; only a nested call, as from model to model, puts the caller's model back. If two models run at the same
-time on two threads, both see the imports of the current one.
+Theory of operation. One model is current at a time, for the whole process. `_switching` protects the exchange: it takes
+the modules, folders, host and log of the old model out, and puts those of the new one in. Its lock is reentrant because
+`close` switches while it holds it. A model stays current after its code has returned, so that its threads and
+coroutines find its modules; only a nested call, as from model to model, puts the caller's model back. If two models run
+at the same time on two threads, both see the imports of the current one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Joins requests of different shapes: ragged inputs, `batch_input` and `batch_output` of a configuration.
 
-A ragged input is one flat tensor with the elements of all requests. The graph learns from further inputs, which describe the
-batch, where each request begins. A flat output is cut into the parts of the requests by the shapes of one of their inputs.
-All shapes here are those that requests have, with the rows first.
+A ragged input is one flat tensor with the elements of all requests. The graph learns from further inputs, which
+describe the batch, where each request begins. A flat output is cut into the parts of the requests by the shapes of one
+of their inputs. All shapes here are those that requests have, with the rows first.
 
 The backends `onnxruntime` and `pytorch` have the same file, so that each folder can be copied alone.
 """

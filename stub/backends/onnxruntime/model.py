@@ -130,7 +130,8 @@ class ModelState:
         dims = [dim(size) for size in tensor.shape[self.batches :]]
         is_flat = tensor.name in self.batch.ragged or tensor.name in self.batch.cuts
         for other in given:
-            # The configuration may narrow a variable dimension of the graph. If the graph has a flat tensor, it has all dims.
+            # The configuration may narrow a variable dimension of the graph. If the graph has a flat tensor, it has all
+            # dims.
             if other["name"] == tensor.name and (is_flat or fits(other["dims"], dims)):
                 dims = other["dims"]
         # For the runtime, a scalar has one dimension of size 1.

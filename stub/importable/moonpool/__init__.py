@@ -1,4 +1,6 @@
-"""Has the names that a native model imports from `moonpool`, for processes that it starts under an interpreter without moonpool."""
+"""Has the names that a native model imports from `moonpool`, for processes that it starts under an interpreter without
+moonpool.
+"""
 
 import importlib
 import os

@@ -17,7 +17,8 @@ from moonpool.ipc.messages import Kind
 from moonpool.runtime.model.request import InferenceRequest, Response, WireTensor
 from moonpool.runtime.stubs import allotment
 
-# Wrong values of a field of an answer: beyond each bound of the tables and of the machine's numbers, and of each other type.
+# Wrong values of a field of an answer: beyond each bound of the tables and of the machine's numbers, and of each other
+# type.
 ODD: list[Any] = [
     *(
         0,
@@ -59,7 +60,9 @@ class Side:
         self.requests: list[InferenceRequest] = []
 
     def answered(self, packet: bytes) -> tuple[Any, ...]:
-        """Receive a packet as the answer to the batch. Returns what the link made of it, and what is left in its tables."""
+        """Receive a packet as the answer to the batch. Returns what the link made of it, and what is left in its
+        tables.
+        """
         pair = self.pair
         pair.peer.channel.send(packet)
         pair.peer.conversation.pass_turn(int(Kind.ANSWER))

@@ -32,7 +32,8 @@ def _with_the_port() -> None:
 
 @contextmanager
 def collecting(interfere: Callable[[], None], number: int) -> Iterator[Callable[[], bool]]:
-    """Run code at the collection of that number, as a destructor or another thread might. Returns whether it came so far.
+    """Run code at the collection of that number, as a destructor or another thread might. Returns whether it came so
+    far.
 
     Up to 3.11, there is a collection at each allocation of a container.
     """

@@ -1,4 +1,6 @@
-"""Attempts on resources that the kernel counts for all processes of a user, or not at all. Each returns how many it got."""
+"""Attempts on resources that the kernel counts for all processes of a user, or not at all. Each returns how many it
+got.
+"""
 
 import ctypes
 import errno
@@ -215,7 +217,9 @@ def filled(ends, write):
 
 
 def bytes_in_sockets(enlarge=False, enough=4 << 30):
-    """Fill pairs of sockets, as many as there can be or hold so much, keeping one end of each; return the bytes that they hold."""
+    """Fill pairs of sockets, as many as there can be or hold so much, keeping one end of each; return the bytes that
+    they hold.
+    """
     ends = []
     held = 0
     chunk = bytes(1 << 16)

@@ -1,7 +1,7 @@
 """A local cluster of Ray with two nodes, one for all tests of this folder.
 
-Ray keeps threads, sockets and files in this process while it runs, so single tests are not asked what they leave. `cluster` looks at the end
-whether processes are left.
+Ray keeps threads, sockets and files in this process while it runs, so single tests are not asked what they leave.
+`cluster` looks at the end whether processes are left.
 """
 
 from __future__ import annotations

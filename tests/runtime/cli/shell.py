@@ -104,7 +104,9 @@ def cli(tmp_path: Path, forks: Forks) -> CommandLine:
 
 
 class CommandLine:
-    """Runs moonpool in a folder of its own. Commands that run to their end are forked if they have the usual variables."""
+    """Runs moonpool in a folder of its own. Commands that run to their end are forked if they have the usual
+    variables.
+    """
 
     def __init__(self, folder: Path, forks: Forks | None = None) -> None:
         self.folder = folder

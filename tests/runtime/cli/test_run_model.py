@@ -114,7 +114,8 @@ class Terminal:
         self._deadline = Deadline(120.0)
         self._seen = ""
         self._fd, theirs = pty.openpty()
-        # `setsid --ctty` makes it the terminal of the command: a fork of this process would stop at locks of its threads.
+        # `setsid --ctty` makes it the terminal of the command: a fork of this process would stop at locks of its
+        # threads.
         with open(theirs, "r+b", buffering=0) as terminal:
             self._process = subprocess.Popen(
                 ["setsid", "--ctty", *cli.command(*arguments)],

@@ -1,4 +1,6 @@
-"""A contained model on a GPU: it gets what it is sent, and its GPU alone. The driver is a fake, which needs no nodes."""
+"""A contained model on a GPU: it gets what it is sent, and its GPU alone. The driver is a fake, which needs no
+nodes.
+"""
 
 from __future__ import annotations
 

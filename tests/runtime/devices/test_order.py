@@ -1,4 +1,6 @@
-"""The side that receives work on a device waits for it there. One side alone is late, so nothing else orders the work."""
+"""The side that receives work on a device waits for it there. One side alone is late, so nothing else orders the
+work.
+"""
 
 from __future__ import annotations
 

@@ -162,7 +162,8 @@ def test_an_unload_waits_for_whoever_finds_out_why_an_instance_broke(
 
 
 def test_instances_that_break_while_their_model_is_unloaded_end_in_order(folder: Path) -> None:
-    # The death or the unload may come first. The loop repeats this many times, because the moment between them is short.
+    # The death or the unload may come first. The loop repeats this many times, because the moment between them is
+    # short.
     for _ in range(40):
         backend = HoldingBackend()
         with Runtime(backends=[backend], drain_timeout_s=0.0) as runtime:

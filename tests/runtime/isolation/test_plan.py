@@ -1,4 +1,6 @@
-"""Resources with which a contained instance starts: they exist, or the load fails, and they are released in any case."""
+"""Resources with which a contained instance starts: they exist, or the load fails, and they are released in any
+case.
+"""
 
 from __future__ import annotations
 

@@ -92,7 +92,8 @@ def test_others_texts_stay_as_they_are() -> None:
         assert public_text(error) == str(error)
 
 
-# Those whose texts are what the reader has sent, and those of models that are not contained. All others lose their folders.
+# Those whose texts are what the reader has sent, and those of models that are not contained. All others lose their
+# folders.
 AS_THEY_ARE = {
     "client": (InvalidRequest, BadTensor, ModelError),
     "contained": (InvalidRequest, BadTensor),

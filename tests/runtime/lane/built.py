@@ -53,7 +53,9 @@ PORT = ("ipc/port/_port", ("answer", "channel", "codec", "msgpack", "place"))
 def sanitized(
     folder: Path, sanitizers: str, module: str = PORT[0], core: Sequence[str] = PORT[1]
 ) -> tuple[Path, str]:
-    """Compile an extension with these sanitizers. Returns the module, and the LD_PRELOAD for a program that imports it."""
+    """Compile an extension with these sanitizers. Returns the module, and the LD_PRELOAD for a program that imports
+    it.
+    """
     libraries = sanitizer_libraries([f"lib{name}.so" for name in LIBRARIES[sanitizers]])
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").is_file():

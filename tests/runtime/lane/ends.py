@@ -61,7 +61,8 @@ def main() -> None:
         threading.Thread(target=wait_in_destructor, args=(endings,), daemon=True).start()
     for each in begun:
         each.wait()
-    # All of them wake right before the end. All of this is in C, so this thread keeps the interpreter's lock from here on.
+    # All of them wake right before the end. All of this is in C, so this thread keeps the interpreter's lock from here
+    # on.
     bells = [waiter._bell for waiter in waiters]
     sends = [theirs.send for _, theirs in pairs]
     atexit.register(

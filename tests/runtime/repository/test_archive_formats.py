@@ -160,13 +160,17 @@ def pax(data: bytes) -> bytes:
 
 
 def pax_headers(file: io.BufferedIOBase) -> None:
-    """Write 300 files with a megabyte of useless headers each: more than the limit, and much for a reader that keeps headers."""
+    """Write 300 files with a megabyte of useless headers each: more than the limit, and much for a reader that keeps
+    headers.
+    """
     comment = pax(record(b"comment", bytes(1_000_000)))
     file.writelines(comment + header(tarfile.REGTYPE, 0, f"f{number}") for number in range(300))
 
 
 def many_records(file: io.BufferedIOBase) -> None:
-    """Write global headers of a hundred thousand short records, which a simple reader keeps and copies for each member."""
+    """Write global headers of a hundred thousand short records, which a simple reader keeps and copies for each
+    member.
+    """
     data = b"".join(record(b"k%d" % number, b"") for number in range(80_000))[: 1 << 20]
     data = data[: data.rindex(b"\n") + 1]
     for number in range(200):

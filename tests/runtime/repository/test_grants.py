@@ -619,8 +619,8 @@ def test_options_that_do_not_fit_what_a_model_completes_are_refused() -> None:
 
 # Fields of a configuration
 
-# All numbers that a configuration may have, each with what bounds the memory and the time that it costs the runtime. Lists and maps have
-# limits of their own (`ConfigLimits`), and texts those of the whole.
+# All numbers that a configuration may have, each with what bounds the memory and the time that it costs the runtime.
+# Lists and maps have limits of their own (`ConfigLimits`), and texts those of the whole.
 GRANT, LIMIT, OWN, UNUSED = "needs a grant", "has a limit", "is the model's own", "has no effect"
 NUMBERS = {
     "ModelConfig.max_batch_size": OWN,

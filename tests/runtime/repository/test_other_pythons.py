@@ -16,8 +16,8 @@ from tests.runtime.recorder import PATIENCE_S
 
 from moonpool import Runtime
 
-# These are the oldest supported version and new ones. `tests/e2e/test_interpreters.py` tries all between if it has environments
-# of them.
+# These are the oldest supported version and new ones. `tests/e2e/test_interpreters.py` tries all between if it has
+# environments of them.
 VERSIONS = ("3.9", "3.13", "3.14")
 NATIVE = """
 import sys

@@ -53,7 +53,9 @@ def notebook_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def interrupt_everywhere(hosted: Hosted, ask: Ask, *, step: int = 1, again: int = 0) -> int:
-    """Interrupt a way to ask at one event after the other, and check after each that all goes on. Returns the number of events."""
+    """Interrupt a way to ask at one event after the other, and check after each that all goes on. Returns the number of
+    events.
+    """
     with notebook_loop() as loop:
 
         def check() -> None:

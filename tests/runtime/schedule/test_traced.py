@@ -1,4 +1,6 @@
-"""Traced requests in the scheduler: what may take long happens while others can go on, and before the caller has the answer."""
+"""Traced requests in the scheduler: what may take long happens while others can go on, and before the caller has the
+answer.
+"""
 
 from __future__ import annotations
 

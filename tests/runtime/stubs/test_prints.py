@@ -174,8 +174,8 @@ def test_a_wait_that_is_interrupted_at_any_point_loses_no_line(
     printers[-1].wait(60.0)
 
 
-# Its parent waits in a stream that nobody reads while the child prints. A process of its own: a fork of this one would have the
-# locks that other threads of the tests hold.
+# Its parent waits in a stream that nobody reads while the child prints. A process of its own: a fork of this one would
+# have the locks that other threads of the tests hold.
 FORKS = """
 import io, os, sys, threading
 
@@ -220,7 +220,9 @@ def test_a_fork_prints_for_itself() -> None:
 
 @contextlib.contextmanager
 def levels(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Give loggers these levels. Not by a patch: loggers keep what follows from levels, and only `setLevel` makes them forget it."""
+    """Give loggers these levels. Not by a patch: loggers keep what follows from levels, and only `setLevel` makes them
+    forget it.
+    """
     loggers = {name: logging.getLogger(name) for name in wanted}
     before = {name: logger.level for name, logger in loggers.items()}
     try:

@@ -69,7 +69,8 @@ class CodecFuzzer:
     def find(
         self, known: list[Asked], seconds: int, seed: int, crash: Path
     ) -> list[tuple[Asked, Told]]:
-        """Packets that reach code that those before them do not. Raises CalledProcessError after one that was not borne.
+        """Packets that reach code that those before them do not. Raises CalledProcessError after one that was not
+        borne.
 
         That one is in `crash` then: the number of its channel, its sender, its bytes.
         """

@@ -17,7 +17,8 @@ NATIVE = install.FOLDER / "native"
 
 
 def library(sanitizers: str = "") -> Path:
-    """The library of this moonpool: of the installation, or compiled in its source tree. Skips where there is no compiler.
+    """The library of this moonpool: of the installation, or compiled in its source tree. Skips where there is no
+    compiler.
 
     With sanitizers, separated by commas, also where there is no source tree.
     """

@@ -22,8 +22,8 @@ def test_the_header_of_the_wire_is_current() -> None:
     assert written == header(), "run python -m moonpool.runtime.triton.wire_header"
 
 
-# These numbers belong to the library alone: times of its own threads, and limits of its own calls. `wire.h` or the compiler
-# checks the first ones against Python's.
+# These numbers belong to the library alone: times of its own threads, and limits of its own calls. `wire.h` or the
+# compiler checks the first ones against Python's.
 ITS_OWN = {
     "kMaxValues",
     "kMaxDescriptors",

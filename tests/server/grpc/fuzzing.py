@@ -1,7 +1,8 @@
-"""Give the session of HTTP/2 frames of any kind, in any order, for so many seconds: `python -m tests.server.grpc.fuzzing SECONDS SEED`.
+"""Give the session of HTTP/2 frames of any kind, in any order, for so many seconds:
+`python -m tests.server.grpc.fuzzing SECONDS SEED`.
 
-Frames are good, changed or random; between them the server's side sends, takes and says goodbye. `test_sanitized.py` runs this with an
-extension that notices every wrong access.
+Frames are good, changed or random; between them the server's side sends, takes and says goodbye. `test_sanitized.py`
+runs this with an extension that notices every wrong access.
 """
 
 from __future__ import annotations

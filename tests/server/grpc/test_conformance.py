@@ -1,9 +1,12 @@
-"""HTTP/2 by the book: each violation that RFC 9113 and RFC 7541 name gets the error that they name, and what they allow is taken.
+"""HTTP/2 by the book: each violation that RFC 9113 and RFC 7541 name gets the error that they name, and what they allow
+is taken.
 
-The cases are those of h2spec, a program for this that is in no registry which this project uses; the numbers are sections of the RFCs.
+The cases are those of h2spec, a program for this that is in no registry which this project uses; the numbers are
+sections of the RFCs.
 
-nghttp2 is milder than the RFC in two places, on purpose. Headers with the number of a stream that is closed or was left out are dropped, as they
-may be trailers that crossed a reset on their way. And a setting that makes the window of a stream too large resets that stream alone.
+nghttp2 is milder than the RFC in two places, on purpose. Headers with the number of a stream that is closed or was left
+out are dropped, as they may be trailers that crossed a reset on their way. And a setting that makes the window of a
+stream too large resets that stream alone.
 """
 
 from __future__ import annotations
@@ -334,7 +337,9 @@ def served() -> Iterator[Served]:
 
 
 def until_mark(client: RawClient) -> list[Frame]:
-    """Return the frames until the answer to a second ping, or the end of the connection. Answers to pings overtake other frames."""
+    """Return the frames until the answer to a second ping, or the end of the connection. Answers to pings overtake
+    other frames.
+    """
     found = []
     for mark in (b"mark one", b"mark two"):
         client.send(frame(PING, 0, 0, mark))

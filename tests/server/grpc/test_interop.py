@@ -1,6 +1,8 @@
-"""The cases of gRPC's interoperability tests that a server of any service can answer, with grpcio's client, over both transports.
+"""The cases of gRPC's interoperability tests that a server of any service can answer, with grpcio's client, over both
+transports.
 
-The names are those of grpc/doc/interop-test-descriptions.md. Cases about compression, TLS and tokens have tests of their own.
+The names are those of grpc/doc/interop-test-descriptions.md. Cases about compression, TLS and tokens have tests of
+their own.
 """
 
 from __future__ import annotations

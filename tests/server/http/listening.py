@@ -98,7 +98,9 @@ class _Kept:
 
 
 class Scripted:
-    """Answers by path: /echo at once, /held when the test says so, /broken never, /stream in pieces, /big with many bytes."""
+    """Answers by path: /echo at once, /held when the test says so, /broken never, /stream in pieces, /big with many
+    bytes.
+    """
 
     def __init__(self) -> None:
         self.held: list[HttpExchange] = []

@@ -1,4 +1,6 @@
-"""Large bodies: tensors are received where stubs read them, JSON apart from them, and both without holding others up."""
+"""Large bodies: tensors are received where stubs read them, JSON apart from them, and both without holding others
+up.
+"""
 
 from __future__ import annotations
 

@@ -131,7 +131,8 @@ def test_what_clients_ask_is_asked_again(
         )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     tensors = [line["inputs"] for line in lines(path)[1:]]
-    # The first one is sent once before the window, to see that it is answered. A machine that is too slow leaves some out.
+    # The first one is sent once before the window, to see that it is answered. A machine that is too slow leaves some
+    # out.
     sent = [line["inputs"] for line in lines(again)[1:]]
     [point] = json.loads((cli.folder / "echo.json").read_text())["series"]
     assert len(sent) == 1 + point["requests"]

@@ -135,7 +135,9 @@ def test_a_model_that_keeps_a_core_busy_is_said_to_profit(
     pid = runtime.instances("m")[0]["pid"]
 
     def clock() -> float:
-        """Return the time as it would pass if the instance had a core to itself, which a busy machine does not give it."""
+        """Return the time as it would pass if the instance had a core to itself, which a busy machine does not give
+        it.
+        """
         usage = usage_of(pid)
         return 0.0 if usage is None else usage.cpu_s
 

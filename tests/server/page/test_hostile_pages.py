@@ -258,7 +258,9 @@ def addresses(site: Site, paths: list[str]) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def opened(sent: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the page at `/` and every fourth of the others. To open one takes long, and frames send the same to all."""
+    """Return the page at `/` and every fourth of the others. To open one takes long, and frames send the same to
+    all.
+    """
     (page,) = [each for each in sent if urlsplit(each[0]).path == "/"]
     return [page, *[each for each in sent if each != page][::4]]
 

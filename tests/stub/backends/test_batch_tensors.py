@@ -1,4 +1,6 @@
-"""Tests of the inputs that describe a batch of requests of different shapes, and of the parts of its outputs. Needs no library."""
+"""Tests of the inputs that describe a batch of requests of different shapes, and of the parts of its outputs. Needs no
+library.
+"""
 
 from __future__ import annotations
 

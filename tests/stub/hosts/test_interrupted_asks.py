@@ -1,4 +1,6 @@
-"""A signal handler of a model's may raise anywhere in a request to another model: nothing is lost, and the next request works."""
+"""A signal handler of a model's may raise anywhere in a request to another model: nothing is lost, and the next request
+works.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Usual requests to other models in C++ and in Python: both send the same, make the same of the replies, and keep the same."""
+"""Usual requests to other models in C++ and in Python: both send the same, make the same of the replies, and keep the
+same.
+"""
 
 from __future__ import annotations
 

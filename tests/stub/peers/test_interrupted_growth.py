@@ -1,4 +1,6 @@
-"""A signal handler may raise anywhere in the allocator of a stub: each block is free or has its owner, and each GROW one answer."""
+"""A signal handler may raise anywhere in the allocator of a stub: each block is free or has its owner, and each GROW
+one answer.
+"""
 
 from __future__ import annotations
 

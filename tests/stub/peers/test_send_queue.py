@@ -125,7 +125,9 @@ def test_items_of_a_packet_stay_together_until_it_is_sent(gathering: Queue) -> N
 
 
 def calls_of(work: Callable[[], object], raise_at: int) -> int:
-    """Work, and raise at the end of so many calls, where the interpreter runs signal handlers. Return the number of calls."""
+    """Work, and raise at the end of so many calls, where the interpreter runs signal handlers. Return the number of
+    calls.
+    """
     count = 0
 
     def look(_frame: FrameType, event: str, _what: object) -> None:

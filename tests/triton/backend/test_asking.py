@@ -1,4 +1,6 @@
-"""Models in moonpool's stubs inside a tritonserver ask for others: of their own kind, and of the server's Python backend."""
+"""Models in moonpool's stubs inside a tritonserver ask for others: of their own kind, and of the server's Python
+backend.
+"""
 
 from __future__ import annotations
 

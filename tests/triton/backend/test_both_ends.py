@@ -1,7 +1,7 @@
 """A hostile stub has the same outcome at both ends: the runtime, and the library in a tritonserver.
 
-The stub is `tests/faults/misbehave.py` at both. It does what the id of a request names. What either end makes of it is in the
-error of that request, in the log, and in what the other models answer.
+The stub is `tests/faults/misbehave.py` at both. It does what the id of a request names. What either end makes of it is
+in the error of that request, in the log, and in what the other models answer.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ TOLD_BEFORE = {
     "responds twice": "expected a single response, got 2",
 }
 
-# Each of these sends more than the runtime reads in a second: messages, bytes in memory, or questions that cost more than their
-# size, on one channel or on two. It takes at least so many seconds.
+# Each of these sends more than the runtime reads in a second: messages, bytes in memory, or questions that cost more
+# than their size, on one channel or on two. It takes at least so many seconds.
 PACED = {
     "tells much": 1.0,
     "stores much": 1.0,

@@ -1,4 +1,6 @@
-"""Models of both backends in one server: an ensemble of them, an environment and a sandbox of their own, and such as come and go."""
+"""Models of both backends in one server: an ensemble of them, an environment and a sandbox of their own, and such as
+come and go.
+"""
 
 from __future__ import annotations
 

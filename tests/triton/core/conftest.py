@@ -37,9 +37,9 @@ class Core:
 
 
 class Loads:
-    """Models of a module, loaded on both sides: in moonpool at once, since no test may leave processes behind, and in Triton by
-    the first test that asks for one, which is begun again if Triton dies. Triton waits for seconds in each load, so it
-    loads them together.
+    """Models of a module, loaded on both sides: in moonpool at once, since no test may leave processes behind, and in
+    Triton by the first test that asks for one, which is begun again if Triton dies. Triton waits for seconds in each
+    load, so it loads them together.
     """
 
     def __init__(self, core: Core, names: Sequence[str]) -> None:

@@ -1,4 +1,6 @@
-"""`batch_input` and `batch_output` that no backend could carry out: they are refused with the same texts, for Python models, too."""
+"""`batch_input` and `batch_output` that no backend could carry out: they are refused with the same texts, for Python
+models, too.
+"""
 
 from __future__ import annotations
 

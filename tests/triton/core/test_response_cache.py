@@ -51,8 +51,8 @@ def x(*rows: list[float]) -> dict[str, Any]:
     return {"X": np.array(rows, np.float32)}
 
 
-# The requests that are sent one after the other. None fails, and no model preserves the order: after an error, Triton 2.51
-# answers with an empty response, and with the order it never answers.
+# The requests that are sent one after the other. None fails, and no model preserves the order: after an error, Triton
+# 2.51 answers with an empty response, and with the order it never answers.
 REQUESTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (x([1, 2]), {}),
     (x([1, 2]), {}),

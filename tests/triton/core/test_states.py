@@ -1,4 +1,6 @@
-"""States of sequences: what a model gets at the start, the texts of refusals, and what Triton's Python models do not have."""
+"""States of sequences: what a model gets at the start, the texts of refusals, and what Triton's Python models do not
+have.
+"""
 
 from __future__ import annotations
 

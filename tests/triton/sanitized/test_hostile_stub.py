@@ -32,8 +32,8 @@ from moonpool.ipc.messages import Kind
 
 # The first test waits for the compiler.
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(600)]
-# The log has these words for the end of a process: for a violation of the protocol, for an end of its own, and for a missing
-# answer.
+# The log has these words for the end of a process: for a violation of the protocol, for an end of its own, and for a
+# missing answer.
 ENDED = re.compile(r"broke the protocol and was ended: \w|is not healthy|took longer than")
 X = np.arange(4, dtype=np.float32)
 TIMES = 100

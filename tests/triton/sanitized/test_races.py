@@ -91,7 +91,8 @@ FAULTS = [
 ]
 OFTEN = 'parameters { key: "MOONPOOL_RESTART_WINDOW_S" value { string_value: "0.001" } }'
 ROUNDS = 8
-# Three streams have fewer responses than messages may wait in the stub. With more, it leaves out log lines, and a test waits for one.
+# Three streams have fewer responses than messages may wait in the stub. With more, it leaves out log lines, and a test
+# waits for one.
 COUNT = 300
 X = np.arange(4, dtype=np.float32)
 

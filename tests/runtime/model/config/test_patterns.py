@@ -1,4 +1,6 @@
-"""Patterns of names mean the same in the runtime and in the library for tritonserver: one table, which both ends run."""
+"""Patterns of names mean the same in the runtime and in the library for tritonserver: one table, which both ends
+run.
+"""
 
 from __future__ import annotations
 
