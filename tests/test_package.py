@@ -46,6 +46,16 @@ def test_an_installed_package_brings_its_license() -> None:
         assert set(found.metadata.get_all("Classifier") or []) == set(PROJECT["classifiers"])
 
 
+def test_an_installed_package_has_the_commands_and_no_suites() -> None:
+    records = [found.read_text("RECORD") or "" for found in metadata.distributions(name="moonpool")]
+    installed = [each for each in records if "moonpool/__init__.py" in each]
+    if not installed:
+        pytest.skip("moonpool is not installed here")
+    for record in installed:
+        assert "moonpool/benchmarks/commands/bench.py" in record
+        assert not re.search(r"moonpool/benchmarks/(models|results|suites)/", record)
+
+
 def test_classifiers_are_for_the_pythons_that_are_required() -> None:
     versions = [
         classifier.rsplit(" :: ", 1)[1]

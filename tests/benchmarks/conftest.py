@@ -10,7 +10,20 @@ from typing import NamedTuple
 
 import pytest
 
-from moonpool.runtime.client.request import Endpoint
+from moonpool.benchmarks.generator.grpc import session_maker
+from moonpool.runtime.client.request import Endpoint, MissingPackage
+
+
+def has_nghttp2() -> bool:
+    """Tell if there can be load over gRPC: not with `MOONPOOL_PURE=1`."""
+    try:
+        session_maker()
+    except MissingPackage:
+        return False
+    return True
+
+
+needs_nghttp2 = pytest.mark.skipif(not has_nghttp2(), reason="load over gRPC needs nghttp2")
 
 
 class Kserve(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.benchmarks.conftest import Kserve
+from tests.benchmarks.conftest import Kserve, needs_nghttp2
 
 from moonpool.benchmarks.generator.engine import (
     CANCELLED,
@@ -53,7 +53,7 @@ def generator(kserve: Kserve, scheme: str, asked: Question) -> Generator:
     return Generator((endpoint.host, endpoint.port), [wire], timeout_s=PATIENCE_S)
 
 
-@pytest.fixture(params=["http", "grpc"])
+@pytest.fixture(params=["http", pytest.param("grpc", marks=needs_nghttp2)])
 def scheme(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -346,6 +346,7 @@ def pressed_where(said: bytes) -> Tally:
     "The responses of a stream are counted and timed. A message that only marks the end does "
     "not count.",
 )
+@needs_nghttp2
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_the_responses_of_a_stream_are_counted_and_timed(kserve: Kserve, count: int) -> None:
     endpoint = kserve.grpc
@@ -371,6 +372,7 @@ def test_the_responses_of_a_stream_are_counted_and_timed(kserve: Kserve, count: 
     assert len(tally.between_ns) == requests * max(0, count - 1)
 
 
+@needs_nghttp2
 def test_an_error_in_a_stream_ends_its_request(kserve: Kserve) -> None:
     endpoint = kserve.grpc
     message = question("fails").as_grpc(is_stream=True)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.benchmarks.conftest import needs_nghttp2
 
 from moonpool.benchmarks.data import DataMix, RequestData
 from moonpool.benchmarks.generator.engine import Wire, WireError
@@ -80,6 +81,7 @@ def fed(wire: Wire, pieces: list[bytes]) -> None:
         pass
 
 
+@needs_nghttp2
 @settings(max_examples=300, deadline=None)
 @pytest.mark.parametrize("is_stream", [True, False])
 @given(pieces=st.lists(st.one_of(FRAMES, st.binary(max_size=30)), max_size=12))
