@@ -29,7 +29,6 @@ from moonpool.ipc.messages import (
     Raw,
     Real,
     Row,
-    Side,
     Table,
     Text,
 )
@@ -48,19 +47,6 @@ WIRE = Path(__file__).parent / "site" / "WIRE.md"
 
 def _mermaid(text: str) -> str:
     return f"```mermaid\n{text.rstrip()}\n```"
-
-
-def _messages(table: dict[Kind, Message], *, ordered: bool) -> str:
-    lines = ["| message | from | fields |" + (" may be followed by |" if ordered else "")]
-    lines.append("| --- | --- | --- |" + (" --- |" if ordered else ""))
-    for kind, message in table.items():
-        sender = "either" if message.sender is None else Side(message.sender).name.lower()
-        fields = ", ".join(message.fields) or "none"
-        row = f"| {kind.name} ({int(kind)}) | {sender} | {fields} |"
-        if ordered:
-            row += f" {', '.join(sorted(k.name for k in message.followers)) or 'the end'} |"
-        lines.append(row)
-    return "\n".join(lines)
 
 
 class _Fields:
@@ -86,13 +72,17 @@ class _Fields:
         self.tables["rows"] = "\n".join(lines)
 
     def _table(self, table: dict[Kind, Message] | dict[IntEnum, Message]) -> str:
-        lines = ["| message | from | fields |", "| --- | --- | --- |"]
+        # On the work channel the two sides take turns.
+        is_ordered = table is WORK
+        lines = ["| message | from | fields |" + " may be followed by |" * is_ordered]
+        lines.append("| --- | --- | --- |" + " --- |" * is_ordered)
         for kind, message in table.items():
             sender = "either" if message.sender is None else message.sender.name.lower()
-            name = kind.name.lower()
-            lines.append(
-                f"| {int(kind)} {kind.name} | {sender} | {self._fields(message.fields, name)} |"
-            )
+            fields = self._fields(message.fields, kind.name.lower())
+            row = f"| {int(kind)} {kind.name} | {sender} | {fields} |"
+            if is_ordered:
+                row += f" {', '.join(sorted(k.name for k in message.followers)) or 'the end'} |"
+            lines.append(row)
         return "\n".join(lines)
 
     def _fields(self, fields: dict[str, Spec], where: str) -> str:
@@ -153,9 +143,6 @@ def drawings() -> dict[str, str]:
         "model": _mermaid(draw(MODEL)),
         "residence": _mermaid(draw(RESIDENCE)),
         "instance": _mermaid(draw(INSTANCE)),
-        "work": _messages(WORK, ordered=True),
-        "control": _messages(CONTROL, ordered=False),
-        "calls": _messages(CALLS, ordered=False),
         "numbers": _numbers(),
         **_Fields().tables,
     }

@@ -13,6 +13,7 @@ from types import GetSetDescriptorType, ModuleType
 import moonpool
 import moonpool.errors
 import moonpool.testing
+from moonpool import TensorType
 
 PAGE = Path(__file__).parent / "API.md"
 BEGIN, END = "<!-- names -->", "<!-- end -->"
@@ -34,8 +35,14 @@ def first_sentence(value: object) -> str:
     return re.split(r"(?<=[.!?])\s+(?=[A-Z`])", text)[0]
 
 
+# Those who write a backend or allocate outputs read `help()`, and the page stays short.
+WITHOUT_MEMBERS = {"Backend", "Model", "ModelInstance", "ResponseAllocator"}
+
+
 def members(value: object) -> Iterator[tuple[str, object]]:
     """Yield the public methods and properties that a class defines and explains."""
+    if getattr(value, "__name__", "") in WITHOUT_MEMBERS:
+        return
     if isinstance(value, type) and not issubclass(value, BaseException):
         for name, member in vars(value).items():
             is_explained = isinstance(member, property | GetSetDescriptorType) or callable(member)
@@ -45,8 +52,13 @@ def members(value: object) -> Iterator[tuple[str, object]]:
 
 def listed(module: ModuleType) -> Iterator[str]:
     yield f"## {module.__name__}\n"
+    types = [name for name in names(module) if isinstance(getattr(module, name), TensorType)]
+    if types:
+        yield f"- {', '.join(f'`{name}`' for name in types)}: {first_sentence(TensorType)}"
     for name in names(module):
         value = getattr(module, name)
+        if name in types:
+            continue
         yield f"- `{name}`: {first_sentence(value)}"
         for member, explained in members(value):
             yield f"  - `{member}`: {first_sentence(explained)}"

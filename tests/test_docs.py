@@ -22,6 +22,7 @@ import yaml
 from tests.forks import Forks
 from tests.pages import SHELL, Reader, blocks, lines_of
 from tests.runtime.cli.shell import MODELS, PACKAGE
+from tests.triton.differences import TESTS
 
 from moonpool import MoonpoolError
 from moonpool.ipc import messages
@@ -178,16 +179,20 @@ def test_the_sandbox_page_promises_what_tests_are_marked_with(heading: str, sect
         " ".join(item.split()) for item in re.findall(r"^- (.+(?:\n  .+)*)", below, re.MULTILINE)
     ]
 
-    assert sorted(shown) == sorted(specification.sections(specification.marks())[section])
+    promised = specification.sections(specification.marks())[section]
+    assert shown
+    assert set(shown) <= set(promised)
+    # Of the promises about grants, the page has those that a reader would not guess.
+    assert section.endswith("grants") or len(shown) == len(promised)
 
 
 def test_every_difference_from_triton_has_its_test() -> None:
     page = (DOCS / "FIDELITY.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (?!---|\|)(.+?) \|.*\| (.+?) \|$", page, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (?!---|\|)(.+?) \| .*\|$", page, flags=re.MULTILINE)
 
-    assert rows
-    for row, where in rows:
-        path, _, name = where.strip("`").partition("::")
+    assert sorted(rows) == sorted(TESTS)
+    for row, where in TESTS.items():
+        path, _, name = where.partition("::")
         file = ROOT / path if "/" in path else ROOT / "tests" / "triton" / path
         assert file.exists(), f"{row}: there is no {path}"
         assert f"def {name}(" in file.read_text(encoding="utf-8") or not name, f"{row}: no {name}"
