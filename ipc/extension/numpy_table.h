@@ -50,14 +50,13 @@ inline bool is_writeable(PyObject* base) {
 }
 
 // Returns an array of this type over memory that `base` keeps, C-contiguous; null with an error set, as for a shape
-// that no array can have. `descr` is borrowed. `alignment` is that of an element. A view of an array that is only for
-// reading is only for reading, too.
+// that no array can have. `descr` is borrowed. `alignment` is that of an element.
 inline PyObject* view(PyTypeObject* type, PyObject* descr, int nd, const int64_t* dims, char* data, int64_t alignment,
-                      PyObject* base) {
+                      PyObject* base, bool is_writeable) {
   using New = PyObject* (*)(PyTypeObject*, PyObject*, int, const int64_t*, const int64_t*, void*, int, PyObject*);
   using SetBase = int (*)(PyObject*, PyObject*);
   const bool is_aligned = reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(alignment) == 0;
-  const int flags = kContiguous | (is_writeable(base) ? kWriteable : 0) | (is_aligned ? kAligned : 0);
+  const int flags = kContiguous | (is_writeable ? kWriteable : 0) | (is_aligned ? kAligned : 0);
   Py_INCREF(descr);  // it is taken
   const auto make = reinterpret_cast<New>(table[kNewFromDescr]);
   PyObject* const array = make(type, descr, nd, dims, nullptr, data, flags, nullptr);
@@ -66,6 +65,12 @@ inline PyObject* view(PyTypeObject* type, PyObject* descr, int nd, const int64_t
   if (reinterpret_cast<SetBase>(table[kSetBaseObject])(array, base) == 0) return array;
   Py_DECREF(array);
   return nullptr;
+}
+
+// Does the same. A view of an array that is only for reading is only for reading, too.
+inline PyObject* view(PyTypeObject* type, PyObject* descr, int nd, const int64_t* dims, char* data, int64_t alignment,
+                      PyObject* base) {
+  return view(type, descr, nd, dims, data, alignment, base, is_writeable(base));
 }
 
 // Finds the table. Returns false, with an error set, if numpy is another one than this file knows.

@@ -200,6 +200,22 @@ class Spec:
         """Return the request with these inputs, None if they are not exactly the arrays of the model."""
         return None
 
+    def request_in(
+        self,
+        described: object,  # noqa: ARG002
+        data: object,  # noqa: ARG002
+        offset: int,  # noqa: ARG002
+        sent: list[tuple[int, int]] | None,  # noqa: ARG002
+        has_views: bool,  # noqa: ARG002
+    ) -> Any:
+        """Return the request whose inputs lie in a message, None if they are not exactly the model's, or not all there.
+
+        `described` is a list of `InputPlan`. `sent` has the place of each of them in `data` from `offset` on, as
+        (offset, size in bytes); None if they fill the rest of it one behind another. `has_views` says that stubs see
+        `data`. Nothing is believed of what a client says of names, datatypes, shapes, places and sizes.
+        """
+        return None
+
 
 class RuntimePort:
     """The runtime's end of a work channel.

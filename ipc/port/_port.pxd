@@ -27,6 +27,8 @@ cdef extern from "numpy_table.h" namespace "moonpool::numpy":
     Array* fields(object)
     uint64_t bytes_of(object, uint64_t)
     object view(type, object descr, int nd, const int64_t* dims, char* data, int64_t alignment, object base)
+    object view_on "moonpool::numpy::view"(type, object descr, int nd, const int64_t* dims, char* data,
+                                           int64_t alignment, object base, flag is_writeable)
     flag load(object, int64_t, int64_t, int64_t) except False
 
 

@@ -97,7 +97,7 @@ def use(response_type, wire_tensor_type, tensor_type):
 
 # For tests: a method that always declines would pass all others.
 cdef struct Counts:
-    uint64_t request, prepared, put, wait, take, apart, copied_bytes
+    uint64_t request, request_in, put, wait, take, apart, copied_bytes
 
 cdef Counts _counts
 
@@ -182,9 +182,35 @@ cdef struct Wanted:
     bint is_ragged
 
 
+cdef extern from *:
+    """
+    namespace {
+    struct Sent {
+      int64_t offset, size;
+      // True if it lies in memory of so many bytes.
+      bool lies_in(int64_t bytes) const { return offset >= 0 && size >= 0 && size <= bytes && offset <= bytes - size; }
+    };
+
+    // Returns a number that a client sent, or -1 for one that no place, size or dimension can be.
+    inline int64_t number_in(PyObject* number) {
+      int is_beyond = 0;
+      if (!PyLong_Check(number)) return -1;
+      const long long found = PyLong_AsLongLongAndOverflow(number, &is_beyond);
+      return is_beyond != 0 || found < 0 ? -1 : found;
+    }
+    }  // namespace
+    """
+    cdef cppclass Sent:
+        int64_t offset, size
+        bint lies_in(int64_t)
+    int64_t number_in(object)
+
+
 cdef class Spec:
     cdef object _kind
     cdef list _names, _dtypes
+    # The place of each input in the configuration, by its name.
+    cdef dict _numbers
     cdef vector[Wanted] _inputs
     cdef vector[int64_t] _dims
     cdef int64_t _max_batch_size
@@ -194,7 +220,7 @@ cdef class Spec:
 
     def __init__(self, kind, list inputs, max_batch_size):
         self._kind, self._max_batch_size = kind, max_batch_size
-        self._names, self._dtypes, self._known = [], [], {}
+        self._names, self._dtypes, self._numbers, self._known = [], [], {}, {}
         self._is_usual = bool(inputs)
         cdef Wanted wanted
         for name, datatype, dims, is_ragged, is_reshaped in inputs:
@@ -202,6 +228,7 @@ cdef class Spec:
             # Strings are encoded first, and the dtype of BF16 is perhaps not there yet.
             if dtype is None or is_reshaped:
                 self._is_usual = False
+            self._numbers[name] = len(self._names)
             self._names.append(name)
             self._dtypes.append(dtype)
             wanted.first_dim, wanted.dims = self._dims.size(), len(dims)
@@ -215,11 +242,9 @@ cdef class Spec:
             return None
         cdef list arrays = []
         cdef bint has_views = False
-        cdef int64_t rows = -1, dim
         cdef Array* seen
-        cdef Wanted wanted
         cdef Py_ssize_t i
-        cdef int lead = 1 if self._max_batch_size > 0 else 0, k
+        cdef int k
         cdef vector[int64_t] dims
         for i in range(len(self._names)):
             found = (<dict>inputs).get(self._names[i])
@@ -228,38 +253,121 @@ cdef class Spec:
             seen = fields(found)
             if <PyObject*>seen.descr is not <PyObject*>self._dtypes[i]:
                 return None
-            wanted = self._inputs[i]
-            if seen.nd != <int>wanted.dims + lead:
+            if seen.nd != self._nd(i):
                 return None
-            if lead:
-                if rows >= 0 and seen.dims[0] != rows:
-                    return None
-                rows = seen.dims[0]
-                if rows <= 0 or rows > self._max_batch_size:
-                    return None
             for k in range(seen.nd):
-                dim = seen.dims[k]
-                if k >= lead and self._dims[wanted.first_dim + k - lead] not in (-1, dim):
-                    return None
-                dims.push_back(dim)
+                dims.push_back(seen.dims[k])
             has_views = has_views or seen.base != NULL
             arrays.append(found)
-        known = PyBytes_FromStringAndSize(<const char*>dims.data(), dims.size() * sizeof(int64_t))
-        shapes = self._known.get(known)
+        shapes = self._shapes(dims)
         if shapes is None:
-            shapes = self._shapes_of(dims, lead)
-            if shapes is None:
-                return None
-            if len(self._known) >= MOST_SHAPES:
-                self._known.clear()
-            self._known[known] = shapes
+            return None
         if has_views:
             # Python's code may run from here on, and other threads.
             has_views = any([is_view(found) for found in arrays])
         _counts.request += 1
         return made(self._kind, arrays, shapes, has_views)
 
-    cdef Shapes _shapes_of(self, const vector[int64_t]& dims, int lead):
+    def request_in(self, described, data, int64_t offset, sent, bint has_views):
+        if not self._is_usual or type(described) is not list or len(<list>described) != len(self._names):
+            return None
+        cdef Py_buffer memory
+        PyObject_GetBuffer(data, &memory, PyBUF_SIMPLE)
+        try:
+            return self._request_in(described, data, &memory, offset, sent, has_views)
+        finally:
+            PyBuffer_Release(&memory)
+
+    cdef _request_in(self, list described, data, Py_buffer* memory, int64_t offset, sent, bint has_views):
+        cdef Py_ssize_t count = len(self._names), i, number
+        cdef vector[Sent] tensors
+        cdef list found = [None] * count
+        cdef vector[int64_t] dims
+        cdef Shapes shapes
+        cdef Row row
+        if offset < 0 or offset > memory.len or sent is not None and (type(sent) is not list or len(<list>sent) != count):
+            return None
+        tensors.resize(count)
+        for i in range(count):
+            name, code, shape, place, size_bytes, values = described[i]
+            at = self._numbers.get(name)
+            if at is None or place is not None or values is not None:
+                return None
+            number = at
+            if found[number] is not None or code != self._inputs[number].datatype:
+                return None
+            found[number] = shape
+            if sent is None:
+                tensors[number].offset, tensors[number].size = offset, number_in(size_bytes)
+            else:
+                at, size_bytes = (<list>sent)[i]
+                tensors[number].offset, tensors[number].size = number_in(at), number_in(size_bytes)
+                if tensors[number].offset < 0 or tensors[number].offset > memory.len - offset:
+                    return None
+                tensors[number].offset += offset
+            if not tensors[number].lies_in(memory.len):
+                return None
+            offset = offset if sent is not None else tensors[number].offset + tensors[number].size
+        if sent is None and offset != memory.len:
+            return None
+        for i in range(count):
+            if len(found[i]) != self._nd(i):
+                return None
+            for dim in found[i]:
+                dims.push_back(number_in(dim))
+        shapes = self._shapes(dims)
+        if shapes is None:
+            return None
+        cdef list arrays = []
+        for i in range(count):
+            row = shapes._rows[i]
+            # An empty one has no place.
+            if row.size == 0 or row.size != <uint64_t>tensors[i].size:
+                return None
+            arrays.append(view_on(_ndarray, self._dtypes[i], row.dims, shapes._dims.data() + row.first_dim,
+                                  <char*>memory.buf + tensors[i].offset, kItemBytes[row.datatype], data,
+                                  not memory.readonly))
+        cdef RequestBase request = made(self._kind, arrays, shapes, has_views)
+        request.wants_wire = True
+        _counts.request_in += 1
+        return request
+
+    cdef int _nd(self, Py_ssize_t number):
+        """Return the number of dimensions of an input, with that of rows."""
+        return <int>self._inputs[number].dims + (1 if self._max_batch_size > 0 else 0)
+
+    cdef Shapes _shapes(self, const vector[int64_t]& dims):
+        """Return the shapes of all inputs, with these dimensions one behind another, as many as each has.
+
+        Returns None if they do not fit the configuration, or no array is that large.
+        """
+        cdef int64_t rows = -1, dim
+        cdef Wanted wanted
+        cdef size_t i, k, at = 0, lead = 1 if self._max_batch_size > 0 else 0
+        for i in range(self._inputs.size()):
+            wanted = self._inputs[i]
+            if lead:
+                if rows >= 0 and dims[at] != rows:
+                    return None
+                rows = dims[at]
+                if rows <= 0 or rows > self._max_batch_size:
+                    return None
+            for k in range(wanted.dims):
+                dim = dims[at + lead + k]
+                if dim < 0 or self._dims[wanted.first_dim + k] not in (-1, dim):
+                    return None
+            at += lead + wanted.dims
+        known = PyBytes_FromStringAndSize(<const char*>dims.data(), dims.size() * sizeof(int64_t))
+        shapes = self._known.get(known)
+        if shapes is None:
+            shapes = self._shapes_of(dims, lead)
+            if shapes is not None:
+                if len(self._known) >= MOST_SHAPES:
+                    self._known.clear()
+                self._known[known] = shapes
+        return shapes
+
+    cdef Shapes _shapes_of(self, const vector[int64_t]& dims, size_t lead):
         """Return the shapes of all inputs, with these dimensions one behind another; None if no array is that large."""
         cdef Shapes shapes = Shapes.__new__(Shapes)
         cdef vector[int64_t] key
@@ -278,7 +386,7 @@ cdef class Spec:
                     return None  # it lies in less memory than it seems to, and Python says what is wrong
                 size *= dim
                 shapes._dims.push_back(dim)
-                if k >= <size_t>lead and not wanted.is_ragged:
+                if k >= lead and not wanted.is_ragged:
                     key.push_back(dim)
             at += count
             shapes._add(i, wanted.datatype, count, size)
@@ -325,17 +433,6 @@ cdef bint is_view(array) except -1:
             return False
         base = <object>fields(base).base
     return False
-
-
-def prepared(kind, list tensors, Shapes shapes, data, int64_t offset, list sent, has_views):
-    cdef list arrays = []
-    for shape, dtype, number, place in tensors:
-        # numpy checks that the tensor lies within the message.
-        arrays.append(_ndarray(shape, dtype, data, offset + sent[number][0]))
-    cdef RequestBase request = made(kind, arrays, shapes, has_views)
-    request.wants_wire = True
-    _counts.prepared += 1
-    return request
 
 
 cdef strings(raw, tuple shape, uint64_t count):

@@ -22,6 +22,7 @@ from moonpool.runtime.model.request import Details, Parameter
 
 _UINT32 = 2**32 - 1
 _UINT64 = 2**64 - 1
+_NONE = Details()
 
 
 def details_of(
@@ -88,6 +89,11 @@ def _whole(name: str, value: object, high: int, also: str = "") -> int:
     if type(value) is int and 0 <= value <= high:
         return value
     return OF_REQUEST.whole(name, value, 0, high, also)
+
+
+def with_id(details: Details | None, request_id: str) -> Details:
+    """Return the details with this id, which the caller has checked."""
+    return tuple.__new__(Details, (request_id, *(details or _NONE)[1:]))
 
 
 def _text(name: str, value: object, length: int) -> str:

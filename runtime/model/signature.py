@@ -122,6 +122,29 @@ class Signature:
         request: InferenceRequest | None = self.usual.request(inputs)
         if request is None:
             request = self._request(inputs)
+        return self._detailed(request, outputs, details)
+
+    def request_in(
+        self,
+        described: list[Any],
+        data: object,
+        offset: int,
+        sent: list[tuple[int, int]] | None,
+        outputs: Sequence[str] | None,
+        details: Details | None,
+        *,
+        has_views: bool,
+    ) -> InferenceRequest | None:
+        """Make a request whose inputs lie in a message (`Spec.request_in`). Its outputs come as `WireTensor`.
+
+        Returns None for any other, which `request` takes or refuses. Raises `InvalidRequest` for its outputs.
+        """
+        request = self.usual.request_in(described, data, offset, sent, has_views)
+        return None if request is None else self._detailed(request, outputs, details)
+
+    def _detailed(
+        self, request: InferenceRequest, outputs: Sequence[str] | None, details: Details | None
+    ) -> InferenceRequest:
         if outputs is not None and outputs != self._all_outputs:
             details = self._with_outputs(outputs, details or Details())
         if details is not None:

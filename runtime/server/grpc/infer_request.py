@@ -14,7 +14,7 @@ from moonpool.ipc.memo import Memo
 from moonpool.ipc.messages import MAX_PARAMETERS
 from moonpool.ipc.tensors import BYTES, CODES, DTYPES, MAX_DIMS
 from moonpool.runtime.errors import InvalidRequest
-from moonpool.runtime.model.details import details_of
+from moonpool.runtime.model.details import details_of, with_id
 from moonpool.runtime.model.protobuf import service_messages
 from moonpool.runtime.model.request import Details, InferenceRequest, Parameter
 from moonpool.runtime.server.grpc.wire import BadProtobuf, Parts, parse, split, tensors_from
@@ -88,7 +88,6 @@ class GrpcRequestPlan(RequestPlan):
         # Kept if values are in the message itself.
         has_contents = any(tensor.HasField("contents") for tensor in message.inputs)
         self.message = message if has_contents else None
-        self.is_repeatable = not has_contents
         sizes = [each.place.size_bytes for each in self.inputs if each.place]
         # If reading its tensors may take long.
         self.is_large = sum(sizes) > _MANY_BYTES
@@ -121,9 +120,10 @@ class GrpcRequestPlan(RequestPlan):
 
     def details_of(self, request_id: str, forwarded: Mapping[str, str] | None) -> Details | None:
         """Return the details of one of these requests. Raises `InvalidRequest`."""
-        if not (request_id or forwarded):
-            return self.details
-        return self._details(request_id, forwarded)
+        if forwarded or len(request_id) > _LONG_ID:
+            return self._details(request_id, forwarded)
+        # All others have been checked, and such an id fits into every message.
+        return self.details if not request_id else with_id(self.details, request_id)
 
 
 class InferMessage:
@@ -207,22 +207,19 @@ class InferMessage:
                 _plans.keep(head, self.plan)
         return self.plan
 
-    def repeated(
+    def usual(
         self, service: Service, hosted: Hosted, forwarded: Mapping[str, str]
     ) -> InferenceRequest | None:
-        """Return the request for this model if one like it was checked before, and nothing has to be copied for it;
-        else None.
+        """Return the request for this model if it is usual (`RequestPlan.usual`), else None.
 
         Its inputs are views on the message. `forwarded` are parameters from headers. Raises as `request`.
         """
-        plan, request_id = self.plan, self.request_id
-        # Longer ids are checked like new ones.
-        if plan is None or forwarded or len(request_id) > _LONG_ID:
+        plan = self.read()
+        if forwarded or plan.message is not None:
             return None
+        details = plan.details_of(self.request_id, forwarded)
         tensors = self._parts.tensors
-        return plan.repeated(
-            service, hosted, self.data, 0, tensors, request_id, has_views=self.is_placed
-        )
+        return plan.usual(service, hosted, self.data, 0, tensors, details, has_views=self.is_placed)
 
     def request(
         self, service: Service, hosted: Hosted, forwarded: Mapping[str, str]
@@ -237,7 +234,7 @@ class InferMessage:
         except InvalidRequest as error:
             raise self._refused(error, plan, hosted) from None
         details = plan.details_of(self.request_id, forwarded)
-        return plan.make(service, hosted, inputs, details, is_typical=not forwarded)
+        return plan.make(service, hosted, inputs, details)
 
     def _inputs(self, plan: GrpcRequestPlan, service: Service, hosted: Hosted) -> dict[str, Input]:
         tensors, data = self._parts.tensors, self.data

@@ -123,7 +123,7 @@ class GrpcInference(Inference):
         """Give the request for this model to `take`, or the error to `refuse`."""
         try:
             forwarded = self._forwarding.choose(metadata)
-            request = message.repeated(self.service, hosted, forwarded)
+            request = message.usual(self.service, hosted, forwarded)
         except Exception as error:
             refuse(error)
             return

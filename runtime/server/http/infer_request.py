@@ -83,7 +83,6 @@ class HttpRequestPlan(RequestPlan):
                 )
             names.add(each.name)
         self.has_shared = any(each.place is not None for each in self.inputs)
-        self.is_repeatable = all(each.values is None for each in self.inputs)
         is_binary = parameters.get("binary_data_output", False)
         if type(is_binary) is not bool:
             raise BadJson("binary_data_output", WRONG[bool])

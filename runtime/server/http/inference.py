@@ -298,7 +298,9 @@ class HttpInferCall(InferCall):
         # A request with parameters from headers is like none before.
         if not self._exchange.head.forwarded:
             try:
-                request = plan.repeated(service, hosted, data, offset, has_views=is_shared)
+                request = plan.usual(
+                    service, hosted, data, offset, None, plan.details, has_views=is_shared
+                )
             except MoonpoolError as error:
                 self.refuse(error)
                 return
@@ -317,8 +319,7 @@ class HttpInferCall(InferCall):
             if place is not None:
                 arrays[name] = service.read_shared(hosted.model, name, code, shape, place)
         details = with_parameters(plan.details, self._exchange.head.forwarded)
-        is_typical = details is plan.details
-        return plan.make(service, hosted, arrays, details, is_typical=is_typical)
+        return plan.make(service, hosted, arrays, details)
 
     def begin_trace(self, request: InferenceRequest) -> Trace | None:
         return begin_trace(self._inference.service, self._exchange, self.hosted, request)

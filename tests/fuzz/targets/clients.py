@@ -154,7 +154,7 @@ def grpc_infer(data: bytes) -> None:
     try:
         asked = InferMessage(data)
         asked.read()
-        _travels(asked.repeated(_SERVICE, _HOSTED, {}) or asked.request(_SERVICE, _HOSTED, {}))
+        _travels(asked.usual(_SERVICE, _HOSTED, {}) or asked.request(_SERVICE, _HOSTED, {}))
     except (wire.BadProtobuf, MoonpoolError) as error:
         str(error)
 

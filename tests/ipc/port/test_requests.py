@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,16 @@ from tests.runtime.recorder import tensor
 from moonpool import InvalidRequest
 from moonpool.ipc import port
 from moonpool.ipc.arena import block_bytes
-from moonpool.ipc.tensors import DTYPES, NAMES
+from moonpool.ipc.tensors import CODES, DTYPES, NAMES
 from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.model.request import Details
 from moonpool.runtime.model.signature import Signature
+from moonpool.runtime.server.inference.request import (
+    InputPlan,
+    RegionPlace,
+    RequestPlan,
+    make_request,
+)
 
 DATATYPES = [name for code, name in NAMES.items() if code in DTYPES]
 REGION = HeapRegion(1, 1 << 20)
@@ -27,6 +36,9 @@ class Never:
     """Stands in for `Spec`: no request is usual."""
 
     def request(self, _: object) -> None:
+        return None
+
+    def request_in(self, *_: object) -> None:
         return None
 
 
@@ -109,6 +121,110 @@ def test_the_compiled_port_makes_the_requests_that_python_makes(
         array = np.zeros(shape, DTYPES[code])
         given_inputs[f"X{i}"] = placed(array, data.draw(memories))
     assert made(compiled, given_inputs) == made(in_python, given_inputs)
+
+
+@given(st.data(), st.sampled_from([0, 1, 4]), specs)
+def test_the_compiled_port_makes_the_requests_in_messages_that_python_makes(
+    data: st.DataObject, max_batch_size: int, wanted: list[Any]
+) -> None:
+    inputs = [
+        {**tensor(f"X{i}", datatype, *dims), "allow_ragged_batch": ragged and max_batch_size > 0}
+        for i, (datatype, dims, ragged) in enumerate(wanted)
+    ]
+    compiled, _ = signatures(max_batch_size, inputs)
+    rows, begin = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 9))
+    plan, arrays, message = RequestPlan(), {}, b"." * begin
+    for i, (datatype, dims, _) in data.draw(st.permutations(list(enumerate(wanted)))):
+        shape = [data.draw(st.integers(0, 4)) if dim < 0 else dim for dim in dims]
+        if max_batch_size:
+            shape = [rows, *shape]
+        array = np.arange(np.prod(shape)).reshape(shape).astype(DTYPES[CODES[datatype]])
+        plan.inputs.append(InputPlan(f"X{i}", CODES[datatype], shape, None, array.nbytes))
+        arrays[f"X{i}"] = array
+        message += array.tobytes()
+    hosted: Any = SimpleNamespace(signature=compiled)
+    service: Any = None
+    found = plan.usual(service, hosted, message, begin, None, None, has_views=False)
+    if rows > max_batch_size > 0 or not all(array.nbytes for array in arrays.values()):
+        assert found is None
+        return
+    assert found is not None
+    expected = make_request(hosted, arrays)
+    assert {**described(found), "arrays": None} == {**described(expected), "arrays": None}
+    for array, like in zip(found.arrays, expected.arrays, strict=True):
+        assert (array.dtype, array.shape) == (like.dtype, like.shape)
+        assert array.tobytes() == like.tobytes()
+        assert array.base is message
+        assert not array.flags.writeable
+        assert array.flags.aligned == (array.ctypes.data % array.dtype.alignment == 0)
+
+
+numbers = st.sampled_from([-(1 << 63), -1, 0, 1, 4, 8, 16, 17, (1 << 62), (1 << 63) - 1, 1 << 63, (1 << 64) - 1])  # fmt: skip
+
+
+@given(numbers, numbers, st.lists(numbers, max_size=3), numbers, st.integers(0, 24))
+def test_a_lie_about_sizes_places_and_shapes_makes_no_request(
+    place: int, size_bytes: int, shape: list[int], offset: int, length: int
+) -> None:
+    compiled, _ = signatures(0, [tensor("X", "FP32", -1, -1)])
+    plan = [InputPlan("X", CODES["FP32"], shape, None, size_bytes)]
+    message, begin = bytes(range(length)), min(offset, 1 << 62)
+    for sent in (None, [(place, size_bytes)]):
+        found = compiled.usual.request_in(plan, message, begin, sent, False)
+        at = begin if sent is None else begin + place
+        fits = (
+            len(shape) == 2
+            and min(shape) > 0
+            and size_bytes == 4 * prod(shape)
+            and min(begin, at, at - begin) >= 0
+            and at + size_bytes <= length
+            and (sent is not None or at + size_bytes == length)
+        )
+        assert (found is not None) == fits
+        if fits:
+            assert found.arrays[0].tobytes() == message[at : at + size_bytes]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [],
+        [InputPlan("Y", CODES["FP32"], [1], None, 4)],
+        [InputPlan("X", CODES["INT32"], [1], None, 4)],
+        [InputPlan("X", CODES["FP32"], [1], RegionPlace("r", 0, 4), 4)],
+        [InputPlan("X", CODES["FP32"], [1], None, 4, np.zeros(1, np.float32))],
+        [InputPlan("X", CODES["FP32"], [1.0], None, 4)],  # type: ignore[list-item]
+        [InputPlan("X", CODES["FP32"], ["1"], None, 4)],  # type: ignore[list-item]
+        [InputPlan("X", CODES["FP32"], [1, 1], None, 4)],
+        2 * [InputPlan("X", CODES["FP32"], [1], None, 4)],
+    ],
+)
+def test_what_is_not_exactly_the_models_is_left_to_python(plan: list[InputPlan]) -> None:
+    compiled, _ = signatures(0, [tensor("X", "FP32", -1)])
+    assert compiled.usual.request_in(plan, bytes(4), 0, None, False) is None
+    assert compiled.usual.request_in(plan, bytes(4), 0, [(0, 4)] * len(plan), False) is None
+
+
+def test_an_input_twice_is_left_to_python() -> None:
+    compiled, _ = signatures(0, [tensor("X", "FP32", -1), tensor("Y", "FP32", -1)])
+    plan = 2 * [InputPlan("X", CODES["FP32"], [1], None, 4)]
+    assert compiled.usual.request_in(plan, bytes(8), 0, None, False) is None
+
+
+def test_a_usual_request_in_a_message_is_made_by_the_port() -> None:
+    compiled, _ = signatures(8, [tensor("X", "FP32", -1, 2)])
+    before = port.compiled.counts()["request_in"]
+    for rows in range(1, 9):
+        for width in range(1, 200):
+            size_bytes = rows * width * 8
+            plan = [InputPlan("X", CODES["FP32"], (rows, width, 2), None)]
+            message = bytearray(size_bytes + 3)
+            made = compiled.request_in(
+                plan, message, 1, [(2, size_bytes)], None, Details("id"), has_views=True
+            )
+            assert made is not None
+            assert (made.request_id, made.has_views, made.wants_wire) == ("id", True, True)
+    assert port.compiled.counts()["request_in"] - before == 8 * 199
 
 
 def test_a_usual_request_is_made_by_the_port() -> None:

@@ -121,12 +121,11 @@ def main(folder: Path, seconds: float) -> None:
             service: Any = None
             plan = RequestPlan()
             plan.inputs = [InputPlan("X", CODES["FP32"], [1, n], None, 4 * n)]
-            plan.make(service, hosted, {"X": rows[n]}, None, is_typical=True)
-            ready, sent = plan.prepared, rows[n].tobytes()
-            if ready is None:
-                raise ValueError("a plan that is not prepared")
+            body = rows[n].tobytes()
             for _ in range(8):
-                made: Any = ready.request(service, hosted.model, sent, 0, ready.sent, None, False)
+                made: Any = plan.usual(service, hosted, body, 0, None, None, has_views=False)
+                if made is None:
+                    raise ValueError("a request that is not usual")
                 outcome: Any = await wait_for_outcome(hosted.scheduler, made, None)
                 checked({"Y": outcome.outputs["Y"].raw.view(np.float32)}, rows[n])
 

@@ -24,12 +24,11 @@ from tests.waiting import wait_until
 import moonpool
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.messages import NO_CORE
-from moonpool.ipc.port import PythonRequest
 from moonpool.ipc.tensors import CODES
 from moonpool.runtime.model.request import Response, WireTensor
 from moonpool.runtime.schedule.callers import FutureWaiter
 from moonpool.runtime.schedule.event_loop import wait_for_outcome
-from moonpool.runtime.server.inference.request import InputPlan, RequestPlan, make_request
+from moonpool.runtime.server.inference.request import make_request
 from moonpool.runtime.stubs.handle import StubHandle
 
 PATIENCE_S = 60.0
@@ -203,45 +202,6 @@ def test_a_request_of_a_client_is_sent_and_read_by_the_port(model: moonpool.Runt
     assert type(output) is WireTensor
     assert output[:2] == (CODES["FP32"], X.shape)
     assert output.raw.tobytes() == (X * 2).tobytes()
-
-
-def test_a_request_like_one_before_is_the_same_whoever_makes_it(
-    model: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hosted: Any = model._models.find("double")
-    service: Any = None
-    plan = RequestPlan()
-    plan.inputs = [InputPlan("X", CODES["FP32"], [1, 2], None, X.nbytes)]
-    plan.make(service, hosted, {"X": X}, None, is_typical=True)
-    prepared = plan.prepared
-    assert prepared is not None
-    message = b"head" + X.tobytes()
-
-    def made(has_views: bool) -> dict[str, Any]:
-        sent, before = [(0, X.nbytes)], counts()
-        request = prepared.request(service, hosted.model, message, 4, sent, None, has_views)
-        assert request is not None
-        slots: dict[str, Any] = {
-            name: getattr(request, name, None) for name in PythonRequest.__slots__
-        }
-        [array] = slots.pop("arrays")
-        return {
-            **slots,
-            "array": (array.dtype, array.shape, array.tobytes(), array.base is message),
-            "is_compiled": taken(before)["prepared"] == 1,
-        }
-
-    for has_views in (False, True):
-        compiled = made(has_views)
-        monkeypatch.setattr("moonpool.runtime.server.inference.request.compiled", None)
-        assert compiled == {**made(has_views), "is_compiled": True}
-        monkeypatch.undo()
-        assert compiled["has_views"] is has_views
-        assert compiled["wants_wire"] is True
-    # numpy looks that the tensor lies in the message.
-    for size in (0, 4, len(message) - 1):
-        with pytest.raises((TypeError, ValueError)):
-            prepared.request(service, hosted.model, message[:size], 4, prepared.sent, None, False)
 
 
 def test_strings_for_a_client_are_read_by_the_port(tmp_path: Path) -> None:
