@@ -55,8 +55,15 @@ DIRECTIVES = [
 # Cython would make a tuple for each call before 3.12, as the limited API has no better one:
 # `ipc/extension/vectorcall.h` has it.
 VECTORCALL = (
-    "#define CYTHON_VECTORCALL (__PYX_LIMITED_VERSION_HEX >= 0x030C0000)",
-    "#define CYTHON_VECTORCALL 1",
+    (
+        "#define CYTHON_VECTORCALL (__PYX_LIMITED_VERSION_HEX >= 0x030C0000)",
+        "#define CYTHON_VECTORCALL 1",
+    ),
+    # In coroutines.
+    (
+        "#if CYTHON_VECTORCALL && (__PYX_LIMITED_VERSION_HEX >= 0x030C0000 || !CYTHON_COMPILING_IN_LIMITED_API)",
+        "#if CYTHON_VECTORCALL",
+    ),
 )
 LIMITED_API = "0x030B0000"  # Python 3.11, as the tag of the wheel says
 TAG = ("cp311", "abi3")
@@ -137,6 +144,7 @@ EXTENSIONS = [
     extension("moonpool.runtime.schedule._batcher"),
     extension("moonpool.runtime.schedule._request_queue"),
     extension("moonpool.runtime.schedule._lane"),
+    extension("moonpool.runtime.schedule._event_loop"),
     extension("moonpool.runtime.stubs._borrowed_blocks"),
     extension("moonpool.runtime.stubs._control"),
     extension("moonpool.runtime.stubs.calls._requests"),
@@ -238,7 +246,10 @@ class Build(build_ext):
             return str(made)
         if subprocess.run([*tool, str(copy), "-o", str(made)], check=False).returncode:
             raise CompileError(f"{source} was not compiled; it needs Cython")
-        made.write_text(made.read_text().replace(*VECTORCALL))
+        text = made.read_text()
+        for wrong, right in VECTORCALL:
+            text = text.replace(wrong, right)
+        made.write_text(text)
         stamp.write_text(state)
         return str(made)
 

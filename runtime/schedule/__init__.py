@@ -5,4 +5,4 @@ The modules that every request passes are compiled as they are, where moonpool w
 
 from moonpool.ipc.extension import use_compiled
 
-use_compiled(__name__, "batcher", "request_queue", "lane")
+use_compiled(__name__, "batcher", "request_queue", "lane", "event_loop")

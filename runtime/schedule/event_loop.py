@@ -52,7 +52,7 @@ from typing import Any
 from moonpool.runtime.arguments import check_timeout
 from moonpool.runtime.errors import RequestTimedOut
 from moonpool.runtime.model.backend import Pending
-from moonpool.runtime.model.request import InferenceRequest, Outcome, Waiter
+from moonpool.runtime.model.request import InferenceRequest, Outcome
 from moonpool.runtime.process.event_loop import watch
 from moonpool.runtime.process.threads import is_interruptible
 from moonpool.runtime.schedule.lane import Execution
@@ -61,18 +61,37 @@ from moonpool.runtime.schedule.scheduler import Scheduler
 running_loop = asyncio._get_running_loop
 
 
+class Descriptor:
+    """A descriptor that is closed with this object."""
+
+    __slots__ = ("_files", "fd")
+
+    def __init__(self, make: Callable[..., int], *arguments: int) -> None:
+        """Raise what `make` raises, which returns a descriptor."""
+        # One call into C: no signal handler runs between the descriptor and its owner. A file closes in one call, too.
+        self._files: list[io.FileIO] = []
+        self._files.extend(map(io.FileIO, map(make, *((each,) for each in arguments))))
+        self.fd = self._files[0].fileno()
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_files"):  # a signal handler may have raised before
+            self.close()
+
+
 class WatchedSocket:
     """One stub's socket, under a descriptor number that only its watcher uses."""
 
-    __slots__ = ("_files", "_poll", "execution", "fd", "is_registered", "link")
+    __slots__ = ("_descriptor", "_poll", "execution", "fd", "is_registered", "link")
 
     def __init__(self, link: Pending) -> None:
         """Duplicate the socket of a stub. Raises OSError if the stub has ended and its socket is closed."""
         self.link = link
-        # One call into C: no signal handler runs between the duplicate and its owner. A file closes in one call, too.
-        self._files: list[io.FileIO] = []
-        self._files.extend(map(io.FileIO, map(os.dup, (link.fileno(),))))
-        self.fd = self._files[0].fileno()
+        self._descriptor = Descriptor(os.dup, link.fileno())
+        self.fd = self._descriptor.fd
         # True while the epoll reports it.
         self.is_registered = False
         # The execution whose answer is to come.
@@ -84,12 +103,7 @@ class WatchedSocket:
         return bool(self._poll.poll(0))
 
     def close(self) -> None:
-        for file in self._files:
-            file.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_files"):  # a signal handler may have raised before
-            self.close()
+        self._descriptor.close()
 
 
 class WatchedSockets:
@@ -152,18 +166,11 @@ class Bell:
     """A descriptor that is readable from `ring` to `silence`."""
 
     def __init__(self) -> None:
-        # One call into C, as above.
-        flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
-        self._files: list[io.FileIO] = []
-        self._files.extend(map(io.FileIO, map(os.eventfd, (0,), (flags,))))
-        self.fd = self._files[0].fileno()
+        self._descriptor = Descriptor(os.eventfd, 0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.fd = self._descriptor.fd
         # Functions of C: no signal handler runs inside.
         self.ring = partial(os.eventfd_write, self.fd, 1)
         self.silence = partial(os.eventfd_read, self.fd)
-
-    def __del__(self) -> None:
-        for file in getattr(self, "_files", ()):
-            file.close()
 
 
 class LoopDriver:
@@ -200,7 +207,7 @@ class LoopDriver:
 
         If there may be more in this turn of the loop, they are sent together at its end. A single caller does not wait for that.
         """
-        if self.gather(scheduler, request):
+        if LoopDriver.gather(self, scheduler, request):
             return
         if self.is_interruptible and not scheduler.is_atomic:
             scheduler.submit_soon([request])
@@ -208,7 +215,7 @@ class LoopDriver:
         execution = scheduler.submit(request)
         if execution is not None:
             execution.offer()
-            self.drive(execution)
+            LoopDriver.drive(self, execution)
 
     def gather(self, scheduler: Scheduler, request: InferenceRequest) -> bool:
         """Return True if a request is sent at the end of this turn of the loop, since there may be more by then."""
@@ -249,9 +256,9 @@ class LoopDriver:
     def _look_for(self, watched: WatchedSocket) -> None:
         """Look for the only answer that is awaited for a moment, as waking this thread takes longer than a quick model."""
         if len(self._awaited) == 1:
-            self._take(watched, is_here=False)
+            self._take(watched, False)
 
-    def _take(self, watched: WatchedSocket, *, is_here: bool = True) -> bool:
+    def _take(self, watched: WatchedSocket, is_here: bool = True) -> bool:
         """Read the answer for which a socket is watched. Returns False if another one does.
 
         If the answer `is_here` perhaps, look for it a moment, and leave it if it does not come.
@@ -273,7 +280,7 @@ class LoopDriver:
             execution.scheduler.finish(execution, interruptible=self.is_interruptible)
         except BaseException:
             # In one instruction: another signal may follow.
-            execution.scheduler.reactor.soon.append(lambda: execution.abandon(self))
+            execution.scheduler.reactor.soon.append(partial(execution.abandon, self))
             execution.scheduler.reactor.wake()
             self._awaited.discard(watched)
             raise
@@ -361,8 +368,12 @@ class LoopDriver:
             if execution.claim(self):
                 execution.drive_in_reactor()
 
+
+class OwnDriver(LoopDriver):
+    """The driver that a loop has, which ends with the loop."""
+
     def __del__(self) -> None:
-        if hasattr(self, "_sockets"):  # a signal handler may have raised before
+        if getattr(self, "_sockets", None) is not None:  # a signal handler may have raised before
             self.close()
 
 
@@ -373,19 +384,23 @@ def driver_of(loop: Any) -> LoopDriver:
     driver: LoopDriver | None = getattr(loop, "_moonpool_driver", None)
     if driver is None:
         # In this order, a loop has one driver, wherever a signal handler raises.
-        driver = loop._moonpool_driver = LoopDriver(weakref.proxy(loop))  # type: ignore[arg-type]
+        driver = loop._moonpool_driver = OwnDriver(weakref.proxy(loop))  # type: ignore[arg-type]
     driver.watch()
     return driver
 
 
-class LoopWaiter(Waiter):
-    """A caller in an event loop, which gets its outcome on the loop's thread."""
+class LoopWaiter:
+    """A caller in an event loop, which gets its outcome on the loop's thread: a `Waiter`."""
 
     __slots__ = ("_loop", "driver")
+    may_block = interruptible = may_be_told_again = takes_many = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.driver = driver_of(loop)
+
+    def respond(self, outcome: Outcome) -> None:
+        raise NotImplementedError
 
     def settle(self, outcome: Outcome | None) -> None:
         """Take the outcome. On the loop's thread."""
@@ -405,13 +420,13 @@ class LoopWaiter(Waiter):
             self.driver.call(self.settle, outcome)
 
     def appoint(self, execution: Execution) -> bool:
-        if self._is_here():
+        if LoopWaiter._is_here(self):
             self.driver.drive(execution)
             return True
         return self.driver.call(self._drive, execution)
 
     def gather(self, scheduler: Scheduler, request: InferenceRequest) -> bool:
-        return self._is_here() and self.driver.gather(scheduler, request)
+        return LoopWaiter._is_here(self) and self.driver.gather(scheduler, request)
 
     def _drive(self, execution: Execution) -> None:
         try:
@@ -419,7 +434,7 @@ class LoopWaiter(Waiter):
                 self.driver.drive(execution)
                 return
         except BaseException:
-            execution.scheduler.reactor.soon.append(lambda: execution.abandon(self))
+            execution.scheduler.reactor.soon.append(partial(execution.abandon, self))
             execution.scheduler.reactor.wake()
             raise
         if execution.claim(self):  # the caller left meanwhile
@@ -432,7 +447,7 @@ class LoopWaiter(Waiter):
             self.driver.submit(scheduler, request)
         except BaseException:
             # In one instruction: another signal may follow.
-            scheduler.reactor.soon.append(lambda: scheduler.leave(request))
+            scheduler.reactor.soon.append(partial(scheduler.leave, request))
             scheduler.reactor.wake()
             raise
 
