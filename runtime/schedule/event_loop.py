@@ -250,7 +250,7 @@ class LoopDriver:
         else:
             watched.execution = execution
             self._awaited.add(watched)
-            if len(self._awaited) == 1 and hasattr(watched.link, "look"):
+            if len(self._awaited) == 1 and execution.port is not None:
                 self._loop.call_soon(self._look_for, watched)
 
     def _look_for(self, watched: WatchedSocket) -> None:
@@ -270,7 +270,8 @@ class LoopDriver:
             if not execution.claim(self):
                 return False
             # The bell of a stub may be rung for nothing.
-            if not (execution.is_ready() if is_here else watched.link.look()):  # type: ignore[attr-defined]
+            port = execution.port
+            if not (execution.is_ready() if is_here or port is None else port.look()):
                 execution.offer()
                 return True
             watched.execution = None

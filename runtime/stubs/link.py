@@ -431,10 +431,6 @@ class Link(Overflow):
         if not self.port.wait():
             self.conversation.channel.wait()
 
-    def look(self) -> bool:
-        """Look for the answer for a moment. Returns True if it is there."""
-        return self.port.look()
-
     def finish(self, requests: Sequence[InferenceRequest]) -> list[Answer]:
         """Read and check the answer to the batch. Returns one answer for each request, in order.
 

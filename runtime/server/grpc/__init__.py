@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.extension import PURE, is_wanted, load
+from moonpool.ipc.extension import PURE, is_wanted, load, use_compiled
 
 if TYPE_CHECKING:
     from moonpool.runtime.server.grpc import _http2
 
+use_compiled(__name__, "call", "connection", "inference", "infer_request", "infer_response", "wire")
 _LIBRARY = "libnghttp2.so.14"
 # A wheel has a copy if it was built where there is one.
 _BUNDLED = Path(__file__).with_name(_LIBRARY)

@@ -64,6 +64,11 @@ class GrpcCall:
     def __init__(
         self, calls: OpenCalls, method: bytes, metadata: Metadata, timeout_s: float | None
     ) -> None:
+        self.begin(calls, method, metadata, timeout_s)
+
+    def begin(
+        self, calls: OpenCalls, method: bytes, metadata: Metadata, timeout_s: float | None
+    ) -> None:
         """Begin a call, which ends early after `timeout_s` seconds. On the loop's thread."""
         self._calls = calls
         self.method = method
@@ -138,15 +143,15 @@ class GrpcCall:
 
     def reply(self, message: Message, sent: Callable[[], object] | None = None) -> None:
         """Send the only message and the status OK. `sent` is called on the loop's thread when the message has left."""
-        self._put(message, OK, sent)
+        GrpcCall._put(self, message, OK, sent)
 
     def fail(self, status: Status) -> None:
         """Send a status that is an error, and no more messages."""
-        self._put(None, status, None)
+        GrpcCall._put(self, None, status, None)
 
     def finish(self) -> None:
         """Send the status OK after all messages."""
-        self._put(None, OK, None)
+        GrpcCall._put(self, None, OK, None)
 
     def send(self, messages: Sequence[bytes], sent: Callable[[], object]) -> bool:
         """Send one message, or several with not more than `TOGETHER_BYTES`. The next may follow once `sent` was called.
@@ -181,7 +186,7 @@ class GrpcCall:
             self._hand_over(self._put, message, status, sent)
         elif not self._is_over:
             if status is not None:
-                self._end(status.code)
+                GrpcCall._end(self, status.code)
             self._transmit(message, status, sent)
 
     def _end(self, code: str) -> None:
@@ -190,9 +195,10 @@ class GrpcCall:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self.meter.answered(code)
+        meter = self._calls.meter
+        meter.answered(code)
         if self.received_ns:
-            self.meter.clients.ended(self.received_ns, has_failed=code != OK.code)
+            meter.clients.ended(self.received_ns, has_failed=code != OK.code)
 
     def end_early(self, status: Status | None = None) -> None:
         """End the call for a client that has gone, or with the status for one that must go. On the loop's thread."""
@@ -200,7 +206,7 @@ class GrpcCall:
             return
         on_gone = self._on_gone
         self._is_gone = True
-        self._end("CANCELLED" if status is None else status.code)
+        GrpcCall._end(self, "CANCELLED" if status is None else status.code)
         if status is not None:
             self._transmit(None, status, None)
         if on_gone is not None:
@@ -251,7 +257,7 @@ class OpenCalls:
         elif len(self.open) > self._most:
             call.fail(_TOO_MANY)
         else:
-            refusal = self._refusal(call, method)
+            refusal = None if self._restriction is None else self._refusal(call, method)
             if refusal is not None:
                 call.fail(refusal)
                 return

@@ -40,9 +40,9 @@ from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.event_loop import Watches
 from moonpool.runtime.server.clients import Admission, Clients
+from moonpool.runtime.server.grpc import call as rpc
 from moonpool.runtime.server.grpc.call import (
     TOGETHER_BYTES,
-    GrpcCall,
     Message,
     Metadata,
     OpenCalls,
@@ -50,7 +50,7 @@ from moonpool.runtime.server.grpc.call import (
     Received,
 )
 from moonpool.runtime.server.grpc.options import GrpcOptions
-from moonpool.runtime.server.grpc.status import Status
+from moonpool.runtime.server.grpc.status import OK, Status
 
 if TYPE_CHECKING:
     from moonpool.runtime.server.grpc import _http2
@@ -197,7 +197,7 @@ class Port(Protocol):
     def make_session(self) -> _http2.Session: ...
 
 
-class Http2Call(GrpcCall):
+class Http2Call(rpc.GrpcCall):
     """One RPC over HTTP/2."""
 
     __slots__ = ("_arrived", "_connection", "_has_all", "_head", "_id", "_may_be_held", "_placed", "_placed_at", "_receiver", "_sent")  # fmt: skip
@@ -205,7 +205,7 @@ class Http2Call(GrpcCall):
     def __init__(
         self, connection: GrpcConnection, stream: int, head: CallHead, timeout_s: float | None
     ) -> None:
-        super().__init__(connection.calls, head.method, head.metadata, timeout_s)
+        self.begin(connection.calls, head.method, head.metadata, timeout_s)
         self._connection = connection
         self._id = stream
         self._head = head
@@ -353,7 +353,9 @@ class Http2Call(GrpcCall):
         is_packed: bool,
     ) -> None:
         number, details = -1, None
-        if status is not None:
+        if status is OK:
+            number = 0
+        elif status is not None:
             number, details = status.number, _escaped(status.details)
         connection = self._connection
         try:
@@ -394,7 +396,7 @@ class Stall:
         return 0.0 if self._since is None else now - self._since
 
 
-class GrpcConnection(asyncio.BufferedProtocol):
+class GrpcConnection:
     """One client."""
 
     def __init__(self, port: Port) -> None:
@@ -496,7 +498,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
             if kind == _HEAD:
                 self._begin(event[1], event[2], event[3])
             elif kind == _PING:
-                self._ponged() if event[1] else self._count_ping(has_sent=event[2])
+                self._ponged() if event[1] else self._count_ping(event[2])
             elif kind == _GREETED:
                 self._is_greeted = True
             elif (call := calls.get(event[1])) is not None:
@@ -536,7 +538,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
     def _ponged(self) -> None:
         self._pinged = None
 
-    def _count_ping(self, *, has_sent: bool) -> None:
+    def _count_ping(self, has_sent: bool) -> None:
         """Count a ping of the client, and send it away if it pings too often without having been sent anything."""
         options, now = self.options, self.loop.time()
         if has_sent:
@@ -676,3 +678,9 @@ class GrpcConnection(asyncio.BufferedProtocol):
                 self.idle_pings += 1
                 self.session.ping()
                 self.flush_soon()
+
+
+class GrpcProtocol(GrpcConnection, asyncio.BufferedProtocol):
+    """A connection as transports know it."""
+
+    __slots__ = ()

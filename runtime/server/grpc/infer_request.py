@@ -166,15 +166,6 @@ class InferMessage:
         self.model: str = known.model if self.plan else known.model_name
         self.version: str = known.version if self.plan else known.model_version
 
-    @classmethod
-    def begun(cls, first: bytes) -> InferMessage | None:
-        """Return the message with these first bytes, without its tensors; None if the first tensor begins behind them.
-
-        Raises as `__init__`.
-        """
-        parts = split(first, until_tensor=True)
-        return cls(first, parts) if parts.tensors else None
-
     @property
     def tensors_at(self) -> int:
         """The place of the first tensor."""
@@ -244,7 +235,7 @@ class InferMessage:
             if plan.message is not None and plan.message.inputs[index].HasField("contents"):
                 inputs[name] = self._of_contents(plan, index)
             elif place is not None:
-                inputs[name] = self._of_memory(service, hosted, name, code, shape, place)
+                inputs[name] = _of_memory(service, hosted, name, code, shape, place)
             elif used < len(tensors):
                 offset, size_bytes = tensors[used]
                 used += 1
@@ -258,23 +249,6 @@ class InferMessage:
         if len(inputs) != len(plan.inputs):
             raise InvalidRequest("an input twice")
         return inputs
-
-    @staticmethod
-    def _of_memory(
-        service: Service,
-        hosted: Hosted,
-        name: str,
-        code: int,
-        shape: Sequence[int],
-        place: RegionPlace,
-    ) -> Input:
-        """Return an input that lies in memory that the client shares."""
-        try:
-            return service.read_shared(hosted.model, name, code, shape, place)
-        except WrongSize:
-            raise
-        except InvalidRequest as error:
-            raise _Early(str(error)) from None
 
     def _of_contents(self, plan: GrpcRequestPlan, index: int) -> Input:
         """Return an input whose values are in the message itself."""
@@ -318,6 +292,32 @@ class InferMessage:
 
 
 _plans: Memo[bytes, GrpcRequestPlan] = Memo(1024)
+
+
+def begun(first: bytes) -> InferMessage | None:
+    """Return the message with these first bytes, without its tensors; None if the first tensor begins behind them.
+
+    Raises as `InferMessage`.
+    """
+    parts = split(first, True)
+    return InferMessage(first, parts) if parts.tensors else None
+
+
+def _of_memory(
+    service: Service,
+    hosted: Hosted,
+    name: str,
+    code: int,
+    shape: Sequence[int],
+    place: RegionPlace,
+) -> Input:
+    """Return an input that lies in memory that the client shares."""
+    try:
+        return service.read_shared(hosted.model, name, code, shape, place)
+    except WrongSize:
+        raise
+    except InvalidRequest as error:
+        raise _Early(str(error)) from None
 
 
 class _Early(InvalidRequest):

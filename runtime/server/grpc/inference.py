@@ -20,12 +20,12 @@ from moonpool.runtime.hosting.model_control import version_of
 from moonpool.runtime.model.request import InferenceRequest, Response
 from moonpool.runtime.process.threads import TaskPool
 from moonpool.runtime.server.grpc.call import GrpcCall, Message, Metadata
-from moonpool.runtime.server.grpc.infer_request import GrpcRequestPlan, InferMessage
+from moonpool.runtime.server.grpc.infer_request import GrpcRequestPlan, InferMessage, begun
 from moonpool.runtime.server.grpc.infer_response import answer
 from moonpool.runtime.server.grpc.options import GrpcOptions
 from moonpool.runtime.server.grpc.status import UNREADABLE, Status, status_of
 from moonpool.runtime.server.grpc.wire import BadProtobuf
-from moonpool.runtime.server.inference.call import InferCall, Inference
+from moonpool.runtime.server.inference import call as calls
 from moonpool.runtime.server.inference.forwarding import ForwardedHeaders
 from moonpool.runtime.server.inference.request import (
     Hosted,
@@ -40,7 +40,7 @@ LARGE_BYTES = 1 << 18
 _COPYING_THREADS = 4
 
 
-class GrpcInference(Inference):
+class GrpcInference(calls.Inference):
     """Answers requests for inference, and has what all of them need: models, waiting for stubs, threads for work that takes long."""
 
     def __init__(
@@ -85,7 +85,7 @@ class GrpcInference(Inference):
     def place(self, first: bytes, size_bytes: int) -> InferMessage | None:
         """Return a request that begins so, and will be received into memory that the model's stubs see; None for any memory."""
         try:
-            message = InferMessage.begun(first)
+            message = begun(first)
             if message is None:
                 return None
             memory = self.caller_memory(self.find(message))
@@ -107,7 +107,7 @@ class GrpcInference(Inference):
         self.work(
             partial(_message, data),
             take,
-            lambda error: fail(UNREADABLE if isinstance(error, BadProtobuf) else status_of(error)),
+            partial(_refuse, fail),
             # A placed message lies already where its stub reads it.
             is_long=not isinstance(data, InferMessage) and len(data) > LARGE_BYTES,
         )
@@ -151,7 +151,7 @@ class GrpcInference(Inference):
 
     def handle(self, call: GrpcCall) -> None:
         """Receive and answer a ModelInfer."""
-        call.receive(lambda data: self._received(call, data))
+        call.receive(partial(self._received, call))
 
     def is_ours(self, call: GrpcCall, data: bytes | InferMessage) -> bool:  # noqa: ARG002
         """Return whether the request is answered here. If not, it was given to somebody else."""
@@ -169,21 +169,26 @@ class GrpcInference(Inference):
             self.read(data, GrpcInferCall(self, call).begin, call.fail)
 
 
+def _refuse(fail: Callable[[Status], object], error: BaseException) -> None:
+    fail(UNREADABLE if isinstance(error, BadProtobuf) else status_of(error))
+
+
 def _message(data: bytes | InferMessage) -> InferMessage:
     """Return a whole message. Raises `BadProtobuf`, and `InvalidRequest` if it has too many fields."""
     return data.complete() if isinstance(data, InferMessage) else InferMessage(data)
 
 
-class GrpcInferCall(InferCall):
+class GrpcInferCall(calls.InferCall):
     """A ModelInfer: its request, and the client who waits for the response."""
 
     __slots__ = ("_call", "_message")
     _inference: GrpcInference
+    plan: GrpcRequestPlan
 
     def __init__(self, inference: GrpcInference, call: GrpcCall) -> None:
-        super().__init__(inference)
+        self.belong(inference)
         self._call = call
-        self._message: InferMessage
+        self._message: InferMessage = None  # type: ignore[assignment]
 
     def begin(self, message: InferMessage) -> None:
         """Send the request to the model."""
@@ -197,14 +202,11 @@ class GrpcInferCall(InferCall):
 
     def _made(self, request: InferenceRequest) -> None:
         if not self._call.is_gone:
+            self.plan = self._message.read()
             self.send(request)
 
     def begin_trace(self, request: InferenceRequest) -> Trace | None:
         return self._inference.trace(self._call, self.hosted, self._message, request)
-
-    @property
-    def plan(self) -> GrpcRequestPlan:
-        return self._message.read()
 
     def watch(self) -> None:
         self._call.when_gone(self.cancel)
@@ -227,7 +229,7 @@ class GrpcInferCall(InferCall):
         self._sent()
 
     def cancel(self) -> None:
-        super().cancel()
+        calls.InferCall.cancel(self)
         if self.trace is not None:
             self.trace.end()
 

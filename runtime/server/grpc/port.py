@@ -23,7 +23,7 @@ from moonpool.runtime.process.event_loop import watches_of
 from moonpool.runtime.server.clients import Clients, relieve
 from moonpool.runtime.server.grpc import open_nghttp2, what_is_missing
 from moonpool.runtime.server.grpc.call import OpenCalls
-from moonpool.runtime.server.grpc.connection import GrpcConnection
+from moonpool.runtime.server.grpc.connection import GrpcConnection, GrpcProtocol
 from moonpool.runtime.server.grpc.options import GrpcOptions
 from moonpool.runtime.server.listening import bound_sockets
 from moonpool.runtime.server.tls import TlsServer
@@ -171,9 +171,9 @@ class Http2Port:
             raise _cannot_listen(self.options) from error
         self._look()
 
-    def __call__(self) -> GrpcConnection:
+    def __call__(self) -> GrpcProtocol:
         """Make a protocol for a new connection."""
-        return GrpcConnection(self)
+        return GrpcProtocol(self)
 
     def make_session(self) -> _http2.Session:
         """Return HTTP/2 for a new connection."""

@@ -57,7 +57,7 @@ class Parts(NamedTuple):
     tensors: list[tuple[int, int]]
 
 
-def split(message: bytes, *, until_tensor: bool = False) -> Parts:
+def split(message: bytes, until_tensor: bool = False) -> Parts:
     """Take a ModelInferRequest apart. Raises `BadProtobuf`.
 
     With `until_tensor`, bytes behind the place of the first tensor are not read, and may be missing.
@@ -102,7 +102,7 @@ def split(message: bytes, *, until_tensor: bool = False) -> Parts:
                 at += 8 if kind == _FIXED64 else 4
             else:
                 raise BadProtobuf(f"a field of wire type {kind}")
-    except IndexError:
+    except (IndexError, OverflowError):  # so long a field, too
         raise BadProtobuf("it ends inside a field") from None
     if at != end:
         raise BadProtobuf("it ends inside a field")

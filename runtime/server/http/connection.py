@@ -89,6 +89,7 @@ _LOOK_S = 1.0
 _AWAITED_BYTES = 256 << 20
 # The part beyond the limit of connections that is answered with 503. Further ones are closed without an answer.
 _TOLD_PART = 8
+_BAD_REQUEST = HTTPStatus.BAD_REQUEST.value
 _NO_HEAD = Head("GET", b"", "1.1", ())
 
 
@@ -294,7 +295,7 @@ def _head(status: int, headers: Headers, length: int | None, disposition: bytes)
     return _heads.keep(key, b"\r\n".join([*lines, b"", b""]))
 
 
-class HttpConnection(asyncio.BufferedProtocol):
+class HttpConnection:
     """One client. Reads a request, hands it to the handler, and reads the next one when that is answered."""
 
     def __init__(self, port: HttpPort) -> None:
@@ -688,6 +689,12 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._transport.close()
 
 
+class HttpProtocol(HttpConnection, asyncio.BufferedProtocol):
+    """A connection as transports know it."""
+
+    __slots__ = ()
+
+
 def _too_slow(what: str) -> BadHttpMessage:
     return BadHttpMessage(HTTPStatus.REQUEST_TIMEOUT, f"the {what} of the request took too long")
 
@@ -730,9 +737,9 @@ class HttpPort:
         self._look_s = min(_LOOK_S, *(time_s / 4 for time_s in (*times_s, limits.write_timeout_s)))
         self._looking: asyncio.TimerHandle | None = None
 
-    def __call__(self) -> HttpConnection:
+    def __call__(self) -> HttpProtocol:
         """Make a protocol for a new connection."""
-        return HttpConnection(self)
+        return HttpProtocol(self)
 
     def begins(self, client: HttpConnection) -> bool:
         """Count a client that has connected and has yet to speak TLS; False if there is no room even to refuse it."""
@@ -778,7 +785,7 @@ class HttpPort:
         """Count an exchange that has ended with this status."""
         self.meter.answered(status)
         if exchange.received_ns:
-            has_failed = exchange.has_failed or status >= HTTPStatus.BAD_REQUEST
+            has_failed = exchange.has_failed or status >= _BAD_REQUEST
             self.meter.clients.ended(exchange.received_ns, has_failed=has_failed)
 
     def refuse(self, connection: HttpConnection, error: BadHttpMessage) -> None:

@@ -89,7 +89,7 @@ class HttpRequestPlan(RequestPlan):
         # The form of all outputs if none is named, and of each that is.
         self.rest = OutputPlan(is_binary)
         wanted = _array(root, "outputs") if "outputs" in root else []
-        self.wanted = dict(map(_output, wanted))
+        self.wanted = dict([_output(each) for each in wanted])
         self.places = {
             name: each.place for name, each in self.wanted.items() if each.place is not None
         }
@@ -224,7 +224,7 @@ def _input(value: object) -> InputPlan:
     found = ["data"] if "data" in given else []
     found += [key for key in ("binary_data_size", "shared_memory_region") if key in parameters]
     if len(found) != 1:
-        shown = "set " + " ".join(f"'{key}'" for key in found) if found else "no field is set"
+        shown = "set " + " ".join([f"'{key}'" for key in found]) if found else "no field is set"
         raise InvalidRequest(f"Input must set only one of the following fields: {_FIELDS}{shown}")
     name = _text(given, "name")
     code = code_of(_text(given, "datatype"), name)

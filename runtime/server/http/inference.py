@@ -49,7 +49,7 @@ from moonpool.runtime.server.http.json_pieces import write
 from moonpool.runtime.server.http.json_text import too_much_json
 from moonpool.runtime.server.http.options import HttpLimits
 from moonpool.runtime.server.http.turns import LONG_BYTES, Turns
-from moonpool.runtime.server.inference.call import LONG_COPY_BYTES, InferCall, Inference
+from moonpool.runtime.server.inference import call
 from moonpool.runtime.server.inference.request import (
     Hosted,
     check_has_one_response,
@@ -98,7 +98,7 @@ def _leading_number(text: bytes) -> int:
     return 0 if found is None else int(found[1])
 
 
-class HttpInference(Inference):
+class HttpInference(call.Inference):
     """The route for inference. For the loop's thread."""
 
     refuses_without_thread = True
@@ -167,17 +167,17 @@ class HttpInference(Inference):
         return plan
 
 
-class HttpInferCall(InferCall):
+class HttpInferCall(call.InferCall):
     """One request."""
 
-    __slots__ = ("_exchange", "_target", "plan")
+    __slots__ = ("_exchange", "_target")
     _inference: HttpInference
     plan: HttpRequestPlan
 
     def __init__(
         self, inference: HttpInference, exchange: HttpExchange, target: InferTarget, hosted: Hosted
     ) -> None:
-        super().__init__(inference)
+        self.belong(inference)
         self.hosted = hosted
         self._exchange = exchange
         self._target = target
@@ -224,7 +224,7 @@ class HttpInferCall(InferCall):
         )
 
     def _refuse(self, error: BaseException, headers: Headers) -> None:
-        plan: HttpRequestPlan | None = getattr(self, "plan", None)
+        plan: HttpRequestPlan | None = self.plan
         # Without JSON there is no plan yet, and no id.
         request_id = "" if plan is None else plan.request_id
         if isinstance(error, BadHttpMessage):
@@ -308,7 +308,7 @@ class HttpInferCall(InferCall):
                 self.send(request)
                 return
         size_bytes = service.read_bytes(hosted.model, plan.inputs) if plan.has_shared else 0
-        is_long = size_bytes > LONG_COPY_BYTES
+        is_long = size_bytes > call.LONG_COPY_BYTES
         self._work(partial(self._made, data, offset), self.send, is_long=is_long)
 
     def _made(self, data: Any, offset: int) -> InferenceRequest:
@@ -349,7 +349,8 @@ class HttpInferCall(InferCall):
         if isinstance(rendered, LongAnswer):
             self._inference.start(self._write(rendered))
         else:
-            self._respond(*rendered)
+            headers, parts = rendered
+            self._respond(headers, parts)
 
     async def _write(self, answer: LongAnswer) -> None:
         """Write the JSON of a long answer, with turns for others, and send it."""
@@ -359,7 +360,8 @@ class HttpInferCall(InferCall):
             self.fail(error)
         else:
             if text:
-                self._respond(*finished(text, answer.parts))
+                headers, parts = finished(text, answer.parts)
+                self._respond(headers, parts)
 
     def _respond(self, headers: Headers, parts: list[Part]) -> None:
         if self.trace is not None:

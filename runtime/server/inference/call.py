@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from moonpool.ipc.errors import Closed
 from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, WireTensor
-from moonpool.runtime.schedule.event_loop import LoopWaiter, driver_of
+from moonpool.runtime.schedule import event_loop
 from moonpool.runtime.server.inference.request import Hosted, RequestPlan
 from moonpool.runtime.server.inference.response import copied_bytes
 from moonpool.runtime.server.service import Service
@@ -45,7 +45,7 @@ class Inference:
         self.loop = loop
         self.executor = executor
         # The loop watches for answers from now on, and not from the first request.
-        driver_of(loop)
+        self.driver = event_loop.driver_of(loop)
 
     def caller_memory(self, hosted: Hosted) -> CallerMemory | None:
         """Return the memory in which callers of this model write in place, if its backend has such."""
@@ -97,29 +97,29 @@ def _done(
         fail(error)
 
 
-class InferCall(LoopWaiter):
+class InferCall(event_loop.LoopWaiter):
     """A client that waits for the response to its request. A protocol says how it reads one and writes the other."""
 
-    __slots__ = ("_inference", "_is_over", "_request", "hosted", "trace")
+    __slots__ = ("_inference", "_is_over", "_request", "hosted", "plan", "trace")
 
     def __init__(self, inference: Inference) -> None:
-        super().__init__(inference.loop)
+        self.belong(inference)
+
+    def belong(self, inference: Inference) -> None:
+        """Set all attributes."""
+        self._loop, self.driver = inference.loop, inference.driver
         self._inference = inference
-        # The protocol sets the model before `send`.
-        self.hosted: Hosted
+        # The protocol sets the model, and everything of the request but the bytes of its tensors, before `send`.
+        self.hosted: Hosted = None  # type: ignore[assignment]
+        self.plan: RequestPlan = None  # type: ignore[assignment]
         self.trace: Trace | None = None
-        self._request: InferenceRequest
+        self._request: InferenceRequest | None = None
         self._is_over = False
 
     # The protocol's
 
     def begin_trace(self, request: InferenceRequest) -> Trace | None:
         """Return the trace of a request that is about to be submitted, or None if it is not traced."""
-        raise NotImplementedError
-
-    @property
-    def plan(self) -> RequestPlan:
-        """Everything of the request but the bytes of its tensors."""
         raise NotImplementedError
 
     def watch(self) -> None:
@@ -153,10 +153,10 @@ class InferCall(LoopWaiter):
                 service.capture.take(self.hosted.model, request)
             if service.traces.is_on:
                 self.trace = self.begin_trace(request)
-            self.submit(self.hosted.scheduler, request)
+            event_loop.LoopWaiter.submit(self, self.hosted.scheduler, request)
         except Exception as error:
             if not self._is_over:
-                self._release()
+                InferCall._release(self)
                 self.refuse(error)
             return
         self.watch()
@@ -164,7 +164,7 @@ class InferCall(LoopWaiter):
     def settle(self, outcome: Outcome | None) -> None:
         if self._is_over:
             return
-        self._release()
+        InferCall._release(self)
         rendered: Any = None
         error: BaseException | None = None
         try:
@@ -172,7 +172,7 @@ class InferCall(LoopWaiter):
                 self.trace.mark("INFER_RESPONSE_COMPLETE")
             if not isinstance(outcome, Response):
                 error = outcome
-            elif self._takes_long(outcome):
+            elif InferCall._takes_long(self, outcome):
                 self._inference.work(partial(self.render, outcome), self.reply, self.fail)
                 return
             else:
@@ -200,10 +200,10 @@ class InferCall(LoopWaiter):
         """Drop the request, or tell its model, as the client has gone. Nothing is sent any more."""
         if not self._is_over:
             request = self._request
-            self._release()
-            self.leave(self.hosted.scheduler, request)
+            InferCall._release(self)
+            self.leave(self.hosted.scheduler, request)  # type: ignore[arg-type]
 
     def _release(self) -> None:
         # The request refers to this object. Unless this reference goes, tensors stay in memory until the collector looks for cycles.
         self._is_over = True
-        del self._request
+        self._request = None

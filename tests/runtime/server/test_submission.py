@@ -36,12 +36,8 @@ class Call(InferCall):
     def __init__(self, hosted: Any, on_outcome: Callable[[Any], object]) -> None:
         service: Any = SimpleNamespace(capture=None, traces=SimpleNamespace(is_on=False))
         super().__init__(Inference(service, asyncio.get_running_loop(), TaskPool(1, "unused")))
-        self.hosted = hosted
+        self.hosted, self.plan = hosted, RequestPlan()
         self._on_outcome = on_outcome
-
-    @property
-    def plan(self) -> RequestPlan:
-        return RequestPlan()
 
     def watch(self) -> None:
         pass

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.server.http.listening import Scripted
 
-from moonpool.runtime.server.http.connection import HttpConnection, HttpExchange, HttpPort
+from moonpool.runtime.server.http.connection import HttpExchange, HttpPort, HttpProtocol
 from moonpool.runtime.server.http.options import HttpLimits
 
 
@@ -73,7 +73,7 @@ def fed(loop: asyncio.AbstractEventLoop, pieces: list[bytes]) -> tuple[list[byte
     """Feed a connection, and return the bodies of its requests and the wire with its answers."""
     handler, wire = Recorded(), Wire()
     port = HttpPort(loop, handler, HttpLimits())
-    connection = HttpConnection(port)
+    connection = HttpProtocol(port)
     connection.connection_made(wire)  # type: ignore[arg-type]
     for piece in pieces:
         while piece and not wire.is_closed:

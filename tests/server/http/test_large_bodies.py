@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ from tests.waiting import wait_until
 from moonpool.ipc.memory import lease_of
 from moonpool.runtime.server.http import inference
 from moonpool.runtime.server.http.body import Fixed
-from moonpool.runtime.server.http.head import Body
+from moonpool.runtime.server.http.connection import HttpExchange
+from moonpool.runtime.server.http.handler import HttpHandler
 from moonpool.runtime.server.http.infer_request import HttpRequestPlan, read_plan
-from moonpool.runtime.server.http.inference import HttpInferCall
 from moonpool.runtime.server.inference import call
+from moonpool.runtime.server.inference.request import RequestPlan
 
 __all__ = ["serving"]
 LARGE = 300_000
@@ -84,16 +86,14 @@ def test_a_body_is_received_apart_from_what_describes_it() -> None:
 def test_the_json_of_a_large_body_lies_where_no_stub_can_change_it(
     warm: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[Body, Any]] = []
-    read = HttpInferCall._read_parts
+    seen: list[tuple[Any, Any]] = []
+    handle = HttpHandler.handle
 
-    def spy(call: HttpInferCall, text: Body, data: Any, offset: int, is_shared: bool) -> None:
-        seen.append((text, data))
-        assert is_shared
-        assert offset == 0
-        read(call, text, data, offset, is_shared)
+    def spy(handler: HttpHandler, exchange: HttpExchange) -> None:
+        seen.append((exchange.text, exchange.body.obj))  # type: ignore[union-attr]
+        handle(handler, exchange)
 
-    monkeypatch.setattr(HttpInferCall, "_read_parts", spy)
+    monkeypatch.setattr(HttpHandler, "handle", spy)
     given = np.random.default_rng(1).integers(0, 255, LARGE, np.uint8)
     for request_id in ("", "x" * 5000):
         body, headers = binary(request_id, given.tobytes())
@@ -118,7 +118,7 @@ def test_others_are_answered_while_large_json_is_read(
 ) -> None:
     begun, goes_on = threading.Event(), threading.Event()
 
-    def slow(text: Body) -> HttpRequestPlan:
+    def slow(text: Any) -> HttpRequestPlan:
         if len(text) > LARGE:
             begun.set()
             assert goes_on.wait(TIMEOUT_S)
@@ -146,32 +146,37 @@ def test_others_are_answered_while_large_json_is_read(
 def test_a_request_whose_client_goes_while_it_is_made_is_not_sent(
     warm: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    making: list[HttpInferCall] = []
-    sent: list[HttpInferCall] = []
+    exchanges: list[HttpExchange] = []
+    sent: list[Any] = []
     begun, released, done = threading.Event(), threading.Event(), threading.Event()
-    make, finish = HttpInferCall._made, call._done
+    handle, make, finish = HttpHandler.handle, RequestPlan.make, call._done
 
-    def held(asked: HttpInferCall, *rest: Any) -> Any:
-        making.append(asked)
+    def seen(handler: HttpHandler, exchange: HttpExchange) -> None:
+        exchanges.append(exchange)
+        handle(handler, exchange)
+
+    def held(*arguments: Any) -> Any:
         begun.set()
         assert released.wait(TIMEOUT_S)
-        return make(asked, *rest)
+        return make(*arguments)
 
     def noted(*arguments: Any) -> None:
         finish(*arguments)
         done.set()
 
     # Whatever is made is made by a thread.
-    monkeypatch.setattr(inference, "LONG_COPY_BYTES", -1)
-    monkeypatch.setattr(HttpInferCall, "_made", held)
-    monkeypatch.setattr(HttpInferCall, "send", lambda asked, _: sent.append(asked))
+    monkeypatch.setattr(call, "LONG_COPY_BYTES", -1)
+    monkeypatch.setattr(HttpHandler, "handle", seen)
+    monkeypatch.setattr(RequestPlan, "make", held)
     monkeypatch.setattr(call, "_done", noted)
+    capture = SimpleNamespace(take=lambda _, request: sent.append(request))
+    monkeypatch.setattr(warm.service, "capture", capture)
     body = json.dumps({"inputs": [described(3, data=[1, 2, 3])]}).encode()
     with Client(warm.port) as client:
         client.send(f"POST {PATH} HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode(), body)
         assert begun.wait(TIMEOUT_S)
     try:
-        wait_until(lambda: making[0]._exchange.is_gone)
+        wait_until(lambda: exchanges[0].is_gone)
     finally:
         released.set()
     assert done.wait(TIMEOUT_S)

@@ -1,0 +1,25 @@
+# The types of RPCs, for the compiled form of `call.py`.
+cimport cython
+
+
+cdef class GrpcCall:
+    cdef object __weakref__
+    cdef public OpenCalls _calls
+    cdef public object method, metadata, _on_drain, _on_gone, _timer
+    cdef public long long begun_ns, received_ns
+    cdef public bint _is_gone, _is_over
+
+    cdef begin(self, OpenCalls calls, method, metadata, timeout_s)
+    cpdef _put(self, message, status, sent)
+    cdef _end(self, code)
+
+
+cdef class OpenCalls:
+    cdef object __weakref__
+    cdef public object loop, meter
+    cdef public set open
+    cdef object _methods, _restriction, _emptied
+    cdef Py_ssize_t _most
+
+    cpdef begin(self, GrpcCall call)
+    cpdef ended(self, GrpcCall call)

@@ -1,0 +1,12 @@
+# The types of responses over HTTP, for the compiled form of `infer_response.py`.
+cimport cython
+
+
+@cython.locals(parts=list, shapes=list, described=list)
+cpdef render(service, model, plan, response, most_json_bytes)
+cpdef tuple finished(list text, list parts)
+@cython.locals(key=tuple)
+cdef tuple _plain(model, request_id, tuple shapes, list parts)
+cdef dict _root(model, request_id, outputs, parameters)
+cdef dict _describe(service, name, output, how, parts)
+cdef tuple _headers(text_bytes, parts)

@@ -1,0 +1,27 @@
+# The types of the route for inference, for the compiled form of `inference.py`.
+cimport cython
+cimport moonpool.runtime.server.inference._call as call
+
+from moonpool.runtime.server.http._connection cimport HttpExchange as ExchangeType
+from moonpool.runtime.server.inference._call cimport InferCall as CallType
+
+
+cdef class InferTarget:
+    cdef public object model, version, encoding, accepts, load_form, header_length
+
+
+cdef class HttpInference(call.Inference):
+    cdef public object limits, turns
+    cdef object _plans, _tasks
+
+    cpdef find(self, model, version)
+    cpdef plan(self, text)
+
+
+@cython.final
+cdef class HttpInferCall(call.InferCall):
+    cdef ExchangeType _exchange
+    cdef InferTarget _target
+
+    cdef _read_parts(self, text, data, offset, is_shared)
+    cdef _respond(self, headers, parts)
