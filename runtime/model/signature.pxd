@@ -13,3 +13,4 @@ cdef class Signature:
     cdef public object _all_outputs, _outputs, _shapes, usual
 
     cpdef request(self, inputs, outputs=*, details=*)
+    cdef _detailed(self, request, outputs, details)
