@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.promise(
         "Fidelity",
-        "Where moonpool differs on purpose, the table in FIDELITY says how and why, and a test "
+        "Where moonpool differs on purpose, the table in FIDELITY says how, and a test "
         "checks that it still differs.",
     ),
 ]
