@@ -35,8 +35,11 @@ def first_sentence(value: object) -> str:
     return re.split(r"(?<=[.!?])\s+(?=[A-Z`])", text)[0]
 
 
-# Those who write a backend or allocate outputs read `help()`, and the page stays short.
-WITHOUT_MEMBERS = {"Backend", "Model", "ModelInstance", "ResponseAllocator"}
+# Those who write a backend read `help()`, those who write tests TESTING_MODELS, and the page stays short.
+WITHOUT_MEMBERS = {
+    *("Backend", "Model", "ModelInstance", "ResponseAllocator"),
+    *("EnsembleModel", "InProcessModel", "LoadedModel", "RecordingHost"),
+}
 
 
 def members(value: object) -> Iterator[tuple[str, object]]:
