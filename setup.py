@@ -131,7 +131,8 @@ EXTENSIONS = [
     extension("moonpool.ipc.port._calls", "answer", "codec", "msgpack"),
     extension("moonpool.ipc.slots._slots", "channel", "look", "slot"),
     extension(HTTP2),
-    extension("moonpool.stub.peers._stub_port", "answer", "channel", "codec", "msgpack", "place"),
+    extension("moonpool.stub.peers._stub_port", "answer", "channel", "codec", "msgpack"),
+    extension("moonpool.stub.peers._stub_calls", "answer", "codec", "msgpack"),
     # Modules in Python, as they are: the `.pxd` file beside each has the types of its attributes.
     extension("moonpool.runtime.ensemble._chain"),
     extension("moonpool.runtime.ensemble._members"),

@@ -93,7 +93,8 @@ def sources(name: str) -> list[Path]:
         return [*module, *declarations_of(module[0]), *sorted(shared.glob("*/*.h"))]
     own = sorted(file for kind in _KINDS for file in place.parent.glob(f"{place.name}*.{kind}"))
     parts = ("native/*.cpp", "native/*.h", "extension/*.h", "port/*.pxd", "slots/*.pxd")
-    common = sorted(file for part in parts for file in shared.glob(part) if file not in own)
+    common = [file for part in parts for file in shared.glob(part)]
+    common = sorted({*common, *place.parent.glob("*.pxd")} - {*own})
     return [*own, *common] if own else []
 
 

@@ -22,7 +22,7 @@ cdef extern from "call.h" namespace "moonpool":
         string_view model, details
         vector[Place] released
         vector[Block] blocks
-        vector[NamedLayout] inputs
+        vector[NamedLayout] tensors
         vector[string_view] outputs
 
 

@@ -151,8 +151,8 @@ cdef class CallPort:
             if buffer is None:
                 raise Closed("the memory of the stub was closed")
             leases.append(lease_on(region, buffer, said.blocks[i], self._release))
-        for i in range(said.inputs.size()):
-            each = said.inputs[i]
+        for i in range(said.tensors.size()):
+            each = said.tensors[i]
             lease = leases[each.block]
             at = fields(lease).data + each.offset
             if each.datatype >= _BYTES:

@@ -12,13 +12,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from moonpool.ipc.extension import PURE
 from moonpool.ipc.policy import FIRST_SHARED_USER, MEMORY, Policy, is_contained
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.isolation import environment_variables, scratch, users
 from moonpool.runtime.isolation.gpu_access import access_to
 from moonpool.runtime.isolation.paths import check_granted, keep_bytecode, needed_paths
 from moonpool.runtime.model.backend import Model
-from moonpool.runtime.model.config.options import USUAL_WEIGHT, listed
+from moonpool.runtime.model.config.options import USUAL_WEIGHT, is_compiled, listed
 from moonpool.runtime.model.confinement import Confinement
 from moonpool.runtime.process.child import StubProcess
 from moonpool.runtime.process.spawner import working_folder
@@ -193,6 +194,8 @@ def _variables(
         threads=options.threads,
         withheld=model.withheld,
     )
+    if not is_compiled(options):
+        variables[PURE] = "1"
     if compiled is not None:
         variables |= {name: str(compiled / below) for name, below in _COMPILED.items()}
     return variables

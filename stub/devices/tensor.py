@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from moonpool.ipc.cuda.region import DeviceLease
 
-_new = object.__new__
+_new: Any = Tensor.__new__
 
 
 class DeviceTensor(Tensor):
@@ -45,7 +45,7 @@ class DeviceTensor(Tensor):
     @classmethod
     def over(cls, name: str, array: DeviceArray) -> DeviceTensor:
         """Make a tensor over an array, which it keeps."""
-        tensor = _new(cls)
+        tensor: DeviceTensor = _new(cls)
         tensor._name = name
         tensor._datatype = array.datatype
         tensor._shape = array.shape

@@ -30,8 +30,8 @@ the middle of anything. It sets `is_wanted` before it empties the inbox, and `_t
 `is_wanted`: one of the two gives back the blocks of each answer. A destructor may interrupt the encoder, so a call that
 a destructor may abandon has its WITHDRAW encoded before (`prepare`).
 
-Where moonpool is compiled, the usual call takes its whole way in C++, as a leader without a `Call`; what is not usual
-about it comes here, with a `Call` that the form makes.
+Where moonpool is compiled, the usual call takes its whole way there (`_stub_calls.pyx`), as a leader without a `Call`.
+What is not usual about it comes here, with a `Call` that the asker makes.
 
 If the runtime is gone, the process ends. In a process that the model forked, `disown` closes the channel.
 """
@@ -155,34 +155,6 @@ class Calls:
         elif not self._has_listener:
             self._start_listener()
         return Call(next(self._numbers), keeps, notify)
-
-    def parts(self) -> dict[str, object]:
-        """Return the objects with which the compiled form (`_stub_port_calls.cpp`) works.
-
-        Functions among them are of C, so that no signal handler runs in them, but for those that end the process.
-        """
-        channel, queue = self._channel, self._send_queue
-        sent = Call(0, None)
-        sent.is_sent = True
-        return {
-            "numbers": self._numbers,
-            "leads": self._leading._is_owned,  # type: ignore[attr-defined]
-            "lead": self._leading.acquire,
-            "stop_leading": self._leading.release,
-            "followers": self._followers,
-            "call": sent,
-            "new_inbox": deque,
-            "open_calls": self._open,
-            "queued": queue.items,
-            "queue": queue.items.append,
-            "fileno": channel.descriptor,
-            "inbox": channel.inbox,
-            "store": channel.inbox.append,
-            "end_process": threads.end_process,
-            "released": self.released,
-            "take_released": self.released.popleft,
-            "give_back": self.give_back,
-        }
 
     def send(self, *message: Any) -> None:
         """Send a message; blocks while the runtime is behind with reading.

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.arena import Block
-from moonpool.ipc.errors import CODES, BadTensor, MoonpoolError, OutOfMemory
+from moonpool.ipc.errors import CODES, BadTensor, MoonpoolError
 from moonpool.ipc.extension import load_if_there
 from moonpool.ipc.messages import (
     ANY_MEMORY,
@@ -25,7 +25,7 @@ from moonpool.ipc.messages import (
     size_of,
 )
 from moonpool.ipc.signals import at_once
-from moonpool.ipc.tensors import DTYPES
+from moonpool.stub import attributes, threads
 from moonpool.stub.hosts.call_tensors import Placed, read_outputs
 from moonpool.stub.hosts.calls import Call, Calls
 from moonpool.stub.pb_utils.errors import ErrorCode, TritonError, TritonModelException
@@ -33,7 +33,6 @@ from moonpool.stub.pb_utils.host import ONLY_IN_EXECUTE, Host
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.response import Answer, InferenceResponse, ResponseIterator
 from moonpool.stub.peers.control import Control
-from moonpool.stub.peers.port import objects_of
 from moonpool.stub.peers.regions import Regions
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class StubHost(Host):
         *,
         is_compiled: bool = False,
     ) -> None:
-        """`is_compiled`: usual requests go the way of `_stub_port_calls.cpp`, if this interpreter has it."""
+        """`is_compiled`: usual requests go the way of `_stub_calls.pyx`, if this process has it."""
         self._calls = calls
         self._regions = regions
         self._control = control
@@ -63,24 +62,22 @@ class StubHost(Host):
         self._instance = instance
         # True from the end of `initialize` to `finalize`: the model may ask other models.
         self.serves = False
-        extension = load_if_there("moonpool.stub.peers._stub_port") if is_compiled else None
         self._ask: Callable[[InferenceRequest, list[Call]], Any] | None = None
-        if extension is not None:
-            self._ask = extension.Asker(self._parts()).infer
+        if is_compiled and attributes.compiled is not None:
+            self._ask = self._compiled()
 
-    def _parts(self) -> dict[str, object]:
-        """Return the objects with which the compiled form works."""
-        calls, regions = self._calls, self._regions
-        return {
-            **calls.parts(),
-            **objects_of(regions),
-            "host": self,
-            "dtypes": DTYPES,
-            "out_of_memory": OutOfMemory,
-            "is_owned": regions._turn._is_owned,  # type: ignore[attr-defined]
-            # A request with nothing but inputs.
-            "request": InferenceRequest.from_wire(NO_DETAILS, [], []),
-        }
+    def _compiled(self) -> Callable[[InferenceRequest, list[Call]], Any] | None:
+        """Return the compiled form of `infer`, None if there is none."""
+        extension = load_if_there("moonpool.stub.peers._stub_calls")
+        if extension is None:
+            return None
+        sent = Call(0, None)
+        sent.is_sent = True
+        # With nothing but inputs.
+        usual = InferenceRequest.from_wire(NO_DETAILS, [], [])
+        calls, end = self._calls, threads.end_process
+        asker = extension.Asker(self, calls, self._regions, sent, usual, end)
+        return asker.infer  # type: ignore[no-any-return]
 
     def ask(self, kind: Kind, *fields: Any) -> dict[str, Any]:
         """Ask the runtime for anything but inference, and wait. Raises TritonModelException with the reason of a

@@ -19,6 +19,7 @@ from typing import (
 from moonpool.ipc.codec import unpacked_details
 from moonpool.ipc.messages import NO_DETAILS, Details
 from moonpool.ipc.signals import replacing
+from moonpool.stub.attributes import InferenceRequestBase
 from moonpool.stub.pb_utils.errors import TritonModelException, as_text, shown
 from moonpool.stub.pb_utils.response import (
     Answer,
@@ -34,7 +35,7 @@ from moonpool.stub.pb_utils.response import (
 )
 from moonpool.stub.pb_utils.tensor import MemoryType, PreferredMemory, Tensor
 
-_new = object.__new__
+_new: Any = InferenceRequestBase.__new__
 CorrelationId = Union[int, str]
 # The flag by which a model asks that a request be scheduled again.
 RELEASE_RESCHEDULE = 2
@@ -68,7 +69,7 @@ class InferenceTrace:
 
 # The default, compared by identity: the model has not named any memory.
 _ANYWHERE = PreferredMemory(MemoryType.TRITONSERVER_MEMORY_CPU)
-_UNTRACED = InferenceTrace()
+UNTRACED = InferenceTrace()
 # None is no valid value for any of these arguments, so it can mean that one is missing.
 _MISSING: Any = None
 
@@ -80,25 +81,11 @@ class RequestHost(Protocol):
     def ainfer(self, request: InferenceRequest, decoupled: bool) -> Awaitable[Answer]: ...
 
 
-class InferenceRequest:
+class InferenceRequest(InferenceRequestBase):
     """Is one request of a batch. The constructor makes requests to other models."""
 
     __module__ = "c_python_backend_utils"
-    __slots__ = (
-        "__weakref__",
-        "_cancelled",
-        "_inputs",
-        "_model_name",
-        "_model_version",
-        "_origin",
-        "_preferred_memory",
-        "_release_flags",
-        "_reply",
-        "_requested_output_names",
-        "_row",
-        "_sender",
-        "_trace",
-    )
+    __slots__ = ("__weakref__",)
 
     # The host of this process. `host.use` sets it.
     _host: ClassVar[RequestHost]
@@ -130,7 +117,7 @@ class InferenceRequest:
         flags: int = _ZERO,
         timeout: int = _ZERO,
         preferred_memory: PreferredMemory = _ANYWHERE,
-        trace: InferenceTrace = _UNTRACED,
+        trace: InferenceTrace = UNTRACED,
         parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
         self._model_name = _text("model_name", model_name)
@@ -153,7 +140,7 @@ class InferenceRequest:
             if preferred_memory is _ANYWHERE
             else _instance("preferred_memory", preferred_memory, PreferredMemory)
         )
-        self._trace = trace if trace is _UNTRACED else _instance("trace", trace, InferenceTrace)
+        self._trace = trace if trace is UNTRACED else _instance("trace", trace, InferenceTrace)
         if type(inputs) is not list:
             _sequence("inputs", inputs)
         if type(requested_output_names) is not list:
@@ -192,14 +179,14 @@ class InferenceRequest:
         origin: tuple[ReplyPort, int, int] | None = None,
     ) -> InferenceRequest:
         """Make a request that came from the runtime. Nothing is checked or copied."""
-        request = _new(cls)
+        request: InferenceRequest = _new(cls)
         request._row = details
         request._requested_output_names = requested_output_names
         request._inputs = inputs
         request._release_flags = 0
         request._cancelled = False
         request._preferred_memory = None
-        request._trace = _UNTRACED
+        request._trace = UNTRACED
         request._origin = origin
         request._reply = request._sender = None
         return request

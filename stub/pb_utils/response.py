@@ -27,18 +27,19 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import index
+from typing import Any, Union
 
 # `error` may return None, but models ask `has_error` before they call it.
 from typing import Any as MaybeNone
-from typing import Union
 
 from moonpool.ipc.messages import AGAIN, FINAL
 from moonpool.ipc.signals import at_once, replacing
 from moonpool.stub import threads
+from moonpool.stub.attributes import InferenceResponseBase
 from moonpool.stub.pb_utils.errors import TritonError, TritonModelException, bad_arguments, shown
 from moonpool.stub.pb_utils.tensor import PreferredMemory, Tensor
 
-_new = object.__new__
+_new: Any = InferenceResponseBase.__new__
 # The default flags of a response: it is not the last one.
 _MORE = 0
 Parameter = Union[bool, int, float, str]
@@ -88,14 +89,14 @@ _SIGNATURE = (
 )
 
 
-class InferenceResponse:
+class InferenceResponse(InferenceResponseBase):
     """Holds output tensors and parameters for the client, or an error.
 
     With an error, outputs and parameters are not sent.
     """
 
     __module__ = "c_python_backend_utils"
-    __slots__ = ("__weakref__", "_error", "_outputs", "_parameters")
+    __slots__ = ("__weakref__",)
 
     _outputs: list[Tensor]
     _error: TritonError | None
@@ -125,7 +126,7 @@ class InferenceResponse:
         parameters: dict[str, Parameter] | None,
     ) -> InferenceResponse:
         """Make a response that came from the runtime. Nothing is checked or copied."""
-        response = _new(cls)
+        response: InferenceResponse = _new(cls)
         response._outputs = outputs
         response._error = error
         response._parameters = parameters

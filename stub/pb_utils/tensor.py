@@ -11,6 +11,7 @@ from moonpool.ipc.errors import BadTensor
 from moonpool.ipc.memory import Lease, lease_of, offset_in
 from moonpool.ipc.messages import ANY_MEMORY, DEVICE_MEMORY, NO_DEVICE, ORDINARY_MEMORY
 from moonpool.ipc.tensors import BF16, BYTES, CODE_OF, code_of, decode_bytes, encode_bytes
+from moonpool.stub.attributes import TensorBase
 from moonpool.stub.pb_utils.errors import Constant, TritonModelException, as_text, bad_arguments
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def preferred(memory: int, device: int) -> PreferredMemory | None:
     return ORDINARY
 
 
-_new = object.__new__
+_new: Any = TensorBase.__new__
 BF16_TO_NUMPY = (
     "Tensor dtype is BF16 and cannot be converted to NumPy. "
     "Use to_dlpack() and from_dlpack() instead."
@@ -82,7 +83,7 @@ BF16_TO_NUMPY = (
 _UNSUPPORTED = "NumPy dtype is not supported."
 
 
-class Tensor:
+class Tensor(TensorBase):
     """Is a tensor of a request or of a response: a name and a numpy array.
 
     The array is kept without a copy, unless it is not contiguous. The response is sent with the contents that the array
@@ -93,7 +94,7 @@ class Tensor:
     __module__ = "c_python_backend_utils"
     # _array is the C-contiguous typed array to send. For BYTES and BF16 it is None, and _wire holds the raw bytes.
     # _strings is a BYTES tensor as the model sees it; other tensors have none.
-    __slots__ = ("__weakref__", "_array", "_datatype", "_name", "_shape", "_strings", "_wire")
+    __slots__ = ("__weakref__",)
 
     _name: str
     _datatype: int
@@ -131,7 +132,7 @@ class Tensor:
 
         `buffer` is the typed view in its shape; for BYTES and BF16 it is the raw bytes.
         """
-        tensor = _new(cls)
+        tensor: Tensor = _new(cls)
         tensor._name = name
         tensor._datatype = datatype
         tensor._shape = shape

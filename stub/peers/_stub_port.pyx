@@ -1,7 +1,7 @@
 # distutils: language = c++
 # cython: language_level=3, binding=False, annotation_typing=False
-# cython: boundscheck=True, wraparound=True, nonecheck=True, overflowcheck=True
-"""The compiled form of `port.py`, which says what everything here is for, and of the calls in `_stub_port_calls.cpp`.
+# cython: boundscheck=True, wraparound=True, nonecheck=True, overflowcheck=True, auto_pickle=False
+"""The compiled form of `port.py`, which says what everything here is for, and of `stub/attributes.py`.
 
 What comes from the runtime is checked by the table of which Python's check is made, before anything is used. A block
 must lie within its region, and a tensor within its block. What comes from the model may have any type: only objects of
@@ -22,16 +22,17 @@ import sys
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_Size
 from cpython.exc cimport PyErr_CheckSignals
-from cpython.object cimport PyObject
+from cpython.object cimport PyObject, PyTypeObject
 from libc.errno cimport EAGAIN, EINTR, errno
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint64_t
+from libc.stdlib cimport calloc
 from libc.string cimport memcpy
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
 from moonpool.ipc.port._port cimport (
-    MSG_DONTWAIT, MSG_NOSIGNAL, Array, Block, OutputLayout, Writer, add_sources, bytes_of, c_recv, c_send, copy,
-    current_core, fields, find_table, flag, is_array, kAnswer, kContiguous, kItemBytes, kMaxPacketBytes, kNoCore,
+    MSG_DONTWAIT, MSG_NOSIGNAL, Array, Block, OutputLayout, Writer, add_sources, block_bytes, bytes_of, c_recv, c_send,
+    copy, current_core, fields, find_table, flag, is_array, kAnswer, kContiguous, kItemBytes, kMaxPacketBytes, kNoCore,
     monotonic_ns, string_view, view,
 )
 
@@ -40,9 +41,9 @@ import numpy as np
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import pack, unpacked_details
 from moonpool.ipc.memory import ALIGNMENT, Lease
-from moonpool.ipc.messages import ANSWERED, MAX_DIMS, NO_CORE, Kind
+from moonpool.ipc.messages import ANSWERED, MAX_DIMS, NO_CORE, NO_DETAILS, NO_DEVICE, Kind
+from moonpool.ipc.region import SharedRegion
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES
-from moonpool.stub.peers.placement import PASSED_BYTES
 
 cdef extern from "port.h" namespace "moonpool":
     ctypedef struct Place "moonpool::wire::Place":
@@ -68,71 +69,41 @@ cdef extern from "place.h" namespace "moonpool":
     void write_tensor(Writer&, const uint64_t&, uint64_t, const int64_t*, uint64_t, uint64_t, uint64_t,
                       uint64_t) except +
 
-cdef extern from "_stub_port_batch.h" namespace "moonpool::python":
-    int add_asker(object) except -1
-    bint as_number(PyObject*, int64_t*)
-    # A slot that is not set is null. These give no reference of their own.
-    cdef cppclass Field:
-        PyObject* peek(object)
-        flag set_to(object, object)
-    cdef cppclass SlotsKind "moonpool::python::Kind":
-        flag holds "is"(object)
-    cdef cppclass Leases:
-        Field give_back, token, region, offset
-    cdef cppclass Tensors:
-        SlotsKind kind
-        Field name, datatype, shape, array, wire
-    cdef cppclass Responses:
-        SlotsKind kind
-        Field outputs, error, parameters
-    cdef cppclass Regions:
-        SlotsKind kind
-        Field id, buffer, size_bytes
-    cdef cppclass Blocks:
-        SlotsKind kind
-        Field region, offset
-    cdef cppclass Requests:
-        SlotsKind kind
-        Field names, preferred_memory, release_flags, reply
-    cdef cppclass Batches:
-        Field places, has_copies, targets, kept, lent
-    cdef cppclass Answers:
-        Field blocks, layouts, remarks, states
-    cdef cppclass Conversations:
-        Field turn
-    cdef cppclass BatchObjects:
-        flag know(object parts, object request, object batch, object answer, object conversation) except False
-        object tensor(object name, object datatype, object shape, object array, flag is_raw)
-        object request(object inputs, object origin, PyObject* row)
-        object block(object size)
-        flag give_back(object block) except False
-        Leases lease_
-        Tensors tensor_
-        Responses response_
-        Regions region_
-        Blocks block_
-        Requests request_
-        Batches batch_
-        Answers answer_
-        Conversations conversation_
+cdef extern from "structmember.h":
+    ctypedef struct PyMemberDef:
+        const char* name
+        int type, flags
+        Py_ssize_t offset
+    const int T_OBJECT_EX
+
+cdef extern from *:
+    # Of Python's limited API, where Cython has macros, or nothing.
+    const char* PyUnicode_AsUTF8AndSize(object, Py_ssize_t*) except NULL
+    object PyDescr_NewMember(PyTypeObject*, PyMemberDef*)
+    ctypedef object (*New "newfunc")(PyTypeObject*, object, PyObject*)
+    void* PyType_GetSlot(PyTypeObject*, int)
+    const int Py_tp_new
+    int64_t PyLong_AsLongLongAndOverflow(PyObject*, int*) noexcept
+    PyObject* PyTuple_GetItem(object, Py_ssize_t) except NULL
 
 add_sources(sys.modules[__name__])
 find_table(np.ones((2, 3), np.float32))
 
-add_asker(sys.modules[__name__])
-
-cdef object _ndarray = np.ndarray
+# As a global, each would be looked up by its name.
+cdef object _ndarray = np.ndarray, _lease = Lease, _shared_region = SharedRegion
 cdef object _u1 = np.dtype(np.uint8)
 # By datatype; the bytes for those that are viewed so.
 cdef list _descrs = [DTYPES[code] if code in DTYPES and code < BYTES else _u1 for code in range(15)]
 cdef list _datatypes = list(range(15))
+cdef PyObject* _descr_of[15]
+for code in range(15):
+    _descr_of[code] = <PyObject*>_descrs[code]
 cdef int _BYTES = BYTES, _BF16 = BF16
 cdef size_t _MAX_DIMS = MAX_DIMS
 cdef uint64_t _ALIGNMENT = ALIGNMENT
-cdef int64_t _PASSED_BYTES = PASSED_BYTES
 cdef object _EXECUTE = int(Kind.EXECUTE)
 cdef object _ANSWER = int(Kind.ANSWER)
-cdef object _NO_CORE = NO_CORE, _ANSWERED = ANSWERED
+cdef object _NO_CORE = NO_CORE, _NO_DEVICE = NO_DEVICE, _ANSWERED = ANSWERED, _NO_DETAILS = NO_DETAILS
 cdef enum:
     # As in `Channel`: a longer packet is recognized by one byte more.
     ROOM = 32769
@@ -154,17 +125,309 @@ def counts():
     return dict(_counts)
 
 
-# An output that is copied: so many bytes of an array that has `whole`, from `source` on.
-cdef struct Output:
-    uint64_t index, datatype, size, offset, source, whole
-    size_t first_dim, dims
+cdef class TensorBase:
+    pass
+
+
+cdef class InferenceResponseBase:
+    pass
+
+
+cdef class InferenceRequestBase:
+    pass
+
+
+cdef class BatchBase:
+    pass
+
+
+cdef class AnswerBase:
+    pass
+
+
+cdef int add_members(kind, tuple names) except -1:
+    """Let Python's code reach the attributes of a class with this base, which has these and no others, in that order.
+
+    They are members, as `__slots__` would make them. Python's interpreter reads members at their places, and would
+    call a function for each `public` attribute of Cython's.
+    """
+    cdef PyMemberDef* members = <PyMemberDef*>calloc(len(names), sizeof(PyMemberDef))
+    if members == NULL:
+        raise MemoryError
+    if kind.__basicsize__ != sizeof(PyObject) + len(names) * sizeof(PyObject*):
+        raise ImportError(f"{kind.__name__} has other attributes than {', '.join(names)}")
+    cdef size_t i
+    for i, name in enumerate(names):
+        members[i].name, members[i].type = PyUnicode_AsUTF8AndSize(name, NULL), T_OBJECT_EX
+        members[i].offset = sizeof(PyObject) + i * sizeof(PyObject*)
+        setattr(kind, name, PyDescr_NewMember(<PyTypeObject*>kind, &members[i]))
+    # By which Python copies an object.
+    kind.__slots__ = names
+    return 0
+
+
+add_members(TensorBase, ("_array", "_datatype", "_name", "_shape", "_strings", "_wire"))
+add_members(InferenceResponseBase, ("_error", "_outputs", "_parameters"))
+add_members(InferenceRequestBase, (
+    "_cancelled", "_inputs", "_model_name", "_model_version", "_origin", "_preferred_memory", "_release_flags",
+    "_reply", "_requested_output_names", "_row", "_sender", "_trace",
+))
+add_members(BatchBase, ("has_copies", "kept", "lent", "places", "targets"))
+add_members(AnswerBase, ("blocks", "layouts", "remarks", "states"))
+
+# What `TensorBase.__new__` and the others call, in a third of their time.
+cdef New _new_tensor = <New>PyType_GetSlot(<PyTypeObject*>TensorBase, Py_tp_new)
+cdef New _new_response = <New>PyType_GetSlot(<PyTypeObject*>InferenceResponseBase, Py_tp_new)
+cdef New _new_request = <New>PyType_GetSlot(<PyTypeObject*>InferenceRequestBase, Py_tp_new)
+cdef tuple _nothing = ()
+
+# This module lies below those of these classes.
+cdef object _tensor, _request, _response, _untraced
+cdef uint64_t _PASSED_BYTES
+
+
+def use(tensor, request, response, untraced, passed_bytes):
+    """Make objects of these classes from now on, and look into them alone. For the module that has them.
+
+    An array in a lease is copied if it has fewer bytes than `passed_bytes`.
+    """
+    global _tensor, _request, _response, _untraced, _PASSED_BYTES
+    for kind, base in (tensor, TensorBase), (request, InferenceRequestBase), (response, InferenceResponseBase):
+        if not issubclass(kind, base):
+            raise TypeError(f"{kind} has not the attributes of {base}")
+    _tensor, _request, _response, _untraced, _PASSED_BYTES = tensor, request, response, untraced, passed_bytes
+
+
+cdef bint is_small_int(PyObject* found, int64_t* number) noexcept:
+    """Get an int that fits into 64 bits. Returns False for anything else."""
+    cdef int overflow = 0
+    if found == NULL or type(<object>found) is not int:
+        return False
+    number[0] = PyLong_AsLongLongAndOverflow(found, &overflow)
+    return overflow == 0
+
+
+# One of a subclass may mean something else by the same attributes.
+
+cdef bint is_tensor(found) noexcept:
+    return type(found) is _tensor
+
+
+cdef bint is_request(found) noexcept:
+    return type(found) is _request
+
+
+cdef class OwnBlocks:
+    """Blocks in the stub's own regions, for messages."""
+
+    def __init__(self, regions):
+        self._regions, self._returned, self._take_returned = regions, regions.returned, regions.returned.popleft
+        self._acquire, self._release = regions._turn.acquire, regions._turn.release
+        self._arena, self._spares = regions.arena, regions.spares
+
+    cdef allocate(self, uint64_t size):
+        """Do what `Regions.allocate` does. Mostly that is to take a block of an earlier answer that came back.
+
+        That is done here if no other thread has the arena at this moment. Otherwise it is a hook: Python's code waits
+        for memory.
+        """
+        cdef list taken
+        block = None
+        if self._acquire(False) is True:
+            try:
+                block = self._spare(block_bytes(size))
+            except Exception:
+                pass  # Python's form meets the same
+            self._release()
+        if block is not None:
+            return block
+        taken = []
+        try:
+            return self._regions.allocate(size, _NO_DEVICE, taken)
+        except BaseException:
+            if taken:
+                self.give_back(taken[0])
+            raise
+
+    cdef _spare(self, uint64_t size):
+        """Put the blocks aside that came back, and return the last one of this size.
+
+        Returns None if Python has to do it. Needs the turn.
+        """
+        cdef Py_ssize_t left = len(self._returned)
+        cdef int64_t region, holds, size_bytes
+        cdef list aside
+        if self._live is None and not self._find_first():
+            return None
+        while left > 0:
+            left -= 1
+            place = self._take_returned()
+            region, offset = <tuple?>place
+            block = self._live.get(offset) if region == self._first else None
+            holds, size_bytes = (0, 0) if block is None else (block.holds, block.size_bytes)
+            if holds != 1:
+                self._returned.appendleft(place)
+                return None
+            if left == 0 and <uint64_t>size_bytes == size:
+                # It would be put aside, and be the last one there.
+                return block
+            self._spares.setdefault(size_bytes, []).append(block)
+            block.holds = 0
+        aside = self._spares.get(size)
+        if not aside:
+            return None
+        block = aside.pop()
+        block.holds = 1
+        return block
+
+    cdef bint _find_first(self) except -1:
+        """Find the first region, which stays. Returns False if it has not come yet."""
+        for number, extents in self._arena._extents.items():
+            self._first, self._region, self._live = number, extents.region, extents.live
+            return True
+        return False
+
+    cdef int give_back(self, block) except -1:
+        """Give back a block that was allocated for a message that is not sent."""
+        self._returned.append((block.region.id, block.offset))
+        return 0
+
+    cdef Block fill(self, block, list arrays, const vector[Output]& placed, uint64_t size) except *:
+        """Copy tensors into a block, and return its place.
+
+        Raises `ValueError` for an array that is another one now.
+        """
+        cdef Py_buffer memory
+        cdef Block place
+        cdef int64_t start = block.offset
+        cdef size_t i, length
+        cdef char* to
+        cdef const char* data
+        region = block.region
+        place.region = self._first if region is self._region else region.id
+        place.offset, place.size = start, size
+        PyObject_GetBuffer(region.buffer, &memory, PyBUF_WRITABLE)
+        try:
+            # The tables are this process's own, which the model may have changed.
+            if start < 0 or start > memory.len or size > <uint64_t>(memory.len - start):
+                raise ValueError("a block is not within its region")
+            for i in range(placed.size()):
+                array = arrays[i]
+                # Also after a long copy, during which other threads of the model ran.
+                if not _is_flat(array, placed[i].datatype) or _size_of(array, placed[i].datatype) != placed[i].whole:
+                    raise ValueError("an array was changed while it was sent")
+                to = <char*>memory.buf + start + placed[i].offset
+                data, length = fields(array).data + placed[i].source, placed[i].size
+                if length >= LONG_COPY_BYTES:
+                    with nogil:
+                        copy(to, data, length)
+                else:
+                    memcpy(to, data, length)
+        finally:
+            PyBuffer_Release(&memory)
+        return place
+
+
+cdef array_of(TensorBase tensor, Output* output, vector[int64_t]* dims):
+    """Describe a tensor of the model's, add its dimensions, and return its array.
+
+    Returns None if it is not just copied.
+    """
+    cdef PyObject* array = <PyObject*>tensor._array
+    cdef PyObject* shape = <PyObject*>tensor._shape
+    cdef int64_t datatype, dim
+    cdef uint64_t elements
+    cdef string wrong
+    if not is_small_int(<PyObject*>tensor._datatype, &datatype) or datatype < 1 or datatype > _BF16:
+        return None
+    cdef bint is_raw = datatype >= _BYTES
+    if is_raw:
+        if array != <PyObject*>None:
+            return None
+        array = <PyObject*>tensor._wire
+    if array == NULL or not _is_flat(<object>array, <int>datatype) or (is_raw and fields(<object>array).nd != 1):
+        return None
+    found = <object>array
+    output.datatype, output.source = datatype, 0
+    output.size = output.whole = _size_of(found, datatype)
+    if shape == NULL or type(<object>shape) is not tuple:
+        return None
+    found_shape = <object>shape
+    output.first_dim, output.dims = dims.size(), len(<tuple>found_shape)
+    if output.dims > _MAX_DIMS or not (is_raw or <int>output.dims == fields(found).nd):
+        return None
+    cdef size_t i
+    for i in range(output.dims):
+        # No code of the model's runs for a number of Python's own class.
+        if not is_small_int(PyTuple_GetItem(found_shape, i), &dim) or dim < 0:
+            return None
+        if not is_raw and dim != fields(found).dims[i]:
+            return None
+        dims.push_back(dim)
+    if not check_tensor(dims.data() + output.first_dim, output.dims, datatype, output.size, &elements, &wrong):
+        return None
+    return found
+
+
+cdef bint add_lease(dict regions, Block block, list leases, list places) except -1:
+    """Make a lease on a block, which it holds once its `give_back` is set, and add it and its place.
+
+    Returns False if Python has to wait for the region or to refuse the block.
+    """
+    cdef Py_buffer memory
+    cdef int64_t size = block.size
+    region = regions.get(block.region)
+    # Memory of clients is of another class, and one that was closed has no buffer.
+    if type(region) is not _shared_region:
+        return False
+    buffer = region.buffer
+    if buffer is None:
+        return False
+    PyObject_GetBuffer(buffer, &memory, PyBUF_WRITABLE)
+    cdef char* at = <char*>memory.buf + block.offset
+    # Neither number has more than 63 bits.
+    cdef bint is_within = block.offset + block.size <= <uint64_t>memory.len
+    PyBuffer_Release(&memory)
+    if not is_within:
+        return False
+    place = (block.region, block.offset)
+    lease = view(_lease, _u1, 1, &size, at, 1, buffer)
+    lease.token, lease.region, lease.offset = place, region, place[1]
+    leases.append(lease)
+    places.append(place)
+    return True
+
+
+cdef TensorBase tensor_over(name, uint64_t datatype, const int64_t* dims, uint64_t count, uint64_t offset,
+                            uint64_t size, lease):
+    """Make a tensor over bytes in a lease. Strings and BF16 are viewed as bytes."""
+    cdef TensorBase tensor = <TensorBase>_new_tensor(<PyTypeObject*>_tensor, _nothing, NULL)
+    cdef int64_t length = size
+    cdef char* at = fields(lease).data + offset
+    cdef size_t k
+    tensor._name, tensor._datatype = name, _datatypes[datatype]
+    tensor._shape = (dims[0],) if count == 1 else tuple([dims[k] for k in range(count)])
+    if <int>datatype >= _BYTES:
+        tensor._wire = view(_ndarray, _u1, 1, &length, at, 1, lease)
+    else:
+        tensor._array = view(_ndarray, <object>_descr_of[datatype], count, dims, at, kItemBytes[datatype], lease)
+    return tensor
+
+
+cdef InferenceResponseBase response_of(list outputs):
+    cdef InferenceResponseBase response = <InferenceResponseBase>_new_response(<PyTypeObject*>_response, _nothing, NULL)
+    response._outputs = outputs
+    return response
 
 
 cdef class StubPort:
     """The stub's end of a work channel."""
 
     cdef object _peer, _conversation, _inbox, _fileno, _receive, _checked, _send_waiting
-    cdef object _regions, _returned, _batch, _answer, _replies, _cancelled, _give_back, _after_execute, _after_answer
+    cdef object _regions, _returned, _replies, _cancelled, _give_back, _after_execute, _after_answer
+    cdef BatchBase _batch
+    cdef AnswerBase _answer
+    cdef OwnBlocks _blocks
     # The blocks of the batch that the model has dropped, in a deque.
     cdef object _dropped, _forget_dropped
     cdef dict _requests, _indices
@@ -179,7 +442,6 @@ cdef class StubPort:
     cdef bint _is_socket
     # The core that the last EXECUTE came from.
     cdef uint64_t _peer_core
-    cdef BatchObjects* _objects
     cdef PlainBatch _opened
     # The outputs of the response that is placed now, and their dimensions.
     cdef vector[Output] _placed
@@ -187,11 +449,7 @@ cdef class StubPort:
     cdef Writer _row, _message
     cdef char[ROOM] _room
 
-    def __cinit__(self):
-        self._objects = new BatchObjects()
-
-    def __init__(self, peer, start, dict parts, request):
-        """`parts` are the objects with which compiled forms work; `request` is one that nobody uses."""
+    def __init__(self, peer, start):
         channel = peer.conversation.channel
         self._peer, self._conversation = peer, peer.conversation
         self._inbox, self._fileno = channel.inbox, channel.descriptor
@@ -201,17 +459,14 @@ cdef class StubPort:
         self._checked = channel._checked if self._is_socket else None
         self._regions, self._returned, self._requests = peer.regions, peer.regions.returned, peer.regions.requests
         self._batch, self._answer, self._replies = peer.batch, peer.answer, peer.responses
-        self._inputs, self._outputs = list(start["inputs"]), request._requested_output_names
+        self._blocks = OwnBlocks(peer.regions)
+        self._inputs, self._outputs = list(start["inputs"]), peer.batch.outputs
         self._indices = peer.placer.indices
         self._cancelled, self._give_back = peer.cancelled, peer.batch.give_back
         self._dropped, self._forget_dropped = peer.batch.returned, peer.batch.returned.clear
         self._after_execute, self._after_answer = peer.conversation.after[_EXECUTE], peer.conversation.after[_ANSWER]
         self._is_decoupled, self._look_ns = start["decoupled"], start["look_us"] * 1000
         self._was_quick, self._peer_core = False, kNoCore
-        self._objects.know(parts, request, peer.batch, peer.answer, peer.conversation)
-
-    def __dealloc__(self):
-        del self._objects
 
     # Waiting
 
@@ -257,11 +512,9 @@ cdef class StubPort:
 
     def open(self, packet):
         """Return the requests of an EXECUTE. Returns None, and has done nothing, if Python has to do it."""
-        cdef list regions = self._read(packet)
-        if regions is None:
-            return None
         cdef list leases = [], places = []
-        self._add_leases(regions, leases, places)
+        if not self._read(packet) or not self._add_leases(leases, places):
+            return None
         cdef list requests = self._requests_over(leases)
         self._begin(leases, places, requests)
         return requests
@@ -271,11 +524,9 @@ cdef class StubPort:
 
         Returns None, and has done nothing, if they do not lie so, or if the model wants to see requests.
         """
-        cdef list regions = self._read(packet)
-        if regions is None or not self._is_stacked(is_batched):
-            return None
         cdef list leases = [], places = [], counts = []
-        self._add_leases(regions, leases, places)
+        if not self._read(packet) or not self._is_stacked(is_batched) or not self._add_leases(leases, places):
+            return None
         cdef dict arrays = {}
         cdef size_t i
         for i in range(self._opened.firsts[1]):
@@ -292,17 +543,15 @@ cdef class StubPort:
         """Return the requests of the batch that `open_stacked` has opened."""
         return self._requests_over(self._stacked_leases)
 
-    cdef list _read(self, packet):
-        """Read an EXECUTE, and return the regions of its blocks. Returns None if Python has to do it."""
-        cdef PyObject* turn = self._objects.conversation_.turn.peek(self._conversation)
+    cdef bint _read(self, packet) except -1:
+        """Read an EXECUTE. Returns False if Python has to do it."""
         if type(packet) is not bytes or self._regions.devices is not None:
-            return None
-        if turn != <PyObject*>self._after_answer and _EXECUTE not in (<object>turn)[1]:
-            return None
+            return False
+        turn = self._conversation.turn
+        if turn is not self._after_answer and _EXECUTE not in turn[1]:
+            return False
         cdef string_view said = string_view(PyBytes_AsString(packet), PyBytes_Size(packet))
-        if not self._opened.read(said, len(self._inputs)) or self._opened.blocks.empty():
-            return None
-        return self._find_regions()
+        return self._opened.read(said, len(self._inputs)) and not self._opened.blocks.empty()
 
     cdef bint _is_stacked(self, bint is_batched):
         """Return True if the rows of each input lie one after another, and no request has strings or wishes."""
@@ -347,11 +596,13 @@ cdef class StubPort:
         return view(_ndarray, _descrs[first.datatype], first.dims, dims.data(), fields(lease).data + first.offset,
                     kItemBytes[first.datatype], lease)
 
-    cdef int _add_leases(self, list regions, list leases, list places) except -1:
-        cdef Py_ssize_t i
-        for i in range(len(regions)):
-            self._add_lease(regions[i], self._opened.blocks[i], leases, places)
-        return 0
+    cdef bint _add_leases(self, list leases, list places) except -1:
+        """Make the leases on all blocks. Returns False if Python has to wait for a region or to refuse a block."""
+        cdef size_t i
+        for i in range(self._opened.blocks.size()):
+            if not add_lease(self._requests, self._opened.blocks[i], leases, places):
+                return False
+        return True
 
     cdef list _requests_over(self, list leases):
         cdef size_t i
@@ -363,14 +614,13 @@ cdef class StubPort:
         cdef dict no_targets = {}
         executing = (self._opened.batch, requests)
         # Up to here nothing has changed.
-        self._objects.conversation_.turn.set_to(self._conversation, self._after_execute)
+        self._conversation.turn = self._after_execute
         for each in released:
             self._returned.append(each)
-        self._objects.batch_.places.set_to(self._batch, places)
-        self._objects.batch_.has_copies.set_to(self._batch, self._opened.blocks[0].size > 0)
-        self._objects.batch_.targets.set_to(self._batch, no_targets)
+        self._batch.places, self._batch.has_copies = places, self._opened.blocks[0].size > 0
+        self._batch.targets = no_targets
         for lease in leases:
-            self._objects.lease_.give_back.set_to(lease, self._give_back)
+            lease.give_back = self._give_back
         self._peer_core = self._opened.core
         self._peer.executing = executing
         # In this order: what comes now either finds the requests, or is seen here.
@@ -379,75 +629,27 @@ cdef class StubPort:
         _counts.open += 1
         return 0
 
-    cdef list _find_regions(self):
-        """Return the regions of the blocks, or None if Python has to wait for one or to refuse a block."""
-        cdef list regions = []
-        cdef Block block
-        cdef int64_t room
-        cdef size_t i
-        for i in range(self._opened.blocks.size()):
-            block = self._opened.blocks[i]
-            region = self._requests.get(block.region)
-            # Memory of clients is of another class.
-            if region is None or not self._objects.region_.kind.holds(region):
-                return None
-            if not as_number(self._objects.region_.size_bytes.peek(region), &room) or room < 0:
-                return None
-            # Neither number has more than 63 bits.
-            if block.offset + block.size > <uint64_t>room:
-                return None
-            if self._objects.region_.buffer.peek(region) == <PyObject*>None:
-                return None  # it was closed
-            regions.append(region)
-        return regions
-
-    cdef int _add_lease(self, region, Block block, list leases, list places) except -1:
-        cdef Py_buffer memory
-        cdef int64_t size = block.size
-        buffer = <object>self._objects.region_.buffer.peek(region)
-        PyObject_GetBuffer(buffer, &memory, PyBUF_WRITABLE)
-        cdef char* at = <char*>memory.buf + block.offset
-        cdef bint is_within = block.offset + block.size <= <uint64_t>memory.len
-        PyBuffer_Release(&memory)
-        if not is_within:
-            raise ValueError(f"region {block.region} is smaller than it says")
-        lease = view(Lease, _u1, 1, &size, at, 1, buffer)
-        place = (block.region, block.offset)
-        self._objects.lease_.token.set_to(lease, place)
-        self._objects.lease_.region.set_to(lease, region)
-        self._objects.lease_.offset.set_to(lease, place[1])
-        leases.append(lease)
-        places.append(place)
-        return 0
-
     cdef _request(self, size_t index, batch_id, list leases):
         cdef list tensors = []
         cdef size_t i
+        cdef OutputLayout row
         for i in range(self._opened.firsts[index], self._opened.firsts[index + 1]):
-            tensors.append(self._tensor(self._opened.inputs[i], leases))
-        origin = (self._replies, batch_id, index)
-        if self._opened.details.empty() or self._opened.details[index].packed.size() == 0:
-            return self._objects.request(tensors, origin, NULL)
-        cdef string_view packed = self._opened.details[index].packed
-        row = PyBytes_FromStringAndSize(packed.data(), packed.size())
-        if not self._opened.details[index].is_rare:
-            return self._objects.request(tensors, origin, <PyObject*>row)
-        # A hook. Nothing has changed yet.
-        return self._batch.detailed(tensors, unpacked_details(row), origin)
-
-    cdef _tensor(self, OutputLayout row, list leases):
-        cdef const int64_t* dims = self._opened.shape(row)
-        cdef bint is_raw = <int>row.datatype >= _BYTES
-        cdef int64_t size = row.size
-        cdef size_t k
-        lease = leases[row.block]
-        cdef char* at = fields(lease).data + row.offset
-        if is_raw:
-            array = view(_ndarray, _u1, 1, &size, at, 1, lease)
-        else:
-            array = view(_ndarray, _descrs[row.datatype], row.dims, dims, at, kItemBytes[row.datatype], lease)
-        shape = tuple([dims[k] for k in range(row.dims)])
-        return self._objects.tensor(self._inputs[row.index], _datatypes[row.datatype], shape, array, is_raw)
+            row = self._opened.inputs[i]
+            tensors.append(tensor_over(self._inputs[row.index], row.datatype, self._opened.shape(row), row.dims,
+                                       row.offset, row.size, leases[row.block]))
+        origin, details = (self._replies, batch_id, index), _NO_DETAILS
+        cdef string_view packed
+        if not self._opened.details.empty() and self._opened.details[index].packed.size() > 0:
+            packed = self._opened.details[index].packed
+            details = PyBytes_FromStringAndSize(packed.data(), packed.size())
+            if self._opened.details[index].is_rare:
+                # A hook. Nothing has changed yet.
+                return self._batch.detailed(tensors, unpacked_details(details), origin)
+        cdef InferenceRequestBase request = <InferenceRequestBase>_new_request(<PyTypeObject*>_request, _nothing, NULL)
+        request._row, request._inputs, request._origin = details, tensors, origin
+        request._requested_output_names, request._trace = self._outputs, _untraced
+        request._release_flags, request._cancelled = 0, False
+        return request
 
     # Answering
 
@@ -459,7 +661,7 @@ cdef class StubPort:
         # A hook below may change the model's list.
         cdef tuple responses = tuple(<list>returned)
         for i in range(len(requests)):
-            if not self._objects.response_.kind.holds(responses[i]) or not self._is_plain(requests[i]):
+            if type(responses[i]) is not _response or not self._is_plain(requests[i]):
                 return False
         for i in range(len(requests)):
             if not self._is_plain(requests[i]) or not self._place(requests[i], responses[i]):
@@ -471,33 +673,29 @@ cdef class StubPort:
     cdef bint _is_plain(self, request) except -1:
         """Return True for a request whose only response goes with the batch."""
         cdef int64_t flags
-        if not self._objects.request_.kind.holds(request):
+        if not is_request(request) or <PyObject*>(<InferenceRequestBase>request)._reply != <PyObject*>None:
             return False
-        if self._objects.request_.reply.peek(request) != <PyObject*>None:
-            return False
-        return as_number(self._objects.request_.release_flags.peek(request), &flags) and flags == 0
+        return is_small_int(<PyObject*>(<InferenceRequestBase>request)._release_flags, &flags) and flags == 0
 
-    cdef bint _place(self, request, response) except -1:
+    cdef bint _place(self, InferenceRequestBase request, InferenceResponseBase response) except -1:
         """Copy the outputs of a response into a block. Returns False, and has done nothing, if Python has to do it."""
         cdef list arrays = []
-        cdef PyObject* parameters = self._objects.response_.parameters.peek(response)
-        if self._objects.response_.error.peek(response) != <PyObject*>None:
-            return False
-        if self._objects.request_.preferred_memory.peek(request) != <PyObject*>None:
+        cdef PyObject* parameters = <PyObject*>response._parameters
+        if <PyObject*>response._error != <PyObject*>None or <PyObject*>request._preferred_memory != <PyObject*>None:
             return False
         if parameters == NULL:
             return False
         if parameters != <PyObject*>None and (type(<object>parameters) is not dict or <object>parameters):
             return False
-        if len(<dict>self._objects.batch_.targets.peek(self._batch)) or not self._describe(request, response, arrays):
+        if len(<dict>self._batch.targets) or not self._describe(request, response, arrays):
             return False
         self._store(arrays)
         return True
 
     cdef int _store(self, list arrays) except -1:
         """Copy outputs that were described into a block: the next response of the answer."""
-        cdef list blocks = <list>self._objects.answer_.blocks.peek(self._answer)
-        cdef list layouts = <list>self._objects.answer_.layouts.peek(self._answer)
+        cdef list blocks = self._answer.blocks, layouts = self._answer.layouts
+        cdef Block place
         cdef uint64_t size = self._lay_out(len(blocks))
         layout = PyBytes_FromStringAndSize(self._row.bytes().data(), self._row.bytes().size())
         if not arrays:
@@ -506,8 +704,9 @@ cdef class StubPort:
         block = None
         try:
             # A hook, while it waits for memory.
-            block = self._objects.block(size)
-            blocks.append(self._fill(block, arrays, size))
+            block = self._blocks.allocate(size)
+            place = self._blocks.fill(block, arrays, self._placed, size)
+            blocks.append([place.region, place.offset, place.size])
             try:
                 layouts.append(layout)
             except MemoryError:
@@ -515,11 +714,11 @@ cdef class StubPort:
                 raise
         except Exception as failure:
             if block is not None:
-                self._objects.give_back(block)
+                self._blocks.give_back(block)
             self._answer.refuse(failure)
         except BaseException:
             if block is not None:
-                self._objects.give_back(block)
+                self._blocks.give_back(block)
             raise
         _counts.place += 1
         return 0
@@ -564,7 +763,7 @@ cdef class StubPort:
         if index is None or (requests and (fields(array).nd == 0 or fields(array).dims[0] != rows)):
             return False
         for datatype in range(1, _BYTES):
-            if fields(array).descr == <void*>_descrs[datatype]:
+            if fields(array).descr == <void*>_descr_of[datatype]:
                 break
         else:
             return False
@@ -580,10 +779,10 @@ cdef class StubPort:
         self._placed.push_back(output)
         return True
 
-    cdef bint _describe(self, request, response, list arrays) except -1:
+    cdef bint _describe(self, InferenceRequestBase request, InferenceResponseBase response, list arrays) except -1:
         """Describe the outputs of a response that the client wants. Returns False if one of them is not just copied."""
-        cdef PyObject* given = self._objects.response_.outputs.peek(response)
-        cdef PyObject* wanted = self._objects.request_.names.peek(request)
+        cdef PyObject* given = <PyObject*>response._outputs
+        cdef PyObject* wanted = <PyObject*>request._requested_output_names
         cdef size_t i, k
         self._placed.clear()
         self._dims.clear()
@@ -601,65 +800,21 @@ cdef class StubPort:
 
     cdef bint _describe_output(self, tensor, names, list arrays) except -1:
         cdef Output output
-        cdef int64_t datatype
-        if not self._objects.tensor_.kind.holds(tensor):
+        if not is_tensor(tensor):
             return False
-        cdef PyObject* name = self._objects.tensor_.name.peek(tensor)
-        cdef PyObject* held = self._objects.tensor_.array.peek(tensor)
+        cdef PyObject* name = <PyObject*>(<TensorBase>tensor)._name
         # No code of the model's runs for a string of Python's own class.
-        if name == NULL or type(<object>name) is not str or held == NULL:
+        if name == NULL or type(<object>name) is not str or <PyObject*>(<TensorBase>tensor)._array == NULL:
             return False
         index = self._indices.get(<object>name)
         if index is None or (names is not None and <object>name not in names):
             return True  # as in Triton, it is left out without a check
-        if not as_number(self._objects.tensor_.datatype.peek(tensor), &datatype) or datatype < 1 or datatype > _BF16:
+        array = array_of(tensor, &output, &self._dims)
+        if array is None or (output.size >= _PASSED_BYTES and not _is_own(array)):
             return False
-        cdef bint is_raw = datatype >= _BYTES
-        if is_raw:
-            if held != <PyObject*>None:
-                return False
-            held = self._objects.tensor_.wire.peek(tensor)
-            if held == NULL:
-                return False
-        array = <object>held
-        if not _is_flat(array, <int>datatype) or (is_raw and fields(array).nd != 1):
-            return False
-        output.index, output.datatype, output.offset, output.source = index, datatype, 0, 0
-        output.size = output.whole = _size_of(array, datatype)
-        if not self._add_shape(tensor, &output) or not (is_raw or self._is_shape_of(&output, fields(array))):
-            return False
-        if <int64_t>output.size >= _PASSED_BYTES and not _is_own(array):
-            return False
+        output.index, output.offset = index, 0
         self._placed.push_back(output)
         arrays.append(array)
-        return True
-
-    cdef bint _add_shape(self, tensor, Output* output) except -1:
-        """Add the dimensions of a tensor. Returns False if they are not those of so many bytes."""
-        cdef PyObject* given = self._objects.tensor_.shape.peek(tensor)
-        cdef int64_t dim
-        cdef uint64_t elements
-        cdef string wrong
-        if given == NULL or type(<object>given) is not tuple:
-            return False
-        cdef tuple shape = <tuple>given
-        output.first_dim, output.dims = self._dims.size(), len(shape)
-        if output.dims > _MAX_DIMS:
-            return False
-        for each in shape:
-            if not as_number(<PyObject*>each, &dim) or dim < 0:
-                return False
-            self._dims.push_back(dim)
-        cdef const int64_t* dims = self._dims.data() + output.first_dim
-        return check_tensor(dims, output.dims, output.datatype, output.size, &elements, &wrong)
-
-    cdef bint _is_shape_of(self, Output* output, Array* array):
-        cdef int k
-        if array.nd != <int>output.dims:
-            return False
-        for k in range(array.nd):
-            if array.dims[k] != self._dims[output.first_dim + k]:
-                return False
         return True
 
     cdef uint64_t _lay_out(self, uint64_t block) except? 0:
@@ -676,47 +831,6 @@ cdef class StubPort:
                          block, output.offset, output.size)
         return end
 
-    cdef list _fill(self, block, list arrays, uint64_t size):
-        """Copy the outputs into a block, and return its row.
-
-        Raises `ValueError` for an array that is another one now.
-        """
-        cdef Py_buffer memory
-        cdef int64_t start = -1
-        cdef size_t i
-        cdef PyObject* region = NULL
-        if self._objects.block_.kind.holds(block):
-            region = self._objects.block_.region.peek(block)
-        if region == NULL or not self._objects.region_.kind.holds(<object>region):
-            raise ValueError("a block is not in shared memory")
-        within = <object>region
-        as_number(self._objects.block_.offset.peek(block), &start)
-        cdef list row = [<object>self._objects.region_.id.peek(within), start, size]
-        cdef char* to
-        cdef const char* data
-        cdef size_t length
-        buffer = <object>self._objects.region_.buffer.peek(within)
-        PyObject_GetBuffer(buffer, &memory, PyBUF_WRITABLE)
-        try:
-            # The tables are this process's own, which the model may have changed.
-            if start < 0 or start > memory.len or size > <uint64_t>(memory.len - start):
-                raise ValueError("a block is not within its region")
-            for i in range(self._placed.size()):
-                array, output = arrays[i], &self._placed[i]
-                # Also after a long copy, during which other threads of the model ran.
-                if not _is_flat(array, output.datatype) or _size_of(array, output.datatype) != output.whole:
-                    raise ValueError("an array was changed while it was sent")
-                to, data = <char*>memory.buf + start + output.offset, fields(array).data + output.source
-                length = output.size
-                if length >= LONG_COPY_BYTES:
-                    with nogil:
-                        copy(to, data, length)
-                else:
-                    memcpy(to, data, length)
-        finally:
-            PyBuffer_Release(&memory)
-        return row
-
     # Sending
 
     def give(self):
@@ -726,7 +840,8 @@ cdef class StubPort:
         """
         if self._regions.devices is not None:
             return False
-        batch, answer = self._batch, self._answer
+        cdef BatchBase batch = self._batch
+        cdef AnswerBase answer = self._answer
         batch_id = self._peer.executing[0]
         cdef int64_t kept
         cdef list held = [], released = []
@@ -734,17 +849,14 @@ cdef class StubPort:
         self._stacked_packet = self._stacked_leases = None
         self._peer.executing = (batch_id, [])
         if (
-            as_number(self._objects.batch_.kept.peek(batch), &kept) and kept == 0
-            and len(self._dropped) == len(<list>self._objects.batch_.places.peek(batch))
-            and len(<list>self._objects.batch_.lent.peek(batch)) == 0
+            is_small_int(<PyObject*>batch.kept, &kept) and kept == 0
+            and len(self._dropped) == len(<list>batch.places) and len(<list>batch.lent) == 0
         ):
             self._forget_dropped()
         else:
             held, released = batch.end()
-        cdef list blocks = <list>self._objects.answer_.blocks.peek(answer)
-        cdef list layouts = <list>self._objects.answer_.layouts.peek(answer)
-        cdef dict remarks = <dict>self._objects.answer_.remarks.peek(answer)
-        cdef dict states = <dict>self._objects.answer_.states.peek(answer)
+        cdef list blocks = answer.blocks, layouts = answer.layouts
+        cdef dict remarks = answer.remarks, states = answer.states
         is_written = False
         try:
             is_written = self._write(batch_id, held, released, blocks, layouts, remarks, states)
@@ -760,7 +872,7 @@ cdef class StubPort:
         if len(states):
             states.clear()
         self._send()
-        self._objects.conversation_.turn.set_to(self._conversation, self._after_answer)
+        self._conversation.turn = self._after_answer
         _counts.give += 1
         return True
 
@@ -839,7 +951,7 @@ cdef bint _is_flat(array, int datatype):
     """Return True for a plain array of this datatype, in one piece."""
     if not is_array(array) or not (fields(array).flags & kContiguous):
         return False
-    return fields(array).descr == <void*>_descrs[datatype]
+    return fields(array).descr == <void*>_descr_of[datatype]
 
 
 cdef uint64_t _size_of(array, int datatype):

@@ -11,6 +11,7 @@ from moonpool.ipc.codec import packed_list
 from moonpool.ipc.errors import CODES
 from moonpool.ipc.messages import ANSWERED, FINAL, OPEN, RESCHEDULED
 from moonpool.ipc.signals import at_once
+from moonpool.stub.attributes import AnswerBase
 from moonpool.stub.pb_utils.errors import TritonModelException
 from moonpool.stub.pb_utils.request import RELEASE_RESCHEDULE, InferenceRequest
 from moonpool.stub.pb_utils.response import DROPPED, InferenceResponse, Reply, ReplyPort
@@ -26,17 +27,10 @@ from moonpool.stub.peers.placement import (
 INTERNAL = CODES.index("INTERNAL")
 
 
-class Answer:
+class Answer(AnswerBase):
     """Collects the outcome of each request of one batch. The next batch uses it again."""
 
-    __slots__ = (
-        "_batch",
-        "_placer",
-        "blocks",
-        "layouts",
-        "remarks",
-        "states",
-    )
+    __slots__ = ("_batch", "_placer")
 
     def __init__(self, placer: Placer, batch: Batch) -> None:
         self._placer = placer

@@ -14,6 +14,7 @@ from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import Lease, Region
 from moonpool.ipc.messages import NO_DETAILS, Details
 from moonpool.ipc.tensors import BYTES, DTYPES
+from moonpool.stub.attributes import BatchBase
 from moonpool.stub.pb_utils.request import InferenceRequest, InferenceTrace
 from moonpool.stub.pb_utils.response import ReplyPort
 from moonpool.stub.pb_utils.tensor import Tensor, preferred
@@ -36,23 +37,10 @@ class Target(NamedTuple):
     size_bytes: int
 
 
-class Batch:
+class Batch(BatchBase):
     """Opens batch after batch, and knows which input blocks the model still refers to."""
 
-    __slots__ = (
-        "_inputs",
-        "_port",
-        "_regions",
-        "give_back",
-        "has_copies",
-        "kept",
-        "layouts",
-        "lent",
-        "outputs",
-        "places",
-        "returned",
-        "targets",
-    )
+    __slots__ = ("_inputs", "_port", "_regions", "give_back", "layouts", "outputs", "returned")
 
     def __init__(self, regions: Regions, port: ReplyPort, start: dict[str, Any]) -> None:
         self._regions = regions

@@ -29,7 +29,6 @@ from moonpool.ipc.messages import (
     ANSWERED,
     MAX_PLACES_IN_PACKET,
     NO_CORE,
-    NO_DETAILS,
     Kind,
     Side,
 )
@@ -39,7 +38,7 @@ from moonpool.stub.peers.answer import INTERNAL, Answer, Responses
 from moonpool.stub.peers.batch import Batch
 from moonpool.stub.peers.control import Control
 from moonpool.stub.peers.placement import Placer, error_remark
-from moonpool.stub.peers.port import StubPort, compiled_forms, objects_of
+from moonpool.stub.peers.port import StubPort, compiled_port
 from moonpool.stub.peers.regions import Regions
 
 _ANSWER = int(Kind.ANSWER)
@@ -75,12 +74,10 @@ class Peer:
         self.port = self._made_port(start)
 
     def _made_port(self, start: dict[str, Any]) -> StubPort:
-        forms = compiled_forms(start)
-        if forms is None:
+        extension = compiled_port(start)
+        if extension is None:
             return StubPort(self.conversation.channel)
-        # A request as every batch has it, but for its inputs and its origin.
-        request = InferenceRequest.from_wire(NO_DETAILS, self.batch.outputs, ())
-        port: StubPort = forms.StubPort(self, start, objects_of(self.regions), request)
+        port: StubPort = extension.StubPort(self, start)
         return port
 
     def _gone(self) -> None:

@@ -19,19 +19,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from moonpool.ipc.arena import Block, Extents
 from moonpool.ipc.channel import Channel
-from moonpool.ipc.extension import load_if_there
-from moonpool.ipc.memory import Lease
-from moonpool.ipc.messages import NO_DEVICE
-from moonpool.ipc.region import SharedRegion
 from moonpool.ipc.slots import SlotChannel
-from moonpool.stub.pb_utils.request import InferenceRequest
+from moonpool.stub import attributes
+from moonpool.stub.pb_utils.request import UNTRACED, InferenceRequest
 from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import Tensor
-from moonpool.stub.peers.regions import Regions
+from moonpool.stub.peers.placement import PASSED_BYTES
+
+if attributes.compiled is not None:
+    attributes.compiled.use(Tensor, InferenceRequest, InferenceResponse, UNTRACED, PASSED_BYTES)
 
 
 class StubPort:
@@ -82,32 +79,6 @@ class StubPort:
         return False
 
 
-def objects_of(regions: Regions) -> dict[str, object]:
-    """Return the objects and classes with which all compiled forms of a stub work."""
-    return {
-        "regions": regions,
-        "request_regions": regions.requests,
-        "returned": regions.returned,
-        "add_returned": regions.give_back,
-        "take_returned": regions.returned.popleft,
-        "spares": regions.spares,
-        "allocate": regions.allocate,
-        "no_device": NO_DEVICE,
-        "acquire": regions._turn.acquire,
-        "release": regions._turn.release,
-        "arena": regions.arena,
-        # One to look at.
-        "lease": Lease((0,), np.uint8),
-        "array": np.ndarray,
-        "byte": np.dtype("u1"),
-        "tensor": Tensor,
-        "response": InferenceResponse,
-        "region": SharedRegion,
-        "block": Block,
-        "extents": Extents,
-    }
-
-
-def compiled_forms(start: dict[str, Any]) -> Any:
-    """Return the extension if START wants it and the interpreter has it, else None."""
-    return load_if_there("moonpool.stub.peers._stub_port") if start["compiled"] else None
+def compiled_port(start: dict[str, Any]) -> Any:
+    """Return the extension if START wants it and this process has it, else None."""
+    return attributes.compiled if start["compiled"] else None

@@ -21,8 +21,8 @@ whose destructors may run anywhere. The next allocation makes them free. If that
 came along with the refusal, one more attempt is made.
 
 Answers mostly want blocks of sizes that others had before. So a block of the first region that came back is not
-released but put aside (`spares`), and the next allocation of its size class has it again; `_stub_port_objects.h` does
-both in C++. All of them are released before the arena grows. Nobody holds a block that was put aside, and the arena
+released but put aside (`spares`), and the next allocation of its size class has it again; `_stub_port.pyx` does
+both, compiled. All of them are released before the arena grows. Nobody holds a block that was put aside, and the arena
 does not see that it is free.
 
 Order of closing, for a front end that is gone: `desert` first wakes all who wait, from any thread. Then the main thread calls `close`. Arrays of the

@@ -16,6 +16,7 @@ NAMES = (
     "moonpool.ipc.port._port",
     "moonpool.runtime.schedule._lane",
     "moonpool.runtime.server.grpc._http2",
+    "moonpool.stub.peers._stub_calls",
     "moonpool.stub.peers._stub_port",
 )
 

@@ -96,4 +96,6 @@ CALL_PORT = ("ipc/port/_calls", ("answer", "codec", "msgpack"))
 """That of calls."""
 STUB_PORT = ("stub/peers/_stub_port", PORT[1])
 """That of a stub."""
+STUB_CALLS = ("stub/peers/_stub_calls", CALL_PORT[1])
+"""That of its calls."""
 LIBRARIES = {"address,undefined": ("asan", "ubsan"), "thread": ("tsan",)}

@@ -1,5 +1,5 @@
-"""Usual requests to other models in C++ and in Python: both send the same, make the same of the replies, and keep the
-same.
+"""Usual requests to other models, compiled and in Python: both send the same, make the same of the replies, and keep
+the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from moonpool.stub.peers.send_queue import SendQueue
 FROM_RUNTIME, OF_STUB = 1, 2
 REGION_BYTES = 1 << 14
 ROWS = [["SUM", 11, [4], 0, 0, 16], ["DIFF", 11, [2, 2], 0, 64, 16]]
-FORMS = [False, *([True] if load_if_there("moonpool.stub.peers._stub_port") is not None else [])]
+FORMS = [False, *([True] if load_if_there("moonpool.stub.peers._stub_calls") is not None else [])]
 
 
 class Asking:
@@ -216,6 +216,27 @@ def test_a_usual_request_goes_the_compiled_way(monkeypatch: pytest.MonkeyPatch) 
     assert by_python == 0
     assert len(asking.told()) == 4
     asking.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_inputs", "_model_name", "_model_version", "_origin", "_requested_output_names", "_row"],
+)
+def test_a_request_that_lost_an_attribute_is_refused(asking: Asking, name: str) -> None:
+    broken = request()
+    delattr(broken, name)
+    with pytest.raises(AttributeError, match=name):
+        asking.host.infer(broken, False)
+    assert asking.told() == []
+
+
+@pytest.mark.parametrize("name", ["_array", "_datatype", "_name", "_shape"])
+def test_a_tensor_that_lost_an_attribute_is_not_sent(asking: Asking, name: str) -> None:
+    broken = Tensor("A", np.ones(4, np.float32))
+    delattr(broken, name)
+    with pytest.raises(AttributeError, match=name):
+        asking.host.infer(request(inputs=[broken]), False)
+    assert asking.told() == []
 
 
 def test_a_request_outside_of_execute_is_refused(asking: Asking) -> None:

@@ -23,7 +23,7 @@ from moonpool.stub.model import Model
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.tensor import Tensor
 from moonpool.stub.peers.peer import Peer, Peers
-from moonpool.stub.peers.port import StubPort, compiled_forms
+from moonpool.stub.peers.port import StubPort, compiled_port
 
 INPUTS, OUTPUTS = ["A", "B", "TEXT"], ["SUM", "DIFF", "SAID"]
 REQUESTS, ANSWERS = 1, 2
@@ -39,7 +39,7 @@ def in_python(peer: Peer, start: dict[str, Any]) -> StubPort:  # noqa: ARG001 - 
 
 def compiled(peer: Peer, start: dict[str, Any]) -> StubPort:
     """Make the compiled port. Skips the test if this installation has none."""
-    if compiled_forms(start) is None:
+    if compiled_port(start) is None:
         pytest.skip("moonpool was installed without its compiled code")
     return peer.port
 
@@ -66,7 +66,12 @@ def _shown(value: Any) -> Any:
         return type(value).__name__, [_shown(each) for each in value]
     if isinstance(value, (InferenceRequest, Tensor)):
         # Details may be packed still.
-        slots = [name for name in type(value).__slots__ if name not in ("__weakref__", "_row")]
+        slots = [
+            name
+            for kind in type(value).__mro__
+            for name in getattr(kind, "__slots__", ())
+            if name not in ("__weakref__", "_row")
+        ]
         slots += ["_details"] if isinstance(value, InferenceRequest) else []
         return type(value).__name__, {name: _shown(getattr(value, name, "none")) for name in slots}
     return value if isinstance(value, (int, str, type(None))) else type(value).__name__

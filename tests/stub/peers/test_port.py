@@ -27,10 +27,11 @@ from moonpool.ipc.errors import Closed, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import NO_CORE, Details, Kind, Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.stub import pb_utils
+from moonpool.stub.attributes import InferenceResponseBase
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import Tensor
-from moonpool.stub.peers.port import compiled_forms
+from moonpool.stub.peers.port import compiled_port
 
 FP32, BYTES = 11, 13
 PLACE = [REQUESTS, 0]
@@ -320,6 +321,11 @@ def _flagged(request: InferenceRequest, a: np.ndarray) -> InferenceResponse:
     return InferenceResponse([Tensor("SUM", a)])
 
 
+def _without(found: Any, name: str) -> Any:
+    delattr(found, name)
+    return found
+
+
 def _broken(**fields: Any) -> InferenceResponse:
     response = InferenceResponse([])
     for name, value in fields.items():
@@ -355,10 +361,23 @@ RESPONSES = {
     "error": "InferenceResponse([], pb_utils.TritonError('no', pb_utils.TritonError.NOT_FOUND))",
     "error with outputs": "InferenceResponse([Tensor('SUM', a * b)], pb_utils.TritonError('no', pb_utils.TritonError.NOT_FOUND))",
     "subclass": "Mine([Tensor('SUM', a + b)])",
-    "without constructor": "object.__new__(InferenceResponse)",
+    "without constructor": "InferenceResponse.__new__(InferenceResponse)",
     "broken outputs": "_broken(_outputs=None)",
     "broken list": "_broken(_outputs=[None])",
     "broken error": "_broken(_error=5)",
+    **{
+        f"no{name}": f"_without(InferenceResponse([]), '{name}')"
+        for name in InferenceResponseBase.__slots__
+    },
+    **{
+        f"tensor without {name}": f"InferenceResponse([_without(Tensor('SUM', a + b), '{name}')])"
+        for name in ("_array", "_datatype", "_name", "_shape")
+    },
+    "strings without _wire": "InferenceResponse([_without(Tensor('SAID', np.array([b'x'])), '_wire')])",
+    **{
+        f"request without {name}": f"_without(r, '{name}') and InferenceResponse([Tensor('SUM', a)])"
+        for name in ("_preferred_memory", "_release_flags", "_requested_output_names")
+    },
     "None": "None",
     "text": "'text'",
     "keep": "_keep(r, a + b)",
@@ -512,7 +531,7 @@ def test_the_compiled_port_does_what_most_batches_are(
     form: str, response: str, placed: int
 ) -> None:
     desk = StubDesk(compiled)
-    counts = compiled_forms(desk.start).counts
+    counts = compiled_port(desk.start).counts
     before = counts()
     try:
         _play(desk, [([(form, response)], "list", 0, False)] * 2)
@@ -634,7 +653,7 @@ def test_models_of_our_own_kind_are_answered_alike(batch: str, returned: str) ->
         desk = StubDesk(
             form, model, kind="native", config=OWN, inputs=["A", "B"], outputs=["SUM", "DIFF"]
         )
-        forms = compiled_forms(desk.start)
+        forms = compiled_port(desk.start)
         before = forms.counts()["stacked"] if forms else 0
         answers = []
         try:

@@ -1,4 +1,4 @@
-"""The compiled port of a stub with the sanitizers for addresses and undefined behaviour: its tests, and what fuzzing
+"""The compiled ports of a stub with the sanitizers for addresses and undefined behaviour: its tests, and what fuzzing
 knows.
 """
 
@@ -11,22 +11,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.runtime.lane.built import STUB_PORT, sanitized
+from tests.runtime.lane.built import STUB_CALLS, STUB_PORT, sanitized
 
 ROOT = Path(__file__).parents[3]
-# Puts the sanitized module in the place of the installed one, and runs the tests.
+# Puts the sanitized modules in the places of the installed ones, and runs the tests.
 PROGRAM = """
 import importlib.util, sys
 import pytest
 from moonpool.stub import peers
 
-name = "moonpool.stub.peers._stub_port"
-spec = importlib.util.spec_from_file_location(name, sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-sys.modules[name] = peers._stub_port = module
-status = pytest.main([*sys.argv[2:], "-q", "-p", "no:cacheprovider"])
-assert peers._stub_port is module
+def loaded(name, path):
+    spec = importlib.util.spec_from_file_location(f"moonpool.stub.peers.{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module
+    setattr(peers, name, module)
+    return module
+
+modules = [loaded("_stub_port", sys.argv[1]), loaded("_stub_calls", sys.argv[2])]
+status = pytest.main([*sys.argv[3:], "-q", "-p", "no:cacheprovider"])
+assert [peers._stub_port, peers._stub_calls] == modules
 sys.exit(status)
 """
 TESTS = (
@@ -71,11 +75,12 @@ def test_threads_of_a_model_that_ask_at_once_do_not_race(tmp_path: Path) -> None
 def ended_with(
     folder: Path, sanitizers: str, options: dict[str, str], tests: Sequence[str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run these tests with the extension compiled so."""
-    module, libraries = sanitized(folder, sanitizers, *STUB_PORT)
+    """Run these tests with the extensions compiled so."""
+    port, libraries = sanitized(folder, sanitizers, *STUB_PORT)
+    calls, _ = sanitized(folder, sanitizers, *STUB_CALLS)
     path = [str(ROOT), str(Path(sys.modules["moonpool"].__path__[0]).parent)]
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(module), *tests],
+        [sys.executable, "-c", PROGRAM, str(port), str(calls), *tests],
         cwd=ROOT,
         env={
             **os.environ,
