@@ -236,7 +236,7 @@ cdef class OwnBlocks:
         if self._acquire(False) is True:
             try:
                 block = self._spare(block_bytes(size))
-            except Exception:
+            except BaseException:
                 pass  # Python's form meets the same
             self._release()
         if block is not None:
@@ -261,18 +261,18 @@ cdef class OwnBlocks:
             return None
         while left > 0:
             left -= 1
-            place = self._take_returned()
-            region, offset = <tuple?>place
+            region, offset = <tuple?>self._returned[0]
             block = self._live.get(offset) if region == self._first else None
             holds, size_bytes = (0, 0) if block is None else (block.holds, block.size_bytes)
             if holds != 1:
-                self._returned.appendleft(place)
                 return None
             if left == 0 and <uint64_t>size_bytes == size:
                 # It would be put aside, and be the last one there.
+                self._take_returned()
                 return block
             self._spares.setdefault(size_bytes, []).append(block)
             block.holds = 0
+            self._take_returned()
         aside = self._spares.get(size)
         if not aside:
             return None
