@@ -63,7 +63,8 @@ def test_models_derive_from_tensors() -> None:
 def test_tensors_are_copied_as_objects_with_slots() -> None:
     tensor = Mine("X", np.ones(2))
     tensor.unit = "m"  # type: ignore[attr-defined]
-    made, arguments, (fields, slots), *_ = tensor.__reduce_ex__(2)  # type: ignore[misc]
+    reduced: Any = tensor.__reduce_ex__(2)
+    made, arguments, (fields, slots), *_ = reduced
     assert (made, arguments, fields) == (copyreg.__newobj__, (Mine,), {"unit": "m"})  # type: ignore[attr-defined]
     assert slots["_name"] == "X"
     twin = copy.copy(tensor)

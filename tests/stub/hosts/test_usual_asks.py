@@ -23,9 +23,9 @@ from tests.waiting import wait_until
 
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import calls_codec, encode
-from moonpool.ipc.extension import load_if_there
 from moonpool.ipc.messages import Kind, Side
 from moonpool.ipc.region import SharedRegion
+from moonpool.stub import attributes
 from moonpool.stub.hosts.calls import Calls
 from moonpool.stub.hosts.runtime_host import StubHost
 from moonpool.stub.pb_utils.errors import TritonModelException
@@ -37,7 +37,7 @@ from moonpool.stub.peers.send_queue import SendQueue
 FROM_RUNTIME, OF_STUB = 1, 2
 REGION_BYTES = 1 << 14
 ROWS = [["SUM", 11, [4], 0, 0, 16], ["DIFF", 11, [2, 2], 0, 64, 16]]
-FORMS = [False, *([True] if load_if_there("moonpool.stub.peers._stub_calls") is not None else [])]
+FORMS = [False, *([] if attributes.compiled is None else [True])]
 
 
 class Asking:
