@@ -23,8 +23,8 @@ struct NamedLayout {
   uint64_t block, offset, size;
 };
 
-// A message about a call, all of whose tensors lie within the blocks that it names. The caller finds out if these blocks
-// are the peer's. Names point into the packet.
+// A message about a call, all of whose tensors lie within the blocks that it names. The caller finds out if these
+// blocks are the peer's. Names point into the packet.
 class NamedTensors {
  public:
   // More tensors than a usual call has: each is compared with each other one.
