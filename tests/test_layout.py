@@ -195,6 +195,7 @@ APART = {
     "moonpool.runtime.cli.triton": "as above",
     "moonpool.runtime.process.sigterm": "`moonpool` itself offers it to programs",
     "moonpool.runtime.version": "setup.py reads it without importing the package",
+    "moonpool.stub.peers.port": "it says what its compiled form is for",
 }
 
 
