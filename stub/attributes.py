@@ -2,8 +2,7 @@
 classes of models and of the layers derive. In Python and compiled.
 
 Theory of operation. The compiled forms (`stub/peers/_stub_port.pyx`) keep attributes in the same way, and Python
-reaches them as fast, but the port knows where they are. They are there if this process may use compiled code. An
-attribute that nobody has set is None then, and here it is missing.
+reaches them as fast, but the port knows where they are. They are there if this process may use compiled code.
 """
 
 from __future__ import annotations

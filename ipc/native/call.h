@@ -28,7 +28,7 @@ struct NamedLayout {
 class NamedTensors {
  public:
   // More tensors than a usual call has: each is compared with each other one.
-  static constexpr size_t kMost = 64;
+  static constexpr size_t kMostTensors = 64;
 
   const int64_t* shape(const NamedLayout& tensor) const { return dims.data() + tensor.first_dim; }
 
@@ -40,7 +40,7 @@ class NamedTensors {
 
  protected:
   bool take(const List<wire::Place>& places, const List<wire::Block>& named, const List<wire::NamedTensor>& rows) {
-    if (rows.size() > kMost || named.size() > rows.size()) return false;
+    if (rows.size() > kMostTensors || named.size() > rows.size()) return false;
     released.clear();
     for (const wire::Place& place : places) released.push_back(place);
     blocks.clear();

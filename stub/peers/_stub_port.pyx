@@ -23,6 +23,7 @@ from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_Size
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.object cimport PyObject, PyTypeObject
+from cpython.ref cimport Py_DECREF
 from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc
@@ -125,16 +126,34 @@ def counts():
     return dict(_counts)
 
 
+# How many objects are being made whose attributes the port sets. A garbage collection may make others meanwhile.
+cdef int _filled = 0
+
+
+cdef int unset(PyObject* made, size_t count) except -1:
+    """Let a new object have no attributes, as if it had slots: Cython sets each to None."""
+    cdef PyObject** attributes = <PyObject**>(<char*>made + sizeof(PyObject))
+    cdef size_t i
+    if _filled == 0:
+        for i in range(count):
+            Py_DECREF(<object>attributes[i])
+            attributes[i] = NULL
+    return 0
+
+
 cdef class TensorBase:
-    pass
+    def __cinit__(self):
+        unset(<PyObject*>self, 6)
 
 
 cdef class InferenceResponseBase:
-    pass
+    def __cinit__(self):
+        unset(<PyObject*>self, 3)
 
 
 cdef class InferenceRequestBase:
-    pass
+    def __cinit__(self):
+        unset(<PyObject*>self, 12)
 
 
 cdef class BatchBase:
@@ -180,6 +199,17 @@ cdef New _new_tensor = <New>PyType_GetSlot(<PyTypeObject*>TensorBase, Py_tp_new)
 cdef New _new_response = <New>PyType_GetSlot(<PyTypeObject*>InferenceResponseBase, Py_tp_new)
 cdef New _new_request = <New>PyType_GetSlot(<PyTypeObject*>InferenceRequestBase, Py_tp_new)
 cdef tuple _nothing = ()
+
+
+cdef make(New new, kind):
+    """Make an object, each attribute of which is None."""
+    global _filled
+    _filled += 1
+    try:
+        return new(<PyTypeObject*>kind, _nothing, NULL)
+    finally:
+        _filled -= 1
+
 
 # This module lies below those of these classes.
 cdef object _tensor, _request, _response, _untraced
@@ -401,7 +431,7 @@ cdef bint add_lease(dict regions, Block block, list leases, list places) except 
 cdef TensorBase tensor_over(name, uint64_t datatype, const int64_t* dims, uint64_t count, uint64_t offset,
                             uint64_t size, lease):
     """Make a tensor over bytes in a lease. Strings and BF16 are viewed as bytes."""
-    cdef TensorBase tensor = <TensorBase>_new_tensor(<PyTypeObject*>_tensor, _nothing, NULL)
+    cdef TensorBase tensor = <TensorBase>make(_new_tensor, _tensor)
     cdef int64_t length = size
     cdef char* at = fields(lease).data + offset
     cdef size_t k
@@ -415,7 +445,7 @@ cdef TensorBase tensor_over(name, uint64_t datatype, const int64_t* dims, uint64
 
 
 cdef InferenceResponseBase response_of(list outputs):
-    cdef InferenceResponseBase response = <InferenceResponseBase>_new_response(<PyTypeObject*>_response, _nothing, NULL)
+    cdef InferenceResponseBase response = <InferenceResponseBase>make(_new_response, _response)
     response._outputs = outputs
     return response
 
@@ -645,7 +675,7 @@ cdef class StubPort:
             if self._opened.details[index].is_rare:
                 # A hook. Nothing has changed yet.
                 return self._batch.detailed(tensors, unpacked_details(details), origin)
-        cdef InferenceRequestBase request = <InferenceRequestBase>_new_request(<PyTypeObject*>_request, _nothing, NULL)
+        cdef InferenceRequestBase request = <InferenceRequestBase>make(_new_request, _request)
         request._row, request._inputs, request._origin = details, tensors, origin
         request._requested_output_names, request._trace = self._outputs, _untraced
         request._release_flags, request._cancelled = 0, False

@@ -262,6 +262,7 @@ def test_ctrl_c_ends_a_wait_at_the_end_whose_reason_is_told(
     program.process.send_signal(signal.SIGINT)
 
     assert program.end() == -signal.SIGINT, program.errors()
-    assert program.errors().rstrip().endswith("KeyboardInterrupt")
+    # A thread that ends with the program may have logged something later.
+    assert "KeyboardInterrupt" in program.errors().splitlines()
     assert program.is_alone()
     assert program.finalized() == []

@@ -85,3 +85,12 @@ def test_cycles_through_attributes_are_collected() -> None:
     del tensor, response
     gc.collect()
     assert [each() for each in seen] == [None, None]
+
+
+@pytest.mark.parametrize("kind", [Tensor, InferenceRequest, InferenceResponse, Mine])
+def test_an_object_whose_constructor_did_not_run_has_no_attributes(kind: Any) -> None:
+    found = kind.__new__(kind)
+    for base in kind.__mro__:
+        for name in getattr(base, "__slots__", ()):
+            if not name.startswith("__"):
+                assert not hasattr(found, name)

@@ -12,7 +12,6 @@ from moonpool.runtime.process.files import parsed_json
 RUNTIME = Path(__file__).parents[3] / "runtime"
 # What the runtime's own processes say, and the server's JSON, which has a reader of its own.
 OURS = {
-    "bench/hosts/hosted.py",
     "cli/sandbox.py",
     "process/blank_templates.py",
     "process/files.py",

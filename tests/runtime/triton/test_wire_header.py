@@ -42,8 +42,8 @@ ITS_OWN = {
     # Of copies that go past the caches.
     "kPastCaches",
     "kAhead",
-    # Of the port of calls, which leaves larger ones to Python.
-    "kMostInputs",
+    # Of the port of calls, which leaves more of them to Python.
+    "kMostTensors",
     # Of a work channel in memory, which the library does not use.
     "kSlotPage",
     "kMostRings",

@@ -71,7 +71,8 @@ def _shown(value: Any) -> Any:
             if name not in ("__weakref__", "_row")
         ]
         slots += ["_details"] if isinstance(value, InferenceRequest) else []
-        return type(value).__name__, {name: _shown(getattr(value, name, "none")) for name in slots}
+        # What the port makes has None where an attribute of Python's form is never set, nor read.
+        return type(value).__name__, {name: _shown(getattr(value, name, None)) for name in slots}
     return value if isinstance(value, (int, str, type(None))) else type(value).__name__
 
 
