@@ -347,7 +347,7 @@ backend-config text*: the settings of a model's processes are in its config.pbtx
 http-thread-count whole: one event loop serves all of HTTP; --frontends has several
 grpc-infer-thread-count whole: one event loop serves all calls
 grpc-infer-allocation-pool-size whole: there are no objects to keep
-grpc-max-response-pool-size whole: what waits for a client that does not read has limits in bytes: docs/SERVING.md
+grpc-max-response-pool-size whole: what waits for a client that does not read has limits in bytes: docs/OPERATING.md
 enable-peer-access boolean: the server itself uses no GPU
 repoagent-directory path: the agent checksum is part of moonpool, and models with another one are refused
 cache-directory path: the cache local is part of moonpool
