@@ -166,8 +166,8 @@ class OwnServer(MoonpoolHost):
 class Tuner:
     """The search for one model. A context manager; for one thread.
 
-    Making it starts a server and finds the models that a request reaches. Raises `Unavailable`, `Unmeasurable`, `Refused`,
-    `Unreachable` and errors of the requests.
+    Making it starts a server and finds the models that a request reaches. Raises `Unavailable`, `Unmeasurable`,
+    `Refused`, `Unreachable` and errors of the requests.
     """
 
     def __init__(self, plan: Plan) -> None:

@@ -38,10 +38,10 @@ extern Looks looks;
 // The looks of one end of a channel. One thread at a time.
 class Looking {
  public:
-  // Begins a wait, for a message whose answer the peer was looking for or not. Returns for how long the thread looks: if
-  // that is not 0, it calls `end` and nothing else next.
+  // Begins a wait. `peer_looks` says that the peer was looking when our last message came. Returns for how long the
+  // thread looks: if that is not 0, it calls `end` and nothing else next.
   int64_t begin(int64_t look_ns, uint64_t own_core, uint64_t peer_core, bool peer_looks, int64_t now_ns);
-  // Ends a look for so long, which found a message after that time, or did not.
+  // Ends a look, which found a message after `taken_ns`, or did not.
   void end(int64_t look_ns, int64_t taken_ns, bool found);
   // Notes how long a whole wait took.
   void waited(int64_t look_ns, int64_t taken_ns);

@@ -285,7 +285,9 @@ cdef class Spec:
         cdef vector[int64_t] dims
         cdef Shapes shapes
         cdef Row row
-        if offset < 0 or offset > memory.len or sent is not None and (type(sent) is not list or len(<list>sent) != count):
+        if offset < 0 or offset > memory.len:
+            return None
+        if sent is not None and (type(sent) is not list or len(<list>sent) != count):
             return None
         tensors.resize(count)
         for i in range(count):
@@ -1100,7 +1102,7 @@ def packed_details(details):
 
 
 cdef bint write_details(Writer* message, details) except -1:
-    """Write the details of a request, with the bytes that `pack` gives. Returns False if they do not fit into a packet."""
+    """Write the details of a request, with the bytes of `pack`. Returns False if they do not fit into a packet."""
     cdef PyObject* key
     cdef PyObject* value
     cdef Py_ssize_t at = 0

@@ -39,11 +39,12 @@ and the party that is first in the list has won.
 *Threads that wait.* Such a thread blocks on a bare lock, its bell, which `resolve` and `appoint` release. It wakes up
 for its outcome, or to drive an execution. A bell that rings already is left alone, so one wake-up may mean both, and
 the thread looks at both. While it is awake, as it drives one step of a chain after the other, nobody rings: it looks
-before it blocks. Each side writes first and reads second: `resolve` and `appoint` leave their word and then look if
-`_is_awake`, while the thread unsets that and then looks for their word. An appointment can come while the thread leaves, because its time is over or a signal handler
-raised. Each side then writes first and reads second: the thread sets `_gone` and then cancels its request, while
-`appoint` sets `_execution` and then looks at `_gone`. If the thread is gone, `appoint` claims the execution itself, to
-learn whether the thread took it, and if not, offers it to the next caller.
+before it blocks. Each side writes first and reads second: `resolve` and `appoint` set what they have for the thread and
+then read `_is_awake`, while the thread clears `_is_awake` and then reads what they have set. An appointment can come
+while the thread leaves, because its time is over or a signal handler raised. Each side then writes first and reads
+second: the thread sets `_gone` and then cancels its request, while `appoint` sets `_execution` and then looks at
+`_gone`. If the thread is gone, `appoint` claims the execution itself, to learn whether the thread took it, and if not,
+offers it to the next caller.
 
 *Signals.* Python runs signal handlers on the main thread, between any two instructions, and a handler may raise. A
 request of that thread must then be neither lost nor driven twice, and requests of others must not notice. So no step
@@ -768,7 +769,7 @@ class Execution:
         self.scheduler.finish(self, interruptible)
 
     def _took_until(self, deadline: float, is_alone: bool) -> bool:
-        """Wait for the answer. Returns True if it is received, too. Raises `RequestTimedOut` at the deadline, not before."""
+        """Wait for the answer. Returns True if it is received, too. Raises `RequestTimedOut`, never early."""
         port = self.port
         if port is not None:
             came = port.wait_until(int(deadline * 1e9) + 1, is_alone)

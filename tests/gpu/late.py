@@ -1,7 +1,7 @@
 """A device on which single pieces of work are late, so that what does not wait for them goes wrong every time.
 
-All other work is done as soon as its stream comes to it: whoever forgets to wait is too early. The fake driver starts a
-piece of work late; a card is given much to do before it.
+All other work is done as soon as its stream comes to it, so code that forgets to wait reads too early. The fake driver
+starts a piece of work late; a card is given much to do before it.
 """
 
 from __future__ import annotations

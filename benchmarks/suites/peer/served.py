@@ -1,4 +1,4 @@
-"""Servers side by side: moonpool's and a real Triton, each a process with the same models, as `moonpool bench --hosts` starts them."""
+"""Servers side by side, moonpool's and a real Triton: processes with the same models, started as by `bench --hosts`."""
 
 from __future__ import annotations
 

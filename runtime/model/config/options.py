@@ -799,8 +799,8 @@ def options_table() -> str:
         f"| `{PURE}` | 0, 1, contained | 0 | Work without compiled code of moonpool: nowhere, everywhere (1), or in"
         " processes of models at best-effort and strict and where their messages are read. An installation without a"
         " compiler has none. |",
-        f"| `{LOOK_US}` | microseconds, 0 to {_MOST_LOOK_US} | 30 | The time for which a process looks for the next message before it sleeps,"
-        " if the last one came from another processor and looking has helped lately. The first looks after a pause take"
+        f"| `{LOOK_US}` | microseconds, 0 to {_MOST_LOOK_US} | 30 | The time for which a process looks for the next"
+        " message before it sleeps, if the last one came from another processor and looking has helped lately. The first looks after a pause take"
         " up to 125 µs longer. 0 switches it off. |",
     ]
     lines += ["", "<!-- Made by `python -m moonpool.runtime.model.config.options`. -->", ""]

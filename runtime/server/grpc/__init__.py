@@ -18,7 +18,9 @@ _BUNDLED = Path(__file__).with_name(_LIBRARY)
 
 
 def open_nghttp2() -> tuple[Callable[..., _http2.Session], str]:
-    """Return the maker of sessions, and the library that it uses. Raises ImportError without the extension, and OSError without nghttp2.
+    """Return the maker of sessions, and the library that it uses.
+
+    Raises ImportError without the extension, and OSError without nghttp2.
 
     The system's library is preferred to the one in the wheel, because it gets the system's updates.
     """

@@ -1,5 +1,5 @@
-/* gRPC over HTTP/2, for Python and without I/O: bytes of a peer go in, events and bytes for it come out. The server's side, and as
- * much of the client's as the load generator needs.
+/* gRPC over HTTP/2, for Python and without I/O: bytes of a peer go in, events and bytes for it come out. The server's
+ * side, and as much of the client's as the load generator needs.
  *
  * HTTP/2 itself is libnghttp2's, which is found when the program runs. What is used of its stable interface (libnghttp2.so.14) is
  * declared here, so a compiler alone builds this file. This uses Python's stable ABI.
@@ -57,7 +57,13 @@ enum { ERR_WOULDBLOCK = -504, ERR_DEFERRED = -508, ERR_TEMPORAL = -521, ERR_PAUS
 enum { DATA_EOF = 1, DATA_NO_END_STREAM = 2, DATA_NO_COPY = 4 };
 enum { NO_ERROR = 0, ENHANCE_YOUR_CALM = 11 };
 enum { CANCEL = 8 };
-enum { ENABLE_PUSH = 2, MAX_CONCURRENT_STREAMS = 3, INITIAL_WINDOW_SIZE = 4, MAX_FRAME_SIZE = 5, MAX_HEADER_LIST_SIZE = 6 };
+enum {
+    ENABLE_PUSH = 2,
+    MAX_CONCURRENT_STREAMS = 3,
+    INITIAL_WINDOW_SIZE = 4,
+    MAX_FRAME_SIZE = 5,
+    MAX_HEADER_LIST_SIZE = 6
+};
 
 typedef int (*on_frame_callback)(nghttp2_session *, const nghttp2_frame_hd *, void *);
 typedef int (*on_header_callback)(nghttp2_session *, const nghttp2_frame_hd *, const uint8_t *, size_t, const uint8_t *, size_t, uint8_t, void *);
@@ -482,7 +488,9 @@ static int on_close(nghttp2_session *session, int32_t id, uint32_t code, void *u
     if (code != NO_ERROR && !s->is_client && --s->resets < 0) s->is_flooded = 1;
     if (st == nullptr) return 0;
     if (st->held_to > st->held_from && ng.session_consume_connection(session, st->held_to - st->held_from)) s->has_failed = 1;
-    if (st->has_head || s->is_client) event(s, Py_BuildValue("iiI", static_cast<int>(EVENT_CLOSED), (int)id, (unsigned)code));
+    if (st->has_head || s->is_client) {
+        event(s, Py_BuildValue("iiI", static_cast<int>(EVENT_CLOSED), (int)id, (unsigned)code));
+    }
     ng.session_set_stream_user_data(session, id, nullptr);
     free_stream(s, st);
     return s->has_failed ? ERR_CALLBACK : 0;
@@ -871,7 +879,8 @@ static PyObject *request(Session *s, PyObject *const *arguments, Py_ssize_t coun
     enum { MOST = 64 };
     nghttp2_nv headers[MOST];
     if (count != 4 || !PyTuple_Check(arguments[0]) || PyTuple_Size(arguments[0]) > MOST)
-        return PyErr_Format(PyExc_TypeError, "request(up to %d headers, message, is_last, is_wanted)", static_cast<int>(MOST));
+        return PyErr_Format(PyExc_TypeError, "request(up to %d headers, message, is_last, is_wanted)",
+                            static_cast<int>(MOST));
     long is_last = PyLong_AsLong(arguments[2]), is_wanted = PyLong_AsLong(arguments[3]);
     Py_ssize_t size = PyTuple_Size(arguments[0]);
     for (Py_ssize_t i = 0; i < size; i++) {
@@ -891,7 +900,10 @@ static PyObject *request(Session *s, PyObject *const *arguments, Py_ssize_t coun
     nghttp2_data_provider provider;
     provider.source.ptr = st;
     provider.read = on_read;
-    int32_t id = add_message(s, st, arguments[1], 0, 0) ? 0 : ng.submit_request(s->ng, nullptr, headers, (size_t)size, &provider, st);
+    int32_t id = 0;
+    if (!add_message(s, st, arguments[1], 0, 0)) {
+        id = ng.submit_request(s->ng, nullptr, headers, (size_t)size, &provider, st);
+    }
     if (id <= 0) {
         free_stream(s, st);
         return failed(id);
@@ -938,7 +950,10 @@ static int init(PyObject *self, PyObject *arguments, PyObject *names) {
     static const char *keywords[] = {"max_message_bytes", "compresses", "is_client", nullptr};
     Session *s = reinterpret_cast<Session *>(self);
     Py_ssize_t max_message;
-    if (!PyArg_ParseTupleAndKeywords(arguments, names, "np|p", const_cast<char **>(keywords), &max_message, &s->compresses, &s->is_client)) return -1;
+    if (!PyArg_ParseTupleAndKeywords(arguments, names, "np|p", const_cast<char **>(keywords), &max_message,
+                                     &s->compresses, &s->is_client)) {
+        return -1;
+    }
     if (callbacks == nullptr || s->ng != nullptr || max_message < 0) {
         PyErr_SetString(PyExc_ValueError, callbacks == nullptr ? "nghttp2 was not opened" : "a session is made once, with a limit");
         return -1;

@@ -1,11 +1,11 @@
 """Requests of clients for one model version: planned, checked, and refused with Triton's error texts.
 
-A protocol reads what a client sent into a `RequestPlan`, which holds everything but the bytes of tensors. Clients send the same
-JSON, or the same message, again and again, so the readers remember plans by those bytes. A plan may serve requests on several
-threads at once, so nobody changes it.
+A protocol reads what a client sent into a `RequestPlan`, which holds everything but the bytes of tensors. Clients send
+the same JSON, or the same message, again and again, so the readers remember plans by those bytes. A plan may serve
+requests on several threads at once, so nobody changes it.
 
-Most requests have all their tensors in the message, exactly as the model wants them. Compiled code makes such a request in one
-step (`RequestPlan.usual`). Whatever is otherwise, or wrong, is left to `make`, which says what is wrong.
+Most requests have all their tensors in the message, exactly as the model wants them. Compiled code makes such a request
+in one step (`RequestPlan.usual`). All others go through `make`, which says what is wrong with them, if anything is.
 """
 
 from __future__ import annotations

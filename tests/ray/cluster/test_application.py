@@ -276,8 +276,7 @@ def test_sequences_stay_with_their_replica(placed: Nodes) -> None:  # noqa: ARG0
     for answers in found:
         assert [float(each["Y"][0, 0]) for each in answers] == [1, 2, 3, 4]
         assert len({int(each["PID"][0, 0]) for each in answers}) == 1
-    # With 8 sequences and 2 replicas, one of them has all with a chance of 1 in 128, so nothing is said of how they
-    # spread.
+    # How they spread is not checked: with a chance of 1 in 128, one of 2 replicas has all 8 sequences.
 
 
 @pytest.mark.promise(
