@@ -1,4 +1,7 @@
-"""Lets processes that the model forked, as `multiprocessing` does, ask for the same things as the model.
+"""Lets processes that the model forked, as `multiprocessing` does, ask for what the model may ask for.
+
+All but responses in a stream: Triton's backend gives forks none either, while its own tests send plain requests from
+the workers of a `multiprocessing.Pool`.
 
 Theory of operation. A fork has copies of everything, but only the stub may use the channels to the runtime and the
 tables of shared memory. So the stub has a *broker*, a thread that listens on a socket which every fork, and every fork
@@ -14,8 +17,7 @@ Descriptors that the processes pass to each other lie with the stub for that tim
 when it knocks, and keeps the pair.
 
 The broker starts after the first fork, in the parent. If the machine has no thread to spare, the next fork tries again.
-If a thread for one question cannot be started, the fork that asked gets an error. For responses to a stream there is a
-second thread, which waits for the end of the fork's messages: that cancels the request.
+If a thread for one question cannot be started, the fork that asked gets an error.
 """
 
 from __future__ import annotations
@@ -27,14 +29,12 @@ import struct
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import setitem
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moonpool.ipc.codec import encode, unpacked
 from moonpool.ipc.errors import LocalProtocolError
-from moonpool.ipc.signals import at_once
 from moonpool.ipc.tensors import BYTES, DTYPES
 from moonpool.stub import output, pb_utils, threads
 from moonpool.stub.hosts import descriptors
@@ -42,7 +42,7 @@ from moonpool.stub.pb_utils import host
 from moonpool.stub.pb_utils.errors import ErrorCode, TritonError, TritonModelException
 from moonpool.stub.pb_utils.host import Host
 from moonpool.stub.pb_utils.request import InferenceRequest, InferenceTrace
-from moonpool.stub.pb_utils.response import Answer, InferenceResponse, ResponseIterator
+from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import ORDINARY, Tensor
 from moonpool.stub.report import describe
 
@@ -53,6 +53,10 @@ _LENGTH = struct.Struct("<Q")
 # What a fork wants when it knocks: to ask one question, or to share descriptors.
 _ASKS, _SHARES = b"\0", b"\1"
 _GONE = "The process that hosts the model has ended."
+_NO_STREAMS = (
+    "Requests with decoupled=True work in the model's own process only, and not in one that it forked: make it there, "
+    "or ask a model that is not decoupled."
+)
 # The methods of the stub's host that a fork may call, beside inference.
 _METHODS = frozenset(
     [
@@ -130,7 +134,8 @@ class ForkBroker:
 
     def _close(self, end: socket.socket) -> None:
         # Shut down first: a fork may have copied this end a moment ago.
-        _hang_up(end)
+        with contextlib.suppress(OSError):  # the other side was faster
+            end.shutdown(socket.SHUT_RDWR)
         end.close()
         self._ends.discard(end)
 
@@ -154,48 +159,22 @@ class ForkedHost(Host):
             _send_packet(ours, packet)
         return ours
 
-    def infer(self, request: InferenceRequest, decoupled: bool) -> Answer:
-        end = self._ask("infer", decoupled, *_packed_request(request))
-        if not decoupled:
-            with end:
-                return _response(*_told(_Incoming(end)))
+    def infer(self, request: InferenceRequest, decoupled: bool) -> InferenceResponse:
+        if decoupled:
+            raise TritonModelException(_NO_STREAMS)
+        with self._ask("infer", *_packed_request(request)) as end:
+            return _response(*_told(end))
 
-        # One item, the message that comes next.
-        messages = [_Incoming(end)]
-
-        def receive(seen: list[InferenceResponse]) -> None:
-            answer = _told(messages[0])
-            # The end stays, for another call: a signal handler of the model's may raise.
-            if answer:
-                response = _response(*answer)
-                at_once(
-                    partial(seen.append, response), partial(setitem, messages, 0, _Incoming(end))
-                )
-
-        def cancel() -> None:
-            with contextlib.suppress(OSError):  # the stub has ended
-                end.shutdown(socket.SHUT_WR)
-
-        def abandon() -> None:
-            _hang_up(end)
-            end.close()
-
-        return ResponseIterator.over(receive, cancel, abandon)
-
-    def ainfer(self, request: InferenceRequest, decoupled: bool) -> asyncio.Future[Answer]:
+    def ainfer(
+        self, request: InferenceRequest, decoupled: bool
+    ) -> asyncio.Future[InferenceResponse]:
         import asyncio
 
-        loop = asyncio.get_running_loop()
-        return loop.run_in_executor(None, self._begun, request, decoupled)
-
-    def _begun(self, request: InferenceRequest, decoupled: bool) -> Answer:
-        """Do the same as `infer`, but return an iterator only when its first response is there."""
-        answer = self.infer(request, decoupled)
-        return answer._wait() if isinstance(answer, ResponseIterator) else answer
+        return asyncio.get_running_loop().run_in_executor(None, self.infer, request, decoupled)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         with self._ask(method, *arguments) as end:
-            return _told(_Incoming(end))[0]
+            return _told(end)[0]
 
     def load_model(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:
         self._call("load_model", name, config, files)
@@ -242,37 +221,19 @@ def _knock(broker: socket.socket, wish: bytes) -> socket.socket:
 
 def _answer(end: socket.socket) -> None:
     """Answer one question. Raises EOFError or OSError if the fork has ended."""
-    question = _Incoming(end).receive()
+    method, *arguments = _received(end)
     try:
-        if question[0] == "infer":
-            _infer(end, *question[1:])
-        elif question[0] in _METHODS:
-            method = getattr(host.current(), question[0])
-            _send(end, ("answer", method(*question[1:])))
+        if method == "infer":
+            response: Any = _request(*arguments).exec()
+            _send(end, ("answer", *_packed_response(response)))
+        elif method in _METHODS:
+            _send(end, ("answer", getattr(host.current(), method)(*arguments)))
     except OSError:
         raise
     except TritonModelException as error:
         _send(end, ("raise", str(error)))
     except Exception as error:  # the fork waits for an answer, whatever went wrong
         _send(end, ("raise", describe(error)))
-
-
-def _infer(end: socket.socket, decoupled: bool, *packed: Any) -> None:
-    answer = _request(*packed).exec(decoupled)
-    if isinstance(answer, ResponseIterator):
-        # The fork sends nothing more. End of file means that it cancels or has ended.
-        threads.start(partial(_cancel_at_end, end, answer), "moonpool-forks")
-        for response in answer:
-            _send(end, ("answer", *_packed_response(response)))
-        _send(end, ("answer",))
-    else:
-        _send(end, ("answer", *_packed_response(answer)))
-
-
-def _cancel_at_end(end: socket.socket, responses: ResponseIterator) -> None:
-    with contextlib.suppress(OSError):
-        end.recv(1)
-    responses.cancel()
 
 
 def _send(end: socket.socket, message: tuple[Any, ...]) -> None:
@@ -284,64 +245,30 @@ def _send_packet(end: socket.socket, packet: bytes) -> None:
     end.sendall(packet)
 
 
-class _Incoming:
-    """A message as it arrives.
-
-    If a signal handler raises meanwhile, the next call of `receive` goes on with what has come.
-    """
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._head = _Buffer(_LENGTH.size)
-        self._body: _Buffer | None = None
-
-    def receive(self) -> list[Any]:
-        """Receive a question, or the fields of an answer; no fields after the last response of several.
-
-        Raises TritonModelException if that is the answer, and EOFError at the end of the other process.
-        """
-        head = self._head.filled(self._end)
-        if self._body is None:
-            self._body = _Buffer(*_LENGTH.unpack(head))
-        first, *rest = unpacked(self._body.filled(self._end))
-        if first == "raise":
-            raise TritonModelException(rest[0])
-        return rest if first == "answer" else [first, *rest]
+def _received(end: socket.socket) -> list[Any]:
+    """Receive a message. Raises EOFError at the end of the other process."""
+    with end.makefile("rb") as file:
+        try:
+            head = file.read(_LENGTH.size)
+            size = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else 1
+            body = file.read(size)
+        except ConnectionResetError:  # the other process ended without reading everything
+            raise EOFError from None
+    if len(body) < size:
+        raise EOFError
+    message: list[Any] = unpacked(body)
+    return message
 
 
-class _Buffer:
-    """So many bytes to receive."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._data = bytearray(size_bytes)
-        # The number of bytes of each part that has come.
-        self._counts: list[int] = []
-
-    def filled(self, end: socket.socket) -> bytearray:
-        """Receive until all bytes are there, and return them. Raises EOFError."""
-        counts, data = self._counts, memoryview(self._data)
-        while (count := sum(counts)) < len(data):
-            try:
-                # One call into C: what was received is counted.
-                counts.extend(map(end.recv_into, (data[count:],)))
-            except ConnectionResetError:  # the other process ended without reading everything
-                raise EOFError from None
-            if not counts[-1]:
-                raise EOFError
-        return self._data
-
-
-def _told(message: _Incoming) -> list[Any]:
-    """Receive an answer. Raises TritonModelException if the stub has ended, too."""
+def _told(end: socket.socket) -> list[Any]:
+    """Receive the fields of an answer. Raises TritonModelException if that is the answer, or if the stub has ended."""
     try:
-        return message.receive()
+        kind, *rest = _received(end)
     except EOFError:
         raise TritonModelException(_GONE) from None
-
-
-def _hang_up(end: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the other side was faster
-        end.shutdown(socket.SHUT_RDWR)
+    if kind == "raise":
+        raise TritonModelException(rest[0])
+    return rest
 
 
 def _packed_request(request: InferenceRequest) -> list[object]:

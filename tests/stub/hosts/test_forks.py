@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import gc
 import os
 import signal
 import subprocess
@@ -15,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.runtime.interrupting import OF_A_STUB, interrupted_everywhere
 from tests.waiting import wait_until
 
 from moonpool.stub.hosts.forks import ForkBroker, ForkedHost
@@ -23,13 +19,12 @@ from moonpool.stub.pb_utils import host
 from moonpool.stub.pb_utils.errors import TritonModelException
 from moonpool.stub.pb_utils.host import Host
 from moonpool.stub.pb_utils.request import InferenceRequest
-from moonpool.stub.pb_utils.response import InferenceResponse, ResponseIterator
+from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import Tensor
 
 pytestmark = pytest.mark.promise(
     "At the limits",
-    "A process that a model forked learns why its request failed, and when the stub ends, even "
-    "while other forks live; its responses end only when the model ends them.",
+    "A process that a model forked learns why its request failed, and when the stub ends, even while other forks live.",
 )
 
 Y = InferenceResponse([Tensor("Y", np.arange(3, dtype=np.float32))])
@@ -42,18 +37,9 @@ class Stub(Host):
         self.answer = answer
         self.asked: list[InferenceRequest] = []
 
-        self.is_cancelled = threading.Event()
-
-    def infer(self, request: InferenceRequest, decoupled: bool) -> Any:
+    def infer(self, request: InferenceRequest, decoupled: bool) -> Any:  # noqa: ARG002
         self.asked.append(request)
-        if decoupled:
-            return ResponseIterator.over(self._receive, self.is_cancelled.set)
         return self.answer()
-
-    def _receive(self, seen: list[InferenceResponse]) -> None:
-        response = self.answer()
-        if response is not None:
-            seen.append(response)
 
     def is_model_ready(self, name: str, version: str) -> bool:  # noqa: ARG002
         return bool(self.answer())
@@ -88,35 +74,6 @@ def raiser(error: BaseException) -> Callable[[], Any]:
     return answer
 
 
-def responses(*outcomes: Any) -> Callable[[], Any]:
-    left = iter(outcomes)
-
-    def answer() -> Any:
-        outcome = next(left)
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
-
-    return answer
-
-
-def test_responses_end_where_the_stub_says_so(forked: ForkedHost) -> None:
-    host.use(Stub(responses(Y, Y, None)))
-    answers: Any = forked.infer(request(), True)
-    assert [len(each.output_tensors()) for each in answers] == [1, 1]
-    # A second loop sees all of them again.
-    assert len(list(answers)) == 2
-
-
-def test_responses_that_break_off_are_no_end(forked: ForkedHost) -> None:
-    host.use(Stub(responses(Y, ValueError("as planned"))))
-    stream: Any = forked.infer(request(), True)
-    answers = iter(stream)
-    next(answers)
-    with pytest.raises(TritonModelException, match="ValueError: as planned"):
-        next(answers)
-
-
 @pytest.mark.parametrize("error", [TritonModelException("as planned"), KeyError("as planned")])
 def test_every_failure_reaches_the_fork(forked: ForkedHost, error: Exception) -> None:
     host.use(Stub(raiser(error)))
@@ -126,81 +83,11 @@ def test_every_failure_reaches_the_fork(forked: ForkedHost, error: Exception) ->
         forked.is_model_ready("m", "")
 
 
-@pytest.mark.promise("Requests between models", "`cancel` of an iterator only sets …")
-def test_a_loop_that_a_signal_handler_interrupted_goes_on_to_its_end(forked: ForkedHost) -> None:
-    def ask() -> Any:
-        answers = iter([Y, Y, None])
-        host.use(Stub(lambda: next(answers)))
-        return forked.infer(request(), True)
-
-    responses = [ask()]
-    taken: list[InferenceResponse] = []
-
-    def go_on() -> None:
-        with contextlib.suppress(StopIteration):
-            while True:
-                taken.append(next(responses[0]))
-
-    def check() -> None:
-        go_on()
-        assert len(taken) == 2
-        taken.clear()
-        responses[0] = ask()
-
-    assert interrupted_everywhere(go_on, check, within=OF_A_STUB, at_lines=False) > 50
-    go_on()
-
-
-def test_a_loop_that_is_cancelled_goes_on_to_the_model_s_own_end(forked: ForkedHost) -> None:
-    def all_answers() -> Iterator[Any]:
-        yield Y
-        assert stub.is_cancelled.wait(60)
-        yield Y
-        yield Y
-
-    answers = all_answers()
-    stub = Stub(lambda: next(answers, None))
-    host.use(stub)
-    stream: Any = forked.infer(request(), True)
-    next(stream)
-    stream.cancel()
-    assert len(list(stream)) == 2
-
-
-def test_a_model_is_told_when_a_fork_forgets_its_loop(forked: ForkedHost) -> None:
-    may_end = threading.Event()
-    answers = iter([Y])
-
-    def answer() -> Any:
-        response = next(answers, None)
-        return response or (may_end.wait(60) and None)
-
-    stub = Stub(answer)
-    host.use(stub)
-    stream: Any = forked.infer(request(), True)
-    next(stream)
-    del stream
-    gc.collect()
-    assert stub.is_cancelled.wait(60)
-    may_end.set()
-
-
-@pytest.mark.promise("Requests between models", "A coroutine that calls a …")
-def test_a_coroutine_of_a_fork_gets_its_loop_with_the_first_response(forked: ForkedHost) -> None:
-    may_answer = threading.Event()
-    answers = iter([Y])
-
-    def answer() -> Any:
-        assert may_answer.wait(60)
-        return next(answers, None)
-
-    async def ask() -> int:
-        asyncio.get_running_loop().call_later(0.05, may_answer.set)
-        responses: Any = await forked.ainfer(request(), True)
-        return sum(1 for _ in responses)
-
-    host.use(Stub(answer))
-    assert asyncio.run(ask()) == 1
+def test_a_stream_is_refused_in_a_fork_and_the_error_says_where_it_works(
+    forked: ForkedHost,
+) -> None:
+    with pytest.raises(TritonModelException, match="in the model's own process only"):
+        forked.infer(request(), True)
 
 
 def test_outputs_are_asked_for_in_memory_that_a_fork_has(forked: ForkedHost) -> None:
