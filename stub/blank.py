@@ -40,10 +40,11 @@ from moonpool.ipc.codec import compile_checks
 from moonpool.ipc.errors import PeerGone
 from moonpool.ipc.messages import Side
 from moonpool.stub import loop as loop  # imported here, so that forks need not
-from moonpool.stub.boot import TITLE, die_with_parent
+from moonpool.stub.sandbox.identity import die_with
 from moonpool.stub.sandbox.kernel import NUMBERS
 from moonpool.stub.template import reseed
 
+_TITLE = b"triton_python_backend_stub"
 _CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x00200000, 0x01000000
 _FLAGS = _CLONE_PARENT | _CLONE_CHILD_CLEARTID | _CLONE_CHILD_SETTID | signal.SIGCHLD
 _PR_GET_TID_ADDRESS = 40
@@ -160,7 +161,7 @@ def _become(
     """Become a process of its own, in a fork: leave the session, the channel and the output of the template."""
     try:
         os.setsid()
-        die_with_parent(parent_pid)
+        die_with(parent_pid)
         channel.close()
         *fds, output_fd = fds
         os.dup2(output_fd, 1)
@@ -194,7 +195,7 @@ def _rename(name: str) -> None:
         begin, end = map(int, file.read().rpartition(b")")[2].split()[_ARGUMENTS])
     with open("/proc/self/cmdline", "rb") as file:
         program = file.read().split(b"\0")[:2]
-    line = b"\0".join([*program, TITLE.encode(), name.encode()])
+    line = b"\0".join([*program, _TITLE, name.encode()])
     size = end - begin
     if size > 0:
         ctypes.memmove(begin, line[: size - 1].ljust(size, b"\0"), size)

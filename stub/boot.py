@@ -16,8 +16,7 @@ from __future__ import annotations
 import os
 import sys
 
-TITLE, TEMPLATE_TITLE = "triton_python_backend_stub", "moonpool_blank_template"
-_PR_SET_PDEATHSIG = 1
+_TEMPLATE_TITLE = "moonpool_blank_template"
 
 
 def leave_folder(folder: str) -> None:
@@ -27,19 +26,6 @@ def leave_folder(folder: str) -> None:
     """
     if folder in sys.path[:1]:  # PYTHONSAFEPATH leaves it out
         del sys.path[0]
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel end this process when the runtime ends. Ends it at once if the runtime has ended already.
-
-    In a PID namespace the parent has the number 0. There the keeper ends this process (`stub/process_tree.py`).
-    """
-    import ctypes
-    import signal
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() not in (parent_pid, 0):
-        os._exit(1)
 
 
 def make_importable(name: str, folder: str) -> None:
@@ -90,27 +76,60 @@ def main() -> None:
     del sys.argv[1:]
     here = os.path.dirname(os.path.realpath(__file__))
     leave_folder(here)
-    die_with_parent(int(parent_pid))
     make_importable("moonpool", os.path.dirname(here))
-    if title == TEMPLATE_TITLE:
+    from moonpool.ipc import signals
+    from moonpool.stub.sandbox.identity import die_with
+
+    die_with(int(parent_pid))
+    if title == _TEMPLATE_TITLE:
         import gc
 
         # Until it forks. What it imports stays, and nothing of it is garbage.
         gc.disable()
-    from moonpool.ipc import signals
-
     signals.use_defaults()
     load_msgpack(msgpack_folder)
+    from moonpool.stub import report
     from moonpool.stub.handshake import shake_hands
 
     forget_msgpack(msgpack_folder)
     fds = [int(work_fd), int(control_fd), int(calls_fd)]
-    if title == TEMPLATE_TITLE:
+    if title == _TEMPLATE_TITLE:
         from moonpool.stub.blank import fork_for
 
         name, fds = fork_for(fds[1], int(parent_pid))
     handshake = shake_hands(name, *fds, is_confined=bool(confined))
-    handshake.serve()
+    # Nothing foreign may be imported before the sandbox is on, and numpy is foreign.
+    why = _what_is_wrong_with_numpy()
+    if why:
+        handshake.fail("environment", why)
+    try:
+        # A template imports this before it forks, so that its forks need not.
+        from moonpool.stub.loop import Stub
+    except Exception as error:  # the memory that numpy has left may be too little
+        handshake.fail("start", report.describe(error), report.traceback_of(error))
+    if handshake.start["mode"] == "template":
+        from moonpool.stub.template import Template
+
+        Stub(*Template(handshake).run()).run()
+    else:
+        Stub(handshake).run()
+
+
+def _what_is_wrong_with_numpy() -> str:
+    """Import numpy. Returns why that is not possible."""
+    from moonpool.stub.report import limit_advice
+
+    try:
+        import numpy  # noqa: F401
+    except Exception as error:  # a library of numpy's that gets no memory may raise anything
+        message = str(error).strip()
+        advice = limit_advice(error, message)
+        if not advice:
+            advice = "; install it there"
+            if os.environ.get("PYTHONPATH"):
+                advice += ", and look whether PYTHONPATH leads to packages of another Python"
+        return f"numpy cannot be imported by {sys.executable}: {message or type(error).__name__}{advice}"
+    return ""
 
 
 if __name__ == "__main__":

@@ -35,9 +35,10 @@ def main() -> None:
     package = types.ModuleType("moonpool")
     package.__path__ = [os.path.dirname(here)]
     sys.modules["moonpool"] = package
-    from moonpool.stub.boot import die_with_parent, load_msgpack
+    from moonpool.stub.boot import load_msgpack
+    from moonpool.stub.sandbox.identity import die_with
 
-    die_with_parent(int(parent_pid))
+    die_with(int(parent_pid))
     load_msgpack(msgpack)
     from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
     from moonpool.ipc.codec import control_codec, encode

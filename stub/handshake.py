@@ -129,12 +129,6 @@ def shake_hands(
     return handshake
 
 
-def _advice() -> str:
-    if os.environ.get("PYTHONPATH"):
-        return "install it there, and look whether PYTHONPATH leads to packages of another Python"
-    return "install it there"
-
-
 class Handshake:
     """Holds START and the channels to the runtime, once the handshake is over."""
 
@@ -153,34 +147,6 @@ class Handshake:
         self.announced = announced
         self.start: dict[str, Any] = {}
         self.policy = Policy()
-
-    def serve(self) -> None:
-        """Import numpy and the loop, then load the model and serve until the process ends.
-
-        The imports are here and not above: nothing foreign may be imported before the sandbox is on, and numpy is
-        foreign. `loop` imports numpy.
-        """
-        try:
-            import numpy  # noqa: F401
-        except Exception as error:  # a library of numpy's that gets no memory may raise anything
-            message = str(error).strip()
-            self.fail(
-                "environment",
-                f"numpy cannot be imported by {sys.executable}: {message or type(error).__name__}"
-                f"{report.limit_advice(error, message) or '; ' + _advice()}",
-            )
-        try:
-            # A template imports this before it forks, so that its forks need not.
-            from moonpool.stub.loop import Stub
-        except Exception as error:  # the memory that numpy has left may be too little
-            self.fail("start", report.describe(error), report.traceback_of(error))
-
-        if self.start["mode"] == "template":
-            from moonpool.stub.template import Template
-
-            Stub(*Template(self).run()).run()
-        else:
-            Stub(self).run()
 
     def fail(self, stage: str, message: str, traceback: str = "") -> NoReturn:
         """Send the reason why this stub cannot serve, and end the process."""

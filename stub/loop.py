@@ -46,7 +46,7 @@ import numpy as np
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import Kind
 from moonpool.ipc.slots import SlotChannel, take
-from moonpool.stub import output, pb_utils, trackers
+from moonpool.stub import output, trackers
 from moonpool.stub.coroutines import Coroutines
 from moonpool.stub.handshake import Handshake
 from moonpool.stub.hosts.calls import Calls
@@ -56,6 +56,7 @@ from moonpool.stub.loader import LoadError
 from moonpool.stub.model import Inherited, Model, ModelThreads, Readiness, load_model
 from moonpool.stub.native.model import NativeAdapter
 from moonpool.stub.pb_utils import host, logger
+from moonpool.stub.pb_utils.memory import use_memory
 from moonpool.stub.pb_utils.request import RELEASE_RESCHEDULE, InferenceRequest
 from moonpool.stub.peers.answer import Answer
 from moonpool.stub.peers.peer import Peer, Peers
@@ -130,7 +131,7 @@ class Stub:
         logger.set_sink(self._main.control.log)
         denials.tell(self._main.control.send_packet)
         try:
-            pb_utils.use_memory(self._main.regions)
+            use_memory(self._main.regions)
             model = load_model(start, self._inherited)
         except LoadError as error:
             self._fail(error)
@@ -231,7 +232,7 @@ class Stub:
         """Execute the batch that one of several peers has sent. Returns False after FINALIZE."""
         try:
             packet = peer.port.receive()
-            pb_utils.use_memory(peer.regions)
+            use_memory(peer.regions)
             message = self._execute(model, peer, packet)
             if message is None:
                 return True

@@ -54,7 +54,7 @@ class Model:
         self._is_decoupled: bool = start["decoupled"]
         self._reschedules: bool = start["reschedules"]
         if start["copies_gpu_to_numpy"]:
-            from moonpool.stub.devices.tensor import DeviceTensor
+            from moonpool.stub.pb_utils.device_tensor import DeviceTensor
 
             DeviceTensor.copies_to_numpy = True
 

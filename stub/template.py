@@ -42,7 +42,6 @@ from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import Kind, Side
 from moonpool.ipc.policy import Policy
 from moonpool.stub import output, trackers
-from moonpool.stub.boot import die_with_parent
 from moonpool.stub.handshake import Handshake, shake_hands
 from moonpool.stub.loader import LoadError
 from moonpool.stub.model import Inherited, Model, import_class
@@ -51,6 +50,7 @@ from moonpool.stub.pb_utils.errors import TritonModelException
 from moonpool.stub.pb_utils.host import Host
 from moonpool.stub.sandbox import layers
 from moonpool.stub.sandbox.denials import denials
+from moonpool.stub.sandbox.identity import die_with
 from moonpool.stub.sandbox.outcome import Applied
 
 # Python's own: gevent's wait for an event of its loop, which nobody runs here.
@@ -232,7 +232,7 @@ class Template:
         """Become a process of its own, in a fork: leave the session, the channels and the output of the template."""
         work_fd, control_fd, calls_fd, output_fd, handshake_fd = fds
         os.setsid()
-        die_with_parent(parent_pid)
+        die_with(parent_pid)
         mine = self._handshake
         for channel in (mine.conversation.channel, mine.control, mine.calls):
             channel.close()

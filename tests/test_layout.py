@@ -166,6 +166,69 @@ def imported(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of names that lead to each other, of two or more."""
+    reached: dict[str, set[str]] = {}
+    for name in edges:
+        found, todo = set[str](), [name]
+        while todo:
+            new = edges.get(todo.pop(), set()) - found
+            found |= new
+            todo += new
+        reached[name] = found
+    groups = {
+        tuple(sorted(other for other in found if name in reached.get(other, ())))
+        for name, found in reached.items()
+    }
+    return [list(group) for group in sorted(groups) if len(group) > 1]
+
+
+# Few models need memory on a device, and the functions that do import the driver.
+ONLY_WHEN_CALLED = {"moonpool.stub.pb_utils.device_tensor"}
+
+
+@cache
+def imports_of_modules() -> dict[str, set[str]]:
+    """The modules of moonpool that each of its modules imports, those for types included."""
+    names = {module_of(path).removesuffix(".__init__"): path for path in SOURCES}
+    edges = {}
+    for name, path in names.items():
+        edges[name] = found = set[str]()
+        late = {
+            node
+            for function in ast.walk(trees()[path])
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+            for node in ast.walk(function)
+        }
+        for node in ast.walk(trees()[path]):
+            if isinstance(node, ast.ImportFrom):
+                # Each of the names may be a module.
+                full = (f"{node.module}.{alias.name}" for alias in node.names)
+                meant = {each if each in names else str(node.module) for each in full}
+            else:
+                meant = set(imports(node))
+            found |= meant & names.keys() - (ONLY_WHEN_CALLED if node in late else set())
+        found.discard(name)
+    return edges
+
+
+def test_no_more_than_two_modules_import_each_other() -> None:
+    assert [group for group in circles(imports_of_modules()) if len(group) > 2] == []
+
+
+@pytest.mark.parametrize("package", ["moonpool.runtime", "moonpool.stub"])
+def test_no_packages_import_each_other(package: str) -> None:
+    parts: dict[str, set[str]] = {}
+    for name, others in imports_of_modules().items():
+        for other in others:
+            if name.startswith(f"{package}.") and other.startswith(f"{package}."):
+                depth = package.count(".") + 2
+                mine, theirs = (".".join(each.split(".")[:depth]) for each in (name, other))
+                parts.setdefault(mine, set()).update({theirs} - {mine})
+
+    assert circles(parts) == []
+
+
 def test_a_package_has_at_most_15_modules() -> None:
     count = Counter(package_of(path) for path in SOURCES if path.name != "__init__.py")
 

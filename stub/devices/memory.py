@@ -32,7 +32,7 @@ from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
 from moonpool.ipc.errors import CudaError, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.memory import Lease, Region
 from moonpool.ipc.messages import Kind
-from moonpool.stub.devices.tensor import DeviceTensor
+from moonpool.stub.pb_utils.device_tensor import DeviceTensor
 
 # The runtime sends EVENT before the message that needs it. The wait covers the switch between threads.
 _ARRIVAL_S = 30.0

@@ -15,8 +15,8 @@ from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.errors import CudaError, CudaUnavailable, OutOfMemory
 from moonpool.ipc.messages import NO_DEVICE
 from moonpool.ipc.tensors import BYTES, DTYPES
-from moonpool.stub.devices.tensor import DeviceTensor
-from moonpool.stub.pb_utils import Memory
+from moonpool.stub.pb_utils.device_tensor import DeviceTensor
+from moonpool.stub.pb_utils.memory import Memory
 from moonpool.stub.pb_utils.tensor import PreferredMemory, Tensor
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from moonpool.ipc.cuda.array import DeviceArray
-from moonpool.stub import pb_utils
 from moonpool.stub.pb_utils.errors import TritonModelException
+from moonpool.stub.pb_utils.memory import memory_in_use
 
 
 def joined(arrays: Sequence[DeviceArray]) -> DeviceArray:
@@ -24,7 +24,7 @@ def joined(arrays: Sequence[DeviceArray]) -> DeviceArray:
 
 
 def _copied(arrays: Sequence[DeviceArray], shape: tuple[int, ...]) -> DeviceArray:
-    memory = pb_utils.memory_in_use()
+    memory = memory_in_use()
     if memory is None:
         raise TritonModelException("There is memory on a device only in a model that is served.")
     first = arrays[0]
@@ -55,7 +55,7 @@ def array_on_device(value: Any) -> DeviceArray:
     """Return the array of an object on a device. Raises TypeError if there is none, and what `DeviceArray.of`
     raises.
     """
-    memory = pb_utils.memory_in_use()
+    memory = memory_in_use()
     stream = None
     if memory is not None and hasattr(value, "__dlpack_device__"):
         stream = memory.on_devices().lane(int(value.__dlpack_device__()[1])).stream

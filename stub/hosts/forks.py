@@ -36,11 +36,12 @@ import numpy as np
 from moonpool.ipc.codec import encode, unpacked
 from moonpool.ipc.errors import LocalProtocolError
 from moonpool.ipc.tensors import BYTES, DTYPES
-from moonpool.stub import output, pb_utils, threads
+from moonpool.stub import output, threads
 from moonpool.stub.hosts import descriptors
 from moonpool.stub.pb_utils import host
 from moonpool.stub.pb_utils.errors import ErrorCode, TritonError, TritonModelException
 from moonpool.stub.pb_utils.host import Host
+from moonpool.stub.pb_utils.memory import use_memory
 from moonpool.stub.pb_utils.request import InferenceRequest, InferenceTrace
 from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import ORDINARY, Tensor
@@ -99,7 +100,7 @@ class ForkBroker:
                 end.close()
             self._on_fork()
             output.prepare_fork()
-            pb_utils.use_memory(None)
+            use_memory(None)
             host.use(ForkedHost(self._outside))
             descriptors.use(descriptors.ForkedShelf(partial(_knock, self._outside, _SHARES)))
 

@@ -319,7 +319,7 @@ def _response(arrays: Mapping[str, Any]) -> InferenceResponse:
 def _tensor(name: str, array: Any) -> Tensor:
     if isinstance(array, np.ndarray):
         return Tensor(name, array)
-    from moonpool.stub.devices.tensor import DeviceTensor
+    from moonpool.stub.pb_utils.device_tensor import DeviceTensor
 
     return DeviceTensor.over(name, array)
 

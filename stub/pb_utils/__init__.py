@@ -12,19 +12,19 @@ from __future__ import annotations
 import json  # noqa: F401
 import struct  # noqa: F401
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, overload
+from typing import TYPE_CHECKING, overload
 
 # A function may return None, but models know when it does not. Type checkers need not ask them for a proof.
 from typing import Any as MaybeNone
 
 import numpy as np
 
-from moonpool.ipc.memory import Lease
 from moonpool.ipc.tensors import encode_bytes
 from moonpool.stub.pb_utils.config import Json, ModelConfig
 from moonpool.stub.pb_utils.errors import TritonError, TritonModelException
 from moonpool.stub.pb_utils.host import is_model_ready, load_model, unload_model
 from moonpool.stub.pb_utils.logger import Logger
+from moonpool.stub.pb_utils.memory import memory_in_use
 from moonpool.stub.pb_utils.metrics import Metric, MetricFamily, MetricKind
 from moonpool.stub.pb_utils.request import InferenceRequest, InferenceTrace
 from moonpool.stub.pb_utils.response import (
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from moonpool.ipc.cuda.array import DeviceArray
-    from moonpool.ipc.cuda.region import DeviceLease
-    from moonpool.stub.devices.memory import DeviceMemory
 
 __all__ = [
     "COUNTER",
@@ -232,19 +230,8 @@ def using_decoupled_model_transaction_policy(model_config: Json) -> bool:
     return False
 
 
-class Memory(Protocol):
-    """Gives `empty` its memory."""
-
-    def empty(self, size_bytes: int) -> Lease: ...
-    def empty_on(self, device: int, size_bytes: int) -> DeviceLease: ...
-    def on_devices(self) -> DeviceMemory: ...
-
-
-class _Place:
-    """Holds what the stub sets for its process."""
-
-    model_dir = ""
-    memory: Memory | None = None
+# Set by the loader.
+_model_dir = [""]
 
 
 @overload
@@ -264,10 +251,10 @@ def empty(
     copy (`torch.from_dlpack`, `cupy.from_dlpack`), and `Tensor.from_dlpack` makes it an output. Raises
     TritonModelException outside of a stub, and if there is no such device or no room on it.
     """
-    memory = _Place.memory
+    memory = memory_in_use()
     dims = (shape,) if isinstance(shape, int) else tuple(shape)
     if device is not None:
-        from moonpool.stub.devices.tensor import empty_array
+        from moonpool.stub.pb_utils.device_tensor import empty_array
 
         return empty_array(memory, dims, np.dtype(dtype), device)
     if memory is None:
@@ -283,19 +270,9 @@ def empty(
 
 def get_model_dir() -> str:
     """Return the folder of the model's version, `<repository>/<model>/<version>`."""
-    return _Place.model_dir
+    return _model_dir[0]
 
 
 def set_model_dir(path: str) -> None:
     """Set what `get_model_dir` returns. For the loader."""
-    _Place.model_dir = path
-
-
-def use_memory(memory: Memory | None) -> None:
-    """Set the memory that `empty` allocates in. For the loop."""
-    _Place.memory = memory
-
-
-def memory_in_use() -> Memory | None:
-    """Return the memory that `empty` allocates in, if any. For tensors on devices."""
-    return _Place.memory
+    _model_dir[0] = path

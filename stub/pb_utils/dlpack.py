@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,8 +21,6 @@ from moonpool.stub.pb_utils.tensor import Tensor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import CapsuleType
-
-    from moonpool.stub.devices.tensor import DeviceTensor
 
 _ON_DEVICE = (capsules.CUDA, capsules.CUDA_MANAGED)
 _ORDINARY = (capsules.CPU, capsules.CUDA_HOST)
@@ -97,16 +95,13 @@ def load(name: str, source: object) -> Tensor:
     name = as_text(name)
     if not name:
         raise TritonModelException("Tensor name cannot be an empty string.")
-    if isinstance(source, Tensor) and source._is_on_device:
-        there = cast("DeviceTensor", source)
-        return there.over(name, there._device_array)
     if hasattr(source, "__dlpack__") and hasattr(source, "__dlpack_device__"):
         device_type, ordinal = source.__dlpack_device__()
         _check_device(int(device_type))
         if device_type in _ON_DEVICE:
-            from moonpool.stub.devices import tensor as device_tensor
+            from moonpool.stub.pb_utils.device_tensor import from_device
 
-            return device_tensor.from_device(name, source, int(ordinal), checked)
+            return from_device(name, source, int(ordinal), checked)
         source = capsules.capsule_of(source)
     foreign = capsules.look(source)
     if foreign is None:
@@ -116,9 +111,9 @@ def load(name: str, source: object) -> Tensor:
         )
     datatype = checked(foreign)
     if foreign.device_type in _ON_DEVICE:
-        from moonpool.stub.devices import tensor as device_tensor
+        from moonpool.stub.pb_utils.device_tensor import from_device
 
-        return device_tensor.from_device(name, source, foreign.device_id, checked)
+        return from_device(name, source, foreign.device_id, checked)
     return _adopt(name, foreign, datatype)
 
 

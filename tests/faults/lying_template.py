@@ -12,6 +12,7 @@ import runpy
 import signal
 import socket
 import sys
+from typing import Any
 
 BOOT = runpy.run_path(os.environ["FAULT_BOOT"])
 BOOT["make_importable"]("moonpool", os.path.dirname(os.path.dirname(BOOT["__file__"])))
@@ -19,6 +20,7 @@ BOOT["load_msgpack"](sys.argv[-1])
 
 from moonpool.ipc.codec import encode  # noqa: E402
 from moonpool.ipc.messages import Kind  # noqa: E402
+from moonpool.stub import handshake  # noqa: E402
 from moonpool.stub.handshake import Handshake  # noqa: E402
 
 FAULT = os.environ["FAULT_IN_TEMPLATE"]
@@ -101,14 +103,16 @@ def lying(honest: type) -> type:
     return LyingTemplate
 
 
-def serve(handshake: Handshake) -> None:
+def shake_hands(*arguments: Any, **options: Any) -> Handshake:
     """Handshake as usual. The lying template is made after the sandbox is on, since it starts threads."""
+    handshake.shake_hands = honestly
+    ended = honestly(*arguments, **options)
     from moonpool.stub import template
 
     setattr(template, "Template", lying(template.Template))  # noqa: B010 - a type checker takes it for a type
-    honest_serve(handshake)
+    return ended
 
 
-honest_serve = Handshake.serve
-setattr(Handshake, "serve", serve)  # noqa: B010
+honestly = handshake.shake_hands
+handshake.shake_hands = shake_hands
 BOOT["main"]()

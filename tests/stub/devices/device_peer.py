@@ -19,7 +19,7 @@ from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.messages import NO_DEVICE, Kind, Side
 from moonpool.ipc.region import SharedRegion
-from moonpool.stub import pb_utils
+from moonpool.stub.pb_utils.memory import use_memory
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.response import InferenceResponse, ReplyPort
 from moonpool.stub.pb_utils.tensor import Tensor, preferred
@@ -122,9 +122,9 @@ class Peer:
 @pytest.fixture
 def peer(fake: Fake) -> Iterator[Peer]:  # noqa: ARG001 - it drives the devices
     found = Peer()
-    pb_utils.use_memory(found.regions)
+    use_memory(found.regions)
     yield found
-    pb_utils.use_memory(None)
+    use_memory(None)
     found.close()
     # A caught exception is part of a cycle, and refers to arrays.
     gc.collect()

@@ -22,8 +22,8 @@ from moonpool.ipc.messages import ANY_MEMORY, DEVICE_MEMORY, ORDINARY_MEMORY, Ki
 from moonpool.ipc.region import SharedRegion
 from moonpool.ipc.signals import at_once
 from moonpool.stub import pb_utils
-from moonpool.stub.devices.tensor import DeviceTensor
 from moonpool.stub.hosts.call_tensors import Placed, prepared, read_outputs
+from moonpool.stub.pb_utils.device_tensor import DeviceTensor
 from moonpool.stub.pb_utils.errors import TritonModelException
 from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import Tensor, preferred

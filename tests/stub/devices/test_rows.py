@@ -13,8 +13,8 @@ from tests.stub.devices.device_peer import Peer, floats, foreign, peer
 from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.messages import NO_DETAILS
 from moonpool.stub import pb_utils
-from moonpool.stub.devices.tensor import DeviceTensor
 from moonpool.stub.native.model import NativeAdapter
+from moonpool.stub.pb_utils.device_tensor import DeviceTensor
 from moonpool.stub.pb_utils.errors import InvalidReturn
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.tensor import Tensor

@@ -12,6 +12,7 @@ from tests.heap_region import HeapRegion
 
 import moonpool.stub.pb_utils as pb_utils
 from moonpool.ipc.memory import lease_of
+from moonpool.stub.pb_utils.memory import use_memory
 
 pytestmark = pytest.mark.promise(
     "Models",
@@ -128,9 +129,9 @@ def test_configurations_are_found_by_name() -> None:
 def region() -> Iterator[HeapRegion]:
     region = HeapRegion(1, 4096)
     memory = SimpleNamespace(empty=lambda size: region.lease(64, size, lambda _: None, None))
-    pb_utils.use_memory(cast(Any, memory))
+    use_memory(cast(Any, memory))
     yield region
-    pb_utils.use_memory(None)
+    use_memory(None)
 
 
 @pytest.mark.usefixtures("region")

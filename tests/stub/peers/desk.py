@@ -18,8 +18,9 @@ from moonpool.ipc.conversation import Conversation
 from moonpool.ipc.memory import lease_of
 from moonpool.ipc.messages import NO_CORE, Kind, Side
 from moonpool.ipc.region import SharedRegion
-from moonpool.stub import loop, pb_utils
+from moonpool.stub import loop
 from moonpool.stub.model import Model
+from moonpool.stub.pb_utils.memory import use_memory
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.tensor import Tensor
 from moonpool.stub.peers.peer import Peer, Peers
@@ -165,13 +166,13 @@ class StubDesk:
 
     def ask_with(self, packet: bytes) -> bytes:
         """Do the same with a packet."""
-        pb_utils.use_memory(self.peer.regions)
+        use_memory(self.peer.regions)
         self.work.send(packet)
         self.work.send(encode(Kind.FINALIZE))
         try:
             self._stub._serve(self._model)
         finally:
-            pb_utils.use_memory(None)
+            use_memory(None)
         # FINALIZE only ended the loop.
         self.peer.conversation.pass_turn(Kind.ANSWER)
         return self.work.recv(1 << 16)

@@ -13,9 +13,8 @@ from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.dlpack import Foreign
 from moonpool.ipc.errors import BadTensor, MoonpoolError
 from moonpool.ipc.tensors import BF16, BYTES, code_of, size_bytes
-from moonpool.stub import pb_utils
-from moonpool.stub.pb_utils import Memory
 from moonpool.stub.pb_utils.errors import TritonModelException
+from moonpool.stub.pb_utils.memory import Memory, memory_in_use
 from moonpool.stub.pb_utils.tensor import BF16_TO_NUMPY, Tensor
 
 if TYPE_CHECKING:
@@ -122,8 +121,10 @@ def from_device(
 
     `check` raises Triton's errors for capsules that cannot become a tensor. Raises `TritonModelException`.
     """
+    if isinstance(source, DeviceTensor):
+        return DeviceTensor.over(name, source._device_array)
     with _in_words(ordinal):
-        memory = pb_utils.memory_in_use()
+        memory = memory_in_use()
         stream = None if memory is None else memory.on_devices().lane(ordinal).stream
         try:
             array = DeviceArray.of(source, stream)
