@@ -2,22 +2,30 @@
 
 Theory of operation. An ensemble is a `HostedModel` without instances, whose scheduler asks other models. It serves
 while it and all its members do. A member that is replaced is found by the next step, since every step looks for its
-model anew.
+model anew. `ask_ready` has no lock: it asks one member after the other, and each answer comes once, on any thread.
 
-`check_ready` has no lock: it asks one member after the other, and each answer comes once, on any thread.
+*Its life.* The registry loads, replaces and unloads models, and tells `EnsembleBook` of each. The book has the members
+of an ensemble loaded before it. After a load it has those ensembles unloaded that the model does not fit any more, and
+those loaded again that went with one of their models, when all of them are back. The thread that has loaded the model
+does this, and does not hold its model lock any more: it acquires that of one ensemble after the other. An unload takes
+the ensembles above the model out of the table in the same hold of the registry's lock.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from functools import cache
+from typing import NamedTuple, Protocol
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.ensemble.graph import EnsembleGraph, Unfit
 from moonpool.runtime.ensemble.scheduler import EnsembleScheduler
-from moonpool.runtime.errors import BackendError
+from moonpool.runtime.errors import BackendError, ModelNotFound, NotGranted
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.model_statuses import LoadedVersions, with_code
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Backend, Model, ModelInstance
 from moonpool.runtime.model.config.ensembles import ENSEMBLE, EnsembleScheduling, EnsembleStep
 from moonpool.runtime.model.config.limits import ConfigLimits
@@ -26,10 +34,16 @@ from moonpool.runtime.model.device_intake import DeviceIntake
 from moonpool.runtime.model.request import Answer as Outcome
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.model.states import ModelState
+from moonpool.runtime.repository.loading import HostingRules, Wanted
+from moonpool.runtime.repository.repository import ModelRepositories, RepositoryError
+from moonpool.runtime.residency.residents import Residency
 from moonpool.runtime.schedule.response_cache import CachingScheduler
 from moonpool.runtime.stubs.readiness import Answer
 
+_log = RuntimeLog("moonpool")
 Find = Callable[[str, "int | None"], HostedModel]
+# Raises an error unless somebody may load or unload the model of a name.
+CheckName = Callable[[str], object]
 # The most ensembles of which each is a step of the one before.
 MOST_NESTED = 16
 
@@ -149,7 +163,7 @@ def scheduling_of(config: ModelConfig) -> EnsembleScheduling:
     return config.ensemble
 
 
-def step_models(config: ModelConfig) -> list[str]:
+def _step_models(config: ModelConfig) -> list[str]:
     """Return the model of each step of an ensemble, in order; none of other models."""
     return [] if config.ensemble is None else [step.model for step in config.ensemble.steps]
 
@@ -175,7 +189,7 @@ def checked(config: ModelConfig, find: Find) -> ModelConfig:
     return config.with_decoupled(is_decoupled)
 
 
-def check_no_circle(name: str, members_of: Callable[[str], Iterable[str]]) -> None:
+def _check_no_circle(name: str, members_of: Callable[[str], Iterable[str]]) -> None:
     """Raise `Unfit` if an ensemble is a step of itself, or of one of its steps, and so on.
 
     `members_of` returns the names of the models in the steps of an ensemble, none for other models.
@@ -194,7 +208,7 @@ def check_no_circle(name: str, members_of: Callable[[str], Iterable[str]]) -> No
                 reached.append(member)
 
 
-class Nesting(NamedTuple):
+class _Nesting(NamedTuple):
     """The requests that one request to a model becomes, itself included, if each model responds once, and how many
     ensembles lie in each other there.
     """
@@ -203,15 +217,15 @@ class Nesting(NamedTuple):
     depth: int
 
 
-_NO_ENSEMBLE = Nesting(1, 0)
+_NO_ENSEMBLE = _Nesting(1, 0)
 
 
-def nesting_of(
+def _nesting_of(
     name: str,
     steps_of: Callable[[str], Sequence[str]],
     limits: ConfigLimits,
-    known: dict[str, Nesting],
-) -> Nesting:
+    known: dict[str, _Nesting],
+) -> _Nesting:
     """Return the nesting of a model. `steps_of` returns the model of each step of an ensemble, nothing for other
     models.
 
@@ -230,7 +244,7 @@ def nesting_of(
         if steps is None:
             steps = inside[each] = steps_of(each)
             _check_depth(name, len(inside) if steps else 0)
-            # One that lies in itself is for `check_no_circle`.
+            # One that lies in itself is for `_check_no_circle`.
             left += [member for member in dict.fromkeys(steps) if member not in inside]
             continue
         del inside[each]
@@ -241,10 +255,10 @@ def nesting_of(
         requests = sum(member.requests for member in members)
         if requests > limits.ensemble_requests:
             raise Unfit(
-                f"a request to ensemble '{each}' becomes {requests} requests to the models of its steps, with those of ensembles among them, and "
-                f"{limits.ensemble_requests} is the most{limits.advice('ensemble_requests')}"
+                f"a request to ensemble '{each}' becomes {requests} requests to the models of its steps, "
+                f"with those of ensembles among them, and {limits.ensemble_requests} is the most{limits.advice('ensemble_requests')}"
             )
-        known[each] = Nesting(1 + requests, depth)
+        known[each] = _Nesting(1 + requests, depth)
     return known[name]
 
 
@@ -255,16 +269,7 @@ def _check_depth(name: str, depth: int) -> None:
         )
 
 
-def dependents_of(name: str, ensembles: Iterable[tuple[str, ModelConfig]]) -> list[str]:
-    """Return the names of those ensembles that have this model in a step."""
-    return [
-        each
-        for each, config in ensembles
-        if config.ensemble is not None and name in config.ensemble.models
-    ]
-
-
-def member_failed(name: str, member: str, error: MoonpoolError) -> Unfit:
+def _member_failed(name: str, member: str, error: MoonpoolError) -> Unfit:
     """Make the error of an ensemble one of whose members cannot be loaded."""
     version = getattr(error, "version", None)
     where = "" if version is None else f"version {version} is at UNAVAILABLE state: "
@@ -280,32 +285,216 @@ def member_failed(name: str, member: str, error: MoonpoolError) -> Unfit:
     return failure
 
 
-def weigh(
-    name: str, models: Mapping[str, LoadedVersions], above: Sequence[str], limits: ConfigLimits
-) -> None:
-    """Note in an ensemble, and in those above it, how many requests one request to a member has open at a time.
-    `models` has all that are loaded.
+class EnsembleLoader(Protocol):
+    """The registry of models, as its book of ensembles needs it."""
 
-    Raises `Unfit` if a request to one of them becomes too many in all; then nothing has changed.
+    rules: HostingRules
+    repositories: ModelRepositories
+    residency: Residency
+
+    def find(self, name: str, version: int | None = None) -> HostedModel:
+        """Return a model version."""
+
+    def load(
+        self,
+        wanted: Wanted,
+        asker: str | None = None,
+        *,
+        may: CheckName = ...,
+        is_implied: bool = False,
+    ) -> None:
+        """Load or reload a model, and others with it for which `may` does not raise."""
+
+    def unload(self, name: str, asker: str | None = None) -> None:
+        """Unload a model."""
+
+
+class EnsembleBook:
+    """The ensembles of a registry: what they need to load, and what becomes of them when their models come and go.
+
+    `models` is the registry's table. `lock` guards it and what is noted here.
     """
-    known: dict[str, Nesting] = {}
-    widths: dict[str, int] = {}
 
-    def steps_of(each: str) -> list[str]:
-        return step_models(models[each].config) if each in models else []
+    def __init__(
+        self, registry: EnsembleLoader, models: Mapping[str, LoadedVersions], lock: threading.Lock
+    ) -> None:
+        self._registry, self._models, self._lock = registry, models, lock
+        # Ensembles that were unloaded with a member, to be loaded again with it; and their members.
+        self._awaiting: dict[str, tuple[Wanted, list[str]]] = {}
+        # Models that were loaded for an ensemble alone.
+        self._implied: set[str] = set()
 
-    for each in (name, *above):
-        nesting_of(each, steps_of, limits, known)
+    # Who depends on whom
 
-    def width_of(each: str) -> int:
-        if each not in widths:
-            inner = list(map(width_of, steps_of(each)))
-            hosted = models[each].latest if inner else None
-            is_chain = isinstance(hosted, HostedEnsemble) and hosted.is_chain
-            widths[each] = 1 + (max(inner) if is_chain else sum(inner))
-        return widths[each]
+    def dependents(self, name: str) -> list[str]:
+        """Return the loaded ensembles that have this model in a step."""
+        # Other threads change the table meanwhile. To copy it is atomic.
+        return [
+            each
+            for each, loaded in list(self._models.items())
+            if loaded.config.ensemble is not None and name in loaded.config.ensemble.models
+        ]
 
-    for each in (name, *above):
-        for hosted in models[each].versions.values():
-            if isinstance(hosted, HostedEnsemble):
-                hosted.weigh(width_of)
+    def above(self, names: Sequence[str]) -> list[str]:
+        """Return the loaded ensembles that depend on one of these models, also through others."""
+        found: list[str] = []
+        reached = list(names)
+        while reached:
+            new = [each for each in self.dependents(reached.pop()) if each not in found]
+            found += new
+            reached += new
+        return found
+
+    def check_unload(self, name: str, may: CheckName, *, with_members: bool) -> list[str]:
+        """Let `may` check each other model that an unload of this one takes with it. Needs the lock.
+
+        Returns the models that were loaded for this ensemble alone, if it goes `with_members`.
+        """
+        going = [name]
+        for each in going if with_members else ():
+            going += [member for member in self._alone(each) if member not in going]
+        for each in (*going[1:], *self.above(going)):
+            if each != name:
+                may(each)
+        return self._alone(name) if with_members else []
+
+    def _alone(self, name: str) -> list[str]:
+        """Return the models that were loaded for this ensemble and that no other one has in a step. Needs the lock."""
+        loaded = self._models.get(name)
+        ensemble = None if loaded is None else loaded.config.ensemble
+        return [
+            member
+            for member in ([] if ensemble is None else ensemble.models)
+            if member in self._implied and self.dependents(member) == [name]
+        ]
+
+    # Loads and unloads of models
+
+    def prepare(self, models: Sequence[Model], may: CheckName) -> None:
+        """Load the members that are not loaded, and check the versions of an ensemble against them. Raises `Unfit`, and
+        what `may` raises.
+        """
+        registry, name, config = self._registry, models[0].name, models[0].config
+        steps_of = cache(lambda each: self._steps_of(each, name, config))
+        _check_no_circle(name, steps_of)
+        # Before anything recurses.
+        _nesting_of(name, steps_of, registry.rules.limits, {})
+        missing = []
+        absent = [each for each in scheduling_of(config).models if each not in self._models]
+        for member in absent:
+            may(member)
+        for member in absent:
+            try:
+                registry.load(Wanted(member), name, may=may, is_implied=True)
+            except NotGranted:
+                raise
+            except ModelNotFound:
+                missing.append(member)
+            except MoonpoolError as error:
+                if isinstance(error, RepositoryError) and error.code == "NOT_FOUND":
+                    missing.append(member)
+                    continue
+                raise _member_failed(name, member, error) from error
+        if missing:
+            shown = ", ".join(missing)
+            raise Unfit(
+                f"ensemble {name} contains models that are not available or ambiguous: {shown}"
+            )
+        for model in models:
+            model.config = checked(model.config, registry.find)
+        for member in scheduling_of(config).models:
+            registry.residency.asks(name, member)
+
+    def _steps_of(self, name: str, loading: str, config: ModelConfig) -> list[str]:
+        """Return the model of each step of an ensemble, loaded or not; none of other models. `loading` has `config`."""
+        if name != loading:
+            loaded = self._models.get(name)
+            if loaded is not None:
+                config = loaded.config
+            else:
+                try:
+                    config = self._registry.repositories.find(name).config(partial=True)
+                except MoonpoolError:  # its own load says what is wrong
+                    return []
+        return _step_models(config)
+
+    def weigh(self, name: str, coming: LoadedVersions) -> None:
+        """Note in an ensemble that is to come into the table, and in those above it, how many requests one request to a
+        member has open at a time. Needs the lock.
+
+        Raises `Unfit` if a request to one of them becomes too many in all; then nothing has changed.
+        """
+        models = {**self._models, name: coming}
+        known: dict[str, _Nesting] = {}
+        widths: dict[str, int] = {}
+
+        def steps_of(each: str) -> list[str]:
+            return _step_models(models[each].config) if each in models else []
+
+        def width_of(each: str) -> int:
+            if each not in widths:
+                inner = list(map(width_of, steps_of(each)))
+                hosted = models[each].latest if inner else None
+                is_chain = isinstance(hosted, HostedEnsemble) and hosted.is_chain
+                widths[each] = 1 + (max(inner) if is_chain else sum(inner))
+            return widths[each]
+
+        changing = [name, *self.above([name])]
+        for each in changing:
+            _nesting_of(each, steps_of, self._registry.rules.limits, known)
+        for each in changing:
+            for hosted in models[each].versions.values():
+                if isinstance(hosted, HostedEnsemble):
+                    hosted.weigh(width_of)
+
+    def note_load(self, name: str, *, is_implied: bool) -> None:
+        """Note that a model was loaded, for an ensemble alone or not."""
+        with self._lock:
+            self._awaiting.pop(name, None)
+            (self._implied.add if is_implied else self._implied.discard)(name)
+
+    def note_unload(self, name: str) -> None:
+        """Note that a model is to be unloaded. Needs the lock."""
+        self._awaiting.pop(name, None)
+        self._implied.discard(name)
+
+    def load_again(self, name: str, loaded: LoadedVersions) -> None:
+        """Note that an ensemble, which is to be unloaded, comes back with its members. Needs the lock."""
+        self._awaiting[name] = loaded.wanted, scheduling_of(loaded.config).models
+
+    def follow(self, name: str, asker: str | None) -> None:
+        """Let ensembles follow a model that was loaded: those that it does not fit any more go, and those that waited
+        for it come.
+        """
+        self._forget_responses(name)
+        for each in self.dependents(name):
+            loaded = self._models.get(each)
+            if loaded is None or _is_fit(loaded):
+                continue
+            _log.warning("ensemble '%s' is loaded again: model '%s' has changed", each, name)
+            with contextlib.suppress(ModelNotFound):
+                self._registry.unload(each, asker)
+            with self._lock:
+                self.load_again(each, loaded)
+        for each, (wanted, members) in list(self._awaiting.items()):
+            if name in members and all(member in self._models for member in members):
+                try:
+                    self._registry.load(wanted, asker)
+                except MoonpoolError as error:
+                    _log.error("ensemble '%s' cannot be loaded again: %s", each, error)
+
+    def _forget_responses(self, name: str) -> None:
+        """Drop the kept responses of ensembles that send requests to this model: it may answer otherwise now."""
+        for each in self.above([name]):
+            loaded = self._models.get(each)
+            for hosted in [] if loaded is None else loaded.versions.values():
+                hosted.forget_responses()
+
+
+def _is_fit(loaded: LoadedVersions) -> bool:
+    """Return True if an ensemble fits its members as they are now."""
+    versions = loaded.versions.values()
+    try:
+        return all(each.is_fit() for each in versions if isinstance(each, HostedEnsemble))
+    except MoonpoolError:
+        return False

@@ -45,10 +45,9 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.ensemble.graph import Unfit
 from moonpool.runtime.errors import (
     LoadFailed,
     ModelNotFound,
@@ -59,17 +58,7 @@ from moonpool.runtime.errors import (
 )
 from moonpool.runtime.hosting.backends import BackendDirectory, Backends
 from moonpool.runtime.hosting.collect import cache_families, instance_families, model_families
-from moonpool.runtime.hosting.ensembles import (
-    HostedEnsemble,
-    check_no_circle,
-    checked,
-    dependents_of,
-    member_failed,
-    nesting_of,
-    scheduling_of,
-    step_models,
-    weigh,
-)
+from moonpool.runtime.hosting.ensembles import CheckName, EnsembleBook, HostedEnsemble
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.model_control import ModelControl
 from moonpool.runtime.hosting.model_locks import LoadAttempt, ModelLocks
@@ -107,10 +96,6 @@ _STILL_S = 0.2
 _TAKES_LONG = "%s takes its time: %s. Ctrl-C ends it at once."
 
 
-# Raises an error unless somebody may load or unload the model of a name.
-CheckName = Callable[[str], object]
-
-
 def _anything(_: str) -> None:
     """Let everything be loaded and unloaded."""
 
@@ -142,6 +127,7 @@ class ModelRegistry:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._models: dict[str, LoadedVersions] = {}
+        self._ensembles = EnsembleBook(self, self._models, self._lock)
         self._latest: dict[str, HostedModel] = {}
         self._statuses = ModelStatuses()
         self._locks = ModelLocks(self._changed)
@@ -159,10 +145,6 @@ class ModelRegistry:
         self.rules = HostingRules()
         # The options that the program gave in loads, by model, for all later loads of that name.
         self._said: dict[str, Mapping[str, str]] = {}
-        # Ensembles that were unloaded with a member, to be loaded again with it; and their members.
-        self._awaiting: dict[str, tuple[Wanted, list[str]]] = {}
-        # Models that were loaded for an ensemble alone.
-        self._implied: set[str] = set()
         # None if no responses are kept, and None if instances execute without limits.
         self.cache: ResponseCache | None = None
         self.limiter: RateLimiter | None = None
@@ -217,12 +199,10 @@ class ModelRegistry:
                 status.failure = LoadFailure.of(error)
                 self._statuses.note(name, status)
                 raise
-            with self._lock:
-                self._awaiting.pop(name, None)
-                (self._implied.add if is_implied else self._implied.discard)(name)
+            self._ensembles.note_load(name, is_implied=is_implied)
         if unload is not None:
             self._retire(name, unload)
-        self._follow(name, asker)
+        self._ensembles.follow(name, asker)
 
     def _replace(
         self,
@@ -248,7 +228,8 @@ class ModelRegistry:
             return None
         try:
             # Ensembles follow what changes below them.
-            self._check_all(self._above([] if before is None else [name]), may)
+            for each in [] if before is None else self._ensembles.above([name]):
+                may(each)
         except BaseException:
             prepared.discard()
             raise
@@ -261,7 +242,7 @@ class ModelRegistry:
                 prepared.discard()
         try:
             if prepared.models[0].config.ensemble is not None:
-                self._prepare_ensemble(prepared.models, may)
+                self._ensembles.prepare(prepared.models, may)
             self._statuses.note(name, status)
             versions = self._load_versions(prepared.models, asker, status)
         except BaseException:
@@ -499,83 +480,6 @@ class ModelRegistry:
             except Exception:
                 _log.exception("the listener failed")
 
-    # Ensembles
-
-    def _prepare_ensemble(self, models: Sequence[Model], may: CheckName) -> None:
-        """Load the members that are not loaded, and check the versions of an ensemble against them. Raises `Unfit`, and
-        what `may` raises.
-        """
-        name, config = models[0].name, models[0].config
-        steps_of = cache(lambda each: self._steps_of(each, name, config))
-        check_no_circle(name, steps_of)
-        # Before anything recurses.
-        nesting_of(name, steps_of, self.rules.limits, {})
-        missing = []
-        absent = [each for each in scheduling_of(config).models if each not in self._models]
-        self._check_all(absent, may)
-        for member in absent:
-            try:
-                self.load(Wanted(member), name, may=may, is_implied=True)
-            except NotGranted:
-                raise
-            except ModelNotFound:
-                missing.append(member)
-            except MoonpoolError as error:
-                if isinstance(error, RepositoryError) and error.code == "NOT_FOUND":
-                    missing.append(member)
-                    continue
-                raise member_failed(name, member, error) from error
-        if missing:
-            shown = ", ".join(missing)
-            raise Unfit(
-                f"ensemble {name} contains models that are not available or ambiguous: {shown}"
-            )
-        for model in models:
-            model.config = checked(model.config, self.find)
-        for member in scheduling_of(config).models:
-            self.residency.asks(name, member)
-
-    def _steps_of(self, name: str, loading: str, config: ModelConfig) -> list[str]:
-        """Return the model of each step of an ensemble, loaded or not; none of other models. `loading` has `config`."""
-        if name != loading:
-            loaded = self._models.get(name)
-            if loaded is not None:
-                config = loaded.config
-            else:
-                try:
-                    config = self.repositories.find(name).config(partial=True)
-                except MoonpoolError:  # its own load says what is wrong
-                    return []
-        return step_models(config)
-
-    def _follow(self, name: str, asker: str | None) -> None:
-        """Let ensembles follow a model that was loaded: those that it does not fit any more go, and those that waited
-        for it come.
-        """
-        self._forget_responses(name)
-        for each in self._dependents(name):
-            loaded = self._models.get(each)
-            if loaded is None or _is_fit(loaded):
-                continue
-            _log.warning("ensemble '%s' is loaded again: model '%s' has changed", each, name)
-            with contextlib.suppress(ModelNotFound):
-                self.unload(each, asker)
-            with self._lock:
-                self._awaiting[each] = loaded.wanted, scheduling_of(loaded.config).models
-        for each, (wanted, members) in list(self._awaiting.items()):
-            if name in members and all(member in self._models for member in members):
-                try:
-                    self.load(wanted, asker)
-                except MoonpoolError as error:
-                    _log.error("ensemble '%s' cannot be loaded again: %s", each, error)
-
-    def _forget_responses(self, name: str) -> None:
-        """Drop the kept responses of ensembles that send requests to this model: it may answer otherwise now."""
-        for each in self._dependents(name):
-            for hosted in self.versions(each).values():
-                hosted.forget_responses()
-            self._forget_responses(each)
-
     # Unload
 
     def unload_patiently(self, name: str) -> None:
@@ -600,8 +504,7 @@ class ModelRegistry:
         """
         with self._locks.hold(name, asker):
             with self._lock:
-                self._check_all(self._going_with(name, with_members=with_members), may)
-                members = self._alone(name) if with_members else []
+                members = self._ensembles.check_unload(name, may, with_members=with_members)
                 taken = self._take_all(name)
             if not taken:
                 raise ModelNotFound(f"model '{name}' is not loaded")
@@ -623,12 +526,11 @@ class ModelRegistry:
         with self._lock:
             if name in self._leaving:
                 return
-            self._check_all(self._going_with(name, with_members=with_members), may)
+            members = self._ensembles.check_unload(name, may, with_members=with_members)
             if name in self._locks.names:
                 self._unload_apart(name, lambda: self._unload_if_there(name, may))
                 self._leaving.add(name)
                 return
-            members = self._alone(name) if with_members else []
             taken = self._take_all(name)
             if not taken:
                 return
@@ -648,7 +550,7 @@ class ModelRegistry:
 
         Needs the lock. Raises `Unfit` if a request would become too many.
         """
-        weigh(name, {**self._models, name: loaded}, self._above([name]), self.rules.limits)
+        self._ensembles.weigh(name, loaded)
         self._models[name] = loaded
         self._latest[name] = loaded.latest
         self.stubs.sharing.serve(name, [hosted.model for hosted in loaded.versions.values()])
@@ -671,55 +573,16 @@ class ModelRegistry:
         Those that another thread loads or unloads just now stay. Needs the lock.
         """
         taken: list[tuple[str, LoadedVersions]] = []
-        self._awaiting.pop(name, None)
-        for dependent in self._dependents(name):
+        self._ensembles.note_unload(name)
+        for dependent in self._ensembles.dependents(name):
             if dependent in self._locks.names:
                 continue
             ensemble = self._models[dependent]
             taken += self._take_all(dependent)
             self._locks.acquire(dependent)
-            self._awaiting[dependent] = ensemble.wanted, scheduling_of(ensemble.config).models
+            self._ensembles.load_again(dependent, ensemble)
         loaded = self._take(name)
-        self._implied.discard(name)
         return taken if loaded is None else [*taken, (name, loaded)]
-
-    def _dependents(self, name: str) -> list[str]:
-        """Return the loaded ensembles that have this model in a step."""
-        # Other threads change the table meanwhile. To copy it is atomic.
-        return dependents_of(name, [(each, it.config) for each, it in list(self._models.items())])
-
-    def _above(self, names: Sequence[str]) -> list[str]:
-        """Return the loaded ensembles that depend on one of these models, also through others."""
-        found: list[str] = []
-        reached = list(names)
-        while reached:
-            new = [each for each in self._dependents(reached.pop()) if each not in found]
-            found += new
-            reached += new
-        return found
-
-    def _going_with(self, name: str, *, with_members: bool) -> list[str]:
-        """Return all other models that an unload of this one takes with it. Needs the lock."""
-        going = [name]
-        for each in going if with_members else ():
-            going += [member for member in self._alone(each) if member not in going]
-        return [each for each in (*going[1:], *self._above(going)) if each != name]
-
-    @staticmethod
-    def _check_all(names: Iterable[str], may: CheckName) -> None:
-        for each in names:
-            may(each)
-
-    def _alone(self, name: str) -> list[str]:
-        """Return the models that were loaded for this ensemble and that no other one has in a step. Needs the lock."""
-        loaded = self._models.get(name)
-        ensemble = None if loaded is None else loaded.config.ensemble
-        members = [] if ensemble is None else ensemble.models
-        return [
-            member
-            for member in members
-            if member in self._implied and self._dependents(member) == [name]
-        ]
 
     def _finish(self, taken: Sequence[tuple[str, LoadedVersions]], held: str = "") -> None:
         """Unload what was taken, in its order, and release the model locks, without the one that the caller holds."""
@@ -939,15 +802,6 @@ class ModelRegistry:
                     "the runtime belongs to the process that made it, not its forks"
                 )
             raise RuntimeClosed("the runtime was closed; make another")
-
-
-def _is_fit(loaded: LoadedVersions) -> bool:
-    """Return True if an ensemble fits its members as they are now."""
-    versions = loaded.versions.values()
-    try:
-        return all(each.is_fit() for each in versions if isinstance(each, HostedEnsemble))
-    except MoonpoolError:
-        return False
 
 
 def _apart(act: Callable[[], None], name: str) -> None:
