@@ -66,13 +66,17 @@ def load_triton(model_file: str, version_dir: str, model_dir: str, backend_dir: 
 def load_native(file: str, qualname: str | None = None) -> Callable[..., object]:
     """Load one of moonpool's own models, a class or a function.
 
-    Without `qualname`, takes the only class in the file that defines `__call__`. Appends the file's folder to
+    Without `qualname`, takes the only class in the file that defines `__call__`, or else the only one that defines
+    methods of OpenAI's API. Appends the file's folder to
     `sys.path`, and lets the file import the names of `moonpool.stub.native.hints` from `moonpool`. Raises LoadError.
     """
     path = os.path.abspath(file)
     stem = _named(path)
     install_utilities(os.path.dirname(path))
+    from moonpool.stub import openai  # Triton's models do without it.
+
     hints.publish()
+    openai.publish()
     _append_to_path((os.path.dirname(path), _IMPORTABLE))
     module = _import(lambda: _import_file(stem, path), path)
     return _find(module, path, qualname)
@@ -198,22 +202,31 @@ def _find(module: ModuleType, path: str, qualname: str | None) -> Callable[..., 
                 f"{path} has no class or function '{qualname}'; it defines {_classes_of(module)}.",
             )
         return found
-    models = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type)
-        and value.__module__ == module.__name__
-        and callable(vars(value).get("__call__"))
-    ]
+    from moonpool.stub.openai.requests import METHODS
+
+    # A class beside a model may have methods of any names. Those of OpenAI's API count only if no class is called.
+    models = _models_in(module, ("__call__",)) or _models_in(module, METHODS)
     if len(models) != 1:
         names = ", ".join(model.__name__ for model in models) or "none"
         example = f"{os.path.basename(path)}:{_example(module, models)}"
         raise LoadError(
             "class",
-            f"{path} must have exactly one class that defines __call__, and has {names}; "
+            f"{path} must have exactly one class that defines __call__, or methods of OpenAI's API "
+            f"({', '.join(METHODS)}), and has {names}; "
             f"name the one to use: '{example}' as the source of a load, or as default_model_filename in config.pbtxt.",
         )
     return models[0]
+
+
+def _models_in(module: ModuleType, methods: Iterable[str]) -> list[type]:
+    """Return the classes of a file that define one of these methods."""
+    return [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and value.__module__ == module.__name__
+        and any(callable(vars(value).get(method)) for method in methods)
+    ]
 
 
 def _example(module: ModuleType, models: Sequence[type]) -> str:

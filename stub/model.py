@@ -27,6 +27,7 @@ from moonpool.ipc.messages import LARGEST_CONFIG, SHORT, Kind, beginning, size_o
 from moonpool.stub import loader, threads
 from moonpool.stub.loader import LoadError
 from moonpool.stub.native.model import NativeAdapter, complete_config
+from moonpool.stub.openai.requests import methods_of
 from moonpool.stub.pb_utils import logger
 from moonpool.stub.pb_utils.config import ModelConfig
 from moonpool.stub.pb_utils.errors import InvalidReturn
@@ -75,10 +76,14 @@ class Model:
         """Make the object and call its `initialize`. Raises `LoadError`."""
         start = self._start
         try:
-            if start["kind"] == "native":
-                self._object = NativeAdapter(self._class, start["config"])
-            else:
+            if start["kind"] != "native":
                 self._object = self._class()
+            elif methods_of(self._class):
+                from moonpool.stub.openai.adapter import OpenAIAdapter  # most models do without
+
+                self._object = OpenAIAdapter(self._class, start["config"])
+            else:
+                self._object = NativeAdapter(self._class, start["config"])
             if hasattr(self._object, "initialize"):
                 self._object.initialize(start["args"])
         except BaseException as error:  # a model may raise anything, SystemExit included
@@ -157,8 +162,9 @@ class Model:
 
     @property
     def _hooked(self) -> Any:
-        adapter = self._object
-        return adapter.model_object if isinstance(adapter, NativeAdapter) else adapter
+        if self._start["kind"] == "native":
+            return self._object.model_object
+        return self._object
 
     def failure(self, described: str) -> str:
         """Return the error text for the clients of a batch in which `execute` raised."""
@@ -175,10 +181,15 @@ class Model:
         """Return the configuration as the model completes it, in JSON. Raises `LoadError`."""
         config: dict[str, Any] = self._start["config"]
         try:
-            if self._start["kind"] == "native":
-                completed = complete_config(self._class, ModelConfig(json.dumps(config))).as_dict()
-            else:
+            if self._start["kind"] != "native":
                 completed = self._auto_complete(config)
+            elif methods_of(self._class):
+                from moonpool.stub.openai import adapter  # most models do without
+
+                given = ModelConfig(json.dumps(config))
+                completed = adapter.complete_config(self._class, given).as_dict()
+            else:
+                completed = complete_config(self._class, ModelConfig(json.dumps(config))).as_dict()
             text = json.dumps(completed)
             if size_of(text) > LARGEST_CONFIG:
                 raise ValueError(

@@ -20,7 +20,7 @@ from moonpool.benchmarks.suites.hosted import MODELS
 from moonpool.benchmarks.suites.peer.served import EchoProcess, report_echoes
 from moonpool.benchmarks.suites.report import Report, main
 from moonpool.runtime.server.http.connection import HttpExchange, HttpPort
-from moonpool.runtime.server.http.head import BadHttpMessage, Head
+from moonpool.runtime.server.http.head import BadHttpMessage, Head, Headers
 from moonpool.runtime.server.http.options import HttpLimits, HttpOptions
 from moonpool.runtime.server.http.routes import Route, RouteReply, RouteRequest, RouteTable
 
@@ -33,6 +33,9 @@ class Echo:
 
     def handle(self, exchange: HttpExchange) -> None:
         exchange.respond(200, (), (bytes(exchange.body),))
+
+    def failure(self, _: Head, __: int, text: str, headers: Headers) -> tuple[Headers, bytes]:
+        return headers, text.encode()
 
     def refuse(self, _: Head) -> BadHttpMessage | None:
         return None

@@ -49,6 +49,7 @@ SECTIONS = {
     "Host models": (
         "EMBEDDING",
         "NATIVE_MODELS",
+        "OPENAI",
         "TRITON_MODELS",
         "ENSEMBLES",
         "BACKENDS",

@@ -27,7 +27,7 @@ _UTIME, _STIME, _START, _RSS = 11, 12, 19, 21
 _BOOT_S = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Usage(NamedTuple):
+class ProcessUsage(NamedTuple):
     """Resident memory, shared memory included, and processor time since the start."""
 
     rss_bytes: int
@@ -36,7 +36,7 @@ class Usage(NamedTuple):
     """The start, in seconds since the epoch."""
 
 
-def usage_of(pid: int) -> Usage | None:
+def usage_of(pid: int) -> ProcessUsage | None:
     """Return the usage of a process; None if it does not exist any more."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -46,7 +46,7 @@ def usage_of(pid: int) -> Usage | None:
         return None
     cpu_s = (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_S
     started_s = _BOOT_S + int(fields[_START]) / _TICKS_PER_S
-    return Usage(int(fields[_RSS]) * _PAGE_BYTES, cpu_s, started_s)
+    return ProcessUsage(int(fields[_RSS]) * _PAGE_BYTES, cpu_s, started_s)
 
 
 def with_descendants(pids: Iterable[int]) -> list[int]:

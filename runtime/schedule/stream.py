@@ -174,6 +174,11 @@ class ResponseStream:
 
     # For event loops
 
+    @property
+    def has_next(self) -> bool:
+        """Return whether the next response, an error or the end, is there already."""
+        return bool(self._waiter.waiting)
+
     def __aiter__(self) -> ResponseStream:
         return self
 

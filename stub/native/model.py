@@ -186,20 +186,9 @@ class NativeAdapter:
             )
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Make the model's object. Its `__init__` gets the configuration if it takes an argument.
-
-        That configuration has one more entry, "instance", which holds what Triton's models find in the `args` of
-        `initialize`.
-        """
-        model = self._model
-        if not isinstance(model, type):
-            return
-        import inspect
-
-        takes_config = bool(inspect.signature(model).parameters)
-        instance = {key: value for key, value in args.items() if key != "model_config"}
-        self._object = model({**self._config, "instance": instance}) if takes_config else model()
-        self._call = self._object
+        """Make the model's object, unless the model is a function."""
+        if isinstance(self._model, type):
+            self._object = self._call = made_object(self._model, self._config, args)
 
     def execute(self, requests: Sequence[InferenceRequest]) -> list[InferenceResponse]:
         """Return one response for each request. Raises what the model raises, and InvalidReturn."""
@@ -310,6 +299,19 @@ class NativeAdapter:
         close = getattr(self._object, "close", None)
         if close is not None:
             close()
+
+
+def made_object(model: type, config: Json, args: Mapping[str, str]) -> Any:
+    """Return an object of the model's class, whose `__init__` gets the configuration if it takes an argument.
+
+    That configuration has one more entry, "instance", which holds what Triton's models find in the `args` of
+    `initialize`.
+    """
+    import inspect
+
+    takes_config = bool(inspect.signature(model).parameters)
+    instance = {key: value for key, value in args.items() if key != "model_config"}
+    return model({**config, "instance": instance}) if takes_config else model()
 
 
 def _response(arrays: Mapping[str, Any]) -> InferenceResponse:

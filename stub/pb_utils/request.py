@@ -260,7 +260,7 @@ class InferenceRequest(InferenceRequestBase):
             reply = self._reply or reply
             # A cancellation has come meanwhile, or it finds the reply.
             if self._cancelled:
-                reply.is_cancelled = True
+                reply.cancel()
         return reply
 
     @overload

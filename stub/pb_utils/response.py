@@ -423,6 +423,7 @@ class Reply:
         "_lock",
         "_port",
         "_state",
+        "_tell",
         "batch",
         "index",
         "is_cancelled",
@@ -438,11 +439,28 @@ class Reply:
         self.wanted = wanted
         self.preferred_memory: PreferredMemory | None = None
         self.is_cancelled = False
+        self._tell: Callable[[], object] | None = None
         # Another object after each change.
         self._state: _State = (0, False, False)
         self._is_open = False
         # A destructor may send in the middle of a send of the same thread.
         self._lock = threads.RLock()
+
+    def cancel(self) -> None:
+        """Mark the request as cancelled. From any thread."""
+        self.is_cancelled = True
+        if self._tell is not None:
+            self._tell()
+
+    def when_cancelled(self, tell: Callable[[], object]) -> None:
+        """Have a function called when the request is cancelled, on any thread; at once if it is already.
+
+        It may be called twice, and must not raise or block.
+        """
+        self._tell = tell
+        # In this order, so that a cancellation which comes meanwhile is not missed.
+        if self.is_cancelled:
+            tell()
 
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
         """Send by the rules of Triton's response senders. Raises `TritonModelException`.

@@ -190,7 +190,7 @@ class Responses(ReplyPort):
         for known in self.replies.copy().values():
             reply = known()
             if reply is not None:
-                reply.is_cancelled = True
+                reply.cancel()
 
     def respond(
         self,

@@ -177,7 +177,7 @@ class Peer:
             requests[index]._cancelled = True
         reply = self.responses.find(batch_id, index)
         if reply is not None:
-            reply.is_cancelled = True
+            reply.cancel()
 
     def _cancel_early(self, batch_id: int, requests: list[InferenceRequest]) -> None:
         """Mark the requests whose cancellations came before their batch."""

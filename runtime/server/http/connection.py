@@ -120,6 +120,11 @@ class Handler(Protocol):
     def refuse(self, head: Head) -> BadHttpMessage | None:
         """Return the answer to a request whose body need not be sent, or None if it must."""
 
+    def failure(
+        self, head: Head, status: int, text: str, headers: Headers
+    ) -> tuple[Headers, bytes]:
+        """Return headers and body of an error, in the form of the API that was asked."""
+
     def most_bytes_of(self, head: Head) -> int:
         """Return the largest body of such a request."""
 
@@ -208,8 +213,9 @@ class HttpExchange:
         connection.end(self)
 
     def fail(self, status: int, text: str, headers: Headers = JSON) -> None:
-        """Send an error in the form that KServe v2 has for all errors."""
-        self.respond(status, headers, (error_body(text),))
+        """Send an error."""
+        failure = self._connection.handler.failure(self.head, status, text, headers)
+        self.respond(status, failure[0], (failure[1],))
 
     def begin(self, status: int, headers: Headers, length: int | None = None) -> None:
         """Begin a response whose body comes piece by piece: `length` bytes, or chunks if it is None."""
@@ -508,6 +514,7 @@ class HttpConnection:
         """Refuse a body that need not come, or make room for it."""
         port = self._port
         length = head.content_length
+        self._head = head
         most_bytes = min(port.limits.body_bytes, port.handler.most_bytes_of(head))
         if length > most_bytes:
             raise self._refusal(head, most_bytes)(str(length), most_bytes)
@@ -516,7 +523,6 @@ class HttpConnection:
             refusal = port.handler.refuse(head)
             if refusal is not None:
                 raise refusal
-        self._head = head
         self._begun_ns = time.monotonic_ns()
         if head.is_chunked:
             self._intake = Chunked(most_bytes, self._refusal(head, most_bytes))
@@ -575,6 +581,11 @@ class HttpConnection:
     def limits(self) -> HttpLimits:
         """The limits of the port."""
         return self._port.limits
+
+    @property
+    def handler(self) -> Handler:
+        """The handler of the port."""
+        return self._port.handler
 
     @property
     def writing(self) -> asyncio.Lock:
@@ -636,7 +647,8 @@ class HttpConnection:
         self._parser = None
         self._waiting = b""
         self.closes = True
-        self._port.refuse(self, error)
+        head, self._head = self._head, None
+        self._port.refuse(self, head, error)
         self._is_lingering = True
         if self._transport.can_write_eof():
             self._transport.write_eof()
@@ -788,10 +800,12 @@ class HttpPort:
             has_failed = exchange.has_failed or status >= _BAD_REQUEST
             self.meter.clients.ended(exchange.received_ns, has_failed=has_failed)
 
-    def refuse(self, connection: HttpConnection, error: BadHttpMessage) -> None:
-        """Write the answer to a message that is no request."""
+    def refuse(self, connection: HttpConnection, head: Head | None, error: BadHttpMessage) -> None:
+        """Write the answer to a message that is no request, or one whose body is not read."""
         self.meter.answered(error.status)
-        HttpExchange(connection, _NO_HEAD, b"").fail(error.status, error.text, error.headers)
+        HttpExchange(connection, _NO_HEAD if head is None else head, b"").fail(
+            error.status, error.text, error.headers
+        )
 
     async def drain(self, timeout_s: float) -> bool:
         """Finish what has begun and end all connections. Returns False if some were cut off when the time was over."""

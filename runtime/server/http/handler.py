@@ -12,12 +12,13 @@ from typing import NamedTuple, Protocol
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.hosting.model_control import version_of
-from moonpool.runtime.server.http.connection import HttpExchange, http_status
+from moonpool.runtime.server.http.connection import HttpExchange, error_body, http_status
 from moonpool.runtime.server.http.head import JSON, TEXT, BadHttpMessage, Head, Headers, path_of
 from moonpool.runtime.server.http.inference import HttpInference, InferTarget
 from moonpool.runtime.server.http.routes import RouteTable
 from moonpool.runtime.server.http.turns import LONG_BYTES
 from moonpool.runtime.server.inference.forwarding import ForwardedHeaders
+from moonpool.runtime.server.openai.errors import ErrorReply
 from moonpool.runtime.server.page.content import PAGE
 from moonpool.runtime.server.restriction import Origins, Restriction, refused_type
 
@@ -38,6 +39,8 @@ _APIS = [
         (r"/v2/(?:system|cuda)sharedmemory/.*", "shared-memory"),
         (r"/v2(?:/models)?", "metadata"),
         (_MODEL, "metadata"),
+        (r"/v1/models(?:/[^/]+)?", "metadata"),
+        (r"/v1/(?:chat/)?completions|/v1/embeddings|(?:/v[12])?/rerank", "inference"),
     )
 ]
 _CHANGED_BY_POST = ("trace", "logging", "model-repository", "shared-memory")
@@ -91,6 +94,14 @@ class HttpHandler:
             self._inference.turns.take(exchange, partial(self._others.handle, exchange))
         else:
             self._others.handle(exchange)
+
+    def failure(
+        self, head: Head, status: int, text: str, headers: Headers
+    ) -> tuple[Headers, bytes]:
+        """Return an error in the form of the API that was asked."""
+        if path_of(head).startswith("/v1/"):
+            return JSON, ErrorReply(status, text).body
+        return headers, error_body(text)
 
     def refuse(self, head: Head) -> BadHttpMessage | None:
         """Return the refusal of a request, which saves its body."""
@@ -190,6 +201,16 @@ class MetricsHandler:
             exchange.fail(*_FOREIGN)
         else:
             self._routes.handle(exchange)
+
+    def failure(
+        self,
+        head: Head,  # noqa: ARG002 - one form for all
+        status: int,  # noqa: ARG002
+        text: str,
+        headers: Headers,
+    ) -> tuple[Headers, bytes]:
+        """Return an error as KServe v2 has it."""
+        return headers, error_body(text)
 
     def refuse(self, head: Head) -> BadHttpMessage | None:
         """Refuse pages of other sites before they send a body."""

@@ -63,4 +63,6 @@ class HttpOptions:
     """Origins, such as `https://example.org`, whose pages may drive the server beside its own."""
     header_forward_pattern: str = ""
     """Headers whose whole lower-case name matches this regular expression become parameters of requests."""
+    allow_openai: bool = True
+    """Serve OpenAI's API under `/v1`."""
     limits: HttpLimits = field(default_factory=HttpLimits)

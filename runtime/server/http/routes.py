@@ -41,6 +41,8 @@ class RouteRequest:
     ) -> None:
         self.exchange = exchange
         self.parts = parts
+        # By which the client and the log know the request, once an endpoint has named it.
+        self.id = ""
         self._long_bodies = long_bodies
 
     @property
@@ -181,6 +183,8 @@ class RouteTable:
             if found is not None:
                 endpoint = route.endpoints.get(exchange.head.method)
                 if endpoint is None:
-                    return failure(405, "Method Not Allowed", route.wrong)
+                    exchange.fail(405, "Method Not Allowed", route.wrong)
+                    return None
                 return await endpoint(RouteRequest(exchange, found.groupdict(), self._long_bodies))
-        return failure(404, "Not Found", TEXT)
+        exchange.fail(404, "Not Found", TEXT)
+        return None

@@ -21,6 +21,7 @@ from moonpool.runtime.server.http.options import HttpOptions
 from moonpool.runtime.server.http.routes import RouteTable
 from moonpool.runtime.server.listening import CannotListen, bound_sockets
 from moonpool.runtime.server.metrics import Meter
+from moonpool.runtime.server.openai.routes import OpenAIEndpoints
 from moonpool.runtime.server.restriction import Origins, Restriction
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.tls import TlsServer
@@ -91,6 +92,7 @@ class HttpServer:
             *control_routes(service, self._patient),
             *page_routes(service.overview, self._executor),
             *signposts(options, self.ports),
+            *(OpenAIEndpoints(service).routes() if options.allow_openai else ()),
         ]
         return HttpHandler(
             HttpInference(service, loop, self._executor, options.limits),

@@ -34,6 +34,7 @@ def http_options(options: ServerOptions) -> HttpOptions:
         reuse_port=options.reuse_http_port,
         certificate=options.http_server_cert or None,
         private_key=options.http_server_key or None,
+        allow_openai=options.allow_openai,
         restricted=restricted("--http-restricted-api", options.http_restricted_api),
         control_token=control_token(options.control_token_file),
         allowed_origins=frozenset(options.http_allowed_origin),

@@ -64,6 +64,7 @@ class ServerOptions:
     sandbox_grants: tuple[str, ...] = ()
     model_option: tuple[ModelOption, ...] = ()
     allow_http: bool = True
+    allow_openai: bool = True
     http_address: str = "127.0.0.1"
     http_port: int = 8000
     reuse_http_port: bool = False
@@ -278,6 +279,7 @@ model-option model_option*: Sets an option of a model, by the model's name. `*` 
 
 # HTTP
 allow-http boolean: Serve HTTP.
+allow-openai boolean: Serve [OpenAI's API](OPENAI.md) under `/v1` on the port for HTTP.
 http-address text: The address to listen at; `0.0.0.0` is all of IPv4, `::` all of IPv6.
 http-port port: The port; 0 takes a free one.
 reuse-http-port boolean: Let several servers listen at the same port.

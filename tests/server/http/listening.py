@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 import uvloop
 
-from moonpool.runtime.server.http.connection import HttpExchange, HttpPort
-from moonpool.runtime.server.http.head import BadHttpMessage, Head
+from moonpool.runtime.server.http.connection import HttpExchange, HttpPort, error_body
+from moonpool.runtime.server.http.head import BadHttpMessage, Head, Headers
 from moonpool.runtime.server.http.options import HttpLimits
 from moonpool.runtime.server.listening import bound_sockets
 from moonpool.runtime.server.tls import TlsServer
@@ -126,6 +126,9 @@ class Scripted:
             exchange.respond(200, (), [part] * int(path[5:]))
         else:
             exchange.respond(200, (), (bytes(exchange.body),))
+
+    def failure(self, _: Head, __: int, text: str, headers: Headers) -> tuple[Headers, bytes]:
+        return headers, error_body(text)
 
     def refuse(self, head: Head) -> BadHttpMessage | None:
         return BadHttpMessage(403, "not this one") if head.target == b"/refused" else None

@@ -1,0 +1,110 @@
+"""Reads the pieces of an answer: one JSON object each, which a stub or another process has written.
+
+They are hostile until they are checked. Nothing of a piece travels on as it came: fields that are known, of the type
+that they must have, are written anew by whoever sends them. So no text of a model can forge an event or another field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from moonpool.runtime.errors import ModelError
+
+# A piece says little. A longer one is a model's mistake, or its malice.
+MOST_PIECE_BYTES = 8 << 20
+_TEXTS = ("content", "reasoning_content", "refusal")
+_COUNTS = ("prompt_tokens", "completion_tokens")
+
+
+class Piece(NamedTuple):
+    """A part of an answer, checked."""
+
+    delta: dict[str, Any]
+    """The texts and calls of tools, as they stand in a chunk."""
+    choice: int = 0
+    """The choice that it belongs to."""
+    finish_reason: str | None = None
+    logprobs: dict[str, Any] | None = None
+    usage: dict[str, int] | None = None
+    """The tokens of `prompt_tokens` and `completion_tokens`."""
+
+
+def piece_of(raw: bytes, model: str) -> Piece:
+    """Return the piece that a model of this name has written. Raises `ModelError`, which says what is wrong with it."""
+    fields = object_of(raw, model)
+    delta = {name: fields[name] for name in _TEXTS if fields.get(name) is not None}
+    for name, text in delta.items():
+        if type(text) is not str:
+            raise _bad(model, f"'{name}' must be a text")
+    if fields.get("tool_calls") is not None:
+        delta["tool_calls"] = _tool_calls(fields["tool_calls"], model)
+    index, reason, logprobs = (
+        fields.get("index", 0),
+        fields.get("finish_reason"),
+        fields.get("logprobs"),
+    )
+    if type(index) is not int or index < 0:
+        raise _bad(model, "'index' must be the number of a choice")
+    if reason is not None and type(reason) is not str:
+        raise _bad(model, "'finish_reason' must be a text")
+    if logprobs is not None and type(logprobs) is not dict:
+        raise _bad(model, "'logprobs' must be an object")
+    return Piece(delta, index, reason, logprobs, _usage(fields.get("usage"), model))
+
+
+def object_of(raw: bytes, model: str) -> dict[str, Any]:
+    """Return the fields of a piece. Raises `ModelError`."""
+    if len(raw) > MOST_PIECE_BYTES:
+        raise _bad(model, f"it has {len(raw)} bytes, and {MOST_PIECE_BYTES} are the most")
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise _bad(model, f"it is no JSON: {error}") from None
+    if type(fields) is not dict:
+        raise _bad(model, "it is no object")
+    return fields
+
+
+def _tool_calls(calls: object, model: str) -> list[dict[str, Any]]:
+    if type(calls) is not list:
+        raise _bad(model, "'tool_calls' must be a list")
+    return [_tool_call(each, at, model) for at, each in enumerate(calls)]
+
+
+def _tool_call(call: object, at: int, model: str) -> dict[str, Any]:
+    if not isinstance(call, Mapping):
+        raise _bad(model, "a call of a tool must be an object")
+    function, index, call_id = call.get("function", {}), call.get("index", at), call.get("id")
+    if not isinstance(function, Mapping) or type(index) is not int or index < 0:
+        raise _bad(model, "a call of a tool has an 'index' and a 'function'")
+    made: dict[str, Any] = {}
+    for name in ("name", "arguments"):
+        if (text := function.get(name)) is not None:
+            if type(text) is not str:
+                raise _bad(model, f"the '{name}' of a call of a tool must be a text")
+            made[name] = text
+    found: dict[str, Any] = {"index": index}
+    if call_id is not None:
+        if type(call_id) is not str:
+            raise _bad(model, "the 'id' of a call of a tool must be a text")
+        found["id"] = call_id
+    if "name" in made:
+        found["type"] = "function"
+    return {**found, "function": made}
+
+
+def _usage(usage: object, model: str) -> dict[str, int] | None:
+    if usage is None:
+        return None
+    if not isinstance(usage, Mapping):
+        raise _bad(model, "'usage' must be an object")
+    counts = {name: usage.get(name, 0) for name in _COUNTS}
+    if any(type(count) is not int or count < 0 for count in counts.values()):
+        raise _bad(model, f"'usage' has the counts {' and '.join(_COUNTS)}")
+    return counts
+
+
+def _bad(model: str, text: str) -> ModelError:
+    return ModelError(f"model '{model}' answered with a wrong piece: {text}")

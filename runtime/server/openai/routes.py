@@ -1,0 +1,426 @@
+"""The endpoints of OpenAI's API: each reads a request, asks the model, and writes the answer.
+
+Theory of operation. Everything runs in tasks of the server's loop, one for each request; long bodies are read on a
+thread (`LongBodies`). A request becomes one request to the scheduler for each of its prompts, or for as many texts as
+the model takes in a batch. Their responses are streams. If the client leaves, the streams close, and that cancels the
+requests.
+
+The first piece decides about the status: an error before it has a status of its own. An error after it ends the stream
+with an event, and without `[DONE]`. Pieces that the client does not read wait here, up to a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.errors import ModelError, ModelNotFound
+from moonpool.runtime.hosting.model_control import version_of
+from moonpool.runtime.log import RuntimeLog
+from moonpool.runtime.model.details import details_of, with_parameters
+from moonpool.runtime.model.request import Response, WireTensor
+from moonpool.runtime.openai.endpoints import EMBED, ModelEndpoint, endpoints_of
+from moonpool.runtime.openai.pieces import object_of, piece_of
+from moonpool.runtime.schedule.stream import ResponseStream
+from moonpool.runtime.server.http.connection import HttpExchange
+from moonpool.runtime.server.http.head import JSON, Body, Headers
+from moonpool.runtime.server.http.inference import begin_trace
+from moonpool.runtime.server.http.json_text import NotJson, check_values, dumps, loads
+from moonpool.runtime.server.http.routes import Route, RouteReply, RouteRequest
+from moonpool.runtime.server.inference.request import Hosted, make_request
+from moonpool.runtime.server.openai.answers import CHAT, COMPLETION, AnswerKind, TextAnswer
+from moonpool.runtime.server.openai.errors import BadField, NoSuchModel, reply_of
+from moonpool.runtime.server.openai.fields import (
+    check_chat,
+    check_completion,
+    check_embeddings,
+    check_rerank,
+)
+from moonpool.runtime.server.service import Service
+
+_log = RuntimeLog("moonpool")
+_EVENTS: Headers = (
+    (b"Content-Type", b"text/event-stream; charset=utf-8"),
+    (b"Cache-Control", b"no-cache"),
+    # For proxies, which would hold small pieces back.
+    (b"X-Accel-Buffering", b"no"),
+)
+_MOST_UNSENT_BYTES = 64 << 20
+# Events that are sent at once if they are there at once. More would hold the loop.
+_MOST_EVENTS = 64
+# A proxy may close a connection on which nothing comes for long. Clients skip a comment.
+_SILENCE_S, _COMMENT = 15.0, b":\n\n"
+_MOST_PROMPTS, _MOST_TEXTS = 128, 2048
+_MOST_ID_CHARACTERS = 128
+_OWNER = "Triton Inference Server"
+Fields = Mapping[str, Any]
+
+
+class OpenAIEndpoints:
+    """All endpoints under `/v1`. For the loop's thread."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._started = int(time.time())
+
+    def routes(self) -> list[Route]:
+        """Return the routes of all endpoints."""
+        return [
+            Route("/v1/models", {"GET": _answered(self.models)}),
+            Route("/v1/models/{model}", {"GET": _answered(self.model)}),
+            Route("/v1/chat/completions", {"POST": _answered(self.chat)}),
+            Route("/v1/completions", {"POST": _answered(self.complete)}),
+            Route("/v1/embeddings", {"POST": _answered(self.embed)}),
+            *(
+                Route(path, {"POST": _answered(self.rerank)})
+                for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+            ),
+        ]
+
+    # Models
+
+    async def models(self, _: RouteRequest) -> RouteReply:
+        """List the models that are served."""
+        names = sorted({hosted.model.name for hosted in self._service.models.served()})
+        return _reply({"object": "list", "data": [self._shown(name) for name in names]})
+
+    async def model(self, request: RouteRequest) -> RouteReply:
+        """Describe a model."""
+        name, _ = request.model
+        try:
+            self._service.models.find(name)
+        except ModelNotFound:
+            raise NoSuchModel(name, status=HTTPStatus.NOT_FOUND) from None
+        return _reply(self._shown(name))
+
+    def _shown(self, name: str) -> Fields:
+        return {"id": name, "object": "model", "created": self._started, "owned_by": _OWNER}
+
+    # Texts
+
+    async def chat(self, request: RouteRequest) -> RouteReply | None:
+        """TextAnswer with the next message of a chat."""
+        return await self._generate(request, CHAT, check_chat)
+
+    async def complete(self, request: RouteRequest) -> RouteReply | None:
+        """Go on with one or several texts."""
+        return await self._generate(request, COMPLETION, check_completion)
+
+    async def _generate(
+        self, request: RouteRequest, kind: AnswerKind, check: Callable[[Fields], None]
+    ) -> RouteReply | None:
+        exchange = request.exchange
+        fields, bodies = await request.read(partial(_read_prompts, check))
+        hosted, endpoint = self._find(fields["model"], kind.endpoint)
+        number = uuid4().hex
+        answer = TextAnswer(kind, number, fields)
+        with ExitStack() as closing:
+            streams = [
+                closing.enter_context(self._ask(request, hosted, endpoint, endpoint.inputs(body)))
+                for body in bodies
+            ]
+            exchange.cancel = closing.close
+            if fields.get("stream"):
+                await _Stream(request, answer, endpoint, hosted).send(streams)
+                return None
+            size_bytes = 0
+            for place, stream in enumerate(streams):
+                async for response in stream:
+                    raw = endpoint.answer(response, hosted.model.name)
+                    size_bytes += len(raw)
+                    check_values(size_bytes, exchange.limits.json_bytes)
+                    answer.add(piece_of(raw, hosted.model.name), place)
+                answer.end(place)
+        return RouteReply(200, JSON, answer.whole())
+
+    def _find(self, name: str, endpoint: str) -> tuple[Hosted, ModelEndpoint]:
+        """Return a model that has an endpoint. Its name may have a version behind a colon. Raises `MoonpoolError`."""
+        try:
+            hosted: Hosted = self._service.models.find(name)
+        except ModelNotFound:
+            base, colon, version = name.rpartition(":")
+            if not colon or not version.isdecimal():
+                raise NoSuchModel(name) from None
+            hosted = self._service.models.find(base, version_of(version))
+        found = endpoints_of(hosted.model.config).get(endpoint)
+        if found is None:
+            raise NoSuchModel(
+                name,
+                why=f"model '{name}' has no endpoint '{endpoint}': its class has no method of that name",
+            )
+        return hosted, found
+
+    def _ask(
+        self,
+        request: RouteRequest,
+        hosted: Hosted,
+        endpoint: ModelEndpoint,
+        inputs: Mapping[str, WireTensor],
+    ) -> ResponseStream:
+        """Submit a request. The caller closes its stream."""
+        exchange = request.exchange
+        details = with_parameters(details_of(request.id, 0, 0, 0, 0, {}), exchange.head.forwarded)
+        made = make_request(hosted, inputs, [endpoint.output], details)
+        service = self._service
+        if service.capture is not None:
+            service.capture.take(hosted.model, made)
+        if service.traces.is_on:
+            begin_trace(service, exchange, hosted, made)
+        return ResponseStream(hosted.scheduler, made, None)
+
+    # Numbers
+
+    async def embed(self, request: RouteRequest) -> RouteReply:
+        """Return a row of numbers for each text."""
+        exchange = request.exchange
+        fields, texts = await request.read(_read_texts)
+        hosted, endpoint = self._find(fields["model"], EMBED)
+        parts = [
+            texts[at : at + endpoint.most_rows] for at in range(0, len(texts), endpoint.most_rows)
+        ]
+        with ExitStack() as closing:
+            streams = [
+                closing.enter_context(self._ask(request, hosted, endpoint, endpoint.texts(part)))
+                for part in parts
+            ]
+            exchange.cancel = closing.close
+            rows = [
+                endpoint.rows(await _only(stream), len(part), hosted.model.name)
+                for stream, part in zip(streams, parts, strict=True)
+            ]
+        return RouteReply(200, JSON, _embeddings(fields, np.concatenate(rows)))
+
+    async def rerank(self, request: RouteRequest) -> RouteReply:
+        """Return the documents with their scores, the best first."""
+        exchange = request.exchange
+        fields, body = await request.read(_read_ranking)
+        hosted, endpoint = self._find(fields["model"], "rerank")
+        with self._ask(request, hosted, endpoint, endpoint.inputs(body)) as stream:
+            exchange.cancel = stream.close
+            raw = endpoint.answer(await _only(stream), hosted.model.name)
+        return _reply(_ranking(fields, object_of(raw, hosted.model.name), hosted.model.name))
+
+
+class _Stream:
+    """An answer that is sent piece by piece."""
+
+    def __init__(
+        self, request: RouteRequest, answer: TextAnswer, endpoint: ModelEndpoint, hosted: Hosted
+    ) -> None:
+        self._exchange = request.exchange
+        self._headers = (*_EVENTS, *_id_header(request))
+        self._answer = answer
+        self._endpoint = endpoint
+        self._name = hosted.model.name
+        self._sent_s = 0.0
+        self._is_over = False
+
+    async def send(self, streams: Sequence[ResponseStream]) -> None:
+        """Send everything, as it comes. Raises an error before the first event; sends a later one."""
+        exchange = self._exchange
+        loop = asyncio.get_running_loop()
+        beat = loop.call_later(_SILENCE_S, self._beat, loop)
+        try:
+            if len(streams) == 1:
+                await self._send(streams[0], 0)
+            else:
+                async with asyncio.TaskGroup() as group:
+                    for place, stream in enumerate(streams):
+                        group.create_task(self._send(stream, place))
+            self._write(self._answer.last())
+        except BaseExceptionGroup as errors:
+            self._fail(errors.exceptions[0])
+        except MoonpoolError as error:
+            self._fail(error)
+        finally:
+            self._is_over = True
+            beat.cancel()
+        exchange.finish()
+
+    async def _send(self, stream: ResponseStream, place: int) -> None:
+        exchange = self._exchange
+        events: list[bytes] = []
+        async for response in stream:
+            raw = self._endpoint.answer(response, self._name)
+            events.append(self._answer.chunks(piece_of(raw, self._name), place))
+            if len(events) < _MOST_EVENTS and stream.has_next:
+                continue
+            self._write(b"".join(events))
+            events.clear()
+            if exchange.unsent_bytes > _MOST_UNSENT_BYTES:
+                exchange.abort()
+            # Pieces may come faster than they can be sent: let other clients have their turn.
+            await asyncio.sleep(0)
+        self._write(b"".join(events) + self._answer.end_chunks(place))
+
+    def _write(self, events: bytes) -> None:
+        exchange = self._exchange
+        if not exchange.status:
+            exchange.begin(200, self._headers)
+        exchange.send(events)
+        self._sent_s = time.monotonic()
+
+    def _fail(self, error: BaseException) -> None:
+        """Send an error as the last event, unless nothing was sent."""
+        exchange = self._exchange
+        if not exchange.status:
+            raise error
+        exchange.has_failed = True
+        exchange.send(reply_of(error).event)
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Send a comment if nothing was sent for long, once the headers are out."""
+        if self._is_over or self._exchange.is_gone:
+            return
+        left_s = self._sent_s + _SILENCE_S - time.monotonic()
+        if left_s <= 0 and self._exchange.status:
+            self._write(_COMMENT)
+        loop.call_later(left_s if left_s > 0 else _SILENCE_S, self._beat, loop)
+
+
+def _answered(
+    endpoint: Callable[[RouteRequest], Awaitable[RouteReply | None]],
+) -> Callable[[RouteRequest], Awaitable[RouteReply | None]]:
+    """Return an endpoint that tells errors as clients of this API read them, with the id of the request."""
+
+    async def answer(request: RouteRequest) -> RouteReply | None:
+        exchange = request.exchange
+        exchange.received_ns = time.monotonic_ns()
+        request.id = _id_of(exchange)
+        try:
+            made = await endpoint(request)
+        except Exception as error:
+            if exchange.status:
+                raise
+            if not isinstance(error, MoonpoolError):
+                _log.exception("answering %r failed", exchange.head.target[:200])
+            refusal = reply_of(error)
+            made = RouteReply(refusal.status, refusal.headers, refusal.body)
+        if made is None:
+            return None
+        return made._replace(headers=(*made.headers, *_id_header(request)))
+
+    return answer
+
+
+def _reply(value: object) -> RouteReply:
+    return RouteReply(200, JSON, dumps(value))
+
+
+def _id_of(exchange: HttpExchange) -> str:
+    """Return the id of a request: the client's, or one of ours."""
+    given = exchange.head.headers.get(b"x-request-id", b"").decode("latin-1")
+    if given and len(given) <= _MOST_ID_CHARACTERS and given.isascii() and given.isprintable():
+        return given
+    return uuid4().hex
+
+
+def _id_header(request: RouteRequest) -> Headers:
+    return ((b"x-request-id", request.id.encode("ascii")),)
+
+
+# Requests. These run on a thread if the body is long.
+
+
+def _fields(body: Body) -> dict[str, Any]:
+    try:
+        root = loads(body)
+    except NotJson as error:
+        raise BadField(f"the body is no JSON: {error}") from None
+    if not isinstance(root, dict):
+        raise BadField("the body must be a JSON object")
+    return root
+
+
+def _read_prompts(check: Callable[[Fields], None], body: Body) -> tuple[Fields, list[bytes]]:
+    """Return the fields of a request, and a body for each of its prompts. Raises `BadField`."""
+    fields = _fields(body)
+    check(fields)
+    prompt = fields.get("prompt")
+    if type(prompt) is not list or type(prompt[0]) is int:
+        return fields, [bytes(body)]
+    if len(prompt) > _MOST_PROMPTS:
+        raise BadField(f"at most {_MOST_PROMPTS} prompts go into a request", ("prompt",))
+    return fields, [dumps({**fields, "prompt": each}) for each in prompt]
+
+
+def _read_texts(body: Body) -> tuple[Fields, list[bytes]]:
+    fields = _fields(body)
+    check_embeddings(fields)
+    given = fields["input"]
+    texts = given if type(given) is list else [given]
+    if type(texts[0]) is not str:
+        raise BadField(
+            f"model '{fields['model']}' takes texts, and no ids of a tokenizer that it would have to share with the client; "
+            "LangChain's OpenAIEmbeddings sends texts with check_embedding_ctx_length=False",
+            ("input",),
+        )
+    if len(texts) > _MOST_TEXTS:
+        raise BadField(f"at most {_MOST_TEXTS} texts go into a request", ("input",))
+    return fields, [each.encode("utf-8", "replace") for each in texts]
+
+
+def _read_ranking(body: Body) -> tuple[Fields, bytes]:
+    fields = _fields(body)
+    if "documents" not in fields and "texts" in fields:
+        fields["documents"] = fields.pop("texts")
+    check_rerank(fields)
+    return fields, dumps(fields)
+
+
+# Answers
+
+
+async def _only(stream: ResponseStream) -> Response:
+    """Return the first response, of a model that gives one. Raises what the model answered instead."""
+    async for response in stream:
+        return response
+    raise ModelError("the model gave no answer")
+
+
+def _embeddings(fields: Fields, rows: NDArray[np.float32]) -> bytes:
+    size = rows.shape[1]
+    wanted = fields.get("dimensions")
+    if wanted not in (None, size):
+        raise BadField(f"embeddings of this model have {size} dimensions", ("dimensions",))
+    if fields.get("encoding_format") == "base64":
+        texts = [b'"%b"' % base64.b64encode(row) for row in rows.astype("<f4", copy=False)]
+    elif np.isfinite(rows).all():
+        texts = [dumps(row.tolist()) for row in rows]
+    else:
+        raise ModelError("the model gave a number that JSON has no form for")
+    data = b",".join(
+        [
+            b'{"object":"embedding","index":%d,"embedding":%b}' % (index, text)
+            for index, text in enumerate(texts)
+        ]
+    )
+    return b'{"object":"list","model":%b,"data":[%b]}' % (dumps(fields["model"]), data)
+
+
+def _ranking(fields: Fields, answer: Mapping[str, Any], name: str) -> Fields:
+    documents, scores = fields["documents"], answer.get("scores")
+    if (
+        type(scores) is not list
+        or len(scores) != len(documents)
+        or any(type(score) not in (int, float) for score in scores)
+    ):
+        raise ModelError(f"model '{name}' did not score each of the {len(documents)} documents")
+    order = sorted(range(len(documents)), key=scores.__getitem__, reverse=True)
+    results = [{"index": at, "relevance_score": scores[at]} for at in order[: fields.get("top_n")]]
+    if fields.get("return_documents"):
+        for each in results:
+            document = documents[each["index"]]
+            each["document"] = document if type(document) is dict else {"text": document}
+    return {"id": f"rerank-{uuid4().hex}", "model": fields["model"], "results": results}
