@@ -52,7 +52,7 @@ from moonpool.runtime.observe.statistics import ResponseStatistics, Statistics
 from moonpool.runtime.residency.autoscaling import QueueCounts
 from moonpool.runtime.residency.residents import Residency, ResidentModel
 from moonpool.runtime.schedule.failures import as_load_failure, no_instance_left
-from moonpool.runtime.schedule.rate_limiter import LimitedScheduler, RateLimiter
+from moonpool.runtime.schedule.rate_limiter import ModelPermits, RateLimiter
 from moonpool.runtime.schedule.response_cache import CachingScheduler, ResponseCache
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.handle import Stubs
@@ -72,6 +72,9 @@ class HostedModel:
     """A model version that loads once and unloads once. `load` and `unload` block; the rest is for any thread at any
     time.
     """
+
+    # Those of its instances; None if they execute without permits.
+    _permits: ModelPermits | None = None
 
     def __init__(
         self,
@@ -201,8 +204,7 @@ class HostedModel:
         warmup = Warmup(model, self.signature, self.scheduler.states)
         self.supervisor.serve(self.scheduler, warmup)
         self._is_starting = True
-        if isinstance(self.scheduler, LimitedScheduler):
-            self.scheduler.join(instances)
+        self._join_limiter(instances)
         try:
             self.supervisor.start_all()
         except BaseException:
@@ -211,17 +213,18 @@ class HostedModel:
 
     def _new_scheduler(self) -> Scheduler:
         arguments = self.model, self._reactor, self._executor, self.supervisor.lost
-        if self._limiter is not None and self._cache is not None:
-            return _CachingLimitedScheduler(self._cache, self._limiter, *arguments)
-        if self._limiter is not None:
-            return LimitedScheduler(self._limiter, *arguments)
-        if self._cache is not None:
-            return CachingScheduler(self._cache, *arguments)
-        return Scheduler(*arguments)
+        cache, limiter = self._cache, self._limiter
+        scheduler = Scheduler(*arguments) if cache is None else CachingScheduler(cache, *arguments)
+        self._permits = None if limiter is None else ModelPermits(limiter, scheduler)
+        return scheduler
+
+    def _join_limiter(self, instances: Sequence[ModelInstance]) -> None:
+        if self._permits is not None:
+            self._permits.join(instances)
 
     def _leave_limiter(self, instances: Sequence[ModelInstance] | None = None) -> None:
-        if isinstance(self.scheduler, LimitedScheduler):
-            self.scheduler.leave_limiter(instances)
+        if self._permits is not None:
+            self._permits.leave(instances)
 
     def _prepare_statistics(self, statistics: Statistics) -> None:
         raw = self.model.config.raw
@@ -369,8 +372,7 @@ class HostedModel:
         instances = self._made(specs_of(self.model.config.instance_groups))
         try:
             self._backend.model_wake(self.model)
-            if isinstance(self.scheduler, LimitedScheduler):
-                self.scheduler.join(instances)
+            self._join_limiter(instances)
             self.supervisor.grow(instances)
         except BaseException:
             self._leave_limiter(instances)
@@ -393,8 +395,7 @@ class HostedModel:
             self._end_beside_instances()
             return False
         try:
-            if isinstance(self.scheduler, LimitedScheduler):
-                self.scheduler.join([record.instance for record in self.supervisor.records])
+            self._join_limiter([record.instance for record in self.supervisor.records])
             self.model.is_asleep = False
             self._note_hook(self.supervisor.wake_all())
         except BaseException:  # a signal handler may have raised while the hooks ran
@@ -481,8 +482,7 @@ class HostedModel:
             return lambda: setattr(self.model, "config", before)
         instances = self._made(self._matched(config).come)
         try:
-            if isinstance(self.scheduler, LimitedScheduler):
-                self.scheduler.join(instances)
+            self._join_limiter(instances)
             self.supervisor.grow(instances)
         except BaseException:
             self._leave_limiter(instances)
@@ -658,10 +658,6 @@ class HostedModel:
 
     def __repr__(self) -> str:
         return repr(self.machine)
-
-
-class _CachingLimitedScheduler(CachingScheduler, LimitedScheduler):
-    """Looks for a response first: an answer from the cache needs no resources."""
 
 
 def _serves(record: InstanceRecord) -> bool:

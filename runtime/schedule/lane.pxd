@@ -13,7 +13,7 @@ cdef object LONGEST_S, allocate_lock, bisect_left, check_timeout, get_ident, mon
 cdef class Lane:
     cdef object __weakref__
     cdef public object name, reactor, note, wanted, pace_ns
-    cdef public object _lock, _acquire, _release, _changed, _departures, _refusal, _wake_at_ns
+    cdef public object permits, _lock, _acquire, _release, _changed, _departures, _refusal, _wake_at_ns
     cdef public QueueType _queue
     cdef public StatisticsType statistics
     cdef public list _idle
@@ -24,9 +24,11 @@ cdef class Lane:
     @cython.locals(waiter=ThreadWaiter)
     cpdef infer(self, RequestType request, timeout_s=*)
     cpdef enter(self, RequestType request)
-    @cython.locals(idle=list, queue=QueueType, now_ns=cython.longlong, execution=Execution, instance=InstanceType)
+    @cython.locals(idle=list, queue=QueueType, now_ns=cython.longlong, execution=Execution, instance=InstanceType,
+                   is_free=cython.bint)
     cpdef submit(self, RequestType request)
     cpdef _let_wait(self, RequestType request, long long now_ns)
+    cpdef tuple _form(self, long long now_ns)
     @cython.locals(started=list, queue=QueueType, instance=InstanceType, place=cython.Py_ssize_t)
     cpdef tuple _form_in(self, idle, long long now_ns)
     @cython.locals(execution=Execution, request=RequestType, responded_ns=cython.longlong)
@@ -71,7 +73,6 @@ cdef class Execution:
     cpdef drive(self, deadline, bint interruptible)
     @cython.locals(port=PortType)
     cdef bint _took_until(self, double deadline, bint is_alone) except -1
-    cpdef bint was_slow(self, long long now_ns)
     @cython.locals(
         requests=list, statistics=StatisticsType, by_duration=list, request=RequestType, now_ms=cython.longlong,
         good=cython.longlong, rows=cython.longlong, total_rows=cython.longlong, success_ns=cython.longlong,

@@ -101,7 +101,13 @@ from moonpool.runtime.observe.statistics import Statistics
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.threads import INTERRUPTIBLE, CountingCondition, is_interruptible
 from moonpool.runtime.schedule.ordering import Departures
-from moonpool.runtime.schedule.request_queue import Rejected, RequestQueue, check_many, queue_for
+from moonpool.runtime.schedule.request_queue import (
+    Permits,
+    Rejected,
+    RequestQueue,
+    check_many,
+    queue_for,
+)
 
 IS_COMPILED = not __file__.endswith(".py")
 # About what it takes to hand out the outcomes of a large batch.
@@ -153,8 +159,10 @@ class Lane:
         self._departures: Departures[InferenceRequest, Outcome | None] = Departures(
             in_order=self._is_in_order
         )
-        # False where a subclass has its say in each batch: permits, a cache.
+        # False where a subclass has its say in each outcome, as a cache has.
         self._is_plain = True
+        # None if instances execute without permits.
+        self.permits: Permits | None = None
         self.is_atomic = self._is_compiled()
         self._idle: list[ModelInstance] = []
         self._taken: set[ModelInstance] = set()
@@ -175,7 +183,7 @@ class Lane:
         """
         queue = self._queue
         is_plain = type(queue) is RequestQueue and not queue.has_times and not self._is_in_order
-        return IS_COMPILED and is_plain and self._is_plain
+        return IS_COMPILED and is_plain and self._is_plain and self.permits is None
 
     # Down
 
@@ -230,15 +238,16 @@ class Lane:
             if self._refusal is not None:
                 self._refuse()
             request.queued_ns = now_ns = monotonic_ns()
-            if idle and queue.lets_past(request) and (not idle[-1].blocks or _may_block(waiter)):
+            is_free = self.permits is None and idle and queue.lets_past(request)
+            if is_free and (not idle[-1].blocks or _may_block(waiter)):
                 # In this order an error in between leaves the instance in two places, and not in none.
                 execution = self._start(idle[-1], [request], now_ns, waiter)
                 idle.pop()
             else:
                 Lane._let_wait(self, request, now_ns)
-                if not queue.may_form(idle):
+                if self.permits is None and not queue.may_form(idle):
                     return None
-                started, rejected = Lane._form_in(self, idle, now_ns)
+                started, rejected = Lane._form(self, now_ns)
         finally:
             self._release()
         if execution is None:
@@ -263,8 +272,9 @@ class Lane:
             raise own(self._refusal)
 
     def _form(self, now_ns: int) -> tuple[list[Execution], Rejected]:
-        """Start what the queue wants to start now; the caller launches it. Needs the lock."""
-        return self._form_in(self._idle, now_ns)
+        """Start what the queue and the permits let start now; the caller launches it. Needs the lock."""
+        permits = self.permits
+        return Lane._form_in(self, self._idle, now_ns) if permits is None else permits.form(now_ns)
 
     def _form_in(
         self, idle: Sequence[ModelInstance], now_ns: int
@@ -471,10 +481,8 @@ class Lane:
                 else:
                     self._put_aside(instance)
             del self._busy[instance]
-            if not self._is_plain:
-                started, rejected = self._form(now_ns)
-            elif queue.may_form(self._idle):
-                started, rejected = Lane._form_in(self, self._idle, now_ns)
+            if self.permits is not None or queue.may_form(self._idle):
+                started, rejected = Lane._form(self, now_ns)
             if execution.has_deferred or self._is_in_order:
                 resolved = self._settled(execution, answers, now_ns)
             elif not self._is_plain:
@@ -488,8 +496,9 @@ class Lane:
             Lane._launch(self, started, rejected, None)
             return
         has_next = bool(started or rejected)
-        is_first = has_next and execution.was_slow(now_ns)
-        if is_first:
+        # A quick instance is woken last. Where there are few processors, it would take this one, while callers wait for
+        # outcomes that they could have already; and they may be back in time for the next batch.
+        if has_next and now_ns - execution.sent_ns > SLOW_NS:
             has_next = False
             try:
                 Lane._launch(self, started, rejected, None)
@@ -641,8 +650,7 @@ class Execution:
         self.scheduler = scheduler
         self.instance = instance
         self.requests = requests
-        self.started_ns = started_ns
-        self.sent_ns = started_ns
+        self.started_ns = self.sent_ns = started_ns
         # Who has the answer, from the time at which it is sent.
         self.pending: Pending = None  # type: ignore[assignment]
         # The end of the work channel on which a usual batch went, which then has the answer, too.
@@ -829,14 +837,6 @@ class Execution:
             self.scheduler.reactor.watch_once(self.pending.fileno(), self.finish)
 
     # Its end
-
-    def was_slow(self, now_ns: int) -> bool:
-        """Return True if the instance gets its next batch before anything else is done.
-
-        A quick instance is woken last. Where there are few processors, it would take this one, while callers wait for
-        outcomes that they could have already; and they may be back in time for the next batch.
-        """
-        return now_ns - self.sent_ns > SLOW_NS
 
     def record(self, answers: Sequence[Answer], answered_ns: int, now_ns: int) -> Sequence[Answer]:
         """Count the batch in the statistics. Returns the answers, with an error in place of each invalid one.

@@ -1,32 +1,37 @@
 """Lets instances of all models execute only while the resources that their configurations name are free.
 
-Theory of operation. `ResourcePool` decides, and is pure. `RateLimiter` is the pool of one runtime, behind a lock. `LimitedScheduler`
-asks it before a batch is formed, so requests go on waiting in their queue, where they may time out, be cancelled, and join
-a larger batch. Nothing blocks, and there is no thread.
+Theory of operation. `ResourcePool` decides, and is pure. `RateLimiter` is the pool of one runtime, behind a lock. A
+lane asks its `ModelPermits` before a batch is formed, so requests go on waiting in their queue, where they may time
+out, be cancelled, and join a larger batch. Nothing blocks, and there is no thread.
 
-*Permits.* An instance has a permit while it executes and for no longer. `_form` asks for an instance that is idle while requests wait.
-With a permit at once, the queue forms its batch; if the queue keeps the requests back, the permit returns in the same step.
-Without one, the instance waits in the pool (`_waiting`), and `RateLimiter` calls `wake` once it has the permit. The reactor
-then forms the batch (`_use_granted`), and asks for no instance but those that have executed: two models whose queues keep requests
-back would otherwise hand a permit to each other for ever. Everything that lets requests go (a request, an instance, a timer) asks.
+*Permits.* An instance has a permit while it executes and for no longer. `form` asks for an instance that is idle while
+requests wait. With a permit at once, the queue forms its batch; if the queue keeps the requests back, the permit
+returns in the same step. Without one, the instance waits in the pool (`_waiting`), and `RateLimiter` calls `wake` once
+it has the permit. The reactor then forms the batch (`_use_granted`), and asks for no instance but those that have
+executed: two models whose queues keep requests back would otherwise hand a permit to each other for ever. Everything
+that lets requests go (a request, an instance, a timer) asks.
 
-*Return.* `_return_used` runs before anything is asked or formed, and returns the permits of instances that have left `_busy`:
-answered, lost, or dead. Each way out of `_busy` is followed by `_form`. An instance may be restarted, idle, and have a next
-batch before the loss of its last one is settled; it is in `_busy` all the time then, and keeps its one permit.
+*Return.* `_return_used` runs before anything is asked or formed, and returns the permits of instances that have left
+the lane's `_busy`: answered, lost, or dead. Each way out of `_busy` is followed by `form`. An instance may be
+restarted, idle, and have a next batch before the loss of its last one is settled; it is in `_busy` all the time then,
+and keeps its one permit.
 
-*Order.* Of those that wait, the one that has executed least, times its priority, goes first. If its resources are not free,
-nobody behind it gets any of them, so an instance that needs much is not starved by those that need little. Others, whose
-resources are free, go at once.
+*Order.* Of those that wait, the one that has executed least, times its priority, goes first. If its resources are not
+free, nobody behind it gets any of them, so an instance that needs much is not starved by those that need little.
+Others, whose resources are free, go at once.
 
-*Locks.* The lock of `RateLimiter` is taken inside a scheduler's lock, and nothing is called with it held. `wake` is called after
-that, but perhaps with the lock of another scheduler held, so it only gives the reactor something to do.
+*Locks.* The lane's lock guards a `ModelPermits`. The lock of `RateLimiter` is taken inside it, and nothing is called
+with that one held. `wake` is called after that, but perhaps with the lock of another lane held, so it only gives the
+reactor something to do.
 
-*Circles.* An instance that asks another model while it executes keeps its permit, and the other model may need the same resources. Its request
-would wait for ever. `ask` finds that: all that is *stuck* are the instances with a permit whose answers depend on the new request. If no
-instance of the asked model can get its resources from what they leave, the request is refused. Each circle closes with such a request, and the
-reactor's thread submits all of them, so nothing comes between the look and the note.
+*Circles.* An instance that asks another model while it executes keeps its permit, and the other model may need the same
+resources. Its request would wait for ever. `ask` finds that: all that is *stuck* are the instances with a permit whose
+answers depend on the new request. If no instance of the asked model can get its resources from what they leave, the
+request is refused. Each circle closes with such a request, and the reactor's thread submits all of them, so nothing
+comes between the look and the note.
 
-*Signals.* Permits concern other callers, so an interruptible thread neither takes nor returns one. The reactor does.
+*Signals.* Permits concern other callers, so an interruptible thread neither takes nor returns one. The reactor does:
+the lane is not atomic.
 """
 
 from __future__ import annotations
@@ -37,14 +42,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from moonpool.runtime.errors import ModelUnavailable
 from moonpool.runtime.model.backend import ModelInstance
 from moonpool.runtime.model.config.model import RateLimits
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.schedule.lane import Execution
-from moonpool.runtime.schedule.request_queue import Rejected, check_many
+from moonpool.runtime.schedule.request_queue import Rejected
 from moonpool.runtime.schedule.scheduler import Scheduler
 
 MemberT = TypeVar("MemberT", bound=Hashable)
@@ -305,7 +310,7 @@ class _Ask(NamedTuple):
 
     asker: ModelInstance
     request: InferenceRequest
-    target: LimitedScheduler
+    target: ModelPermits
     is_open: Callable[[], bool]
 
 
@@ -329,7 +334,7 @@ class RateLimiter:
     def ask(
         self,
         request: InferenceRequest,
-        targets: Sequence[LimitedScheduler],
+        targets: Sequence[ModelPermits],
         is_asker: Callable[[ModelInstance], bool],
         is_open: Callable[[], bool],
     ) -> None:
@@ -361,7 +366,7 @@ class RateLimiter:
         place = ask.target.place_of(ask.request)
         return not self._can_get(ask.target, stuck) if place is None else place in stuck
 
-    def _can_get(self, target: LimitedScheduler, stuck: set[ModelInstance]) -> bool:
+    def _can_get(self, target: ModelPermits, stuck: set[ModelInstance]) -> bool:
         members = target.members
         with self._lock:
             # One that has none yet has no process either, and starts some.
@@ -446,125 +451,105 @@ def _call(wakes: Iterable[Callable[[], None]]) -> None:
         wake()
 
 
-class LimitedScheduler(Scheduler):
-    """A scheduler whose instances execute only with a permit. Any thread may call any method."""
+class ModelPermits:
+    """The permits of one model's instances. Its scheduler's lock guards it; `join`, `leave` and `place_of` may be called
+    from any thread, without that lock.
+    """
 
-    def __init__(self, limiter: RateLimiter, *arguments: Any) -> None:
-        """Take permits of `limiter` for instances that `join`. The other arguments are those of `Scheduler`."""
-        super().__init__(*arguments)
-        # Each batch needs a permit.
-        self._is_plain = self.is_atomic = False
-        self._limiter = limiter
+    def __init__(self, limiter: RateLimiter, scheduler: Scheduler) -> None:
+        """Let the instances of a scheduler execute only with permits of `limiter`, from now on."""
+        self.limiter, self._scheduler, self.name = limiter, scheduler, scheduler.name
         self._members: set[ModelInstance] = set()
         # Those that wait for a permit, or have one that `_use_granted` has yet to use.
         self._waiting: set[ModelInstance] = set()
         # Those that execute with a permit, or did a moment ago.
         self._used: set[ModelInstance] = set()
+        scheduler.permits, scheduler.is_atomic = self, False
 
     @property
     def members(self) -> set[ModelInstance]:
         """The instances that may need a permit, as they are now."""
         return self._members.copy()
 
-    @property
-    def limiter(self) -> RateLimiter:
-        return self._limiter
-
-    @property
-    def limited(self) -> tuple[LimitedScheduler, ...]:
-        return (self,)
-
     def place_of(self, request: InferenceRequest) -> ModelInstance | None:
         """Return the instance that executes a request; None if it waits. It may be elsewhere the next moment."""
         # Other threads change the table meanwhile, and to copy it is atomic.
-        for instance, execution in list(self._busy.items()):
+        for instance, execution in list(self._scheduler._busy.items()):
             if request in execution.requests:
                 return instance
-        return self.open_requests.instance_of(request)
+        return self._scheduler.open_requests.instance_of(request)
 
     def join(self, instances: Sequence[ModelInstance]) -> None:
         """Let the limiter know new instances. Raises `ConfigError`; then it knows none of them."""
         if instances:
-            self._limiter.join(instances, self._wake_granted)
-            with self._lock:
+            self.limiter.join(instances, self._wake_granted)
+            with self._scheduler._lock:
                 self._members.update(instances)
 
-    def leave_limiter(self, instances: Iterable[ModelInstance] | None = None) -> None:
+    def leave(self, instances: Iterable[ModelInstance] | None = None) -> None:
         """Return what instances hold for good: they have ended, or never started. None means all of them."""
-        with self._lock:
+        with self._scheduler._lock:
             gone = self._members.intersection(self._members if instances is None else instances)
             for mine in (self._members, self._waiting, self._used):
                 mine -= gone
-        self._limiter.leave(gone)
+        self.limiter.leave(gone)
 
-    def forget(self, instance: ModelInstance) -> None:
-        self.leave_limiter([instance])
-        super().forget(instance)
-
-    def submit(self, request: InferenceRequest) -> Execution | None:
-        """Take a request in as `Scheduler.submit`. It waits in the queue until an instance has a permit."""
-        if self._decoupled:
-            check_many(self.name, request)
-        with self._lock:
-            self._add(request, time.monotonic_ns())
-            started, rejected = self._form(time.monotonic_ns())
-        return self._launch(started, rejected, request)
-
-    def _form(self, now_ns: int) -> tuple[list[Execution], Rejected]:
-        """Ask for permits while requests wait, and start what has one. Needs the lock."""
+    def form(self, now_ns: int) -> tuple[list[Execution], Rejected]:
+        """Ask for permits while requests wait, and start what has one."""
         self._return_used()
+        scheduler, queue = self._scheduler, self._scheduler._queue
         # Requests whose time is over, and ends of sequences, wait for no permit.
-        started, rejected = self._form_in((), now_ns)
-        for instance in self._limiter.in_order(self._idle):
-            if not len(self._queue):
+        started, rejected = scheduler._form_in((), now_ns)
+        for instance in self.limiter.in_order(scheduler._idle):
+            if not len(queue):
                 break
-            if self._limiter.acquire(instance):
+            if self.limiter.acquire(instance):
                 self._waiting.discard(instance)
                 formed, expired = self._use(instance, now_ns)
                 started += formed
                 rejected += expired
             else:
                 self._waiting.add(instance)
-        if not len(self._queue):
+        if not len(queue):
             for instance in self._waiting:
-                self._limiter.release(instance, has_executed=False)
+                self.limiter.release(instance, has_executed=False)
             self._waiting.clear()
         return started, rejected
 
     def _use(self, instance: ModelInstance, now_ns: int) -> tuple[list[Execution], Rejected]:
-        """Form the batch of an instance that has a permit, which returns if there is none. Needs the lock."""
-        started, rejected = self._form_in((instance,), now_ns)
+        """Form the batch of an instance that has a permit, which returns if there is none."""
+        started, rejected = self._scheduler._form_in((instance,), now_ns)
         if started:
             self._used.add(instance)
         else:
-            self._limiter.release(instance, has_executed=False)
+            self.limiter.release(instance, has_executed=False)
         return started, rejected
 
     def _return_used(self) -> None:
-        for instance in self._used - self._busy.keys():
+        for instance in self._used - self._scheduler._busy.keys():
             self._used.discard(instance)
             # In one step with the return, or others that wait would go first whatever their rank.
-            asks_again = instance in self._idle and len(self._queue) > 0
+            asks_again = instance in self._scheduler._idle and len(self._scheduler._queue) > 0
             if asks_again:
                 self._waiting.add(instance)
-            self._limiter.release(instance, has_executed=True, asks_again=asks_again)
+            self.limiter.release(instance, has_executed=True, asks_again=asks_again)
 
     def _wake_granted(self) -> None:
-        self.reactor.call_soon(self._use_granted)
+        self._scheduler.reactor.call_soon(self._use_granted)
 
     def _use_granted(self) -> None:
         """Start the batches of instances that have waited and have a permit now."""
         started: list[Execution] = []
         rejected: Rejected = []
-        with self._lock:
+        with self._scheduler._lock:
             now_ns = time.monotonic_ns()
             self._return_used()
-            for instance in [each for each in self._waiting if self._limiter.holds(each)]:
+            for instance in [each for each in self._waiting if self.limiter.holds(each)]:
                 self._waiting.discard(instance)
-                if instance in self._idle:
+                if instance in self._scheduler._idle:
                     formed, expired = self._use(instance, now_ns)
                     started += formed
                     rejected += expired
                 else:  # it broke or was taken while it waited; it asks again when it comes back
-                    self._limiter.release(instance, has_executed=False)
-        self._launch(started, rejected, None)
+                    self.limiter.release(instance, has_executed=False)
+        self._scheduler._launch(started, rejected, None)

@@ -7,7 +7,7 @@ takes a lock or reads a clock: the scheduler calls them with its lock held, exce
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import BackendError, InvalidRequest, ModelUnavailable, QueueTimeout
@@ -33,6 +33,16 @@ class QueueDecision(NamedTuple):
     rejected: Rejected
     """Requests that wait no longer."""
     wake_at_ns: int | None
+
+
+class Permits(Protocol):
+    """The permits with which the instances of a model execute, where they need some (`rate_limiter.py`)."""
+
+    def form(self, now_ns: int) -> tuple[list[Any], Rejected]:
+        """Start what the queue wants to start in instances that may execute. Needs the lane's lock."""
+
+    def leave(self, instances: Iterable[ModelInstance]) -> None:
+        """Return what instances hold that have ended."""
 
 
 # The least time that a request needs from here to a stub: another process has to wake up. A request that may

@@ -132,8 +132,8 @@ class Scheduler(Lane):
 
     @property
     def limited(self) -> Sequence[Any]:
-        """The schedulers whose instances a request may wait for while others have their resources (`rate_limiter.py`)."""
-        return ()
+        """The permits that a request may wait for while others have the resources (`rate_limiter.py`)."""
+        return () if self.permits is None else (self.permits,)
 
     @property
     def has_idle(self) -> bool:
@@ -618,6 +618,8 @@ class Scheduler(Lane):
 
     def forget(self, instance: ModelInstance) -> None:
         """Take out an instance that has ended. Sequences that had begun in it are lost."""
+        if self.permits is not None:
+            self.permits.leave([instance])
         with self._lock:
             self._queue.leave(instance, monotonic_ns())
             self._changed.notify_all()

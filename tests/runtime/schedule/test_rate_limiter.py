@@ -395,7 +395,7 @@ def test_two_queues_that_keep_requests_back_do_not_wake_each_other(folder: Path)
         # Neither has resources while it waits for a larger batch, and nobody waits for them.
         schedulers = [runtime._models.find(name).scheduler for name in "ab"]
         wait_until(lambda: in_use(runtime) == {})
-        assert [each._waiting for each in schedulers] == [set(), set()]  # type: ignore[attr-defined]
+        assert [each.permits._waiting for each in schedulers] == [set(), set()]  # type: ignore[union-attr]
         backend.is_quick = True
         asked += [Ask(runtime, name, row(2)) for name in "ab"]
         assert [each.result() for each in asked] == [1, 1, 2, 2]
