@@ -371,9 +371,14 @@ def test_memory_does_not_grow_over_many_calls(runtime: moonpool.Runtime) -> None
             x = np.ones(size, np.float32)
             regions = do(runtime, "memory", x, model="counter", times=100)
             size_bytes = link.size_bytes()
-            # What was not needed for some seconds is given back.
-            assert do(runtime, "memory", x, model="counter", times=2000) <= regions
-            assert link.size_bytes() <= size_bytes
+            do(runtime, "memory", x, model="counter", times=2000)
+
+            def is_as_before(x: Any = x, most: tuple[Any, ...] = (regions, size_bytes)) -> bool:
+                now = do(runtime, "memory", x, model="counter", times=10)
+                return bool(now <= most[0] and link.size_bytes() <= most[1])
+
+            # A busy machine may have needed more for a moment. That is given back after some seconds.
+            wait_until(is_as_before, what="the memory to be as before")
 
 
 # Ends

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runtime.held_batches import HoldingBackend, holding, rejected
+from tests.runtime.held_batches import HeldBatch, HoldingBackend, holding, rejected
 from tests.runtime.recorder import PATIENCE_S, counted, model_directory, row
 
 import moonpool
@@ -41,10 +41,15 @@ def ask(runtime: Runtime, *values: int) -> list[asyncio.Task[Any]]:
 
 
 async def several_at_once(runtime: Runtime, backend: HoldingBackend) -> None:
-    """Let the loop see a batch of several."""
-    backend.is_quick = True
-    await asyncio.gather(*ask(runtime, 0, 1, 2))
-    backend.is_quick = False
+    """Let the loop see a batch of several, and no smaller one after it."""
+    tasks = ask(runtime, 0, 1, 2)
+    answered: list[HeldBatch] = []
+    while not all(task.done() for task in tasks):
+        await until(lambda: len(backend.batches) > len(answered))
+        held, values = backend.batches[len(answered)]
+        held.answer()
+        await asyncio.gather(*(tasks[int(value)] for value in values))
+        answered.append(held)
     assert len(backend.sent[-1]) > 1
     backend.batches.clear()
 
