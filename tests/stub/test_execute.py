@@ -29,40 +29,11 @@ def refusal(returned: object, given: list[InferenceRequest], *, decoupled: bool 
     return str(caught.value)
 
 
-def test_a_list_of_as_many_responses_is_valid() -> None:
-    validate([InferenceResponse(), InferenceResponse()], requests(2))
-
-
-def test_none_is_valid_for_all_and_for_one() -> None:
-    validate(None, requests(2))
-    validate([None, InferenceResponse()], requests(2))
-
-
 def test_a_subclass_of_a_response_is_a_response() -> None:
     class Mine(InferenceResponse):
         pass
 
     validate([Mine()], requests(1))
-
-
-def test_a_return_value_that_is_not_a_list_is_refused() -> None:
-    assert refusal((), requests(0)) == (
-        "Expected a list in the execute return, found type '<class 'tuple'>'."
-    )
-
-
-def test_another_length_is_refused() -> None:
-    assert refusal([InferenceResponse()], requests(2)) == (
-        "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
-        "InferenceRequest(s) size is:2, and InferenceResponse(s) size is:1\n"
-    )
-
-
-def test_an_entry_of_another_type_is_refused() -> None:
-    assert refusal([InferenceResponse(), "text"], requests(2)) == (
-        "Expected an 'InferenceResponse' object in the execute function return list, "
-        "found type '<class 'str'>'."
-    )
 
 
 def test_a_response_for_a_rescheduled_request_is_refused() -> None:
@@ -89,12 +60,3 @@ def test_a_released_request_is_answered_as_any_other() -> None:
     given[0].set_release_flags(1)
 
     validate([InferenceResponse()], given)
-
-
-def test_a_decoupled_model_returns_nothing() -> None:
-    validate(None, requests(1), decoupled=True)
-
-    assert refusal([InferenceResponse()], requests(1), decoupled=True) == (
-        "Python model 'M_0_0' is using the decoupled mode and the execute function must return "
-        "None."
-    )

@@ -172,25 +172,6 @@ def test_a_syntax_error_is_told_with_its_place(tmp_path: Path) -> None:
     assert "def broken(:" in error.traceback
 
 
-def test_a_failing_import_is_told_with_its_place(tmp_path: Path) -> None:
-    write(tmp_path / "m" / "1", model="import near", near="\nimport missing_package")
-    error = refusal(tmp_path)
-
-    folder = tmp_path / "m" / "1"
-    assert str(error) == (
-        "ModuleNotFoundError: No module named 'missing_package'\n\nAt:\n"
-        f"  {folder}/near.py(2): <module>\n  {folder}/model.py(1): <module>\n"
-    )
-    assert "moonpool" not in error.traceback
-
-
-@pytest.mark.parametrize("source", ["raise SystemExit(3)", "import sys; sys.exit('bye')"])
-def test_a_file_that_exits_is_an_error_and_not_an_exit(tmp_path: Path, source: str) -> None:
-    write(tmp_path / "m" / "1", model=source)
-
-    assert str(refusal(tmp_path)).startswith("SystemExit: ")
-
-
 @pytest.mark.parametrize("source", ["class Other: pass", "TritonPythonModel = 3\nclass Other: 1"])
 def test_a_file_without_the_class_is_told_what_it_has(tmp_path: Path, source: str) -> None:
     write(tmp_path / "m" / "1", model=source)

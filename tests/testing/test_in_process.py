@@ -61,19 +61,6 @@ def test_a_model_of_a_directory_answers() -> None:
             response["OUTPUT2"]
 
 
-def test_a_model_of_moonpools_own_kind_answers() -> None:
-    with testing.load(EXAMPLES / "primes") as model:
-        assert model.infer(LIMIT=[[100]])["COUNT"].tolist() == [[25]]
-        assert model.instance.count_below(10) == 4
-
-
-def test_several_models_live_side_by_side() -> None:
-    with testing.load(EXAMPLES / "primes") as primes, testing.load(EXAMPLES / "add_sub") as add_sub:
-        for _ in range(2):
-            assert primes.infer(LIMIT=[[10]])["COUNT"].tolist() == [[4]]
-            add_sub.infer(INPUT0=[[1, 2, 3, 4]], INPUT1=[[4, 3, 2, 1]])
-
-
 @pytest.mark.promise("Testing models", "A model in the test's process …")
 def test_the_imports_of_the_process_are_as_before() -> None:
     path, modules = list(sys.path), dict(sys.modules)
@@ -173,33 +160,14 @@ def test_initialize_gets_what_a_stub_would_give_it() -> None:
     assert found.args == {}
 
 
-@pytest.mark.promise("Testing models", "A model in the test's process …")
-def test_the_model_sees_what_the_request_says() -> None:
-    seen: list[pb_utils.InferenceRequest] = []
-
+def test_clients_do_not_see_what_a_model_writes_into_its_inputs() -> None:
     def execute(requests: list[pb_utils.InferenceRequest]) -> object:
-        seen.extend(requests)
         requests[0].inputs()[0].as_numpy()[:] = 9
         return [y()]
 
     with load(execute) as model:
         array = ROW.copy()
-        request = testing.request(
-            {"X": array},
-            request_id="r",
-            correlation_id="c",
-            flags=1,
-            timeout_us=5,
-            parameters={"p": 1},
-            outputs=["Y"],
-        )
-        model.infer(request)
-
-    (found,) = seen
-    assert (found.request_id(), found.correlation_id(), found.flags()) == ("r", "c", 1)
-    assert (found.timeout(), json.loads(found.parameters())) == (5, {"p": 1})
-    assert found.requested_output_names() == {"Y"}
-    # Clients do not see a model's writes to its inputs.
+        model.infer(X=array)
     assert array.tolist() == ROW.tolist()
 
 
@@ -230,22 +198,6 @@ def test_every_datatype_goes_in_and_out() -> None:
         assert response[f"{name}_OUT"].dtype == array.dtype
 
 
-def test_bf16_goes_in_and_out() -> None:
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    given = np.array([[1.5, -2]], ml_dtypes.bfloat16)
-
-    def execute(requests: list[pb_utils.InferenceRequest]) -> object:
-        tensor = requests[0].inputs()[0]
-        return [pb_utils.InferenceResponse([pb_utils.Tensor.from_dlpack("Y", tensor.to_dlpack())])]
-
-    bf16 = {"data_type": "TYPE_BF16"}
-    with load(execute, {**CONFIG, "input": [{**X, **bf16}], "output": [{**Y, **bf16}]}) as model:
-        out = model.infer(X=given)["Y"]
-
-    assert out.dtype == ml_dtypes.bfloat16
-    assert out.tolist() == given.tolist()
-
-
 def test_a_batch_is_one_call_of_execute() -> None:
     sizes = []
 
@@ -266,21 +218,6 @@ def test_a_batch_is_one_call_of_execute() -> None:
         assert raised.value.code == "UNAVAILABLE"
         with pytest.raises(moonpool.InvalidRequest, match="9 rows"):
             model.infer_batch([{"X": ROW}] * 9)
-
-
-def test_requests_that_the_runtime_would_refuse_never_reach_the_model() -> None:
-    with load(lambda _: pytest.fail("it was called")) as model:
-        for inputs, why in {
-            ("X", "float64"): "data-type is 'FP64'",
-            ("Z", "float32"): "unexpected inference input 'Z'",
-        }.items():
-            name, dtype = inputs
-            with pytest.raises(moonpool.InvalidRequest, match=why):
-                model.infer({name: ROW.astype(dtype)})
-        with pytest.raises(moonpool.InvalidRequest, match="unexpected shape"):
-            model.infer(X=[[1, 2, 3]])
-        with pytest.raises(moonpool.InvalidRequest, match="unexpected inference output 'Z'"):
-            model.infer(testing.request({"X": ROW}, outputs=["Z"]))
 
 
 def test_an_output_that_no_client_would_get_fails_the_test() -> None:
@@ -334,19 +271,6 @@ def test_an_exception_of_the_model_is_the_cause_of_the_error() -> None:
         assert isinstance(raised.value.__cause__, ZeroDivisionError)
         (response,) = model.responses(X=ROW)
         assert response.error is not None
-
-
-@pytest.mark.parametrize(
-    ("returned", "why"),
-    [
-        ("text", "Expected a list in the execute return"),
-        ([], "Number of InferenceResponse objects do not match"),
-        (["text"], "Expected an 'InferenceResponse' object"),
-    ],
-)
-def test_a_wrong_return_is_refused_in_tritons_words(returned: object, why: str) -> None:
-    with load(lambda _: returned) as model, pytest.raises(moonpool.ModelError, match=why):
-        model.infer(X=ROW)
 
 
 def test_a_model_may_not_end_the_program() -> None:
@@ -410,94 +334,11 @@ def test_messages_of_the_model_are_logged(caplog: pytest.LogCaptureFixture) -> N
 # Response senders
 
 
-def send_three(requests: list[pb_utils.InferenceRequest]) -> None:
-    for request in requests:
-        sender = request.get_response_sender()
-        for number in range(3):
-            sender.send(y(ROW * number))
-        sender.send(flags=FINAL)
-
-
 @pytest.mark.promise(
     "Testing models",
     "All responses come in order, whenever they are sent. A request that can get no more "
     "responses, or gets none in time, ends with a reason.",
 )
-def test_all_responses_of_a_decoupled_model_come_in_order() -> None:
-    with load(send_three, DECOUPLED) as model:
-        responses = model.responses(X=ROW)
-
-        assert [response["Y"].tolist() for response in responses] == [
-            [[0, 0]],
-            [[1, 2]],
-            [[2, 4]],
-        ]
-        assert [len(each) for each in model.responses_batch([{"X": ROW}] * 2)] == [3, 3]
-        with pytest.raises(testing.NotOneResponse, match="sent 3 responses"):
-            model.infer(X=ROW)
-
-
-def test_responses_may_come_from_a_thread_after_execute() -> None:
-    threads = []
-
-    def execute(requests: list[pb_utils.InferenceRequest]) -> None:
-        senders = [request.get_response_sender() for request in requests]
-
-        def later() -> None:
-            for sender in senders:
-                sender.send(y())
-                sender.send(flags=FINAL)
-
-        threads.append(threading.Thread(target=later))
-        threads[-1].start()
-
-    for config in (CONFIG, DECOUPLED):
-        with load(execute, config) as model:
-            assert model.infer(X=ROW)["Y"].tolist() == ROW.tolist()
-    for thread in threads:
-        thread.join()
-
-
-@pytest.mark.parametrize(
-    ("config", "sends", "why"),
-    [
-        (CONFIG, [(y(), 0), (y(), 0)], "cannot send more than one response"),
-        (CONFIG, [(None, FINAL)], "cannot send complete final before sending a response"),
-        (DECOUPLED, [(None, FINAL), (y(), 0)], "Response sender has been closed"),
-        (DECOUPLED, [(y(), 7)], "Unsupported flag provided"),
-        (DECOUPLED, [(None, 0)], "must be provided when the response flags is set to zero"),
-    ],
-)
-def test_the_rules_of_senders_hold(config: dict[str, Any], sends: list[Any], why: str) -> None:
-    raised = []
-
-    def execute(requests: list[pb_utils.InferenceRequest]) -> None:
-        sender = requests[0].get_response_sender()
-        try:
-            for response, flags in sends:
-                sender.send(response, flags)
-        except pb_utils.TritonModelException as error:
-            raised.append(str(error))
-            raise
-
-    with load(execute, config) as model:
-        model.responses(X=ROW)
-
-    assert len(raised) == 1
-    assert why in raised[0]
-
-
-@pytest.mark.promise("Testing models", "All responses come in order …")
-def test_a_request_that_the_model_drops_ends_with_an_error() -> None:
-    for config in (CONFIG, DECOUPLED):
-        with load(lambda _: None, config) as model:
-            (response,) = model.responses(X=ROW)
-
-            assert response.error is not None
-            assert "without a last response" in response.error.message()
-
-
-@pytest.mark.promise("Testing models", "All responses come in order …")
 def test_a_model_that_never_ends_a_request_is_told_of() -> None:
     kept = []
 
@@ -522,27 +363,6 @@ def test_a_decoupled_model_may_return_nothing_but_none() -> None:
 
 
 # Cancellation
-
-
-def test_a_client_may_go_away_after_some_responses() -> None:
-    seen = []
-
-    def execute(requests: list[pb_utils.InferenceRequest]) -> None:
-        (request,) = requests
-        sender = request.get_response_sender()
-        for _ in range(5):
-            seen.append((request.is_cancelled(), sender.is_cancelled()))
-            if sender.is_cancelled():
-                break
-            sender.send(y())
-        sender.send(flags=FINAL)
-
-    with load(execute, DECOUPLED) as model:
-        for count in (0, 2):
-            seen.clear()
-            responses = model.responses(testing.request({"X": ROW}, cancel_after=count))
-            assert len(responses) == count
-            assert seen == [(False, False)] * count + [(True, True)]
 
 
 def test_a_stream_is_read_as_it_comes_and_closing_it_cancels() -> None:

@@ -66,11 +66,6 @@ def test_completions_that_agree_change_nothing() -> None:
     assert json.dumps(one.as_dict()) == before
 
 
-def without(key: str) -> dict[str, Any]:
-    return {name: value for name, value in FP32_4.items() if name != key}
-
-
-IN_M = "in auto-complete-config function for model 'M'"
 REFUSALS: list[tuple[dict[str, Any], Callable[[ModelConfig], None], str]] = [
     (
         {"max_batch_size": 6},
@@ -93,52 +88,6 @@ REFUSALS: list[tuple[dict[str, Any], Callable[[ModelConfig], None], str]] = [
         "'dynamic_batching'",
     ),
     (
-        {},
-        lambda c: c.add_input({**FP32_4, "shape": 1}),
-        f"input 'X' {IN_M} contains property other than 'name', 'data_type', 'dims' and "
-        "'optional'.",
-    ),
-    (
-        {},
-        lambda c: c.add_output({**FP32_4, "optional": True}),
-        f"output 'X' {IN_M} contains property other than 'name', 'data_type' and 'dims'.",
-    ),
-    ({}, lambda c: c.add_input(without("name")), f"input {IN_M} is missing 'name' property."),
-    (
-        {},
-        lambda c: c.add_input(without("data_type")),
-        f"input 'X' {IN_M} is missing 'data_type' property.",
-    ),
-    (
-        {},
-        lambda c: c.add_output(without("dims")),
-        f"output 'X' {IN_M} is missing 'dims' property.",
-    ),
-    (
-        {"input": [{**FP32_4, "data_type": "TYPE_INT32"}]},
-        lambda c: c.add_input(FP32_4),
-        "unable to load model 'M', configuration expects datatype TYPE_INT32 for input 'X', model "
-        "provides TYPE_FP32",
-    ),
-    (
-        {"output": [{**FP32_4, "dims": [16]}]},
-        lambda c: c.add_output(FP32_4),
-        "model 'M', tensor 'X': the model expects dims [4] but the model configuration specifies "
-        "dims [16]",
-    ),
-    (
-        {"input": [{**FP32_4, "optional": False}]},
-        lambda c: c.add_input({**FP32_4, "optional": True}),
-        "model 'M', tensor 'X': the model expects optional True but the model configuration "
-        "specifies optional False",
-    ),
-    (
-        {},
-        lambda c: c.set_model_transaction_policy({"decoupled": True, "other": 1}),
-        "model transaction property in auto-complete-config function for model 'M' contains "
-        "property other than 'decoupled'.",
-    ),
-    (
         {"model_transaction_policy": {"decoupled": False}},
         lambda c: c.set_model_transaction_policy({"decoupled": True}),
         "trying to change decoupled property in auto-complete-config for model 'M', which is "
@@ -158,8 +107,3 @@ def test_contradictions_are_refused_in_tritons_words(
 
     assert str(caught.value) == text
     assert json.dumps(one.as_dict()) == before
-
-
-def test_a_property_too_many_without_a_name_is_a_key_error() -> None:
-    with pytest.raises(KeyError):
-        config().add_input({"shape": 1})

@@ -72,13 +72,6 @@ def test_a_tensor_made_of_an_array_shares_its_memory(dtype: str) -> None:
     assert tensor.shape() == [2, 3]
 
 
-def test_numpy_reads_a_tensor_without_a_copy() -> None:
-    array = np.arange(6.0)
-    view = np.from_dlpack(Tensor("X", array))
-
-    assert np.shares_memory(view, array)
-
-
 def test_the_memory_lives_as_long_as_the_last_view() -> None:
     array = np.arange(6.0).view(Owner)
     watch = weakref.ref(array)
@@ -179,15 +172,6 @@ def test_a_strided_array_goes_out_in_its_order() -> None:
 )
 def test_strides_that_nothing_is_reached_by_do_not_matter(array: NDArray[Any]) -> None:
     assert Tensor.from_dlpack("X", array).shape() == list(array.shape)
-
-
-def test_strings_have_no_dlpack_form() -> None:
-    tensor = Tensor("X", np.array([b"a"], np.object_))
-
-    with pytest.raises(
-        TritonModelException, match=r"^DLPack does not have support for string tensors\.$"
-    ):
-        tensor.to_dlpack()
 
 
 def read_only() -> NDArray[Any]:
@@ -324,15 +308,3 @@ def test_an_impossible_tensor_is_refused_in_tritons_words(source: object, text: 
         Tensor.from_dlpack("X", source)
 
     assert str(caught.value).startswith(text)
-
-
-def test_the_name_is_looked_at_first() -> None:
-    with pytest.raises(TritonModelException, match="Tensor name cannot be an empty string"):
-        Tensor.from_dlpack("", 3)
-    name: Any = None
-    with pytest.raises(TypeError):
-        Tensor.from_dlpack(name, np.zeros(1))
-
-
-def test_a_tensor_is_on_the_cpu() -> None:
-    assert Tensor("X", np.zeros(1)).__dlpack_device__() == (1, 0)

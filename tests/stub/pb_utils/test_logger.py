@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -54,19 +53,6 @@ def test_verbose_messages_are_dropped_unless_they_are_wanted(sink: list[Message]
     logger.set_levels(True, True, True, True)
     Logger.log("b", Logger.VERBOSE)
     assert [message[1] for message in sink] == ["b"]
-
-
-@pytest.mark.parametrize("message", [None, 3, ValueError("x")])
-def test_a_message_that_is_no_text_is_a_type_error(message: Any) -> None:
-    for log in (Logger.log, Logger.log_info, Logger.log_warn, Logger.log_verbose):
-        with pytest.raises(TypeError):
-            log(message)
-
-
-@pytest.mark.parametrize("level", [None, 0, "INFO"])
-def test_a_level_that_is_none_of_the_loggers_is_a_type_error(level: Any) -> None:
-    with pytest.raises(TypeError):
-        Logger.log("text", level)
 
 
 def test_without_a_sink_messages_go_to_stderr(

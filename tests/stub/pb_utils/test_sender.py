@@ -6,7 +6,6 @@ import gc
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.response import (
     DROPPED,
     InferenceResponse,
-    InferenceResponseSender,
     Reply,
     ReplyPort,
 )
@@ -53,44 +51,6 @@ def request(port: ReplyPort | None) -> InferenceRequest:
 
 def response() -> InferenceResponse:
     return InferenceResponse([Tensor("Y", np.zeros(1, np.float32))])
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [("text",), (1,), ([],), (None, "1"), (None, None), (None, 1.0), (response(), "")],
-    ids=repr,
-)
-def test_arguments_of_other_types_are_type_errors(arguments: tuple[Any, ...]) -> None:
-    port = Post()
-    given = request(port)
-    with pytest.raises(TypeError, match="incompatible function arguments"):
-        given.get_response_sender().send(*arguments)
-    assert port.sent == []
-
-
-def test_a_sender_cannot_be_made() -> None:
-    with pytest.raises(TypeError, match="No constructor defined"):
-        InferenceResponseSender()
-
-
-def test_arguments_come_before_the_state(  # the order of the checks is what clients of Triton see
-) -> None:
-    sender = request(Post()).get_response_sender()
-    sender.send(flags=FINAL)
-    for arguments, words in {
-        (None, 2): "Unsupported flag",
-        (None, 0): "must be provided",
-        (None, 1): "has been closed",
-    }.items():
-        with pytest.raises(TritonModelException, match=words):
-            sender.send(*arguments)
-
-
-def test_a_request_of_a_model_s_own_making_has_a_sender_without_a_purpose() -> None:
-    sender = request(None).get_response_sender()
-    with pytest.raises(TritonModelException, match="no reference to the decoupled state"):
-        sender.send(response())
-    assert not sender.is_cancelled()
 
 
 def test_a_request_has_one_sender() -> None:
