@@ -169,47 +169,6 @@ def test_a_bound_is_the_last_thing_that_is_allowed(
         check([21, beyond])
 
 
-@pytest.mark.parametrize(
-    ("parameters", "reason"),
-    [({b"a": 1}, "a key of LOADED.facts may not be bytes"), ({"a": None}, "LOADED.facts may not be None"),
-     ({"a": b"x"}, "LOADED.facts may not be bytes"), ({"a": [1]}, "LOADED.facts may not be list"),
-     ({"a": {}}, "LOADED.facts may not be dict"), ([], "LOADED.facts may not be list")],
-    ids=["key", "nil", "bytes", "list", "dict", "no table"],
-)  # fmt: skip
-def test_a_table_has_text_for_keys_and_scalars_for_values(parameters: object, reason: str) -> None:
-    codec = work_codec(Side.RUNTIME)
-    good = {"text": "x", "number": -1, "large": 2**64 - 1, "real": 0.5, "flag": True}
-
-    assert codec.decode(encode(Kind.LOADED, good)) == [Kind.LOADED, good]
-    assert refused(codec, encode(Kind.LOADED, parameters)) == reason
-
-
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
-        ((Kind.GROW, -1, NO_DEVICE), "GROW.size may not be -1"),
-        ((Kind.GROW, True, NO_DEVICE), "GROW.size may not be True"),
-        ((Kind.GROW, float("nan"), NO_DEVICE), "GROW.size may not be nan"),
-        ((Kind.GROW, "4", NO_DEVICE), "GROW.size may not be str"),
-        ((Kind.LOG, 1, "", "", None), "LOG.line may not be None"),
-        ((Kind.GROW,), "GROW that is not an array of 3 led by its kind"),
-    ],
-    ids=lambda v: v if isinstance(v, str) else "",
-)
-def test_a_refusal_names_the_field_and_what_was_there(
-    message: tuple[Any, ...], reason: str
-) -> None:
-    assert refused(control_codec(Side.RUNTIME), encode(*message)) == reason
-
-
-def test_a_refusal_names_the_field_inside_a_row() -> None:
-    details = ["", 0, -1, 0, 0, None, None, None, 0, 0]
-    packet = encode(Kind.EXECUTE, 1, NO_CORE, [], [], b"\x90", [None, details], None)
-
-    reason = refused(work_codec(Side.STUB), packet)
-    assert reason == "EXECUTE.details.flags may not be -1"
-
-
 def test_a_choice_of_lists_is_refused_when_the_check_is_made() -> None:
     with pytest.raises(TypeError, match=r"LOG\.it: OneOf is for scalars"):
         compile_check(Kind.LOG, Message(None, {"it": OneOf(Int(), ListOf(Int(), 3))}))

@@ -41,15 +41,6 @@ def test_a_kind_must_be_a_whole_number() -> None:
             refused(codec, msgpack.packb([junk] + [1] * arity))
 
 
-def test_bytes_that_begin_like_a_message_are_not_one() -> None:
-    for channel, kind in ROWS:
-        codec = receiver(channel, kind)
-        codec._checks[int(kind)] = compile_check(kind, TABLES[channel][kind])
-        arity = len(TABLES[channel][kind].fields)
-
-        assert "not an array" in refused(codec, msgpack.packb(bytes([kind] + [1] * arity)))
-
-
 @EVERY_ROW
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
@@ -136,17 +127,6 @@ def _nested(opening: bytes, size_bytes: int = MAX_PACKET_BYTES) -> bytes:
 def test_a_packet_made_to_burst_is_refused(channel: str, packet: bytes) -> None:
     for us in Side:
         refused(Codec(TABLES[channel], us), packet)
-
-
-def test_a_message_of_the_other_side_is_refused() -> None:
-    for channel, kind in ROWS:
-        sender = TABLES[channel][kind].sender
-        if sender is None:
-            continue  # either side's
-        fields = [0] * len(TABLES[channel][kind].fields)
-
-        reason = refused(Codec(TABLES[channel], sender), encode(kind, *fields))
-        assert reason == f"{kind.name} is not the peer's to send"
 
 
 @pytest.mark.parametrize("channel", TABLES)

@@ -27,10 +27,6 @@ policies = st.builds(
 )
 
 
-def test_the_first_restart_is_at_once() -> None:
-    assert RestartPolicy().decide([100.0], 100.0) == RestartAt(100.0)
-
-
 def test_waits_double_from_the_second_death_up_to_the_cap_and_then_it_gives_up() -> None:
     policy = RestartPolicy(max_restarts=6, backoff_max_s=0.5)
     deaths: list[float] = []
@@ -51,12 +47,6 @@ def test_deaths_that_left_the_window_are_forgiven() -> None:
 def test_without_restarts_the_first_death_is_the_last() -> None:
     decision = RestartPolicy(max_restarts=0).decide([1.0], 1.0)
     assert decision == GiveUp("died, and restarts are switched off")
-
-
-def test_a_decision_that_comes_late_restarts_now() -> None:
-    policy = RestartPolicy()
-    assert policy.decide([0.0, 1.0], 5.0) == RestartAt(5.0)
-    assert policy.decide([0.0], 1000.0) == RestartAt(1000.0)
 
 
 def test_many_deaths_do_not_overflow() -> None:

@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.runtime.held_batches import Caller, holding, queued, rejected
 from tests.runtime.recorder import PATIENCE_S, counted, row, x
@@ -39,18 +38,6 @@ def test_while_an_instance_executes_the_next_batch_forms(folder: Path) -> None:
         backend.wait_for(2).answer()
         assert [value(future) for future in futures] == [0, 1, 2, 3, 4, 5]
         assert backend.sent == [[0], [1, 2, 3, 4, 5]]
-
-
-def test_a_batch_has_no_more_rows_than_the_model_takes(folder: Path) -> None:
-    with holding(folder, **batching()) as (backend, runtime):
-        runtime.submit("m", row(0))
-        rows = {"X": np.ones((3, 1), np.float32)}
-        futures = [runtime.submit("m", rows) for _ in range(5)]
-        backend.is_quick = True
-        backend.wait_for(1).answer()
-        for future in futures:
-            assert future.result(PATIENCE_S).outputs["Y"].shape == (3, 1)
-        assert [len(batch) for batch in backend.sent] == [1, 2, 2, 1]
 
 
 def test_requests_of_other_shapes_wait_for_a_batch_of_their_own(folder: Path) -> None:
@@ -130,15 +117,6 @@ def test_a_batch_that_does_not_fill_is_sent_after_the_delay_and_not_before(folde
         assert backend.sent == [[0], [1, 2]]
 
 
-def test_every_batch_has_a_delay_of_its_own(folder: Path) -> None:
-    policy = batching(max_queue_delay_microseconds=10_000)
-    with holding(folder, **policy) as (backend, runtime):
-        backend.is_quick = True
-        for i in range(5):
-            assert runtime.infer("m", row(i), timeout_s=PATIENCE_S)["Y"].flat[0] == i
-        assert backend.sent == [[0], [1], [2], [3], [4]]
-
-
 # Priorities and policies
 
 
@@ -195,18 +173,6 @@ def test_a_request_that_waits_too_long_is_rejected_in_tritons_words(folder: Path
         assert backend.sent == [[0]]
         assert runtime.statistics("m")["inference_stats"]["fail"]["count"] == 1
         assert rejected(runtime) == 1
-
-
-def test_a_request_may_shorten_its_timeout_where_that_is_allowed(folder: Path) -> None:
-    queue_policy = {"default_timeout_microseconds": HOUR_US, "allow_timeout_override": True}
-    with holding(folder, **batching(default_queue_policy=queue_policy)) as (backend, runtime):
-        first = runtime.submit("m", row(0))
-        patient = runtime.submit("m", row(1))
-        hasty = Caller(runtime, row(2), queue_timeout_us=2000)
-        assert isinstance(hasty.result(), QueueTimeout)
-        backend.is_quick = True
-        backend.wait_for(1).answer()
-        assert [value(first), value(patient)] == [0, 1]
 
 
 @pytest.mark.promise("Requests between models", "The timeout of a request, from …")
