@@ -40,6 +40,7 @@ from moonpool.ipc.messages import (  # noqa: E402
 )
 from moonpool.ipc.policy import Policy  # noqa: E402
 from moonpool.stub.sandbox import layers  # noqa: E402
+from moonpool.stub.sandbox.identity import die_with  # noqa: E402
 
 HUGE = 2**62
 FP32, BYTES = 11, 13
@@ -850,7 +851,7 @@ def serve(peer: Peer, start: dict[str, Any]) -> None:
 
 def main() -> None:
     _, _, _, work_fd, control_fd, calls_fd, parent_pid, _ = sys.argv
-    BOOT["die_with_parent"](int(parent_pid))
+    die_with(int(parent_pid))
     place, _, name = os.environ.get("FAULT_AT_START", "").partition(":")
     if place == "boot":
         STARTS[name](Peer(int(work_fd), int(control_fd), int(calls_fd)))
