@@ -157,6 +157,7 @@ EXTENSIONS = [
     extension("moonpool.runtime.server.http._infer_response"),
     extension("moonpool.runtime.server.http._inference"),
     extension("moonpool.runtime.server.inference._call"),
+    extension("moonpool.runtime.server.inference._request"),
     extension("moonpool.runtime.stubs._borrowed_blocks"),
     extension("moonpool.runtime.stubs._control"),
     extension("moonpool.runtime.stubs.calls._requests"),

@@ -1,21 +1,56 @@
 # The types of requests for inference over gRPC, for the compiled form of `infer_request.py`.
 cimport cython
+cimport moonpool.runtime.server.grpc._wire as wire
+cimport moonpool.runtime.server.inference._request as requests
+
+from moonpool.runtime.server.grpc._wire cimport FieldReader as FieldReaderType
+from moonpool.runtime.server.inference._request cimport RequestPlan as PlanType
+
+# Found without a look into the module's dictionary.
+cdef dict CODES
+cdef object InputPlan
+cdef Py_ssize_t MAX_DIMS
+cdef int MOST_PARTS
+cdef unsigned long long _MODEL, _VERSION, _ID, _PARAMETERS, _INPUTS, _OUTPUTS, _TENSORS
+cdef unsigned long long _NAME, _DATATYPE, _SHAPE, _DIM
+cdef int _USUAL_FIELDS
+
+
+@cython.final
+cdef class GrpcRequestPlan(requests.RequestPlan):
+    cdef public bint is_large
+    cdef public object contents, parameters
+    cdef public dict classes
+
+    cdef list _planned(self, list inputs, tensors)
+    cdef _add_output(self, output)
+    cdef _details(self, request_id, forwarded)
+    cpdef details_of(self, request_id, forwarded)
 
 
 cdef class InferMessage:
     cdef object __weakref__
-    cdef object _message, _parts
-    cdef public object data, model, plan, request_id, version
+    cdef list _inputs, _outputs
+    cdef public list tensors
+    cdef object _rest
+    cdef public object data, model, request_id, version
+    cdef public GrpcRequestPlan plan
     cdef public bint is_placed
     cdef public long long read_ns
 
-    cpdef read(self)
-    cdef dict _inputs(self, plan, service, hosted)
+    @cython.locals(fields=cython.int, tag=cython.ulonglong, rest=list, inner=FieldReaderType)
+    cdef list _take_apart(self, FieldReaderType reader, bint is_cut)
+    cpdef GrpcRequestPlan read(self)
+    cdef dict _arrays(self, plan, service, hosted)
     cdef _of_contents(self, plan, index)
     cdef _refused(self, error, plan, hosted)
 
 
+@cython.locals(message=InferMessage)
 cpdef begun(bytes first)
+@cython.locals(fields=cython.int, tag=cython.ulonglong, shape=list)
+cdef _usual_input(FieldReaderType reader)
+cdef _usual_output(FieldReaderType reader)
 cdef _of_memory(service, hosted, name, code, shape, place)
 cdef _input_plan(tensor)
 cdef _packed(name, code, values)

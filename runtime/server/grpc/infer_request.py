@@ -10,14 +10,20 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from moonpool.ipc.memo import Memo
 from moonpool.ipc.messages import MAX_PARAMETERS
 from moonpool.ipc.tensors import BYTES, CODES, DTYPES, MAX_DIMS
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.details import details_of, with_id
 from moonpool.runtime.model.protobuf import service_messages
 from moonpool.runtime.model.request import Details, InferenceRequest, Parameter
-from moonpool.runtime.server.grpc.wire import BadProtobuf, Parts, parse, split, tensors_from
+from moonpool.runtime.server.grpc import wire
+from moonpool.runtime.server.grpc.wire import (
+    MOST_PARTS,
+    BadProtobuf,
+    parse,
+    tensors_from,
+)
+from moonpool.runtime.server.inference import request as requests
 from moonpool.runtime.server.inference.request import (
     END,
     MAX_SEQUENCE_ID_BYTES,
@@ -26,15 +32,18 @@ from moonpool.runtime.server.inference.request import (
     InputPlan,
     LongSequenceId,
     RegionPlace,
-    RequestPlan,
     refused,
 )
 from moonpool.runtime.server.inference.tensors import Input, WrongSize, of_bytes
 from moonpool.runtime.server.service import Service
 
 kserve = service_messages()
-# Heads are remembered only if they are small, so that clients cannot make the server remember much.
-_MEMORABLE_BYTES = 2048
+# Fields of ModelInferRequest, of its inputs and of its outputs, as tags: eight times the number, and 2 if they have a
+# length.
+_MODEL, _VERSION, _ID, _PARAMETERS, _INPUTS, _OUTPUTS, _TENSORS = range(10, 59, 8)
+_NAME, _DATATYPE, _SHAPE, _DIM = 10, 18, 26, 24
+# An input with more fields is for the library. Most have three.
+_USUAL_FIELDS = 8
 _MANY_BYTES = 1 << 18
 # For fewer dimensions the error is Triton's.
 _MANY_DIMS = 1024
@@ -67,30 +76,51 @@ class Parameters(NamedTuple):
     custom: dict[str, Parameter] = {}  # noqa: RUF012 - nobody changes it
 
 
-class GrpcRequestPlan(RequestPlan):
-    """Everything that requests with the same head have in common."""
+class GrpcRequestPlan(requests.RequestPlan):
+    """Everything of a request but the bytes of its tensors."""
 
-    __slots__ = ("classes", "is_large", "message", "model", "parameters", "version")
+    __slots__ = ("classes", "contents", "is_large", "parameters")
 
-    def __init__(self, message: Any) -> None:
-        """Read a ModelInferRequest. Raises `InvalidRequest`."""
-        super().__init__()
-        self.model: str = message.model_name
-        self.version: str = message.model_version
-        self.parameters: Parameters = _parameters_of(message.parameters)
-        self.details = self._details("", None)
-        self.inputs = [_input_plan(tensor) for tensor in message.inputs]
-        self.outputs = list(dict.fromkeys(each.name for each in message.outputs)) or None
+    def __init__(
+        self, inputs: list[InputPlan | None], outputs: list[str | None], rest: Any
+    ) -> None:
+        """Plan inputs and outputs. `rest` is a ModelInferRequest with those that are None, and all parameters.
+
+        It is None if there are neither. Raises `InvalidRequest`.
+        """
+        self.clear()
+        self.parameters = _NONE
+        # Inputs whose values are in the message itself, by their places among the inputs.
+        self.contents: dict[int, Any] = {}
         # Outputs of which the client wants the best classes, and how many.
         self.classes: dict[str, int] = {}
-        for output in message.outputs:
-            self._add_output(output)
-        # Kept if values are in the message itself.
-        has_contents = any(tensor.HasField("contents") for tensor in message.inputs)
-        self.message = message if has_contents else None
-        sizes = [each.place.size_bytes for each in self.inputs if each.place]
         # If reading its tensors may take long.
+        self.is_large = False
+        if rest is not None:
+            self.parameters = _parameters_of(rest.parameters)
+            self.details = self._details("", None)
+            inputs = self._planned(inputs, rest.inputs)
+            for output in rest.outputs:
+                self._add_output(output)
+            names = iter([output.name for output in rest.outputs])
+            outputs = [next(names) if name is None else name for name in outputs]
+        self.inputs = inputs  # type: ignore[assignment]
+        if outputs:
+            named: Any = outputs
+            self.outputs = named if len(named) == len(set(named)) else list(dict.fromkeys(named))
+
+    def _planned(self, inputs: list[InputPlan | None], tensors: Any) -> list[InputPlan | None]:
+        """Return the inputs, with plans of these tensors in the places of None."""
+        inputs, others = inputs.copy(), iter(tensors)
+        for index, each in enumerate(inputs):
+            if each is None:
+                tensor = next(others)
+                inputs[index] = _input_plan(tensor)
+                if tensor.HasField("contents"):
+                    self.contents[index] = tensor
+        sizes = [each.place.size_bytes for each in inputs if each is not None and each.place]
         self.is_large = sum(sizes) > _MANY_BYTES
+        return inputs
 
     def _add_output(self, output: Any) -> None:
         place = _place_of(output.name, output.parameters)
@@ -135,41 +165,78 @@ class InferMessage:
     """
 
     __slots__ = (
-        "_message",
-        "_parts",
+        "_inputs",
+        "_outputs",
+        "_rest",
         "data",
         "is_placed",
         "model",
         "plan",
         "read_ns",
         "request_id",
+        "tensors",
         "version",
     )
 
-    def __init__(self, data: bytes, parts: Parts | None = None) -> None:
-        """Take the message apart, unless `parts` has it. Raises `BadProtobuf`, and `InvalidRequest` if it has too many fields."""
+    def __init__(self, data: bytes, is_cut: bool = False) -> None:
+        """Take the message apart. Raises `BadProtobuf`, and `InvalidRequest` if it has too many fields.
+
+        With `is_cut`, it is the beginning of one, and nothing is read behind the place of its first tensor.
+        """
         # The time of `time.monotonic_ns`.
         self.read_ns = time.monotonic_ns()
         self.data: Any = data
         self.is_placed = False
-        self._parts: Parts = parts or split(data)
-        head = self._parts.head
-        self.plan: GrpcRequestPlan | None = _plans.get(head)
+        self.plan: GrpcRequestPlan | None = None
+        self.model = self.version = self.request_id = ""
+        self._inputs: list[InputPlan | None] = []
+        self._outputs: list[str | None] = []
+        # The places of the tensors, each as (offset, size in bytes).
+        self.tensors: list[tuple[int, int]] = []
+        self._rest: Any = None
         try:
-            self.request_id = self._parts.request_id.decode()
-            self._message = None
-            if self.plan is None:
-                self._message = parse(kserve.ModelInferRequest, head)
+            rest = self._take_apart(wire.FieldReader(data, 0, len(data), is_cut), is_cut)
+            if rest:
+                self._rest = parse(kserve.ModelInferRequest, b"".join(rest))
         except (DecodeError, UnicodeDecodeError):
             raise BadProtobuf("it does not fit its description") from None
-        known: Any = self.plan or self._message
-        self.model: str = known.model if self.plan else known.model_name
-        self.version: str = known.version if self.plan else known.model_version
+
+    def _take_apart(self, reader: wire.FieldReader, is_cut: bool) -> list[bytes]:
+        """Read the fields of the message. Returns those that are for the library."""
+        rest: list[bytes] = []
+        inner = wire.FieldReader(self.data, 0, 0)
+        fields = 0
+        while reader.next():
+            fields += 1
+            if fields > MOST_PARTS:
+                raise BadProtobuf(f"more than {MOST_PARTS} fields")
+            tag = reader.tag
+            if tag == _TENSORS:
+                self.tensors.append((reader.begin, reader.size))
+                if is_cut:
+                    break
+            elif tag == _INPUTS:
+                self._inputs.append(_usual_input(reader.inner(inner)))
+                if self._inputs[-1] is None:
+                    rest.append(reader.field())
+            elif tag == _OUTPUTS:
+                self._outputs.append(_usual_output(reader.inner(inner)))
+                if self._outputs[-1] is None:
+                    rest.append(reader.field())
+            elif tag == _MODEL:
+                self.model = reader.text()
+            elif tag == _VERSION:
+                self.version = reader.text()
+            elif tag == _ID:
+                self.request_id = reader.text()
+            elif tag == _PARAMETERS:
+                rest.append(reader.field())
+        return rest
 
     @property
     def tensors_at(self) -> int:
         """The place of the first tensor."""
-        return self._parts.tensors[0][0]
+        return self.tensors[0][0]
 
     def place(self, array: NDArray[np.uint8]) -> None:
         """Have the message received into this array, which stubs see."""
@@ -184,18 +251,14 @@ class InferMessage:
 
     def complete(self) -> InferMessage:
         """Return the message with all its tensors, once it has come. Raises `BadProtobuf`, `InvalidRequest`."""
-        tensors = tensors_from(self.memory, self._parts.tensors[0])
+        self.tensors = tensors_from(self.memory, self.tensors[0])
         self.read_ns = time.monotonic_ns()
-        self._parts = self._parts._replace(tensors=tensors)
         return self
 
     def read(self) -> GrpcRequestPlan:
         """Return the plan of the request. Raises `InvalidRequest`."""
         if self.plan is None:
-            self.plan = GrpcRequestPlan(self._message)
-            head = self._parts.head
-            if self.plan.message is None and len(head) <= _MEMORABLE_BYTES:
-                _plans.keep(head, self.plan)
+            self.plan = GrpcRequestPlan(self._inputs, self._outputs, self._rest)
         return self.plan
 
     def usual(
@@ -206,10 +269,10 @@ class InferMessage:
         Its inputs are views on the message. `forwarded` are parameters from headers. Raises as `request`.
         """
         plan = self.read()
-        if forwarded or plan.message is not None:
+        if forwarded or plan.contents:
             return None
         details = plan.details_of(self.request_id, forwarded)
-        tensors = self._parts.tensors
+        tensors = self.tensors
         return plan.usual(service, hosted, self.data, 0, tensors, details, has_views=self.is_placed)
 
     def request(
@@ -221,18 +284,18 @@ class InferMessage:
         """
         plan = self.read()
         try:
-            inputs = self._inputs(plan, service, hosted)
+            inputs = self._arrays(plan, service, hosted)
         except InvalidRequest as error:
             raise self._refused(error, plan, hosted) from None
         details = plan.details_of(self.request_id, forwarded)
         return plan.make(service, hosted, inputs, details)
 
-    def _inputs(self, plan: GrpcRequestPlan, service: Service, hosted: Hosted) -> dict[str, Input]:
-        tensors, data = self._parts.tensors, self.data
+    def _arrays(self, plan: GrpcRequestPlan, service: Service, hosted: Hosted) -> dict[str, Input]:
+        tensors, data = self.tensors, self.data
         inputs: dict[str, Input] = {}
         used = 0
         for index, (name, code, shape, place, *_) in enumerate(plan.inputs):
-            if plan.message is not None and plan.message.inputs[index].HasField("contents"):
+            if index in plan.contents:
                 inputs[name] = self._of_contents(plan, index)
             elif place is not None:
                 inputs[name] = _of_memory(service, hosted, name, code, shape, place)
@@ -259,12 +322,12 @@ class InferMessage:
                 "unexpected 'content' provided when using shared memory for input tensor "
                 f"'{name}' {where}"
             )
-        if self._parts.tensors:
+        if self.tensors:
             raise _Early(
                 f"contents field must not be specified when using raw_input_contents for '{name}' {where}"
             )
-        message: Any = plan.message
-        datatype, contents = message.inputs[index].datatype, message.inputs[index].contents
+        tensor = plan.contents[index]
+        datatype, contents = tensor.datatype, tensor.contents
         for field, (datatypes, shown) in _CONTENTS.items():
             if datatype not in datatypes and len(getattr(contents, field)):
                 raise _Early(
@@ -291,16 +354,41 @@ class InferMessage:
         return refused(error, hosted, self.request_id)
 
 
-_plans: Memo[bytes, GrpcRequestPlan] = Memo(1024)
-
-
 def begun(first: bytes) -> InferMessage | None:
     """Return the message with these first bytes, without its tensors; None if the first tensor begins behind them.
 
     Raises as `InferMessage`.
     """
-    parts = split(first, True)
-    return InferMessage(first, parts) if parts.tensors else None
+    message = InferMessage(first, True)
+    return message if message.tensors else None
+
+
+def _usual_input(reader: wire.FieldReader) -> InputPlan | None:
+    """Return an input that has nothing but a name, a datatype and a shape, else None."""
+    name = datatype = ""
+    shape: list[int] = []
+    fields = 0
+    while reader.next():
+        fields += 1
+        tag = reader.tag
+        if fields > _USUAL_FIELDS:
+            return None
+        if tag == _NAME:
+            name = reader.text()
+        elif tag == _DATATYPE:
+            datatype = reader.text()
+        elif tag not in (_SHAPE, _DIM) or not reader.numbers(shape, MAX_DIMS):
+            return None
+    # The class' own way would be interpreted.
+    return tuple.__new__(InputPlan, (name, CODES.get(datatype, 0), tuple(shape), None, 0, None))
+
+
+def _usual_output(reader: wire.FieldReader) -> str | None:
+    """Return the name of an output of which the message says no more, else None."""
+    if not reader.next() or reader.tag != _NAME:
+        return None
+    name = reader.text()
+    return None if reader.next() else name
 
 
 def _of_memory(
@@ -364,36 +452,38 @@ def _check_described(plan: GrpcRequestPlan, hosted: Hosted) -> None:
 _NONE = Parameters()
 
 
-def _parameters_of(given: Mapping[str, Any]) -> Parameters:
+def _parameters_of(given: Any) -> Parameters:
     """Return the parameters of a request. Raises `InvalidRequest`, `LongSequenceId`."""
     if not given:
         return _NONE
     if len(given) > MAX_PARAMETERS:
         raise InvalidRequest(f"a request has at most {MAX_PARAMETERS} parameters")
-    found = Parameters()._asdict()
+    sequence_id: int | str = 0
+    flags = priority = timeout_us = 0
+    wants_empty_final = False
     custom: dict[str, Parameter] = {}
     for name, parameter in given.items():
         kind = parameter.WhichOneof("parameter_choice")
-        value = None if kind is None else getattr(parameter, kind)
+        value: Any = None if kind is None else getattr(parameter, kind)
         if name == "sequence_id":
             _check(name, kind, "int64_param", "string_param")
-            if kind == "string_param" and len(value.encode()) > MAX_SEQUENCE_ID_BYTES:  # type: ignore[union-attr]
+            if kind == "string_param" and len(value.encode()) > MAX_SEQUENCE_ID_BYTES:
                 raise LongSequenceId
-            found["sequence_id"] = value & _UINT64 if kind == "int64_param" else value  # type: ignore[operator]
+            sequence_id = value & _UINT64 if kind == "int64_param" else value
         elif name in _FLAGS:
             _check(name, kind, "bool_param")
-            found["flags"] |= _FLAGS[name] if value else 0
+            flags |= _FLAGS[name] if value else 0
         elif name == "priority":
             _check(name, kind, "int64_param", "uint64_param")
-            if value < 0:  # type: ignore[operator]
+            if value < 0:
                 raise InvalidRequest("invalid value for 'priority', expected value >= 0.")
-            found["priority"] = value
+            priority = value
         elif name == "timeout":
             _check(name, kind, "int64_param")
-            found["timeout_us"] = value & _UINT64  # type: ignore[operator]
+            timeout_us = value & _UINT64
         elif name == _EMPTY_FINAL:
             _check(name, kind, "bool_param")
-            found["wants_empty_final"] = value
+            wants_empty_final = value
         elif name.startswith(_RESERVED):
             raise InvalidRequest(
                 f"parameter keys starting with '{_RESERVED}' are reserved for Triton usage. Only the "
@@ -405,7 +495,7 @@ def _parameters_of(given: Mapping[str, Any]) -> Parameters:
             )
         else:
             custom[name] = value
-    return Parameters(**{**found, "custom": custom})
+    return Parameters(sequence_id, flags, priority, timeout_us, wants_empty_final, custom)
 
 
 def _check(name: str, kind: str | None, *wanted: str) -> None:

@@ -139,7 +139,7 @@ class GrpcInference(calls.Inference):
             plan = message.read()
         except MoonpoolError:  # making the request meets the same error
             return 0
-        if plan.message is not None:
+        if plan.contents:
             return len(message.data)
         return self.service.read_bytes(hosted.model, plan.inputs) if plan.is_large else 0
 

@@ -1,13 +1,32 @@
 # The types of messages of gRPC as bytes, for the compiled form of `wire.py`.
 cimport cython
 
+cdef unsigned long long _RAW_INPUT_TAG
+cdef unsigned int _VARINT, _FIXED64, _LENGTH, _FIXED32
+cdef Py_ssize_t _TAG_BYTES
 
-@cython.locals(
-    end=cython.Py_ssize_t, at=cython.Py_ssize_t, begin=cython.Py_ssize_t, field=cython.Py_ssize_t,
-    fields=cython.Py_ssize_t, size=cython.Py_ssize_t, tag=cython.Py_ssize_t, kind=cython.int, pieces=list,
-    tensors=list,
-)
-cpdef split(bytes message, bint until_tensor=*)
+
+@cython.final
+cdef class FieldReader:
+    cdef bytes _message
+    cdef const unsigned char* _bytes
+    cdef Py_ssize_t _at, _end, _field
+    cdef bint _is_cut
+    cdef public Py_ssize_t begin, size
+    cdef public unsigned long long number, tag
+
+    @cython.locals(tag=cython.ulonglong, size=cython.ulonglong, left=cython.ulonglong, kind=cython.uint)
+    cpdef bint next(self) except -1
+    @cython.locals(number=cython.ulonglong, byte=cython.ulonglong, shift=cython.int)
+    cdef unsigned long long _varint(self) except? 0
+    cpdef FieldReader inner(self, FieldReader reader)
+    cpdef text(self)
+    @cython.locals(reader=FieldReader)
+    cpdef bint numbers(self, list found, Py_ssize_t most) except -1
+    cpdef field(self)
+
+
+cdef _signed(unsigned long long number)
 cpdef varint(message, at)
 @cython.locals(digits=bytearray)
 cpdef bytes length(Py_ssize_t size)

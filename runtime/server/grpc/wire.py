@@ -1,15 +1,17 @@
-"""Messages of gRPC as bytes: tensors taken apart from the rest, and bounds for what the protobuf library makes objects of.
+"""Messages of gRPC as bytes: read field by field, put together, and bounds for what the protobuf library makes of them.
 
-A protobuf library copies each tensor twice on the way in, into its message and out of it. The fields of the message itself are few
-and stand one behind another, so finding the tensors takes some steps. The rest is left to the library, which checks it.
+A protobuf library copies each tensor twice on the way in, into its message and out of it. The fields of a request are
+few and stand one behind another, so `FieldReader` finds the tensors in some steps, and reads the rest of most requests on
+the way. Parameters, and what else most requests have not, are left to the library.
 
-The library takes some twenty times the bytes of a field that is empty or a small number. So a large message is walked through
-along its description first, and refused if it has too many fields. Small messages cannot become large, and are not walked through.
+The library takes some twenty times the bytes of a field that is empty or a small number. So a large message is walked
+through along its description first, and refused if it has too many fields. Small messages cannot become large, and are
+not walked through.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
@@ -18,12 +20,12 @@ from moonpool.runtime.errors import InvalidRequest, ModelError
 from moonpool.runtime.server.grpc.options import MAX_MESSAGE_BYTES
 
 # Fields of ModelInferRequest and of ModelInferResponse, as tags of fields with a length.
-_ID_TAG = 3 << 3 | 2
 _RAW_INPUT_TAG = 7 << 3 | 2
 _RAW_OUTPUT_TAG = bytes([6 << 3 | 2])
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_TAG_BYTES = 5
 # Inputs, outputs and parameters of one request, each with everything in it.
-_MOST_PARTS = 1 << 16
+MOST_PARTS = 1 << 16
 # Smaller messages are not walked through.
 SMALL_BYTES = 1 << 20
 # Fields at all depths: each string, message and parameter is one, and each entry of a map is three.
@@ -49,66 +51,86 @@ class BadProtobuf(Exception):
     """The bytes are not a message."""
 
 
-class Parts(NamedTuple):
-    """A request: its fields except id and tensors, the id, and the places of its tensors as (offset, size in bytes)."""
+class FieldReader:
+    """Reads the fields of a message, or of a part of one, one after another. It looks at no byte behind the end."""
 
-    head: bytes
-    request_id: bytes
-    tensors: list[tuple[int, int]]
+    def __init__(self, message: bytes, at: int, end: int, is_cut: bool = False) -> None:
+        """Begin at a place. `end` lies in the message, and behind `at`.
 
+        With `is_cut`, the message is the beginning of one, and a tensor in it may end behind it.
+        """
+        self._message = self._bytes = message
+        self._at, self._end, self._is_cut = at, end, is_cut
+        # Of the field that was read last: its place, its tag, the place and size of what is in it, or its number.
+        self._field = self.tag = self.begin = self.size = self.number = 0
 
-def split(message: bytes, until_tensor: bool = False) -> Parts:
-    """Take a ModelInferRequest apart. Raises `BadProtobuf`.
+    def next(self) -> bool:
+        """Read a field. Returns False if there is none. Raises `BadProtobuf`."""
+        if self._at == self._end:
+            return False
+        self._field = self._at
+        tag = FieldReader._varint(self)
+        if tag < 8 or tag >> 32 or self._at - self._field > _TAG_BYTES:
+            raise BadProtobuf(f"a field with the tag {tag}")
+        self.tag, kind, size = tag, tag & 7, 0
+        if kind == _LENGTH:
+            size = FieldReader._varint(self)
+        elif kind == _VARINT:
+            self.number = FieldReader._varint(self)
+        elif kind in (_FIXED64, _FIXED32):
+            size = 8 if kind == _FIXED64 else 4
+        else:
+            raise BadProtobuf(f"a field of wire type {kind}")
+        left = self._end - self._at
+        is_tensor = self._is_cut and tag == _RAW_INPUT_TAG and size >> 32 == 0
+        if size > left and not is_tensor:
+            raise BadProtobuf("it ends inside a field")
+        self.begin, self.size = self._at, size
+        self._at += min(size, left)
+        return True
 
-    With `until_tensor`, bytes behind the place of the first tensor are not read, and may be missing.
-    """
-    end = len(message)
-    at = begin = 0
-    pieces: list[bytes] = []
-    tensors: list[tuple[int, int]] = []
-    request_id = b""
-    fields = 0
-    try:
-        while at < end:
-            fields += 1
-            if fields > _MOST_PARTS:
-                raise BadProtobuf(f"more than {_MOST_PARTS} fields")
-            field = at
-            tag = message[at]
-            at += 1
-            if tag > 127:
-                tag, at = varint(message, field)
-            kind = tag & 7
-            if kind == _LENGTH:
-                size = message[at]
-                at += 1
-                if size > 127:
-                    size, at = varint(message, at - 1)
-                if tag in (_RAW_INPUT_TAG, _ID_TAG):
-                    if begin < field:
-                        pieces.append(message[begin:field])
-                    if tag == _ID_TAG:
-                        request_id = message[at : at + size]
-                    else:
-                        tensors.append((at, size))
-                        if until_tensor:
-                            begin = at = end
-                            break
-                    begin = at + size
-                at += size
-            elif kind == _VARINT:
-                _, at = varint(message, at)
-            elif kind in (_FIXED64, _FIXED32):
-                at += 8 if kind == _FIXED64 else 4
-            else:
-                raise BadProtobuf(f"a field of wire type {kind}")
-    except (IndexError, OverflowError):  # so long a field, too
-        raise BadProtobuf("it ends inside a field") from None
-    if at != end:
+    def _varint(self) -> int:
+        number = shift = 0
+        while self._at < self._end:
+            byte = self._bytes[self._at]
+            self._at += 1
+            # As the library, which drops what goes beyond 64 bits.
+            number |= (byte & (127 if shift < 63 else 1)) << shift
+            if byte < 128:
+                return number
+            shift += 7
+            if shift > 63:
+                raise BadProtobuf("a number of more than 64 bits")
         raise BadProtobuf("it ends inside a field")
-    if begin < end:
-        pieces.append(message[begin:])
-    return Parts(pieces[0] if len(pieces) == 1 else b"".join(pieces), request_id, tensors)
+
+    def inner(self, reader: FieldReader) -> FieldReader:
+        """Let a reader of the same message read what is in the field. Returns that reader."""
+        reader._at, reader._end = self.begin, self.begin + self.size
+        return reader
+
+    def text(self) -> str:
+        """Return the text in the field. Raises `UnicodeDecodeError`."""
+        return self._bytes[self.begin : self.begin + self.size].decode("utf-8")
+
+    def numbers(self, found: list[int], most: int) -> bool:
+        """Add the signed numbers in the field, or its one number. Returns False if that makes more than `most`."""
+        if self.tag & 7 == _VARINT:
+            found.append(_signed(self.number))
+            return len(found) <= most
+        reader = FieldReader(self._message, self.begin, self.begin + self.size)
+        while reader._at < reader._end:
+            found.append(_signed(FieldReader._varint(reader)))
+            if len(found) > most:
+                return False
+        return True
+
+    def field(self) -> bytes:
+        """Return the whole field as it came."""
+        return self._message[self._field : self._at]
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
 
 
 def tensors_from(message: memoryview, first: tuple[int, int]) -> list[tuple[int, int]]:
@@ -136,8 +158,8 @@ def tensors_from(message: memoryview, first: tuple[int, int]) -> list[tuple[int,
                 at += 8 if tag & 7 == _FIXED64 else 4
             else:
                 raise BadProtobuf(f"a field of wire type {tag & 7}")
-            if len(found) > _MOST_PARTS:
-                raise BadProtobuf(f"more than {_MOST_PARTS} fields")
+            if len(found) > MOST_PARTS:
+                raise BadProtobuf(f"more than {MOST_PARTS} fields")
     except IndexError:
         raise BadProtobuf("it ends inside a field") from None
     if at != end:

@@ -1,8 +1,6 @@
 """Requests of clients for one model version: planned, checked, and refused with Triton's error texts.
 
-A protocol reads what a client sent into a `RequestPlan`, which holds everything but the bytes of tensors. Clients send
-the same JSON, or the same message, again and again, so the readers remember plans by those bytes. A plan may serve
-requests on several threads at once, so nobody changes it.
+A protocol reads what a client sent into a `RequestPlan`, which holds everything but the bytes of tensors.
 
 Most requests have all their tensors in the message, exactly as the model wants them. Compiled code makes such a request
 in one step (`RequestPlan.usual`). All others go through `make`, which says what is wrong with them, if anything is.
@@ -80,11 +78,15 @@ class InputPlan(NamedTuple):
 
 
 class RequestPlan:
-    """Everything that requests with the same JSON, or the same message but for tensors and id, have in common."""
+    """Everything of a request but the bytes of its tensors."""
 
     __slots__ = ("details", "has_classes", "inputs", "outputs", "places")
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Set all attributes."""
         self.details: Details | None = None
         self.inputs: list[InputPlan] = []
         # None for all outputs of the model.

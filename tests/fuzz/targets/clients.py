@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.request import InferenceRequest, Response, WireTensor
 from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.server.grpc import wire
-from moonpool.runtime.server.grpc.infer_request import InferMessage
+from moonpool.runtime.server.grpc.infer_request import GrpcRequestPlan, InferMessage
 from moonpool.runtime.server.http import generate, infer_request, infer_response, json_text
 from moonpool.runtime.server.inference import request as requests
 from moonpool.runtime.server.shared_memory import SharedMemoryError, SystemSharedMemory, _Region
@@ -128,26 +129,39 @@ def http_generate(data: bytes) -> None:
 
 
 def grpc_wire(data: bytes) -> None:
-    """Check that our parser reads every message that protobuf accepts, with the same fields."""
-    try:
-        parts = wire.split(data)
-    except wire.BadProtobuf:
-        parts = None
+    """Check that our reader reads every message that protobuf accepts, and no other, with the same fields."""
     try:
         whole = kserve.ModelInferRequest.FromString(data)
     except DecodeError:
+        whole = None
+    try:
+        asked = InferMessage(data)
+    except wire.BadProtobuf:
+        # Our reader refuses groups, which protobuf accepts. No message of today has any.
+        if whole is not None and not any(byte & 7 in (3, 4) for byte in data):
+            raise AssertionError("a message that is refused") from None
         return
-    if parts is None:
-        # Our parser refuses groups, which protobuf accepts. No message of today has any.
-        if not any(byte & 7 in (3, 4) for byte in data):
-            raise AssertionError("a message that is refused")
-        return
-    tensors = [data[at : at + size] for at, size in parts.tensors]
-    head = kserve.ModelInferRequest.FromString(parts.head)
-    if tensors != list(whole.raw_input_contents) or parts.request_id.decode() != whole.id:
-        raise AssertionError(parts)
-    if head.inputs != whole.inputs or head.model_name != whole.model_name:
-        raise AssertionError(parts)
+    if whole is None:
+        raise AssertionError("a message that is no message")
+    tensors = [data[at : at + size] for at, size in asked.tensors]
+    named = asked.model, asked.version, asked.request_id, tensors
+    if named != (whole.model_name, whole.model_version, whole.id, [*whole.raw_input_contents]):
+        raise AssertionError(named)
+    counts = len(whole.inputs), len(whole.outputs)
+    if _planned(lambda: GrpcRequestPlan([None] * counts[0], [None] * counts[1], whole)) != _planned(
+        asked.read
+    ):
+        raise AssertionError("another plan")
+
+
+def _planned(plan: Callable[[], GrpcRequestPlan]) -> object:
+    """Return what stands in a plan, or its error."""
+    try:
+        made = plan()
+    except MoonpoolError as error:
+        return str(error)
+    inputs = made.inputs
+    return inputs, [*made.contents], made.parameters, made.outputs, made.classes, made.places
 
 
 def grpc_infer(data: bytes) -> None:

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.server.grpc.serving import messages
 
+from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.model.request import Response
+from moonpool.runtime.server.grpc.infer_request import GrpcRequestPlan, InferMessage
 from moonpool.runtime.server.grpc.infer_response import answer
-from moonpool.runtime.server.grpc.wire import BadProtobuf, join, length, split, text_field
+from moonpool.runtime.server.grpc.wire import BadProtobuf, join, length, text_field
 
 pytestmark = pytest.mark.promise(
     "gRPC",
@@ -23,68 +25,103 @@ pytestmark = pytest.mark.promise(
 )
 
 TEXTS = st.text(max_size=20)
+NUMBERS = st.integers(-(2**63), 2**63 - 1)
+DATATYPES = st.sampled_from(["FP32", "BYTES", "INT64", "", "any"])
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Any:
-    asked = messages.ModelInferRequest(
-        model_name=draw(TEXTS), model_version=draw(TEXTS), id=draw(TEXTS)
-    )
-    for name in draw(st.lists(TEXTS, max_size=3)):
-        asked.inputs.add(name=name, datatype="FP32", shape=draw(st.lists(st.integers(0, 2**40))))
-    for name in draw(st.lists(TEXTS, max_size=2)):
-        asked.parameters[name].int64_param = draw(st.integers(-(2**63), 2**63 - 1))
-    asked.raw_input_contents.extend(draw(st.lists(st.binary(max_size=300), max_size=3)))
-    return asked
+def fields(draw: st.DrawFn) -> list[Any]:
+    """Draw messages of which each has one field."""
+    make = messages.ModelInferRequest
+    kinds: list[Any] = [
+        make(model_name=draw(TEXTS)),
+        make(model_version=draw(TEXTS)),
+        make(id=draw(TEXTS)),
+        make(raw_input_contents=[draw(st.binary(max_size=300))]),
+    ]
+    shape = draw(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40))
+    for has_place, has_contents in ((False, False), (True, False), (False, True)):
+        asked = make()
+        tensor = asked.inputs.add(name=draw(TEXTS), datatype=draw(DATATYPES), shape=shape)
+        output = make()
+        wanted = output.outputs.add(name=draw(TEXTS))
+        if has_place:
+            for each in (tensor, wanted):
+                each.parameters["shared_memory_region"].string_param = "r"
+                each.parameters["shared_memory_byte_size"].int64_param = draw(NUMBERS)
+        if has_contents:
+            tensor.contents.fp32_contents.append(1.0)
+            wanted.parameters["classification"].int64_param = draw(NUMBERS)
+        kinds += [asked, output]
+    parameters = make()
+    parameters.parameters[draw(TEXTS)].int64_param = draw(NUMBERS)
+    parameters.parameters["sequence_end"].bool_param = True
+    kinds += [parameters, b"\x82\x01\x02ab", b"\x08\x01"]
+    return draw(st.lists(st.sampled_from(kinds), max_size=12))
 
 
-@given(requests(), requests())
-def test_a_request_taken_apart_is_the_request(first: Any, second: Any) -> None:
-    # Two messages in a row are one message, whose fields come twice.
-    for data in (first.SerializeToString(), first.SerializeToString() + second.SerializeToString()):
-        whole = messages.ModelInferRequest.FromString(data)
-        parts = split(data)
-        tensors = [data[at : at + size] for at, size in parts.tensors]
-        head = messages.ModelInferRequest.FromString(parts.head)
+def planned(message: InferMessage, plan: GrpcRequestPlan) -> Any:
+    """Return all that was read of a message, or the error."""
+    contents = {at: each.SerializeToString() for at, each in plan.contents.items()}
+    parameters, details = plan.parameters, plan.details_of(message.request_id, None)
+    wanted = plan.outputs, plan.classes, plan.places, plan.has_classes
+    return plan.inputs, contents, parameters, details, wanted, plan.is_large
 
-        assert tensors == list(whole.raw_input_contents)
-        assert parts.request_id.decode() == whole.id
-        head.id = whole.id
-        head.raw_input_contents.extend(tensors)
-        assert head == whole
+
+def by_the_library(data: bytes) -> Any:
+    """Do what `read` does, with the library for all."""
+    whole = messages.ModelInferRequest.FromString(data)
+    message = InferMessage(b"")
+    message.request_id = whole.id
+    named = whole.model_name, whole.model_version, whole.id, list(whole.raw_input_contents)
+    try:
+        plan = GrpcRequestPlan([None] * len(whole.inputs), [None] * len(whole.outputs), whole)
+        return *named, planned(message, plan)
+    except MoonpoolError as error:
+        return *named, str(error)
+
+
+def read(data: bytes) -> Any:
+    message = InferMessage(data)
+    tensors = [data[at : at + size] for at, size in message.tensors]
+    named = message.model, message.version, message.request_id, tensors
+    try:
+        return *named, planned(message, message.read())
+    except MoonpoolError as error:
+        return *named, str(error)
+
+
+@given(fields())
+def test_a_request_is_read_as_the_library_reads_it(drawn: list[Any]) -> None:
+    # A row of messages is one message with the fields of all.
+    data = b"".join(each if isinstance(each, bytes) else each.SerializeToString() for each in drawn)
+    assert read(data) == by_the_library(data)
 
 
 @given(st.binary(max_size=200))
 def test_bytes_that_are_not_a_message_are_refused_by_both_parsers(data: bytes) -> None:
     try:
-        parts = split(data)
-        head = messages.ModelInferRequest.FromString(parts.head)
-        head.id = parts.request_id.decode()
-    except (BadProtobuf, DecodeError, UnicodeDecodeError):
+        found = read(data)
+    except BadProtobuf:
         return
-    head.raw_input_contents.extend(data[at : at + size] for at, size in parts.tensors)
-
-    assert all(0 <= at <= at + size <= len(data) for at, size in parts.tensors)
-    try:
-        whole = messages.ModelInferRequest.FromString(data)
-    except DecodeError:
-        return
-    assert head.raw_input_contents == whole.raw_input_contents
+    assert found == by_the_library(data)
 
 
-@given(requests(), st.data())
+@given(fields(), st.data())
 def test_a_message_that_is_cut_off_is_none_or_a_smaller_one(
-    asked: Any, data: st.DataObject
+    drawn: list[Any], data: st.DataObject
 ) -> None:
-    whole = asked.SerializeToString()
+    whole = b"".join(
+        each if isinstance(each, bytes) else each.SerializeToString() for each in drawn
+    )
     cut = whole[: data.draw(st.integers(0, len(whole)))]
     try:
-        parts = split(cut)
+        found = read(cut)
     except BadProtobuf:
         with pytest.raises(DecodeError):
             messages.ModelInferRequest.FromString(cut)
     else:
-        assert len(parts.tensors) <= len(asked.raw_input_contents)
+        assert found == by_the_library(cut)
 
 
 @given(st.integers(0, 2**40))
@@ -127,5 +164,5 @@ def test_whole_numbers_of_a_response_are_told_whatever_their_size(value: int) ->
 def test_a_message_has_not_any_number_of_fields() -> None:
     # Empty inputs take two bytes each, and a hundred times that once they are read.
     with pytest.raises(BadProtobuf, match="more than 65536 fields"):
-        split(b"\x2a\0" * 65_537)
-    assert split(b"\x2a\0" * 65_536).tensors == []
+        InferMessage(b"\x2a\0" * 65_537)
+    assert InferMessage(b"\x2a\0" * 65_536).tensors == []
