@@ -6,7 +6,10 @@
 
 namespace {
 
+using Copy = void(char*, const char*, size_t);
+
 // copy(target, offset, source): both must be contiguous buffers, or it raises BufferError. Lets other threads run meanwhile.
+template <Copy kCopy>
 PyObject* copy(PyObject*, PyObject* arguments) {
   PyObject *to = nullptr, *from = nullptr;
   Py_ssize_t offset = 0;
@@ -20,8 +23,8 @@ PyObject* copy(PyObject*, PyObject* arguments) {
   const bool fits = offset >= 0 && offset <= target.len && source.len <= target.len - offset;
   if (fits) {
     Py_BEGIN_ALLOW_THREADS
-    moonpool::copy(static_cast<char*>(target.buf) + offset, static_cast<const char*>(source.buf),
-                   static_cast<size_t>(source.len));
+    kCopy(static_cast<char*>(target.buf) + offset, static_cast<const char*>(source.buf),
+          static_cast<size_t>(source.len));
     Py_END_ALLOW_THREADS
   } else {
     PyErr_Format(PyExc_ValueError, "%zd bytes at %zd do not fit into %zd", source.len, offset, target.len);
@@ -32,7 +35,9 @@ PyObject* copy(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-PyMethodDef kMethods[] = {{"copy", copy, METH_VARARGS, "Copy a contiguous buffer into another one."},
+PyMethodDef kMethods[] = {{"copy", copy<moonpool::copy>, METH_VARARGS, "Copy a contiguous buffer into another one."},
+                          {"copy_past_caches", copy<moonpool::copy_past_caches>, METH_VARARGS,
+                           "Copy as a large buffer is copied, whatever its size. For tests."},
                           {nullptr, nullptr, 0, nullptr}};
 PyModuleDef_Slot kSlots[] = {{Py_mod_exec, reinterpret_cast<void*>(moonpool::python::add_sources)}, {0, nullptr}};
 PyModuleDef kModule = {
