@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "clock.h"
+#include "copy.h"
 
 #ifndef F_SEAL_FUTURE_WRITE
 #define F_SEAL_FUTURE_WRITE 0x0010
@@ -28,6 +29,8 @@ constexpr int64_t kSliceNs = 1'000'000'000;
 constexpr int kBellBytes = 4096;
 // Looks between two looks at the clock.
 constexpr int kLooksPerTime = 16;
+// An announced message comes within so long, unless its sender has to wait for a core.
+constexpr int64_t kAnnouncedNs = 200'000;
 
 // The forks between this process and the first one that had this code.
 uint64_t forks = 0;
@@ -109,7 +112,7 @@ bool Slots::make(Offer& offer) {
   own_ring_ = opened_again(offer.ring);
   kept_ = Descriptor(fcntl(offer.bell.get(), F_DUPFD_CLOEXEC, 0));
   if (own_ring_.get() < 0 || kept_.get() < 0) return false;
-  our_words().asleep.store(1, std::memory_order_relaxed);
+  our_words().asleep.store(kAsleep, std::memory_order_relaxed);
   return true;
 }
 
@@ -126,7 +129,7 @@ bool Slots::take(int makers, int peers, int bell, int ring) {
   theirs_ = mapped(to_read, PROT_READ);
   ours_ = mapped(to_write, PROT_READ | PROT_WRITE);
   if (ours_ == nullptr || theirs_ == nullptr) return false;
-  our_words().asleep.store(1, std::memory_order_relaxed);
+  our_words().asleep.store(kAsleep, std::memory_order_relaxed);
   return true;
 }
 
@@ -135,7 +138,7 @@ bool Slots::is_open() const { return theirs_ != nullptr && ours_ != nullptr && (
 bool Slots::send(std::string_view packet) {
   SlotWords& words = our_words();
   // Before the number: a peer that answers it must see this.
-  words.asleep.store(1, std::memory_order_relaxed);
+  words.asleep.store(kAsleep, std::memory_order_relaxed);
   std::memcpy(ours_ + kSlotPage, packet.data(), packet.size());
   words.size.store(static_cast<uint32_t>(packet.size()), std::memory_order_relaxed);
   words.core.store(static_cast<uint32_t>(current_core()), std::memory_order_relaxed);
@@ -143,6 +146,17 @@ bool Slots::send(std::string_view packet) {
   peer_looks_ = their_words().asleep.load(std::memory_order_seq_cst) == 0;
   return peer_looks_ || ring(ring_);
 }
+
+void Slots::copy_and_announce(char* target, const char* source, size_t size) {
+  const size_t first = size - std::min(size, kAnnouncedBytes);
+  copy(target, source, first);
+  our_words().announced.store(sent_ + 1, std::memory_order_seq_cst);
+  // A bell that cannot be rung is for `send` to find.
+  if (their_words().asleep.load(std::memory_order_seq_cst) == kAsleepWaiting) ring(ring_);
+  copy(target + first, source + first, size - first);
+}
+
+bool Slots::is_announced() const { return their_words().announced.load(std::memory_order_seq_cst) == received_ + 1; }
 
 // Returns kMessage if the next message is there.
 Slots::Got Slots::peek() {
@@ -160,41 +174,51 @@ Slots::Got Slots::peek() {
 
 Slots::Got Slots::wait(int64_t deadline_ns, int64_t look_ns) {
   const int64_t begin_ns = look_ns > 0 ? monotonic_ns() : 0;
-  Got got = look_ns > 0 ? look_for(begin_ns, look_ns, kSliceNs) : Got::kNothing;
-  if (got == Got::kNothing) got = sleep(deadline_ns);
+  Got got = look_ns > 0 ? look_for(looking_, begin_ns, look_ns, kSliceNs) : Got::kNothing;
+  if (got == Got::kNothing) got = sleep(deadline_ns, look_ns);
   if (look_ns > 0 && got == Got::kMessage) looking_.waited(look_ns, monotonic_ns() - begin_ns);
   return got;
 }
 
 Slots::Got Slots::look(int64_t look_ns) {
   const Got got = peek();
-  if (got == Got::kNothing) return look_for(monotonic_ns(), look_ns, look_ns);
+  if (got == Got::kNothing) return look_for(looking_, monotonic_ns(), look_ns, look_ns);
   // It was sent before anybody looked, with a ring, for which an event loop would be woken once more.
   if (got == Got::kMessage && is_maker_) read_bell();
   return got;
 }
 
-Slots::Got Slots::look_for(int64_t begin_ns, int64_t look_ns, int64_t most_ns) {
+Slots::Got Slots::look_for(Looking& looking, int64_t begin_ns, int64_t look_ns, int64_t most_ns) {
   const uint64_t core = their_words().core.load(std::memory_order_relaxed);
-  const int64_t long_ns = looking_.begin(look_ns, current_core(), core, peer_looks_, begin_ns);
+  const int64_t long_ns = looking.begin(look_ns, current_core(), core, peer_looks_, begin_ns);
   if (long_ns == 0) return Got::kNothing;
   std::atomic<uint32_t>& asleep = our_words().asleep;
   asleep.store(0, std::memory_order_relaxed);
   Got got;
-  int64_t taken_ns = 0;
+  int64_t taken_ns = 0, end_ns = std::min(long_ns, most_ns);
   do {
     for (int i = 0; (got = peek()) == Got::kNothing && i < kLooksPerTime; ++i) relax();
     taken_ns = monotonic_ns() - begin_ns;
-  } while (got == Got::kNothing && taken_ns < std::min(long_ns, most_ns));
-  asleep.store(1, std::memory_order_seq_cst);
+    // Once: it goes on until the message that was announced is here.
+    if (taken_ns >= end_ns && end_ns < most_ns && is_announced()) {
+      end_ns = most_ns = std::min(most_ns, end_ns + kAnnouncedNs);
+    }
+  } while (got == Got::kNothing && taken_ns < end_ns);
+  asleep.store(kAsleep, std::memory_order_seq_cst);
   if (got == Got::kNothing) got = peek();
-  looking_.end(look_ns, taken_ns, got == Got::kMessage);
+  looking.end(look_ns, taken_ns, got == Got::kMessage);
   return got;
 }
 
-Slots::Got Slots::sleep(int64_t deadline_ns) {
+Slots::Got Slots::sleep(int64_t deadline_ns, int64_t look_ns) {
+  bool awaits = look_ns > 0 && current_core() != their_words().core.load(std::memory_order_relaxed);
+  if (awaits) our_words().asleep.store(kAsleepWaiting, std::memory_order_seq_cst);
   for (;;) {
     Got got = peek();
+    if (got == Got::kNothing && awaits && is_announced()) {
+      awaits = false;
+      got = look_for(awaiting_, monotonic_ns(), kAnnouncedNs, kAnnouncedNs);
+    }
     if (got != Got::kNothing) return got;
     if (is_maker_ || deadline_ns != 0) {
       int64_t left_ns = kSliceNs;

@@ -12,6 +12,11 @@
 // `asleep` of the other are written and read in one total order: either the sender sees `asleep`, or the looker sees
 // `seq`.
 //
+// A message about large tensors comes after a copy, and to wake a peer that sleeps takes about as long as to copy a
+// megabyte. So the sender announces the message before the last one: `announced` is the number of that message, and the
+// bell is rung if `asleep` is kAsleepWaiting, as a thread sets it that waits on another core. A thread that finds the
+// announcement looks for the message, or for longer than it would have looked.
+//
 // A ring may be late, or for a message that a look has found already. So a ring means only: look. `check` empties the
 // bell and looks, for those who were woken by the descriptor and must not block. They take the message in the same
 // step, since the bell does not tell of it again.
@@ -19,11 +24,11 @@
 // What the peer can do. Its memory is hostile: `seq` is compared for equality with our own number and is no index, the
 // size is read once and bounded, and only the copy is parsed. A number that is neither that of the next message nor of
 // the last one ends the conversation, and so does a size that no packet has. Its `asleep` costs a ring or its own
-// sleep. It may ring as it likes; after 64 rings in a row without a message the conversation is over. Our bell is in
-// non-blocking mode, and so are our ends of both bells for writing, each of which is a file description of its own:
-// the peer changes no flag of them. A full bell is rung. We keep the other end of the peer's bell open: a write can
-// then raise no SIGPIPE. The peer cannot write to our memory, which is sealed against writing, nor change the size of
-// its own. Holes in it read as zeros.
+// sleep, and its `announced` one look. It may ring as it likes; after 64 rings in a row without a message the
+// conversation is over. Our bell is in non-blocking mode, and so are our ends of both bells for writing, each of which
+// is a file description of its own: the peer changes no flag of them. A full bell is rung. We keep the other end of the
+// peer's bell open: a write can then raise no SIGPIPE. The peer cannot write to our memory, which is sealed against
+// writing, nor change the size of its own. Holes in it read as zeros.
 //
 // A side tells which message it has taken last. What was sent to a process that was dead already, or died before it
 // woke, can so be given to another one.
@@ -52,12 +57,18 @@ namespace moonpool {
 // The words of one side, each in a cache line of its own, of any machine.
 struct SlotWords {
   alignas(128) std::atomic<uint64_t> seq;
+  // The number of the message that comes next, if it was announced.
+  std::atomic<uint64_t> announced;
   alignas(128) std::atomic<uint32_t> asleep;
   alignas(128) std::atomic<uint32_t> size;
   std::atomic<uint32_t> core;
   // The number of the last message of the peer that this side has taken.
   alignas(128) std::atomic<uint64_t> taken;
 };
+// Of `asleep`; 0 if a thread looks.
+constexpr uint32_t kAsleep = 1, kAsleepWaiting = 2;
+// A message is announced before the last bytes of its tensors are copied: so many.
+constexpr size_t kAnnouncedBytes = size_t{1} << 20;
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
 // A page of words, and the room for a packet.
@@ -93,6 +104,9 @@ class Slots {
   // Sends a message of 1 to kMaxPacketBytes bytes. Never blocks. To be called when the peer's last message was taken.
   // Returns false if the bell cannot be rung any more: it was closed.
   bool send(std::string_view packet);
+  // Copies what the next message is about, and announces the message before the end. Never blocks. On the terms of
+  // `send`.
+  void copy_and_announce(char* target, const char* source, size_t size);
   // Waits for the next message until `deadline_ns`, forever if it is 0, and not at all if it is in the past. If
   // `look_ns` is not 0, looks for so long before that, if `look.h` has nothing against it. kInterrupted: a signal
   // came.
@@ -123,8 +137,9 @@ class Slots {
   SlotWords& our_words() const { return *reinterpret_cast<SlotWords*>(ours_); }
   SlotWords& their_words() const { return *reinterpret_cast<SlotWords*>(const_cast<char*>(theirs_)); }
   Got peek();
-  Got sleep(int64_t deadline_ns);
-  Got look_for(int64_t begin_ns, int64_t look_ns, int64_t most_ns);
+  Got sleep(int64_t deadline_ns, int64_t look_ns);
+  Got look_for(Looking& looking, int64_t begin_ns, int64_t look_ns, int64_t most_ns);
+  bool is_announced() const;
   Got read_bell();
 
   char* ours_ = nullptr;
@@ -139,7 +154,8 @@ class Slots {
   std::atomic<bool> ended_{false};
   // The forks before this process had it.
   uint64_t forks_ = 0;
-  Looking looking_;
+  // Of all looks, and of those for messages that were announced before.
+  Looking looking_, awaiting_;
 
   // Tests let both ends use memory at one address, where a sanitizer sees what they do.
   friend struct SlotsTest;

@@ -682,7 +682,7 @@ cdef class RuntimePort(LaneEnd):
             PyBuffer_Release(&memory)
 
     cdef bint _copy_to(self, list requests, char* to, int64_t room) except -1:
-        cdef size_t at = 0
+        cdef size_t at = 0, last = self._last_long()
         cdef PlacedTensor tensor
         cdef Py_buffer source
         cdef RequestBase request
@@ -706,11 +706,24 @@ cdef class RuntimePort(LaneEnd):
                     return False
                 if tensor.size < LONG_COPY_BYTES:
                     memcpy(to + tensor.offset, source.buf, tensor.size)
+                elif at == last and self._slots is not None:
+                    try:
+                        self._slots.copy_and_announce(to + tensor.offset, <const char*>source.buf, tensor.size)
+                    finally:
+                        PyBuffer_Release(&source)
+                    continue
                 else:
                     with nogil:
                         copy(to + tensor.offset, <const char*>source.buf, tensor.size)
                 PyBuffer_Release(&source)
         return True
+
+    cdef size_t _last_long(self) noexcept:
+        """Return the number, from 1 on, of the last tensor whose copy takes long; 0 if there is none."""
+        cdef size_t at = self._tensors.size()
+        while at > 0 and (self._tensors[at - 1].block > 0 or self._tensors[at - 1].size < LONG_COPY_BYTES):
+            at -= 1
+        return at
 
     cdef bint _take_released(self, list taken) except -1:
         """Take the places that callers have dropped. They must not be lost."""

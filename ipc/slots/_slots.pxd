@@ -28,6 +28,7 @@ cdef extern from "slot.h" namespace "moonpool":
         flag has_ended()
         int fd()
         flag send(string_view)
+        void copy_and_announce(char*, const char*, size_t) nogil
         Got wait(int64_t, int64_t) nogil
         Got look(int64_t) nogil
         Got check()
@@ -51,6 +52,7 @@ cdef class SlotChannel:
     cdef readonly object inbox
 
     cdef int put(self, string_view packet) except -1
+    cdef int copy_and_announce(self, char* target, const char* source, size_t size) except -1
     cpdef bint wait(self, int64_t deadline_ns=*, int64_t look_ns=*) except -1
     cpdef bint look(self, int64_t look_ns) except -1
     cdef int _check(self) except -1

@@ -111,6 +111,15 @@ cdef class SlotChannel:
             raise PeerGone("the bell of the peer was closed")
         return 0
 
+    cdef int copy_and_announce(self, char* target, const char* source, size_t size) except -1:
+        """Copy the last large tensor of the next packet, and let the peer wake up meanwhile. Lets other threads run."""
+        self._check()
+        self._inside += 1
+        with nogil:
+            self._slots.copy_and_announce(target, source, size)
+        self._leave(kNothing)
+        return 0
+
     cpdef bint wait(self, int64_t deadline_ns=0, int64_t look_ns=0) except -1:
         """Wait until `receive` does not block. Returns False if that is not so at the deadline, of a monotonic clock.
 

@@ -245,7 +245,7 @@ cdef class Asker:
     cdef _write(self, block, list arrays, uint64_t size, list released):
         """Copy the inputs, and write INFER. Returns the number of the call, None if Python has to send it."""
         cdef Writer* message = &self._message
-        cdef Block place = self._blocks.fill(block, arrays, self._placed, size)
+        cdef Block place = self._blocks.fill(block, arrays, self._placed, size, None)
         if not self._take(released):
             return None
         number = next(self._numbers)

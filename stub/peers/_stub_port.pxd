@@ -5,6 +5,7 @@ from libc.stdint cimport int64_t, uint64_t
 from libcpp.vector cimport vector
 
 from moonpool.ipc.port._port cimport Block
+from moonpool.ipc.slots._slots cimport SlotChannel
 
 
 # Attributes of objects that a model may have are read as pointers, as one that was deleted is null.
@@ -46,7 +47,8 @@ cdef class OwnBlocks:
 
     cdef allocate(self, uint64_t size)
     cdef int give_back(self, block) except -1
-    cdef Block fill(self, block, list arrays, const vector[Output]& placed, uint64_t size) except *
+    cdef Block fill(self, block, list arrays, const vector[Output]& placed, uint64_t size,
+                    SlotChannel slots) except *
     cdef _spare(self, uint64_t size)
     cdef bint _find_first(self) except -1
 

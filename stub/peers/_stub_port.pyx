@@ -322,17 +322,20 @@ cdef class OwnBlocks:
         self._returned.append((block.region.id, block.offset))
         return 0
 
-    cdef Block fill(self, block, list arrays, const vector[Output]& placed, uint64_t size) except *:
-        """Copy tensors into a block, and return its place.
+    cdef Block fill(self, block, list arrays, const vector[Output]& placed, uint64_t size,
+                    SlotChannel slots) except *:
+        """Copy tensors into a block, and return its place. The next packet of `slots`, if there are any, is about them.
 
         Raises `ValueError` for an array that is another one now.
         """
         cdef Py_buffer memory
         cdef Block place
         cdef int64_t start = block.offset
-        cdef size_t i, length
+        cdef size_t i, length, last = placed.size() if slots is not None else 0
         cdef char* to
         cdef const char* data
+        while last > 0 and placed[last - 1].size < LONG_COPY_BYTES:
+            last -= 1
         region = block.region
         place.region = self._first if region is self._region else region.id
         place.offset, place.size = start, size
@@ -348,7 +351,9 @@ cdef class OwnBlocks:
                     raise ValueError("an array was changed while it was sent")
                 to = <char*>memory.buf + start + placed[i].offset
                 data, length = fields(array).data + placed[i].source, placed[i].size
-                if length >= LONG_COPY_BYTES:
+                if i + 1 == last:
+                    slots.copy_and_announce(to, data, length)
+                elif length >= LONG_COPY_BYTES:
                     with nogil:
                         copy(to, data, length)
                 else:
@@ -470,6 +475,8 @@ cdef class StubPort:
     cdef bint _is_decoupled, _was_quick
     cdef int64_t _look_ns
     cdef bint _is_socket
+    # The channel if it is in memory, else None.
+    cdef SlotChannel _slots
     # The core that the last EXECUTE came from.
     cdef uint64_t _peer_core
     cdef PlainBatch _opened
@@ -486,6 +493,7 @@ cdef class StubPort:
         self._receive, self._send_waiting = channel.receive, channel.send_waiting
         # Through a channel in memory, packets go by its own methods.
         self._is_socket = type(channel) is Channel
+        self._slots = channel if type(channel) is SlotChannel else None
         self._checked = channel._checked if self._is_socket else None
         self._regions, self._returned, self._requests = peer.regions, peer.regions.returned, peer.regions.requests
         self._batch, self._answer, self._replies = peer.batch, peer.answer, peer.responses
@@ -688,13 +696,15 @@ cdef class StubPort:
         if type(returned) is not list or len(<list>returned) != len(requests) or self._is_decoupled:
             return False
         cdef Py_ssize_t i
+        cdef bint is_last
         # A hook below may change the model's list.
         cdef tuple responses = tuple(<list>returned)
         for i in range(len(requests)):
             if type(responses[i]) is not _response or not self._is_plain(requests[i]):
                 return False
         for i in range(len(requests)):
-            if not self._is_plain(requests[i]) or not self._place(requests[i], responses[i]):
+            is_last = i + 1 == len(requests)
+            if not self._is_plain(requests[i]) or not self._place(requests[i], responses[i], is_last):
                 # A hook: all that is rare of one response.
                 self._answer.take_one(requests[i], responses[i])
         _counts.take += 1
@@ -707,7 +717,7 @@ cdef class StubPort:
             return False
         return is_small_int(<PyObject*>(<InferenceRequestBase>request)._release_flags, &flags) and flags == 0
 
-    cdef bint _place(self, InferenceRequestBase request, InferenceResponseBase response) except -1:
+    cdef bint _place(self, InferenceRequestBase request, InferenceResponseBase response, bint is_last) except -1:
         """Copy the outputs of a response into a block. Returns False, and has done nothing, if Python has to do it."""
         cdef list arrays = []
         cdef PyObject* parameters = <PyObject*>response._parameters
@@ -719,11 +729,11 @@ cdef class StubPort:
             return False
         if len(<dict>self._batch.targets) or not self._describe(request, response, arrays):
             return False
-        self._store(arrays)
+        self._store(arrays, is_last)
         return True
 
-    cdef int _store(self, list arrays) except -1:
-        """Copy outputs that were described into a block: the next response of the answer."""
+    cdef int _store(self, list arrays, bint is_last) except -1:
+        """Copy outputs that were described into a block: the next response of the answer, perhaps its last one."""
         cdef list blocks = self._answer.blocks, layouts = self._answer.layouts
         cdef Block place
         cdef uint64_t size = self._lay_out(len(blocks))
@@ -735,7 +745,7 @@ cdef class StubPort:
         try:
             # A hook, while it waits for memory.
             block = self._blocks.allocate(size)
-            place = self._blocks.fill(block, arrays, self._placed, size)
+            place = self._blocks.fill(block, arrays, self._placed, size, self._slots if is_last else None)
             blocks.append([place.region, place.offset, place.size])
             try:
                 layouts.append(layout)
@@ -770,16 +780,18 @@ cdef class StubPort:
                 return False
             arrays.append(array)
         cdef int64_t before = 0
+        cdef Py_ssize_t left = len(counts)
         for count in counts:
+            left -= 1
             for i in range(self._placed.size()):
                 output = &self._placed[i]
                 self._dims[output.first_dim] = count
                 output.size = output.whole // <uint64_t>rows * <uint64_t>count if rows else 0
                 output.source = output.whole // <uint64_t>rows * <uint64_t>before if rows else 0
             before += <int64_t>count
-            self._store(arrays)
+            self._store(arrays, left == 0)
         if not counts:
-            self._store(arrays)
+            self._store(arrays, True)
         _counts.take += 1
         return True
 

@@ -4,7 +4,9 @@
 //   slot_program liar COUNT            against a peer that changes everything all the time; none may do harm
 //   slot_program looks WAITS           for how many microseconds a thread looks in each of these waits: a message comes
 //                                      quickly (q), late (l) or not meanwhile (v), and capital if the peer looks
+//   slot_program rings DIGITS          each digit as often as an announcement rings while it is the peer's `asleep`
 #include <stdlib.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -32,6 +34,7 @@ struct SlotsTest {
   static SlotWords& words(Slots& slots) { return slots.our_words(); }
   static uint64_t number(Slots& slots) { return slots.their_words().seq; }
   static int ring(Slots& slots) { return slots.ring_.get(); }
+  static int bell(Slots& slots) { return slots.bell_.get(); }
 };
 
 namespace {
@@ -72,8 +75,10 @@ void turns(size_t count, int64_t look_ns) {
     std::string copy;
     while (next(taker, look_ns, copy) == Slots::Got::kMessage && copy != "end") taker.send(copy);
   });
-  std::string copy;
+  std::string copy, tensor(kAnnouncedBytes + 5, 'x'), target(tensor.size(), ' ');
   for (size_t turn = 0; turn < count; ++turn) {
+    // The first copy reaches beyond the part before which the message is announced.
+    if (turn % 4 == 0) maker.copy_and_announce(target.data(), tensor.data(), turn ? 4096 : tensor.size());
     maker.send(packet_of(turn));
     // Event loops look so, between two sleeps.
     if (turn % 3 == 0) maker.look(look_ns);
@@ -85,6 +90,7 @@ void turns(size_t count, int64_t look_ns) {
   if (next(maker, 0, copy) != Slots::Got::kEnded) fail("no end");
   closer.join();
   peer.join();
+  if (target != tensor) fail("another tensor");
   SlotsTest::part(taker);
 }
 
@@ -142,6 +148,19 @@ void liar(size_t count) {
   if (broken == 0) fail("no lie was found out");
 }
 
+void rings_for(const char* asleep) {
+  Slots maker, taker;
+  open(maker, taker);
+  for (; *asleep; ++asleep) {
+    SlotsTest::words(taker).asleep = static_cast<uint32_t>(*asleep - '0');
+    char byte = 1, copy = 0;
+    maker.copy_and_announce(&copy, &byte, 1);
+    int rung = 0;
+    ioctl(SlotsTest::bell(taker), FIONREAD, &rung);
+    while (rung > 0 && ::read(SlotsTest::bell(taker), &byte, 1) == 1) printf("%c", *asleep), --rung;
+  }
+}
+
 void looks_for(const char* waits) {
   constexpr int64_t kLookNs = 30'000;
   Looking looking;
@@ -160,6 +179,7 @@ void looks_for(const char* waits) {
 int main(int, char** arguments) {
   const size_t count = strtoul(arguments[2], nullptr, 10);
   if (!strcmp(arguments[1], "turns")) moonpool::turns(count, strtol(arguments[3], nullptr, 10));
+  else if (!strcmp(arguments[1], "rings")) moonpool::rings_for(arguments[2]);
   else if (!strcmp(arguments[1], "looks")) moonpool::looks_for(arguments[2]);
   else moonpool::liar(count);
 }

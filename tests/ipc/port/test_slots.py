@@ -26,7 +26,7 @@ MOST = 32 * 1024
 PATIENCE_S = 30.0
 SLOT = 4096 + MOST
 # Where the words of a side lie.
-SEQ, ASLEEP, SIZE, CORE = 0, 128, 256, 260
+SEQ, ANNOUNCED, ASLEEP, SIZE, CORE = 0, 8, 128, 256, 260
 
 pytestmark = pytest.mark.skipif(SlotChannel is None, reason="it is not compiled")
 
@@ -40,6 +40,11 @@ class Liar:
         self.memory = mmap.mmap(writable, SLOT)
         self._writable = writable
         self.write("<I", ASLEEP, 1)
+
+    @property
+    def asleep(self) -> int:
+        """The word of the runtime's end."""
+        return int(struct.unpack_from("<I", self.seen, ASLEEP)[0])
 
     def write(self, form: str, at: int, value: int) -> None:
         struct.pack_into(form, self.memory, at, value)
@@ -369,6 +374,36 @@ def test_both_sides_begin_to_look_by_long_looks(program: Path) -> None:
     # A peer that looks ends the pause, until it was looked for in vain as well.
     assert looked_us("vvvQv") == [155, 0, 0, 155, 155]
     assert looked_us("vvV" + "V" * 126 + "V") == [155, 0, 155] + 126 * [0] + [155]
+
+
+@pytest.mark.slow
+def test_a_message_is_announced_to_those_alone_who_sleep_until_it_comes(program: Path) -> None:
+    # Neither one that looks nor an event loop, nor one that lies.
+    out = subprocess.run([str(program), "rings", "012932"], check=True, capture_output=True)
+    assert out.stdout == b"22"
+
+
+@needs_two_cores
+def test_a_thread_that_is_woken_by_an_announcement_looks_until_the_packet_comes(
+    lied_to: tuple[SlotChannel, Liar],
+) -> None:
+    ours, liar = lied_to
+    core = sum(os.sched_getaffinity(0)) + 1  # none of this process
+    liar.write("<I", CORE, core)
+    before = counts()["looks"]
+    waiting = ThreadPoolExecutor(1).submit(ours.wait, 0, 1)
+    wait_until(lambda: liar.asleep == 2, PATIENCE_S)
+    looked = counts()["looks"]
+    liar.write("<Q", ANNOUNCED, 1)
+    liar.ring()
+    wait_until(lambda: counts()["looks"] > looked, PATIENCE_S)
+    # It was in vain, and the thread sleeps until it is rung for again.
+    wait_until(lambda: liar.asleep == 1, PATIENCE_S)
+    liar.send(1, b"late")
+    liar.ring()
+    assert waiting.result(PATIENCE_S)
+    assert ours.receive() == b"late"
+    assert counts()["looks"] - before <= 2
 
 
 @pytest.mark.slow

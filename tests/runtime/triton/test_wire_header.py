@@ -46,6 +46,8 @@ ITS_OWN = {
     "kMostTensors",
     # Of a work channel in memory, which the library does not use.
     "kSlotPage",
+    "kAnnouncedBytes",
+    "kAnnouncedNs",
     "kMostRings",
     "kSliceNs",
     "kBellBytes",
