@@ -14,14 +14,15 @@ Theory of operation. A handle is created, started, used, explained if it breaks,
 - A breach of the protocol is found by the driver or by the reactor. The first one to find it writes `_reason` and kills
   the process; nobody replaces a reason. The driver then sees the end of the work channel, and `explain` turns it into
   the error for the callers. Two threads may set `_reason` at the same time: then either text is true.
-- `explain` waits until the process has ended, because only its exit code tells why. Before it reads the last lines of
-  the output, it lets the reactor take in what the stub sent before its end.
+- `explain` waits until the process has ended, because only its exit code tells why. Then it has the reactor take in
+  what the stub sent and printed before its end, and close everything, in one step: whoever asks has the instance, and
+  nobody else uses the link.
 
 Order of closing. `end` kills the process and waits for it, so that nothing writes any more. Then `close` runs on the
-reactor's thread, because a descriptor must not be closed while that thread watches it: another file could get its
-number. `close` reads what is left on the channels first, and closes the process's pidfd last. At the end the limits
-(`bounds`) and the folders and the user (`plan`) are given up. They must outlive the process, and another stub may get
-them at once.
+reactor's thread, unless `explain` had it run, because a descriptor must not be closed while that thread watches it:
+another file could get its number. `close` reads what is left on the channels first, and closes the process's pidfd
+last. At the end the limits (`bounds`) and the folders and the user (`plan`) are given up. They must outlive the
+process, and another stub may get them at once.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ class StubHandle(StubConnection):
     can_sleep = False
     # False for a process whose work channel stays a socket.
     may_use_slots = True
+    # True if it worked in memory of a client when it ended.
+    _had_clients_memory = False
 
     def __init__(
         self, stubs: Stubs, model: Model, name: str, plan: IsolationPlan, fork: Fork | None = None
@@ -431,13 +434,17 @@ class StubHandle(StubConnection):
         if code is None:
             self.process.kill()
             self.process.wait(_EXIT_S)
-        # The stub may have sent messages just before its end, and the reactor may not have read them yet.
-        self._on_reactor(self.catch_up)
+        if not self._is_closed:
+            self._on_reactor(self.catch_up if code is None else self.close)
         if self._reason is not None:
             return self._reason
-        words, last_words = ("closed its channel", "") if code is None else self._death(code)
+        words, last_words = "closed its channel", ""
+        if code is not None:
+            words, last_words = self.bounds.death_in_words(
+                code, self.plan.python, self._output.tail()
+            )
         text = f"Stub process '{self.name}' is not healthy. It {words}"
-        if code == -signal.SIGBUS and self.link.borrowed_blocks.has_clients_memory:
+        if code == -signal.SIGBUS and self._had_clients_memory:
             # The model can send itself this signal. So it is believed once: from now on, this model gets copies.
             self._model.lends_clients_memory = False
             _log.warning(_CUT_SHORT, self.name, self._model.name)
@@ -446,11 +453,6 @@ class StubHandle(StubConnection):
             )
         # The second text is the public one. The last words of the process are not meant for clients.
         return StubDied(f"{text}{last_words} {doing}.", f"{text} {doing}" if last_words else None)
-
-    def _death(self, code: int) -> tuple[str, str]:
-        """Describe the end of the process: what happened, and its last words."""
-        self._on_reactor(self._output.drain)
-        return self.bounds.death_in_words(code, self.plan.python, self._output.tail())
 
     def _stop(self, grace_s: float) -> None:
         self.process.signal(signal.SIGTERM)
@@ -464,7 +466,8 @@ class StubHandle(StubConnection):
         if self.process.wait(10 * _EXIT_S) is None:
             _log.error("[%s] cannot be killed: %s", self.name, repr(self.process))
         try:
-            self._on_reactor(self.close)
+            if not self._is_closed:
+                self._on_reactor(self.close)
         finally:
             self.bounds.release()
             self.plan.release()
@@ -485,6 +488,7 @@ class StubHandle(StubConnection):
             return
         # The process has ended by now, but messages that it sent before may still be unread.
         self.catch_up()
+        self._had_clients_memory = self.link.borrowed_blocks.has_clients_memory
         self._reactor.forget(self._output.fd)
         self._reactor.forget(self.process.pidfd)
         self._call_dispatcher.close()
