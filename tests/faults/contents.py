@@ -7,7 +7,11 @@ the table. The codec refuses all others in the same way, so there is one of thes
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
+
+from tests.ipc import described
+from tests.ipc.described import with_one_changed
 
 from moonpool.ipc.codec import Codec, calls_codec, control_codec, encode
 from moonpool.ipc.errors import RemoteProtocolError
@@ -20,7 +24,6 @@ from moonpool.ipc.messages import (
     ListOf,
     Maybe,
     Message,
-    OneOf,
     Packed,
     Raw,
     Real,
@@ -35,25 +38,8 @@ CONTROLS = "\n[forged_0] \x1b[31m\r\x85\u2028\u202e\0\ud7ff\uffff"
 MANY = 400
 
 
-def plain(spec: Any) -> Any:
-    """Return a value that an honest stub might send."""
-    if isinstance(spec, Int):
-        return max(spec.low, 1)
-    if isinstance(spec, Row):
-        return [plain(each) for each in spec.fields.values()]
-    if isinstance(spec, OneOf):
-        return plain(spec.items[0])
-    values: dict[type, Any] = {
-        Real: 1.0,
-        Text: "nobody",
-        Raw: b"",
-        Flag: False,
-        Table: {},
-        ListOf: [],
-        Maybe: None,
-        Packed: b"\x90",
-    }
-    return values[type(spec)]
+# A value that an honest stub might send.
+plain = partial(described.plain, number=1, real=1.0, text="nobody")
 
 
 def strange(spec: Any) -> Iterator[Any]:
@@ -75,17 +61,14 @@ def strange(spec: Any) -> Iterator[Any]:
         yield from (b"", b"\xc1", b"\x91" * 1000, b"\x91\x90")
     elif isinstance(spec, ListOf):
         yield from ([plain(spec.item)], [plain(spec.item)] * MANY, None)
-        yield from ([each] for each in strange(spec.item))
     elif isinstance(spec, Row):
         yield []
-        honest = plain(spec)
-        for index, each in enumerate(spec.fields.values()):
-            yield from ([*honest[:index], value, *honest[index + 1 :]] for value in strange(each))
     elif isinstance(spec, Maybe):
-        yield from (plain(spec.item), *strange(spec.item))
+        yield plain(spec.item)
     else:
         for each in spec.items:
             yield from strange(each)
+    yield from with_one_changed(spec, strange, plain(spec))
 
 
 def channels() -> Iterator[tuple[str, Kind]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 import pytest
 from hypothesis import strategies as st
 
@@ -81,6 +83,35 @@ def values(spec: Spec) -> st.SearchStrategy[Any]:
 def messages(channel: str, kind: Kind) -> st.SearchStrategy[list[Any]]:
     fields = TABLES[channel][kind].fields.values()
     return st.tuples(st.just(int(kind)), *map(values, fields)).map(list)
+
+
+def plain(spec: Spec, number: int = 0, real: float = 0.0, text: str = "") -> Any:
+    """Return the smallest value that is allowed, or one near these."""
+    if isinstance(spec, Int):
+        return max(spec.low, number) if number else spec.low
+    if isinstance(spec, Row):
+        return [plain(field, number, real, text) for field in spec.fields.values()]
+    if isinstance(spec, OneOf):
+        return plain(spec.items[0], number, real, text)
+    if isinstance(spec, Packed):
+        return msgpack.packb(plain(spec.item, number, real, text))
+    found: dict[type, Any] = {
+        Text: text, Raw: b"", Flag: False, Real: real, Table: {}, ListOf: [], Maybe: None,
+    }  # fmt: skip
+    return found[type(spec)]
+
+
+def with_one_changed(
+    spec: Spec, change: Callable[[Spec], Iterable[Any]], whole: Any
+) -> Iterator[Any]:
+    """Yield the values of a list, of a row, or of a field that may be missing, with one part of them changed."""
+    if isinstance(spec, ListOf):
+        yield from ([each] for each in change(spec.item))
+    elif isinstance(spec, Maybe):
+        yield from change(spec.item)
+    elif isinstance(spec, Row):
+        for i, field in enumerate(spec.fields.values()):
+            yield from ([*whole[:i], value, *whole[i + 1 :]] for value in change(field))
 
 
 def fits(spec: Spec, value: Any) -> bool:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgpack
+from tests.ipc.described import plain as plain_value
+from tests.ipc.described import with_one_changed
 
 from moonpool.ipc.codec import Codec, encode
 from moonpool.ipc.errors import RemoteProtocolError
@@ -51,22 +53,6 @@ _LONGEST = 300
 Vector = dict[str, Any]
 
 
-def least(spec: Spec) -> Any:
-    """The smallest value that is allowed."""
-    if isinstance(spec, Int):
-        return spec.low
-    if isinstance(spec, Row):
-        return [least(field) for field in spec.fields.values()]
-    if isinstance(spec, OneOf):
-        return least(spec.items[0])
-    if isinstance(spec, Packed):
-        return msgpack.packb(least(spec.item))
-    if isinstance(spec, Maybe):
-        return None
-    plain: dict[type, Any] = {Text: "", Raw: b"", Flag: False, Real: 0.0, Table: {}, ListOf: []}
-    return plain[type(spec)]
-
-
 def full(spec: Spec) -> Any:
     """A value with something of everything in it."""
     if isinstance(spec, Int):
@@ -76,7 +62,7 @@ def full(spec: Spec) -> Any:
     if isinstance(spec, OneOf):
         return full(spec.items[-1])
     if isinstance(spec, ListOf):
-        return [least(spec.item), full(spec.item)]
+        return [plain_value(spec.item), full(spec.item)]
     if isinstance(spec, Packed):
         return msgpack.packb(full(spec.item))
     if isinstance(spec, Maybe):
@@ -94,9 +80,7 @@ def full(spec: Spec) -> Any:
 
 def bad(spec: Spec) -> Iterator[Any]:
     """Values that are not allowed, each for one reason."""
-    if isinstance(spec, Maybe):
-        yield from bad(spec.item)
-    elif isinstance(spec, OneOf):
+    if isinstance(spec, OneOf):
         yield from (b"", None, -1)
     elif isinstance(spec, Int):
         yield "1"
@@ -108,24 +92,22 @@ def bad(spec: Spec) -> Iterator[Any]:
     elif isinstance(spec, ListOf):
         yield {}
         if spec.length < _LONGEST:
-            yield [least(spec.item)] * (spec.length + 1)
-        yield from ([item] for item in bad(spec.item))
+            yield [plain_value(spec.item)] * (spec.length + 1)
     elif isinstance(spec, Row):
-        whole = least(spec)
+        whole = plain_value(spec)
         yield from (b"", whole[1:], [*whole, 0])
-        for i, field in enumerate(spec.fields.values()):
-            yield from ([*whole[:i], value, *whole[i + 1 :]] for value in bad(field))
-    else:
+    elif not isinstance(spec, Maybe):
         yield {Text: b"", Raw: "", Packed: "", Flag: 1, Real: 1}[type(spec)]
         yield []
         if isinstance(spec, Text) and spec.length < _LONGEST:
             yield "ß" * (spec.length + 1)
+    yield from with_one_changed(spec, bad, plain_value(spec))
 
 
 def packets(kind: IntEnum, message: Message) -> Iterator[bytes]:
     """Make valid packets of one kind."""
     fields = list(message.fields.values())
-    smallest = [int(kind), *map(least, fields)]
+    smallest = [int(kind), *map(plain_value, fields)]
     yield encode(*smallest)
     yield encode(kind, *map(full, fields))
     for i, field in enumerate(fields, 1):
@@ -177,7 +159,7 @@ def vectors(channel: str) -> list[Vector]:
             for packet in packets(kind, message):
                 made[sender, packet] = read(channel, sender, packet)
         for other in set(sides) - set(senders):
-            packet = encode(kind, *map(least, message.fields.values()))
+            packet = encode(kind, *map(plain_value, message.fields.values()))
             made[other, packet] = read(channel, other, packet)
     named = next(k for k, m in table.items() if any(isinstance(f, Text) for f in m.fields.values()))
     for packet in damaged(named, table[named]):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgpack
+from hypothesis import strategies as st
 from tests.runtime.scripted import Pair, y
 
 from moonpool.ipc.errors import PeerGone, RemoteProtocolError
@@ -159,3 +160,35 @@ def changed(fields: list[Any], path: tuple[int, ...], value: Any) -> list[Any]:
     first, *rest = path
     new = changed(fields[first], tuple(rest), value) if rest else value
     return [*fields[:first], new, *fields[first + 1 :]]
+
+
+def lies(fields: list[Any]) -> Iterator[list[Any]]:
+    """Yield the fields with one value replaced, and with one more or less."""
+    for path in paths(fields):
+        for value in ODD:
+            yield changed(fields, path, value)
+    for i in range(len(fields)):
+        yield [*fields[:i], *fields[i + 1 :]]
+        yield [*fields[:i], None, *fields[i:]]
+
+
+EDITS = st.lists(
+    st.tuples(st.integers(0, 1 << 16), st.sampled_from(ODD) | st.integers(0, 2**64 - 1)), max_size=4
+)
+DAMAGE = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=3)
+
+
+def edited(fields: list[Any], edits: list[tuple[int, Any]]) -> list[Any]:
+    """Return the fields with other values at some places, of `EDITS`."""
+    for number, value in edits:
+        places = paths(fields)
+        fields = changed(fields, places[number % len(places)], value)
+    return fields
+
+
+def damaged(packet: bytes, damage: list[tuple[int, int]], longer: int) -> bytes:
+    """Return the packet with other bytes, of `DAMAGE`, and longer or shorter."""
+    made = bytearray(packet)
+    for at, byte in damage:
+        made[at % len(made)] = byte
+    return bytes(made[:longer] if longer < 0 else made + b"\xc0" * longer)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.ipc.port.both import ODD, both, changed, packed, paths
+from tests.ipc.port.both import DAMAGE, EDITS, both, damaged, edited, lies, packed
 from tests.runtime.lane.built import counts, skip_without_compiled
 from tests.runtime.scripted import FP32
 
@@ -33,16 +32,6 @@ def test_an_honest_answer_is_read_by_the_compiled_port(wants_wire: bool) -> None
     }
 
 
-def lies(fields: list[Any]) -> Iterator[list[Any]]:
-    """Yield the fields with one value replaced, and with one more or less."""
-    for path in paths(fields):
-        for value in ODD:
-            yield changed(fields, path, value)
-    for i in range(len(fields)):
-        yield [*fields[:i], *fields[i + 1 :]]
-        yield [*fields[:i], None, *fields[i:]]
-
-
 def test_each_lie_about_one_value_ends_the_same_in_both() -> None:
     with both() as sides:
         answer = sides.usual(1)
@@ -55,35 +44,21 @@ def test_each_lie_about_one_value_ends_the_same_in_both() -> None:
             sides.answered(packed(list(lies(sides.usual(1)))[number]))
 
 
-edits = st.lists(
-    st.tuples(st.integers(0, 1 << 16), st.sampled_from(ODD) | st.integers(0, 2**64 - 1)), max_size=4
-)
-
-
-@given(st.integers(1, 3), edits, st.integers(0, 2), st.booleans())
+@given(st.integers(1, 3), EDITS, st.integers(0, 2), st.booleans())
 def test_lies_about_several_values_end_the_same_in_both(
     rows: int, edits: list[tuple[int, Any]], honest: int, wants_wire: bool
 ) -> None:
     with both(wants_wire=wants_wire) as sides:
         for _ in range(honest):
             sides.answered(packed(sides.usual(rows)))
-        fields = sides.usual(rows)
-        for number, value in edits:
-            places = paths(fields)
-            fields = changed(fields, places[number % len(places)], value)
-        sides.answered(packed(fields))
+        sides.answered(packed(edited(sides.usual(rows), edits)))
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=3), st.integers(-4, 4)
-)
+@given(DAMAGE, st.integers(-4, 4))
 def test_damaged_packets_end_the_same_in_both(damage: list[tuple[int, int]], longer: int) -> None:
     with both() as sides:
         sides.answered(packed(sides.usual(1)))
-        packet = bytearray(packed(sides.usual(1)))
-        for at, byte in damage:
-            packet[at % len(packet)] = byte
-        sides.answered(bytes(packet[:longer] if longer < 0 else packet + b"\xc0" * longer))
+        sides.answered(damaged(packed(sides.usual(1)), damage, longer))
 
 
 @pytest.mark.parametrize("size", [32 * 1024, 32 * 1024 + 1])

@@ -168,68 +168,8 @@ def refused(model: Signature, given: Any, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_a_missing_input_is_named() -> None:
-    assert refused(signature(), {"A": inputs()["A"]}) == (
-        "expected 2 inputs but got 1 inputs for model 'm'. Got input(s) ['A'], but missing "
-        "required input(s) ['B']. Please provide all required input(s)."
-    )
-    assert refused(signature(), {}) == (
-        "expected 2 inputs but got 0 inputs for model 'm'. Got input(s) [], but missing "
-        "required input(s) ['A','B']. Please provide all required input(s)."
-    )
-
-
-def test_an_input_that_the_model_has_not_is_named() -> None:
-    text = "unexpected inference input 'C' for model 'm'"
-    assert refused(signature(), {**inputs(), "C": inputs()["A"]}) == text
-    given = inputs()
-    given["C"] = given.pop("A")
-    assert refused(signature(), given) == text
-
-
 def test_an_input_that_is_none_is_named() -> None:
     assert refused(signature(), {**inputs(), "B": None}) == "input 'B' for model 'm' is None"
-
-
-def test_another_datatype_is_refused_and_not_converted() -> None:
-    given = {**inputs(), "A": np.zeros(4, np.float64)}
-    text = "inference input 'A' data-type is 'FP64', but model 'm' expects 'FP32'"
-    assert refused(signature(), given) == text
-    given["A"] = np.zeros(4, np.int32)
-    assert refused(signature(), given) == text.replace("FP64", "INT32")
-    given["A"] = np.array(["a"] * 4, object)
-    assert refused(signature(), given) == text.replace("FP64", "BYTES")
-
-
-def test_an_unknown_dtype_is_refused() -> None:
-    for dtype in (np.complex64, "datetime64[s]", [("a", F32)]):
-        text = refused(signature(), {**inputs(), "A": np.zeros(4, dtype)})
-        assert "'A'" in text
-        assert "(model 'm')" in text
-
-
-@pytest.mark.parametrize(
-    ("shape", "shown"), [((3,), "[3]"), ((), "[]"), ((1, 4), "[1,4]"), ((0,), "[0]")]
-)
-def test_another_shape_is_refused(shape: tuple[int, ...], shown: str) -> None:
-    assert refused(signature(), {**inputs(), "A": np.zeros(shape, F32)}) == (
-        f"unexpected shape for input 'A' for model 'm'. Expected [4], got {shown}. "
-    )
-
-
-@pytest.mark.parametrize(
-    ("shape", "shown"), [((4,), "[4]"), ((), "[]"), ((2, 3), "[2,3]"), ((2, 4, 1), "[2,4,1]")]
-)
-def test_another_shape_is_refused_where_the_model_batches(
-    shape: tuple[int, ...], shown: str
-) -> None:
-    assert refused(signature(8), {**inputs(2), "A": np.zeros(shape, F32)}) == (
-        f"unexpected shape for input 'A' for model 'm'. Expected [-1,4], got {shown}. "
-        "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
-        "prepended to each input shape. If you want to specify the full shape including the batch dim "
-        "in your input dims config, try setting max_batch_size to zero. See the model configuration "
-        "docs for more info on max_batch_size."
-    )
 
 
 def test_the_author_of_a_native_model_reads_no_note_on_a_configuration() -> None:
@@ -237,22 +177,6 @@ def test_the_author_of_a_native_model_reads_no_note_on_a_configuration() -> None
     assert refused(signature(8, is_native=True), given) == (
         "unexpected shape for input 'A' for model 'm'. Expected [-1,4], got [2,3]. "
     )
-
-
-def test_rows_must_be_within_the_model_s_maximum() -> None:
-    assert refused(signature(8), inputs(9)) == "inference request batch-size must be <= 8 for 'm'"
-    assert refused(signature(8), inputs(0)) == "inference request batch-size must be > 0 for 'm'"
-
-
-def test_all_inputs_have_the_same_number_of_rows() -> None:
-    given = {**inputs(2), "B": np.zeros((3, 1), np.int32)}
-    text = refused(signature(8), given)
-    assert text.startswith("input 'B' batch size does not match other inputs for 'm'")
-
-
-def test_an_output_that_the_model_has_not_is_named() -> None:
-    text = refused(signature(), inputs(), outputs=["Y", "W"])
-    assert text == "unexpected inference output 'W' for model 'm'"
 
 
 @pytest.mark.parametrize("given", [None, 3, "A", [("A", 1)]])

@@ -37,14 +37,6 @@ def path(key: str) -> Path:
     return Path("/dev/shm") / key.removeprefix("/")
 
 
-def test_registered_regions_are_shown(shared: SystemSharedMemory, key: str) -> None:
-    shared.register("a", key, 10, 100)
-    shared.register("b", key.removeprefix("/"), 0, 1000)
-
-    assert shared.status("a") == [{"name": "a", "key": key, "offset": 10, "byte_size": 100}]
-    assert [region["name"] for region in shared.status()] == ["a", "b"]
-
-
 def test_bytes_are_read_and_written_where_the_region_is(
     shared: SystemSharedMemory, key: str
 ) -> None:
@@ -91,28 +83,6 @@ def test_an_object_that_was_cut_short_is_an_error_and_no_signal(
     assert path(key).stat().st_size == 500
 
 
-def test_a_name_is_registered_once(shared: SystemSharedMemory, key: str) -> None:
-    shared.register("a", key, 0, 10)
-
-    with pytest.raises(
-        SharedMemoryError, match="shared memory region 'a' already in manager"
-    ) as caught:
-        shared.register("a", key, 0, 10)
-    assert caught.value.code == "ALREADY_EXISTS"
-
-
-def test_unregistered_regions_are_gone(shared: SystemSharedMemory, key: str) -> None:
-    shared.register("a", key, 0, 10)
-    shared.register("b", key, 0, 10)
-    shared.unregister("a")
-    shared.unregister("never")
-
-    with pytest.raises(SharedMemoryError, match="Unable to find system shared memory region: 'a'"):
-        shared.status("a")
-    shared.unregister()
-    assert shared.status() == []
-
-
 def test_regions_leave_no_descriptor(shared: SystemSharedMemory, key: str) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
@@ -128,15 +98,6 @@ def test_regions_leave_no_descriptor(shared: SystemSharedMemory, key: str) -> No
     "Tensors and requests of clients",
     "Objects of other users, links and names that lead elsewhere are refused.",
 )
-@pytest.mark.parametrize(
-    "bad", ["", "/", ".", "..", "a/b", "../etc/passwd", "/../x", "sem.x", "/sem.x", "a\0b", "x" * 300, "nothing-there"]
-)  # fmt: skip
-def test_a_key_of_no_object_is_refused(shared: SystemSharedMemory, bad: str) -> None:
-    with pytest.raises(SharedMemoryError):
-        shared.register("a", bad, 0, 1)
-
-
-@pytest.mark.promise("Tensors and requests of clients", "Objects of other users, links and …")
 def test_links_are_not_followed(shared: SystemSharedMemory, key: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(100))

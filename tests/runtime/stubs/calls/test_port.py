@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ipc.port.both import ODD, changed, paths
+from tests.ipc.port.both import DAMAGE, EDITS, damaged, edited, lies
 from tests.runtime import scripted
 from tests.runtime.recorder import tensor
 from tests.runtime.scripted import KiB, Pair
@@ -478,16 +478,6 @@ def test_both_ways_say_and_keep_the_same(steps: list[tuple[str, Any]]) -> None:
                 break
 
 
-def lies(fields: list[Any]) -> Iterator[list[Any]]:
-    """Yield the fields with one value replaced, and with one more or less."""
-    for path in paths(fields):
-        for value in ODD:
-            yield changed(fields, path, value)
-    for i in range(len(fields)):
-        yield [*fields[:i], *fields[i + 1 :]]
-        yield [*fields[:i], None, *fields[i:]]
-
-
 def hear_after_a_call(packet: bytes) -> None:
     """Let both desks serve a call and answer it, and hear a packet while another one is open."""
     with desks() as both:
@@ -516,34 +506,20 @@ def test_each_lie_about_one_value_ends_the_same_in_both_ways() -> None:
         hear_after_a_call(msgpack.packb(fields))
 
 
-edits = st.lists(
-    st.tuples(st.integers(0, 1 << 16), st.sampled_from(ODD) | st.integers(0, 2**64 - 1)), max_size=4
-)
-
-
 @COMPILED
 @settings(deadline=None)
-@given(edits)
+@given(EDITS)
 def test_lies_about_several_values_end_the_same_in_both_ways(edits: list[tuple[int, Any]]) -> None:
-    fields = honest()
-    for number, value in edits:
-        places = paths(fields)
-        fields = changed(fields, places[number % len(places)], value)
-    hear_after_a_call(msgpack.packb(fields))
+    hear_after_a_call(msgpack.packb(edited(honest(), edits)))
 
 
 @COMPILED
 @settings(deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=3), st.integers(-4, 4)
-)
+@given(DAMAGE, st.integers(-4, 4))
 def test_damaged_packets_end_the_same_in_both_ways(
     damage: list[tuple[int, int]], longer: int
 ) -> None:
-    packet = bytearray(msgpack.packb(honest()))
-    for at, byte in damage:
-        packet[at % len(packet)] = byte
-    hear_after_a_call(bytes(packet[:longer] if longer < 0 else packet + b"\xc0" * longer))
+    hear_after_a_call(damaged(msgpack.packb(honest()), damage, longer))
 
 
 @COMPILED
