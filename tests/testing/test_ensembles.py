@@ -132,6 +132,10 @@ def test_a_request_that_does_not_fit_is_refused(folder: Path, load: Loads) -> No
         assert model.why_not_ready() is None
 
 
+@pytest.mark.promise(
+    "Ensembles",
+    "An ensemble whose models do not fit together is not loaded, and the error has Triton's text.",
+)
 @pytest.mark.parametrize(
     ("name", "what"),
     [

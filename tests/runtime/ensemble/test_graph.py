@@ -1,4 +1,4 @@
-"""The graph of an ensemble against its members, with Triton's texts, and the part of it that a request needs."""
+"""The graph of an ensemble: if it is decoupled, and the part of it that a request needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from tests.ensemble_repositories import A, B, Io, chain, ensemble_text, step
 
-from moonpool.runtime.ensemble.graph import EnsembleGraph, Unfit, fits
+from moonpool.runtime.ensemble.graph import EnsembleGraph, fits
 from moonpool.runtime.model.config import pbtxt
 from moonpool.runtime.model.config.ensembles import EnsembleStep
 from moonpool.runtime.model.config.model import ModelConfig
@@ -76,113 +76,7 @@ def graph(
     return EnsembleGraph(config, config.ensemble)
 
 
-ORIGINS = (
-    "in ensemble e, step of model 'e' receives inputs originated from different decoupled models"
-)
 BC = (*B, Io("C"))
-
-
-@pytest.mark.promise(
-    "Ensembles",
-    "An ensemble whose models do not fit together is not loaded, and the error has Triton's text.",
-)
-@pytest.mark.parametrize(
-    ("given", "what"),
-    [
-        (
-            graph(chain(["int", "m"])),
-            "in ensemble e, ensemble tensor t1: inconsistent data type: TYPE_INT32 is inferred from model int while "
-            "TYPE_FP32 is inferred from model m",
-        ),
-        (
-            graph(chain(["text", "m"])),
-            "in ensemble e, ensemble tensor t1: inconsistent data type: TYPE_STRING is inferred from model text while "
-            "TYPE_FP32 is inferred from model m",
-        ),
-        (
-            graph(chain(["d4", "m"])),
-            "in ensemble e, ensemble tensor t1: inconsistent shape: [4] is inferred from model d4 while [3] is inferred "
-            "from model m",
-        ),
-        (
-            graph(chain(["d24", "m"])),
-            "in ensemble e, ensemble tensor t1: inconsistent shape: [2,4] is inferred from model d24 while [3] is inferred "
-            "from model m",
-        ),
-        (
-            graph(chain(["d4"])),
-            "in ensemble e, ensemble tensor B: inconsistent shape: [3] is inferred from model e while [4] is inferred from "
-            "model d4",
-        ),
-        (
-            graph(chain(["b4"]), rows=8),
-            "ensemble e allows maximum batch size 8, but it contains model b4 which only allows maximum batch size to be 4",
-        ),
-        (
-            graph([step("m", {"W": "A"}, {"Y": "B"})]),
-            "in ensemble e, ensemble tensor A is mapping to non-existing input W in model m",
-        ),
-        (
-            graph([step("m", {"X": "A"}, {"W": "B"})]),
-            "in ensemble e, ensemble tensor B is mapped from non-existing output W in model m",
-        ),
-        (
-            graph([step("two", {"X": "A"}, {"Y": "B"})]),
-            "in ensemble e, input X2 in model two is not mapped to any ensemble tensors",
-        ),
-        (
-            graph(
-                [
-                    step("dec", {"X": "A"}, {"Y": "t"}),
-                    step("dec2", {"X": "A"}, {"Y": "u"}),
-                    step("two", {"X": "t", "X2": "u"}, {"Y": "B"}),
-                ]
-            ),
-            ORIGINS,
-        ),
-        (
-            graph([step("dec", {"X": "A"}, {"Y": "t"}), step("two", {"X": "t", "X2": "A"}, {"Y": "B"})]),
-            ORIGINS,
-        ),
-        (
-            graph(
-                [
-                    step("dec", {"X": "A"}, {"Y": "t"}),
-                    step("dec2", {"X": "t"}, {"Y": "u"}),
-                    step("two", {"X": "t", "X2": "u"}, {"Y": "B"}),
-                ]
-            ),
-            ORIGINS,
-        ),
-        (
-            graph([step("dec", {"X": "A"}, {"Y": "B"}), step("m", {"X": "A"}, {"Y": "C"})], outputs=BC),
-            ORIGINS,
-        ),
-    ],
-)  # fmt: skip
-def test_models_that_do_not_fit_are_refused(given: EnsembleGraph, what: str) -> None:
-    with pytest.raises(Unfit) as caught:
-        given.check(of)
-
-    assert str(caught.value) == what
-    assert caught.value.code == "INVALID_ARG"
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        graph(chain(["m", "n"])),
-        graph(chain(["any", "m", "any"])),
-        graph([step("optional", {"X": "A"}, {"Y": "B"})]),
-        graph(chain(["b8", "b4"]), rows=4),
-        # A model that does not batch, between those that do, and the other way round.
-        graph(chain(["b4", "m", "b8"]), rows=4),
-        graph(chain(["m", "b4", "m"])),
-        graph(chain(["rows", "b4"]), inputs=(Io("A", dims="-1, 3"),)),
-    ],
-)
-def test_models_that_fit_make_an_ensemble(given: EnsembleGraph) -> None:
-    assert given.check(of) is False
 
 
 @pytest.mark.promise(

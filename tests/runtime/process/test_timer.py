@@ -24,10 +24,6 @@ def is_readable(timer: Timer, timeout_ms: float = 0) -> bool:
     return bool(poll.poll(timeout_ms))
 
 
-def test_it_is_silent_until_it_is_set(timer: Timer) -> None:
-    assert not is_readable(timer)
-
-
 def test_it_goes_off_at_its_time_and_not_before(timer: Timer) -> None:
     when = time.monotonic() + 0.003
     timer.set(when)
@@ -62,12 +58,6 @@ def test_none_switches_it_off(timer: Timer) -> None:
     timer.set(time.monotonic() + 0.001)
     timer.set(None)
     assert not is_readable(timer, 20)
-
-
-def test_another_time_replaces_the_one_before(timer: Timer) -> None:
-    timer.set(time.monotonic() + 3600)
-    timer.set(time.monotonic() + 0.001)
-    assert is_readable(timer, 10_000)
 
 
 def test_a_time_that_is_very_far_away_is_no_error(timer: Timer) -> None:

@@ -77,14 +77,6 @@ def test_controls(text: str, wanted: tuple[str, str, tuple[float, float]]) -> No
     assert found.controls == (SequenceControl("C", *wanted),)
 
 
-NO_CHOICE = (
-    "sequence batching must {}specify either 'int32_false_true', 'fp32_false_true' or "
-    "'bool_false_true' for CONTROL_SEQUENCE_{} for m"
-)
-NO_ID = (
-    "unexpected data type for control CONTROL_SEQUENCE_CORRID for m. Allowed data types are "
-    "TYPE_UINT64, TYPE_INT64, TYPE_UINT32, TYPE_INT32 and TYPE_STRING"
-)
 NAMES, ONE = 'input_name: "I" output_name: "O"', "data_type: TYPE_FP32 dims: 1"
 
 
@@ -92,75 +84,24 @@ def state(*texts: str) -> str:
     return f"sequence_batching {{ {' '.join(f'state {{ {each} }}' for each in texts)} }}"
 
 
-def initial(text: str, name: str = 'name: "i"') -> str:
-    return state(f"{NAMES} {ONE} initial_state {{ {name} {text} }}")
-
-
-NAMED = 'name: "C" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] }'
-
-
 @pytest.mark.promise("Sequences", "Errors in a request of …")
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        (control(START), NO_CHOICE.format("", "START")),
-        (control(f"{START} data_type: TYPE_FP32"), NO_CHOICE.format("", "START")),
-        (control(f"{START} fp32_false_true: [ 0, 1 ] int32_false_true: [ 0, 1 ]"),
-         "sequence batching specifies more than one from 'int32_false_true', 'fp32_false_true' and "
-         "'bool_false_true' for CONTROL_SEQUENCE_START for m"),
-        (control(f"{START} fp32_false_true: [ 0, 1, 2 ]"),
-         "sequence batching control 'fp32_false_true' must have exactly 2 entries for "
-         "CONTROL_SEQUENCE_START for m"),
-        (control("kind: CONTROL_SEQUENCE_CORRID"), NO_ID),
-        (control("kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_INT8"), NO_ID),
-        (control("kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_INT64 int32_false_true: [ 0, 1 ]"),
-         NO_CHOICE.format("not ", "CORRID")),
-        ("sequence_batching { control_input { } }",
-         "sequence batching control tensor must have a name for m"),
-        ('sequence_batching { control_input { name: "X" } }',
-         "sequence batching control tensor 'X' is an input of the model for m"),
-        (f"sequence_batching {{ control_input {{ {NAMED} }} control_input {{ {NAMED} }} }}",
-         "sequence batching control tensor 'C' is specified for multiple control kinds for m"),
-        (f"sequence_batching {{ control_input {{ {NAMED} }} "
-         f"control_input {{ {NAMED.replace('C', 'D', 1)} }} }}",
-         "sequence batching specifies multiple CONTROL_SEQUENCE_START tensors for m"),
-        ("sequence_batching { direct { minimum_slot_utilization: 1.5 } }",
-         "sequence batching minimum slot utilization must be in range (0.0, 1.0] for m"),
         ("sequence_batching { oldest { max_candidate_sequences: -1 } }",
          "sequence batching max candidate sequences must be non-negative for m"),
-        ("sequence_batching { oldest { preferred_batch_size: [ 2, 8 ] } }",
-         "sequence batching preferred batch size must be <= max batch size for m"),
-        ("sequence_batching { oldest { preferred_batch_size: 0 } }",
-         "sequence batching preferred batch size must be positive for m"),
         (state('output_name: "O"'), "sequence batching state must have an 'input_name' for m"),
         (state('input_name: "I"'), "sequence batching state must have an 'output_name' for m"),
-        (state('input_name: "X" output_name: "O"'),
-         "sequence batching state 'X' is an input of the model already for m"),
         (state(NAMES), "sequence batching state 'I' must have a 'data_type' for m"),
         (state(f"{NAMES} data_type: TYPE_FP32"), "sequence batching state 'I' must have 'dims' for m"),
         (state(f"{NAMES} data_type: TYPE_FP32 dims: [ 0 ]"),
          "sequence batching state 'I' must have dimensions >= 1, or -1 for a variable-size one for m"),
         (state(f"{NAMES} {ONE} use_growable_memory: true"),
          "In order to 'use_growable_memory', you must also enable 'use_same_buffer_for_input_output'"),
-        (state(f"{NAMES} {ONE}", f'input_name: "I" output_name: "P" {ONE}'),
-         "State input name 'I' specified more than once."),
         (state(f"{NAMES} {ONE}", f'input_name: "J" output_name: "O" {ONE}'),
          "State output name 'O' specified more than once."),
         (state('input_name: "I" output_name: "Y" data_type: TYPE_INT8 dims: 1'),
          "sequence batching state 'I' is TYPE_INT8, and output 'Y' is TYPE_FP32 for m"),
-        (initial("data_type: TYPE_INT8 dims: 1 zero_data: true"),
-         "The data type used for 'initial_state' field of state 'I' does not match the state data type."),
-        (initial(f"{ONE} zero_data: true", name=""),
-         "Field 'name' must be set when using initial_state for state input 'I'."),
-        (initial("data_type: TYPE_FP32 dims: [ 1, 1 ] zero_data: true"),
-         "Number of dimensions in 'initial_state' doesn't match the size of 'state' dimensions for state input 'I'. 2 != 1"),
-        (initial("data_type: TYPE_FP32 dims: -1 zero_data: true"),
-         "'initial_state' field for state input name 'I' contains variable dimensions."),
-        (initial("data_type: TYPE_FP32 dims: 2 zero_data: true"),
-         "'initial_state' dim for input name 'I' doesn't match 'state' dim description. 2 != 1"),
-        (initial(ONE), "initial_state setting expects state'I' to have state_data set"),
-        (state(f'{NAMES} {ONE} initial_state [ {{ name: "i" }}, {{ name: "j" }} ]'),
-         "initial_state field for state input 'I' must contain exactly one or zero element. Found '2' elements."),
     ],
 )  # fmt: skip
 def test_a_wrong_sequence_batching_is_refused_with_its_place(text: str, what: str) -> None:
