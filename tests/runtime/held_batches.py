@@ -158,14 +158,22 @@ class Caller(threading.Thread):
         return self.outcome
 
 
-def queued(runtime: Runtime, count: int) -> None:
+def queued(runtime: Runtime, count: int, model: str = "m") -> None:
     """Wait until so many requests are queued."""
-    scheduler = runtime._models.find("m").scheduler
-    wait_until(lambda: scheduler.queued == count, what=f"{count} queued requests")
+    wait_until(lambda: pending(runtime, model) == count, what=f"{count} queued requests")
+
+
+def pending(runtime: Runtime, model: str = "m") -> int:
+    """Return the number of queued requests, as the metrics show it."""
+    return _shown(runtime, f'nv_inference_pending_request_count{{model="{model}",version="1"}}')
 
 
 def rejected(runtime: Runtime) -> int:
     """Return the number of requests that the metrics count as rejected."""
-    failures = r'^nv_inference_request_failure\{model="m",reason="REJECTED",version="1"\} (\d+)$'
-    (found,) = re.findall(failures, runtime.metrics(), re.MULTILINE)
+    labels = 'model="m",reason="REJECTED",version="1"'
+    return _shown(runtime, f"nv_inference_request_failure{{{labels}}}")
+
+
+def _shown(runtime: Runtime, sample: str) -> int:
+    (found,) = re.findall(f"^{re.escape(sample)} (\\d+)$", runtime.metrics(), re.MULTILINE)
     return int(found)

@@ -13,46 +13,26 @@ from moonpool.runtime.model.config.ensembles import EnsembleStep
 from moonpool.runtime.model.config.model import ModelConfig
 
 
-def member(
-    name: str,
-    inputs: Sequence[tuple[str, str, list[int]]] = (("X", "FP32", [3]),),
-    outputs: Sequence[tuple[str, str, list[int]]] = (("Y", "FP32", [3]),),
-    *,
-    optional: str = "",
-    rows: int = 0,
-    decoupled: bool = False,
-) -> ModelConfig:
+def member(name: str, outputs: Sequence[str] = "Y", *, decoupled: bool = False) -> ModelConfig:
+    def tensor(tensor_name: str) -> dict[str, object]:
+        return {"name": tensor_name, "data_type": "TYPE_FP32", "dims": [3]}
+
     return ModelConfig.from_dict(
         {
             "name": name,
             "backend": "python",
-            "max_batch_size": rows,
             "model_transaction_policy": {"decoupled": decoupled},
-            "input": [
-                {"name": n, "data_type": f"TYPE_{t}", "dims": d, "optional": n == optional}
-                for n, t, d in inputs
-            ],
-            "output": [{"name": n, "data_type": f"TYPE_{t}", "dims": d} for n, t, d in outputs],
+            "input": [tensor("X")],
+            "output": [*map(tensor, outputs)],
         }
     )
 
 
-TWO = (("X", "FP32", [3]), ("X2", "FP32", [3]))
 MEMBERS = {
     each.name: each
     for each in (
         member("m"),
         member("n"),
-        member("b4", rows=4),
-        member("b8", rows=8),
-        member("int", outputs=[("Y", "INT32", [3])]),
-        member("text", outputs=[("Y", "STRING", [3])]),
-        member("d4", outputs=[("Y", "FP32", [4])]),
-        member("d24", outputs=[("Y", "FP32", [2, 4])]),
-        member("any", inputs=[("X", "FP32", [-1])], outputs=[("Y", "FP32", [-1])]),
-        member("rows", inputs=[("X", "FP32", [-1, 3])], outputs=[("Y", "FP32", [-1, 3])]),
-        member("two", inputs=TWO),
-        member("optional", inputs=TWO, optional="X2"),
         member("dec", decoupled=True),
         member("dec2", decoupled=True),
     )
@@ -63,13 +43,8 @@ def of(step: EnsembleStep) -> ModelConfig:
     return MEMBERS[step.model]
 
 
-def graph(
-    steps: Sequence[str],
-    inputs: Sequence[Io] = A,
-    outputs: Sequence[Io] = B,
-    rows: int = 0,
-) -> EnsembleGraph:
-    text = ensemble_text(steps, inputs, outputs, f'max_batch_size: {rows} name: "e"')
+def graph(steps: Sequence[str], outputs: Sequence[Io] = B) -> EnsembleGraph:
+    text = ensemble_text(steps, A, outputs, 'name: "e"')
     raw, source = pbtxt.parse(text, "config.pbtxt")
     config = ModelConfig.from_dict(raw, source=source)
     assert config.ensemble is not None
@@ -101,7 +76,7 @@ def test_a_flow_has_the_steps_behind_the_outputs_that_are_wanted() -> None:
 
 
 def test_a_flow_leaves_out_tensors_that_nobody_reads() -> None:
-    both = member("both", outputs=[("Y", "FP32", [3]), ("Z", "FP32", [3])])
+    both = member("both", "YZ")
     given = graph([step(both.name, {"X": "A"}, {"Y": "B", "Z": "C"})], outputs=BC)
 
     assert given.flow(["B"]).outputs == [(("Y", "B"),)]

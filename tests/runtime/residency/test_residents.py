@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runtime.held_batches import Caller, HoldingBackend
+from tests.runtime.held_batches import Caller, HoldingBackend, queued
 from tests.runtime.recorder import PATIENCE_S, Planned, config, model_directory, x
 from tests.waiting import wait_until
 
@@ -117,8 +117,7 @@ def is_in(runtime: Runtime, name: str, *states: Residence) -> None:
 
 
 def waits(runtime: Runtime, name: str, count: int) -> None:
-    scheduler = runtime._models.find(name).scheduler
-    wait_until(lambda: scheduler.queued == count, PATIENCE_S)
+    queued(runtime, count, name)
 
 
 @pytest.mark.promise(

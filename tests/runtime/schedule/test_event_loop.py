@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runtime.held_batches import Caller, HoldingBackend, holding, queued
+from tests.runtime.held_batches import Caller, HoldingBackend, holding, pending, queued
 from tests.runtime.recorder import PATIENCE_S, counted, row, x
 from tests.waiting import wait_until
 
@@ -192,7 +192,7 @@ def test_a_loop_may_end_while_its_requests_are_inside(folder: Path, run: Any) ->
         for i in (1, 2):
             asyncio.create_task(ask(runtime, row(i)), name=f"left {i}").add_done_callback(gone.add)
         queued(runtime, 1) if not backend.batches else None
-        await until(lambda: runtime._models.find("m").scheduler.queued == 2)
+        await until(lambda: pending(runtime) == 2)
         backend.wait_for(1).answer()
         await until(lambda: len(backend.batches) == 2)
 

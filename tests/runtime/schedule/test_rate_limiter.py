@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from tests.runtime.held_batches import HoldingBackend
+from tests.runtime.held_batches import HoldingBackend, queued
 from tests.runtime.recorder import PATIENCE_S, Planned, config, row, x
 from tests.waiting import wait_until
 
@@ -303,18 +303,13 @@ class Ask(threading.Thread):
         return self._outcome
 
 
-def waits(runtime: Runtime, model: str, count: int = 1) -> None:
-    scheduler = runtime._models.find(model).scheduler
-    wait_until(lambda: scheduler.queued == count, PATIENCE_S, what=f"{count} queued in {model}")
-
-
 def test_models_that_share_a_resource_execute_in_turn(folder: Path) -> None:
     with limited(folder, [], a=group(R=1), b=group(R=1), c=group()) as (backend, runtime):
         first = Ask(runtime, "a", x(1))
         held = backend.wait_for(1)
         assert in_use(runtime) == {("R", None): 1}
         second = Ask(runtime, "b", x(2))
-        waits(runtime, "b")
+        queued(runtime, 1, "b")
         # What needs nothing does not wait.
         third = Ask(runtime, "c", x(3))
         backend.wait_for(2).answer()
@@ -339,7 +334,7 @@ def test_counts_that_are_given_let_more_execute(folder: Path) -> None:
     with limited(folder, ["R:2"], m=group(3, R=1)) as (backend, runtime):
         asked = [Ask(runtime, "m", x(1)) for _ in range(3)]
         first, _ = backend.wait_for(1), backend.wait_for(2)
-        waits(runtime, "m")
+        queued(runtime, 1, "m")
         assert in_use(runtime) == {("R", None): 2}
         assert len(backend.sent) == 2
         first.answer()
@@ -356,7 +351,7 @@ def test_the_model_that_has_executed_least_goes_first(folder: Path) -> None:
         for number in range(1, 12):
             name = "ab"[number % 2]
             asked.append(Ask(runtime, name, x(number)))
-            waits(runtime, name, (number + 1) // 2)
+            queued(runtime, (number + 1) // 2, name)
         for number in range(1, 9):
             backend.wait_for(number).answer()
         backend.wait_for(9)
@@ -375,7 +370,7 @@ def test_requests_that_wait_for_a_resource_share_a_batch(folder: Path) -> None:
         held = backend.wait_for(1)
         for number in range(1, 4):
             asked.append(Ask(runtime, "b", row(number)))
-            waits(runtime, "b", number)
+            queued(runtime, number, "b")
         held.answer()
         backend.wait_for(2).answer()
         assert sorted(each.result() for each in asked) == [0, 1, 2, 3]
@@ -391,7 +386,7 @@ def test_two_queues_that_keep_requests_back_do_not_wake_each_other(folder: Path)
     with limited(folder, [], a=delayed, b=delayed) as (backend, runtime):
         asked = [Ask(runtime, name, row(1)) for name in "ab"]
         for name in "ab":
-            waits(runtime, name)
+            queued(runtime, 1, name)
         # Neither has resources while it waits for a larger batch, and nobody waits for them.
         schedulers = [runtime._models.find(name).scheduler for name in "ab"]
         wait_until(lambda: in_use(runtime) == {})
@@ -420,7 +415,7 @@ def test_a_request_times_out_while_its_instance_waits_for_a_resource(folder: Pat
 def test_a_caller_that_leaves_takes_nothing(folder: Path) -> None:
     async def leave(runtime: Runtime) -> None:
         task = asyncio.ensure_future(runtime.ainfer("b", x(2)))
-        await asyncio.to_thread(waits, runtime, "b")
+        await asyncio.to_thread(queued, runtime, 1, "b")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -444,7 +439,7 @@ def test_an_instance_that_dies_returns_what_it_has(folder: Path, *, is_idle: boo
         first = Ask(runtime, "a", x(1))
         held = backend.wait_for(1)
         second = Ask(runtime, "b", x(2))
-        waits(runtime, "b")
+        queued(runtime, 1, "b")
         if is_idle:  # the one that waits
             record = runtime._models.find("b").supervisor.records[0]
             record.instance.report_broken(PeerGone("broken"))
@@ -466,7 +461,7 @@ def test_a_model_that_is_unloaded_returns_what_it_has(folder: Path) -> None:
         first, second = Ask(runtime, "a", x(1)), None
         held = backend.wait_for(1)
         second = Ask(runtime, "b", x(2))
-        waits(runtime, "b")
+        queued(runtime, 1, "b")
         unloading = threading.Thread(target=runtime.unload, args=["a"])
         unloading.start()
         held.answer()
@@ -480,7 +475,7 @@ def test_a_model_that_waits_for_a_resource_is_unloaded_once_it_is_empty(folder: 
         first = Ask(runtime, "a", x(1))
         held = backend.wait_for(1)
         second = Ask(runtime, "b", x(2))
-        waits(runtime, "b")
+        queued(runtime, 1, "b")
         unloading = threading.Thread(target=runtime.unload, args=["b"])
         unloading.start()
         held.answer()
@@ -534,7 +529,7 @@ def test_instances_come_and_go_with_their_resources(folder: Path) -> None:
         runtime.scale("m", 3)
         asked += [Ask(runtime, "m", x(1)) for _ in range(2)]
         backend.wait_for(2)
-        waits(runtime, "m")
+        queued(runtime, 1, "m")
         for held in backend.held_batches.values():
             held.answer()
         backend.wait_for(3)
@@ -558,7 +553,7 @@ def test_sequences_stay_with_instances_that_wait_for_a_resource(folder: Path) ->
         first = Ask(runtime, "a", x(0))
         held = backend.wait_for(1)
         asked = [Ask(runtime, "m", row(each), correlation_id=each, flags=START) for each in (1, 2)]
-        waits(runtime, "m", 2)
+        queued(runtime, 2, "m")
         backend.is_quick = True
         held.answer()
         assert [each.result() for each in (first, *asked)] == [0, 1, 2]
