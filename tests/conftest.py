@@ -26,6 +26,7 @@ from tests.sandbox_level import (
     pytest_collection_modifyitems,
 )
 from tests.thorough import pytest_itemcollected
+from tests.triton import recording
 from tests.workers import pytest_xdist_make_scheduler, pytest_xdist_setupnodes
 
 import moonpool
@@ -79,6 +80,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
             "timeout", "of pytest-timeout, which is not here: nothing ends a test that hangs"
         )
     sandbox_level.pytest_addoption(parser)
+    recording.pytest_addoption(parser)
     seed.add_options(parser)
 
 
@@ -86,6 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not here")
     sandbox_level.pytest_configure(config)
+    recording.pytest_configure(config)
     seed.draw(config)
     settings_of_hypothesis.load(config)
     workers.give_namespaces(config)

@@ -47,12 +47,7 @@ TESTS = (
     "tests/runtime/triton/test_codec.py",
     "tests/runtime/triton/test_lent_stubs.py",
     "tests/triton/backend",
-    "tests/triton/core",
     "tests/triton/overlay",
-    "tests/triton/test_backends.py",
-    "tests/triton/test_completion.py",
-    "tests/triton/test_differences.py",
-    "tests/triton/test_log.py",
     "tests/triton/test_watching.py",
     # Each benchmark in its quick form, but for those below, and what runs several of them.
     "tests/benchmarks/test_suites.py::test_a_benchmark_answers_its_question",

@@ -19,12 +19,13 @@ from tests import spaces
 _NAMESPACES = pytest.StashKey[str]()
 _OF_EACH_WORKER = "one of each kind for each worker"
 
-# Each of these has a server for a whole run, and loads its models: dozens of them in a tritonserver.
+# Each of these has a server, or a runtime, for a whole run, and loads its models.
 WITH_SERVERS = (
     "tests/server/clients",
     "tests/server/hostile",
     "tests/triton",
     "tests/triton/backend",
+    "tests/triton/core",
     "tests/triton/protocol",
 )
 # These units take so many seconds although their tests are few. They begin early, so no worker is left alone with one
@@ -79,14 +80,10 @@ SECONDS = {
     "tests/test_layout.py": 60,
     "tests/test_spaces.py": 30,
     "tests/testing/test_type_information.py": 15,
-    "tests/triton": 200,
+    "tests/triton": 60,
     "tests/triton/backend": 200,
-    "tests/triton/core/test_ensembles.py": 40,
-    "tests/triton/core/test_live_update.py": 40,
-    "tests/triton/core/test_rate_limiter.py": 50,
-    "tests/triton/core/test_warmup.py": 20,
     "tests/triton/overlay/test_overlay.py": 35,
-    "tests/triton/protocol": 90,
+    "tests/triton/protocol": 30,
     "tests/triton/sanitized/test_hostile_stub.py": 135,
     "tests/triton/sanitized/test_races.py": 40,
 }

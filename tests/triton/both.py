@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from tests.triton.answers import Answer, Failure, Inputs, LogLine, Outcome
 from tests.triton.moonpool_side import MoonpoolSide
 from tests.triton.triton_side import TritonSide
-from tests.waiting import wait_until
 
 # pybind11's refusals of arguments of a wrong type begin so. The rest is its own signatures.
 PREFIX = "c_python_backend_utils."
 PYBIND = ("incompatible constructor arguments", "incompatible function arguments")
+
+
+class Before:
+    """Chooses the lines before the one that has this text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return repr(self._text)
+
+    def __call__(self, lines: list[LogLine]) -> list[LogLine] | None:
+        texts = [line.text for line in lines]
+        return lines[: texts.index(self._text)] if self._text in texts else None
 
 
 class Both:
@@ -26,7 +39,6 @@ class Both:
         self.moonpool = moonpool
         # The error of each model of the zoo: Triton's, then moonpool's.
         self.loads: dict[str, tuple[Failure | None, Failure | None]] = {}
-        self._marks = 0
 
     def infer(self, model: str, inputs: Inputs, **options: Any) -> Outcome:
         """The outcome, which is the same on both sides."""
@@ -46,6 +58,13 @@ class Both:
         outcome = self.infer(model, inputs, **options)
         assert isinstance(outcome, Failure), outcome
         return outcome
+
+    def together(self, model: str, requests: Sequence[Inputs]) -> list[Outcome]:
+        """The outcomes of requests that come at the same time, which are the same on both sides."""
+        theirs = self.triton.together(model, requests)
+        ours = self.moonpool.together(model, requests)
+        assert ours == theirs
+        return ours
 
     def stream(self, model: str, inputs: Inputs, **options: Any) -> list[Outcome]:
         """All responses, which are the same on both sides; of errors, the texts."""
@@ -76,8 +95,8 @@ class Both:
 
     def forget_log(self) -> None:
         """Begin anew: what was logged so far is nobody's concern."""
-        self.triton.log()
-        self.moonpool.log()
+        self.triton.forget_log()
+        self.moonpool.forget_log()
 
     def log(self, model: str) -> list[LogLine]:
         """Return the lines that the model logged since the last look. They must be the same on both sides.
@@ -85,18 +104,16 @@ class Both:
         Lines come later than the answers to their requests, but in order. So this asks for one more line, and returns
         all before it.
         """
-        self._marks += 1
-        mark = f"mark {self._marks}"
-        code = f"attempt(lambda: {mark!r}); sender.send(y(0), FINAL)"
+        code = "attempt(lambda: 'mark'); sender.send(y(0), FINAL)"
         if model == "speaks":
-            code = f"logger.log_info(repr({mark!r}))"
+            code = "logger.log_info(repr('mark'))"
         ask = self.stream if model == "streams" else self.infer
         ask(model, {"CODE": np.array([code.encode()], object)})
-        return self.log_until(repr(mark))
+        return self.log_until(repr("mark"))
 
     def log_until(self, text: str) -> list[LogLine]:
         """Return the lines logged since the last look and before this one. They must be the same on both sides."""
-        theirs, ours = (_lines_before(side, text) for side in (self.triton, self.moonpool))
+        theirs, ours = (side.lines(Before(text)) for side in (self.triton, self.moonpool))
         assert ours == theirs
         return ours
 
@@ -109,17 +126,6 @@ class Both:
         """Run a piece of Python in moonpool alone, where it cannot be run in Triton."""
         inputs = {"CODE": np.array([code.encode()], object)}
         return _word(self.moonpool.infer("snippets", inputs, **options))
-
-
-def _lines_before(side: TritonSide | MoonpoolSide, text: str) -> list[LogLine]:
-    lines: list[LogLine] = []
-
-    def is_there() -> bool:
-        lines.extend(side.log())
-        return any(line.text == text for line in lines)
-
-    wait_until(is_there, what=f"{text!r} in the log")
-    return lines[: [line.text for line in lines].index(text)]
 
 
 def without_id(outcome: Outcome) -> Outcome:

@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,8 @@ from tests.triton.answers import Failure  # noqa: E402 - below, assertions are t
 from tests.triton.both import Both  # noqa: E402
 from tests.triton.broken import BROKEN, CONFIG  # noqa: E402
 from tests.triton.moonpool_side import MoonpoolSide  # noqa: E402
-from tests.triton.server import interpreter, running  # noqa: E402
-from tests.triton.triton_side import TritonSide  # noqa: E402
+from tests.triton.recording import RECORDING  # noqa: E402
+from tests.triton.triton_side import TritonSide, asked  # noqa: E402
 
 # Triton's own servers, by the fixture that started each.
 SIDES = pytest.StashKey[dict[str, TritonSide]]()
@@ -38,13 +37,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """A test in which Triton itself died, as it does now and then, is begun again with another one, twice at most."""
     used = [name for name in ("both", "core") if name in getattr(item, "fixturenames", ())]
-    if not used:
+    if not RECORDING.is_live or not used:
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
     for _ in range(2):
         side = item.session.stash.setdefault(SIDES, {}).get(used[0])
-        if side is None or not side.server.has_died:
+        if side is None or not side.has_died:
             break
         with item.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
             sys.stderr.write(
@@ -74,25 +73,36 @@ def both(
     repository: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Both]:
     """Both sides, with the zoo loaded."""
-    with running(interpreter(), repository, tmp_path_factory.mktemp("server")) as server:
-        triton, moonpool = TritonSide(server), MoonpoolSide(repository)
+    with asked(repository, tmp_path_factory.mktemp("server")) as triton:
+        request.session.stash.setdefault(SIDES, {})["both"] = triton
+        moonpool = MoonpoolSide(repository)
         try:
             both = Both(triton, moonpool)
-            request.session.stash.setdefault(SIDES, {})["both"] = triton
             zoo = set(os.listdir(MODELS)) - APART
-            both.loads = load_all(triton, moonpool, sorted(zoo | set(BROKEN)))
+            with RECORDING.at("both", "zoo"):
+                both.loads = load_all(triton, moonpool, sorted(zoo | set(BROKEN)))
             assert {both.loads[name] for name in zoo} == {(None, None)}
             yield both
         finally:
             moonpool.close()
-            triton.close()
+
+
+@pytest.fixture(autouse=True)
+def _looks_for_its_answers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let a test find what was recorded for it."""
+    RECORDING.begin(request.function.__module__, request.node.name)
+    RECORDING.paths[str(request.getfixturevalue("tmp_path"))] = "{folder}"
+    yield
+    del RECORDING.paths[str(request.getfixturevalue("tmp_path"))]
+
+
+def pytest_sessionfinish() -> None:
+    RECORDING.write()
 
 
 def load_all(
     triton: TritonSide, moonpool: MoonpoolSide, names: Sequence[str]
 ) -> dict[str, tuple[Failure | None, Failure | None]]:
-    """Load models on both sides at the same time, and return the errors: Triton's, then moonpool's."""
-    with ThreadPoolExecutor(1) as thread:
-        theirs = thread.submit(triton.load_all, names)
-        ours = {name: moonpool.load(name) for name in names}
-        return {name: (failure, ours[name]) for name, failure in theirs.result().items()}
+    """Load models on both sides, and return the errors: Triton's, then moonpool's."""
+    theirs = triton.load_all(names)
+    return {name: (theirs[name], moonpool.load(name)) for name in names}

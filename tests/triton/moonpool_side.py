@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tests.triton.answers import Answer, Failure, Inputs, LogLine, Outcome, output_of
 from tests.triton.server import BACKENDS
+from tests.triton.triton_side import Chosen, at_once, lines_of
 
 import moonpool
 from moonpool import MoonpoolError
@@ -109,13 +111,29 @@ class MoonpoolSide:
         """The metadata in its JSON form, as a server has it."""
         return Metadata(self._runtime).model_metadata(model)
 
-    def metrics(self) -> str:
-        """The exposition of all metrics."""
-        return self._runtime.metrics()
+    def together(self, model: str, requests: Sequence[Inputs]) -> list[Outcome]:
+        """The outcomes of requests that come at the same time."""
+        return at_once(self.infer, model, requests)
+
+    def metrics(self, pattern: str) -> list[Any]:
+        """What `re.findall` finds in the lines of the exposition."""
+        return sorted(re.findall(pattern, self._runtime.metrics(), re.MULTILINE))
 
     def counts(self, model: str) -> dict[str, Any]:
         """The statistics of a model that has one version."""
         return self._runtime.statistics(model)
+
+    def lines(self, chosen: Chosen) -> list[LogLine]:
+        """Wait until models have logged these lines since the last look, and return them."""
+        return lines_of(self.log, chosen)
+
+    def text_of(self, file: str) -> str:
+        """The text of a file that a model has written."""
+        return Path(file).read_text()
+
+    def forget_log(self) -> None:
+        """Let the next look begin here."""
+        self.log()
 
     def log(self) -> list[LogLine]:
         """Return the lines that models logged since the last look."""

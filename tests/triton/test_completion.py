@@ -47,6 +47,7 @@ CHANGES = {
             version_policy={"all": {}},
             default_model_filename="other.py",
             optimization={"priority": "PRIORITY_MAX"},
+            response_cache={"enable": True},
         )""",
         "",
     ),

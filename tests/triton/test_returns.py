@@ -99,6 +99,7 @@ RETURNS: list[Any] = [
 ]
 
 
+@pytest.mark.promise("Models", "A wrong return value of `execute` is refused with Triton's texts.")
 @pytest.mark.parametrize("code", RETURNS)
 def test_a_return_has_the_same_outcome(both: Both, code: str) -> None:
     both.infer("returns", {"CODE": np.array([code.encode()], object)})

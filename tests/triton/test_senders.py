@@ -90,6 +90,7 @@ WRONG_TYPES = {
 }
 
 
+@pytest.mark.promise("Responses at any time", "A sender refuses wrong use with Triton's texts.")
 @pytest.mark.parametrize("name", ONE)
 def test_a_model_that_answers_once_may_send_the_answer(both: Both, name: str) -> None:
     both.infer("sends", code(*ONE[name]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from tests.triton.answers import Answer, Failure, Outcome
 from tests.triton.both import Both
+from tests.triton.recording import RECORDING
 
 pytestmark = [
     pytest.mark.triton,
@@ -63,14 +63,13 @@ def models(both: Both, repository: Path) -> Iterator[None]:
         write(repository, names[-1], "generates.py", ITERATIVE + batching)
     names.append("texts")
     write(repository, names[-1], "sequences.py", TEXTS)
-    with ThreadPoolExecutor(len(names)) as threads:
-        assert [*threads.map(both.triton.load, names)] == [None] * len(names)
-        assert [both.moonpool.load(name) for name in names] == [None] * len(names)
-        yield
-        for name in names:
-            both.moonpool.unload(name)
-        for _ in threads.map(both.triton.unload, names):
-            pass
+    with RECORDING.at(__name__, "models"):
+        assert set(both.triton.load_all(names).values()) == {None}
+    assert {both.moonpool.load(name) for name in names} == {None}
+    yield
+    for name in names:
+        both.moonpool.unload(name)
+    both.triton.unload_all(names)
 
 
 def ask(side: Any, model: str, request: str, rows: int, x: float = 1, **more: Any) -> Outcome:
@@ -148,7 +147,7 @@ def test_rescheduled_requests_come_again_alike(both: Both, tmp_path: Path, numbe
             ask(side, f"iterative_{number}", request, 1, 3, parameters={"log": str(log)})
             for request in asked
         ]
-        found.append(([said_briefly(each) for each in outcomes], log.read_text()))
+        found.append(([said_briefly(each) for each in outcomes], side.text_of(str(log))))
     assert found[0] == found[1]
 
 
@@ -185,6 +184,10 @@ WRONG = {
 }
 
 
+@pytest.mark.promise(
+    "Sequences",
+    "Errors in a request of a sequence, or in the configuration, have Triton's texts.",
+)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_batcher_is_refused_in_the_same_words(
     both: Both, repository: Path, name: str
@@ -194,9 +197,8 @@ def test_a_wrong_batcher_is_refused_in_the_same_words(
     assert both.triton.load(model) is not None
     ours = both.moonpool.load(model)
     assert ours is not None
-    theirs = both.triton.server.log()
     text = ours.text.rpartition(": ")[2] if ": " in ours.text else ours.text
-    assert f"Poll failed for model directory '{model}': {text}" in theirs
+    assert both.triton.has_logged(f"Poll failed for model directory '{model}': {text}")
 
 
 USELESS = {
@@ -212,10 +214,8 @@ def test_a_batcher_that_does_nothing_useful_in_triton_is_refused(
     names = {name: "useless_" + name.replace(" ", "_") for name in USELESS}
     for name, model in names.items():
         write(repository, model, "sequences.py", USELESS[name])
-    with ThreadPoolExecutor(len(names)) as threads:
-        assert [*threads.map(both.triton.load, names.values())] == [None, None]
-        for _ in threads.map(both.triton.unload, names.values()):
-            pass
+    assert set(both.triton.load_all([*names.values()]).values()) == {None}
+    both.triton.unload_all([*names.values()])
     state, control = (both.moonpool.load(model) for model in names.values())
     assert state is not None
     assert "sequence batching state 'X' is an input of the model already" in state.text

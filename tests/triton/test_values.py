@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -208,11 +207,4 @@ GROUPS = {
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_requests_of_a_batch_have_an_outcome_each(both: Both, name: str) -> None:
-    arrays = [np.array(rows, np.int32) for rows in GROUPS[name]]
-    outcomes = []
-    for side in (both.triton, both.moonpool):
-        with ThreadPoolExecutor(len(arrays)) as threads:
-            asked = [threads.submit(side.infer, "grouped", {"X": array}) for array in arrays]
-            outcomes.append([each.result() for each in asked])
-
-    assert outcomes[1] == outcomes[0]
+    both.together("grouped", [{"X": np.array(rows, np.int32)} for rows in GROUPS[name]])

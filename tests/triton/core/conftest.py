@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from tests.triton.answers import Failure, LogLine
-from tests.triton.conftest import SIDES
+from tests.triton.answers import Failure
+from tests.triton.conftest import SIDES, load_all
 from tests.triton.moonpool_side import MoonpoolSide
-from tests.triton.server import interpreter, running
-from tests.triton.triton_side import TritonSide
+from tests.triton.recording import RECORDING
+from tests.triton.triton_side import TritonSide, asked
 
 CACHE_BYTES = 1 << 20
 
@@ -37,43 +37,27 @@ class Core:
 
 
 class Loads:
-    """Models of a module, loaded on both sides: in moonpool at once, since no test may leave processes behind, and in
-    Triton by the first test that asks for one, which is begun again if Triton dies. Triton waits for seconds in each
-    load, so it loads them together.
-    """
+    """Models of a module, loaded on both sides."""
 
-    def __init__(self, core: Core, names: Sequence[str]) -> None:
+    def __init__(self, core: Core, module: str, names: Sequence[str]) -> None:
         """The models are written already."""
         self._core = core
-        core.moonpool.log()
-        self._ours = {name: core.moonpool.load(name) for name in names}
-        self._theirs: dict[str, Failure | None] = {}
-        self._lines: tuple[list[LogLine], list[LogLine]] = ([], [])
+        core.moonpool.forget_log()
+        core.triton.forget_log()
+        with RECORDING.at(module, "loads"):
+            self._both = load_all(core.triton, core.moonpool, names)
 
     def of(self, name: str) -> tuple[Failure | None, Failure | None]:
         """Return what hindered the load of this model, if anything did, in Triton and in moonpool."""
-        if not self._theirs:
-            triton = self._core.triton
-            # If it died in this load before, `restart` has loaded some of them, and their lines would be missed below.
-            triton.unload_all([name for name in self._ours if name in triton.loaded])
-            triton.log()
-            self._theirs = triton.load_all(list(self._ours))
-        return self._theirs[name], self._ours[name]
-
-    def log(self) -> tuple[list[LogLine], list[LogLine]]:
-        """Return the lines that all models have logged so far, in Triton and in moonpool."""
-        theirs, ours = self._lines
-        theirs.extend(self._core.triton.log())
-        ours.extend(self._core.moonpool.log())
-        return theirs, ours
+        return self._both[name]
 
     def unload(self) -> None:
         """Unload all that could be loaded."""
         self._core.triton.unload_all(
-            [name for name, failure in self._theirs.items() if not failure]
+            [name for name, (theirs, _) in self._both.items() if not theirs]
         )
-        for name, failure in self._ours.items():
-            if failure is None:
+        for name, (_, ours) in self._both.items():
+            if ours is None:
                 self._core.moonpool.unload(name)
 
 
@@ -86,12 +70,10 @@ def core(
     repository.mkdir()
     options = [f"--cache-config=local,size={CACHE_BYTES}"]
     folder = tmp_path_factory.mktemp("server")
-    with running(interpreter(), repository, folder, options=options) as server:
-        triton = TritonSide(server)
+    with asked(repository, folder, options) as triton:
         moonpool = MoonpoolSide(repository, response_cache_bytes=CACHE_BYTES)
         request.session.stash.setdefault(SIDES, {})["core"] = triton
         try:
             yield Core(repository, triton, moonpool)
         finally:
             moonpool.close()
-            triton.close()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 from typing import Any
 
 import pytest
 from tests.server.running import running
 from tests.triton.core.conftest import Core
+from tests.triton.triton_side import posted
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
 
@@ -48,21 +47,15 @@ MODELS = [
 ]
 
 
-def ask(port: int | str, name: str, rows: list[list[float]], count: int) -> Any:
+def body(name: str, rows: list[list[float]], count: int) -> dict[str, Any]:
     batches = not name.endswith("single")
     shape, data = (
         ([len(rows), 3], [each for row in rows for each in row]) if batches else ([3], rows[0])
     )
-    body = {
+    return {
         "inputs": [{"name": "X", "datatype": "FP32", "shape": shape, "data": data}],
         "outputs": [{"name": "Y", "parameters": {"classification": count}}],
     }
-    connection = http.client.HTTPConnection(f"127.0.0.1:{port}", timeout=60)
-    try:
-        connection.request("POST", f"/v2/models/{name}/infer", json.dumps(body))
-        return json.loads(connection.getresponse().read())["outputs"]
-    finally:
-        connection.close()
 
 
 @pytest.mark.promise(
@@ -82,14 +75,14 @@ def test_classes_have_the_same_labels(core: Core) -> None:
     try:
         assert set(core.triton.load_all(members).values()) == {None}
         assert {core.triton.load(name) for name in names if name not in members} == {None}
-        theirs = core.triton.server.http_port
         with running(core.repository, *flags) as server:
-            ours = server.http.rpartition(":")[2]
             for name in names:
                 for rows in ([[0.1, 0.7, 0.2]], [[0.1, 0.7, 0.2], [3.0, 1.0, 2.0]]):
                     for count in (0, 1, 2, 5):
-                        expected = ask(theirs, name, rows, count)
-                        assert ask(ours, name, rows, count) == expected, (name, rows, count)
+                        path, asked = f"/v2/models/{name}/infer", body(name, rows, count)
+                        theirs = core.triton.post(path, asked)["outputs"]
+                        ours = posted(server.ports["http"], path, asked)["outputs"]
+                        assert ours == theirs, (name, rows, count)
     finally:
         for name in reversed(names):
             core.triton.unload(name)

@@ -28,6 +28,7 @@ from tests.triton.answers import Answer, Failure, Outcome
 from tests.triton.both import without_id
 from tests.triton.core.conftest import Core
 from tests.triton.moonpool_side import MoonpoolSide
+from tests.triton.recording import RECORDING
 
 pytestmark = [
     pytest.mark.triton,
@@ -176,8 +177,9 @@ def ensembles(core: Core) -> Iterator[Ensembles]:
     # No test may start a process that outlives it, so members of the bad ones are loaded here, too.
     for name in MODELS.keys() - {"broken"} | GOOD.keys():
         assert core.moonpool.load(name) is None, name
-    for name in GOOD:
-        assert core.triton.load(name) is None, name
+    with RECORDING.at(__name__, "ensembles"):
+        for name in GOOD:
+            assert core.triton.load(name) is None, name
     yield Ensembles(core)
     for name in MODELS.keys() - {"broken"}:
         core.moonpool.unload(name)
@@ -197,6 +199,10 @@ def test_what_does_not_fit_fails_the_load_with_the_same_text(
     assert (ours.code, ours.text) == (theirs.code, reason)
 
 
+@pytest.mark.promise(
+    "Ensembles",
+    "If a step fails, the request ends with its error: Triton's prefix, and the code of the model.",
+)
 @pytest.mark.parametrize(
     "name",
     ["one", "three", "nested", "through", "diamond", "branches", "telling", "failing", "outer_failing", "partial",
@@ -221,6 +227,10 @@ def test_optional_inputs_reach_the_step(ensembles: Ensembles, name: str) -> None
     assert isinstance(ensembles.asked(name, {"A": X, "A2": X + 1}), Answer)
 
 
+@pytest.mark.promise(
+    "Ensembles",
+    "Between models that batch and models that do not, a batch dimension of 1 is added or taken away.",
+)
 @pytest.mark.parametrize("name", ["mixed", "unbatched", "batching"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_batch_dimension_is_added_and_stripped(
@@ -236,6 +246,10 @@ def test_rows_of_a_model_that_does_not_batch_are_a_batch_of_one_that_does(
     ensembles.asked("by_rows", {"A": np.stack([X] * rows)})
 
 
+@pytest.mark.promise(
+    "Ensembles",
+    "A step's model gets the id, the parameters, the priority, the timeout and the sequence of the caller's request.",
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -271,11 +285,7 @@ def test_streams_are_the_same(ensembles: Ensembles, name: str, first: int) -> No
 
 @pytest.mark.parametrize("name", ["one", "stream", "said_decoupled", "mixed"])
 def test_the_configuration_is_shown_the_same(ensembles: Ensembles, name: str) -> None:
-    from google.protobuf import json_format
-
-    theirs = json_format.MessageToDict(
-        ensembles.core.triton.config(name), preserving_proto_field_name=True
-    )
+    theirs = ensembles.core.triton.config(name)
     ours = ensembles.core.moonpool.config(name)
 
     for field in ("platform", "backend", "instance_group", "optimization", "ensemble_scheduling"):
@@ -286,14 +296,15 @@ def test_the_configuration_is_shown_the_same(ensembles: Ensembles, name: str) ->
 
 
 def test_failures_count_in_the_same_way(ensembles: Ensembles) -> None:
-    def counts(text: str) -> dict[str, str]:
-        lines = (each.rpartition(" ") for each in text.splitlines())
-        wanted = 'nv_inference_request_failure{model="failing"'
-        return {line: count for line, _, count in lines if line.startswith(wanted)}
+    sides = ensembles.core.triton, ensembles.core.moonpool
 
-    before = counts(ensembles.core.triton.metrics()), counts(ensembles.core.moonpool.metrics())
+    def counts() -> list[dict[str, str]]:
+        pattern = r'^(nv_inference_request_failure\{model="failing".*) (\S+)$'
+        return [dict(side.metrics(pattern)) for side in sides]
+
+    before = counts()
     ensembles.asked("failing", {"A": X})
-    after = counts(ensembles.core.triton.metrics()), counts(ensembles.core.moonpool.metrics())
+    after = counts()
 
     assert after[0].keys() == after[1].keys()
     changed = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.triton.answers import LogLine
 from tests.triton.core.conftest import Core
+from tests.triton.moonpool_side import MoonpoolSide
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -48,34 +49,42 @@ CASES = {
 }
 
 
-def _sorted(lines: list[LogLine], name: str) -> list[str]:
-    # Lines of the model of the test before may come late.
-    return sorted(line.text for line in lines if name in line.text)
+class Alike:
+    """Chooses the lines of a model, in an order of their own, when there are as many as moonpool's."""
+
+    def __init__(self, name: str, side: MoonpoolSide) -> None:
+        self._name = name
+        self._side = side
+        self.ours: list[LogLine] = []
+
+    def __repr__(self) -> str:
+        return repr(self._name)
+
+    def __call__(self, lines: list[LogLine]) -> list[LogLine] | None:
+        self.ours += self._of_the_model(self._side.log())
+        theirs = self._of_the_model(lines)
+        return theirs if theirs == sorted(self.ours) else None
+
+    def _of_the_model(self, lines: list[LogLine]) -> list[LogLine]:
+        # Lines of the model of the test before may come late.
+        return sorted(line for line in lines if self._name in line.text)
 
 
 @pytest.mark.parametrize("what", CASES)
 def test_the_same_instances_come_and_go(core: Core, what: str) -> None:
     name = f"live_{what.replace(' ', '_')}"
-    core.triton.log(), core.moonpool.log()
-    seen: list[tuple[list[LogLine], list[LogLine]]] = []
+    core.triton.forget_log()
+    core.moonpool.forget_log()
+    seen = []
     try:
         for groups in CASES[what]:
             core.write(name, TENSORS + groups, SAYS)
             assert (core.triton.load(name), core.moonpool.load(name)) == (None, None)
-            theirs, ours = list[LogLine](), list[LogLine]()
-
-            def alike(theirs: list[LogLine] = theirs, ours: list[LogLine] = ours) -> bool:
-                theirs.extend(core.triton.log())
-                ours.extend(core.moonpool.log())
-                return _sorted(ours, name) == _sorted(theirs, name)
-
-            try:
-                wait_until(alike, 30.0, "the same lines")
-            except AssertionError:
-                assert _sorted(ours, name) == _sorted(theirs, name)
-            seen.append((theirs, ours))
+            alike = Alike(name, core.moonpool)
+            seen.append(core.triton.lines(alike))
+            wait_until(lambda alike=alike, lines=seen[-1]: alike(lines) is not None)  # type: ignore[misc]
     finally:
         core.triton.unload(name)
         core.moonpool.unload(name)
-    assert seen[0][0]
-    assert any(theirs for theirs, _ in seen[1:]) or what in ("a version policy", "the same")
+    assert seen[0]
+    assert any(seen[1:]) or what in ("a version policy", "the same")

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.triton.conftest import load_all
-from tests.triton.moonpool_side import MoonpoolSide
-from tests.triton.server import interpreter, running
-from tests.triton.triton_side import TritonSide
+from tests.server.running import running
+from tests.triton.triton_side import asked
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
 
@@ -42,22 +40,18 @@ def test_the_same_file_is_the_configuration(tmp_path: Path) -> None:
             text = CONFIG.replace("SIZE", str(size)) if size else "nonsense"
             (repository / name / file).write_text(text)
     options = ["--model-config-name=mine"]
-    with running(interpreter(), repository, tmp_path / "server", options=options) as server:
-        triton, moonpool = TritonSide(server), MoonpoolSide(repository)
-        moonpool._runtime._models.repositories.config_name = "mine"
-        try:
-            loads = load_all(triton, moonpool, list(MODELS))
-            theirs = {
-                name: None if failure else triton.config(name).max_batch_size
-                for name, (failure, _) in loads.items()
-            }
-            ours = {
-                name: None if failure else moonpool.config(name)["max_batch_size"]
-                for name, (_, failure) in loads.items()
-            }
-        finally:
-            triton.close()
-            moonpool.close()
+    (tmp_path / "server").mkdir()
+    with asked(repository, tmp_path / "server", options) as triton:
+        theirs = {
+            name: None if failure else triton.config(name)["max_batch_size"]
+            for name, failure in triton.load_all(list(MODELS)).items()
+        }
+    ours = {}
+    with running(repository, *options, "--model-control-mode=explicit") as server:
+        for name in MODELS:
+            status, _ = server.get(f"/v2/repository/models/{name}/load", "POST", b"{}")
+            _, config = server.get(f"/v2/models/{name}/config")
+            ours[name] = config["max_batch_size"] if status == 200 else None
     assert ours == theirs
     assert ours == {
         "both": 3,

@@ -64,7 +64,7 @@ def odd(core: Core) -> Iterator[Loads]:
     models = ODD | HERE_REFUSED | HERE_ALONE
     for name, config in models.items():
         core.write(name, config, ECHO)
-    loads = Loads(core, list(models))
+    loads = Loads(core, __name__, list(models))
     yield loads
     loads.unload()
 

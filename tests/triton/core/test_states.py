@@ -108,7 +108,7 @@ def loads(core: Core) -> Iterator[Loads]:
     cases = {**STARTS, **{what: (state, 0) for what, state in REFUSED.items()}, "kept": (kept, 0)}
     for what, (state, most) in cases.items():
         write(core, name_of(what), state, most)
-    loads = Loads(core, [name_of(what) for what in cases])
+    loads = Loads(core, __name__, [name_of(what) for what in cases])
     yield loads
     loads.unload()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from tests.triton.answers import LogLine
 from tests.triton.core.conftest import Core, Loads
-from tests.waiting import wait_until
+from tests.triton.recording import RECORDING
 
 from moonpool.ipc.tensors import CODES, DTYPES
 
@@ -156,24 +156,41 @@ def loads(core: Core) -> Iterator[Loads]:
     cases = WORKS | FAILS
     for what, case in cases.items():
         core.write(name_of(what), case.config, case.code, **case.files)
-    loads = Loads(core, [name_of(what) for what in cases])
+    loads = Loads(core, __name__, [name_of(what) for what in cases])
     yield loads
     loads.unload()
 
 
+class OfWarmup:
+    """Chooses the lines of the models that are warmed up, sorted by the models."""
+
+    def __call__(self, lines: list[LogLine]) -> list[LogLine] | None:
+        found = [line for line in lines if line.text.startswith("warmed_")]
+        count = sum(case.batch * case.count for case in WORKS.values())
+        return sorted(found, key=_model) if len(found) >= count else None
+
+    def __repr__(self) -> str:
+        return "of warm-up"
+
+
+def _model(line: LogLine) -> str:
+    return line.text.partition(":")[0]
+
+
+@pytest.fixture(scope="module")
+def logged(core: Core, loads: Loads) -> list[list[LogLine]]:  # noqa: ARG001 - the models are loaded
+    """The lines of all models, in Triton and in moonpool."""
+    with RECORDING.at(__name__, "lines"):
+        return [side.lines(OfWarmup()) for side in (core.triton, core.moonpool)]
+
+
 @pytest.mark.parametrize("what", WORKS)
-def test_a_model_gets_the_same(loads: Loads, what: str) -> None:
+def test_a_model_gets_the_same(loads: Loads, logged: list[list[LogLine]], what: str) -> None:
     assert loads.of(name_of(what)) == (None, None)
+    theirs, ours = ([line for line in lines if _model(line) == name_of(what)] for lines in logged)
 
-    def logged() -> list[list[LogLine]]:
-        begin = f"{name_of(what)}: "
-        return [[line for line in lines if line.text.startswith(begin)] for lines in loads.log()]
-
-    count = WORKS[what].batch * WORKS[what].count
-    wait_until(lambda: min(map(len, logged())) >= count, what=f"{count} lines in both logs")
-    theirs, ours = logged()
     assert ours == theirs
-    assert len(ours) == count
+    assert len(ours) == WORKS[what].batch * WORKS[what].count
 
 
 @pytest.mark.parametrize("what", FAILS)
@@ -224,7 +241,7 @@ def test_random_numbers_are_numbers(core: Core) -> None:
     """Triton gives random bytes, which may be no number: moonpool's are from 0 to 1."""
     case = Case(data="random_data: true")
     core.write("random", case.config, case.code)
-    core.moonpool.log()
+    core.moonpool.forget_log()
     assert core.moonpool.load("random") is None
     core.moonpool.unload("random")
     (line,) = core.moonpool.log()

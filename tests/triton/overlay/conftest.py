@@ -1,11 +1,9 @@
-"""A tritonserver beside one in which moonpool is `python`, in the place of moonpool alone."""
+"""A tritonserver in which moonpool is `python`, in the place of moonpool alone."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,8 @@ from tests.runtime.triton.library import library
 from tests.triton.answers import Inputs, Outcome
 from tests.triton.both import Both, without_id
 from tests.triton.broken import BROKEN
-from tests.triton.conftest import APART, MODELS, SIDES
+from tests.triton.conftest import APART, MODELS
+from tests.triton.recording import RECORDING
 from tests.triton.server import TritonServer, interpreter
 from tests.triton.triton_side import TritonSide
 
@@ -44,25 +43,22 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="module")
-def both(
-    repository: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Both]:
-    """Both servers, with the zoo loaded."""
-    with ExitStack() as stack:
-        sides: list[Any] = []
-        for server_type, side_type in ((TritonServer, TritonSide), (OverlayServer, OverlaySide)):
-            server = server_type(interpreter(), repository, tmp_path_factory.mktemp("server"))
-            stack.callback(server.stop)
-            server.start()
-            sides.append(side_type(server))
-            stack.callback(sides[-1].close)
+def both(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    """What was recorded of one server, and the other, with the zoo loaded."""
+    RECORDING.name(repository)
+    server = OverlayServer(interpreter(), repository, tmp_path_factory.mktemp("server"))
+    server.start()
+    try:
+        both = Both(TritonSide(None, RECORDING), OverlaySide(server))  # type: ignore[arg-type]
         zoo = set(os.listdir(MODELS)) - APART
         names = sorted(zoo | set(BROKEN))
-        both = Both(*sides)
-        request.session.stash.setdefault(SIDES, {})["both"] = both.triton
-        with ThreadPoolExecutor(32) as threads:
-            asked = [[threads.submit(side.load, name) for side in sides] for name in names]
-            for name, (theirs, ours) in zip(names, asked, strict=True):
-                both.loads[name] = theirs.result(), ours.result()
+        ours = both.moonpool.load_all(names)  # type: ignore[attr-defined]
+        with RECORDING.at("both", "zoo"):
+            both.loads = {
+                name: (theirs, ours[name]) for name, theirs in both.triton.load_all(names).items()
+            }
         assert {both.loads[name] for name in zoo} == {(None, None)}
         yield both
+        both.moonpool.close()
+    finally:
+        server.stop()

@@ -37,8 +37,14 @@ def comparable(reply: Reply) -> tuple[int, dict[str, str], list[Any], bytes]:
 
 
 def message(found: Message) -> Any:
-    """A message of gRPC as plain values."""
-    return _without_measures(MessageToDict(found, preserving_proto_field_name=True))
+    """A message of gRPC as plain values. Maps are sorted, as they come in any order."""
+    return _sorted(_without_measures(MessageToDict(found, preserving_proto_field_name=True)))
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _sorted(value[name]) for name in sorted(value)}
+    return [_sorted(each) for each in value] if isinstance(value, list) else value
 
 
 def words(text: str) -> str:
@@ -70,7 +76,7 @@ class _Ordered(dict[str, Any]):
     """An object that equals another only if its keys are in the same order."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Ordered) and list(self.items()) == list(other.items())
+        return isinstance(other, dict) and list(self.items()) == list(other.items())
 
     def __ne__(self, other: object) -> bool:
         return not self == other

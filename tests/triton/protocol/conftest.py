@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
 from tests.server.running import RunningServer
 from tests.server.running import running as serving
 from tests.triton.protocol.control_cases import KEY
+from tests.triton.recording import RECORDING
 from tests.triton.server import TritonServer, interpreter, running
 
 MODELS = Path(__file__).parent / "models"
@@ -27,8 +28,20 @@ class Server(NamedTuple):
 
 
 class Servers(NamedTuple):
-    triton: Server
+    """Both servers, or moonpool's alone if the answers of the other one are recorded."""
+
+    triton: Server | None
     moonpool: Server
+
+    def recorded(self, request: str, ask: Callable[[Server], Any]) -> Any:
+        """Return what the real server answers, or answered."""
+
+        def live() -> Any:
+            if self.triton is None:
+                raise RuntimeError("no tritonserver is running")
+            return ask(self.triton)
+
+        return RECORDING.ask(request, live)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -40,29 +53,31 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def _running(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[TritonServer, RunningServer]]:
+) -> Iterator[tuple[TritonServer | None, RunningServer]]:
     """A tritonserver of its own: what these tests do to it, no other test has to bear."""
     repository = Path(shutil.copytree(MODELS, tmp_path_factory.mktemp("protocol") / "repository"))
     flags = [f"--load-model={name}" for name in LOADED]
     flags += ["--model-control-mode=explicit", "--strict-readiness=false"]
     folder = tmp_path_factory.mktemp("server")
-    with (
-        running(interpreter(), repository, folder, LOADED) as theirs,
-        serving(repository, *flags) as ours,
-    ):
-        yield theirs, ours
+    RECORDING.name(repository)
+    with contextlib.ExitStack() as stack:
+        theirs = None
+        if RECORDING.is_live:
+            theirs = stack.enter_context(running(interpreter(), repository, folder, LOADED))
+        yield theirs, stack.enter_context(serving(repository, *flags))
 
 
 @pytest.fixture(scope="session")
 def _channels(
-    _running: tuple[TritonServer, RunningServer],
+    _running: tuple[TritonServer | None, RunningServer],
 ) -> Iterator[dict[int, grpc.Channel]]:
     """The channels to the ports that were asked. What the first ones open, no test is charged for."""
     theirs, ours = _running
     with contextlib.ExitStack() as stack:
         channels = _Channels(stack)
-        for port in (theirs.grpc_port, ours.ports["grpc"]):
-            assert channels[port]
+        assert channels[ours.ports["grpc"]]
+        if theirs is not None:
+            assert channels[theirs.grpc_port]
         yield channels
 
 
@@ -80,25 +95,25 @@ class _Channels(dict[int, grpc.Channel]):
 
 @pytest.fixture
 def servers(
-    _running: tuple[TritonServer, RunningServer], _channels: dict[int, grpc.Channel]
+    _running: tuple[TritonServer | None, RunningServer], _channels: dict[int, grpc.Channel]
 ) -> Servers:
     """Both servers.
 
     A tritonserver that a case has ended, as one in many loads does, is started again for the next case.
     """
     theirs, ours = _running
+    moonpool = Server(ours.ports["http"], _channels[ours.ports["grpc"]])
+    if theirs is None:
+        return Servers(None, moonpool)
     if theirs.has_died:
         theirs.stop()
         theirs.start()
-    return Servers(
-        Server(theirs.http_port, _channels[theirs.grpc_port]),
-        Server(ours.ports["http"], _channels[ours.ports["grpc"]]),
-    )
+    return Servers(Server(theirs.http_port, _channels[theirs.grpc_port]), moonpool)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def region() -> Iterator[None]:
-    """The shared memory that the cases speak of."""
+    """The shared memory that the cases speak of, with nothing in it."""
     path = Path("/dev/shm") / KEY.lstrip("/")
     path.write_bytes(bytes(64))
     try:

@@ -9,12 +9,11 @@ from typing import Any
 
 from tests.server.wire import Http, get, infer, post
 from tests.triton.protocol.tensors import GOOD, A, B, Json, output, shared
-from tests.triton.server import REGIONS
 
 Case = tuple[str, list[Http]]
 SOURCE = (Path(__file__).parent / "models" / "add_sub" / "1" / "model.py").read_bytes()
 # In /dev/shm while the tests run, of 64 bytes.
-KEY = f"/{REGIONS}clients"
+KEY = "/moonpool_tests_clients"
 
 
 def _gets(*paths: str) -> list[Case]:

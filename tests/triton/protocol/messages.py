@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.triton.protocol.tensors import ONE_TO_FOUR, ONES
-from tests.triton.server import REGIONS
 from tritonclient.grpc import service_pb2 as pb
 
 
@@ -115,7 +114,7 @@ def unload(model: str, **parameters: Any) -> Any:
 
 
 def register(**change: Any) -> Any:
-    usual = {"name": "r", "key": f"/{REGIONS}clients", "offset": 0, "byte_size": 64}
+    usual = {"name": "r", "key": "/moonpool_tests_clients", "offset": 0, "byte_size": 64}
     return pb.SystemSharedMemoryRegisterRequest(**{**usual, **change})
 
 

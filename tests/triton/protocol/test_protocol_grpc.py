@@ -13,7 +13,6 @@ from tests.triton.protocol.comparing import message, words
 from tests.triton.protocol.conftest import Server, Servers
 from tests.triton.protocol.grpc_cases import Call
 from tests.triton.protocol.known import difference
-from tests.triton.server import REGIONS
 from tests.waiting import wait_until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -27,7 +26,7 @@ TABLES = {
     "control": grpc_cases.CONTROL,
 }
 CASES = [
-    pytest.param(f"gRPC {table}: {name}", calls, id=f"{table}: {name}".replace(REGIONS, "")[:100])
+    pytest.param(f"gRPC {table}: {name}", calls, id=f"{table}: {name}"[:100])
     for table, cases in TABLES.items()
     for name, calls in cases
 ]
@@ -112,7 +111,10 @@ def _check(case: str, ours: Any, theirs: Any) -> None:
 )
 @pytest.mark.parametrize(("case", "calls"), CASES)
 def test_both_answer_alike(servers: Servers, case: str, calls: list[Call]) -> None:
-    theirs = [_answer(servers.triton, call) for call in calls]
+    theirs = servers.recorded(
+        repr([(method, message(asked)) for method, asked in calls]),
+        lambda triton: [_answer(triton, call) for call in calls],
+    )
     ours = [_answer(servers.moonpool, call) for call in calls]
 
     _check(case, ours, theirs)
@@ -126,7 +128,10 @@ def test_both_answer_alike(servers: Servers, case: str, calls: list[Call]) -> No
 def test_both_stream_alike(
     servers: Servers, name: str, requests: list[Any], metadata: Sequence[tuple[str, str]]
 ) -> None:
-    theirs = _responses(servers.triton, requests, metadata)
+    theirs = servers.recorded(
+        repr(([message(each) for each in requests], metadata)),
+        lambda triton: _responses(triton, requests, metadata),
+    )
     ours = _responses(servers.moonpool, requests, metadata)
 
     _check(f"gRPC stream: {name}", ours, theirs)
@@ -143,6 +148,8 @@ def test_both_stream_alike(
     ],
 )
 def test_both_lack_the_same_methods(servers: Servers, path: str) -> None:
-    for server in (servers.triton, servers.moonpool):
+    def answer(server: Server) -> tuple[str, str]:
         call = server.channel.stream_stream(f"/{path}")(iter([b""]), timeout=TIMEOUT_S)
-        assert (call.code(), call.details()) == (grpc.StatusCode.UNIMPLEMENTED, "")
+        return call.code().name, call.details()
+
+    assert answer(servers.moonpool) == servers.recorded(path, answer) == ("UNIMPLEMENTED", "")

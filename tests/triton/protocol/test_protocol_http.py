@@ -11,7 +11,6 @@ from tests.triton.protocol import control_cases, inference_cases
 from tests.triton.protocol.comparing import comparable
 from tests.triton.protocol.conftest import Server, Servers
 from tests.triton.protocol.known import difference
-from tests.triton.server import REGIONS
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("region")]
@@ -37,7 +36,7 @@ INDEX = post("/v2/repository/index")
 REGIONS_PATH = "/v2/systemsharedmemory"
 REGIONS_STATUS = get(f"{REGIONS_PATH}/status")
 CASES = [
-    pytest.param(f"{table}: {name}", requests, id=f"{table}: {name}".replace(REGIONS, "")[:100])
+    pytest.param(f"{table}: {name}", requests, id=f"{table}: {name}"[:100])
     for table, cases in TABLES.items()
     for name, requests in cases
 ]
@@ -85,13 +84,17 @@ def _answers(server: Server, requests: list[Http]) -> list[Any]:
 
 
 @pytest.mark.promise(
+    "HTTP", "In `generate`, a member of `parameters` with the name of an input is that input."
+)
+@pytest.mark.promise(
     "What the server bears, and whom it answers like",
     "moonpool answers over HTTP and gRPC as a tritonserver does: status, headers, values, "
     "texts, streams. Where it does not, FIDELITY says why.",
 )
 @pytest.mark.parametrize(("case", "requests"), CASES)
 def test_both_answer_alike(servers: Servers, case: str, requests: list[Http]) -> None:
-    theirs, ours = (_answers(server, requests) for server in servers)
+    theirs = servers.recorded(repr(requests), lambda triton: _answers(triton, requests))
+    ours = _answers(servers.moonpool, requests)
 
     known = difference(case)
     if known is None:
