@@ -43,8 +43,8 @@ def take(stream: moonpool.ResponseStream) -> list[str]:
             taken.append(str(error))
 
 
-def do(runtime: moonpool.Runtime, code: str) -> list[str]:
-    return take(runtime.stream("wrong", {"CODE": [code]}, timeout_s=60.0))
+def do(runtime: moonpool.Runtime, code: str, timeout_s: float = 60.0) -> list[str]:
+    return take(runtime.stream("wrong", {"CODE": [code]}, timeout_s=timeout_s))
 
 
 def pid(runtime: moonpool.Runtime) -> object:
@@ -213,18 +213,19 @@ def test_thousands_of_senders_stay_open_and_are_ended_in_any_order(
     runtime: moonpool.Runtime,
 ) -> None:
     keep = SENDER + "KEPT.setdefault('open', []).append(s); s.send(said('open'))"
-    streams = [runtime.stream("wrong", {"CODE": [keep]}, timeout_s=60.0) for _ in range(3000)]
+    patience_s = 150.0  # for all of them, on a busy machine
+    streams = [runtime.stream("wrong", {"CODE": [keep]}, timeout_s=patience_s) for _ in range(2100)]
     end = (
         "result = None\nfor i, s in enumerate(reversed(KEPT.pop('open'))):\n"
         " if i % 3 == 0: s.send(said('end'), 1)\n elif i % 3 == 1: s.send(flags=1)\n"
         "s = request.get_response_sender(); s.send(flags=1)"
     )
-    assert do(runtime, end) == []
+    assert do(runtime, end, patience_s) == []
 
     ends = [take(stream)[1:] for stream in streams]
 
-    assert ends.count([]) == ends.count(["end"]) == 1000
-    assert sum(len(each) == 1 and DROPPED in each[0] for each in ends) == 1000
+    assert ends.count([]) == ends.count(["end"]) == 700
+    assert sum(len(each) == 1 and DROPPED in each[0] for each in ends) == 700
     assert do(runtime, FINE) == ["fine"]
 
 

@@ -59,30 +59,6 @@ def completion(runtime: moonpool.Runtime, tmp_path: Path) -> Iterator[Completion
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        'c.as_dict()["instance_group"] = [{"count": 2, "kind": "KIND_CPU"}]',
-        'c.as_dict()["parameters"] = {"MOONPOOL_SANDBOX": {"string_value": "off"}}',
-        'c.as_dict()["name"] = "other"',
-        'c.as_dict()["version_policy"] = {"all": {}}',
-        'c.as_dict()["default_model_filename"] = "x.py"',
-        'c.as_dict()["response_cache"] = {"enable": True}',
-        'c.as_dict()["optimization"] = {"priority": "PRIORITY_MAX"}',
-    ],
-)
-def test_a_model_cannot_complete_other_fields(completion: Completion, change: str) -> None:
-    raw = completion.load(change)
-    assert raw["name"] == "m"
-    assert [(group["name"], group["count"]) for group in raw["instance_group"]] == [("m", 1)]
-    assert raw["parameters"] == {}
-    assert raw["version_policy"] == {"latest": {"num_versions": 1}}
-    assert raw["default_model_filename"] == "model.py"
-    assert raw["optimization"]["priority"] == "PRIORITY_DEFAULT"
-    assert not raw.get("response_cache", {}).get("enable")
-    assert [tensor["name"] for tensor in raw["input"]] == ["X"]
-
-
-@pytest.mark.parametrize(
     ("change", "config", "field", "value"),
     [
         ("c.set_max_batch_size(8)", "", "max_batch_size", 8),
@@ -107,22 +83,10 @@ def test_a_model_completes_these_fields(
     assert completion.load(change, config)[field] == value
 
 
-def test_a_scheduler_is_chosen_where_the_configuration_has_none(completion: Completion) -> None:
-    raw = completion.load("c.set_max_batch_size(8); c.set_dynamic_batching()")
-    assert raw["dynamic_batching"]["preferred_batch_size"] == [8]
-
-
 def test_a_mistake_of_the_file_is_told_with_its_place(completion: Completion) -> None:
     config = 'input [\n{ name: "Z"\n dims: [ 4 ] } ]'
     with pytest.raises(moonpool.ConfigError, match=r"config\.pbtxt:1: input\[0\]\.data_type"):
         completion.load("pass", config)
-
-
-def test_a_scheduler_of_the_configuration_stays(completion: Completion) -> None:
-    change = 'c.as_dict()["dynamic_batching"] = {"preferred_batch_size": [2]}'
-    config = "max_batch_size: 8 dynamic_batching { preferred_batch_size: 4 }"
-    raw = completion.load(change, config)
-    assert raw["dynamic_batching"]["preferred_batch_size"] == [4]
 
 
 @pytest.mark.promise("At the limits", "A value that does not fit …")

@@ -21,7 +21,6 @@ from moonpool import LoadFailed, ModelError, StubDied
 
 HEAD = "import triton_python_backend_utils as pb_utils\n"
 Y: Config = {"input": [tensor("HOW", "STRING", 1)], "output": [tensor("Y", "FP32", -1)]}
-PREFIX = "Failed to process the request(s) for model 'returns_0', message: "
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
@@ -34,33 +33,8 @@ def completes() -> bool:
 # Wrong files
 
 FILES = {
-    "a syntax error": ("class TritonPythonModel:\n  def execute(self, requests:\n", "SyntaxError"),
-    "an import error": (
-        HEAD + "import nothing_of_that_name\nclass TritonPythonModel: pass\n",
-        "ModuleNotFoundError: No module named 'nothing_of_that_name'",
-    ),
-    "no class": (
-        "# class TritonPythonModel is not here\nclass Other: pass\n",
-        "has no attribute 'TritonPythonModel'",
-    ),
     "a class that is none": ("TritonPythonModel = 7\n", "has no attribute 'TritonPythonModel'"),
     "bytes that are no text": ("\x00TritonPythonModel", "null bytes"),
-    "a constructor with arguments": (
-        "class TritonPythonModel:\n    def __init__(self, x): pass\n",
-        "missing 1 required positional argument: 'x'",
-    ),
-    "initialize without arguments": (
-        "class TritonPythonModel:\n    def initialize(self): pass\n",
-        "takes 1 positional argument but 2 were given",
-    ),
-    "auto_complete_config returns nothing": (
-        "class TritonPythonModel:\n    auto_complete_config = staticmethod(lambda config: None)\n",
-        "auto_complete_config function in model 'broken' must return a valid pb.ModelConfig object.",
-    ),
-    "auto_complete_config is no function": (
-        "class TritonPythonModel:\n    auto_complete_config = 7\n",
-        "'int' object is not callable",
-    ),
     "an exception without end": (
         "class TritonPythonModel:\n    def initialize(self, args): raise ValueError('x' * 10**7)\n",
         "more characters)",
@@ -118,54 +92,6 @@ def returns(runtime: moonpool.Runtime) -> Iterator[None]:
         yield
 
 
-def no_list(kind: str) -> str:
-    return f"Expected a list in the execute return, found type '<class '{kind}'>'."
-
-
-def no_match(responses: int) -> str:
-    return (
-        "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
-        f"InferenceRequest(s) size is:1, and InferenceResponse(s) size is:{responses}\n"
-    )
-
-
-def no_response(kind: str) -> str:
-    return (
-        "Expected an 'InferenceResponse' object in the execute function return list, found type "
-        f"'<class '{kind}'>'."
-    )
-
-
-# Triton's texts, byte for byte.
-WRONG = {
-    "text": no_list("str"),
-    "a tuple": no_list("tuple"),
-    "a dictionary": no_list("dict"),
-    "a response without a list": no_list("c_python_backend_utils.InferenceResponse"),
-    "an array": no_list("numpy.ndarray"),
-    "a generator": no_list("generator"),
-    "False": no_list("bool"),
-    "an empty list": no_match(0),
-    "two for one": no_match(2),
-    "a list of a number": no_response("int"),
-    "a list of an array": no_response("numpy.ndarray"),
-    "a list of an error": no_response("c_python_backend_utils.TritonError"),
-    "a list of a class": no_response("type"),
-    "a list of a list": no_response("list"),
-}
-
-
-@pytest.mark.promise("Models", "A wrong return value of `execute` is refused with Triton's texts.")
-@pytest.mark.usefixtures("returns")
-@pytest.mark.parametrize("how", WRONG)
-def test_a_wrong_return_is_refused_in_triton_s_words(runtime: moonpool.Runtime, how: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        runtime.infer("returns", {"HOW": [how]}, timeout_s=60.0)
-
-    assert str(caught.value) == PREFIX + WRONG[how]
-    assert caught.value.code == "INTERNAL"
-
-
 # moonpool's own texts.
 REFUSED = {
     "nothing": "the model ended without a last response to this request",
@@ -196,29 +122,6 @@ def test_a_response_that_cannot_be_one_is_an_error_of_the_request(
     assert REFUSED[how] in str(caught.value)
     assert runtime.infer("returns", {"HOW": ["a response"]}, timeout_s=60.0)["Y"].tolist() == [1, 2]
     assert runtime.instances("returns") == before
-
-
-@pytest.mark.usefixtures("returns")
-@pytest.mark.parametrize(
-    "code",
-    [
-        "INVALID_ARG",
-        "NOT_FOUND",
-        "UNAVAILABLE",
-        "UNSUPPORTED",
-        "ALREADY_EXISTS",
-        "CANCELLED",
-        "INTERNAL",
-        "UNKNOWN",
-    ],
-)
-def test_an_error_of_the_model_keeps_its_text_and_code(
-    runtime: moonpool.Runtime, code: str
-) -> None:
-    with pytest.raises(ModelError, match=r"^on purpose$") as caught:
-        runtime.infer("returns", {"HOW": [code]}, timeout_s=60.0)
-
-    assert caught.value.code == code
 
 
 @pytest.mark.usefixtures("returns")

@@ -17,8 +17,6 @@ from tests.ensemble_repositories import (
     ADDS,
     FAILS,
     IN,
-    LEAVES_OUT,
-    OUT,
     REPEATS,
     TELLS,
     TEXT,
@@ -76,7 +74,6 @@ def write_all(folder: Path) -> None:
     write_model(folder, "repeats", REPEATS, more="model_transaction_policy { decoupled: true }")
     write_model(folder, "fails", FAILS)
     write_model(folder, "tells", TELLS, outputs=TEXT)
-    write_model(folder, "leaves_out", LEAVES_OUT, outputs=(*OUT, Io("Z")))
     text_in = (Io("X", "STRING", "-1"),)
     write_model(
         folder,
@@ -96,17 +93,10 @@ def write_all(folder: Path) -> None:
     write_ensemble(folder, "stream", chain(["adds", "repeats", "adds"]))
     write_ensemble(folder, "streams", chain(["repeats", "repeats"]))
     write_ensemble(folder, "failing", chain(["adds", "fails"]))
-    write_ensemble(folder, "telling", chain(["adds", "tells"]), outputs=(Io("B", "STRING", "1"),))
     write_ensemble(folder, "wordy", chain(["tells", "words"]), outputs=(Io("B", "STRING", "1"),))
     write_ensemble(folder, "mixed", chain(["batched", "adds", "batched"]), more=batching)
     write_ensemble(
         folder, "branches", [*chain(["adds"]), *chain(["fails"], "A", "C")], outputs=(*B, Io("C"))
-    )
-    write_ensemble(
-        folder,
-        "partial",
-        [step("leaves_out", {"X": "A"}, {"Y": "B", "Z": "C"})],
-        outputs=(*B, Io("C")),
     )
 
 
@@ -179,9 +169,6 @@ class TestRequests:
         # part once.
         assert executions(runtime, "group2") - before < 12
 
-    def test_an_ensemble_may_be_a_step_of_another(self, runtime: moonpool.Runtime) -> None:
-        assert runtime.infer("outer", {"A": X})["B"].tolist() == [6, 9, 10]
-
     def test_a_hundred_steps_are_no_more_than_three(self, runtime: moonpool.Runtime) -> None:
         assert runtime.infer("hundred", {"A": X}, timeout_s=TIMEOUT_S)["B"].tolist() == [
             102,
@@ -189,53 +176,11 @@ class TestRequests:
             106,
         ]
 
-    @pytest.mark.promise(
-        "Ensembles",
-        "Between models that batch and models that do not, a batch dimension of 1 is added or taken away.",
-    )
-    def test_a_batch_dimension_comes_and_goes(self, runtime: moonpool.Runtime) -> None:
-        assert runtime.infer("mixed", {"A": X[None]})["B"].tolist() == [[5, 8, 9]]
-        with pytest.raises(
-            moonpool.InvalidRequest, match=r"in ensemble 'mixed', .*unexpected shape"
-        ):
-            runtime.infer("mixed", {"A": np.stack([X, X])})
-
     def test_strings_stay_strings(self, runtime: moonpool.Runtime) -> None:
         (told,) = runtime.infer("wordy", {"A": X})["B"].tolist()
         (seen,) = json.loads(told)["inputs"]["X"]
 
         assert "[2.0, 5.0, 6.0]" in seen
-
-    @pytest.mark.promise(
-        "Ensembles",
-        "A step's model gets the id, the parameters, the priority, the timeout and the sequence of the caller's request.",
-    )
-    def test_a_model_gets_the_details_of_the_request(self, runtime: moonpool.Runtime) -> None:
-        response = runtime.request(
-            "telling",
-            {"A": X},
-            request_id="7",
-            correlation_id=9,
-            flags=3,
-            queue_timeout_us=5_000_000,
-            parameters={"x": 1},
-        )
-        told = json.loads(response.outputs["B"][0])
-
-        assert told == {
-            "inputs": {"X": [3.0, 6.0, 7.0]},
-            "id": "7",
-            "sequence": 9,
-            "flags": 3,
-            "timeout": 5_000_000,
-            "parameters": {"x": 1},
-            "outputs": ["Y"],
-        }
-        assert response.request_id == "7"
-
-    def test_what_a_model_leaves_out_is_left_out(self, runtime: moonpool.Runtime) -> None:
-        assert list(runtime.infer("partial", {"A": X})) == ["B"]
-        assert runtime.infer("partial", {"A": X}, outputs=["C"]) == {}
 
     def test_an_allocator_gets_the_outputs(self, runtime: moonpool.Runtime) -> None:
         class Allocator(moonpool.ResponseAllocator):
@@ -254,16 +199,6 @@ class TestRequests:
 
         assert response.outputs["B"].tolist() == [5, 8, 9]
         assert allocator.asked == [("B", "FP32", (3,))]
-
-    def test_bad_requests_are_refused_as_by_any_model(self, runtime: moonpool.Runtime) -> None:
-        with pytest.raises(moonpool.InvalidRequest, match="unexpected inference input 'Q'"):
-            runtime.infer("three", {"Q": X})
-        with pytest.raises(moonpool.InvalidRequest, match="unexpected shape for input 'A'"):
-            runtime.infer("three", {"A": X[:2]})
-        with pytest.raises(moonpool.InvalidRequest, match="unexpected inference output 'Q'"):
-            runtime.infer("three", {"A": X}, outputs=["Q"])
-        with pytest.raises(moonpool.InvalidRequest, match="is decoupled"):
-            runtime.infer("stream", {"A": X})
 
 
 @pytest.mark.needs("shared memory")
@@ -291,22 +226,6 @@ def region_bytes(runtime: moonpool.Runtime, model: str, direction: str) -> int:
 
 
 class TestStreams:
-    def test_each_response_goes_through_the_steps_behind_it(
-        self, runtime: moonpool.Runtime
-    ) -> None:
-        got = [each.outputs["B"].tolist() for each in runtime.stream("stream", {"A": X})]
-
-        assert sorted(got) == [[4, 7, 8], [5, 8, 9], [6, 9, 10]]
-        assert runtime.config("stream").decoupled
-
-    def test_a_stream_may_have_no_response(self, runtime: moonpool.Runtime) -> None:
-        assert list(runtime.stream("streams", {"A": np.zeros(3, np.float32)})) == []
-
-    def test_streams_of_streams_give_all_of_all(self, runtime: moonpool.Runtime) -> None:
-        got = sorted(each.outputs["B"].tolist() for each in runtime.stream("streams", {"A": X}))
-
-        assert got == [[2, 5, 6], [3, 6, 7], [3, 6, 7], [4, 7, 8], [5, 8, 9]]
-
     def test_a_stream_that_is_closed_leaves_nothing_open(self, runtime: moonpool.Runtime) -> None:
         stream = runtime.stream("streams", {"A": np.full(3, 30, np.float32)})
         next(stream)
@@ -316,25 +235,6 @@ class TestStreams:
 
 
 class TestErrors:
-    @pytest.mark.promise(
-        "Ensembles",
-        "If a step fails, the request ends with its error: Triton's prefix, and the code of the model.",
-    )
-    def test_the_error_of_a_step_has_its_code_and_the_name_of_the_ensemble(
-        self, runtime: moonpool.Runtime
-    ) -> None:
-        with pytest.raises(moonpool.ModelError) as caught:
-            runtime.infer("failing", {"A": X})
-        assert (str(caught.value), caught.value.code) == (
-            "in ensemble 'failing', not today",
-            "NOT_FOUND",
-        )
-        assert runtime.infer("branches", {"A": X}, outputs=["B"])["B"].tolist() == [3, 6, 7]
-        with pytest.raises(moonpool.ModelError, match="in ensemble 'branches', not today"):
-            runtime.infer("branches", {"A": X})
-        with pytest.raises(moonpool.ModelError, match="in ensemble 'failing', not today"):
-            list(runtime.stream("failing", {"A": X}))
-
     def test_a_model_that_dies_fails_its_request_alone(self, tmp_path: Path) -> None:
         write_model(tmp_path, "adds")
         write_model(tmp_path, "dies", DIES)
@@ -540,8 +440,6 @@ class TestLoading:
         ("steps", "what"),
         [
             (chain(["nobody", "adds", "none"]), "ensemble e contains models that are not available or ambiguous: nobody, none"),
-            ([step("adds", {"X": "A"}, {"Y": "B"}, 7)], "ensemble 'e' depends on 'adds' whose required version 7 is not loaded."),
-            ([step("e", {"A": "A"}, {"B": "B"})], "circular dependency between ensembles: e -> ... -> e -> e"),
             ([step("e2", {"A": "A"}, {"B": "B"})], "circular dependency between ensembles: e -> ... -> e2 -> e"),
             (chain(["broken"]), "ensemble 'e' depends on 'broken' which has no loaded version. Model 'broken' loading failed "
              "with error: version 1 is at UNAVAILABLE state: Internal: ValueError: no"),
@@ -778,19 +676,6 @@ class TestCache:
         held.unlink()
         assert before.result(TIMEOUT_S).outputs["B"].tolist() == [4, 7, 8]
         assert runtime.infer("slow", {"A": X + 1})["B"].tolist() == [13, 16, 17]
-
-    def test_an_ensemble_that_becomes_decoupled_goes(self, tmp_path: Path) -> None:
-        write_model(
-            tmp_path, "repeats", REPEATS, more="model_transaction_policy { decoupled: true }"
-        )
-        write_ensemble(tmp_path, "e", chain(["repeats"]), more=CACHED)
-        with moonpool.Runtime(tmp_path, models=[]) as runtime:
-            with pytest.raises(moonpool.LoadFailed) as caught:
-                runtime.load("e")
-            assert str(caught.value) == (
-                "Response Cache does not currently support model e with 'decoupled' transaction policy. "
-                "Please disable the response cache."
-            )
 
 
 def test_a_model_asks_an_ensemble(runtime: moonpool.Runtime, tmp_path: Path) -> None:

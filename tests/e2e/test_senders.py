@@ -18,8 +18,6 @@ RULES: Config = {
     "input": [tensor("HOW", "STRING", 1)],
     "output": [tensor("TEXTS", "STRING", -1)],
 }
-TWO = "Unable to send response. Non-decoupled model cannot send more than one response."
-CLOSED = "Unable to send response. Response sender has been closed."
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,38 +42,11 @@ def test_the_response_may_be_sent_or_returned(
     assert ask(runtime, how) == [said]
 
 
-@pytest.mark.promise("Responses at any time", "A sender refuses wrong use with Triton's texts.")
-def test_a_sender_refuses_in_triton_s_words(runtime: moonpool.Runtime) -> None:
-    assert ask(runtime, "rules") == [
-        "Unable to send response. Unsupported flag provided.",
-        "Inference Response object must be provided when the response flags is set to zero.",
-        "Unable to send response. Non-decoupled model cannot send complete final before sending a "
-        "response.",
-    ]
-    assert ask(runtime, "told") == [TWO, TWO, CLOSED, TWO]
-
-
-def test_a_sender_is_closed_when_execute_returned_a_response(runtime: moonpool.Runtime) -> None:
-    assert ask(runtime, "keep") == ["returned"]
-    assert ask(runtime, "after_return") == [TWO, CLOSED]
-
-
-def test_a_request_that_was_answered_by_its_sender_is_not_answered_again(
-    runtime: moonpool.Runtime,
-) -> None:
-    assert ask(runtime, "both") == ["sent"]
-
-
 def test_a_response_without_the_last_flag_is_an_error_when_the_sender_is_dropped(
     runtime: moonpool.Runtime,
 ) -> None:
     with pytest.raises(ModelError, match="its response sender was dropped"):
         ask(runtime, "without_final")
-
-
-def test_an_exception_of_execute_reaches_the_client(runtime: moonpool.Runtime) -> None:
-    with pytest.raises(ModelError, match="raised on purpose"):
-        ask(runtime, "raise")
 
 
 @pytest.mark.promise("Responses at any time", "If a caller gives up, its request is cancelled.")

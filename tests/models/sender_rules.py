@@ -14,14 +14,6 @@ def response(*texts):
     return pb_utils.InferenceResponse([pb_utils.Tensor("TEXTS", output)])
 
 
-def text_of(call, *arguments, **named):
-    try:
-        call(*arguments, **named)
-    except pb_utils.TritonModelException as error:
-        return str(error)
-    return "nothing was raised"
-
-
 def good(sender):
     sender.send(response("good"), flags=FINAL)
 
@@ -35,44 +27,8 @@ def late(sender):
     threading.Thread(target=apart, args=(sender,)).start()
 
 
-def rules(sender):
-    texts = [
-        text_of(sender.send, response("x"), flags=2),
-        text_of(sender.send),
-        text_of(sender.send, flags=FINAL),
-    ]
-    answer = response(*texts)
-    sender.send(answer)
-    KEPT["texts"] = [
-        text_of(sender.send, response("two")),
-        text_of(sender.send, response("two"), flags=FINAL),
-    ]
-    sender.send(flags=FINAL)
-    KEPT["texts"] += [
-        text_of(sender.send, flags=FINAL),
-        text_of(sender.send, response("three")),
-    ]
-
-
 def told(sender):
     sender.send(response(*KEPT.pop("texts")), flags=FINAL)
-
-
-def keep(sender):
-    KEPT["sender"] = sender
-    return response("returned")
-
-
-def after_return(sender):
-    old = KEPT.pop("sender")
-    sender.send(
-        response(text_of(old.send, response("x")), text_of(old.send, flags=FINAL)), flags=FINAL
-    )
-
-
-def both(sender):
-    sender.send(response("sent"), flags=FINAL)
-    return response("returned")
 
 
 def unused(sender):
@@ -98,7 +54,5 @@ class TritonPythonModel:
         responses = []
         for request in requests:
             how = pb_utils.get_input_tensor_by_name(request, "HOW").as_numpy()[0].decode()
-            if how == "raise":
-                raise ValueError("raised on purpose")
             responses.append(HOW[how](request.get_response_sender()))
         return responses if any(responses) else None

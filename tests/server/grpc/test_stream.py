@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import tritonclient.grpc as triton
 from tests.server.grpc.asking import add_sub, packed, repeat, text
 from tests.server.grpc.serving import TIMEOUT_S, Served
 from tests.server.grpc.streaming import Requests, ask_all, told
@@ -29,15 +28,6 @@ def sums(first: float) -> list[bytes]:
 
 def add(first: float, request_id: str) -> Any:
     return add_sub(sums(first)[0], ZEROS, request_id)
-
-
-def with_empty_final(asked: Any) -> Any:
-    asked.parameters["triton_enable_empty_final_response"].bool_param = True
-    return asked
-
-
-def test_a_stream_of_nothing_ends(serve: Serve) -> None:
-    assert ask_all(serve().stub()) == []
 
 
 @pytest.mark.promise(
@@ -73,24 +63,6 @@ def test_a_slow_request_holds_those_behind_it_and_no_decoupled_one(
     assert [told(response)[1] for response in call] == ["slow", "quick"]
 
 
-def test_a_decoupled_model_gives_as_many_responses_as_it_likes(serve: Serve) -> None:
-    stub = serve("repeat").stub()
-
-    assert ask_all(stub, repeat(0, request_id="r")) == []
-    assert ask_all(stub, repeat(3, request_id="r")) == [
-        ("", "r", False, [number, b""]) for number in NUMBERS
-    ]
-    assert ask_all(stub, with_empty_final(repeat(1, request_id="r"))) == [
-        ("", "r", False, [NUMBERS[0], b""]),
-        ("", "r", True, []),
-    ]
-    assert ask_all(stub, with_empty_final(repeat(1, fail=True, request_id="r"))) == [
-        ("", "r", False, [NUMBERS[0], b""]),
-        ("on purpose", "r", False, []),
-        ("", "r", True, []),
-    ]
-
-
 def test_responses_to_many_requests_are_mixed_and_each_has_its_id(serve: Serve) -> None:
     stub = serve("repeat", "add_sub").stub()
     asked = [repeat(5, request_id=f"r{n}") for n in range(20)] + [add(1, "a")]
@@ -101,23 +73,6 @@ def test_responses_to_many_requests_are_mixed_and_each_has_its_id(serve: Serve) 
 
     five = [np.int32(number).tobytes() for number in range(5)]
     assert by_id == {**{f"r{n}": five for n in range(20)}, "a": [sums(1)[0]]}
-
-
-@pytest.mark.promise("gRPC", "Responses in a stream come in …")
-def test_a_wrong_request_is_an_error_in_the_stream_which_goes_on(serve: Serve) -> None:
-    broken = add(1, "broken")
-    broken.raw_input_contents[0] = b"short"
-
-    assert ask_all(serve("add_sub").stub(), broken, add(1, "good")) == [
-        (
-            "[request id: broken] input byte size mismatch for input 'INPUT0' for model "
-            "'add_sub'. Expected 16, got 5",
-            "broken",
-            None,
-            [],
-        ),
-        ("", "good", True, sums(1)),
-    ]
 
 
 def test_in_grpc_error_mode_an_error_of_a_model_is_the_status_of_the_stream(serve: Serve) -> None:
@@ -145,21 +100,6 @@ def test_bytes_that_are_no_message_end_the_stream(serve: Serve) -> None:
         list(call)
 
     assert raised.value.code() is grpc.StatusCode.INTERNAL
-
-
-@pytest.mark.promise("gRPC", "Triton's clients, for threads, event loops …")
-def test_triton_s_client_streams(serve: Serve) -> None:
-    client = serve("repeat").client()
-    arrived: list[Any] = []
-    client.start_stream(lambda result, error: arrived.append((result, error)))
-    count = triton.InferInput("COUNT", [1], "INT32")
-    count.set_data_from_numpy(np.array([3], np.int32))
-    client.async_stream_infer("repeat", [count], request_id="r", enable_empty_final_response=True)
-    wait_until(lambda: len(arrived) == 4)
-    client.stop_stream()
-
-    assert [error for _, error in arrived] == [None] * 4
-    assert [int(result.as_numpy("INDEX")[0]) for result, _ in arrived[:3]] == [0, 1, 2]
 
 
 def test_a_client_that_leaves_cancels_what_it_asked_for(serve: Serve, tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import posix_ipc
 import pytest
-import tritonclient.http
-import tritonclient.utils.shared_memory as shm
 from tests.server.http.served import served, serving
 from tests.server.http.serving import Serving
 from tests.server.repositories import write
@@ -99,98 +97,10 @@ def test_missing_names_are_not_found(serving: Serving, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "status", "error"),
-    [
-        ("/v2/models/nope", 404, "Request for unknown model: 'nope' is not found"),
-        ("/v2/models/add%5Fsub", 404, "Request for unknown model: 'add%5Fsub' is not found"),
-        (SUMS + "/versions/2", 404, "Request for unknown model: 'add_sub' version 2 is not found"),
-        ("/v2/models/nope/ready", 400, "Model version not ready"),
-        ("/v2/models/nope/config", 404, "Request for unknown model: 'nope' is not found"),
-        ("/v2/models/nope/stats", 400, "requested model 'nope' is not available"),
-        ("/v2/systemsharedmemory/region/r/status", 404, "Unable to find system shared memory region: 'r'"),
-        ("/v2/cudasharedmemory/region/r/status", 404, "Unable to find cuda shared memory region: 'r'"),
-    ],
-)  # fmt: skip
-def test_unknown_names_have_triton_s_errors(
-    serving: Serving, path: str, status: int, error: str
-) -> None:
-    reply = serving.get(path)
-
-    assert (reply.status, reply.error) == (status, error)
-
-
-def test_triton_s_client_reads_everything(serving: Serving) -> None:
-    client = tritonclient.http.InferenceServerClient(f"127.0.0.1:{serving.port}")
-    try:
-        assert client.is_server_live()
-        assert client.is_server_ready()
-        assert client.is_model_ready("add_sub")
-        assert client.get_server_metadata()["name"] == "triton"
-        assert client.get_model_metadata("add_sub")["inputs"][0]["shape"] == [-1, 4]
-        assert client.get_model_config("add_sub")["max_batch_size"] == 64
-        assert client.get_inference_statistics("add_sub")["model_stats"][0]["name"] == "add_sub"
-        names = {each["name"] for each in client.get_model_repository_index()}
-        assert {"add_sub", "speaks"} <= names
-        assert client.get_system_shared_memory_status() == []
-        assert client.update_log_settings({"log_verbose_level": 1})["log_verbose_level"] == 1
-        assert client.get_trace_settings()["trace_level"] == ["OFF"]
-        assert client.update_trace_settings(settings={"trace_rate": "5"})["trace_rate"] == "5"
-    finally:
-        client.update_log_settings({"log_verbose_level": 0})
-        client.close()
-
-
-def test_a_model_is_loaded_and_unloaded(controlled: Serving) -> None:
-    load, unload = (f"/v2/repository/models/one/{what}" for what in ("load", "unload"))
-
-    assert {"name": "one"} in controlled.post("/v2/repository/index").value
-    reply = controlled.post(load)
-    assert (reply.status, reply.body, reply.headers["content-type"]) == (
-        200,
-        b"",
-        "application/json",
-    )
-    assert controlled.post("/v2/repository/index", {"ready": True}).value == [
-        {"name": "one", "version": "1", "state": "READY"}
-    ]
-    config = {"backend": "python", "max_batch_size": 2, "input": [], "output": []}
-    config["input"] = [{"name": "IN", "data_type": "TYPE_FP32", "dims": [4]}]
-    config["output"] = [{"name": "OUT", "data_type": "TYPE_FP32", "dims": [4]}]
-    assert controlled.post(load, {"parameters": {"config": json.dumps(config)}}).status == 200
-    assert controlled.get("/v2/models/one/config").value["max_batch_size"] == 2
-    assert controlled.post(unload, {"parameters": {"unload_dependents": True}}).status == 200
-    wait_until(lambda: controlled.get("/v2/models/one/ready").status == 400)
-
-
-def test_a_model_may_come_with_the_request_that_loads_it(
-    controlled: Serving, tmp_path: Path
-) -> None:
-    file = write(tmp_path, "sent")
-    config: dict[str, Any] = {"backend": "python", "max_batch_size": 0}
-    config["input"] = [{"name": "IN", "data_type": "TYPE_FP32", "dims": [4]}]
-    config["output"] = [{"name": "OUT", "data_type": "TYPE_FP32", "dims": [4]}]
-    client = tritonclient.http.InferenceServerClient(f"127.0.0.1:{controlled.port}")
-    try:
-        files = {"file:1/model.py": file.read_bytes()}
-        client.load_model("sent", config=json.dumps(config), files=files)
-        assert client.is_model_ready("sent")
-        client.unload_model("sent")
-    finally:
-        client.close()
-
-
-@pytest.mark.parametrize(
     ("path", "body", "status", "error"),
     [
         ("models/nope/load", b"", 500, "failed to load 'nope', failed to poll from model repository"),
-        ("models/bad/load", b"", 400, "load failed for model 'bad': version 1 is at UNAVAILABLE state: "),
-        ("x/models/one/load", b"", 501, "'repository_name' specification is not supported"),
-        ("models/one/load", b"x", 500, "failed to parse the request JSON buffer: Invalid value. at 0"),
-        ("models/one/load", {"parameters": {"config": {}}}, 500, "attempt to access JSON non-string as string"),
-        ("models/one/load", {"parameters": {"x": "y"}}, 500, "unexpected error on creating Triton parameter"),
         ("models/one/load", {"parameters": {"file:1/model.py": "!"}}, 400, "'file:1/model.py' is not base64"),
-        ("index", {"ready": 3}, 500, "attempt to access JSON non-boolean as boolean"),
-        ("index", b"x", 500, "failed to parse the request JSON buffer: Invalid value. at 0"),
     ],
 )  # fmt: skip
 def test_control_that_fails_says_why(
@@ -199,40 +109,6 @@ def test_control_that_fails_says_why(
     reply = controlled.post("/v2/repository/" + path, body)
 
     assert (reply.status, reply.error[: len(error)]) == (status, error)
-
-
-@pytest.mark.promise("HTTP", "Triton's client gets what it sent: …")
-def test_tensors_travel_in_the_memory_of_clients() -> None:
-    with served("add_sub") as serving:
-        exchange_in_memory(serving)
-
-
-def exchange_in_memory(serving: Serving) -> None:
-    client = tritonclient.http.InferenceServerClient(f"127.0.0.1:{serving.port}")
-    region = shm.create_shared_memory_region("r", KEY, 4096)
-    try:
-        client.register_system_shared_memory("r", KEY, 4096)
-        for value, offset in ((1, 0), (2, 16)):
-            shm.set_shared_memory_region(
-                region, [np.full((1, 4), value, np.float32)], offset=offset
-            )
-        inputs = [
-            tritonclient.http.InferInput(name, [1, 4], "FP32") for name in ("INPUT0", "INPUT1")
-        ]
-        outputs = [tritonclient.http.InferRequestedOutput(name) for name in ("OUTPUT0", "OUTPUT1")]
-        for number in (0, 1):
-            inputs[number].set_shared_memory("r", 16, 16 * number)
-            outputs[number].set_shared_memory("r", 16, 64 + 16 * number)
-        response = client.infer("add_sub", inputs, outputs=outputs).get_response()
-
-        assert response["outputs"][0] == {"name": "OUTPUT0", "datatype": "FP32", "shape": [1, 4]}
-        got = shm.get_contents_as_numpy(region, np.float32, [8], offset=64)
-        assert got.tolist() == [3.0] * 4 + [-1.0] * 4
-        assert client.get_system_shared_memory_status("r")[0]["byte_size"] == 4096
-    finally:
-        client.unregister_system_shared_memory()
-        shm.destroy_shared_memory_region(region)
-        client.close()
 
 
 def test_large_tensors_travel_in_the_memory_of_clients() -> None:
@@ -264,26 +140,6 @@ def exchange_much_in_memory(serving: Serving) -> None:
         serving.post("/v2/systemsharedmemory/unregister")
         memory.close_fd()
         memory.unlink()
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "error"),
-    [
-        ({"byte_size": 1}, 400, "Shared memory register request has no 'key' field"),
-        ({"key": "/x"}, 400, "Shared memory register request has no 'byte_size' field"),
-        ([], 400, "Shared memory register request has no 'key' field"),
-        ({"key": 1, "byte_size": 1}, 500, "attempt to access JSON non-string as string"),
-        ({"key": "/x", "byte_size": -1}, 500, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
-        ({"key": "/nope", "byte_size": 1}, 500, "Unable to open shared memory region: '/nope'"),
-        (b"", 500, "failed to parse the request JSON buffer: The document is empty. at 0"),
-    ],
-)  # fmt: skip
-def test_a_region_that_cannot_be_registered_is_told_so(
-    serving: Serving, body: Any, status: int, error: str
-) -> None:
-    reply = serving.post("/v2/systemsharedmemory/region/r/register", body)
-
-    assert (reply.status, reply.error) == (status, error)
 
 
 def test_metrics_have_a_port_of_their_own(serving: Serving) -> None:

@@ -80,16 +80,6 @@ def test_binary_tensors_go_in_and_out(serving: Serving) -> None:
         assert np.frombuffer(reply.body[length:], "f4").tolist() == [3.0] * 4 + [-1.0] * 4
 
 
-def test_outputs_may_be_binary_one_by_one(serving: Serving) -> None:
-    outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}, {"name": "OUTPUT1"}]
-    reply = post_binary(serving, ADD_SUB, binary_add_sub(outputs=outputs), b"".join(FOUR))
-    length = int(reply.headers["inference-header-content-length"])
-    described = json.loads(reply.body[:length])["outputs"]
-
-    assert described[1]["data"] == [-1.0] * 4
-    assert reply.body[length:] == b"\0\0@@" * 4
-
-
 def test_only_the_outputs_that_are_wanted_come(serving: Serving) -> None:
     outputs = serving.post(ADD_SUB, add_sub(outputs=[{"name": "OUTPUT1"}])).value["outputs"]
 
@@ -99,46 +89,6 @@ def test_only_the_outputs_that_are_wanted_come(serving: Serving) -> None:
         reply = post_binary(serving, ADD_SUB, binary_add_sub(outputs=wanted), b"".join(FOUR))
         length = int(reply.headers["inference-header-content-length"])
         assert [each["name"] for each in json.loads(reply.body[:length])["outputs"]] == ["OUTPUT1"]
-
-
-def test_classes_come_in_place_of_numbers(serving: Serving) -> None:
-    outputs = [{"name": "OUTPUT0", "parameters": {"classification": 2}}]
-
-    assert serving.post(ADD_SUB, add_sub(outputs=outputs)).value["outputs"] == [
-        {
-            "name": "OUTPUT0",
-            "datatype": "BYTES",
-            "shape": [1, 2],
-            "data": ["5.500000:3", "4.000000:2"],
-        }
-    ]
-
-
-@pytest.mark.promise("HTTP", "Triton's client gets what it sent: …")
-def test_every_kind_of_value_travels_as_json(serving: Serving) -> None:
-    values: dict[str, list[Any]] = {
-        "STRING": ["a", "", "ü", "\0", "null"],
-        "FP32": [1.5, -0.0, 0.1],
-        "FP64": [0.1, 1e300],
-        "INT64": [-(2**63), 2**63 - 1],
-        "UINT8": [0, 255],
-        "BOOL": [True, False],
-    }
-    inputs = [
-        {
-            "name": kind,
-            "datatype": "BYTES" if kind == "STRING" else kind,
-            "shape": [len(given)],
-            "data": given,
-        }
-        for kind, given in values.items()
-    ]
-    outputs = serving.post(ECHO, {"inputs": inputs}).value["outputs"]
-
-    values["FP32"][2] = float(np.float32(0.1))
-    assert {each["name"]: each["data"] for each in outputs} == {
-        "OUT_" + kind: given for kind, given in values.items()
-    }
 
 
 def test_numbers_that_json_does_not_have_travel_as_triton_writes_them(serving: Serving) -> None:
@@ -200,50 +150,6 @@ def test_triton_s_client_gets_what_it_sent(
             assert array.tolist() == arrays[name].tolist(), name
 
 
-def test_a_body_of_nothing_but_bytes_is_the_only_input(serving: Serving) -> None:
-    for path, raw in (("/v2/models/plain/infer", b"\1\2\3"), ("/v2/models/text/infer", b"hello")):
-        reply = serving.post(path, raw, {"Inference-Header-Content-Length": "0"})
-        length = int(reply.headers["inference-header-content-length"])
-
-        assert reply.body[length:].endswith(raw)
-
-
-@pytest.mark.parametrize(
-    ("given", "body"),
-    [
-        ("gzip", gzip.compress(json.dumps(add_sub()).encode(), mtime=0)),
-        ("gzip", gzip.compress(b'{"inputs":', mtime=0) + gzip.compress(b"[]}", mtime=0)),
-        ("deflate", zlib.compress(json.dumps(add_sub()).encode())),
-        ("identity", json.dumps(add_sub()).encode()),
-    ],
-)
-def test_a_compressed_body_is_taken(serving: Serving, given: str, body: bytes) -> None:
-    reply = serving.post(ADD_SUB, body, {"Content-Encoding": given})
-
-    assert reply.status == 200 or "but got 0 inputs" in reply.error
-
-
-@pytest.mark.parametrize(
-    ("header", "encoding"),
-    [
-        ("gzip", "gzip"),
-        ("deflate, gzip", "deflate"),
-        ("gzip;q=0.5, deflate", "deflate"),
-        ("br;q=1.0, gzip;q=0.8, *;q=0.1", "gzip"),
-        ("gzip;q=0", None),
-        ("identity", None),
-    ],
-)
-def test_a_response_is_compressed_as_the_client_likes(
-    serving: Serving, header: str, encoding: str | None
-) -> None:
-    reply = serving.post(ADD_SUB, add_sub(), {"Accept-Encoding": header})
-
-    assert reply.headers.get("content-encoding") == encoding
-    body = zlib.decompress(reply.body, 47) if encoding else reply.body
-    assert json.loads(body)["model_name"] == "add_sub"
-
-
 def _input(**changes: Any) -> dict[str, Any]:
     first = {**tensor("INPUT0", [1, 2, 3, 4]), **changes}
     return {"inputs": [first, tensor("INPUT1", [1, 1, 1, 1.5])]}
@@ -262,30 +168,14 @@ _ONE_OF = (
 @pytest.mark.parametrize(
     ("body", "status", "error"),
     [
-        (b"", 400, "[request id: <id_unknown>] Raw request must only have 1 input (found 1) to be deduced but got 2 inputs in 'add_sub' model configuration"),
-        (b"{", 500, "failed to parse the request JSON buffer: Invalid value. at 1"),
         (b"[" * 100_000, 500, "failed to parse the request JSON buffer: Invalid value. at"),
         (b"[" * 100_000 + b"NaN", 500, "failed to parse the request JSON buffer: "),
         (b'{"inputs":[{"name":"\xff"}]}', 500, "failed to parse the request JSON buffer: "),
-        ([], 500, "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'"),
-        ({"inputs": {}}, 500, "Unable to parse 'inputs': attempt to access JSON non-array as array"),
         ({"inputs": [1]}, 400, _ONE_OF + "no field is set"),
-        (_input(name=1), 500, "Unable to parse 'name': attempt to access JSON non-string as string"),
-        (_input(datatype="XX"), 400, "invalid datatype for input INPUT0"),
-        (_input(datatype="INT32"), 400, "[request id: <id_unknown>] inference input 'INPUT0' data-type is 'INT32', but model 'add_sub' expects 'FP32'"),
-        (_input(shape=[-1]), 500, "Unable to parse 'shape': attempt to access JSON non-unsigned-integer as unsigned-integer"),
         (_input(shape=[2**40]), 500, "Unable to parse 'data': Shape does not match true shape of 'data' field"),
-        (_input(data=[True, 1, 2, 3]), 500, "Unable to parse 'data': attempt to access JSON non-number as double"),
-        (_input(parameters={"binary_data_size": 16}), 400, _ONE_OF + "set 'data' 'binary_data_size'"),
-        (add_sub(id=3), 500, "Unable to parse 'id': attempt to access JSON non-string as string"),
-        (add_sub(parameters=[]), 500, "failed to get request params.: attempt to get members for non-object"),
-        (add_sub(outputs=[{"name": "NOPE"}]), 400, "unexpected inference output 'NOPE' for model 'add_sub'"),
-        (add_sub(outputs=[{"name": "OUTPUT0", "parameters": {"binary_data": 1}}]), 500, "Unable to parse 'binary_data': attempt to access JSON non-boolean as boolean"),
-        (add_sub(outputs=[{"name": "OUTPUT0", "parameters": {"classification": -1}}]), 500, "Unable to set 'classification': attempt to access JSON non-unsigned-integer as unsigned-integer"),
-        ({"inputs": [tensor("INPUT0", [1, 2, 3, 4])] * 2}, 400, "[request id: <id_unknown>] input 'INPUT0' already exists in request"),
     ],
 )  # fmt: skip
-def test_a_request_that_is_none_is_told_so_in_triton_s_words(
+def test_a_request_that_is_worse_than_triton_bears_is_refused(
     serving: Serving, body: Any, status: int, error: str
 ) -> None:
     reply = serving.post(ADD_SUB, body)
@@ -298,54 +188,18 @@ def test_a_request_that_is_none_is_told_so_in_triton_s_words(
 @pytest.mark.parametrize(
     ("length", "tensors", "error"),
     [
-        (None, 28, "unexpected size for input 'INPUT1', expecting 4 additional bytes for model 'add_sub'"),
-        (None, 36, "unexpected additional input data for model 'add_sub'"),
-        ("-1", 32, "inference header size should be in range (0, "),
-        ("1000000", 32, "inference header size should be in range (0, "),
-        ("99999999999999999999", 32, "inference header size should be in range (0, "),
         ("10x", 32, "failed to parse the request JSON buffer: "),
         ("x", 32, "[request id: <id_unknown>] Raw request must only have 1 input"),
     ],
 )  # fmt: skip
 def test_lengths_that_lie_are_found_out(
-    serving: Serving, length: str | None, tensors: int, error: str
+    serving: Serving, length: str, tensors: int, error: str
 ) -> None:
-    headers = {} if length is None else {"Inference-Header-Content-Length": length}
+    headers = {"Inference-Header-Content-Length": length}
     reply = post_binary(serving, ADD_SUB, binary_add_sub(), bytes(tensors), headers)
 
     assert reply.status in (400, 500)
     assert reply.error.startswith(error)
-
-
-@pytest.mark.parametrize(
-    ("path", "status", "error"),
-    [
-        ("nope", 404, "Request for unknown model: 'nope' is not found"),
-        ("%00", 404, "Request for unknown model: '%00' is not found"),
-        ("../x", 404, "Not Found"),
-        ("add_sub/versions/x", 404, "Not Found"),
-        ("add_sub/versions/99999999999999999999", 400, "failed to get model version from specified version string '99999999999999999999' (details: stol), version should be an integral value > 0"),
-        ("speaks", 501, "HTTP end point doesn't support models with decoupled transaction policy"),
-    ],
-)  # fmt: skip
-def test_a_model_that_cannot_be_asked_is_told_in_triton_s_words(
-    serving: Serving, path: str, status: int, error: str
-) -> None:
-    reply = serving.post(f"/v2/models/{path}/infer", add_sub())
-
-    assert (reply.status, reply.error) == (status, error)
-    assert reply.headers["content-type"] == "text/plain"
-
-
-def test_a_version_may_be_named(serving: Serving) -> None:
-    assert serving.post("/v2/models/add_sub/versions/1/infer", add_sub()).status == 200
-    assert serving.post("/v2/models/add_sub/versions/2/infer", add_sub()).status == 404
-
-
-def test_only_post_infers(serving: Serving) -> None:
-    reply = serving.get(ADD_SUB)
-
-    assert (reply.status, reply.error) == (405, "Method Not Allowed")
 
 
 @pytest.mark.promise("HTTP", "If a client goes, at any …")
@@ -390,10 +244,3 @@ def test_a_body_with_a_false_encoding_is_refused(serving: Serving, body: bytes) 
 
     assert reply.status == 400
     assert "decompressed" in reply.error
-
-
-def test_an_encoding_that_is_not_known_is_refused(serving: Serving) -> None:
-    reply = serving.post(ADD_SUB, b"x", {"Content-Encoding": "br"})
-
-    assert (reply.status, reply.error) == (501, "Unsupported compression type")
-    assert reply.headers["accept-encoding"] == "gzip, deflate"
