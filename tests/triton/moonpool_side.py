@@ -116,7 +116,7 @@ class MoonpoolSide:
         return at_once(self.infer, model, requests)
 
     def metrics(self, pattern: str) -> list[Any]:
-        """What `re.findall` finds in the lines of the exposition."""
+        """Return what `re.findall` finds in the lines of the exposition."""
         return sorted(re.findall(pattern, self._runtime.metrics(), re.MULTILINE))
 
     def counts(self, model: str) -> dict[str, Any]:

@@ -215,7 +215,7 @@ class TritonSide:
 
     @recorded
     def metrics(self, pattern: str) -> list[Any]:
-        """What `re.findall` finds in the lines of the exposition. Measured values are not to be recorded."""
+        """Return what `re.findall` finds in the lines of the exposition. Measured values are not to be recorded."""
         address = f"http://127.0.0.1:{self.server.metrics_port}/metrics"
         with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
             return sorted(re.findall(pattern, answer.read().decode(), re.MULTILINE))

@@ -44,7 +44,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module")
 def both(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    """What was recorded of one server, and the other, with the zoo loaded."""
+    """Return what was recorded of one server, and the other one, with the zoo loaded."""
     RECORDING.name(repository)
     server = OverlayServer(interpreter(), repository, tmp_path_factory.mktemp("server"))
     server.start()
