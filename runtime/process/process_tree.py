@@ -1,8 +1,8 @@
 """Ends the processes that a stub has started, if it may start some.
 
-`stub/process_tree.py` starts such a stub in a PID namespace if the kernel allows one, else as a private user. A process
-there, the *keeper*, waits for the end of a pipe, and then makes the kernel end all of them. This process holds the
-other end of the pipe, so they end with it in any case.
+`stub/programs/process_tree.py` starts such a stub in a PID namespace if the kernel allows one, else as a private user.
+A process there, the *keeper*, waits for the end of a pipe, and then makes the kernel end all of them. This process
+holds the other end of the pipe, so they end with it in any case.
 
 Theory of operation. The stub and its keeper are children of this process, which reaps both: the stub first
 (`child.py`), then the keeper (`end`), because in a PID namespace the keeper ends last. Other processes of the tree are
@@ -36,7 +36,7 @@ from moonpool.runtime.log import RuntimeLog
 
 Start = Callable[[Sequence[str], Sequence[int]], subprocess.Popen[bytes]]
 _log = RuntimeLog("moonpool")
-_STUB_SIDE = str(Path(__file__).resolve().parents[2] / "stub" / "process_tree.py")
+_STUB_SIDE = str(Path(__file__).resolve().parents[2] / "stub" / "programs" / "process_tree.py")
 # Python starts before the namespace is made, on a machine that may be busy.
 _BEGIN_S = 30.0
 # The kernel ends the processes, which may take a moment.
@@ -210,7 +210,7 @@ def start_in_tree(
 
 
 def _report_of(report_fd: int) -> list[str]:
-    """Read the report of `stub/process_tree.py`: "pids" or "user", and numbers of processes; [""] if there is none."""
+    """Read the report of the stub's side: "pids" or "user", and numbers of processes; [""] if there is none."""
     poll = select.poll()
     poll.register(report_fd, select.POLLIN)
     report = os.read(report_fd, 64) if poll.poll(_BEGIN_S * 1000) else b""

@@ -1,54 +1,79 @@
 """Unpacks a packed environment into an empty directory, and writes nothing outside of it.
 
-The archive is not trusted. Every member is checked before it is written: no absolute paths, no `..`, nothing but
-directories, regular files and links, no member below a link. Nothing is ever written through a link, so the target of a
-link cannot move a write. Targets are checked all the same, so that no environment reaches out of itself by accident.
+Two processes do it. A confined one (`stub/programs/archive.py`) reads the archive with Python's own libraries, and
+sends its members through a pipe. This one believes nothing of it. Every member is checked before it is written: no
+absolute paths, no `..`, nothing but directories, regular files and links, no member below a link. Nothing is ever
+written through a link, so the target of a link cannot move a write. Targets are checked all the same, so that no
+environment reaches out of itself by accident.
 
 A member may come twice, as packers write it (venv-pack writes `pyvenv.cfg` twice), if it does not change the kind of
 its name: a file replaces a file, a directory or a link comes again as it was. A file is replaced by a new one under its
 name and never written into, as it may have other names by hard links, which keep the old content.
 
-Bounds come before work. A few bytes of an archive can ask for endless memory, disk or time, in a header, in a name, in
-a dictionary size, in zeros that compress a thousand times. So each of these has a limit, and it is checked before the
-bytes are read, kept, inflated or written: the bytes of one header and of all headers, the number of members and of
-extended headers, the bytes of all names, the memory of the decompressor, the bytes on the disk. The size that a header
-claims is never believed: content is read in chunks, and counted.
+A few bytes of an archive can ask for endless memory, disk or time, in a header, in a dictionary size, in zeros that
+compress a thousand times. The kernel limits the memory and the time of the process that reads. Here the members, the
+bytes of their names and the bytes on the disk are counted, and each has a limit.
 """
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import lzma
+import contextlib
+import io
+import json
 import os
 import posixpath
 import re
-import zlib
-from collections.abc import Callable, Iterator
+import select
+import struct
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import IO
 
 from moonpool.runtime.errors import BadEnvironment
-from moonpool.runtime.repository.archive_member import SIZE_LIMIT_BYTES, Member, Readable
-from moonpool.runtime.repository.archive_tar import tar_members
-from moonpool.runtime.repository.archive_zip import zip_members
+from moonpool.runtime.process.child import SpawnedProcess, exit_in_words
+from moonpool.runtime.process.spawner import spawn
+from moonpool.runtime.process.terminal import harmless
 
+SIZE_LIMIT_BYTES = 64 << 30
 MEMBER_LIMIT = 500_000
 # The names of members and of the directories above them. All of them are kept until the end.
 NAMES_LIMIT_BYTES = 64 << 20
-# xz -9 needs half of it.
-XZ_MEMORY_BYTES = 128 << 20
+# The address space of the process that reads. The libraries keep the directory of a zip, and xz -9 needs 65 MiB.
+MEMORY_BYTES = 512 << 20
+# The processor's time and the time of a clock that it may take. Large environments come from slow disks.
+MOST_S = 3600
 # An archive may unpack to so many times its own size, and any archive to so many bytes.
 _MOST_TIMES = 100
 _ALWAYS_BYTES = 1 << 30
-_CHUNK_BYTES = 1 << 20
-# Smaller chunks for xz: at the end of each stream the rest of the chunk is copied, and streams may be empty.
-_XZ_CHUNK_BYTES = 8 << 10
 # Functions that remove directories recurse.
 _DEPTH_LIMIT = 128
+_READER = str(Path(__file__).resolve().parents[2] / "stub" / "programs" / "archive.py")
+_MESSAGE = struct.Struct("<cI")
+_LARGEST_MESSAGE = 1 << 20
+_BUFFER_BYTES = 1 << 20
+_SHOWN = 500
+# The interval in which a load that waits for the process looks whether it is wanted still.
+_LOOK_S = 0.1
+_END_S = 5.0
 
 # In a virtual environment this link leads to the interpreter that made it, by an absolute path.
 _INTERPRETER = re.compile(r"(?:[^/]+/)?bin/python[0-9.]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An entry of an archive. `kind` is "directory", "file", "symlink", "hardlink" or a word for a kind that is
+    refused.
+    """
+
+    name: str
+    kind: str
+    mode: int = 0o755
+    link: str = ""
 
 
 class Unpacker:
@@ -60,16 +85,18 @@ class Unpacker:
         self._limit_bytes = size_limit_bytes
         self._kinds: dict[str, str] = {"": "directory"}
         self._names_left_bytes = NAMES_LIMIT_BYTES
+        self._count = 0
 
-    def add(self, member: Member, content: Readable | None) -> None:
+    def add(self, member: Member, content: Iterable[bytes]) -> None:
         """Write one member. Raises `BadEnvironment` for one that is not allowed."""
+        self._count += 1
         name = self._checked_name(member)
         if not name:
             return
         path = self._target / name
         if member.kind == "directory":
             path.mkdir(exist_ok=True)
-        elif member.kind == "file" and content is not None:
+        elif member.kind == "file":
             self._remove_known(name)
             self._write(path, member.mode, content)
         elif member.kind == "symlink":
@@ -106,7 +133,7 @@ class Unpacker:
         if known != kind:
             both = f"as a {known} and as a {member.kind}"
             raise BadEnvironment(f"'{member.name}' is in the archive twice, {both}")
-        if len(self._kinds) > MEMBER_LIMIT:
+        if max(self._count, len(self._kinds)) > MEMBER_LIMIT:
             raise BadEnvironment(f"the archive has more than {MEMBER_LIMIT} members")
         self._make_parents(posixpath.dirname(name), member.name)
         return name
@@ -122,12 +149,12 @@ class Unpacker:
             (self._target / directory).mkdir()
             self._note(directory, "directory")
 
-    def _write(self, path: Path, mode: int, content: Readable) -> None:
+    def _write(self, path: Path, mode: int, content: Iterable[bytes]) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         # Never set-uid or writable by others, always readable and writable by the owner.
         descriptor = os.open(path, flags, (mode & 0o755) | 0o600)
-        with open(descriptor, "wb") as stream:
-            while chunk := content.read(_CHUNK_BYTES):
+        with open(descriptor, "wb", 0) as stream:
+            for chunk in content:
                 self._left_bytes -= len(chunk)
                 if self._left_bytes < 0:
                     limit = f"{self._limit_bytes:,} bytes"
@@ -160,39 +187,136 @@ class Unpacker:
         return target
 
 
-def unpack(archive: IO[bytes], target: Path, size_limit_bytes: int = SIZE_LIMIT_BYTES) -> None:
+def unpack(
+    archive: IO[bytes],
+    target: Path,
+    size_limit_bytes: int = SIZE_LIMIT_BYTES,
+    stop: Event | None = None,
+) -> None:
     """Unpack a tar (plain, gz, bz2 or xz) or zip file into an empty directory.
 
-    Raises `BadEnvironment` without the archive's path, which the caller adds, and `OSError` from the disk. The caller
-    removes what was unpacked until then.
+    Raises `BadEnvironment` without the archive's path, which the caller adds, also soon after `stop` is set, and
+    `OSError` from the disk. The caller removes what was unpacked until then.
     """
     packed_bytes = archive.seek(0, os.SEEK_END)
     archive.seek(0)
     # Environments compress to a tenth of their size, not to a thousandth.
     most_bytes = max(_ALWAYS_BYTES, packed_bytes * _MOST_TIMES)
     unpacker = Unpacker(target, min(size_limit_bytes, most_bytes))
+    with _reading(archive) as (process, pipe):
+        try:
+            write_members(pipe, unpacker, stop or Event())
+        except EOFError:
+            code = process.wait(_END_S)
+            how = "closed its pipe" if code is None else exit_in_words(code)
+            raise BadEnvironment(f"the process that reads it ended too early ({how})") from None
+
+
+def write_members(pipe: int, unpacker: Unpacker, stop: Event) -> None:
+    """Write the members that come through a pipe. Raises EOFError if it ends before the last one, `BadEnvironment` and
+    OSError.
+    """
+    messages = _Messages(pipe, stop)
     try:
-        for member, content in _members(archive):
-            unpacker.add(member, content)
-    except (*_UNREADABLE, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        if isinstance(error, lzma.LZMAError) and "emory" in str(error):
-            what = f"needs more than {XZ_MEMORY_BYTES >> 20} MiB of memory to be unpacked"
-            raise BadEnvironment(
-                f"{what}; pack it with a smaller dictionary, as xz -9 has"
-            ) from error
-        # Decompressors raise OSErrors without a number, too.
-        what = "is not a .tar, .tar.gz, .tar.bz2, .tar.xz or .zip file, or a damaged one"
-        raise BadEnvironment(f"{what} ({error})") from error
+        for member in messages.members():
+            unpacker.add(member, messages.content())
+    except (ValueError, RecursionError) as error:  # names that no file can have, among others
+        raise BadEnvironment(f"has a member that cannot be written ({error})") from error
 
 
-_UNREADABLE = (
-    lzma.LZMAError,
-    zlib.error,
-    EOFError,
-    ValueError,  # `DamagedArchive`, and names that no file can have
-)
+@contextlib.contextmanager
+def _reading(archive: IO[bytes]) -> Iterator[tuple[SpawnedProcess, int]]:
+    """Start the process that reads an archive, and end it after the block. Yields it, and the pipe from it."""
+    pipe, theirs = os.pipe2(os.O_CLOEXEC)
+    try:
+        try:
+            numbers = (archive.fileno(), theirs, os.getpid(), MEMORY_BYTES, MOST_S)
+            with open(os.devnull, "wb") as nowhere:
+                started = spawn(
+                    [sys.executable, "-I", "-S", _READER, *map(str, numbers)],
+                    environment={
+                        name: os.environ[name]
+                        for name in ("LD_LIBRARY_PATH",)
+                        if name in os.environ
+                    },
+                    folder="/",
+                    output_fd=nowhere.fileno(),
+                    fds=numbers[:2],
+                )
+        finally:
+            os.close(theirs)
+        process = SpawnedProcess(started)
+        try:
+            yield process, pipe
+        finally:
+            process.kill()
+            process.wait(_END_S)
+            process.close()
+    finally:
+        os.close(pipe)
+
+
+class _Pipe(io.RawIOBase):
+    """A pipe whose reader gives up when it is stopped, or after `MOST_S`."""
+
+    def __init__(self, fd: int, stop: Event) -> None:
+        self._fd = fd
+        self._stop = stop
+        self._end_s = time.monotonic() + MOST_S
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLIN)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        while not self._poll.poll(_LOOK_S * 1000):
+            if time.monotonic() > self._end_s:
+                raise BadEnvironment(f"cannot be unpacked in {MOST_S} s")
+            if self._stop.is_set():
+                raise BadEnvironment("it was not unpacked, as the load was given up")
+        return os.readv(self._fd, [buffer])
+
+
+class _Messages:
+    """The messages of the process. Raises EOFError if it ends without the last one, and ValueError."""
+
+    def __init__(self, fd: int, stop: Event) -> None:
+        self._stream = io.BufferedReader(_Pipe(fd, stop), _BUFFER_BYTES)
+        self._next: tuple[bytes, bytes] | None = None
+
+    def members(self) -> Iterator[Member]:
+        """Yield each member. Its content has been read when the next one is asked for."""
+        while (message := self._taken())[0] == b"m":
+            fields = json.loads(message[1])
+            if not isinstance(fields, list) or [*map(type, fields)] != [str, str, int, str]:
+                raise ValueError("it is none")
+            yield Member(*fields)
+        if message[0] == b"e":
+            raise BadEnvironment(harmless(message[1].decode(errors="replace"))[:_SHOWN])
+        if message[0] != b".":
+            raise ValueError("it is none")
+
+    def content(self) -> Iterator[bytes]:
+        """Yield the content of the member that came last."""
+        while (message := self._taken())[0] == b"d":
+            yield message[1]
+        self._next = message
+
+    def _taken(self) -> tuple[bytes, bytes]:
+        if (message := self._next) is not None:
+            self._next = None
+            return message
+        kind, size = _MESSAGE.unpack(self._exactly(_MESSAGE.size))
+        if size > _LARGEST_MESSAGE:
+            raise ValueError("a message that is too long")
+        return kind, self._exactly(size)
+
+    def _exactly(self, size: int) -> bytes:
+        data = self._stream.read(size)
+        if len(data) < size:
+            raise EOFError
+        return data
 
 
 def _kept_kind(member: Member) -> str:
@@ -212,60 +336,3 @@ def _relative(name: str) -> str:
     if "\0" in name:
         raise BadEnvironment(f"Path contains a NUL byte: {name!r}")
     return "/".join(steps)
-
-
-class _Unxz:
-    """Decompresses xz with bounded memory, which Python's own file object does not offer."""
-
-    def __init__(self, stream: Readable) -> None:
-        self._stream = stream
-        self._decoder = _xz_decoder()
-
-    def read(self, size_bytes: int, /) -> bytes:
-        while True:
-            packed = b""
-            if self._decoder.eof:
-                # Several streams may follow one another, with zeros between them.
-                packed = self._decoder.unused_data.lstrip(b"\0") or self._packed().lstrip(b"\0")
-                if not packed:
-                    return b""
-                self._decoder = _xz_decoder()
-            elif self._decoder.needs_input:
-                packed = self._packed()
-                if not packed:
-                    raise EOFError(
-                        "Compressed file ended before the end-of-stream marker was reached"
-                    )
-            if data := self._decoder.decompress(packed, size_bytes):
-                return data
-
-    def _packed(self) -> bytes:
-        return self._stream.read(_XZ_CHUNK_BYTES)
-
-
-def _xz_decoder() -> lzma.LZMADecompressor:
-    return lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY_BYTES)
-
-
-# Formats that packers write and that are not read here, by their first bytes.
-_UNREAD = ((b"\x28\xb5\x2f\xfd", "zstd"), (b"hsqs", "SquashFS"))
-
-# The decompressors by the first bytes of the file.
-_DECOMPRESSORS: tuple[tuple[bytes, Callable[[IO[bytes]], Readable]], ...] = (
-    (b"\x1f\x8b", lambda archive: gzip.GzipFile(fileobj=archive)),
-    (b"BZh", bz2.BZ2File),
-    (b"\xfd7zXZ", _Unxz),
-    (b"", lambda archive: archive),
-)
-
-
-def _members(archive: IO[bytes]) -> Iterator[tuple[Member, Readable | None]]:
-    magic = archive.read(6)
-    archive.seek(0)
-    if magic.startswith(b"PK"):
-        return zip_members(archive, MEMBER_LIMIT)
-    for start, form in _UNREAD:
-        if magic.startswith(start):
-            raise BadEnvironment(f"is packed with {form}, which cannot be read; pack it as .tar.gz")
-    opener = next(opener for start, opener in _DECOMPRESSORS if magic.startswith(start))
-    return tar_members(opener(archive), MEMBER_LIMIT)

@@ -24,7 +24,7 @@ from typing import IO
 
 from moonpool.runtime.errors import BadEnvironment
 from moonpool.runtime.process.files import open_file
-from moonpool.runtime.repository.archive_member import SIZE_LIMIT_BYTES
+from moonpool.runtime.repository.archive import SIZE_LIMIT_BYTES, unpack
 from moonpool.runtime.repository.folder_cache import FolderCache, FolderLease, cache_root
 
 MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
@@ -199,7 +199,9 @@ class EnvironmentCache(FolderCache):
         try:
             with _opened(archive) as stream:
                 digest = self._digest(stream)
-                return self.lease(digest, lambda folder: self._unpack(digest, stream, folder), stop)
+                return self.lease(
+                    digest, lambda folder: self._unpack(digest, stream, folder, stop), stop
+                )
         except BadEnvironment as error:
             raise BadEnvironment(f"the packed environment {archive}: {error}") from error
         except OSError as error:
@@ -246,16 +248,13 @@ class EnvironmentCache(FolderCache):
                 copy.write(chunk)
         return digest.hexdigest()
 
-    def _unpack(self, digest: str, archive: IO[bytes], folder: Path) -> None:
-        # Few models have a packed environment, and decompressors take long to import.
-        from moonpool.runtime.repository.archive import unpack
-
+    def _unpack(self, digest: str, archive: IO[bytes], folder: Path, stop: Event | None) -> None:
         folder.chmod(0o755)
         # The archive may be changed at any time. So a private copy is unpacked, which is hashed while it is made.
         with tempfile.TemporaryFile(dir=self.root) as copy:
             if self._digest(archive, copy) != digest:
                 raise BadEnvironment("it was changed while it was read: try again")
-            unpack(copy, folder, self._size_limit_bytes)
+            unpack(copy, folder, self._size_limit_bytes, stop)
 
 
 def _opened(archive: Path) -> IO[bytes]:

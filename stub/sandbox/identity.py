@@ -45,7 +45,7 @@ def drop_capabilities() -> None:
 def die_with(parent_pid: int) -> None:
     """End this process when its parent ends, and at once if that has happened. A change of user undoes it.
 
-    In a PID namespace the parent has the number 0. There the keeper ends this process (`stub/process_tree.py`).
+    In a PID namespace the parent has the number 0. There the keeper ends this process (`programs/process_tree.py`).
     """
     kernel.prctl(_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() not in (parent_pid, 0):

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.runtime.repository.unpacking import unpack
 
 from moonpool.runtime.errors import BadEnvironment
 from moonpool.runtime.repository import archive as environment_archive
-from moonpool.runtime.repository.archive import unpack
 
 
 def tar_of(*members: tarfile.TarInfo | tuple[str, bytes]) -> io.BytesIO:
@@ -49,25 +49,14 @@ def entry(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
     return info
 
 
-class Pieces(io.BytesIO):
-    """A stream that notes the largest piece that was read of it."""
-
-    largest = 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        data = super().read(size)
-        self.largest = max(self.largest, len(data))
-        return data
-
-
 @pytest.mark.promise(
     "Environments",
     "A malicious archive is refused, and nothing is written outside of the environment.",
 )
 @pytest.mark.promise(
     "Environments",
-    "The memory and disk that an archive takes are bounded, whatever its headers, names, maps, "
-    "dictionaries and directories say. So is the time for empty headers.",
+    "The memory, disk and time that an archive takes are bounded, whatever its headers, names, maps, dictionaries and "
+    "directories say. It is read in a process that may do nothing else.",
 )
 @pytest.mark.promise("Environments", "In an archive a later file …")
 class TestHostileArchives:
@@ -152,7 +141,9 @@ class TestHostileArchives:
         header.type, header.size = tarfile.XHDTYPE, 1 << 40
         stream = io.BytesIO(header.tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20))
 
-        with pytest.raises(BadEnvironment, match="has a header of a size that no real archive has"):
+        with pytest.raises(
+            BadEnvironment, match="needs more than 512 MiB of memory to be unpacked"
+        ):
             unpack(stream, tmp_path)
 
     def test_too_many_members_are_refused(
@@ -178,15 +169,11 @@ class TestHostileArchives:
         monkeypatch.setattr(environment_archive, "MEMBER_LIMIT", 2)
 
         with pytest.raises(BadEnvironment, match=what):
-            unpack(io.BytesIO(block.tobuf(tarfile.GNU_FORMAT) * 5), tmp_path)
+            unpack(io.BytesIO(block.tobuf(tarfile.GNU_FORMAT) * 2000), tmp_path)
 
-    def test_many_streams_of_xz_are_not_copied_for_each_other(self, tmp_path: Path) -> None:
-        packed = Pieces(lzma.compress(b"") * 10_000)
-
-        with pytest.raises(BadEnvironment, match="unexpected end of data"):
-            unpack(packed, tmp_path)
-
-        assert packed.largest <= 64 << 10
+    def test_many_streams_of_xz_have_an_end(self, tmp_path: Path) -> None:
+        with pytest.raises(BadEnvironment, match="or a damaged one"):
+            unpack(io.BytesIO(lzma.compress(b"") * 10_000), tmp_path)
 
     def test_a_path_too_deep_to_be_removed_again_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(BadEnvironment, match="lies deeper than 128 directories"):

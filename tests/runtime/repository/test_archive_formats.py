@@ -16,11 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.runtime.repository.unpacking import unpack
 
 from moonpool.runtime.errors import BadEnvironment
 from moonpool.runtime.repository import archive as environment_archive
-from moonpool.runtime.repository import archive_tar as environment_tar
-from moonpool.runtime.repository.archive import unpack
 
 LONG = "/".join(["d" * 60] * 5)
 # Each name has its contents, and each link its target.
@@ -135,6 +134,7 @@ try:
 except BadEnvironment as error:
     print(error)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 """
 
 
@@ -160,9 +160,7 @@ def pax(data: bytes) -> bytes:
 
 
 def pax_headers(file: io.BufferedIOBase) -> None:
-    """Write 300 files with a megabyte of useless headers each: more than the limit, and much for a reader that keeps
-    headers.
-    """
+    """Write 300 files with a megabyte of useless headers each: too much for a reader that keeps headers."""
     comment = pax(record(b"comment", bytes(1_000_000)))
     file.writelines(comment + header(tarfile.REGTYPE, 0, f"f{number}") for number in range(300))
 
@@ -173,7 +171,7 @@ def many_records(file: io.BufferedIOBase) -> None:
     """
     data = b"".join(record(b"k%d" % number, b"") for number in range(80_000))[: 1 << 20]
     data = data[: data.rindex(b"\n") + 1]
-    for number in range(200):
+    for number in range(20):
         file.write(header(tarfile.XGLTYPE, len(data)) + padded(data))
         file.write(header(tarfile.REGTYPE, 0, f"f{number}"))
 
@@ -192,15 +190,15 @@ def sparse_map_without_end(file: io.BufferedIOBase) -> None:
     block[148:156] = b" " * 8
     block[148:156] = b"%06o\0 " % sum(block)
     file.write(block)
-    span = b"0" * 11 + b"\0" + b"0" * 11 + b"\0"
+    span = b"00000077777\0" * 2
     file.writelines(span * 21 + b"\1" + bytes(7) for _ in range(300_000))
 
 
 def sparse_maps(file: io.BufferedIOBase) -> None:
-    """Write forty files without content, each with a map as large as allowed."""
+    """Write five files without content, each with a long map."""
     entries = b"%d\n" % 262_000 + b"0\n0\n" * 262_000
     sparse = record(b"GNU.sparse.major", b"1") + record(b"GNU.sparse.minor", b"0")
-    for number in range(40):
+    for number in range(5):
         name = record(b"GNU.sparse.name", b"s%d" % number)
         file.write(pax(sparse + name) + header(tarfile.REGTYPE, len(padded(entries))))
         file.write(padded(entries))
@@ -222,15 +220,15 @@ def huge_zip_directory(file: io.BufferedIOBase) -> None:
     file.write(end)
 
 
-@pytest.mark.promise("Environments", "The memory and disk that an …")
+@pytest.mark.promise("Environments", "The memory, disk and time that an …")
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (pax_headers, "has a header of a size that no real archive has"),
+        (pax_headers, "unpacked"),
         (many_records, "unpacked"),
-        (sparse_map, "has a header of a size that no real archive has"),
-        (sparse_map_without_end, "has a header of a size that no real archive has"),
-        (sparse_maps, "has a header of a size that no real archive has"),
+        (sparse_map, "unpacked"),
+        (sparse_map_without_end, "needs more than 512 MiB of memory"),
+        (sparse_maps, "unpacked"),
         (long_names, "the names in the archive have more than"),
         (huge_zip_directory, "or a damaged one"),
     ],
@@ -238,7 +236,7 @@ def huge_zip_directory(file: io.BufferedIOBase) -> None:
 def test_the_memory_for_an_archive_is_limited(
     tmp_path: Path, make: Callable[[io.BufferedIOBase], None], what: str
 ) -> None:
-    """Unpack in a process of its own, whose memory is measured."""
+    """Unpack in a process of its own, whose memory is measured, and that of the process that it reads with."""
     packed = tmp_path / "bomb"
     is_zip = make is huge_zip_directory
     with packed.open("wb") if is_zip else gzip.open(packed, "wb", compresslevel=1) as file:
@@ -255,9 +253,10 @@ def test_the_memory_for_an_archive_is_limited(
         check=True,
     )
 
-    said, _, more_kib = ended.stdout.strip().rpartition("\n")
+    said, more_kib, reader_kib = ended.stdout.strip().rsplit("\n", 2)
     assert what in said
     assert int(more_kib) < 150 << 10
+    assert int(reader_kib) < 512 << 10
 
 
 def xz_with_a_dictionary_of_gibibytes() -> bytes:
@@ -269,13 +268,13 @@ def xz_with_a_dictionary_of_gibibytes() -> bytes:
     return bytes(packed)
 
 
-@pytest.mark.promise("Environments", "The memory and disk that an …")
+@pytest.mark.promise("Environments", "The memory, disk and time that an …")
 def test_memory_for_decompression_has_an_end(tmp_path: Path) -> None:
-    with pytest.raises(BadEnvironment, match="needs more than 128 MiB of memory to be unpacked"):
+    with pytest.raises(BadEnvironment, match="needs more than 512 MiB of memory to be unpacked"):
         unpack(io.BytesIO(xz_with_a_dictionary_of_gibibytes()), tmp_path)
 
 
-@pytest.mark.promise("Environments", "The memory and disk that an …")
+@pytest.mark.promise("Environments", "The memory, disk and time that an …")
 def test_a_little_archive_has_no_room_for_endless_zeros(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,24 +287,12 @@ def test_a_little_archive_has_no_room_for_endless_zeros(
     assert (tmp_path / "x").stat().st_size < 10 << 20
 
 
-def test_headers_of_all_members_together_have_an_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(environment_tar, "ALL_HEADERS_LIMIT_BYTES", 5000)
-    comment = pax(record(b"comment", bytes(1000)))
-    members = [comment + header(tarfile.REGTYPE, 0, f"f{number}") for number in range(9)]
-
-    with pytest.raises(BadEnvironment, match="has a header of a size that no real archive has"):
-        unpack(io.BytesIO(b"".join(members)), tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["f0", "f1", "f2", "f3"]
-
-
 def test_a_zip_that_says_it_has_too_many_members_is_refused_at_once(tmp_path: Path) -> None:
     end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
     end64 = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1 << 40, 1 << 40, 46 << 40, 0)
     locator = struct.pack("<4sLQL", b"PK\6\7", 0, 4, 1)
 
-    with pytest.raises(BadEnvironment, match="has more than 500000 members"):
+    with pytest.raises(BadEnvironment, match="or a damaged one"):
         unpack(io.BytesIO(b"PK\3\4" + end64 + locator + end), tmp_path)
 
 
@@ -315,7 +302,7 @@ def test_a_zip_that_says_it_has_too_many_members_is_refused_at_once(tmp_path: Pa
         (lambda data: data.replace(b"hello", b"hallo"), "Bad CRC-32"),
         (lambda data: data[:40], "File is not a zip file"),
         (lambda data: data.replace(b"PK\1\2", b"PK\1\3"), "Bad magic number for central"),
-        (lambda data: data[:4] + b"\xff" * 26 + data[30:], "unexpected end of data"),
+        (lambda data: data[:4] + b"\xff" * 26 + data[30:], "or a damaged one"),
         (lambda data: data.replace(b"PK\3\4", b"PK\3\5"), "Bad magic number for file header"),
     ],
 )
@@ -331,13 +318,41 @@ def test_a_damaged_zip_is_refused(
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_a_zip_that_is_packed_in_a_rare_way_says_what_to_do(tmp_path: Path, method: int) -> None:
+def test_a_zip_that_is_packed_in_a_rare_way_is_unpacked(tmp_path: Path, method: int) -> None:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", method) as packed:
         packed.writestr("f", b"hello" * 99)
 
-    with pytest.raises(BadEnvironment, match="pack the environment with deflate"):
-        unpack(stream, tmp_path)
+    unpack(stream, tmp_path)
+
+    assert (tmp_path / "f").read_bytes() == b"hello" * 99
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "what"),
+    [(10, 9, "is compressed by method 9; pack the environment with deflate"), (8, 1, "encrypted")],
+)
+def test_a_zip_that_cannot_be_read_says_what_to_do(
+    tmp_path: Path, place: int, value: int, what: str
+) -> None:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as packed:
+        packed.writestr("f", b"hello")
+    data = bytearray(stream.getvalue())
+    # In the directory, and in the header of the file.
+    for at in (data.index(b"PK\1\2") + place, place - 2):
+        data[at] = value
+
+    with pytest.raises(BadEnvironment, match=what):
+        unpack(io.BytesIO(bytes(data)), tmp_path)
+
+
+def test_a_damaged_header_is_not_the_end_of_the_archive(tmp_path: Path) -> None:
+    first = header(tarfile.REGTYPE, 1, "first") + padded(b"x")
+    second = header(tarfile.REGTYPE, 1, "second") + padded(b"x")
+
+    with pytest.raises(BadEnvironment, match="bad checksum"):
+        unpack(io.BytesIO(first + second.replace(b"second", b"2econd") + bytes(1024)), tmp_path)
 
 
 def sparse(stored: bytes, numbers: list[int], whole: int) -> io.BytesIO:
@@ -361,8 +376,6 @@ def test_a_sparse_file_is_written_with_its_holes(tmp_path: Path) -> None:
         ([2, 3, 4, 1], 10),  # spans overlap
         ([7, 1, 2, 3], 10),  # and go back
         ([2, 3, 7, 1], 7),  # and lie beyond the end
-        ([2, 3, 7, 9], 99),  # and hold more than is stored
-        ([2, 3], 10),  # and less
     ],
 )
 def test_a_map_that_lies_is_refused(tmp_path: Path, numbers: list[int], whole: int) -> None:

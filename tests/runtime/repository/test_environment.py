@@ -14,6 +14,7 @@ import venv
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -261,11 +262,11 @@ class TestCache:
     ) -> None:
         unpacked: list[Path] = []
 
-        def counted(archive: io.BufferedReader, target: Path, limit: int) -> None:
+        def counted(archive: io.BufferedReader, target: Path, *rest: Any) -> None:
             unpacked.append(target)
-            unpack(archive, target, limit)
+            unpack(archive, target, *rest)
 
-        monkeypatch.setattr("moonpool.runtime.repository.archive.unpack", counted)
+        monkeypatch.setattr("moonpool.runtime.repository.environment.unpack", counted)
         cache = AllAtOnce(tmp_path / "cache", 4)
         found: list[Environment] = []
         threads = [

@@ -1,6 +1,6 @@
 """Starts a stub so that all its processes end with it: in its own PID namespace, or else under its own user.
 
-    python -I -S .../stub/process_tree.py REPORT_FD LIFE_FD USER PROGRAM ARGUMENT...
+    python -I -S .../stub/programs/process_tree.py REPORT_FD LIFE_FD USER PROGRAM ARGUMENT...
 
     runtime ──▶ this process ──▶ keeper  (number 1 of the namespace: when it ends, the kernel ends all others)
        ▲                    └──▶ stub    (PROGRAM)
@@ -38,9 +38,9 @@ def main() -> NoReturn:
     )
     for fd in (report_fd, life_fd):
         os.set_inheritable(fd, False)
-    here = os.path.dirname(os.path.realpath(__file__))
+    folder = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     package = types.ModuleType("moonpool")
-    package.__path__ = [os.path.dirname(here)]
+    package.__path__ = [os.path.dirname(folder)]
     sys.modules["moonpool"] = package
     from moonpool.ipc import signals
     from moonpool.stub.sandbox import identity, kernel, namespaces

@@ -1,0 +1,1 @@
+"""Programs that the runtime starts by their paths, and that are no stubs."""
