@@ -13,6 +13,7 @@ from moonpool.runtime.model.details import details_of
 from moonpool.runtime.model.request import Details, Parameter
 from moonpool.runtime.server.http.head import Body
 from moonpool.runtime.server.http.json_text import UINT64, WRONG, NotJson, loads
+from moonpool.runtime.server.inference import request as requests
 from moonpool.runtime.server.inference.request import (
     END,
     MAX_SEQUENCE_ID_BYTES,
@@ -20,7 +21,6 @@ from moonpool.runtime.server.inference.request import (
     InputPlan,
     LongSequenceId,
     RegionPlace,
-    RequestPlan,
 )
 from moonpool.runtime.server.inference.tensors import (
     BadJson,
@@ -57,23 +57,54 @@ class OutputPlan(NamedTuple):
     place: RegionPlace | None = None
 
 
-class HttpRequestPlan(RequestPlan):
-    """The JSON of a request. It may serve many requests with the same JSON."""
+_BINARY, _VALUES = OutputPlan(True), OutputPlan(False)
+
+
+class HttpRequestPlan(requests.RequestPlan):
+    """The JSON of a request."""
 
     __slots__ = ("has_shared", "is_plain", "request_id", "rest", "wanted")
 
     def __init__(self, request: Any) -> None:
         """Read the value of the JSON. Raises `NotJson`, `BadJson`, `InvalidRequest`."""
-        super().__init__()
-        root = request if isinstance(request, dict) else {}
-        if "id" in root and type(root["id"]) is not str:
-            raise BadJson("id", WRONG[str])
+        self.clear()
+        root: dict[str, Any] = request if type(request) is dict else {}
         self.request_id: str = root.get("id", "")
-        if type(root.get("parameters", {})) is not dict:
+        if type(self.request_id) is not str:
+            raise BadJson("id", WRONG[str])
+        parameters = root.get("parameters")
+        if parameters is None and "parameters" not in root:
+            parameters = {}
+        if type(parameters) is not dict:
             raise NotJson(f"failed to get request params.: {WRONG[dict]}")
-        parameters = root.get("parameters", {})
         self.details = request_details(self.request_id, parameters)
-        self.inputs = [_input(each) for each in _array(root, "inputs")]
+        self.has_shared = False
+        self._add_inputs(_array(root, "inputs"))
+        is_binary = parameters.get("binary_data_output", False)
+        if type(is_binary) is not bool:
+            raise BadJson("binary_data_output", WRONG[bool])
+        # The form of all outputs if none is named, and of each that is.
+        self.rest = _BINARY if is_binary else _VALUES
+        self.wanted: dict[str, OutputPlan] = {}
+        # If the JSON of the response has no values of outputs.
+        self.is_plain = True
+        if "outputs" in root:
+            self._add_outputs(_array(root, "outputs"))
+        if not self.wanted:
+            self.is_plain = is_binary
+
+    def _add_inputs(self, values: list[Any]) -> None:
+        names = set()
+        for value in values:
+            plan = _input(value)
+            self.inputs.append(plan)
+            names.add(plan[0])
+            if plan[3] is not None:
+                self.has_shared = True
+        if len(names) != len(self.inputs):
+            self._refuse_repeated()
+
+    def _refuse_repeated(self) -> None:
         names = set()
         for each in self.inputs:
             if each.name in names:
@@ -82,24 +113,21 @@ class HttpRequestPlan(RequestPlan):
                     "already exists in request"
                 )
             names.add(each.name)
-        self.has_shared = any(each.place is not None for each in self.inputs)
-        is_binary = parameters.get("binary_data_output", False)
-        if type(is_binary) is not bool:
-            raise BadJson("binary_data_output", WRONG[bool])
-        # The form of all outputs if none is named, and of each that is.
-        self.rest = OutputPlan(is_binary)
-        wanted = _array(root, "outputs") if "outputs" in root else []
-        self.wanted = dict([_output(each) for each in wanted])
-        self.places = {
-            name: each.place for name, each in self.wanted.items() if each.place is not None
-        }
+
+    def _add_outputs(self, values: list[Any]) -> None:
+        for value in values:
+            name, how = _output(value)
+            self.wanted[name] = how
+        for name, how in self.wanted.items():
+            if how is _BINARY:
+                continue
+            if how.place is not None:
+                self.places[name] = how.place
+            if how.classes:
+                self.has_classes = True
+            if how.classes or not (how.is_binary or how.place):
+                self.is_plain = False
         self.outputs = list(self.wanted) or None
-        self.has_classes = self.rest.classes > 0 or any(w.classes for w in self.wanted.values())
-        # If the JSON of the response has no values of outputs.
-        self.is_plain = all(
-            (each.is_binary or each.place is not None) and not each.classes
-            for each in (self.wanted.values() or (self.rest,))
-        )
 
     def arrays(self, model: str, body: Bytes, offset: int) -> dict[str, Input]:
         """Return the inputs that do not lie in memory of a client. Binary ones are views on `body`, from `offset` on.
@@ -165,39 +193,38 @@ def raw_plan(config: ModelConfig, body: Body) -> tuple[HttpRequestPlan, Body]:
     ), body
 
 
+_MISSING: Any = object()
+
+
 def _missing(name: str) -> BadJson:
     return BadJson(name, f"attempt to access non-existing object member '{name}'")
 
 
-def _array(root: Mapping[str, Any], name: str) -> list[Any]:
-    if name not in root:
+def _array(root: dict[str, Any], name: str) -> list[Any]:
+    value = root.get(name, _MISSING)
+    if type(value) is list and len(value) <= _MOST_ELEMENTS:
+        return value
+    if value is _MISSING:
         raise _missing(name)
-    value = root[name]
     if not isinstance(value, list | LongArray):
         raise BadJson(name, WRONG[list])
-    if isinstance(value, LongArray) or len(value) > _MOST_ELEMENTS:
-        raise InvalidRequest(
-            f"'{name}' has {len(value)} elements, and {_MOST_ELEMENTS} is the most"
-        )
-    return value
+    raise InvalidRequest(f"'{name}' has {len(value)} elements, and {_MOST_ELEMENTS} is the most")
 
 
-def _object(root: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _object(root: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a member that is an object, or an empty object for anything else."""
     value = root.get(name)
     return value if type(value) is dict else {}
 
 
-def _text(root: Mapping[str, Any], name: str) -> str:
-    if name not in root:
-        raise _missing(name)
-    value = root[name]
-    if type(value) is not str:
-        raise BadJson(name, WRONG[str])
-    return value
+def _text(root: dict[str, Any], name: str) -> str:
+    value = root.get(name, _MISSING)
+    if type(value) is str:
+        return value
+    raise _missing(name) if value is _MISSING else BadJson(name, WRONG[str])
 
 
-def _number(root: Mapping[str, Any], name: str) -> int:
+def _number(root: dict[str, Any], name: str) -> int:
     """Return a member that is a whole number, or 0 if it is missing. Raises `BadJson`."""
     value = root.get(name, 0)
     if type(value) is not int or not 0 <= value <= UINT64:
@@ -205,7 +232,7 @@ def _number(root: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _place(parameters: Mapping[str, Any]) -> RegionPlace | None:
+def _place(parameters: dict[str, Any]) -> RegionPlace | None:
     if "shared_memory_region" not in parameters:
         return None
     return RegionPlace(
@@ -219,29 +246,35 @@ _FIELDS = "'data', 'binary_data_size' in 'parameters', 'shared_memory_region' in
 
 
 def _input(value: object) -> InputPlan:
-    given: dict[str, Any] = value if isinstance(value, dict) else {}
+    given: dict[str, Any] = value if type(value) is dict else {}
     parameters = _object(given, "parameters")
-    found = ["data"] if "data" in given else []
-    found += [key for key in ("binary_data_size", "shared_memory_region") if key in parameters]
-    if len(found) != 1:
-        shown = "set " + " ".join([f"'{key}'" for key in found]) if found else "no field is set"
-        raise InvalidRequest(f"Input must set only one of the following fields: {_FIELDS}{shown}")
+    has_data, has_region = "data" in given, "shared_memory_region" in parameters
+    if has_data + has_region + ("binary_data_size" in parameters) != 1:
+        raise _ambiguous(given, parameters)
     name = _text(given, "name")
     code = code_of(_text(given, "datatype"), name)
     shape = _array(given, "shape")
     for dim in shape:
         if type(dim) is not int or not 0 <= dim <= UINT64:
             raise BadJson("shape", WRONG[int])
-    if found == ["data"]:
+    if has_data:
         values = of_values(name, code, shape, given["data"])
         return InputPlan(name, code, shape, None, values=values)
-    place = _place(parameters)
-    size_bytes = 0 if place else _number(parameters, "binary_data_size")
-    return InputPlan(name, code, shape, place, size_bytes)
+    place = _place(parameters) if has_region else None
+    size_bytes = 0 if has_region else _number(parameters, "binary_data_size")
+    # The class' own way would be interpreted.
+    return tuple.__new__(InputPlan, (name, code, shape, place, size_bytes, None))
+
+
+def _ambiguous(given: dict[str, Any], parameters: dict[str, Any]) -> InvalidRequest:
+    found = ["data"] if "data" in given else []
+    found += [key for key in ("binary_data_size", "shared_memory_region") if key in parameters]
+    shown = "set " + " ".join([f"'{key}'" for key in found]) if found else "no field is set"
+    return InvalidRequest(f"Input must set only one of the following fields: {_FIELDS}{shown}")
 
 
 def _output(value: object) -> tuple[str, OutputPlan]:
-    given: dict[str, Any] = value if isinstance(value, dict) else {}
+    given: dict[str, Any] = value if type(value) is dict else {}
     name = _text(given, "name")
     parameters = _object(given, "parameters")
     is_binary = parameters.get("binary_data", False)
@@ -251,6 +284,8 @@ def _output(value: object) -> tuple[str, OutputPlan]:
     if type(classes) is not int or not 0 <= classes <= UINT64:
         raise NotJson(f"Unable to set 'classification': {WRONG[int]}")
     place = _place(parameters)
+    if place is None and not classes:
+        return name, _BINARY if is_binary else _VALUES
     for other in ("binary_data", "classification"):
         if place is not None and parameters.get(other):
             raise InvalidRequest(f"Output can't set both 'shared_memory_region' and '{other}'")
@@ -258,7 +293,7 @@ def _output(value: object) -> tuple[str, OutputPlan]:
 
 
 def request_details(
-    request_id: str, parameters: Mapping[str, object], trace_context: str | None = None
+    request_id: str, parameters: dict[str, Any], trace_context: str | None = None
 ) -> Details | None:
     """Return the parameters of a request as its details. Raises `InvalidRequest`, `BadJson`, `LongSequenceId`.
 

@@ -1,12 +1,13 @@
 # The types of responses over HTTP, for the compiled form of `infer_response.py`.
 cimport cython
 
+from moonpool.runtime.server.http._infer_request cimport HttpRequestPlan as PlanType
 
-@cython.locals(parts=list, shapes=list, described=list)
+@cython.locals(plan=PlanType, parts=list, shapes=list, described=list)
 cpdef render(service, model, plan, response, most_json_bytes)
 cpdef tuple finished(list text, list parts)
 @cython.locals(key=tuple)
-cdef tuple _plain(model, request_id, tuple shapes, list parts)
+cdef bytes _plain(model, tuple shapes)
 cdef dict _root(model, request_id, outputs, parameters)
 cdef dict _describe(service, name, output, how, parts)
 cdef tuple _headers(text_bytes, parts)

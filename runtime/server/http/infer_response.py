@@ -18,11 +18,10 @@ from moonpool.runtime.server.inference.response import classified
 from moonpool.runtime.server.inference.tensors import to_bytes
 from moonpool.runtime.server.service import Service
 
-_MEMORABLE_ID = 64
-# The JSON and the headers of responses that differ only in the bytes of their tensors.
+# The JSON of responses that differ only in the bytes of their tensors and in the id.
 # The size in bytes is None for tensors that are not in the body.
 _Shape = tuple[str, int, tuple[int, ...], int | None]
-_known: Memo[tuple[str, int, str, tuple[_Shape, ...]], tuple[bytes, Headers]] = Memo(512)
+_known: Memo[tuple[str, int, tuple[_Shape, ...]], bytes] = Memo(1024)
 
 
 class LongAnswer(NamedTuple):
@@ -41,8 +40,8 @@ def render(
     written there, and for outputs in JSON that have more than `most_json_bytes` bytes.
     """
     outputs: Mapping[str, WireTensor] = response.outputs  # type: ignore[assignment]
+    parts: list[Part] = []
     if plan.is_plain and not response.parameters:
-        parts: list[Part] = []
         shapes: list[_Shape] = []
         places = plan.places
         for name, output in outputs.items():
@@ -54,8 +53,11 @@ def render(
             data = raw.data if raw.ndim == 1 else to_bytes(output)
             parts.append(data)
             shapes.append((name, datatype, shape, len(data)))
-        return _plain(model, plan.request_id, tuple(shapes), parts)
-    described, parts = [], []
+        text = _plain(model, tuple(shapes))
+        if plan.request_id:
+            text = b'{"id":%b,%b' % (dumps(plan.request_id), text[1:])
+        return _headers(len(text), parts), [text, *parts]
+    described: list[dict[str, Any]] = []
     values_bytes = 0
     for name, output in outputs.items():
         how = plan.wanted.get(name, plan.rest)
@@ -66,7 +68,7 @@ def render(
             check_values(values_bytes, most_json_bytes)
         described.append(_describe(service, name, output, how, parts))
     root = _root(model, plan.request_id, described, response.parameters)
-    if is_long(described):
+    if values_bytes and is_long(described):
         return LongAnswer(root, parts)
     text = dumps(root)
     if values_bytes:
@@ -79,23 +81,18 @@ def finished(text: list[bytes], parts: list[Part]) -> tuple[Headers, list[Part]]
     return _headers(sum(map(len, text)), parts), [*text, *parts]
 
 
-def _plain(
-    model: Model, request_id: str, shapes: tuple[_Shape, ...], parts: list[Part]
-) -> tuple[Headers, list[Part]]:
-    key = (model.name, model.version, request_id, shapes)
+def _plain(model: Model, shapes: tuple[_Shape, ...]) -> bytes:
+    """Return the JSON of a response without an id, whose tensors are in its body or in memory of the client."""
+    key = (model.name, model.version, shapes)
     known = _known.get(key)
-    if known is None:
-        described: list[dict[str, Any]] = [
-            {"name": name, "datatype": NAMES[datatype], "shape": shape}
-            | ({} if size_bytes is None else {"parameters": {"binary_data_size": size_bytes}})
-            for name, datatype, shape, size_bytes in shapes
-        ]
-        text = dumps(_root(model, request_id, described, {}))
-        known = text, _headers(len(text), parts)
-        if len(request_id) <= _MEMORABLE_ID:
-            _known.keep(key, known)
-    text, headers = known
-    return headers, [text, *parts]
+    if known is not None:
+        return known
+    described: list[dict[str, Any]] = [
+        {"name": name, "datatype": NAMES[datatype], "shape": shape}
+        | ({} if size_bytes is None else {"parameters": {"binary_data_size": size_bytes}})
+        for name, datatype, shape, size_bytes in shapes
+    ]
+    return _known.keep(key, dumps(_root(model, "", described, {})))
 
 
 def _root(
@@ -105,7 +102,7 @@ def _root(
     parameters: Mapping[str, Parameter],
 ) -> dict[str, Any]:
     root: dict[str, Any] = {"id": request_id} if request_id else {}
-    root |= {"model_name": model.name, "model_version": str(model.version)}
+    root["model_name"], root["model_version"] = model.name, str(model.version)
     if parameters:
         check_finite(parameters)
         root["parameters"] = dict(parameters)

@@ -6,16 +6,21 @@ from moonpool.runtime.server.http._connection cimport HttpExchange as ExchangeTy
 from moonpool.runtime.server.inference._call cimport InferCall as CallType
 
 
+@cython.final
 cdef class InferTarget:
     cdef public object model, version, encoding, accepts, load_form, header_length
+    cdef object _plan
+    cdef bytes _text
+
+    @cython.locals(raw=bytes)
+    cpdef plan(self, text)
 
 
 cdef class HttpInference(call.Inference):
     cdef public object limits, turns
-    cdef object _plans, _tasks
+    cdef object _tasks
 
     cpdef find(self, model, version)
-    cpdef plan(self, text)
 
 
 @cython.final

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.ipc.memo import Memo
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.details import with_parameters
@@ -66,14 +65,22 @@ _ENCODINGS = ((b"Accept-Encoding", b"gzip, deflate"), *TEXT)
 _log = RuntimeLog("moonpool")
 # Larger work takes longer than a hand-over to a thread, and is not done in the loop.
 _LONG_DEFLATE_BYTES = 64 << 10
-# Clients that send binary tensors send the same short JSON every time, but for the id.
 _MEMORABLE_BYTES = 2048
 
 
 class InferTarget:
     """The model that a path names, and the form of the body by its headers. One serves all requests of the same head."""
 
-    __slots__ = ("accepts", "encoding", "header_length", "load_form", "model", "version")
+    __slots__ = (
+        "_plan",
+        "_text",
+        "accepts",
+        "encoding",
+        "header_length",
+        "load_form",
+        "model",
+        "version",
+    )
 
     def __init__(self, model: str, version: int | None, headers: dict[bytes, bytes]) -> None:
         self.model = model
@@ -87,6 +94,22 @@ class InferTarget:
         given = headers.get(HEADER_LENGTH)
         if given is not None:
             self.header_length = _leading_number(given)
+        # The last JSON of such a request, and its plan.
+        self._text = b""
+        self._plan: HttpRequestPlan = None  # type: ignore[assignment]
+
+    def plan(self, text: Body) -> HttpRequestPlan:
+        """Return the plan of a request with this JSON. Raises `MoonpoolError`.
+
+        A client that sends binary tensors often sends the JSON that it sent before, and then nothing is read.
+        """
+        if len(text) > _MEMORABLE_BYTES:
+            return read_plan(text)
+        raw = bytes(text)
+        if raw != self._text:
+            self._plan = read_plan(raw)
+            self._text = raw
+        return self._plan
 
 
 _LEADING_NUMBER = re.compile(rb"\s*([+-]?[0-9]{1,20})")
@@ -113,7 +136,6 @@ class HttpInference(call.Inference):
         super().__init__(service, loop, executor)
         self.limits = limits
         self.turns = Turns(loop)
-        self._plans: Memo[bytes, HttpRequestPlan] = Memo(512)
         # The loop itself refers to tasks only weakly.
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -155,16 +177,6 @@ class HttpInference(call.Inference):
         # The JSON is received apart: a stub that could change it might have the request name memory of other clients.
         array = room_for_body(memory, size_bytes - length, 0)
         return None if array is None else array.data
-
-    def plan(self, text: Body) -> HttpRequestPlan:
-        """Return the plan of a request with this JSON. Raises `MoonpoolError`. For the loop's thread if the text is short."""
-        if len(text) > _MEMORABLE_BYTES:
-            return read_plan(text)
-        raw = bytes(text)
-        plan = self._plans.get(raw)
-        if plan is None:
-            plan = self._plans.keep(raw, read_plan(raw))
-        return plan
 
 
 class HttpInferCall(call.InferCall):
@@ -270,7 +282,7 @@ class HttpInferCall(call.InferCall):
             return
         try:
             if length:
-                plan = inference.plan(text)
+                plan = self._target.plan(text)
             else:
                 plan, data = raw_plan(self.hosted.model.config, data)
         except MoonpoolError as error:
