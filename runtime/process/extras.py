@@ -37,12 +37,6 @@ def name_of(requirement: str) -> str:
     return requirement.partition(">=")[0]
 
 
-def module_of(requirement: str) -> str:
-    """Return the name by which a package is imported."""
-    name = name_of(requirement)
-    return {"grpcio": "grpc"}.get(name, name.replace("-", "_"))
-
-
 def how_to_install(extra: str, *names: str) -> str:
     """Return the command that installs the packages of an extra for this interpreter, or only those of `names`.
 

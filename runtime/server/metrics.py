@@ -279,10 +279,6 @@ class FrontendMetrics:
         ]
 
 
-# The content type of Prometheus' text form.
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
 class ServerMetrics:
     """All metrics as one text. Any thread may call any method. `close` releases the GPUs."""
 
