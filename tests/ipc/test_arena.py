@@ -201,6 +201,40 @@ def test_low_addresses_are_used_first_and_again(arena: Arena) -> None:
     assert (first.offset, second.offset, again.offset) == (0, 64, 0)
 
 
+def test_a_block_of_nothing_has_a_place_of_its_own(arena: Arena) -> None:
+    assert [arena.allocate(0).offset for _ in range(3)] == [0, 64, 128]
+
+
+@given(order=st.permutations(range(12)))
+@settings(max_examples=50, deadline=None)
+def test_neighbours_are_joined_in_whatever_order_they_come_back(order: list[int]) -> None:
+    arena = Arena(lambda _: pytest.fail("grew"))
+    arena.add(HeapRegion(1, 12 * ALIGNMENT))
+    blocks = [arena.allocate(ALIGNMENT) for _ in range(12)]
+    for i in order:
+        arena.release(blocks[i])
+
+    assert arena.allocate(12 * ALIGNMENT).offset == 0
+
+
+def test_a_block_stays_while_somebody_holds_it(arena: Arena) -> None:
+    block = arena.allocate(100)
+    block.holds += 1
+    arena.release(block)
+    assert arena.find(1, block.offset) is block
+    arena.release(block)
+
+    assert arena.find(1, block.offset) is None
+    assert arena.used_bytes == 0
+
+
+def test_an_error_of_the_creator_reaches_the_caller_and_changes_nothing(arena: Arena) -> None:
+    with pytest.raises(OutOfMemory, match=f"no {17 * PAGE} bytes"):
+        arena.allocate(16 * PAGE + 1)
+
+    assert (arena.size_bytes, arena.used_bytes) == (16 * PAGE, 0)
+
+
 def test_a_region_that_is_smaller_than_asked_for_is_told() -> None:
     arena = Arena(lambda _: HeapRegion(2, 64))
 
@@ -218,6 +252,16 @@ def test_a_region_that_was_used_between_two_looks_shows_it(arena: Arena) -> None
     arena.release(arena.allocate(20 * PAGE))
 
     assert (before, arena.idle()) == ({2: 0}, {2: 1})
+
+
+def test_a_retired_region_is_not_allocated_in(arena: Arena) -> None:
+    region = HeapRegion(2, 32 * PAGE)
+    arena.add(region)
+
+    assert arena.retire(2) is region
+    with pytest.raises(OutOfMemory):
+        arena.allocate(20 * PAGE)
+    assert arena.find(2, 0) is None
 
 
 KEEP = Keep(60.0, 5.0)

@@ -170,6 +170,13 @@ def test_without_a_name_no_input_is_named() -> None:
         decode_bytes(b"", (1,))
 
 
+def test_a_shape_from_outside_is_checked() -> None:
+    with pytest.raises(BadTensor, match="33 dimensions"):
+        decode_bytes(wire(b"a"), (1,) * 33)
+    with pytest.raises(BadTensor, match="dimension -1"):
+        decode_bytes(wire(b"a"), (-1,))
+
+
 def plain_decode(data: bytes, count: int) -> list[bytes] | None:
     """The definition, an element at a time."""
     payloads = []

@@ -42,3 +42,18 @@ def test_rubbish_is_refused_with_the_same_error(packed: bytes) -> None:
     except RemoteProtocolError:
         return
     assert fits(LAYOUT.item, layout)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        ([0, 15, [], 0, 0, 0], "layout.datatype may not be 15"),
+        ([0, 1, [True], 0, 0, 0], "layout.shape may not be True"),
+        ([0, 1, [1] * 33, 0, 0, 0], "layout.shape may not be list"),
+        ([0, 1, [], 0, 0], "layout may not be list"),
+    ],
+)
+def test_a_refusal_names_the_field(tensor: list[Any], reason: str) -> None:
+    with pytest.raises(RemoteProtocolError) as raised:
+        unpack_layout(encode([tensor]))
+    assert str(raised.value) == reason

@@ -100,6 +100,14 @@ def test_ml_dtypes_is_imported_only_when_a_bf16_tensor_is_met() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shape", "count"), [((), 1), ((0,), 0), ((3, 4), 12), ((1,) * 32, 1), ((5, 0, 2**40), 0)]
+)
+def test_a_good_shape_gives_its_number_of_elements(shape: tuple[int, ...], count: int) -> None:
+    assert tensors.check_shape(shape) == count
+    assert tensors.element_count(shape) == count
+
+
+@pytest.mark.parametrize(
     ("shape", "why"),
     [
         ((1,) * 33, "33 dimensions, and 32 is the most"),
@@ -160,6 +168,11 @@ def test_a_view_of_memory_that_must_not_change_is_read_only() -> None:
 def test_a_view_beyond_its_memory_is_refused(offset: int, shape: tuple[int, ...]) -> None:
     with pytest.raises(BadTensor, match=r"FP32 tensor of shape .* does not lie within its memory"):
         tensors.view(bytearray(16), offset, tensors.CODES["FP32"], shape)
+
+
+def test_a_view_of_a_bad_shape_is_refused() -> None:
+    with pytest.raises(BadTensor, match="dimension -1"):
+        tensors.view(bytearray(16), 8, tensors.CODES["FP32"], (-1,))
 
 
 @given(npst.arrays(npst.integer_dtypes(endianness="="), SHAPES))

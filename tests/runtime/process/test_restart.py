@@ -49,6 +49,12 @@ def test_without_restarts_the_first_death_is_the_last() -> None:
     assert decision == GiveUp("died, and restarts are switched off")
 
 
+def test_a_decision_that_comes_late_restarts_now() -> None:
+    policy = RestartPolicy()
+    assert policy.decide([0.0, 1.0], 5.0) == RestartAt(5.0)
+    assert policy.decide([0.0], 1000.0) == RestartAt(1000.0)
+
+
 def test_many_deaths_do_not_overflow() -> None:
     policy = RestartPolicy(max_restarts=10**6, window_s=math.inf)
     assert policy.decide([0.0] * 5000, 0.0) == RestartAt(60.0)

@@ -60,6 +60,12 @@ def test_none_switches_it_off(timer: Timer) -> None:
     assert not is_readable(timer, 20)
 
 
+def test_another_time_replaces_the_one_before(timer: Timer) -> None:
+    timer.set(time.monotonic() + 3600)
+    timer.set(time.monotonic() + 0.001)
+    assert is_readable(timer, 10_000)
+
+
 def test_a_time_that_is_very_far_away_is_no_error(timer: Timer) -> None:
     for when in (1e12, 1e18, 1e300, float("inf")):
         timer.set(when)
