@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,9 @@ from moonpool.runtime.model.request import Response
 from moonpool.runtime.model.signature import RequestOptions, request_with
 from moonpool.runtime.observe.exposition import expose
 from moonpool.runtime.observe.metrics_options import MetricsOptions
+from moonpool.runtime.openai import calls
+from moonpool.runtime.openai.answers import CHAT
+from moonpool.runtime.openai.calls import AnswerStream
 from moonpool.runtime.process.parallel import awaited, in_parallel
 from moonpool.runtime.process.spawner import fill_standard_descriptors
 from moonpool.runtime.process.threads import apart, check_unpatched
@@ -427,6 +430,66 @@ class Runtime:
         hosted = self._find(model, version)
         request = request_with(hosted.signature, inputs, options)
         return ResponseStream(hosted.scheduler, request, timeout_s)
+
+    @overload
+    def chat(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        stream: Literal[False] = ...,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def chat(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        stream: Literal[True],
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> AnswerStream: ...
+
+    def chat(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        stream: bool = False,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> dict[str, Any] | AnswerStream:
+        """Ask a model with a method `chat` for the next message, with OpenAI's `fields`, such as `temperature=0`.
+
+        Returns the answer in OpenAI's form, or with `stream` an iterator over its chunks, for threads and for tasks.
+        Raises `InvalidRequest` for wrong fields, and what `infer` raises.
+        """
+        asked = {**fields, "model": model, "messages": list(messages), "stream": stream}
+        hosted = self._find(model, None)
+        if stream:
+            return calls.begin(hosted, CHAT, asked, timeout_s)
+        return calls.whole(hosted, CHAT, asked, timeout_s)
+
+    async def achat(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """Ask as `chat` does, from an asyncio event loop. Cancelling the task ends the model's iterator."""
+        asked = {**fields, "model": model, "messages": list(messages), "stream": False}
+        return await calls.awhole(self._find(model, None), CHAT, asked, timeout_s)
+
+    def embed(
+        self, model: str, texts: Sequence[str], *, timeout_s: float | None = None
+    ) -> NDArray[np.float32]:
+        """Return a row of numbers for each text, from a model with a method `embed`. Raises what `infer` raises."""
+        return calls.embed(self._find(model, None), texts, timeout_s)
 
     @overload
     def empty(

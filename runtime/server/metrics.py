@@ -30,6 +30,7 @@ from moonpool.runtime.observe.distributions import BucketCounts, bucket_samples
 from moonpool.runtime.observe.exposition import ExposedFamily, Sample, expose
 from moonpool.runtime.observe.machine import GpuMetrics, MachineMetrics
 from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS
+from moonpool.runtime.server.openai.meter import OpenAIMeter
 from moonpool.runtime.version import VERSION
 
 # What a model with a KV cache counts, as the backend of TensorRT-LLM does, and the label with the kind of count.
@@ -288,6 +289,7 @@ class ServerMetrics:
         self._models = models
         # The protocols count here.
         self.frontends = FrontendMetrics()
+        self.openai = OpenAIMeter()
         self._machine = MachineMetrics(options.interval_s) if options.allow_cpu else None
         self._gpus = GpuMetrics() if options.allow_gpu else None
         self._process = ProcessCollector(registry=None)
@@ -309,6 +311,7 @@ class ServerMetrics:
                 *(self._machine.families() if self._machine is not None else ()),
                 *(self._gpus.families() if self._gpus is not None else ()),
                 *self.frontends.families(),
+                *self.openai.families(self._models.names()),
                 build,
                 *_converted(self._process.collect()),
             ]

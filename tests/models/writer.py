@@ -86,8 +86,10 @@ class Writer:
             for word in said.split(" "):
                 yield word + " "
 
-    def complete(self, request: CompletionRequest) -> str:
-        return f"{request.prompt}!" if isinstance(request.prompt, str) else f"{request.prompt}"
+    def complete(self, request: CompletionRequest) -> list[str | Usage]:
+        prompt = request.prompt
+        # LangChain's completions do not work without usage.
+        return [f"{prompt}!" if isinstance(prompt, str) else f"{prompt}", Usage(1, 1)]
 
     def embed(self, texts: list[str]) -> Float32[Batch, 4]:
         self.counts.append(len(texts))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from http import HTTPStatus
-from typing import Any
 
 from moonpool.ipc.errors import Closed, MoonpoolError, OutOfMemory
 from moonpool.runtime.errors import (
@@ -25,6 +24,7 @@ from moonpool.runtime.errors import (
     StubDied,
 )
 from moonpool.runtime.isolation.public_text import public_text
+from moonpool.runtime.openai.fields import BadField
 from moonpool.runtime.server.http.head import JSON, Headers
 from moonpool.runtime.server.http.json_text import NotJson, TooMuchJson, dumps
 
@@ -43,22 +43,6 @@ _TYPES = {
     429: "rate_limit_error",
 }
 _CODES = {401: "invalid_auth", 404: "not_found", 413: "content_too_large"}
-
-
-class BadField(MoonpoolError):
-    """A field of a request is wrong. `where` leads to it."""
-
-    _quotes_reader = True
-    code = "INVALID_ARG"
-
-    def __init__(
-        self, text: str, where: tuple[str | int, ...] = (), kind: str = "", *, given: Any = None
-    ) -> None:
-        """With a `kind`, the status is 422, and `detail` is as clients of FastAPI's programs know it."""
-        super().__init__(text)
-        self.where = where
-        self.kind = kind
-        self.given = given
 
 
 class NoSuchModel(MoonpoolError):
@@ -143,14 +127,18 @@ def reply_of(error: BaseException) -> ErrorReply:
 
 
 def _field_reply(error: BadField, text: str) -> ErrorReply:
-    param = ".".join(map(str, error.where)) or None
+    param = error.param or None
     if not error.kind:
         return ErrorReply(400, text, param=param, code="invalid_value")
     detail = [
-        {"type": error.kind, "loc": ["body", *error.where], "msg": text, "input": error.given}
+        {
+            "type": error.kind,
+            "loc": ["body", *error.where],
+            "msg": error.text,
+            "input": error.given,
+        }
     ]
-    shown = f"{param}: {text}" if param else text
-    return ErrorReply(422, shown, param=param, code=error.kind, detail=detail)
+    return ErrorReply(422, text, param=param, code=error.kind, detail=detail)
 
 
 def _later(error: MoonpoolError) -> Headers:

@@ -30,8 +30,23 @@ from moonpool.runtime.hosting.model_control import version_of
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.details import details_of, with_parameters
 from moonpool.runtime.model.request import Response, WireTensor
-from moonpool.runtime.openai.endpoints import EMBED, ModelEndpoint, endpoints_of
-from moonpool.runtime.openai.pieces import object_of, piece_of
+from moonpool.runtime.openai.answers import CHAT, COMPLETION, AnswerKind, TextAnswer
+from moonpool.runtime.openai.conventions import endpoints_of
+from moonpool.runtime.openai.endpoints import (
+    Inputs,
+    ModelEndpoints,
+    PieceEndpoint,
+    PieceReader,
+    TextEndpoint,
+)
+from moonpool.runtime.openai.fields import (
+    BadField,
+    check_chat,
+    check_completion,
+    check_embeddings,
+    check_rerank,
+)
+from moonpool.runtime.schedule.backlog import held_bytes
 from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.server.http.connection import HttpExchange
 from moonpool.runtime.server.http.head import JSON, Body, Headers
@@ -39,14 +54,8 @@ from moonpool.runtime.server.http.inference import begin_trace
 from moonpool.runtime.server.http.json_text import NotJson, check_values, dumps, loads
 from moonpool.runtime.server.http.routes import Route, RouteReply, RouteRequest
 from moonpool.runtime.server.inference.request import Hosted, make_request
-from moonpool.runtime.server.openai.answers import CHAT, COMPLETION, AnswerKind, TextAnswer
-from moonpool.runtime.server.openai.errors import BadField, NoSuchModel, reply_of
-from moonpool.runtime.server.openai.fields import (
-    check_chat,
-    check_completion,
-    check_embeddings,
-    check_rerank,
-)
+from moonpool.runtime.server.openai.errors import NoSuchModel, reply_of
+from moonpool.runtime.server.openai.meter import CountingReader
 from moonpool.runtime.server.service import Service
 
 _log = RuntimeLog("moonpool")
@@ -56,6 +65,7 @@ _EVENTS: Headers = (
     # For proxies, which would hold small pieces back.
     (b"X-Accel-Buffering", b"no"),
 )
+_DONE = b"data: [DONE]\n\n"
 _MOST_UNSENT_BYTES = 64 << 20
 # Events that are sent at once if they are there at once. More would hold the loop.
 _MOST_EVENTS = 64
@@ -121,31 +131,37 @@ class OpenAIEndpoints:
         self, request: RouteRequest, kind: AnswerKind, check: Callable[[Fields], None]
     ) -> RouteReply | None:
         exchange = request.exchange
-        fields, bodies = await request.read(partial(_read_prompts, check))
-        hosted, endpoint = self._find(fields["model"], kind.endpoint)
+        fields, prompts = await request.read(partial(_read_prompts, check))
+        hosted, endpoint = self._find_text(fields["model"], kind.endpoint)
         number = uuid4().hex
         answer = TextAnswer(kind, number, fields)
         with ExitStack() as closing:
             streams = [
-                closing.enter_context(self._ask(request, hosted, endpoint, endpoint.inputs(body)))
-                for body in bodies
+                closing.enter_context(
+                    self._ask(request, hosted, endpoint.outputs, endpoint.inputs(each, body))
+                )
+                for each, body in prompts
+            ]
+            counts = self._service.metrics.openai.of(hosted.model.name)
+            readers = [
+                CountingReader(endpoint.reader(each), counts, exchange.received_ns)
+                for each, _ in prompts
             ]
             exchange.cancel = closing.close
             if fields.get("stream"):
-                await _Stream(request, answer, endpoint, hosted).send(streams)
+                await _Stream(request, answer, readers).send(streams)
                 return None
             size_bytes = 0
             for place, stream in enumerate(streams):
                 async for response in stream:
-                    raw = endpoint.answer(response, hosted.model.name)
-                    size_bytes += len(raw)
+                    size_bytes += _size_bytes(response)
                     check_values(size_bytes, exchange.limits.json_bytes)
-                    answer.add(piece_of(raw, hosted.model.name), place)
+                    answer.add(readers[place].piece(response), place)
                 answer.end(place)
-        return RouteReply(200, JSON, answer.whole())
+        return _reply(answer.whole())
 
-    def _find(self, name: str, endpoint: str) -> tuple[Hosted, ModelEndpoint]:
-        """Return a model that has an endpoint. Its name may have a version behind a colon. Raises `MoonpoolError`."""
+    def _find(self, name: str) -> tuple[Hosted, ModelEndpoints]:
+        """Return a model, whose name may have a version behind a colon. Raises `MoonpoolError`."""
         try:
             hosted: Hosted = self._service.models.find(name)
         except ModelNotFound:
@@ -153,25 +169,21 @@ class OpenAIEndpoints:
             if not colon or not version.isdecimal():
                 raise NoSuchModel(name) from None
             hosted = self._service.models.find(base, version_of(version))
-        found = endpoints_of(hosted.model.config).get(endpoint)
-        if found is None:
-            raise NoSuchModel(
-                name,
-                why=f"model '{name}' has no endpoint '{endpoint}': its class has no method of that name",
-            )
-        return hosted, found
+        return hosted, endpoints_of(hosted.model.config)
+
+    def _find_text(self, name: str, method: str) -> tuple[Hosted, TextEndpoint]:
+        hosted, endpoints = self._find(name)
+        if method not in endpoints.texts:
+            raise NoSuchModel(name, why=_lacks(name, method))
+        return hosted, endpoints.texts[method]
 
     def _ask(
-        self,
-        request: RouteRequest,
-        hosted: Hosted,
-        endpoint: ModelEndpoint,
-        inputs: Mapping[str, WireTensor],
+        self, request: RouteRequest, hosted: Hosted, outputs: Sequence[str], inputs: Inputs
     ) -> ResponseStream:
         """Submit a request. The caller closes its stream."""
         exchange = request.exchange
         details = with_parameters(details_of(request.id, 0, 0, 0, 0, {}), exchange.head.forwarded)
-        made = make_request(hosted, inputs, [endpoint.output], details)
+        made = make_request(hosted, inputs, outputs, details)
         service = self._service
         if service.capture is not None:
             service.capture.take(hosted.model, made)
@@ -184,45 +196,51 @@ class OpenAIEndpoints:
     async def embed(self, request: RouteRequest) -> RouteReply:
         """Return a row of numbers for each text."""
         exchange = request.exchange
-        fields, texts = await request.read(_read_texts)
-        hosted, endpoint = self._find(fields["model"], EMBED)
-        parts = [
-            texts[at : at + endpoint.most_rows] for at in range(0, len(texts), endpoint.most_rows)
-        ]
+        fields = await request.read(_read_texts)
+        hosted, endpoints = self._find(fields["model"])
+        endpoint = endpoints.embedding
+        if endpoint is None:
+            raise NoSuchModel(fields["model"], why=_lacks(fields["model"], "embed"))
+        made = endpoint.requests(_texts_in(fields, takes_tokens=endpoint.takes_tokens), fields)
         with ExitStack() as closing:
             streams = [
-                closing.enter_context(self._ask(request, hosted, endpoint, endpoint.texts(part)))
-                for part in parts
+                closing.enter_context(self._ask(request, hosted, endpoint.outputs, inputs))
+                for inputs, _ in made
             ]
             exchange.cancel = closing.close
-            rows = [
-                endpoint.rows(await _only(stream), len(part), hosted.model.name)
-                for stream, part in zip(streams, parts, strict=True)
+            found = [
+                endpoint.rows(await _only(stream), count)
+                for stream, (_, count) in zip(streams, made, strict=True)
             ]
-        return RouteReply(200, JSON, _embeddings(fields, np.concatenate(rows)))
+        return RouteReply(200, JSON, _embeddings(fields, found))
 
     async def rerank(self, request: RouteRequest) -> RouteReply:
         """Return the documents with their scores, the best first."""
         exchange = request.exchange
         fields, body = await request.read(_read_ranking)
-        hosted, endpoint = self._find(fields["model"], "rerank")
-        with self._ask(request, hosted, endpoint, endpoint.inputs(body)) as stream:
+        hosted, endpoint = self._find_text(fields["model"], "rerank")
+        if not isinstance(endpoint, PieceEndpoint):
+            raise NoSuchModel(fields["model"], why=_lacks(fields["model"], "rerank"))
+        inputs = endpoint.inputs(fields, body)
+        with self._ask(request, hosted, endpoint.outputs, inputs) as stream:
             exchange.cancel = stream.close
-            raw = endpoint.answer(await _only(stream), hosted.model.name)
-        return _reply(_ranking(fields, object_of(raw, hosted.model.name), hosted.model.name))
+            answer = endpoint.object(await _only(stream))
+        return _reply(_ranking(fields, answer, hosted.model.name))
 
 
 class _Stream:
     """An answer that is sent piece by piece."""
 
     def __init__(
-        self, request: RouteRequest, answer: TextAnswer, endpoint: ModelEndpoint, hosted: Hosted
+        self, request: RouteRequest, answer: TextAnswer, readers: Sequence[PieceReader]
     ) -> None:
         self._exchange = request.exchange
         self._headers = (*_EVENTS, *_id_header(request))
         self._answer = answer
-        self._endpoint = endpoint
-        self._name = hosted.model.name
+        # What is the same in all chunks, before and behind the choice.
+        self._before = b'data: %b,"choices":[' % dumps(answer.chunk_head)[:-1]
+        self._behind = b'],"usage":null}\n\n' if answer.tells_usage else b"]}\n\n"
+        self._readers = readers
         self._sent_s = 0.0
         self._is_over = False
 
@@ -238,7 +256,7 @@ class _Stream:
                 async with asyncio.TaskGroup() as group:
                     for place, stream in enumerate(streams):
                         group.create_task(self._send(stream, place))
-            self._write(self._answer.last())
+            self._write(self._last())
         except BaseExceptionGroup as errors:
             self._fail(errors.exceptions[0])
         except MoonpoolError as error:
@@ -251,21 +269,37 @@ class _Stream:
     async def _send(self, stream: ResponseStream, place: int) -> None:
         exchange = self._exchange
         events: list[bytes] = []
-        async for response in stream:
-            raw = self._endpoint.answer(response, self._name)
-            events.append(self._answer.chunks(piece_of(raw, self._name), place))
-            if len(events) < _MOST_EVENTS and stream.has_next:
-                continue
+        try:
+            async for response in stream:
+                piece = self._readers[place].piece(response)
+                events += map(self._event, self._answer.chunks(piece, place))
+                if len(events) < _MOST_EVENTS and stream.has_next:
+                    continue
+                self._write(b"".join(events))
+                events.clear()
+                if exchange.unsent_bytes > _MOST_UNSENT_BYTES:
+                    exchange.abort()
+                # Pieces may come faster than they can be sent: let other clients have their turn.
+                await asyncio.sleep(0)
+            events += map(self._event, self._answer.end_chunks(place))
+        finally:
+            # What came before an error comes before it at the client, too.
             self._write(b"".join(events))
-            events.clear()
-            if exchange.unsent_bytes > _MOST_UNSENT_BYTES:
-                exchange.abort()
-            # Pieces may come faster than they can be sent: let other clients have their turn.
-            await asyncio.sleep(0)
-        self._write(b"".join(events) + self._answer.end_chunks(place))
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        return b"%b%b%b" % (self._before, dumps(choice), self._behind)
+
+    def _last(self) -> bytes:
+        """Return the events behind those of all choices."""
+        usage = self._answer.usage
+        if not self._answer.tells_usage or usage is None:
+            return _DONE
+        return b'%b],"usage":%b}\n\n%b' % (self._before, dumps(usage), _DONE)
 
     def _write(self, events: bytes) -> None:
         exchange = self._exchange
+        if not events:  # the status waits for the first event
+            return
         if not exchange.status:
             exchange.begin(200, self._headers)
         exchange.send(events)
@@ -343,24 +377,32 @@ def _fields(body: Body) -> dict[str, Any]:
     return root
 
 
-def _read_prompts(check: Callable[[Fields], None], body: Body) -> tuple[Fields, list[bytes]]:
-    """Return the fields of a request, and a body for each of its prompts. Raises `BadField`."""
+def _read_prompts(
+    check: Callable[[Fields], None], body: Body
+) -> tuple[Fields, list[tuple[Fields, bytes]]]:
+    """Return the fields of a request, and fields and body for each of its prompts. Raises `BadField`."""
     fields = _fields(body)
     check(fields)
     prompt = fields.get("prompt")
     if type(prompt) is not list or type(prompt[0]) is int:
-        return fields, [bytes(body)]
+        return fields, [(fields, bytes(body))]
     if len(prompt) > _MOST_PROMPTS:
         raise BadField(f"at most {_MOST_PROMPTS} prompts go into a request", ("prompt",))
-    return fields, [dumps({**fields, "prompt": each}) for each in prompt]
+    prompts = [{**fields, "prompt": each} for each in prompt]
+    return fields, [(each, dumps(each)) for each in prompts]
 
 
-def _read_texts(body: Body) -> tuple[Fields, list[bytes]]:
+def _read_texts(body: Body) -> Fields:
     fields = _fields(body)
     check_embeddings(fields)
+    return fields
+
+
+def _texts_in(fields: Fields, *, takes_tokens: bool) -> list[Any]:
+    """Return the texts to embed, or lists of tokens. Raises `BadField`."""
     given = fields["input"]
-    texts = given if type(given) is list else [given]
-    if type(texts[0]) is not str:
+    texts = given if type(given) is list and type(given[0]) is not int else [given]
+    if type(texts[0]) is not str and not takes_tokens:
         raise BadField(
             f"model '{fields['model']}' takes texts, and no ids of a tokenizer that it would have to share with the client; "
             "LangChain's OpenAIEmbeddings sends texts with check_embedding_ctx_length=False",
@@ -368,7 +410,7 @@ def _read_texts(body: Body) -> tuple[Fields, list[bytes]]:
         )
     if len(texts) > _MOST_TEXTS:
         raise BadField(f"at most {_MOST_TEXTS} texts go into a request", ("input",))
-    return fields, [each.encode("utf-8", "replace") for each in texts]
+    return texts
 
 
 def _read_ranking(body: Body) -> tuple[Fields, bytes]:
@@ -389,7 +431,22 @@ async def _only(stream: ResponseStream) -> Response:
     raise ModelError("the model gave no answer")
 
 
-def _embeddings(fields: Fields, rows: NDArray[np.float32]) -> bytes:
+def _size_bytes(response: Response) -> int:
+    """Return about the memory that a piece takes until the answer is whole."""
+    return held_bytes(response) + sum(
+        WireTensor.of(each).raw.nbytes for each in response.outputs.values()
+    )
+
+
+def _lacks(name: str, method: str) -> str:
+    return f"model '{name}' has no endpoint '{method}': see docs/OPENAI.md for what gives it one"
+
+
+def _embeddings(fields: Fields, found: Sequence[tuple[NDArray[np.float32], int | None]]) -> bytes:
+    sizes = {rows.shape[1] for rows, _ in found}
+    if len(sizes) > 1:
+        raise ModelError("the model gave embeddings of different sizes")
+    rows = np.concatenate([each for each, _ in found])
     size = rows.shape[1]
     wanted = fields.get("dimensions")
     if wanted not in (None, size):
@@ -406,7 +463,12 @@ def _embeddings(fields: Fields, rows: NDArray[np.float32]) -> bytes:
             for index, text in enumerate(texts)
         ]
     )
-    return b'{"object":"list","model":%b,"data":[%b]}' % (dumps(fields["model"]), data)
+    counts = [count for _, count in found if count is not None]
+    usage = b""
+    if len(counts) == len(found):
+        tokens = sum(counts)
+        usage = b',"usage":%b' % dumps({"prompt_tokens": tokens, "total_tokens": tokens})
+    return b'{"object":"list","model":%b,"data":[%b]%b}' % (dumps(fields["model"]), data, usage)
 
 
 def _ranking(fields: Fields, answer: Mapping[str, Any], name: str) -> Fields:

@@ -334,3 +334,29 @@ def test_models_are_listed(serving: Serving) -> None:
     assert serving.get("/v1/models/writer").value["id"] == "writer"
     assert serving.get("/v1/models/x").status == 404
     assert serving.get("/v1/models/x").value["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.promise("OpenAI", "Metrics have the time to the first piece, the gaps and the tokens.")
+def test_metrics_count_pieces_and_tokens() -> None:
+    with started() as serving:
+        serving.post(CHAT, chat("one two three"))
+        serving.post(CHAT, chat("counts", stream=True))
+        text = serving.service.metrics_text()
+
+        found = dict(
+            line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("moonpool_openai")
+        )
+        of = '{model="writer"}'
+        assert float(found["moonpool_openai_first_piece_seconds_count" + of]) == 2
+        assert float(found["moonpool_openai_piece_gap_seconds_count" + of]) == 2
+        tokens = {
+            kind: found[f'moonpool_openai_tokens_total{{kind="{kind}",model="writer"}}']
+            for kind in ("prompt", "completion")
+        }
+        assert {kind: float(count) for kind, count in tokens.items()} == {
+            "prompt": 3,
+            "completion": 2,
+        }
+
+        serving.runtime.unload("writer")
+        assert "moonpool_openai_tokens_total{" not in serving.service.metrics_text()

@@ -1,4 +1,4 @@
-"""Makes the answers of chats and completions: chunks of a stream, or the whole.
+"""Makes the answers of chats and completions in OpenAI's form: chunks of a stream, or the whole.
 
 Clients rely on the order of chunks. A chat begins with the role of each choice. Then come the pieces. Each choice ends
 with one chunk that has a `finish_reason` and nothing else. If the client asked for it and the model has told it, one
@@ -14,9 +14,8 @@ from uuid import uuid4
 
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.openai.pieces import Piece
-from moonpool.runtime.server.http.json_text import dumps
 
-DONE = b"data: [DONE]\n\n"
+Json = dict[str, Any]
 
 
 class AnswerKind(NamedTuple):
@@ -57,7 +56,8 @@ class TextAnswer:
         self._most_choices: int = fields.get("n") or 1
         limit = fields.get("max_completion_tokens")
         self._most_tokens = fields.get("max_tokens") if limit is None else limit
-        self._tells_usage = bool((fields.get("stream_options") or {}).get("include_usage"))
+        self.tells_usage = bool((fields.get("stream_options") or {}).get("include_usage"))
+        """Whether the client wants the usage in a chunk of its own. Then all chunks have the field."""
         self._head = {
             "id": kind.prefix + request_id,
             "object": kind.whole,
@@ -65,67 +65,54 @@ class TextAnswer:
             "model": self._model,
             "system_fingerprint": None,
         }
-        head = dumps({**self._head, "object": kind.chunk})
-        # What is the same in all chunks, before and behind the choice.
-        self._before = b'data: %b,"choices":[' % head[:-1]
-        self._behind = b'],"usage":null}\n\n' if self._tells_usage else b"]}\n\n"
+        self.chunk_head = {**self._head, "object": kind.chunk}
+        """The fields that all chunks have, before the choices."""
         self._choices: dict[int, _Choice] = {}
         # By the place of the prompt.
         self._usage: dict[int, dict[str, int]] = {}
 
     # A stream
 
-    def chunks(self, piece: Piece, place: int) -> bytes:
-        """Return the events for a piece of the answer to the prompt at `place`. Raises `ModelError`."""
+    def chunks(self, piece: Piece, place: int) -> list[Json]:
+        """Return the choice of each chunk for a piece of the answer to the prompt at `place`. Raises `ModelError`."""
         index = place * self._most_choices + piece.choice
         if piece.usage is not None:
             self._usage[place] = piece.usage
             if not piece.delta and piece.finish_reason is None:
-                return b""
+                return []
         begins = index not in self._choices
         choice = self._choice(piece, place)
-        events = (
-            self._chunk(index, {"role": "assistant", "content": ""})
-            if begins and self._is_chat
-            else b""
-        )
+        made = self._first(index) if begins else []
         if piece.delta or piece.logprobs:
             self._name_calls(choice, piece)
-            events += self._chunk(index, piece.delta, piece.logprobs)
+            made.append(self._chunk(index, piece.delta, piece.logprobs))
         if choice.finish_reason is not None:
-            events += self._chunk(index, {}, None, choice.finish_reason)
-        return events
+            made.append(self._chunk(index, {}, None, choice.finish_reason))
+        return made
 
-    def end_chunks(self, place: int) -> bytes:
-        """Return the events that end the choices of the prompt at `place`."""
-        events = b""
+    def end_chunks(self, place: int) -> list[Json]:
+        """Return the choice of each chunk that ends those of the prompt at `place`."""
+        made = []
         for index, begins in self._unfinished(place):
-            if begins and self._is_chat:
-                events += self._chunk(index, {"role": "assistant", "content": ""})
+            if begins:
+                made += self._first(index)
             choice = self._choices[index]
             choice.finish_reason = self._reason(choice, place)
-            events += self._chunk(index, {}, None, choice.finish_reason)
-        return events
+            made.append(self._chunk(index, {}, None, choice.finish_reason))
+        return made
 
-    def last(self) -> bytes:
-        """Return the events behind those of all choices."""
-        usage = self.usage
-        if not self._tells_usage or usage is None:
-            return DONE
-        return b'%b],"usage":%b}\n\n%b' % (self._before, dumps(usage), DONE)
+    def _first(self, index: int) -> list[Json]:
+        return [self._chunk(index, {"role": "assistant", "content": ""})] if self._is_chat else []
 
     def _chunk(
         self,
         index: int,
-        delta: Mapping[str, Any],
-        logprobs: Mapping[str, Any] | None = None,
+        delta: Json,
+        logprobs: Json | None = None,
         finish_reason: str | None = None,
-    ) -> bytes:
-        said: dict[str, Any] = (
-            {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
-        )
-        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._before + dumps(choice) + self._behind
+    ) -> Json:
+        said: Json = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
 
     # The whole
 
@@ -151,7 +138,7 @@ class TextAnswer:
             choice = self._choices[index]
             choice.finish_reason = self._reason(choice, place)
 
-    def whole(self) -> bytes:
+    def whole(self) -> Json:
         """Return the whole answer."""
         choices = []
         for index, choice in sorted(self._choices.items()):
@@ -169,9 +156,7 @@ class TextAnswer:
                 }
             )
         usage = self.usage
-        return dumps(
-            {**self._head, "choices": choices, **({} if usage is None else {"usage": usage})}
-        )
+        return {**self._head, "choices": choices, **({} if usage is None else {"usage": usage})}
 
     def _message(self, choice: _Choice) -> dict[str, Any]:
         texts = {name: "".join(parts) for name, parts in choice.texts.items()}

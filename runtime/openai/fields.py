@@ -10,12 +10,27 @@ from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any
 
-from moonpool.runtime.server.openai.errors import BadField
+from moonpool.runtime.errors import InvalidRequest
 
 Json = Mapping[str, Any]
 # Returns nothing, or raises `BadField` for the value of a field that is there.
 Check = Callable[[str, Any], None]
 _INT64 = 1 << 63
+
+
+class BadField(InvalidRequest):
+    """A field of a request is wrong. `where` leads to it."""
+
+    def __init__(
+        self, text: str, where: tuple[str | int, ...] = (), kind: str = "", *, given: Any = None
+    ) -> None:
+        """Without a `kind`, one of pydantic's, the request as a whole is wrong, and the text says all."""
+        self.param = ".".join(map(str, where))
+        super().__init__(f"{self.param}: {text}" if kind else text)
+        self.text = text
+        self.where = where
+        self.kind = kind
+        self.given = given
 
 
 def check(fields: Json, table: Mapping[str, Check], required: tuple[str, ...]) -> None:

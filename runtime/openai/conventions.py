@@ -1,0 +1,337 @@
+"""Asks models with the tensors of vLLM's or TensorRT-LLM's backend, as Triton's own front end for OpenAI does.
+
+`text_input` with `sampling_parameters`, a JSON, is vLLM's convention; without it, TensorRT-LLM's, where each setting
+has a tensor of its own. `embedding_request` is vLLM's for embeddings. An input that the model does not have is not
+sent, and a model with a required input that is unknown has no endpoint. A tensor has as many dimensions as the
+configuration says, after that of the batch if the model takes batches; all of them are 1.
+
+These models take one prompt and give one answer. They have no chat, because they take texts and no messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.ipc.tensors import CODES, DTYPES
+from moonpool.runtime.errors import InvalidRequest, ModelError
+from moonpool.runtime.model.config.model import ModelConfig, TensorConfig
+from moonpool.runtime.model.request import Response
+from moonpool.runtime.openai.endpoints import (
+    EmbeddingEndpoint,
+    Fields,
+    Inputs,
+    ModelEndpoints,
+    TextEndpoint,
+    needs_only,
+    numbers,
+    only_string,
+    own_endpoints,
+    strings,
+)
+from moonpool.runtime.openai.pieces import Piece
+
+_TEXT_INPUT, _TEXT_OUTPUT, _SAMPLING = "text_input", "text_output", "sampling_parameters"
+_EMBEDDING_REQUEST = "embedding_request"
+_TOKENS_IN, _TOKENS_OUT = "num_input_tokens", "num_output_tokens"
+DEFAULT_MAX_TOKENS = 16
+"""What a client that names no limit gets, as in Triton's front end."""
+# Fields that say nothing about how tokens are sampled.
+_NOT_SAMPLING = frozenset(
+    (
+        "best_of",
+        "echo",
+        "function_call",
+        "functions",
+        "logprobs",
+        "max_completion_tokens",
+        "max_tokens",
+        "messages",
+        "metadata",
+        "model",
+        "parallel_tool_calls",
+        "prompt",
+        "response_format",
+        "service_tier",
+        "store",
+        "stream",
+        "stream_options",
+        "suffix",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
+        "user",
+    )
+)
+
+
+def endpoints_of(config: ModelConfig) -> ModelEndpoints:
+    """Return the endpoints of a model; none for most models."""
+    own = own_endpoints(config)
+    if own.texts or own.embedding is not None:
+        return own
+    inputs = {tensor.name: tensor for tensor in config.inputs}
+    outputs = {tensor.name for tensor in config.outputs}
+    texts: dict[str, TextEndpoint] = {}
+    embedding: EmbeddingEndpoint | None = None
+    if _TEXT_OUTPUT in outputs:
+        if _TEXT_INPUT in inputs and needs_only(config, _KNOWN.keys() | {_SAMPLING}):
+            texts["complete"] = _Generation(config)
+        if _EMBEDDING_REQUEST in inputs and needs_only(config, {_EMBEDDING_REQUEST, *_COUNTS}):
+            embedding = _Embedding(config)
+    return ModelEndpoints(texts, embedding)
+
+
+# Each setting of TensorRT-LLM's convention, and what both have: its value for a request, None if it is not sent.
+_COUNTS: dict[str, Callable[[Fields], Any]] = {
+    "return_num_input_tokens": lambda _: True,
+    "return_num_output_tokens": lambda _: True,
+}
+_KNOWN: dict[str, Callable[[Fields], Any]] = {
+    **_COUNTS,
+    _TEXT_INPUT: lambda fields: fields["prompt"],
+    "stream": lambda fields: bool(fields.get("stream")),
+    "max_tokens": lambda fields: _max_tokens(fields),
+    "stop_words": lambda fields: _stop(fields),
+    "top_p": lambda fields: fields.get("top_p"),
+    "temperature": lambda fields: fields.get("temperature"),
+    "frequency_penalty": lambda fields: fields.get("frequency_penalty"),
+    "presence_penalty": lambda fields: fields.get("presence_penalty"),
+    "seed": lambda fields: fields.get("seed"),
+    "exclude_input_in_output": lambda fields: not fields.get("echo"),
+    "sampling_param_exclude_input_from_output": lambda fields: not fields.get("echo"),
+    "return_logprobs": lambda fields: _logprobs(fields) > 0,
+    "return_finish_reason": lambda _: True,
+}
+
+
+class _Tensors:
+    """Makes the tensors of one model."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.model = config.name
+        self._inputs = {tensor.name: tensor for tensor in config.inputs}
+        self._batch = int(config.max_batch_size > 0)
+
+    def add(self, inputs: Inputs, name: str, value: Any) -> None:
+        """Add an input, unless the model does not have it or there is no value. Raises `InvalidRequest`."""
+        tensor = self._inputs.get(name)
+        if tensor is None or value is None:
+            return
+        rank = self._batch + len(tensor.dims)
+        values = value if isinstance(value, list) else [value]
+        if tensor.datatype == "BYTES":
+            texts = strings([str(each).encode("utf-8", "replace") for each in values], 1)
+            # All in the last dimension.
+            inputs[name] = texts._replace(shape=(*[1] * (rank - 1), len(values)))
+        else:
+            inputs[name] = self._numbers(tensor, values).reshape((*[1] * (rank - 1), len(values)))
+
+    def _numbers(self, tensor: TensorConfig, values: Sequence[Any]) -> NDArray[Any]:
+        try:
+            return np.array(values, DTYPES[CODES[tensor.datatype]])
+        except (OverflowError, ValueError, TypeError):
+            raise InvalidRequest(
+                f"the model's input '{tensor.name}' of the datatype {tensor.datatype} cannot have the value {values[0]!r:.100}"
+            ) from None
+
+
+class _Generation:
+    """Texts of a model with one of the conventions."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._tensors = _Tensors(config)
+        there = {tensor.name for tensor in config.outputs}
+        wanted = (_TEXT_OUTPUT, "logprobs", "finish_reason", _TOKENS_IN, _TOKENS_OUT)
+        self.outputs = [name for name in wanted if name in there]
+
+    def inputs(self, fields: Fields, body: bytes, file: bytes | None = None) -> Inputs:  # noqa: ARG002
+        """Return the tensors. Raises `InvalidRequest` for what these models cannot do, with Triton's texts."""
+        _check(fields)
+        inputs: Inputs = {}
+        for name, value in _KNOWN.items():
+            self._tensors.add(inputs, name, value(fields))
+        self._tensors.add(inputs, _SAMPLING, json.dumps(_sampling(fields)))
+        return inputs
+
+    def reader(self, fields: Fields) -> _Reader:
+        """Return what reads the responses to one request, and adds up its tokens."""
+        return _Reader(self._tensors.model, self.outputs, is_chat="messages" in fields)
+
+
+class _Reader:
+    """Reads the responses to one request."""
+
+    def __init__(self, model: str, outputs: Sequence[str], *, is_chat: bool) -> None:
+        self._model = model
+        self._outputs = outputs
+        self._is_chat = is_chat
+        self._prompt_tokens: int | None = None
+        self._completion_tokens = 0
+        self._offset = 0
+
+    def piece(self, response: Response) -> Piece:
+        """Return the text of a response, with all tokens until now. Raises `ModelError`."""
+        text = self._text(response, _TEXT_OUTPUT) or ""
+        usage = None
+        if _TOKENS_IN in response.outputs and _TOKENS_OUT in response.outputs:
+            if self._prompt_tokens is None:
+                self._prompt_tokens = self._count(response, _TOKENS_IN)
+            self._completion_tokens += self._count(response, _TOKENS_OUT)
+            usage = {
+                "prompt_tokens": self._prompt_tokens,
+                "completion_tokens": self._completion_tokens,
+            }
+        reason = self._text(response, "finish_reason")
+        delta = {"content": text} if text else {}
+        return Piece(delta, 0, reason or None, self._logprobs(response), usage)
+
+    def _text(self, response: Response, name: str) -> str | None:
+        if name not in response.outputs:
+            return None
+        return only_string(response, name, self._model).decode("utf-8", "replace")
+
+    def _count(self, response: Response, name: str) -> int:
+        values = numbers(response, name, self._model)
+        if values.size != 1 or values.dtype.kind not in "iu" or values[0] < 0:
+            raise ModelError(
+                f"the output '{name}' of model '{self._model}' must be one number of tokens"
+            )
+        return int(values[0])
+
+    def _logprobs(self, response: Response) -> dict[str, Any] | None:
+        """Return vLLM's form, a dict of alternatives by the token's id for each token, in OpenAI's."""
+        text = self._text(response, "logprobs")
+        if text is None or text == "null":
+            return None
+        try:
+            found = [_alternatives(each) for each in json.loads(text) if each]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise ModelError(
+                f"the output 'logprobs' of model '{self._model}' is not in vLLM's form"
+            ) from None
+        if self._is_chat:
+            return {
+                "content": [
+                    {**_token(*each[0]), "top_logprobs": [_token(*one) for one in each]}
+                    for each in found
+                ]
+            }
+        offsets = []
+        for each in found:
+            offsets.append(self._offset)
+            self._offset += len(each[0][0])
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [each[0][1] for each in found],
+            "tokens": [each[0][0] for each in found],
+            "top_logprobs": [dict(each) for each in found],
+        }
+
+
+def _alternatives(token: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """Return the texts and the logarithms for one token, the chosen one first."""
+    ranked = sorted(token.values(), key=lambda each: each.get("rank") or 1 << 30)
+    return [(str(each["decoded_token"]), float(each["logprob"])) for each in ranked]
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+
+
+class _Embedding:
+    """Embeddings of a model with vLLM's convention: one text for each request."""
+
+    takes_tokens = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._tensors = _Tensors(config)
+        there = {tensor.name for tensor in config.outputs}
+        self.outputs = [name for name in (_TEXT_OUTPUT, _TOKENS_IN) if name in there]
+
+    def requests(self, texts: Sequence[Any], fields: Fields) -> list[tuple[Inputs, int]]:
+        """Return a request for each text, or for each list of tokens."""
+        wanted = fields.get("dimensions")
+        pooling = {} if wanted is None else {"dimensions": [wanted]}
+        made = []
+        for text in texts:
+            inputs: Inputs = {}
+            asked = {"input": text, "pooling_params": pooling}
+            self._tensors.add(inputs, _EMBEDDING_REQUEST, json.dumps(asked))
+            for name, value in _COUNTS.items():
+                self._tensors.add(inputs, name, value(fields))
+            made.append((inputs, 1))
+        return made
+
+    def rows(self, response: Response, count: int) -> tuple[NDArray[np.float32], int | None]:  # noqa: ARG002
+        """Return the row, which comes as JSON. Raises `ModelError`."""
+        model = self._tensors.model
+        try:
+            row = np.array(json.loads(only_string(response, _TEXT_OUTPUT, model)), np.float32)
+        except (ValueError, TypeError, RecursionError):
+            raise ModelError(
+                f"the output '{_TEXT_OUTPUT}' of model '{model}' is no list of numbers"
+            ) from None
+        if row.ndim != 1 or not row.size:
+            raise ModelError(
+                f"the output '{_TEXT_OUTPUT}' of model '{model}' is no list of numbers"
+            )
+        tokens = None
+        if _TOKENS_IN in response.outputs:
+            counted = numbers(response, _TOKENS_IN, model)
+            tokens = int(counted[0]) if counted.size else None
+        return row.reshape(1, -1), tokens
+
+
+def _check(fields: Fields) -> None:
+    for name in ("n", "best_of"):
+        if (fields.get(name) or 1) > 1:
+            raise InvalidRequest(
+                f"Received {name}={fields[name]}, but only single choice ({name}=1) is currently supported"
+            )
+    if fields.get("suffix") is not None:
+        raise InvalidRequest("suffix is not currently supported")
+    if fields.get("logit_bias") is not None:
+        raise InvalidRequest("logit bias is not currently supported")
+    if type(fields.get("prompt")) is not str:
+        raise InvalidRequest("only single string input is supported")
+
+
+def _max_tokens(fields: Fields) -> int:
+    for name in ("max_completion_tokens", "max_tokens"):
+        if fields.get(name) is not None:
+            return int(fields[name])
+    return DEFAULT_MAX_TOKENS
+
+
+def _stop(fields: Fields) -> list[str] | None:
+    found = fields.get("stop")
+    return [found] if isinstance(found, str) else found or None
+
+
+def _logprobs(fields: Fields) -> int:
+    """Return the number of alternatives that the client wants for each token; 0 for no logarithms."""
+    wanted = fields.get("logprobs")
+    if type(wanted) is int:
+        return wanted
+    if not wanted:
+        return 0
+    top = fields.get("top_logprobs")
+    return 1 if top is None else int(top)
+
+
+def _sampling(fields: Fields) -> dict[str, Any]:
+    """Return the fields that say how to sample, as vLLM takes them."""
+    found = {
+        name: value
+        for name, value in fields.items()
+        if name not in _NOT_SAMPLING and value is not None
+    }
+    found["max_tokens"] = _max_tokens(fields)
+    if _logprobs(fields):
+        found["logprobs"] = _logprobs(fields)
+    return found
