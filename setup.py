@@ -139,6 +139,7 @@ EXTENSIONS = [
     extension("moonpool.runtime.ensemble._scheduler"),
     extension("moonpool.runtime.model._backend"),
     extension("moonpool.runtime.model._details"),
+    extension("moonpool.runtime.model._protobuf"),
     extension("moonpool.runtime.model._signature"),
     extension("moonpool.runtime.observe._statistics"),
     extension("moonpool.runtime.process._reactor"),

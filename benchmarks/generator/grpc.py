@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from moonpool.benchmarks.generator.engine import ANSWERED, WireError
 from moonpool.runtime.client.request import MissingPackage
+from moonpool.runtime.model.protobuf import BadProtobuf, read_varint, varint
 from moonpool.runtime.server.grpc import open_nghttp2, what_is_missing
 
 if TYPE_CHECKING:
@@ -173,7 +174,10 @@ class GrpcWire:
             if message is None or is_compressed == 1:
                 raise WireError(_NO_MESSAGE)
             if is_compressed != _IS_COMING:
-                found = self._response(message)
+                try:
+                    found = self._response(message)
+                except (BadProtobuf, IndexError):
+                    raise WireError("a response is not a message of the protocol") from None
                 outcome = outcome if found is None else found
             taken = self._session.take(self._stream) if self._stream else None
             if taken is None:
@@ -184,7 +188,7 @@ class GrpcWire:
         """Read a response of a stream. The final one ends the request."""
         if message[:1] == bytes([_STREAM_ERROR]):
             # More responses may come or not, so the stream is reset.
-            size, at = _varint(message, 1)
+            size, at = read_varint(message, 1)
             return self._ended(message[at : at + size].decode(errors="replace"))
         is_final = _FINAL in message
         # A final response without outputs only marks the end, and does not count.
@@ -192,39 +196,17 @@ class GrpcWire:
         return ANSWERED if is_final else None
 
 
-def varint(value: int) -> bytes:
-    """Write a varint of protobuf."""
-    parts = bytearray()
-    while value > 127:
-        parts.append(value & 127 | 128)
-        value >>= 7
-    parts.append(value)
-    return bytes(parts)
-
-
 def _has_outputs(message: bytes) -> bool:
     """Return True if a ModelStreamInferResponse has an output: field 5 of the ModelInferResponse in its field 2."""
     if message[:1] != b"\x12":
         return False
-    _, at = _varint(message, 1)
+    _, at = read_varint(message, 1)
     while at < len(message):
-        key, at = _varint(message, at)
+        key, at = read_varint(message, at)
         if key >> 3 == 5:
             return True
         if key & 7 != 2:
-            raise WireError("a response is not a message of the protocol")
-        size, at = _varint(message, at)
+            raise BadProtobuf("a field of another type")
+        size, at = read_varint(message, at)
         at += size
     return False
-
-
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """Read a varint of protobuf; return it and the place behind it."""
-    value, shift = 0, 0
-    while at < len(message) and shift < 64:
-        value |= (message[at] & 127) << shift
-        at += 1
-        if message[at - 1] < 128:
-            return value, at
-        shift += 7
-    raise WireError("a response is not a message of the protocol")

@@ -2,4 +2,4 @@
 
 from moonpool.ipc.extension import use_compiled
 
-use_compiled(__name__, "backend", "details", "signature")
+use_compiled(__name__, "backend", "details", "protobuf", "signature")

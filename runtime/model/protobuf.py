@@ -247,3 +247,31 @@ def config_messages() -> Messages:
 def service_messages() -> Messages:
     """Return the messages of the service: `service_messages().ModelInferRequest`."""
     return _files()[1]
+
+
+class BadProtobuf(Exception):
+    """The bytes are not a message."""
+
+
+def varint(number: int) -> bytes:
+    """Return a number as it travels."""
+    digits = bytearray()
+    while number > 127:
+        digits.append(number & 127 | 128)
+        number >>= 7
+    digits.append(number)
+    return bytes(digits)
+
+
+def read_varint(message: bytes | memoryview, at: int) -> tuple[int, int]:
+    """Return a number and the offset behind it. Raises `BadProtobuf`, `IndexError`."""
+    number = shift = 0
+    while True:
+        byte = message[at]
+        at += 1
+        number |= (byte & 127) << shift
+        if byte < 128:
+            return number, at
+        shift += 7
+        if shift > 63:
+            raise BadProtobuf("a number of more than 64 bits")

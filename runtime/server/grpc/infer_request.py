@@ -14,12 +14,11 @@ from moonpool.ipc.messages import MAX_PARAMETERS
 from moonpool.ipc.tensors import BYTES, CODES, DTYPES, MAX_DIMS
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.details import details_of, with_id
-from moonpool.runtime.model.protobuf import service_messages
+from moonpool.runtime.model.protobuf import BadProtobuf, service_messages
 from moonpool.runtime.model.request import Details, InferenceRequest, Parameter
 from moonpool.runtime.server.grpc import wire
 from moonpool.runtime.server.grpc.wire import (
     MOST_PARTS,
-    BadProtobuf,
     parse,
     tensors_from,
 )

@@ -17,6 +17,7 @@ from functools import partial
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import ModelNotFound
 from moonpool.runtime.hosting.model_control import version_of
+from moonpool.runtime.model.protobuf import BadProtobuf
 from moonpool.runtime.model.request import InferenceRequest, Response
 from moonpool.runtime.process.threads import TaskPool
 from moonpool.runtime.server.grpc.call import GrpcCall, Message, Metadata
@@ -24,7 +25,6 @@ from moonpool.runtime.server.grpc.infer_request import GrpcRequestPlan, InferMes
 from moonpool.runtime.server.grpc.infer_response import answer
 from moonpool.runtime.server.grpc.options import GrpcOptions
 from moonpool.runtime.server.grpc.status import UNREADABLE, Status, status_of
-from moonpool.runtime.server.grpc.wire import BadProtobuf
 from moonpool.runtime.server.inference import call as calls
 from moonpool.runtime.server.inference.forwarding import ForwardedHeaders
 from moonpool.runtime.server.inference.request import (

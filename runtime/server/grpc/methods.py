@@ -10,14 +10,14 @@ from google.protobuf.message import DecodeError
 
 from moonpool.ipc.errors import Closed
 from moonpool.runtime.errors import OutOfThreads
-from moonpool.runtime.model.protobuf import service_messages
+from moonpool.runtime.model.protobuf import BadProtobuf, service_messages
 from moonpool.runtime.server.grpc.call import GrpcCall, Handler, Method
 from moonpool.runtime.server.grpc.control import GrpcControl
 from moonpool.runtime.server.grpc.inference import GrpcInference
 from moonpool.runtime.server.grpc.reflection import HEALTH_SERVICE, HealthCheckRequest
 from moonpool.runtime.server.grpc.status import UNREADABLE, Status, status_of
 from moonpool.runtime.server.grpc.stream import Streams
-from moonpool.runtime.server.grpc.wire import SMALL_BYTES, BadProtobuf, parse
+from moonpool.runtime.server.grpc.wire import SMALL_BYTES, parse
 
 kserve = service_messages()
 _SERVICE = "inference.GRPCInferenceService"

@@ -27,9 +27,6 @@ cdef class FieldReader:
 
 
 cdef _signed(unsigned long long number)
-cpdef varint(message, at)
-@cython.locals(digits=bytearray)
-cpdef bytes length(Py_ssize_t size)
 cpdef bytes text_field(int number, bytes text)
 @cython.locals(pieces=list)
 cpdef list join(bytes head, list tensors, bytes tag=*)

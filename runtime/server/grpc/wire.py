@@ -17,6 +17,7 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 
 from moonpool.runtime.errors import InvalidRequest, ModelError
+from moonpool.runtime.model.protobuf import BadProtobuf, read_varint, varint
 from moonpool.runtime.server.grpc.options import MAX_MESSAGE_BYTES
 
 # Fields of ModelInferRequest and of ModelInferResponse, as tags of fields with a length.
@@ -45,10 +46,6 @@ _COMPACT = (
     FieldDescriptor.TYPE_STRING,
     FieldDescriptor.TYPE_BYTES,
 )
-
-
-class BadProtobuf(Exception):
-    """The bytes are not a message."""
 
 
 class FieldReader:
@@ -142,18 +139,18 @@ def tensors_from(message: memoryview, first: tuple[int, int]) -> list[tuple[int,
     at, end = sum(first), len(message)
     try:
         while at < end:
-            tag, at = varint(message, at)
+            tag, at = read_varint(message, at)
             if tag != _RAW_INPUT_TAG and tag >> 3 <= _RAW_INPUT_TAG >> 3:
                 raise InvalidRequest(
                     "a field of the request follows its tensors: send the fields in the order of their numbers"
                 )
             if tag & 7 == _LENGTH:
-                size, at = varint(message, at)
+                size, at = read_varint(message, at)
                 if tag == _RAW_INPUT_TAG:
                     found.append((at, size))
                 at += size
             elif tag & 7 == _VARINT:
-                _, at = varint(message, at)
+                _, at = read_varint(message, at)
             elif tag & 7 in (_FIXED64, _FIXED32):
                 at += 8 if tag & 7 == _FIXED64 else 4
             else:
@@ -167,33 +164,9 @@ def tensors_from(message: memoryview, first: tuple[int, int]) -> list[tuple[int,
     return found
 
 
-def varint(message: bytes | memoryview, at: int) -> tuple[int, int]:
-    """Return a number and the offset behind it. Raises `BadProtobuf`, `IndexError`."""
-    number = shift = 0
-    while True:
-        byte = message[at]
-        at += 1
-        number |= (byte & 127) << shift
-        if byte < 128:
-            return number, at
-        shift += 7
-        if shift > 63:
-            raise BadProtobuf("a number of more than 64 bits")
-
-
-def length(size: int) -> bytes:
-    """Return a length as it travels."""
-    digits = bytearray()
-    while size > 127:
-        digits.append(size & 127 | 128)
-        size >>= 7
-    digits.append(size)
-    return bytes(digits)
-
-
 def text_field(number: int, text: bytes) -> bytes:
     """Return a field of text, or nothing if the text is empty."""
-    return bytes([number << 3 | _LENGTH]) + length(len(text)) + text if text else b""
+    return bytes([number << 3 | _LENGTH]) + varint(len(text)) + text if text else b""
 
 
 def join(head: bytes, tensors: list[memoryview], tag: bytes = b"") -> list[bytes | memoryview]:
@@ -204,10 +177,10 @@ def join(head: bytes, tensors: list[memoryview], tag: bytes = b"") -> list[bytes
     """
     pieces: list[bytes | memoryview] = [head]
     for tensor in tensors:
-        pieces += (_RAW_OUTPUT_TAG, length(len(tensor)), tensor)
+        pieces += (_RAW_OUTPUT_TAG, varint(len(tensor)), tensor)
     size_bytes = sum(map(len, pieces))
     if tag:
-        pieces[:0] = (tag, length(size_bytes))
+        pieces[:0] = (tag, varint(size_bytes))
         size_bytes += len(pieces[0]) + len(pieces[1])
     if size_bytes > MAX_MESSAGE_BYTES:
         raise ModelError(
@@ -249,7 +222,7 @@ class _Walk:
             tag = data[at]
             at += 1
             if tag > 127:
-                tag, at = varint(data, begin)
+                tag, at = read_varint(data, begin)
             self._fields += 1
             if self._fields > _MOST_FIELDS:
                 self._refuse(_MOST_FIELDS, "fields", _path(where, known.get(tag >> 3)))
@@ -258,7 +231,7 @@ class _Walk:
                 size = data[at]
                 at += 1
                 if size > 127:
-                    size, at = varint(data, at - 1)
+                    size, at = read_varint(data, at - 1)
                 if at + size > end:
                     raise BadProtobuf("a field ends behind its message")
                 field = known.get(tag >> 3)
@@ -270,7 +243,7 @@ class _Walk:
                         self._packed(at, at + size, _path(where, field))
                 at += size
             elif kind == _VARINT:
-                _, at = varint(data, at)
+                _, at = read_varint(data, at)
             elif kind in (_FIXED64, _FIXED32):
                 at += 8 if kind == _FIXED64 else 4
             else:

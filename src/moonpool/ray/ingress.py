@@ -33,11 +33,11 @@ from moonpool.ray.replica import Failure
 from moonpool.ray.rpc_stream import RpcStream
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.isolation.public_text import public_text
-from moonpool.runtime.model.protobuf import service_messages
+from moonpool.runtime.model.protobuf import BadProtobuf, service_messages
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.server.grpc.infer_request import InferMessage
 from moonpool.runtime.server.grpc.status import UNREADABLE, status_of
-from moonpool.runtime.server.grpc.wire import BadProtobuf, parse
+from moonpool.runtime.server.grpc.wire import parse
 from moonpool.runtime.server.http.body import too_large
 from moonpool.runtime.server.http.connection import error_body, error_headers, http_status
 from moonpool.runtime.server.http.head import HEADER_LENGTH, JSON, BadHttpMessage

@@ -23,10 +23,10 @@ from moonpool.ray.local_server import RpcReply
 from moonpool.ray.replica import Failure
 from moonpool.runtime.errors import ModelNotFound
 from moonpool.runtime.isolation.public_text import public_text
+from moonpool.runtime.model.protobuf import BadProtobuf
 from moonpool.runtime.server.grpc.infer_request import InferMessage
 from moonpool.runtime.server.grpc.infer_response import error_in_stream
 from moonpool.runtime.server.grpc.status import UNREADABLE, status_of
-from moonpool.runtime.server.grpc.wire import BadProtobuf
 
 _PATH = b"/inference.GRPCInferenceService/ModelStreamInfer"
 _MOST_OPEN, _MOST_WAITING = 256, 16

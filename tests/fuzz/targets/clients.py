@@ -20,9 +20,9 @@ from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.model.protobuf import BadProtobuf
 from moonpool.runtime.model.request import InferenceRequest, Response, WireTensor
 from moonpool.runtime.model.signature import Signature
-from moonpool.runtime.server.grpc import wire
 from moonpool.runtime.server.grpc.infer_request import GrpcRequestPlan, InferMessage
 from moonpool.runtime.server.http import generate, infer_request, infer_response, json_text
 from moonpool.runtime.server.inference import request as requests
@@ -136,7 +136,7 @@ def grpc_wire(data: bytes) -> None:
         whole = None
     try:
         asked = InferMessage(data)
-    except wire.BadProtobuf:
+    except BadProtobuf:
         # Our reader refuses groups, which protobuf accepts. No message of today has any.
         if whole is not None and not any(byte & 7 in (3, 4) for byte in data):
             raise AssertionError("a message that is refused") from None
@@ -169,7 +169,7 @@ def grpc_infer(data: bytes) -> None:
         asked = InferMessage(data)
         asked.read()
         _travels(asked.usual(_SERVICE, _HOSTED, {}) or asked.request(_SERVICE, _HOSTED, {}))
-    except (wire.BadProtobuf, MoonpoolError) as error:
+    except (BadProtobuf, MoonpoolError) as error:
         str(error)
 
 

@@ -21,7 +21,7 @@ from tests.server.grpc.streaming import Requests, ask_all
 from tests.waiting import wait_until
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from moonpool.runtime.server.grpc.wire import length
+from moonpool.runtime.model.protobuf import varint
 
 Serve = Callable[..., Served]
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
@@ -167,7 +167,7 @@ def test_an_answer_that_no_message_can_hold_is_refused_before_it_is_made(serve: 
 
 
 def field(number: int, data: bytes) -> bytes:
-    return bytes([number << 3 | 2]) + length(len(data)) + data
+    return bytes([number << 3 | 2]) + varint(len(data)) + data
 
 
 NAMED = field(1, b"add_sub")

@@ -36,8 +36,8 @@ from moonpool.ipc.port import compiled
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.hosting.python_backend import PythonBackend
+from moonpool.runtime.model.protobuf import BadProtobuf
 from moonpool.runtime.server.grpc.infer_request import InferMessage, begun
-from moonpool.runtime.server.grpc.wire import BadProtobuf
 
 LARGE = 200_000
 PADDED = 8

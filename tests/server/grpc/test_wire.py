@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from tests.server.grpc.serving import messages
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.model.protobuf import BadProtobuf, read_varint, varint
 from moonpool.runtime.model.request import Response
 from moonpool.runtime.server.grpc.infer_request import GrpcRequestPlan, InferMessage
 from moonpool.runtime.server.grpc.infer_response import answer
-from moonpool.runtime.server.grpc.wire import BadProtobuf, join, length, text_field
+from moonpool.runtime.server.grpc.wire import join, text_field
 
 pytestmark = pytest.mark.promise(
     "gRPC",
@@ -129,7 +130,8 @@ def test_a_length_is_a_varint(size: int) -> None:
     message = messages.ModelInferRequest()
     message.inputs.add().shape.append(size)
 
-    assert length(size) in message.SerializeToString()
+    assert varint(size) in message.SerializeToString()
+    assert read_varint(b"." + varint(size), 1) == (size, 1 + len(varint(size)))
 
 
 @given(TEXTS, st.lists(st.binary(max_size=300), max_size=3))
