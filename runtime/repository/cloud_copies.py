@@ -20,6 +20,11 @@ once.
 Several threads copy the files of one model. They take them from one queue, and `failed` ends all of them with the first
 error. `_stop` is another event for each generation of loads: those that began before `give_up` end, and later ones do
 not.
+
+fsspec can copy a folder itself (`get`), and does not keep what users of this have. It writes as many bytes as a store
+sends, whatever it listed, has no deadline for a part of a file, and may begin a broken file anew. Its libraries report
+progress in different ways, so no callback could bound or end a copy with all of them. And the hash of each file would
+take another reading of it.
 """
 
 from __future__ import annotations
