@@ -9,6 +9,7 @@ function in `_ADVISERS`.
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -291,6 +292,10 @@ _OF_MODULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("loky", _PROGRAM),
     ("uvloop", _EPOLL),
 )
+# Where psutil is installed, a worker measures its memory after its first task, and ends if it may not.
+_MEASURES_ITSELF = ("joblib.externals.loky", "loky")
+_ENDED_WORKER = "TerminatedWorkerError"
+_OWN_FILES = "ro:/proc"
 # Its workers send descriptors to each other. After a fork they do so by the stub (`hosts/forks.py`), and by sockets
 # otherwise.
 _SENDS_DESCRIPTORS = "torch.utils.data"
@@ -314,11 +319,11 @@ _NO_LOCK = "access permission denied"
 
 
 def _about_places(error: BaseException, text: str, policy: Policy) -> str:
-    options = _grants_for(error, text) if policy.is_contained else []
+    options = _grants_for(error, text, policy) if policy.is_contained else []
     return denials.sentence(options) if options else ""
 
 
-def _grants_for(error: BaseException, text: str) -> list[str]:
+def _grants_for(error: BaseException, text: str, policy: Policy) -> list[str]:
     """Return the options with which what raised this error would work, as far as the places tell; [] if they tell
     nothing.
 
@@ -326,9 +331,12 @@ def _grants_for(error: BaseException, text: str) -> list[str]:
     """
     if type(error).__module__ == "sqlite3" and _NO_LOCK in text:
         return [_granting(["locks"])]
+    modules, names, is_for_forks = _places(error)
+    measured = [f"{PATHS}={_OWN_FILES}"] if _measures_itself(modules, policy) else []
+    if type(error).__name__ == _ENDED_WORKER:
+        return measured
     if not isinstance(error, OSError) or error.errno not in _REFUSED:
         return []
-    modules, names, is_for_forks = _places(error)
     is_of_filter = error.errno == errno.EPERM
     if not is_of_filter and not names & _SHARED:
         # A file was refused, whose path tells what would allow it.
@@ -343,7 +351,16 @@ def _grants_for(error: BaseException, text: str) -> list[str]:
         # `multiprocessing` starts a process that removes what others leave there, but not for what only forks inherit.
         calls += () if is_for_forks else _PROGRAM
         return [f"{PATHS}={_SHARED_MEMORY}", *([_granting(calls)] if calls else [])]
-    return [_granting(calls)] if calls else []
+    return [*measured, _granting(calls)] if calls else []
+
+
+def _measures_itself(modules: Collection[str], policy: Policy) -> bool:
+    """Return True if the processes of a library that raised an error need files in /proc that they may not read."""
+    return (
+        any(_is_in(each, modules) for each in _MEASURES_ITSELF)
+        and all(path != "/proc" for path, _ in policy.granted)
+        and importlib.util.find_spec("psutil") is not None
+    )
 
 
 def _granting(calls: Iterable[str]) -> str:

@@ -11,6 +11,9 @@ the runtime closes the pipe, and when the runtime ends in any way. The keeper ha
 namespace become its children. The stub itself is not number 1: the kernel withholds signals from number 1, and number 1
 must reap orphans.
 
+The stub and all that it starts have a /proc of that namespace, if the kernel allows it: other processes are not there,
+and its own have the numbers there by which they know themselves.
+
 If the kernel refuses the namespace, this process executes the program itself. If the program gets its own user (USER),
 there is a keeper, too, which ends all processes of that user. Without a user ("") there is no keeper, and the report
 says so. All of this happens before foreign code runs, so the runtime can trust the report.
@@ -43,7 +46,7 @@ def main() -> NoReturn:
     package.__path__ = [os.path.dirname(folder)]
     sys.modules["moonpool"] = package
     from moonpool.ipc import signals
-    from moonpool.stub.sandbox import identity, kernel, namespaces
+    from moonpool.stub.sandbox import identity, kernel, mounts, namespaces
 
     signals.use_defaults()
 
@@ -73,6 +76,8 @@ def main() -> NoReturn:
     if stub == 0:
         os.setsid()
         try:
+            with contextlib.suppress(OSError):
+                mounts.show_own_processes()
             os.execve(program[0], program, os.environ)
         finally:
             os._exit(127)

@@ -28,12 +28,12 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from moonpool.ipc.policy import Policy
-from moonpool.stub.sandbox import kernel
+from moonpool.stub.sandbox import kernel, namespaces
 from moonpool.stub.sandbox.granted import Granted, closed_above
 from moonpool.stub.sandbox.landlock import OWN_THREADS
 from moonpool.stub.sandbox.outcome import SandboxRefused
 
-_RDONLY, _NOSUID, _NODEV = 1, 2, 4
+_RDONLY, _NOSUID, _NODEV, _NOEXEC = 1, 2, 4, 8
 _BIND, _REC, _PRIVATE = 4096, 16384, 1 << 18
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 # OPEN_TREE_CLONE, and MOVE_MOUNT_F_EMPTY_PATH.
@@ -94,6 +94,16 @@ def rearrange(policy: Policy, user: int | None, granted: Sequence[Granted]) -> A
     finally:
         os.umask(umask)
     return Arranged(is_read_only, shared_memory)
+
+
+def show_own_processes() -> None:
+    """Enter another mount namespace, whose /proc has the processes of this process's PID namespace and no others.
+
+    Raises OSError, as in containers that hide a part of /proc.
+    """
+    namespaces.enter_mounts()
+    _mount("none", "/", "", _REC | _PRIVATE)
+    _mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
 
 
 def _place_of_shared_memory(granted: Iterable[tuple[str, bool]]) -> str:

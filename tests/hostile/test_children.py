@@ -112,8 +112,6 @@ CASES = [
     ("torch", "fork", "fork"),
     ("process", "spawn", "fork,execve"),
     ("executor", "spawn", "fork,execve"),
-    # It has a method of its own.
-    ("joblib", "spawn", "fork,execve"),
     ("process", "forkserver", "fork,execve,unix"),
     ("torch", "spawn", "fork,execve,unix"),
     ("torch", "forkserver", "fork,execve,unix"),
@@ -169,6 +167,49 @@ def test_the_grants_that_an_error_names_are_enough(
 
     name = granted(runtime, folder, calls)
     assert found(runtime, method, USES[use], name) == "9"
+
+
+WORKERS = """
+import joblib
+with joblib.Parallel(2) as parallel:
+    pids = [set(parallel(joblib.delayed(os.getpid)() for _ in range(20))) for _ in range(10)]
+    found = 9 if len(set.union(*pids)) <= 2 else pids
+"""
+
+
+@pytest.mark.promise("Seeing sandboxes", "Where a library needs several grants …")
+def test_workers_of_joblib_also_need_their_own_files_where_psutil_is_installed(
+    runtime: moonpool.Runtime, folder: Path, alone: str
+) -> None:
+    """Without them a worker ends after its first task, and another one takes its place, or the call fails."""
+    pytest.importorskip("joblib")
+    pytest.importorskip("psutil")
+    with pytest.raises(moonpool.ModelError) as caught:
+        found(runtime, "spawn", USES["joblib"], alone)
+    said = r"MOONPOOL_SANDBOX_PATHS=ro:/proc and MOONPOOL_SANDBOX_SYSCALLS=fork,execve would allow"
+    assert re.search(said, str(caught.value)), str(caught.value)
+
+    given = options(SANDBOX="strict", SANDBOX_SYSCALLS="fork,execve", SANDBOX_PATHS="ro:/proc")
+    runtime.load("measures", folder, config=CONFIG | given)
+    assert found(runtime, "spawn", USES["joblib"], "measures") == "9"
+    assert found(runtime, "spawn", WORKERS, "measures") == "9"
+
+
+SEES = """
+found = sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
+found = found if os.getpid() not in found or max(found) > 99 else 9
+"""
+
+
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "A model that may start processes has a /proc of its own where the kernel allows it: no other process is there, also "
+    "if the model may read it.",
+)
+def test_proc_has_the_processes_of_the_model_alone(runtime: moonpool.Runtime, folder: Path) -> None:
+    given = options(SANDBOX="strict", SANDBOX_SYSCALLS="fork", SANDBOX_PATHS="ro:/proc")
+    runtime.load("sees", folder, config=CONFIG | given)
+    assert found(runtime, "fork", SEES, "sees") == "9"
 
 
 def test_an_error_names_the_calls_that_the_model_has_already(
