@@ -47,7 +47,7 @@ class TritonPythonModel:
             }
             x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
             outputs = [
-                pb_utils.Tensor("FACTS", np.array([json.dumps(facts)], object)),
+                pb_utils.Tensor("FACTS", np.array([json.dumps(facts, sort_keys=True)], object)),
                 pb_utils.Tensor("X_AGAIN", x),
             ]
             responses.append(pb_utils.InferenceResponse(outputs))
