@@ -80,6 +80,18 @@ def test_binary_tensors_go_in_and_out(serving: Serving) -> None:
         assert np.frombuffer(reply.body[length:], "f4").tolist() == [3.0] * 4 + [-1.0] * 4
 
 
+def test_requests_with_one_head_are_each_read(serving: Serving) -> None:
+    parameters = {"binary_data_output": True}
+    for given in ("a1", "a2", "a2", '"\\', "\u00e9", "a1"):
+        text = binary_add_sub(id=given, parameters=parameters)
+        reply = post_binary(serving, ADD_SUB, text, b"".join(FOUR))
+        length = int(reply.headers["inference-header-content-length"])
+        assert json.loads(reply.body[:length])["id"] == given
+        assert reply.body[:length].startswith(b'{"id":"')
+        wrong = post_binary(serving, ADD_SUB, {**text, "id": 1234567}, b"".join(FOUR))
+        assert "Unable to parse 'id'" in wrong.error
+
+
 def test_only_the_outputs_that_are_wanted_come(serving: Serving) -> None:
     outputs = serving.post(ADD_SUB, add_sub(outputs=[{"name": "OUTPUT1"}])).value["outputs"]
 
