@@ -323,7 +323,7 @@ def read_capture(path: Path, model: str, speed: float) -> tuple[DataMix, Schedul
             kinds.append(known[key])
     if not requests:
         raise BadData(f"{path} has no request to model '{model}'")
-    # Front ends write when a request is complete, so neighbours may have changed places.
+    # A request is written when it is complete, so neighbours may have changed places.
     at = np.argsort(times, kind="stable")
     schedule = Schedule.of(
         str(path), [times[each] for each in at], speed, np.array(kinds, np.int32)[at]

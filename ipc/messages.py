@@ -70,8 +70,6 @@ class Kind(IntEnum):
     LOGGING = 25
     READY = 26
     READINESS = 27
-    PEER = 28
-    BEGUN = 29
     LENT_REGION = 40
     EVENT = 48
     DENIALS = 49
@@ -211,7 +209,7 @@ SET = 1
 OBSERVE = 2
 
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 # The stage of FAILED whose message is the number of an error of exec: the model's interpreter was not started.
 EXEC_FAILED = "exec"
 
@@ -485,11 +483,6 @@ CONTROL: dict[Kind, Message] = {
     # Asks the model whether it is ready. One question at a time; the reason is nil if it is.
     Kind.READY: Message(_RUNTIME, {"question": _ID}),
     Kind.READINESS: Message(_STUB, {"question": _ID, "reason": Maybe(Text(SHORT))}),
-    # Another process of the runtime sends batches from now on. Comes with the descriptors of its work channel
-    # and its control channel. On these, the process acts as a runtime after LOADED.
-    Kind.PEER: Message(_RUNTIME, {}),
-    # The stub begins this batch, after those of other peers. Sent only if its time is limited.
-    Kind.BEGUN: Message(_STUB, {"batch": _ID}),
     # For a template: fork another stub. Comes with the descriptors of its work, control and
     # calls channels, of its output, and of the socket on which the fork reports that it has started.
     Kind.FORK: Message(_RUNTIME, {"name": Text(SHORT)}),

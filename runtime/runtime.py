@@ -62,7 +62,6 @@ from moonpool.runtime.schedule.rate_limiter import RateLimiter, limiter_of
 from moonpool.runtime.schedule.response_cache import cache_of
 from moonpool.runtime.schedule.scheduler import ABANDONED_S
 from moonpool.runtime.schedule.stream import ResponseStream
-from moonpool.runtime.stubs.handle import StubSharing
 from moonpool.runtime.stubs.output import PRINTER
 from moonpool.runtime.stubs.readiness import wait_for_answer
 
@@ -112,7 +111,6 @@ class Runtime:
         verbose: bool = False,
         listener: Callable[[str, str, str], object] | None = None,
         metrics: MetricsOptions | None = None,
-        _sharing: StubSharing | None = None,
         config_limits: Iterable[str] = (),
         sandbox: str | None = None,
         sandbox_grants: Iterable[str] = (),
@@ -147,7 +145,7 @@ class Runtime:
         found = ModelRepositories(() if repository is None else _paths(repository))
         cache, limiter = cache_of(response_cache_bytes), _limiter(rate_limit)
         rules = _rules(sandbox, sandbox_grants, model_options or {}, config_limits)
-        others = _others(drain_timeout_s, verbose, listener, metrics, _sharing, resident)
+        others = _others(drain_timeout_s, verbose, listener, metrics, resident)
         models = None if models is None else OF_RUNTIME.texts("models", models, "a list of names")
         self._models = ModelRegistry(
             found, _checked(backends), BackendDirectory(backend_directory), *others
@@ -700,7 +698,6 @@ def _others(
     verbose: bool,
     listener: Callable[[str, str, str], object] | None,
     metrics: MetricsOptions | None,
-    sharing: StubSharing | None,
     resident: Resident | None,
 ) -> tuple[Any, ...]:
     """Check the arguments that the registry of models takes as they are, and return them."""
@@ -709,7 +706,7 @@ def _others(
     OF_RUNTIME.one("listener", listener, Callable, "a function")  # type: ignore[arg-type]
     OF_RUNTIME.one("metrics", metrics, MetricsOptions, "MetricsOptions")
     OF_RUNTIME.one("resident", resident, Resident, "a moonpool.Resident")
-    return drain_timeout_s, verbose, listener, metrics, sharing, resident
+    return drain_timeout_s, verbose, listener, metrics, resident
 
 
 def _prepare_program() -> None:

@@ -21,11 +21,10 @@ START holds a JSON object: `mode` (`serve`; `complete` for auto_complete_config 
 process that forks others, with `initializes`: whether it calls `initialize` first), `instance`, `device` (of the
 instance, or NO_DEVICE), `args` (for `initialize`), `kind` (`triton` or `native`), `file`, `class_name`, `version_dir`,
 `model_dir`, `inputs` and `outputs` (names in the order of the configuration, by which the wire numbers tensors),
-`shared` (whether front ends may come), `tells_begin` (whether the runtime wants BEGUN then), `keep_ms` (for how long an
-idle stub keeps the first region by which it grew, and the others), `compiled` (whether compiled code may serve),
-`look_us` (for how long such code looks for the next packet before it blocks), `layers` (of the sandbox that are on),
-`copies_gpu_to_numpy`, `brief_errors` (whether an exception of the model is logged in one line), `config` and `log` (the
-levels of LOG that the runtime wants).
+`keep_ms` (for how long an idle stub keeps the first region by which it grew, and the others), `compiled` (whether
+compiled code may serve), `look_us` (for how long such code looks for the next packet before it blocks), `layers` (of
+the sandbox that are on), `copies_gpu_to_numpy`, `brief_errors` (whether an exception of the model is logged in one
+line), `config` and `log` (the levels of LOG that the runtime wants).
 """
 
 from __future__ import annotations

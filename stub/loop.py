@@ -1,9 +1,9 @@
 """Runs a stub from START to its end: loads the model, executes batch after batch, finalizes.
 
-Theory of operation. The model runs on the main thread, which alone uses the work channels. A work channel is lockstep:
+Theory of operation. The model runs on the main thread, which alone uses the work channel. That channel is lockstep:
 after EXECUTE the runtime sends nothing on it until ANSWER, so the main thread needs no other thread to receive for it.
-The control thread (`peers/control.py`) handles all that may come at any time: regions, cancellations, log levels, front
-ends. Other threads start only when they are needed.
+The control thread (`peers/control.py`) handles all that may come at any time: regions, cancellations, log
+levels. Other threads start only when they are needed.
 
 Order of messages. Responses that are sent before `execute` returns go on the control channel before ANSWER goes on the
 work channel, and the runtime accepts them in any order. Changes of metrics go before the response that they belong to:
@@ -20,14 +20,14 @@ the terminal. SIGTERM writes the stacks of all threads and lets the process go o
 the stub sends itself SIGBUS, as the kernel would do a moment later: the runtime then knows that the model is not to
 blame.
 
-Order of closing. FINALIZE comes on the main work channel after all batches. The loop of the coroutines stops first, so
+Order of closing. FINALIZE comes on the work channel after all batches. The loop of the coroutines stops first, so
 that none answers while the model finalizes. Then come `finalize`, the functions that libraries have for the end of a
 program, the output, the denials of the sandbox, and the wait for devices, whose events would go with the process.
 FINALIZED is the last message. The process ends with `os._exit`, since threads that the model left behind would keep
 it. If the runtime is gone (`PeerGone`), nobody waits for any of this, and the process ends at once.
 
 A process that the model forked shares the channels with this one but must not use them. `os.register_at_fork` takes
-them from it (`Peers.leave_to_parent`, `Calls.disown`), and `hosts/forks.py` gives it another way to ask.
+them from it (`Peer.leave_to_parent`, `Calls.disown`), and `hosts/forks.py` gives it another way to ask.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from moonpool.stub.pb_utils import host, logger
 from moonpool.stub.pb_utils.memory import use_memory
 from moonpool.stub.pb_utils.request import RELEASE_RESCHEDULE, InferenceRequest
 from moonpool.stub.peers.answer import Answer
-from moonpool.stub.peers.peer import Peer, Peers
+from moonpool.stub.peers.peer import Peer
 from moonpool.stub.peers.regions import CutShort
 from moonpool.stub.report import describe, in_one_line, traceback_of
 from moonpool.stub.sandbox.denials import denials
@@ -74,8 +74,6 @@ class Stub:
 
     # None if this process has one object of the model.
     _objects: ModelThreads | None = None
-    # True if the runtime wants to be told when a batch begins.
-    _tells_begin = False
 
     def __init__(self, handshake: Handshake, inherited: Inherited | None = None) -> None:
         # Before the control thread may change them.
@@ -83,23 +81,22 @@ class Stub:
         self._handshake = handshake
         self._inherited = inherited
         start = handshake.start
-        self._main = main = Peer(handshake.conversation, handshake.control, start, is_main=True)
+        self._peer = peer = Peer(handshake.conversation, handshake.control, start)
         for region_id, (fd, size_bytes, writer) in handshake.announced.fds.items():
-            main.regions.add_first(region_id, size_bytes, fd, writer)
-        self._peers = Peers(main, start)
+            peer.regions.add_first(region_id, size_bytes, fd, writer)
         self._coroutines: Coroutines
         self._readiness: Readiness
         self._prepare(start)
-        main.control.listen(main.regions, main.cancel, self._handle)
-        os.register_at_fork(after_in_child=self._peers.leave_to_parent)
+        peer.control.listen(peer.regions, peer.cancel, self._handle)
+        os.register_at_fork(after_in_child=peer.leave_to_parent)
         denials.watch(handshake.policy, start.get("layers", ()))
         trackers.settle(handshake.policy, start.get("layers", ()))
         os.register_at_fork(after_in_child=denials.disown, after_in_parent=denials.hear_forks)
-        self._calls = Calls(handshake.calls, main.regions)
+        self._calls = Calls(handshake.calls, peer.regions)
         self._host = StubHost(
             self._calls,
-            main.regions,
-            main.control,
+            peer.regions,
+            peer.control,
             start["instance"],
             is_compiled=start["compiled"],
         )
@@ -107,20 +104,17 @@ class Stub:
         ForkBroker(self._calls.disown)
 
     def _prepare(self, start: dict[str, Any]) -> None:
-        self._tells_begin = start["tells_begin"]
         self._coroutines = Coroutines(start["concurrent_batches"])
-        send, wait_for = self._main.control.send, self._coroutines.wait_for
+        send, wait_for = self._peer.control.send, self._coroutines.wait_for
         self._readiness = Readiness(start["instance"], send, wait_for)
 
-    def _handle(self, fields: list[Any], fds: list[int]) -> None:
+    def _handle(self, fields: list[Any]) -> None:
         """Handle a message that is neither about requests nor about memory. On the control thread."""
         kind = fields[0]
         if kind == Kind.READY:
             self._readiness.ask(fields[1])
         elif kind == Kind.LOGGING:
             logger.set_levels(*fields[1:])
-        elif kind == Kind.PEER and self._handshake.start["shared"]:
-            self._peers.add(*fds)
         else:
             raise RemoteProtocolError(f"{Kind(kind).name} came after the handshake")
 
@@ -128,10 +122,10 @@ class Stub:
         """Load, serve until FINALIZE, and end the process."""
         start = self._handshake.start
         output.prepare()
-        logger.set_sink(self._main.control.log)
-        denials.tell(self._main.control.send_packet)
+        logger.set_sink(self._peer.control.log)
+        denials.tell(self._peer.control.send_packet)
         try:
-            use_memory(self._main.regions)
+            use_memory(self._peer.regions)
             model = load_model(start, self._inherited)
         except LoadError as error:
             self._fail(error)
@@ -141,9 +135,9 @@ class Stub:
                 self._gather(model)
                 slots = self._take_slots()
                 facts = {**self._facts(model), "slots": slots is not None}
-                self._main.conversation.send(Kind.LOADED, facts)
+                self._peer.conversation.send(Kind.LOADED, facts)
                 if slots is not None:
-                    self._peers.use(slots)
+                    self._peer.use(slots)
                 self._host.serves = True
                 self._serve(model)
                 self._host.serves = False
@@ -171,14 +165,13 @@ class Stub:
 
     def _complete(self, model: Model) -> bool:
         """Send the completed configuration. Returns True if another START came, and the model is an instance now."""
-        conversation = self._main.conversation
+        conversation = self._peer.conversation
         conversation.send(Kind.COMPLETED, model.complete(), not model.completes_itself)
         message = conversation.receive()
         if message[0] != Kind.START:
             return False
         start = self._handshake.start = json.loads(message[1])
-        self._main.become(start)
-        self._peers.become(start)
+        self._peer.become(start)
         self._prepare(start)
         model.become(start)
         model.initialize()
@@ -206,18 +199,14 @@ class Stub:
 
     def _serve(self, model: Model) -> None:
         """Execute batch after batch, until FINALIZE."""
-        peer, peers = self._main, self._peers
-        if self._handshake.start["shared"]:
-            while all(self._serve_one(model, each) for each in peers.ready()):
-                pass
-            return
+        peer = self._peer
         regions, arena = peer.regions, peer.regions.arena
         batch, responses = peer.batch, peer.responses
         native = None if self._objects is not None else model.native
         while True:
             # The same condition as `Peer.needs_care`, without a call for each batch.
             if arena.has_grown or batch.kept or responses.replies or regions.devices is not None:
-                peers.ready()
+                peer.care()
             packet = peer.port.receive()
             if native is not None and self._execute_stacked(model, native, peer, packet):
                 continue
@@ -227,25 +216,6 @@ class Stub:
             if message[0] not in _ANSWERS:
                 return
             self._sleep_or_wake(model, message[0])
-
-    def _serve_one(self, model: Model, peer: Peer) -> bool:
-        """Execute the batch that one of several peers has sent. Returns False after FINALIZE."""
-        try:
-            packet = peer.port.receive()
-            use_memory(peer.regions)
-            message = self._execute(model, peer, packet)
-            if message is None:
-                return True
-            if not peer.is_main:
-                raise RemoteProtocolError(f"a front end may not send {Kind(message[0]).name}")
-            if message[0] in _ANSWERS:
-                self._sleep_or_wake(model, message[0])
-        except MoonpoolError as error:
-            if peer.is_main:
-                raise
-            self._peers.drop(peer, error)
-            return True
-        return bool(message[0] != Kind.FINALIZE)
 
     def _sleep_or_wake(self, model: Model, kind: int) -> None:
         """Call the model's `sleep` or `wake`, of all objects, and answer."""
@@ -260,7 +230,7 @@ class Stub:
             message, traceback = describe(error) or type(error).__name__, traceback_of(error)
         self._prepare_answer()
         denials.flush()
-        self._main.conversation.send(_ANSWERS[kind], message, traceback)
+        self._peer.conversation.send(_ANSWERS[kind], message, traceback)
 
     def _execute(self, model: Model, peer: Peer, packet: bytes) -> list[Any] | None:
         """Execute a batch, and answer. Returns any other message, and None after a batch."""
@@ -272,8 +242,6 @@ class Stub:
                 return message
             requests = self._open(peer, message)
             del message
-        if self._tells_begin:
-            peer.control.send(Kind.BEGUN, peer.executing[0])
         try:
             if self._objects is None:
                 # A copy: the model may change the list that it gets.
@@ -340,10 +308,10 @@ class Stub:
 
     def _prepare_answer(self) -> None:
         """Do what comes before an answer. Ends a process that the model forked."""
-        control = self._main.control
+        control = self._peer.control
         if control.metric_changes.are_made:
             control.metric_changes.flush()
-        if self._main.responses.is_forked:
+        if self._peer.responses.is_forked:
             sys.stderr.write("A process that the model forked came back from the model and ends.\n")
             os._exit(1)
 
@@ -352,9 +320,9 @@ class Stub:
         message = model.failure(describe(error))
         if self._handshake.start["brief_errors"]:
             text, file, line = in_one_line(error)
-            self._main.control.log(logger.ERROR, model.failure(text), file, line)
+            self._peer.control.log(logger.ERROR, model.failure(text), file, line)
             return message
-        self._main.control.log(logger.ERROR, f"{message}\n{traceback_of(error)}", __file__, 0)
+        self._peer.control.log(logger.ERROR, f"{message}\n{traceback_of(error)}", __file__, 0)
         return message
 
     # Responses that come later
@@ -421,8 +389,8 @@ class Stub:
         sys.stdout.flush()
         sys.stderr.flush()
         denials.flush()
-        self._peers.finish()
-        self._main.conversation.send(Kind.FINALIZED, message, traceback)
+        self._peer.finish()
+        self._peer.conversation.send(Kind.FINALIZED, message, traceback)
         # Not `sys.exit`, which would wait for threads that the model left behind.
         os._exit(0)
 

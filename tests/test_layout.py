@@ -257,6 +257,7 @@ APART = {
     "moonpool.runtime.cli.completion": "a command each has a file",
     "moonpool.runtime.cli.triton": "as above",
     "moonpool.runtime.process.sigterm": "`moonpool` itself offers it to programs",
+    "moonpool.runtime.server.grpc.server": "it has the two kinds of ports behind it",
     "moonpool.runtime.version": "setup.py reads it without importing the package",
     "moonpool.stub.peers.port": "it says what its compiled form is for",
 }
@@ -285,7 +286,6 @@ FOR_TYPES_ALONE = (
         "moonpool.ipc.cuda",  # nothing of it is imported before there is memory of a device
         # A server of HTTP alone does not need gRPC's library.
         "moonpool.runtime.server.grpc",
-        "moonpool.runtime.server.pool.front_grpc",
         # A model's environment may have a numpy from before 1.21, which has no NDArray.
         "numpy.typing",
         "ssl",
@@ -616,7 +616,6 @@ def test_names_have_the_words_of_the_glossary() -> None:
 
 # Several public classes may have one of these names, for the reason given.
 SAME_NAMES = {
-    "End": "the ends of two channels, each with the table of its messages",
     "InferenceRequest": "Triton's name in the stub, and the runtime's side of the same thing",
     "Metric": "as above",
     "Model": "the runtime's side of a model, and the stub's",
@@ -625,7 +624,6 @@ SAME_NAMES = {
     "Response": "a client's answer, and the answer of a model under test",
     "Signature": "a model's signature as its configuration says it, and as its hints do",
     "Template": "the runtime's side of a template, and the stub's",
-    "Word": "the messages of two channels",
 }
 
 

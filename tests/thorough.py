@@ -31,7 +31,6 @@ TESTS = (
     "tests/e2e/test_soak.py",
     "tests/ray/test_local_server.py",
     "tests/benchmarks/commands/test_tune.py",
-    "tests/server/pool/test_front_ends.py",
     "tests/benchmarks/test_timeline.py",
     "tests/benchmarks/commands/test_bench",
     "tests/runtime/cli/test_offers.py",

@@ -68,7 +68,6 @@ SECONDS = {
     "tests/server/page/test_hostile_pages.py": 140,
     "tests/server/page/test_page.py": 120,
     "tests/server/page/test_top.py": 25,
-    "tests/server/pool/test_front_ends.py": 70,
     "tests/server/test_cloud_repository.py": 40,
     "tests/server/test_hostile_repository.py": 20,
     "tests/server/test_serve.py": 50,

@@ -31,8 +31,7 @@ from moonpool.runtime.repository.repository import ModelRepository, suggesting
 
 HELP = "find the settings with which a model answers most requests within limits of latency"
 DESCRIPTION = """\
-Try a model with other numbers of instances and threads, larger batches, delays, templates and front ends, and print
-the settings with which it answers most requests a second within the limits of --slo, as a diff of its config.pbtxt.
+Try a model with other numbers of instances and threads, larger batches, delays and templates, and print the settings with which it answers most requests a second within the limits of --slo, as a diff of its config.pbtxt.
 If it is an ensemble or asks other models, their settings are tried, too.
 
 A server of its own, on a free port of this machine, hosts the models; other servers are not touched, but anything else that runs

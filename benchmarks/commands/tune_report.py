@@ -49,7 +49,7 @@ def introduce(tuner: Tuner) -> None:
 
 
 def _name(model: str, setting: str) -> str:
-    return f"{model}.{setting}" if model else setting
+    return f"{model}.{setting}"
 
 
 def _shown(value: Value) -> str:
@@ -114,11 +114,8 @@ class Report:
         if is_proposed:
             texts = self._texts(best)
             diff = "".join(self._diff(path, *text) for path, text in texts.items())
-            front_ends = tuner.values_at(best.place).get("", {}).get("frontends")
             if diff:
                 self._terminal.line(harmless_lines(diff))
-            if front_ends is not None:
-                self._terminal.line(f"moonpool serve … --frontends={front_ends}")
             if is_written:
                 self._write(texts)
         if html is not None:

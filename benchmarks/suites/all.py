@@ -33,7 +33,6 @@ NAMES = (
     "http_echo",
     "grpc_echo",
     "serve",
-    "frontends",
     "sandbox",
     "truth",
     "ray_serve",

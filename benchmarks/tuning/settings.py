@@ -26,7 +26,6 @@ SETTINGS = {
     "delay": "microseconds that a batch waits for requests",
     "threads": "threads of each instance",
     "template": "how an instance is started",
-    "frontends": "processes that serve the ports",
 }
 _TEMPLATES = ("no", "blank", "imports", "initialize")
 _TEMPLATE = "MOONPOOL_PREFORK"
@@ -43,7 +42,7 @@ class Unwritable(MoonpoolError):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting of one model; of the server if `model` is empty. `start` is the index of the present value."""
+    """A setting of one model. `start` is the index of the present value."""
 
     model: str
     name: str

@@ -1,7 +1,7 @@
 """Measures a model with other settings: a server of its own takes them, and gets load.
 
 For each place in the search, the models whose settings differ from the last place are loaded with them. The server changes
-instances and delays while it serves, and starts new processes for all else. Another number of front ends is another server. Then the
+instances and delays while it serves, and starts new processes for all else. Then the
 number of callers doubles, starting from that of the best place so far: too few callers show no throughput, too many
 only make requests wait. The score of a place is that of its best load.
 
@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from moonpool.benchmarks.data import DataMix
 from moonpool.benchmarks.hosts.kserve import MoonpoolHost
-from moonpool.benchmarks.hosts.process import Unavailable
 from moonpool.benchmarks.loads import Concurrency
 from moonpool.benchmarks.server import MeasuredServer
 from moonpool.benchmarks.slo import Slo
@@ -43,7 +42,6 @@ from moonpool.runtime.model.config.schema import Raw
 MARGIN = 0.03
 # A load that exceeds its limits by less than this share is measured once more: other programs may have done that.
 _NEAR = 0.05
-_FRONT_ENDS = "frontends"
 _TIMEOUT_S = 60.0
 
 
@@ -185,7 +183,7 @@ class Tuner:
         self.best: Measured | None = None
         self._callers = 0
         try:
-            self._serve(1)
+            self._serve()
             self._find_settings()
         except BaseException:
             self.close()
@@ -256,12 +254,11 @@ class Tuner:
 
     # The server
 
-    def _serve(self, front_ends: int) -> None:
+    def _serve(self) -> None:
         """Start a server in place of the present one, and prepare the requests."""
         self.close()
-        self._applied = {"": {_FRONT_ENDS: front_ends}}
-        arguments = [*self._plan.serve, f"--frontends={front_ends}"]
-        server = self._server = OwnServer(arguments)
+        self._applied = {}
+        server = self._server = OwnServer(self._plan.serve)
         self._cleanup.callback(server.close)
         with understood("the server's list of models"):
             unready = server.client.unready()
@@ -298,12 +295,6 @@ class Tuner:
             reached.sort(key=lambda name: name != self._plan.model)
             for name in reached:
                 self._add_model(name, normalise(server.client.configuration(name, "") or {}))
-        if _FRONT_ENDS in self._plan.names:
-            if self._plan.bounds.cores > 1:
-                numbers = [n for n in (1, 2, 3, 4, 6, 8) if n <= self._plan.bounds.cores]
-                self.settings.append(Setting.of("", _FRONT_ENDS, numbers, 1))
-            else:
-                self.left_out["", _FRONT_ENDS] = "this process may use one processor"
         if not self.settings:
             raise Unmeasurable(f"nothing about model '{self._plan.model}' can change")
 
@@ -370,20 +361,13 @@ class Tuner:
         """Start a new server if the present one has ended; return the reason with its last lines."""
         if self._server is not None and not self._server.process.is_running:
             why = f"the server ended: {self._server.process.said()}"
-            self._serve(1)
+            self._serve()
         return why
 
     def _apply(self, place: Place) -> str | None:
         """Give the server these settings; return the reason if it cannot."""
         self._plan.step("loading")
         wanted = self.values_at(place)
-        front_ends = wanted.pop("", {}).get(_FRONT_ENDS, 1)
-        if {_FRONT_ENDS: front_ends} != self._applied[""]:
-            try:
-                self._serve(int(front_ends or 1))
-            except (Unavailable, Refused, Unreachable) as error:
-                self._serve(1)
-                return str(error)
         for name, raw in self.raws.items():
             values = wanted.get(name, {})
             if values == self._applied.get(name, {}) or self._server is None:

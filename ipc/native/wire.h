@@ -53,8 +53,6 @@ enum class Kind : uint8_t {
   LOGGING = 25,  // info, warning, error, verbose
   READY = 26,  // question
   READINESS = 27,  // question, reason
-  PEER = 28,
-  BEGUN = 29,  // batch
   LENT_REGION = 40,  // region, size
   EVENT = 48,  // device, handle
   DENIALS = 49,  // denials
@@ -108,7 +106,7 @@ constexpr uint64_t kHistogram = 2;
 constexpr uint64_t kIncrement = 0;
 constexpr uint64_t kSet = 1;
 constexpr uint64_t kObserve = 2;
-constexpr uint64_t kProtocolVersion = 8;
+constexpr uint64_t kProtocolVersion = 9;
 constexpr uint64_t kMaxDims = 32;
 constexpr uint64_t kMaxDevices = 4096;
 constexpr int64_t kNoDevice = -1;
@@ -503,11 +501,6 @@ struct Readiness {
   explicit Readiness(Reader reader) { read_all(reader, question, reason); }
 };
 
-struct Begun {
-  uint64_t batch{};
-  explicit Begun(Reader reader) { read_all(reader, batch); }
-};
-
 struct Exited {
   uint64_t pid{};
   int64_t code{};
@@ -792,7 +785,6 @@ inline constexpr Spec kSpecs[] = {
     {"question", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"question", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"reason", Type::kText, true, 0, 0, 0, 4096u},
-    {"batch", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"name", Type::kText, false, 0, 0, 0, 4096u},
     {"pid", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"pid", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -804,20 +796,20 @@ inline constexpr Spec kSpecs[] = {
     {"timeout_us", Type::kInt, false, 0, 0, 0, 18446744073709551615u},
     {"released", Type::kList, false, 19, 1, 0, 1048576u},
     {"blocks", Type::kList, false, 22, 1, 0, 131072u},
-    {"inputs", Type::kList, false, 130, 1, 0, 65536u},
-    {"outputs", Type::kList, false, 138, 1, 0, 65536u},
-    {"details", Type::kRow, true, 139, 7, 0, 0u},
-    {"", Type::kRow, false, 131, 6, 0, 0u},
+    {"inputs", Type::kList, false, 129, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 137, 1, 0, 65536u},
+    {"details", Type::kRow, true, 138, 7, 0, 0u},
+    {"", Type::kRow, false, 130, 6, 0, 0u},
     {"name", Type::kText, false, 0, 0, 0, 1048576u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
-    {"shape", Type::kList, false, 137, 1, 0, 32u},
+    {"shape", Type::kList, false, 136, 1, 0, 32u},
     {"block", Type::kInt, false, 0, 0, 0, 131072u},
     {"offset", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"", Type::kText, false, 0, 0, 0, 1048576u},
     {"request_id", Type::kText, false, 0, 0, 0, 1048576u},
-    {"correlation_id", Type::kOneOf, false, 146, 2, 0, 0u},
+    {"correlation_id", Type::kOneOf, false, 145, 2, 0, 0u},
     {"flags", Type::kInt, false, 0, 0, 0, 4294967295u},
     {"parameters", Type::kTable, true, 0, 0, 0, 4096u},
     {"trace", Type::kText, true, 0, 0, 0, 4096u},
@@ -829,7 +821,7 @@ inline constexpr Spec kSpecs[] = {
     {"final", Type::kFlag, false, 0, 0, 0, 0u},
     {"released", Type::kList, false, 19, 1, 0, 1048576u},
     {"blocks", Type::kList, false, 22, 1, 0, 131072u},
-    {"outputs", Type::kList, false, 130, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 129, 1, 0, 65536u},
     {"parameters", Type::kTable, true, 0, 0, 0, 4096u},
     {"error", Type::kRow, true, 57, 2, 0, 0u},
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -837,8 +829,8 @@ inline constexpr Spec kSpecs[] = {
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"model", Type::kText, false, 0, 0, 0, 4096u},
     {"config", Type::kText, false, 0, 0, 0, 4194304u},
-    {"files", Type::kList, true, 161, 1, 0, 65536u},
-    {"", Type::kRow, false, 162, 2, 0, 0u},
+    {"files", Type::kList, true, 160, 1, 0, 65536u},
+    {"", Type::kRow, false, 161, 2, 0, 0u},
     {"path", Type::kText, false, 0, 0, 0, 1048576u},
     {"contents", Type::kRaw, false, 0, 0, 0, 2147483648u},
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -851,9 +843,9 @@ inline constexpr Spec kSpecs[] = {
     {"name", Type::kText, false, 0, 0, 0, 1048576u},
     {"description", Type::kText, false, 0, 0, 0, 1048576u},
     {"metric_kind", Type::kInt, false, 0, 0, 0, 2u},
-    {"labels", Type::kList, true, 176, 1, 0, 65536u},
-    {"buckets", Type::kList, true, 179, 1, 0, 65536u},
-    {"", Type::kRow, false, 177, 2, 0, 0u},
+    {"labels", Type::kList, true, 175, 1, 0, 65536u},
+    {"buckets", Type::kList, true, 178, 1, 0, 65536u},
+    {"", Type::kRow, false, 176, 2, 0, 0u},
     {"name", Type::kText, false, 0, 0, 0, 1048576u},
     {"value", Type::kText, false, 0, 0, 0, 1048576u},
     {"", Type::kReal, false, 0, 0, 0, 0u},
@@ -881,13 +873,13 @@ inline constexpr Spec kSpecs[] = {
     {"config", Type::kText, true, 0, 0, 0, 16777216u},
     {"reschedules", Type::kFlag, false, 0, 0, 0, 0u},
     {"max_batch_size", Type::kInt, false, 0, 0, 0, 2147483647u},
-    {"inputs", Type::kList, false, 212, 1, 0, 65536u},
-    {"outputs", Type::kList, false, 212, 1, 0, 65536u},
+    {"inputs", Type::kList, false, 211, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 211, 1, 0, 65536u},
     {"execute_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"is_private", Type::kFlag, false, 0, 0, 0, 0u},
     {"log_lines_per_s", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"recycle_requests", Type::kInt, true, 0, 0, 1, 9223372036854775807u},
-    {"may_ask", Type::kList, true, 212, 1, 0, 4096u},
+    {"may_ask", Type::kList, true, 211, 1, 0, 4096u},
     {"is_decoupled", Type::kFlag, false, 0, 0, 0, 0u},
     {"", Type::kText, false, 0, 0, 0, 4096u},
     {"number", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -955,12 +947,12 @@ inline constexpr Spec kSpecs[] = {
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"file", Type::kText, false, 0, 0, 0, 4096u},
     {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
+    {"", Type::kList, false, 278, 1, 0, 65536u},
     {"", Type::kList, false, 279, 1, 0, 65536u},
-    {"", Type::kList, false, 280, 1, 0, 65536u},
-    {"", Type::kRow, false, 281, 6, 0, 0u},
+    {"", Type::kRow, false, 280, 6, 0, 0u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
-    {"shape", Type::kList, false, 137, 1, 0, 32u},
+    {"shape", Type::kList, false, 136, 1, 0, 32u},
     {"block", Type::kInt, false, 0, 0, 0, 131072u},
     {"offset", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -983,7 +975,7 @@ constexpr Table<Kind, 14> kWork = {{{
     {"INDIRECT", 9, 0, 23, 3},
 }}, kSpecs};
 
-constexpr Table<Kind, 23> kControl = {{{
+constexpr Table<Kind, 21> kControl = {{{
     {"SANDBOX", 15, 1, 66, 1},
     {"REGION", 16, 1, 67, 5},
     {"SLOTS", 54, 1, 60, 0},
@@ -1002,56 +994,54 @@ constexpr Table<Kind, 23> kControl = {{{
     {"LOGGING", 25, 1, 108, 4},
     {"READY", 26, 1, 112, 1},
     {"READINESS", 27, 2, 113, 2},
-    {"PEER", 28, 1, 60, 0},
-    {"BEGUN", 29, 2, 115, 1},
-    {"FORK", 45, 1, 116, 1},
-    {"REAP", 46, 1, 117, 1},
-    {"EXITED", 47, 2, 118, 2},
+    {"FORK", 45, 1, 115, 1},
+    {"REAP", 46, 1, 116, 1},
+    {"EXITED", 47, 2, 117, 2},
 }}, kSpecs};
 
 constexpr Table<Kind, 12> kCalls = {{{
-    {"INFER", 30, 2, 120, 10},
-    {"REPLY", 31, 1, 148, 7},
-    {"CANCEL_CALL", 43, 2, 155, 1},
-    {"WITHDRAW", 32, 2, 155, 1},
-    {"LET_GO", 33, 2, 156, 1},
-    {"LOAD_MODEL", 34, 2, 157, 4},
-    {"UNLOAD_MODEL", 35, 2, 164, 3},
-    {"IS_MODEL_READY", 36, 2, 167, 3},
-    {"NEW_METRIC", 38, 2, 170, 6},
-    {"METRIC_VALUE", 39, 2, 180, 2},
-    {"DONE", 37, 1, 182, 3},
+    {"INFER", 30, 2, 119, 10},
+    {"REPLY", 31, 1, 147, 7},
+    {"CANCEL_CALL", 43, 2, 154, 1},
+    {"WITHDRAW", 32, 2, 154, 1},
+    {"LET_GO", 33, 2, 155, 1},
+    {"LOAD_MODEL", 34, 2, 156, 4},
+    {"UNLOAD_MODEL", 35, 2, 163, 3},
+    {"IS_MODEL_READY", 36, 2, 166, 3},
+    {"NEW_METRIC", 38, 2, 169, 6},
+    {"METRIC_VALUE", 39, 2, 179, 2},
+    {"DONE", 37, 1, 181, 3},
     {"INDIRECT", 9, 0, 23, 3},
 }}, kSpecs};
 
 constexpr Table<Word, 24> kLauncher = {{{
-    {"LONG", 60, 0, 185, 1},
-    {"BACKEND", 61, 1, 186, 4},
-    {"LOGGING", 62, 1, 190, 4},
-    {"MODEL", 63, 1, 194, 6},
-    {"MODEL_READY", 81, 2, 200, 12},
-    {"REFUSED", 82, 2, 213, 3},
-    {"INSTANCE", 64, 1, 216, 5},
-    {"BORN", 89, 2, 221, 7},
-    {"STARTED", 83, 2, 228, 4},
-    {"MEMORY", 70, 1, 232, 7},
-    {"RETURNED", 72, 1, 239, 4},
-    {"SET_ASIDE", 91, 2, 243, 2},
-    {"SCRUB", 71, 1, 245, 3},
-    {"SCRUBBED", 92, 2, 248, 2},
-    {"LOST", 65, 1, 250, 5},
-    {"OVERDUE", 66, 1, 255, 2},
-    {"GROWN", 90, 2, 257, 2},
-    {"RENEW", 69, 1, 259, 3},
-    {"DIED", 85, 2, 262, 5},
-    {"END", 67, 1, 267, 1},
-    {"END_MODEL", 68, 1, 268, 1},
-    {"ENDED", 86, 2, 269, 1},
-    {"HELLO", 80, 2, 270, 4},
-    {"NOTE", 88, 2, 274, 4},
+    {"LONG", 60, 0, 184, 1},
+    {"BACKEND", 61, 1, 185, 4},
+    {"LOGGING", 62, 1, 189, 4},
+    {"MODEL", 63, 1, 193, 6},
+    {"MODEL_READY", 81, 2, 199, 12},
+    {"REFUSED", 82, 2, 212, 3},
+    {"INSTANCE", 64, 1, 215, 5},
+    {"BORN", 89, 2, 220, 7},
+    {"STARTED", 83, 2, 227, 4},
+    {"MEMORY", 70, 1, 231, 7},
+    {"RETURNED", 72, 1, 238, 4},
+    {"SET_ASIDE", 91, 2, 242, 2},
+    {"SCRUB", 71, 1, 244, 3},
+    {"SCRUBBED", 92, 2, 247, 2},
+    {"LOST", 65, 1, 249, 5},
+    {"OVERDUE", 66, 1, 254, 2},
+    {"GROWN", 90, 2, 256, 2},
+    {"RENEW", 69, 1, 258, 3},
+    {"DIED", 85, 2, 261, 5},
+    {"END", 67, 1, 266, 1},
+    {"END_MODEL", 68, 1, 267, 1},
+    {"ENDED", 86, 2, 268, 1},
+    {"HELLO", 80, 2, 269, 4},
+    {"NOTE", 88, 2, 273, 4},
 }}, kSpecs};
 
-constexpr size_t kLayoutSpec = 278;
+constexpr size_t kLayoutSpec = 277;
 // Returns true if the bytes are a layout of at most so many values; else `wrong` says why.
 inline bool check_layout(std::string_view packed, uint64_t most, std::string* wrong) {
   return check_packed(kSpecs, kSpecs[kLayoutSpec], packed, most, wrong);

@@ -223,7 +223,7 @@ class RuntimePort:
     Its driver calls all methods but those for a response apart, which the reactor calls.
     """
 
-    __slots__ = ("batch", "begun", "core", "is_plain", "link", "look_ns", "rests")
+    __slots__ = ("batch", "core", "is_plain", "link", "look_ns", "rests")
 
     def __init__(self, *_: Any) -> None:
         """The arguments are the conversation, the blocks that are lent, the replies, the places that callers have
@@ -233,8 +233,6 @@ class RuntimePort:
         self.link: Any = None
         # The number of the last batch.
         self.batch = 0
-        # The batch that was sent last, and the time at which the stub began with it, None if it has not reported that.
-        self.begun: tuple[int, int | None] = (0, None)
         # The core on which the stub was last.
         self.core = NO_CORE
         # False if all batches go Python's way.

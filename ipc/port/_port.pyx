@@ -509,7 +509,7 @@ cdef class RuntimePort(LaneEnd):
     cdef LentBlocks _blocks
     cdef ExecutingBatch _replies
     cdef dict _regions
-    cdef public object batch, begun, core, is_plain
+    cdef public object batch, core, is_plain
     cdef public int64_t look_ns, rests
     cdef list _names
     cdef vector[string] _native_names
@@ -533,7 +533,7 @@ cdef class RuntimePort(LaneEnd):
         self._blocks, self._replies, self._released, self._regions = blocks, replies, released, regions
         self._given_back, self.link = given_back, None
         self._release = released.append
-        self.batch, self.begun, self.core, self.is_plain = 0, (0, None), kNoCore, False
+        self.batch, self.core, self.is_plain = 0, kNoCore, False
         self.look_ns = self.rests = 0
 
     def __dealloc__(self):
@@ -597,7 +597,7 @@ cdef class RuntimePort(LaneEnd):
             if not self._write(batch, requests, taken, block, size, elsewhere):
                 self._undo(taken)
                 return False
-            self.batch, self.begun = batch, (batch, None)
+            self.batch = batch
             # Its responses may come on another channel at once.
             self._replies.executing = (batch, requests)
             if not self._send_message():

@@ -3,9 +3,9 @@
 Theory of operation. `load` and `unload` run once each. `load` runs on a thread that holds the model lock
 (`ModelRegistry`), and so does `unload`, except of a model that was replaced, which nobody finds any more. In between,
 the supervisor's threads change the state: no instance is left, or one came back. `_lock` guards the state. `_come_back`
-holds it until the scheduler and front-end processes accept requests, so an unload that begins meanwhile comes after it,
-and its refusal stays. `_give_up` holds it until front-end processes refuse requests; the scheduler does so before
-(`Supervisor.check_given_up`). `_lock` is taken outside of the scheduler's lock and never inside it.
+holds it until the scheduler accepts requests, so an unload that begins meanwhile comes after it, and its refusal stays.
+When `_give_up` runs, the scheduler refuses requests already (`Supervisor.check_given_up`). `_lock` is taken outside of
+the scheduler's lock and never inside it.
 
 A model that may sleep (`residency`) has an entry there. `wake` and `fall_asleep` start and end its instances in
 between, and hold the model lock. The model stays READY: it takes requests, which wake it. `fall_asleep` ends restarts,
@@ -15,9 +15,8 @@ and gets them back when they are awake.
 
 An update (`grow`, then `shrink`) also holds the model lock. In between, the registry's table changes.
 
-Order of an unload: refuse requests here and in front-end processes, wait until those that are in are answered or the
-time is over, fail the rest, end the instances, fail requests that were queued again while they ended, and finalize the
-model.
+Order of an unload: refuse requests, wait until those that are in are answered or the time is over, fail the rest, end
+the instances, fail requests that were queued again while they ended, and finalize the model.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from moonpool.runtime.observe.metrics_options import (
 from moonpool.runtime.observe.statistics import ResponseStatistics, Statistics
 from moonpool.runtime.residency.autoscaling import QueueCounts
 from moonpool.runtime.residency.residents import Residency, ResidentModel
-from moonpool.runtime.schedule.failures import as_load_failure, no_instance_left
+from moonpool.runtime.schedule.failures import as_load_failure
 from moonpool.runtime.schedule.rate_limiter import ModelPermits, RateLimiter
 from moonpool.runtime.schedule.response_cache import CachingScheduler, ResponseCache
 from moonpool.runtime.schedule.scheduler import Scheduler
@@ -101,8 +100,6 @@ class HostedModel:
         self.supervisor: Supervisor
         self._backend = backend
         self._reactor = stubs.reactor
-        # Other processes send batches to the instances through this, past the scheduler.
-        self._sharing = stubs.sharing
         self._executor = executor
         self._tell = tell
         self._goes_on = goes_on
@@ -111,12 +108,10 @@ class HostedModel:
         self._cache = cache if model.config.response_cache else None
         self._limiter = limiter
         self._residency: Residency | None = None
-        may_sleep = False
         if residency is not None and model.config.ensemble is None:
             model.is_asleep = residency.begins_asleep(model.options)
             if residency.takes_in(model.options):
                 self._residency = residency
-                may_sleep = residency.may_sleep(model.options)
         # None if the model never sleeps.
         self.residence: ResidentModel | None = None
         # True while it sleeps with its instances.
@@ -125,8 +120,6 @@ class HostedModel:
         self.hook_failure: BaseException | None = None
         # The reason why requests are refused after a model that was asleep could not be started.
         self._why_resting = ""
-        # A front end does not know which models sleep.
-        model.has_one_scheduler = self._cache is not None or limiter is not None or may_sleep
         # The duration of the load.
         self.load_s = 0.0
         self._lock = threading.Lock()
@@ -333,7 +326,7 @@ class HostedModel:
         return self.model.config.instance_groups[0].kind == "GPU"
 
     def queue_counts(self, now_s: float) -> QueueCounts:
-        """Return the counts of the queue as they are now, those of front ends as of their last report."""
+        """Return the counts of the queue as they are now."""
         statistics, scheduler = self.scheduler.statistics, self.scheduler
         ended = statistics.success_count + statistics.fail_count
         return QueueCounts(now_s, ended, statistics.queue_ns, scheduler.queued)
@@ -532,7 +525,6 @@ class HostedModel:
                 return
             self.machine.move(ModelState.UNAVAILABLE, because, time.monotonic())
             self._has_given_up = True
-            self._sharing.refuse(self.model, no_instance_left(self.model.name, why))
         self._tell(str(self), str(ModelState.UNAVAILABLE), because)
 
     def _come_back(self) -> None:
@@ -548,7 +540,6 @@ class HostedModel:
             self._has_given_up = False
             self.machine.move(ModelState.READY, because, time.monotonic())
             accept()
-            self._sharing.welcome(self.model)
         self._tell(str(self), str(ModelState.READY), because)
 
     def unload(self, drain_timeout_s: float) -> None:
@@ -562,7 +553,6 @@ class HostedModel:
         if self._must_end:
             self.end_at_once()
         began_s = time.monotonic()
-        wait_elsewhere = self._sharing.drain(self.model, error, drain_timeout_s)
         if not self.scheduler.wait_empty(began_s + drain_timeout_s):
             _log.warning(
                 "%s: %d requests are still queued and %d instances execute after %.1f s",
@@ -572,7 +562,6 @@ class HostedModel:
                 time.monotonic() - began_s,
             )
             self.scheduler.drop(error)
-        wait_elsewhere()
         self.supervisor.stop_all()
         self.scheduler.drop(error)
         if isinstance(self.scheduler, CachingScheduler):

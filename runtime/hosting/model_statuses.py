@@ -18,7 +18,7 @@ from moonpool.ipc.messages import beginning
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.isolation.public_text import public_text, scrubbed
 from moonpool.runtime.model.backend import Model
-from moonpool.runtime.model.config.live import fixed_part, waits_alike
+from moonpool.runtime.model.config.live import fixed_part
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.repository.loading import PreparedModel, Wanted
@@ -208,11 +208,8 @@ class LoadedVersions:
     def _serve(self) -> bool:
         return all(hosted.why_not_serving() is None for hosted in self.versions.values())
 
-    def may_become(self, prepared: PreparedModel, *, is_shared: bool) -> bool:
-        """Return True if an update makes these versions what was prepared, with the processes that there are.
-
-        With `is_shared`, front ends have read the configuration, too, and would go on with what they have read.
-        """
+    def may_become(self, prepared: PreparedModel) -> bool:
+        """Return True if an update makes these versions what was prepared, with the processes that there are."""
         staying = [each for each in prepared.models if each.version in self.versions]
         # Files that a client brought again lie elsewhere. Versions that stay have the first ones.
         is_complete = len(staying) == len(prepared.models) or not prepared.is_made
@@ -222,13 +219,11 @@ class LoadedVersions:
             # An ensemble has no instances, and is checked against its members when it is loaded.
             and self.config.ensemble is None
             and self._serve()
-            and all(self._goes_on(each, prepared, is_shared=is_shared) for each in staying)
+            and all(self._goes_on(each, prepared) for each in staying)
         )
 
-    def _goes_on(self, wanted: Model, prepared: PreparedModel, *, is_shared: bool) -> bool:
+    def _goes_on(self, wanted: Model, prepared: PreparedModel) -> bool:
         model, fixed = self.versions[wanted.version].model, self._fixed[wanted.version]
-        if is_shared and not waits_alike(model, wanted):
-            return False
         # A client may bring back the configuration that it has from the server: the one that the model completed.
         completed = fixed._replace(config=fixed_part(model.config.raw))
         return prepared.fixed[wanted.version] in (fixed, completed)

@@ -12,7 +12,7 @@ from typing import Any
 from moonpool.ipc.errors import PeerGone
 from moonpool.ipc.messages import Kind
 from moonpool.ipc.policy import is_contained
-from moonpool.runtime.errors import LoadFailed, ModelUnavailable
+from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.isolation.environment_variables import OF_THE_INTERPRETER, unseen
 from moonpool.runtime.isolation.plan import IsolationPlan, check_processors, plan_for
 from moonpool.runtime.log import RuntimeLog
@@ -126,7 +126,6 @@ class PythonBackend(Backend):
         except BaseException:
             self.model_finalize(model)
             raise
-        self._stubs.sharing.model_ready(model)
 
     def _complete(self, model: Model) -> None:
         """Let the model complete its configuration. The process stays for the first instance unless code of the model
@@ -170,7 +169,6 @@ class PythonBackend(Backend):
         template.start()
 
     def model_finalize(self, model: Model) -> None:
-        self._stubs.sharing.model_gone(model)
         state: _ModelState = model.state
         state.end_completing()
         if state.template is not None:
@@ -205,7 +203,6 @@ class PythonBackend(Backend):
         stub.link.is_on_gpu = instance.kind == "GPU"
         stub.serve(instance.respond)
         stub.bounds.serves(instance.report_grown)
-        stub.count_served = instance.report_served
 
         def report_end() -> None:
             # The reactor may learn of it late, when the instance has its next process.
@@ -263,8 +260,6 @@ class PythonBackend(Backend):
 
     def model_instance_finalize(self, instance: ModelInstance) -> None:
         stub: StubHandle = instance.state
-        gone = ModelUnavailable(f"model '{instance.model.name}' is being unloaded")
-        self._stubs.sharing.stub_gone(stub, gone)
         try:
             if instance.is_healthy:
                 stub.finalize(instance.model.options.finalize_timeout_s)
@@ -285,19 +280,9 @@ class PythonBackend(Backend):
         takes_devices = can_see and not options.force_cpu_only_input_tensors
         return DeviceIntake(self.memory_of(model), takes_devices=takes_devices)
 
-    def offer(self, instance: ModelInstance) -> None:
-        self._stubs.sharing.stub_ready(instance.model, instance.state)
-
-    def withdraw(self, instance: ModelInstance, timeout_s: float) -> bool:
-        return self._stubs.sharing.withdraw(instance.state, timeout_s)
-
     def cancel(self, instance: ModelInstance, request: InferenceRequest) -> None:
         stub: StubHandle = instance.state
         stub.cancel(request)
-
-    def began_ns(self, instance: ModelInstance, sent_ns: int) -> int | None:
-        link: Link = instance.state.link
-        return link.began_ns(sent_ns)
 
     def model_instance_ready(
         self, instance: ModelInstance, answer: Callable[[str | None], object]
@@ -308,11 +293,7 @@ class PythonBackend(Backend):
     def explain(self, instance: ModelInstance, error: BaseException) -> BaseException:
         stub: StubHandle = instance.state
         doing = "while it was idle" if isinstance(error, EndedIdle) else "during execute"
-        reason = stub.explain(error, doing)
-        if self._stubs.sharing.is_there:
-            # Other processes need the reason for the batches that they sent it.
-            self._stubs.sharing.stub_gone(stub, stub.explain(error, "during execute"))
-        return reason
+        return stub.explain(error, doing)
 
     def abort(self, instance: ModelInstance, reason: BaseException) -> None:
         template: Template | None = instance.model.state.template
@@ -412,16 +393,8 @@ class PythonBackend(Backend):
     def _start(
         self, model: Model, instance: str, kind: str, device_id: int, mode: str
     ) -> dict[str, Any]:
-        log = self._stubs.log
         return start_of(
-            model,
-            instance,
-            kind,
-            device_id,
-            mode,
-            backend_dir=self._folder,
-            log=log,
-            is_shared=self._stubs.sharing.is_there,
+            model, instance, kind, device_id, mode, backend_dir=self._folder, log=self._stubs.log
         )
 
 

@@ -10,8 +10,8 @@ the backend reports. From then on:
   never without instances for this reason.
 - Sequences in it end first, and no other one begins in it. It keeps the turn meanwhile.
 - A thread takes the instance out of the scheduler's hands. It waits until the requests that the instance left open have
-  ended, and until other processes that send it batches have finished theirs. If that takes too long, the instance
-  serves on and is due again later. Otherwise the supervisor ends the process and starts another one.
+  ended. If that takes too long, the instance serves on and is due again later. Otherwise the supervisor ends the
+  process and starts another one.
 - If the instance breaks meanwhile, or all instances are to end, it goes back to the scheduler, which reports a broken
   one as lost. `Supervisor.lost` gives back the turn of an instance that breaks.
 
@@ -126,9 +126,6 @@ class InstanceOwner(Protocol):
     def begin(self, record: InstanceRecord, act: Callable[[], None], name: str) -> bool:
         """Call `act` on a thread that has the instance. Returns False if no thread can be started."""
 
-    def withdraw(self, instance: ModelInstance, timeout_s: float) -> bool:
-        """Call `Backend.withdraw`."""
-
     def renew(self, record: InstanceRecord) -> None:
         """End the process of a healthy instance, and start another one."""
 
@@ -147,7 +144,6 @@ class Recycler:
         instance.recycle = partial(self._take, record)
         instance.report_grown = partial(self._grown, instance)
         instance.report_worn = partial(self._worn, instance)
-        instance.report_served = partial(self._served, instance)
 
     def _grown(self, instance: ModelInstance, rss_bytes: int) -> None:
         self._recycling.outgrown(instance, rss_bytes)
@@ -155,10 +151,6 @@ class Recycler:
 
     def _worn(self, instance: ModelInstance, given_bytes: int) -> None:
         self._recycling.worn(instance, given_bytes)
-        self._ask_for(instance)
-
-    def _served(self, instance: ModelInstance, requests: int) -> None:
-        instance.served += requests
         self._ask_for(instance)
 
     def _ask_for(self, instance: ModelInstance) -> None:
@@ -176,10 +168,8 @@ class Recycler:
         return self._owner.begin(record, partial(self._recycle, record), "moonpool-recycle")
 
     def _recycle(self, record: InstanceRecord) -> None:
-        instance, end_s = record.instance, time.monotonic() + _OPEN_S
-        if not self._scheduler.wait_closed(instance, end_s) or not self._owner.withdraw(
-            instance, max(0.0, end_s - time.monotonic())
-        ):
+        instance = record.instance
+        if not self._scheduler.wait_closed(instance, time.monotonic() + _OPEN_S):
             _log.warning(_STAYS_OPEN, instance.name, _OPEN_S)
             self._recycling.postpone(instance)
         elif instance.broken is None and not self._owner.is_stopping:

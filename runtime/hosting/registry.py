@@ -86,7 +86,7 @@ from moonpool.runtime.residency.residents import Residency
 from moonpool.runtime.schedule.callers import Deliveries
 from moonpool.runtime.schedule.rate_limiter import RateLimiter
 from moonpool.runtime.schedule.response_cache import ResponseCache
-from moonpool.runtime.stubs.handle import Stubs, StubSharing
+from moonpool.runtime.stubs.handle import Stubs
 
 _log = RuntimeLog("moonpool")
 # The time for which a model that was replaced still takes requests.
@@ -116,7 +116,6 @@ class ModelRegistry:
         verbose: bool,
         listener: Callable[[str, str, str], object] | None,
         metrics: MetricsOptions | None = None,
-        sharing: StubSharing | None = None,
         resident: Resident | None = None,
     ) -> None:
         """With `resident`, models are loaded when requests come."""
@@ -155,11 +154,9 @@ class ModelRegistry:
         self._reactor = Reactor()
         self._executor = TaskPool(32, "moonpool-execute")
         self.deliveries = Deliveries(self._reactor)
-        self.residency = Residency(
-            self._reactor, self._locks, self._is_used, resident, self.take_in_counts
-        )
+        self.residency = Residency(self._reactor, self._locks, self._is_used, resident)
         log = LogSettings(log_verbose_level=int(verbose))
-        stubs = self.stubs = Stubs(self._reactor, log, partial(ModelControl, self), sharing)
+        stubs = self.stubs = Stubs(self._reactor, log, partial(ModelControl, self))
         self.errors = stubs.errors
         self.backends = Backends(
             backends, python_based, lambda name, folder: PythonBackend(stubs, name, folder)
@@ -233,8 +230,7 @@ class ModelRegistry:
         except BaseException:
             prepared.discard()
             raise
-        is_shared = self.stubs.sharing.is_there
-        if before is not None and before.may_become(prepared, is_shared=is_shared):
+        if before is not None and before.may_become(prepared):
             self._statuses.note(name, status)
             try:
                 return self._update(before, wanted, prepared, asker, status)
@@ -553,14 +549,12 @@ class ModelRegistry:
         self._ensembles.weigh(name, loaded)
         self._models[name] = loaded
         self._latest[name] = loaded.latest
-        self.stubs.sharing.serve(name, [hosted.model for hosted in loaded.versions.values()])
 
     def _take(self, name: str) -> LoadedVersions | None:
         """Take a model out of the table, to unload it, and forget that a load of it failed. Needs the lock."""
         self._leaving.discard(name)
         self._latest.pop(name, None)
         loaded = self._models.pop(name, None)
-        self.stubs.sharing.serve(name, ())
         if loaded is None:
             self._statuses.give_up(name)
         else:
@@ -663,19 +657,10 @@ class ModelRegistry:
         with self._lock:
             return [h for loaded in self._models.values() for h in loaded.versions.values()]
 
-    def take_in_counts(self) -> None:
-        """Add the counts of other processes, which send batches to stubs themselves, to the statistics of models."""
-        sharing = self.stubs.sharing
-        if sharing.is_there:
-            sharing.catch_up({hosted.model: hosted.scheduler for hosted in self.served()}.get)
-
     def metric_families(self) -> list[ExposedFamily]:
         """Return the metrics of all models, and those that the models made."""
         self._check_open()
         self.stubs.catch_up()
-        # The reactor reads the counts of other processes, so it cannot wait for them.
-        if not self._reactor.is_here:
-            self.take_in_counts()
         served, own = self.served(), self.stubs.metrics.families()
         return [
             *model_families(served, self.metrics_options),

@@ -8,7 +8,7 @@ has changed.
 
 *Then the others go* (`shrink`). An instance that is to go leaves as one that is recycled does: when it comes back to
 the scheduler, `ModelInstance.leaves` asks `_Leaving.take`, which runs under the scheduler's lock. Sequences in it end
-first, and no other one begins in it. Then requests that it left open end, and those of front ends. What has not ended
+first, and no other one begins in it. Then requests that it left open end. What has not ended
 by the deadline is ended with the instance, as in an unload.
 
 An instance that breaks meanwhile is not started again: the event `stopping` of its record is set before anything else.
@@ -107,9 +107,6 @@ def _free(name: str, taken: set[str]) -> str:
 class InstanceStopper(Protocol):
     """The supervisor of the instances, as a leave needs it."""
 
-    def withdraw(self, instance: ModelInstance, timeout_s: float) -> bool:
-        """Call `Backend.withdraw`."""
-
     def stop(self, record: InstanceRecord) -> None:
         """End an instance that is out of service, or its recovery. One that still executes is ended."""
 
@@ -133,7 +130,6 @@ class Leave:
         self._wait(deadline)
         if self._has_left.is_set():
             self._scheduler.wait_closed(instance, deadline)
-        self._owner.withdraw(instance, max(0.0, deadline - time.monotonic()))
         self._owner.stop(record)
         self._scheduler.forget(instance)
         gone = ModelUnavailable(f"'{instance.name}' was removed before it had ended this request")

@@ -224,9 +224,7 @@ class Supervisor:
         return None
 
     def _initialize(self, record: InstanceRecord) -> None:
-        """Start the process of an instance, warm it up, and let front ends use it. If that fails, nothing is left of
-        it.
-        """
+        """Start the process of an instance, and warm it up. If that fails, nothing is left of it."""
         instance, limit_s = record.instance, self._model.options.load_timeout_s
         deadline = None if limit_s is None else time.monotonic() + limit_s
         self._model.check_files()
@@ -235,7 +233,6 @@ class Supervisor:
         try:
             if self._warmup is not None:
                 self._warmup.run(instance, deadline)
-            self._backend.offer(instance)
         except BaseException:
             self._finalize(record)
             raise
@@ -499,10 +496,6 @@ class Supervisor:
         """True if all instances are about to end."""
         return self._stopping.is_set()
 
-    def withdraw(self, instance: ModelInstance, timeout_s: float) -> bool:
-        """Call `Backend.withdraw`."""
-        return self._backend.withdraw(instance, timeout_s)
-
     def renew(self, record: InstanceRecord) -> None:
         """End the process of a healthy instance, and start another one."""
         because = self.recycling.why(record.instance)
@@ -539,11 +532,9 @@ class Supervisor:
         now_ns = time.monotonic_ns()
         since_ns = now_ns - int(limit_s * 1e9)
         for execution in self._scheduler.executing_since(since_ns):
-            began_ns = execution.began_ns
-            if began_ns is not None and began_ns < since_ns:
-                name, taken_s = execution.instance.name, (now_ns - began_ns) / 1e9
-                because = took_too_long(name, limit_s, self._model.denials, taken_s)
-                self._backend.abort(execution.instance, because)
+            name, taken_s = execution.instance.name, (now_ns - execution.started_ns) / 1e9
+            because = took_too_long(name, limit_s, self._model.denials, taken_s)
+            self._backend.abort(execution.instance, because)
         for instance in self._scheduler.deserted_since(since_ns):
             self._backend.abort(instance, kept_too_long(instance.name, limit_s))
         is_idle = not self._scheduler.has_begun

@@ -1,7 +1,7 @@
 """Runs the warm-up samples of a model in an instance, before that instance is ready.
 
 Theory of operation. A warm-up runs on the thread that starts the instance, which has the instance at that moment: the
-scheduler does not know it yet, and front-end processes get it later. So the batches go to the backend directly, no
+scheduler does not know it yet. So the batches go to the backend directly, no
 other request can share them, and nothing is counted. Responses apart from a batch come on the reactor's thread through
 `ModelInstance.respond`; `route` sends those of warm-up requests here. A request of this file has a `_Caller` as its
 waiter, and no other request has one.

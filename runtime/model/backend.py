@@ -79,9 +79,6 @@ class Model:
         self.check: Callable[[ModelConfig], None] = _ignored
         # True if its processes may work in the memory of clients; False once a client has ended one by that.
         self.lends_clients_memory = True
-        # True if one scheduler must see all requests: its responses are cached, or a rate limiter counts its
-        # executions.
-        self.has_one_scheduler = False
         # Set once its load is not wanted any more. What may take longer than the start of a process then ends soon.
         self.given_up = threading.Event()
         # True while its instances are not wanted, and so no template of them either.
@@ -152,12 +149,10 @@ class ModelInstance:
         self.served = 0
         self.serves_until = math.inf
         self.recycle: Callable[[Callable[[ModelInstance], bool]], bool] = _stays
-        # The backend calls these from any thread: with the memory of a process that holds too much, with the shared
-        # memory of a process that was given too much, and with the number of requests that it has executed for front
-        # ends.
+        # The backend calls these from any thread: with the memory of a process that holds too much, and with the shared
+        # memory of a process that was given too much.
         self.report_grown: Callable[[int], None] = _ignored
         self.report_worn: Callable[[int], None] = _ignored
-        self.report_served: Callable[[int], None] = _ignored
 
     def leaves(self, retire: Callable[[ModelInstance], bool]) -> bool:
         """Return True if it has served long enough and is out of service now. `retire` is that of the scheduler's
@@ -284,14 +279,6 @@ class Backend(ABC):
     def cancel(self, instance: ModelInstance, request: InferenceRequest) -> None:  # noqa: B027 - optional
         """Note that nobody waits any more for a request that the instance executes or has open. Does not block."""
 
-    def began_ns(self, instance: ModelInstance, sent_ns: int) -> int | None:  # noqa: ARG002
-        """Return when the instance began to execute the batch that was sent at `sent_ns`, in terms of
-        `time.monotonic_ns`.
-
-        None while it is busy with what front ends have sent it.
-        """
-        return sent_ns
-
     def model_instance_ready(
         self,
         instance: ModelInstance,  # noqa: ARG002
@@ -315,16 +302,6 @@ class Backend(ABC):
 
     def model_abort(self, model: Model, reason: BaseException) -> None:  # noqa: B027 - optional
         """Let `model_initialize`, which takes too long, raise `reason` soon. Does not block."""
-
-    def offer(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
-        """Let front ends send batches to an instance, which is initialized and warmed up. Raises `LoadFailed`."""
-
-    def withdraw(self, instance: ModelInstance, timeout_s: float) -> bool:  # noqa: ARG002
-        """Have front ends finish their batches in an instance and send it no more. Waits for it.
-
-        Returns False if they have not finished in time; then they go on.
-        """
-        return True
 
     def tidy(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
         """Give back memory that an instance, idle at the moment, has not needed lately. Does not block."""

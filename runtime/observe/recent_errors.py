@@ -112,13 +112,6 @@ class RecentErrors:
             self.add(model, getattr(error, "version", None), error)
             raise
 
-    def take(self) -> list[RecentError]:
-        """Return all errors, the latest last, and forget them."""
-        with self._lock:
-            taken = list(self._errors.values())
-            self._errors.clear()
-            return taken
-
     def latest(self) -> list[RecentError]:
         """Return copies of all errors, the latest first."""
         with self._lock:

@@ -3,8 +3,7 @@
 Theory of operation. Nothing here takes a lock. A `Statistics` is written under the lock of its model's scheduler, and
 its `ResponseStatistics` on the reactor's thread only. Snapshots are taken by any thread without the lock: every figure
 is one integer, and tables are copied before they are walked, so a reader may see a batch half counted, but never a torn
-value. A front-end process counts for itself. Its counts travel to the runtime as lists of numbers (`take_counts`),
-which adds them to its own (`add_counts`).
+value.
 """
 
 from __future__ import annotations
@@ -36,22 +35,6 @@ FIRST_RESPONSE_BOUNDS_NS = tuple(n * _MS for n in (100, 500, 2000, 5000))
 _KINDS = ("success", "fail", "empty_response", "cancel")
 # Where the count of each kind stands, before its duration.
 _AT = {kind: 2 * i for i, kind in enumerate(_KINDS)}
-# The time of the last inference, the figures below in their order, failed requests by reason and durations by bucket;
-# then executions by rows.
-Counts = tuple[list[int], list[list[int]]]
-
-_FIGURES = (
-    "inference_count",
-    "execution_count",
-    "success_count",
-    "success_ns",
-    "fail_count",
-    "fail_ns",
-    "queue_ns",
-    "input_ns",
-    "infer_ns",
-    "output_ns",
-)
 
 
 class ResponseStatistics:
@@ -318,35 +301,3 @@ class Statistics:
 
 def _duration(count: int, ns: int) -> Duration:
     return {"count": count, "ns": ns}
-
-
-def take_counts(statistics: Statistics) -> Counts | None:
-    """Return what was counted, and begin at zero again. None if nothing was counted. Needs the scheduler's lock."""
-    if not (statistics.execution_count or statistics.fail_count):
-        return None
-    figures = [statistics.last_inference_ms]
-    figures += [getattr(statistics, name) for name in _FIGURES]
-    figures += statistics.fail_counts.values()
-    figures += statistics.by_duration
-    batches = [[rows, *counted] for rows, counted in statistics._batches.items()]
-    statistics.__init__(statistics.name, statistics.version, statistics.bounds_ns)  # type: ignore[misc]
-    return figures, batches
-
-
-def add_counts(statistics: Statistics, counts: Counts) -> None:
-    """Add counts of another process. Raises ValueError if there are too many or too few. Needs the scheduler's lock."""
-    figures, batches = counts
-    reasons, by_duration = statistics.fail_counts, statistics.by_duration
-    if len(figures) != 1 + len(_FIGURES) + len(reasons) + len(by_duration):
-        raise ValueError(f"{len(figures)} figures of a model's statistics")
-    rest = iter(figures)
-    statistics.last_inference_ms = max(statistics.last_inference_ms, next(rest))
-    for name in _FIGURES:
-        setattr(statistics, name, getattr(statistics, name) + next(rest))
-    for reason in reasons:
-        reasons[reason] += next(rest)
-    for bucket, count in enumerate(rest):
-        by_duration[bucket] += count
-    for rows, *counted in batches:
-        batch = statistics._of_size(rows)
-        batch[:] = [a + b for a, b in zip(batch, counted, strict=True)]

@@ -14,11 +14,9 @@ call `hold` before reading is resumed, too.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import select
-import socket
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -80,23 +78,6 @@ def watch(
     if not watches_of(loop).hold(fd):
         loop.remove_reader(fd)
         raise _no_watches()
-
-
-async def open_unix_connection(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Do what asyncio's function does.
-
-    Raises OSError, also if the listener's queue is full, or the epoll has no place for the socket.
-    """
-    with contextlib.ExitStack() as failed:
-        sock = failed.enter_context(socket.socket(socket.AF_UNIX))
-        sock.setblocking(False)
-        sock.connect(path)
-        if not watches_of(asyncio.get_running_loop()).hold(sock.fileno()):
-            raise _no_watches()
-        connection = await asyncio.open_unix_connection(sock=sock)
-        # The streams own the socket now.
-        failed.pop_all()
-    return connection
 
 
 def _no_watches() -> OSError:

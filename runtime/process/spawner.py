@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.threads import start_thread
 
 _log = RuntimeLog("moonpool")
-_PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 1, 3, 4
+_PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
 _privacy = threading.Lock()
 _T = TypeVar("_T")
 _Task = tuple["Future[Any]", "Callable[[], Any]"]
@@ -127,13 +126,6 @@ def where_processes_start(act: Callable[[], _T]) -> _T:
     `spawn`.
     """
     return _spawner.submit(act)
-
-
-def die_with(parent_pid: int) -> None:
-    """Make the kernel kill this process when the one that spawned it ends, however it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it had ended before the call
-        os._exit(1)
 
 
 def forbid_looking_inside() -> None:

@@ -309,14 +309,11 @@ class Residency:
         locks: ModelLocker,
         is_used: Callable[[str], bool],
         limits: Resident | None = None,
-        catch_up: Callable[[], object] = bool,
     ) -> None:
         """Keep to these limits; without them, models sleep only if their options say so.
 
-        `is_used` is for models by name, also ensembles. `catch_up` adds what front ends have counted to the counts of
-        models.
+        `is_used` is for models by name, also ensembles.
         """
-        self._catch_up = catch_up
         self.limits = limits or NO_LIMITS
         self.is_on_demand = limits is not None
         self._reactor = reactor
@@ -345,10 +342,6 @@ class Residency:
         """Return True if a model with these options may sleep, or takes memory that others need."""
         is_idle_limited = options.idle_s is not None and not options.pin
         return self.is_on_demand or is_idle_limited or options.instances is not None
-
-    def may_sleep(self, options: ModelOptions) -> bool:
-        """Return True if a model with these options may be without processes."""
-        return not options.pin and (self.is_on_demand or options.idle_s is not None)
 
     def begins_asleep(self, options: ModelOptions) -> bool:
         """Return True if a model with these options is loaded without processes."""
@@ -782,7 +775,6 @@ class Residency:
 
     def _scale_all(self, entries: Sequence[ResidentModel]) -> None:
         """Take a sample of each of these models, and start the steps that are due."""
-        self._catch_up()
         before, self._processors = self._processors, reading()
         spare = spare_cores(before, self._processors) if before is not None else 0.0
         for entry in entries:

@@ -681,19 +681,6 @@ class Execution:
         """The number of its requests that somebody waits for."""
         return sum(not (request.left or request.fills_place) for request in self.requests)
 
-    @property
-    def began_ns(self) -> int | None:
-        """The time at which the instance began to execute this batch.
-
-        None while it waits in the stub behind a batch of another process.
-        """
-        return self.instance.backend.began_ns(self.instance, self.started_ns)
-
-    def began_before(self, time_ns: int) -> bool:
-        """Return True if the instance began to execute this batch before that time."""
-        began_ns = self.began_ns
-        return began_ns is not None and began_ns < time_ns
-
     # Who drives
 
     def claim(self, by: object) -> bool:

@@ -47,11 +47,6 @@ from moonpool.runtime.model.request import (
     Response,
 )
 from moonpool.runtime.observe.metric_families import reason_of
-from moonpool.runtime.observe.statistics import (
-    Counts,
-    add_counts,
-    take_counts,
-)
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.threads import is_interruptible
 from moonpool.runtime.schedule.lane import (
@@ -440,16 +435,6 @@ class Scheduler(Lane):
                 self.statistics.record_failures(now_ms, 1, fail_ns, reason_of(answer))
             resolved = self._departures.done([request], [answer])
         self._hand_out(resolved)
-
-    def take_counts(self) -> Counts | None:
-        """Return what was counted since the last call, and begin at zero again. None if nothing was counted."""
-        with self._lock:
-            return take_counts(self.statistics)
-
-    def add_counts(self, counts: Counts) -> None:
-        """Add counts of another process. Raises ValueError if they do not have the form of `take_counts`."""
-        with self._lock:
-            add_counts(self.statistics, counts)
 
     # Opening and closing
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
 import socket
@@ -22,6 +23,9 @@ class CannotListen(MoonpoolError):
         # Errors of event loops have words of their own around the system's.
         is_system_s = error.errno is not None and error.errno > 0
         why = os.strerror(error.errno) if is_system_s else error.strerror or str(error)  # type: ignore[arg-type]
+        if error.errno == errno.EADDRINUSE:
+            flag = f"--reuse-{'grpc' if protocol == 'grpc' else 'http'}-port=true"
+            why += f"; servers of one user share a port if all of them have {flag}"
         super().__init__(f"cannot listen at {address}, port {port} ({protocol}): {why}")
 
 
@@ -55,12 +59,10 @@ _FILES = resource.RLIMIT_NOFILE
 _ENOUGH = 1 << 16
 # For so many connections of HTTP, one may be open to be told that there are too many, and one may be open on the port for metrics.
 _PER_TOLD = _PER_SCRAPER = 8
-# A front end passes HTTP requests on over a second connection.
-_PER_RELAY = 1.125
 
 
 class Connections(NamedTuple):
-    """The most connections in one process."""
+    """The most connections at the same time."""
 
     http: int
     grpc: int
@@ -102,8 +104,6 @@ def connections(options: ServerOptions) -> Connections:
     """
     asked = wanted(options)
     descriptors = asked.together + asked.metrics + asked.http / _PER_TOLD
-    if options.frontends > 1:
-        descriptors += asked.http * _PER_RELAY
     limit, _ = resource.getrlimit(_FILES)
     part = 1.0 if limit == resource.RLIM_INFINITY else min(1.0, limit / 2 / max(1, descriptors))
     return Connections(*(max(1, int(each * part)) for each in asked))

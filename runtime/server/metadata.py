@@ -127,7 +127,6 @@ class Metadata:
                 served = [hosted for hosted in served if hosted.model.version == number]
             if not served:
                 raise InvalidRequest(f"requested model version is not available for model '{name}'")
-        self._registry.take_in_counts()
         return {"model_stats": [hosted.scheduler.statistics.snapshot() for hosted in served]}
 
     def _of(self, name: str) -> list[HostedModel]:

@@ -2,14 +2,7 @@
 
 Theory of operation. The protocols count connections and answers on the thread of their event loop alone, so a `Meter`
 needs no lock for them: only that thread writes, and readers copy. Requests in a stream of gRPC end on any thread, so
-`ClientRequests` has a lock. With front ends, the clients are theirs: they
-report what they have counted, and the lock of `FrontendMetrics` guards the sums, as the reactor adds to them while a scrape
-reads them. Connections of a front end that has died end with it, so open connections are kept for each front end and
-forgotten with it. Totals stay.
-
-A request for inference that a front end passes on is counted by this process, which reads it: a front end does not see
-the single requests of a stream. So the meters of this process are added to the sums of the front ends for
-`ClientRequests`, and for nothing else.
+`ClientRequests` has a lock.
 """
 
 from __future__ import annotations
@@ -130,19 +123,6 @@ class Meter:
         return self._opened, self._opened - self._closed, answers
 
 
-class Traffic(NamedTuple):
-    """The counts of a protocol since the last report."""
-
-    protocol: str
-    opened: int
-    closed: int
-    answers: list[tuple[str, int]]
-    # The requests for inference, as in `ClientCounts`.
-    failures: int
-    success_ns: int
-    by_duration: list[int]
-
-
 class FrontendMetrics:
     """The meters of all protocols. They exist from the start, so that the rate before the first request is 0."""
 
@@ -150,79 +130,13 @@ class FrontendMetrics:
         self.http = Meter()
         self.grpc = Meter()
         self.http.has_connections = True
-        self._told: dict[str, tuple[int, int, dict[str, int]]] = {}
-        self._told_requests = dict.fromkeys(("http", "grpc"), NO_REQUESTS)
-        # With front ends: their totals by protocol, and the open connections of each one that lives.
-        self._lock = threading.Lock()
-        self._elsewhere: dict[str, tuple[int, dict[str, int]]] | None = None
-        self._open: dict[object, dict[str, int]] = {}
-        self._requests_elsewhere = dict.fromkeys(("http", "grpc"), NO_REQUESTS)
 
-    # In a front end
+    def _meters(self) -> tuple[tuple[str, Meter], ...]:
+        return ("http", self.http), ("grpc", self.grpc)
 
-    def take(self) -> list[Traffic]:
-        """Return the counts since the last call. For one thread."""
-        came = []
-        for protocol, meter in (("http", self.http), ("grpc", self.grpc)):
-            before = self._told.get(protocol, (0, 0, {}))
-            now = self._told[protocol] = meter.counts()
-            opened, closed = now[0] - before[0], now[0] - now[1] - (before[0] - before[1])
-            answers = [(s, n - before[2].get(s, 0)) for s, n in now[2].items()]
-            answers = [(status, count) for status, count in answers if count]
-            requests = meter.clients.counts()
-            ended = requests.minus(self._told_requests[protocol])
-            self._told_requests[protocol] = requests
-            if opened or closed or answers or ended != NO_REQUESTS:
-                came.append(Traffic(protocol, opened, closed, answers, *ended))
-        return came
-
-    # In a main process with front ends
-
-    def count_elsewhere(self) -> None:
-        """Expose the counts of front ends from now on, as all requests here come from them."""
-        with self._lock:
-            self._elsewhere = {"http": (0, {}), "grpc": (0, {})}
-
-    def add(self, source: object, traffic: Traffic) -> None:
-        """Add the counts that a front end has reported."""
-        with self._lock:
-            if self._elsewhere is None or traffic.protocol not in self._elsewhere:
-                return
-            opened, answers = self._elsewhere[traffic.protocol]
-            for status, count in traffic.answers:
-                answers[status] = answers.get(status, 0) + count
-            self._elsewhere[traffic.protocol] = opened + traffic.opened, answers
-            ended = ClientCounts(traffic.failures, traffic.success_ns, traffic.by_duration)
-            before = self._requests_elsewhere[traffic.protocol]
-            self._requests_elsewhere[traffic.protocol] = before.plus(ended)
-            its_open = self._open.setdefault(source, {})
-            was_open = its_open.get(traffic.protocol, 0)
-            its_open[traffic.protocol] = max(0, was_open + traffic.opened - traffic.closed)
-
-    def forget(self, source: object) -> None:
-        """Drop the open connections of a front end that has ended."""
-        with self._lock:
-            self._open.pop(source, None)
-
-    def _counts(self) -> Iterator[tuple[str, int, int, dict[str, int]]]:
-        with self._lock:
-            if self._elsewhere is not None:
-                for protocol, (opened, answers) in self._elsewhere.items():
-                    is_open = sum(each.get(protocol, 0) for each in self._open.values())
-                    yield protocol, opened, is_open, dict(answers)
-                return
-        for protocol, meter in (("http", self.http), ("grpc", self.grpc)):
-            yield protocol, *meter.counts()
-
-    def requests(self, *protocols: str) -> ClientCounts:
-        """Return the requests for inference of all clients over these protocols, or over all of them."""
-        with self._lock:
-            elsewhere = dict(self._requests_elsewhere)
-        total = NO_REQUESTS
-        for protocol in protocols or elsewhere:
-            meter: Meter = getattr(self, protocol)
-            total = total.plus(elsewhere[protocol]).plus(meter.clients.counts())
-        return total
+    def requests(self) -> ClientCounts:
+        """Return the requests for inference of all clients."""
+        return self.http.clients.counts().plus(self.grpc.clients.counts())
 
     def families(self) -> list[ExposedFamily]:
         """Return the present figures."""
@@ -230,9 +144,9 @@ class FrontendMetrics:
 
     def _requests(self) -> Iterator[ExposedFamily]:
         ended, durations = [], []
-        for protocol in ("http", "grpc"):
+        for protocol, meter in self._meters():
             labels = (("protocol", protocol),)
-            counts = self.requests(protocol)
+            counts = meter.clients.counts()
             for outcome, count in (("failure", counts.failures), ("success", counts.successes)):
                 ended.append(Sample("", (("outcome", outcome), *labels), count))
             durations += bucket_samples(
@@ -253,10 +167,10 @@ class FrontendMetrics:
 
     def _connections(self) -> list[ExposedFamily]:
         ever, present, answers = [], [], []
-        for protocol, opened, is_open, by_status in self._counts():
+        for protocol, meter in self._meters():
             labels = (("protocol", protocol),)
-            # The front ends have the same libraries as this process.
-            if getattr(self, protocol).has_connections:
+            opened, is_open, by_status = meter.counts()
+            if meter.has_connections:
                 ever.append(Sample("", labels, opened))
                 present.append(Sample("", labels, is_open))
             for status, count in sorted(by_status.items()):

@@ -5,13 +5,11 @@ events in it, `_ending` and `_woken`. Everything that blocks (loads, polls, clos
 the loop waits for them and for a signal at the same time.
 
 Order of the start: `_bind` takes the ports, so that a port that is taken is an error before minutes of loading. `_load`
-loads the models. `_open` begins to listen, so no client connects before the models are loaded. With front ends, this
-process listens before they do, as they pass requests on to it.
+loads the models. `_open` begins to listen, so no client connects before the models are loaded.
 
-Order of the end: the first signal makes the server not ready (`is_open`). `_drain` drains the front ends first, because
-this process must still answer what they pass on, and then HTTP and gRPC together, all within the exit timeout. `_close`
-ends the front ends and the samples of the page, all of which use the runtime, then the runtime with its models, and
-last the traces and metrics, to which ending models may still add.
+Order of the end: the first signal makes the server not ready (`is_open`). `_drain` drains HTTP and gRPC together,
+within the exit timeout. `_close` ends the samples of the page, which use the runtime, then the runtime with its models,
+and last the traces and metrics, to which ending models may still add.
 
 A load may take minutes, and a server that ends must not wait for it. `give_up` has loads in flight fail soon, but a thread
 may begin another one a moment after that. So `_insist` repeats it until the thing it waits for has ended. A second signal
@@ -55,8 +53,6 @@ from moonpool.runtime.server.options.protocols import (
 )
 from moonpool.runtime.server.options.sources import BadOption
 from moonpool.runtime.server.options.table import ServerOptions
-from moonpool.runtime.server.pool.directory import Directory
-from moonpool.runtime.server.pool.front_ends import FrontEnds
 from moonpool.runtime.server.report import (
     model_table,
     not_all_loaded,
@@ -70,7 +66,6 @@ from moonpool.runtime.server.setting_values import BadSetting
 from moonpool.runtime.server.shared_memory import SystemSharedMemory
 from moonpool.runtime.server.tracing.settings import trace_options
 from moonpool.runtime.server.tracing.traces import Traces
-from moonpool.runtime.stubs.handle import StubSharing
 
 if TYPE_CHECKING:
     from moonpool.runtime.server.grpc.server import GrpcServer
@@ -83,7 +78,7 @@ _INSIST_S = 0.2
 _LOOK_S = 0.5
 # The time for requests among models when no client waits any more.
 _LAST_DRAIN_S = 1.0
-# For loads or polls, and for the end of front ends and gRPC, which may begin meanwhile.
+# For loads or polls, and for the end, which may begin meanwhile.
 _THREADS = 4
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -110,14 +105,10 @@ class Server:
         self._options = options
         self._http_options = http_options(options)
         self._grpc_options = grpc_options(options) if options.allow_grpc else None
-        directory = Directory() if options.frontends > 1 else None
-        self._service = make_service(options, log, progress, directory)
+        self._service = make_service(options, log, progress)
         self._runtime = self._service.runtime
         self._together = AllClients(connections(options).together)
         self._grpc: GrpcServer | None = None
-        self._front_ends: FrontEnds | None = None
-        if directory is not None:
-            self._share(directory, log)
         self._http = HttpServer(self._service, self._http_options, self._together)
         self._service.metadata.is_open = False
         # Set by the first signal to end the server.
@@ -126,21 +117,6 @@ class Server:
         self._threads = TaskPool(_THREADS, "moonpool-server")
         # Logs `Ready`, and ends.
         self._becoming_ready: asyncio.Future[None] | None = None
-
-    def _share(self, directory: Directory, log: ServerLog) -> None:
-        """Have front ends serve at the public ports, and this process answer what they pass on."""
-        # This process has the settings of traces and the captured file, so only requests that it answers get there.
-        traces, has_capture = self._service.traces, self._service.capture is not None
-        directory.pass_on(traces.is_on or has_capture)
-        traces.on_change = lambda is_on: directory.pass_on(is_on or has_capture)
-        directory.traffic = self._service.metrics.frontends
-        directory.traffic.count_elsewhere()
-        http, grpc = self._http_options, self._grpc_options
-        self._front_ends = front_ends = FrontEnds(
-            self._options.frontends, directory, http, grpc, self._together.most, log.options
-        )
-        self._http_options = front_ends.own_http(http)
-        self._grpc_options = None if grpc is None else front_ends.own_grpc(grpc)
 
     async def run(self) -> int:
         """Serve until a signal comes, and return the exit code. Raises `StartFailed`."""
@@ -180,8 +156,6 @@ class Server:
             self._close()
 
     def _close(self) -> None:
-        if self._front_ends is not None:
-            self._front_ends.close()
         self._service.overview.close()
         self._runtime._models.drain_timeout_s = _LAST_DRAIN_S
         self._runtime.close()
@@ -194,8 +168,6 @@ class Server:
 
     async def _bind(self) -> None:
         """Take the ports before any model is loaded."""
-        if self._front_ends is not None:
-            self._front_ends.bind()
         await self._http.bind()
         if self._grpc_options is not None:
             from moonpool.runtime.server.grpc.server import GrpcServer
@@ -234,9 +206,9 @@ class Server:
         if self._grpc is not None:
             await self._grpc.start()
         await self._http.start()
-        ports = await self._public_ports()
-        if "grpc" in ports:
-            addresses["grpc"] = _place(options.grpc_address, ports["grpc"])
+        ports = self._http.ports
+        if self._grpc is not None:
+            addresses["grpc"] = _place(options.grpc_address, self._grpc.port)
             _log.info("Started GRPCInferenceService at %s", addresses["grpc"])
         if "http" in ports:
             addresses["http"] = _place(options.http_address, ports["http"])
@@ -262,16 +234,6 @@ class Server:
                 await asyncio.wait_for(self._ending.wait(), _LOOK_S)
                 return
         _log.info("Ready")
-
-    async def _public_ports(self) -> dict[str, int]:
-        """Return the ports for clients. With front ends, start them and return theirs."""
-        ports = dict(self._http.ports)
-        if self._front_ends is not None:
-            await self._apart(self._front_ends.start, self._runtime._models.stubs.reactor)
-            return ports | self._front_ends.ports
-        if self._grpc is not None:
-            ports["grpc"] = self._grpc.port
-        return ports
 
     # Serve
 
@@ -306,14 +268,10 @@ class Server:
         """Take no new requests, wait for those in flight, and return the exit code."""
         timeout_s = self._options.exit_timeout_secs
         _log.info("Waiting for in-flight requests to complete, %d s at most.", timeout_s)
-        is_drained = True
-        if self._front_ends is not None:
-            # First, as this process answers what they pass on.
-            is_drained = await self._apart(self._front_ends.drain, timeout_s)
         drains: list[Awaitable[bool]] = [self._http.drain(timeout_s)]
         if self._grpc is not None:
             drains.append(self._grpc.drain(timeout_s))
-        if all([is_drained, *await asyncio.gather(*drains)]):
+        if all(await asyncio.gather(*drains)):
             _log.info("All requests are completed; unloading models.")
             return 0
         _log.error("Exit timeout expired: requests were cut off. Unloading models.")
@@ -379,8 +337,6 @@ def _check(options: ServerOptions) -> None:
     for flag, value in limits.items():
         if value is not None and options.model_control_mode != "demand":
             raise BadOption(f"{flag} needs --model-control-mode=demand")
-    if options.frontends < 1:
-        raise BadOption("--frontends must be at least 1")
 
 
 def config_limits(texts: Iterable[str]) -> ConfigLimits:
@@ -427,7 +383,6 @@ def _resident(options: ServerOptions) -> Resident | None:
 def _make_runtime(
     options: ServerOptions,
     progress: Progress | None,
-    sharing: StubSharing | None,
     metrics: MetricsOptions,
     limits: ConfigLimits,
 ) -> Runtime:
@@ -440,7 +395,6 @@ def _make_runtime(
         verbose=options.log_verbose > 0,
         listener=progress,
         metrics=metrics,
-        _sharing=sharing,
         sandbox=options.sandbox or None,
         sandbox_grants=options.sandbox_grants,
         model_options=by_pattern(options.model_option),
@@ -461,13 +415,8 @@ def _make_runtime(
     return runtime
 
 
-def make_service(
-    options: ServerOptions,
-    log: ServerLog,
-    progress: Progress | None,
-    sharing: StubSharing | None = None,
-) -> Service:
-    """Make a service whose runtime has no model yet. The caller closes both. `sharing` is for the runtime.
+def make_service(options: ServerOptions, log: ServerLog, progress: Progress | None) -> Service:
+    """Make a service whose runtime has no model yet. The caller closes both.
 
     Raises `BadOption`, `RepositoryError`.
     """
@@ -482,7 +431,7 @@ def make_service(
         limits = config_limits(options.model_config_limit)
     except (BadSetting, InvalidRequest) as error:
         raise BadOption(str(error)) from error
-    runtime = _make_runtime(options, progress, sharing, metrics, limits)
+    runtime = _make_runtime(options, progress, metrics, limits)
     registry = runtime._models
     try:
         return Service(

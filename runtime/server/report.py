@@ -63,11 +63,6 @@ def remarks(options: ServerOptions) -> Iterator[tuple[int, str]]:
     if options.load_model and options.model_control_mode != "explicit":
         yield logging.WARNING, "--load-model has no effect without --model-control-mode=explicit"
     yield from _too_few_files(options)
-    if options.frontends > 1 and any("summary_latencies=true" in e for e in options.metrics_config):
-        what = (
-            "with --frontends, latency summaries have only requests that the main process answers"
-        )
-        yield logging.WARNING, what
     served = {
         "--http-address": options.http_address if options.allow_http else None,
         "--grpc-address": options.grpc_address if options.allow_grpc else None,

@@ -12,10 +12,6 @@ The lock guards the figures and the lists of files. It is not held while pages a
 for every few megabytes. So a new file is counted before it exists, and the count is taken back if that fails: otherwise
 two threads could both get the last room.
 
-Only a region that its giver has retired is emptied and given again, because its giver knows that nothing lies in it.
-The regions of a front end that has ended are not touched: an honest model may have kept inputs there, or may still
-write an answer there. The kernel frees such a file when the process lets go of it.
-
 The processes of a contained model share one limit (`ModelMemory`), since a configuration may ask for many of them.
 Their allotments share its lock, too.
 
@@ -29,9 +25,8 @@ import bisect
 import itertools
 import os
 import threading
-from collections.abc import Hashable
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from moonpool.ipc.arena import growth_bytes
 from moonpool.ipc.errors import Closed, OutOfMemory
@@ -47,25 +42,6 @@ _numbers = itertools.count(1)
 def next_number() -> int:
     """Return a number that no other region of this process has."""
     return next(_numbers)
-
-
-class RegionSource(Protocol):
-    """Makes regions for one process, and takes them back when nothing lies in them. Any thread may call any method."""
-
-    # The most bytes in use, None for no limit. Each device may have as much beside.
-    limit_bytes: int | None
-
-    def region(self, present_bytes: int, needed_bytes: int) -> SharedRegion:
-        """Make another region, which the caller owns and announces. Raises `OutOfMemory`, `Closed`.
-
-        `present_bytes` is the memory that the caller has in use.
-        """
-
-    def retire(self, region: SharedRegion) -> None:
-        """Take back a region in which nothing lies any more. The process may have kept it."""
-
-    def close(self) -> None:
-        """Give nothing any more, since the process has ended or is not used any more."""
 
 
 class _File(NamedTuple):
@@ -85,7 +61,7 @@ class ModelMemory:
 
 
 class Allotment:
-    """The `RegionSource` of one process in one direction. Any thread may call any method."""
+    """Makes regions for one process in one direction, and takes them back. Any thread may call any method."""
 
     def __init__(
         self,
@@ -95,6 +71,7 @@ class Allotment:
         of_model: ModelMemory | None = None,
     ) -> None:
         """With `of_model`, the limit is for all processes of a contained model together."""
+        # The most bytes in use, None for no limit. Each device may have as much beside.
         self.limit_bytes = limit_bytes
         self._is_contained = is_contained
         self._of_model = of_model or ModelMemory()
@@ -103,8 +80,8 @@ class Allotment:
         self._given_bytes = self._idle_bytes = 0
         # By size, the smallest first.
         self._spares: list[_File] = []
-        # Files that other processes of the runtime have given, by the giver and its number for the region.
-        self._elsewhere: dict[tuple[Hashable, int], _File] = {}
+        # Files that a tritonserver has given, by its numbers for the regions.
+        self._elsewhere: dict[int, _File] = {}
         self._is_closed = False
         # True once something was refused that a new process could have.
         self.is_worn = False
@@ -120,7 +97,10 @@ class Allotment:
         return self._given_bytes - (0 if self._is_contained else self._idle_bytes)
 
     def region(self, present_bytes: int, needed_bytes: int) -> SharedRegion:
-        """Make another region. See `RegionSource.region`."""
+        """Make another region, which the caller owns and announces. Raises `OutOfMemory`, `Closed`.
+
+        `present_bytes` is the memory that the caller has in use.
+        """
         number = next_number()
         file = self._take(number, present_bytes, needed_bytes)
         try:
@@ -132,13 +112,11 @@ class Allotment:
             raise
 
     def retire(self, region: SharedRegion) -> None:
-        """Take back a region. See `RegionSource.retire`."""
+        """Take back a region in which nothing lies any more. The process may have kept it."""
         self._put(_File(region.size_bytes, region.surrender()))
 
-    def give_elsewhere(
-        self, owner: Hashable, number: int, present_bytes: int, needed_bytes: int
-    ) -> tuple[int, int]:
-        """Make a region for another process of the runtime. Returns its size, and a descriptor, which the caller owns.
+    def give_elsewhere(self, number: int, present_bytes: int, needed_bytes: int) -> tuple[int, int]:
+        """Make a region that a tritonserver gives. Returns its size, and a descriptor, which the caller owns.
 
         Raises `OutOfMemory`, `Closed`.
         """
@@ -148,7 +126,7 @@ class Allotment:
                 if self._is_closed:
                     raise Closed("the process has ended")
                 fd = os.dup(file.fd)
-                self._elsewhere[owner, number] = file
+                self._elsewhere[number] = file
                 return file.size_bytes, fd
         except Closed:
             self._put(file)
@@ -157,21 +135,12 @@ class Allotment:
             self._put(file)
             raise OutOfMemory(f"cannot hand on shared memory: {error}") from error
 
-    def take_back(self, owner: Hashable, number: int) -> None:
-        """Take back a region that another process has retired. Nothing happens if it has none of that number."""
+    def take_back(self, number: int) -> None:
+        """Take back a region that a tritonserver has retired. Nothing happens if it has none of that number."""
         with self._lock:
-            file = self._elsewhere.pop((owner, number), None)
+            file = self._elsewhere.pop(number, None)
         if file is not None:
             self._put(file)
-
-    def abandon(self, owner: Hashable) -> None:
-        """Give up the regions of another process that has ended or stopped. Their contents stay as they are."""
-        with self._lock:
-            keys = [key for key in self._elsewhere if key[0] == owner]
-            files = [self._elsewhere.pop(key) for key in keys]
-            self._idle_bytes += sum(file.size_bytes for file in files)
-        for file in files:
-            os.close(file.fd)
 
     def _take(self, number: int, present_bytes: int, needed_bytes: int) -> _File:
         """Return a file with all its pages, for the caller. Raises `OutOfMemory`, `Closed`."""
@@ -241,7 +210,9 @@ class Allotment:
             os.close(unneeded)
 
     def close(self) -> None:
-        """Close all files that are not in use, since the process has ended. Regions in use stay valid."""
+        """Give nothing any more, and close all files that are not in use, since the process has ended or is not used
+        any more. Regions in use stay valid.
+        """
         with self._lock:
             if not self._is_closed:
                 self._of_model.given_bytes -= self._given_bytes

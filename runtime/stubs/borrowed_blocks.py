@@ -53,7 +53,7 @@ from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.model import budgets
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.process.threads import INTERRUPTIBLE
-from moonpool.runtime.stubs.allotment import RegionSource
+from moonpool.runtime.stubs.allotment import Allotment
 from moonpool.runtime.stubs.regions import CallerMemory, ClientRegion
 
 if TYPE_CHECKING:
@@ -87,13 +87,13 @@ class BorrowedBlocks(LentBlocks):
         self,
         send_region: Callable[[Any, Side], None],
         first: SharedRegion,
-        source: RegionSource,
+        allotment: Allotment,
         retire: Callable[[int], None],
         *,
         is_private: bool = False,
         lanes: Callable[[], Lanes] | None = None,
     ) -> None:
-        """Own `source`. `first` comes from it, and the caller announces it to the stub.
+        """Own `allotment`. `first` comes from it, and the caller announces it to the stub.
 
         `send_region` announces a region to the stub, and `retire` makes the stub forget one. `lanes` returns the lanes
         to the stub, and makes them at the first call. It is only called if device memory is handled.
@@ -102,7 +102,7 @@ class BorrowedBlocks(LentBlocks):
         self._send_region = send_region
         self._lanes = lanes
         self._retire = retire
-        self._source = source
+        self._allotment = allotment
         # Bytes of retired regions on each device, which the process may have kept. Those of a contained process count
         # until it ends.
         self._kept_on: Counter[int] = Counter()
@@ -128,7 +128,7 @@ class BorrowedBlocks(LentBlocks):
         self._caller_memory = caller_memory
 
     def _grow(self, needed_bytes: int) -> SharedRegion:
-        region = self._source.region(self._arena.size_bytes, needed_bytes)
+        region = self._allotment.region(self._arena.size_bytes, needed_bytes)
         region.is_private = self.is_private
         self._regions[region.id] = region
         self._send_region(region, Side.RUNTIME)
@@ -139,7 +139,7 @@ class BorrowedBlocks(LentBlocks):
 
         present_bytes = self._arenas[gpu].size_bytes
         region = new_device_region(
-            present_bytes, needed_bytes, self._source.limit_bytes, gpu, self._kept_on[gpu]
+            present_bytes, needed_bytes, self._allotment.limit_bytes, gpu, self._kept_on[gpu]
         )
         region.is_private = self.is_private
         self._regions[region.id] = region
@@ -433,7 +433,7 @@ class BorrowedBlocks(LentBlocks):
         self._retire(region_id)
         del self._regions[region_id]
         if isinstance(region, SharedRegion):
-            self._source.retire(region)
+            self._allotment.retire(region)
         else:
             if self.is_private:
                 self._kept_on[region.device.ordinal] += region.size_bytes
@@ -495,7 +495,7 @@ class BorrowedBlocks(LentBlocks):
             self._lanes = None
             for region in self._regions.values():
                 region.close()
-            self._source.close()
+            self._allotment.close()
 
 
 def _put_aside(blocks: LentBlocks, block: Block) -> bool:

@@ -56,12 +56,6 @@ class ControlChannel:
         with self._sending, _reading_peer():
             self.channel.send(packet)
 
-    def send_peer(self, work_fd: int, control_fd: int) -> None:
-        """Let another process send batches, through channels of its own. Raises what `send` does."""
-        packet = encode(Kind.PEER)
-        with self._sending, _reading_peer():
-            self.channel.send_fds(packet, work_fd, control_fd)
-
     def send_slots(self, *descriptors: int) -> None:
         """Offer a work channel in memory, with these descriptors. Raises what `send` does."""
         packet = encode(Kind.SLOTS)

@@ -1,4 +1,4 @@
-"""The handle of a stub in the process that started it, and the book of all stubs of a runtime.
+"""The handle of a stub, and the book of all stubs of a runtime.
 
 Theory of operation. A handle is created, started, used, explained if it breaks, and ended.
 
@@ -32,16 +32,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from socket import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
-from moonpool.ipc.messages import EXEC_FAILED, PROTOCOL_VERSION, Kind, Side
+from moonpool.ipc.messages import EXEC_FAILED, NO_DEVICE, PROTOCOL_VERSION, Kind, Side
 from moonpool.ipc.policy import is_contained
+from moonpool.ipc.region import SharedRegion
 from moonpool.ipc.slots import SlotChannel, offer
 from moonpool.runtime.errors import ClientCutMemory, HookFailed, LoadFailed, StubDied
 from moonpool.runtime.isolation.bounds import Bounds
@@ -54,7 +55,7 @@ from moonpool.runtime.model.backend import Model, ModelAccounts
 from moonpool.runtime.model.budgets import OBSERVATIONS_PER_MESSAGE
 from moonpool.runtime.model.config.options import is_compiled, spares_contained
 from moonpool.runtime.model.confinement import Confinement
-from moonpool.runtime.model.request import InferenceRequest
+from moonpool.runtime.model.request import InferenceRequest, Outcome
 from moonpool.runtime.observe.log_settings import LogSettings
 from moonpool.runtime.observe.metric_families import KINDS
 from moonpool.runtime.observe.metrics import MetricRegistry
@@ -63,17 +64,23 @@ from moonpool.runtime.process.blank_templates import BlankTemplates
 from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.diagnose import exec_failure, start_failure
 from moonpool.runtime.process.reactor import Reactor
-from moonpool.runtime.schedule.scheduler import Scheduler
+from moonpool.runtime.process.spawner import forbid_looking_inside
 from moonpool.runtime.stubs.allotment import Allotment, ModelMemory
 from moonpool.runtime.stubs.calls.dispatcher import BROKE, CallDispatcher
 from moonpool.runtime.stubs.calls.requests import Callees
-from moonpool.runtime.stubs.connection import StubConnection
-from moonpool.runtime.stubs.control import ControlChannel
+from moonpool.runtime.stubs.control import ControlChannel, MessageRateLimiter
+from moonpool.runtime.stubs.growth import Growth
+from moonpool.runtime.stubs.link import Link
 from moonpool.runtime.stubs.metrics import StubMetrics
 from moonpool.runtime.stubs.output import StubOutput
 from moonpool.runtime.stubs.readiness import StubReadiness
 
+if TYPE_CHECKING:
+    from moonpool.ipc.cuda.region import DeviceRegion
+    from moonpool.runtime.stubs.devices import Lanes
+
 Fork = Callable[[str, int, int, int, int], ChildProcess]
+Respond = Callable[[InferenceRequest, Outcome | None, int], None]
 
 
 _log = RuntimeLog("moonpool")
@@ -84,6 +91,9 @@ _EXIT_S = 1.0
 # Seconds that the reactor may take for what a thread waits for. Its callbacks do not block, but the machine may be
 # busy.
 _REACTOR_S = 60.0
+# Seconds until CANCEL is sent again if the stub's channel is half full.
+_LATER_S = 0.05
+_RESPONSES = int(Kind.RESPONSES)
 # Seconds for which the output of a stub that prints too much is not read.
 _PAUSE_S = 0.02
 _CUT_SHORT = (
@@ -94,7 +104,7 @@ _MUTE = "closed its control channel and was ended"
 _UNREAD = "could not be read from and was ended"
 
 
-class StubHandle(StubConnection):
+class StubHandle:
     """Starts a stub and owns it until `end`. The reactor's thread must not call methods that wait."""
 
     # True if the model has `sleep` and `wake`.
@@ -115,18 +125,17 @@ class StubHandle(StubConnection):
         options = model.options
         self.name = name
         self._on_exit: Callable[[], None] = _nothing
-        # Gets the number of requests that front ends sent to the stub and that it has executed.
-        self.count_served: Callable[[int], None] = _nothing
+        self._on_response: Respond = _nothing
         self._model, self.plan = model, plan
         self.confinement: Confinement | None = None
-        self._stubs = stubs
+        self._stubs, self._reactor = stubs, stubs.reactor
         self.metrics = StubMetrics(
             stubs.metrics, self.catch_up, options.sandbox, model.accounts.metrics
         )
         self.readiness = StubReadiness(name, stubs.reactor, self.send)
         self._reason: BaseException | None = None
         # The process has ended; its control channel is not read any more.
-        self._has_exited = self._is_mute = False
+        self._has_exited = self._is_mute = self._is_closed = False
         self._began_s = time.monotonic()
         # The memory that all processes of the runtime together give to this process, by the side that writes there.
         self.allotments = stubs.allotments_of(model)
@@ -136,8 +145,8 @@ class StubHandle(StubConnection):
                 (work, work_end), (calls, calls_end), (channel, control_end) = (
                     _pair(undo, started) for _ in range(3)
                 )
-                control = ControlChannel(channel)
-                self._send = control.send
+                self.control = ControlChannel(channel)
+                self._send = self.control.send
                 self.bounds = Bounds(name, plan.policy, options, stubs.watcher, plan.processes)
                 undo.callback(self.bounds.release)
                 read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
@@ -145,17 +154,8 @@ class StubHandle(StubConnection):
                 self._output = StubOutput(name, read_fd, options.log_lines_per_s)
                 undo.callback(self._output.close)
                 self._send(Kind.SANDBOX, self.bounds.policy.to_json())
-                is_shared = stubs.sharing.is_there
-                self._slots = None if is_shared else self._offer_slots(control, undo)
-                super().__init__(
-                    work,
-                    control,
-                    options,
-                    stubs.reactor,
-                    is_shared=is_shared,
-                    gpus=plan.gpus,
-                    memory=(self.allotments[Side.RUNTIME], self.allotments[Side.STUB]),
-                )
+                self._slots = self._offer_slots(undo)
+                self.link = self._new_link(work)
                 undo.callback(self.link.close)
                 fds = (work_end.fileno(), control_end.fileno(), calls_end.fileno(), write_fd)
                 self.process: ChildProcess = (fork or plan.spawn)(name, *fds)
@@ -163,9 +163,27 @@ class StubHandle(StubConnection):
                 undo.pop_all()
         except OSError as error:
             raise LoadFailed(start_failure(plan.python, error), stage="start") from error
+        self.rate_limiter = MessageRateLimiter(stubs.reactor, channel.fileno())
+        self._growth = Growth(self.link, self.control, options.region_limit_bytes)
         self._watch(calls, stubs.callees_of(model))
 
-    def _offer_slots(self, control: ControlChannel, undo: ExitStack) -> SlotChannel | None:
+    def _new_link(self, work: Channel) -> Link:
+        """Make the first regions, and announce them. Raises `OutOfMemory`."""
+        is_private = is_contained(self._model.options.sandbox)
+        if is_private:
+            forbid_looking_inside()
+        return Link(
+            work,
+            self._send_region,
+            lambda region_id: self._send(Kind.RETIRE, region_id),
+            region_bytes=self._model.options.region_bytes,
+            requests=self.allotments[Side.RUNTIME],
+            answers=self.allotments[Side.STUB],
+            is_private=is_private,
+            make_lanes=None if self.plan.gpus == () else self._make_lanes,
+        )
+
+    def _offer_slots(self, undo: ExitStack) -> SlotChannel | None:
         """Offer the stub a work channel in memory. Returns this end of it, None if the channel stays a socket."""
         options = self._model.options
         is_pure = is_contained(options.sandbox) and spares_contained()
@@ -177,7 +195,7 @@ class StubHandle(StubConnection):
         slots, fds = offered
         undo.callback(slots.close)
         try:
-            control.send_slots(*fds)
+            self.control.send_slots(*fds)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -196,6 +214,31 @@ class StubHandle(StubConnection):
         """Begin to read the control channel and the calls."""
         self._reactor.watch(self.control.channel.fileno(), self._read_control)
         self._call_dispatcher.watch(self._kill, self.catch_up, self._output.log)
+
+    # Memory of devices
+
+    def _make_lanes(self) -> Lanes:
+        from moonpool.runtime.stubs.devices import Lanes
+
+        def send_event(number: int, handle: bytes) -> None:
+            self._send(Kind.EVENT, number, handle)
+
+        return Lanes(send_event, self._read_event, self.plan.gpus)
+
+    def _read_event(self) -> bool:
+        """Read the next control message. Returns False, and reads nothing, on any thread but the reactor's."""
+        if not self._reactor.is_here:
+            return False
+        self.read(1)
+        return True
+
+    def _send_region(self, region: SharedRegion | DeviceRegion, writer: Side) -> None:
+        number: int | None = NO_DEVICE
+        if not isinstance(region, SharedRegion):
+            number = self.link.open_lanes().number_of(region.device.ordinal)
+        if number is None:
+            raise ValueError(f"the stub does not see the device of {region!r}")
+        self.control.send_region(region, writer, number)
 
     # Life
 
@@ -341,11 +384,29 @@ class StubHandle(StubConnection):
 
         self._reactor.call_soon(set_callback)
 
-    def cancel(self, request: InferenceRequest) -> bool:
-        is_told = super().cancel(request)
-        if is_told:
-            self._call_dispatcher.leave_deserted()
-        return is_told
+    def serve(self, respond: Respond) -> None:
+        """Give responses that come apart from the answers to batches to `respond` from now on."""
+        self._on_response = respond
+
+    def cancel(self, request: InferenceRequest) -> None:
+        """Tell the model, if it has a request, that nobody waits for it any more."""
+        key = self.link.replies.key_of(request)
+        if key is None:
+            return
+        try:
+            if self.control.channel.is_half_full:
+                # Many callers may leave at the same time. Messages that a stub must get need room, too.
+                self._reactor.call_later(_LATER_S, lambda: self.cancel(request))
+            else:
+                self._send(Kind.CANCEL, *key)
+        except (MoonpoolError, OSError):  # the stub is gone
+            return
+        self._call_dispatcher.leave_deserted()
+
+    def tidy(self, now_s: float) -> None:
+        """Give back memory that was not needed lately. For the thread that holds the idle instance."""
+        self.link.tidy(now_s)
+        self._growth.tidy()
 
     def call_hook(self, kind: Kind, timeout_s: float | None, option: str) -> None:
         """Call the model's `sleep` or `wake`, by the kind of message, and wait for it. Nothing may be inside.
@@ -409,11 +470,6 @@ class StubHandle(StubConnection):
     def reason(self) -> BaseException | None:
         """The reason for which the runtime ended the stub, None if it did not."""
         return self._reason
-
-    def mistrust(self, details: str) -> None:
-        """End the stub because a front end reports that it broke the protocol, unless it ends by itself."""
-        because = "broke off with a front end and was ended"
-        self._reactor.call_later(_EXIT_S, lambda: self._kill(because, details))
 
     def explain(self, error: BaseException, doing: str) -> BaseException:
         """Return the error for callers of a stub that is gone or broken. Ends the process and waits for it.
@@ -483,7 +539,7 @@ class StubHandle(StubConnection):
             )
 
     def close(self) -> None:
-        """Close the channels and the memory. On the reactor's thread."""
+        """Close the channels and the memory. Responses that callers hold stay valid. On the reactor's thread."""
         if self._is_closed:
             return
         # The process has ended by now, but messages that it sent before may still be unread.
@@ -496,7 +552,15 @@ class StubHandle(StubConnection):
             self._slots.close()
         self._output.drain()
         self._output.close()
-        super().close()
+        self._is_closed = True
+        self._growth.close()
+        channel = self.link.conversation.channel
+        for fd in (self.control.channel.fileno(), channel.fileno()):
+            self._reactor.forget(fd)
+        self.control.channel.close()
+        channel.wake()
+        channel.close()
+        self.link.close()
         self.process.close()
         self._stubs.remove(self)
         self.metrics.close()
@@ -564,7 +628,43 @@ class StubHandle(StubConnection):
             self._give_up(StubDied(f"{subject} {whole}", f"{subject} {because}"))
         self.process.kill()
 
-    def handle_other(self, fields: list[Any]) -> None:
+    def read(self, most: int) -> None:
+        """Read and handle at most so many control messages. Raises `PeerGone`, `ProtocolError`."""
+        if self._is_closed:
+            return
+        try:
+            response = self.link.response
+            for fields in self.control.receive(most, self.link, self.rate_limiter):
+                if fields[0] == _RESPONSES:
+                    for row in fields[1]:
+                        self._on_response(*response(row))
+                elif not self._handle_memory(fields):
+                    self._handle(fields)
+        except PeerGone:
+            # The growth's thread wakes the channel, which reads like its end, if the stub broke the protocol.
+            self._growth.check()
+            raise
+        self._growth.release_many()
+        self.rate_limiter.settle()
+
+    def _handle_memory(self, fields: list[Any]) -> bool:
+        """Handle a message about memory. Returns False, and has done nothing, for any other one."""
+        kind = fields[0]
+        if kind == Kind.GROW:
+            self._growth.grow(*fields[1:])
+        elif kind == Kind.EVENT:
+            if self.link.lanes is None:
+                raise ProtocolError("EVENT came unasked")
+            self.link.lanes.meet(fields[1], fields[2])
+        elif kind == Kind.RETIRE:
+            self._growth.retire(fields[1])
+        elif kind == Kind.RELEASE:
+            self.link.release(fields[1])
+        else:
+            return False
+        return True
+
+    def _handle(self, fields: list[Any]) -> None:
         kind = fields[0]
         if kind == Kind.LOG:
             self._output.log(*fields[1:])
@@ -618,14 +718,11 @@ class Stubs:
         reactor: Reactor,
         log: LogSettings,
         callees_of: Callable[[Model], Callees],
-        sharing: StubSharing | None = None,
     ) -> None:
-        """Share `reactor`, `log` and `sharing`. `callees_of` returns the models that a model in a stub may call."""
+        """Share `reactor` and `log`. `callees_of` returns the models that a model in a stub may call."""
         self.callees_of = callees_of
         # Errors that models logged, and others that a person may look for.
         self.errors = RecentErrors()
-        # Lets front ends send batches to the stubs.
-        self.sharing = sharing or StubSharing()
         self.reactor = reactor
         self.metrics = MetricRegistry(KINDS)
         # START carries the settings of its moment; LOGGING carries changes.
@@ -697,53 +794,3 @@ class Stubs:
     def _catch_up(self) -> None:
         for stub in self._alive.copy():
             stub.catch_up()
-
-
-class StubSharing:
-    """Lets front ends send batches to the stubs of a runtime. This one does nothing; `runtime.server.pool` has the
-    other.
-
-    The runtime reports models and stubs to it. Any thread may call any method; only `withdraw` and `catch_up` block.
-    """
-
-    # True if front ends may come. It does not change after the first stub has started.
-    is_there = False
-
-    def model_ready(self, model: Model) -> None:
-        """Report that a model version has its final configuration. Its stubs follow."""
-
-    def model_gone(self, model: Model) -> None:
-        """Report that a model version was finalized."""
-
-    def stub_ready(self, model: Model, stub: StubHandle) -> None:
-        """Report that a stub takes batches. Raises `LoadFailed` if they cannot reach it."""
-
-    def stub_gone(self, stub: StubHandle, reason: BaseException) -> None:
-        """Report that a stub has ended or will end soon. Its requests get `reason`. May be called twice."""
-
-    def withdraw(self, stub: StubHandle, timeout_s: float) -> bool:  # noqa: ARG002
-        """Have all front ends finish their batches in a stub and send it no more. Waits for it.
-
-        Returns False if one of them has not finished in time; then all of them may go on.
-        """
-        return True
-
-    def serve(self, name: str, versions: Sequence[Model]) -> None:
-        """Send requests for this name to these versions, ascending, from now on. If there are none, to no version."""
-
-    def refuse(self, model: Model, error: MoonpoolError) -> None:
-        """Answer requests for a model version with this error, because none of its instances is left."""
-
-    def welcome(self, model: Model) -> None:
-        """Take requests for a refused model version again, because one of its instances is back."""
-
-    def drain(self, model: Model, error: MoonpoolError, timeout_s: float) -> Callable[[], object]:
-        """Answer new requests for a model version with this error, and let the others finish in time.
-
-        Returns a function that waits until they have.
-        """
-        del model, error, timeout_s
-        return _nothing
-
-    def catch_up(self, schedulers: Callable[[Model], Scheduler | None]) -> None:
-        """Add what front ends have counted to the statistics of models. Waits for them."""

@@ -40,7 +40,6 @@ callers still look at stays mapped for as long as they do.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -80,7 +79,7 @@ from moonpool.runtime.model.request import (
     InferenceRequest,
     Outcome,
 )
-from moonpool.runtime.stubs.allotment import RegionSource
+from moonpool.runtime.stubs.allotment import Allotment
 from moonpool.runtime.stubs.answers import AnswerReader, Replies
 from moonpool.runtime.stubs.borrowed_blocks import BorrowedBlocks, hand_back, place
 from moonpool.runtime.stubs.layout import NOTHING, AnswerLayout, RequestLayout, lay_out
@@ -129,19 +128,16 @@ class Link(Overflow):
         retire: Callable[[int], None],
         *,
         region_bytes: int,
-        requests: RegionSource,
-        answers: RegionSource,
+        requests: Allotment,
+        answers: Allotment,
         is_private: bool = False,
-        is_loaded: bool = False,
-        is_shared: bool = False,
         make_lanes: Callable[[], Lanes] | None = None,
     ) -> None:
         """Own `channel`, and `requests` and `answers`, which make the regions.
 
         `send_region` announces a region to the stub, and `retire` makes the stub forget one. `is_private`: this stub
-        and others must not see each other's memory, and the texts of its errors are not for clients. `is_loaded`: the
-        stub takes batches from the beginning. `is_shared`: front ends send it batches, too. `make_lanes` is called when
-        the stub first handles memory of devices, and is None if it must not. Raises `OutOfMemory`.
+        and others must not see each other's memory, and the texts of its errors are not for clients. `make_lanes` is
+        called when the stub first handles memory of devices, and is None if it must not. Raises `OutOfMemory`.
         """
         # It raises for a wrong value, so before there is any memory.
         port = PythonPort if is_private and spares_contained() else RuntimePort
@@ -150,9 +146,8 @@ class Link(Overflow):
         self._opening = threading.Lock()
         # None until memory of devices is handled.
         self.lanes: Lanes | None = None
-        self._is_on_gpu, self._is_shared = False, is_shared
-        after = Kind.LOADED if is_loaded else None
-        self.conversation = Conversation(channel, Side.RUNTIME, self, after)
+        self._is_on_gpu = False
+        self.conversation = Conversation(channel, Side.RUNTIME, self)
         self._reader = AnswerReader(is_confined=is_private)
         self.replies = Replies()
         self._layouts: Memo[tuple[object, ...], RequestLayout] = Memo()
@@ -300,7 +295,6 @@ class Link(Overflow):
             layout = self._lay_out(requests, elsewhere)
             blocks[0] = self._copy(requests, layout)
             self.port.batch = batch = self.port.batch + 1
-            self.port.begun = (batch, None)
             self.replies.begin(batch, requests)
             if self.lanes is not None:
                 self.lanes.publish()
@@ -317,17 +311,6 @@ class Link(Overflow):
         if self.is_on_gpu:
             details = [_details_on_gpu(request, self.open_lanes) for request in requests]
         return details if any(details) else None
-
-    def begun(self, batch: int) -> None:
-        """Note that the stub has begun with this batch. For the reactor."""
-        if batch == self.port.begun[0]:
-            self.port.begun = (batch, time.monotonic_ns())
-
-    def began_ns(self, sent_ns: int) -> int | None:
-        """Return when the stub began with the batch that was sent at `sent_ns`, None while it is busy with those of
-        others.
-        """
-        return self.port.begun[1] if self._is_shared else sent_ns
 
     def release(self, places: Iterable[Sequence[int]]) -> None:
         """Note blocks that the model kept and has dropped. For the reactor. Raises `RemoteProtocolError` for too

@@ -25,7 +25,7 @@ from moonpool.ipc.errors import Closed, OutOfMemory
 from moonpool.ipc.memory import Lease, lease_of
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.model import budgets
-from moonpool.runtime.stubs.allotment import Allotment, RegionSource, next_number
+from moonpool.runtime.stubs.allotment import Allotment, next_number
 
 if TYPE_CHECKING:
     from moonpool.ipc.cuda.array import DeviceArray
@@ -40,16 +40,9 @@ class CallerMemory:
     sent, so all regions of a contained model count until the model is unloaded.
     """
 
-    def __init__(
-        self,
-        limit_bytes: int | None,
-        *,
-        is_contained: bool = False,
-        source: RegionSource | None = None,
-    ) -> None:
-        """Own `source`, which is given if another process counts the model's memory."""
+    def __init__(self, limit_bytes: int | None, *, is_contained: bool = False) -> None:
         self._limit_bytes = limit_bytes
-        self.source = source or Allotment(limit_bytes, is_contained=is_contained)
+        self._allotment = Allotment(limit_bytes, is_contained=is_contained)
         self._lock = threading.Lock()
         self._regions: dict[int, SharedRegion] = {}
         # The memory on devices, by their numbers.
@@ -62,7 +55,7 @@ class CallerMemory:
         self._idle = Idle(Keep(budgets.KEEP_FIRST_MS / 1000, budgets.KEEP_MS / 1000))
 
     def _create(self, needed_bytes: int) -> SharedRegion:
-        region = self.source.region(self._arena.size_bytes, needed_bytes)
+        region = self._allotment.region(self._arena.size_bytes, needed_bytes)
         self._regions[region.id] = region
         return region
 
@@ -128,7 +121,7 @@ class CallerMemory:
         """Give up these idle regions. Returns False if there are none."""
         for region_id in regions:
             self._arena.retire(region_id)
-            self.source.retire(self._regions.pop(region_id))
+            self._allotment.retire(self._regions.pop(region_id))
         return bool(regions)
 
     def __contains__(self, region_id: object) -> bool:
@@ -142,8 +135,7 @@ class CallerMemory:
     @property
     def counted_bytes(self) -> int:
         """The bytes that count for the model."""
-        source = self.source
-        return source.counted_bytes if isinstance(source, Allotment) else self.size_bytes
+        return self._allotment.counted_bytes
 
     def close(self) -> None:
         """Close the regions. Arrays that callers hold stay valid."""
@@ -153,7 +145,7 @@ class CallerMemory:
                 region.close()
             for memory in self._on_devices.values():
                 memory.close()
-            self.source.close()
+            self._allotment.close()
 
 
 _STAND_IN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

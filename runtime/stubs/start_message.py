@@ -35,11 +35,10 @@ def start_of(
     *,
     backend_dir: str,
     log: LogSettings,
-    is_shared: bool = False,
 ) -> dict[str, Any]:
     """Make the object in START, as `stub/handshake.py` describes it.
 
-    Models may import from `backend_dir` beside their own folders. `is_shared`: front ends may send batches, too.
+    Models may import from `backend_dir` beside their own folders.
     """
     config, source = model.config, model.source
     sequences = config.sequence_batching
@@ -66,10 +65,8 @@ def start_of(
         "reschedules": sequences is not None and sequences.is_iterative,
         "concurrent_batches": most,
         "objects": model.options.instances_per_process,
-        "shared": is_shared,
         "compiled": is_compiled(model.options),
         "look_us": look_us(),
-        "tells_begin": is_shared and model.options.execute_timeout_s is not None,
         "keep_ms": [budgets.KEEP_FIRST_MS, budgets.KEEP_MS],
         "config": config.raw,
         "log": log.levels,

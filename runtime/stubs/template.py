@@ -376,9 +376,9 @@ class TemplateStub(StubHandle):
                 del self._asked[inside]
                 del self._forks[pid]
 
-    def handle_other(self, fields: list[Any]) -> None:
+    def _handle(self, fields: list[Any]) -> None:
         if fields[0] != Kind.EXITED:
-            super().handle_other(fields)
+            super()._handle(fields)
             return
         with self._lock:
             future = self._asked.get(fields[1])

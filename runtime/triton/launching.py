@@ -46,8 +46,6 @@ from moonpool.runtime.triton.notes import Notes
 from moonpool.runtime.version import VERSION
 
 _log = RuntimeLog("moonpool")
-# The name under which allotments note memory that this process gives to the shim.
-_SHIM = "shim"
 _UNAVAILABLE = CODES.index("UNAVAILABLE")
 
 
@@ -221,7 +219,7 @@ class Launcher:
         needed_bytes += -needed_bytes % mmap.PAGESIZE
         try:
             memory = instance.memory(generation, writer)
-            size_bytes, fd = memory.give_elsewhere(_SHIM, region, present_bytes, needed_bytes)
+            size_bytes, fd = memory.give_elsewhere(region, present_bytes, needed_bytes)
         except MoonpoolError as error:
             self._peer.send(Word.REFUSED, question, code_of(error), str(error))
             instance.check_wear(generation)
@@ -231,7 +229,7 @@ class Launcher:
     def _take_back(self, number: int, generation: int, writer: int, region: int) -> None:
         if number in self._instances:
             with suppress(MoonpoolError):  # the process has ended, and its memory is free
-                self._instances[number].memory(generation, writer).take_back(_SHIM, region)
+                self._instances[number].memory(generation, writer).take_back(region)
 
     def _scrub(self, question: int, number: int, text: str) -> None:
         public = self._models[number].scrubbed(text) if number in self._models else scrubbed(text)

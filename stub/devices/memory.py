@@ -56,7 +56,6 @@ class DeviceMemory:
         # Devices whose EVENT has come.
         self._met: set[int] = set()
         self._changed = threading.Condition()
-        self._is_deserted = False
         # By device: the streams that touched blocks which the next message names.
         self._touched: dict[int, set[int]] = {}
         # References to all living leases, and to some dead ones.
@@ -96,9 +95,7 @@ class DeviceMemory:
         """Order our work after the peer's. To be called after a message that names or gives back blocks on a device."""
         if ordinal not in self._met:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: ordinal in self._met or self._is_deserted, _ARRIVAL_S
-                )
+                self._changed.wait_for(lambda: ordinal in self._met, _ARRIVAL_S)
                 if ordinal not in self._met:
                     raise RemoteProtocolError(f"device {ordinal} was named before its EVENT")
         lane = self._lanes[ordinal]
@@ -214,20 +211,6 @@ class DeviceMemory:
         for lane in self._lanes.copy().values():
             with suppress(CudaError):  # a device that has failed does nothing more
                 lane.finish()
-
-    def desert(self) -> None:
-        """Wake all threads that wait for the peer, which is gone."""
-        with self._changed:
-            self._is_deserted = True
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Close all regions and lanes. Arrays of the model stay valid."""
-        for arena in self.arenas():
-            for region in arena.regions():
-                region.close()
-        for lane in self._lanes.copy().values():
-            lane.close()
 
 
 def adopt(region_id: int, size_bytes: int, ordinal: int, fd: int, handle: bytes) -> DeviceRegion:

@@ -662,7 +662,7 @@ cdef class StubPort:
         self._peer_core = self._opened.core
         self._peer.executing = executing
         # In this order: what comes now either finds the requests, or is seen here.
-        if len(self._cancelled) or self._peer.is_gone:
+        if len(self._cancelled):
             self._peer.begun()
         _counts.open += 1
         return 0

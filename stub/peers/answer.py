@@ -185,13 +185,6 @@ class Responses(ReplyPort):
         known = self.replies.get((batch, index))
         return None if known is None else known()
 
-    def cancel_all(self) -> None:
-        """Mark all open requests as cancelled. From any thread."""
-        for known in self.replies.copy().values():
-            reply = known()
-            if reply is not None:
-                reply.cancel()
-
     def respond(
         self,
         reply: Reply,

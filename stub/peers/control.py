@@ -17,8 +17,7 @@ meanwhile, the sums are others by then (`replacing`), and all of it begins anew.
 
 In a process that the model forked, a thread of the parent may have held these locks at the moment of the fork. `begin` makes new ones.
 
-End: if the runtime itself is gone, `on_gone` ends the process. If a front end is gone, `close` wakes the control thread, waits until
-it has ended, and only then closes the descriptor.
+End: if the runtime is gone, `on_gone` ends the process.
 """
 
 from __future__ import annotations
@@ -61,12 +60,12 @@ class Control:
     """Sends from any thread, and handles what arrives on its own thread."""
 
     def __init__(self, channel: Channel, on_gone: Callable[[], None]) -> None:
-        """Take `on_gone`, which any thread calls when the peer is gone or has broken the protocol."""
+        """Take `on_gone`, which any thread calls when the runtime is gone or has broken the protocol."""
         self._channel = channel
         self._on_gone = on_gone
         self._regions: Regions
         self._cancel: Callable[[int, int], None]
-        self._handle_other: Callable[[list[Any], list[int]], None]
+        self._handle_other: Callable[[list[Any]], None]
         self._codec = control_codec(Side.STUB)
         self.begin()
 
@@ -132,12 +131,12 @@ class Control:
         self,
         regions: Regions,
         cancel: Callable[[int, int], None],
-        handle_other: Callable[[list[Any], list[int]], None],
+        handle_other: Callable[[list[Any]], None],
     ) -> None:
-        """Start the thread that handles what arrives, until the peer is gone.
+        """Start the thread that handles what arrives, until the runtime is gone.
 
         `cancel` gets batch and index of a cancelled request. `handle_other` gets messages
-        that are neither about requests nor about memory, with their descriptors.
+        that are neither about requests nor about memory.
         """
         self._regions = regions
         self._cancel = cancel
@@ -152,7 +151,7 @@ class Control:
         except PeerGone:
             self._on_gone()
         except MoonpoolError as error:
-            sys.stderr.write(f"No more messages of a process of the runtime are read: {error}\n")
+            sys.stderr.write(f"No more messages of the runtime are read: {error}\n")
             self._on_gone()
 
     def _handle(self, fields: list[Any], fds: list[int]) -> None:
@@ -175,13 +174,7 @@ class Control:
         elif kind == _INDIRECT:
             self._handle(self._codec.decode(regions.load(*fields[1:])), fds)
         else:
-            self._handle_other(fields, fds)
-
-    def close(self) -> None:
-        """Close the channel after the peer is gone, and wait for the end of the control thread."""
-        self._channel.wake()
-        self._listener.join()
-        self._send_queue.close()
+            self._handle_other(fields)
 
 
 def _packet_of(items: deque[Any]) -> tuple[bytes, int]:

@@ -32,7 +32,7 @@ if attributes.compiled is not None:
 
 
 class StubPort:
-    """Receives for one peer, and leaves everything else to the layers."""
+    """Receives, and leaves everything else to the layers."""
 
     def __init__(self, channel: Channel | SlotChannel) -> None:
         # Returns the next packet. Blocks.

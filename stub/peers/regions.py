@@ -7,7 +7,7 @@ has something to send allocates, the main thread retires regions.
 Growth. A thread that needs a larger arena sends GROW and waits on `_granted`, with `_turn` held. So there is one question
 at a time, and the next item of `_granted` is the answer to it: a region, or the text of a refusal. This wait has no deadline, because an
 answer that came after the deadline would be taken for the next one's. The runtime always answers, and when it ends, the
-process ends or `desert` puts a text there. A signal handler that raises ends the wait, but not the question: `_growing` has its device until
+process ends. A signal handler that raises ends the wait, but not the question: `_growing` has its device until
 its answer was taken in, and the next allocation does that first.
 
 A signal handler may raise between any two steps here. So what a step takes out of one table goes into another one at once (`at_once`), and a
@@ -24,9 +24,6 @@ Answers mostly want blocks of sizes that others had before. So a block of the fi
 released but put aside (`spares`), and the next allocation of its size class has it again; `_stub_port.pyx` does
 both, compiled. All of them are released before the arena grows. Nobody holds a block that was put aside, and the arena
 does not see that it is free.
-
-Order of closing, for a front end that is gone: `desert` first wakes all who wait, from any thread. Then the main thread calls `close`. Arrays of the
-model's keep their mappings until they are collected.
 
 Lent regions. A model gets inputs of a client through a private mapping: what it writes there stays in this process.
 One mapping serves all batches, since finding its pages takes longer than copying what lies in them. So at the end of a
@@ -74,7 +71,7 @@ _WAITING = (True,)
 
 
 class Regions(Overflow):
-    """Holds the shared memory of one peer. Any thread may call `allocate`, `hold`, `find` and `empty`."""
+    """Holds the memory shared with the runtime. Any thread may call `allocate`, `hold`, `find` and `empty`."""
 
     # `threads` says why this lock is not in the dictionary.
     __slots__ = ("_turn",)
@@ -101,7 +98,6 @@ class Regions(Overflow):
         self.devices: DeviceMemory | None = None
         # Held by the thread that uses the arenas.
         self._turn = threads.RLock()
-        self._is_deserted = False
 
     def add_first(self, region_id: int, size_bytes: int, fd: int, writer: int) -> None:
         """Add a region that came in the handshake."""
@@ -123,10 +119,8 @@ class Regions(Overflow):
         region = self._adopt(region_id, size_bytes, fd)
         if writer != Side.STUB:
             self._take_in(region)
-        elif self.arena.regions():
-            self._granted.put(region)
         else:
-            self.arena.add(region)
+            self._granted.put(region)
 
     def _arrive_on(
         self, device: int, region_id: int, size_bytes: int, writer: int, handle: bytes, fd: int
@@ -189,16 +183,14 @@ class Regions(Overflow):
         region = self.requests.get(region_id)
         if region is None:
             with self._arrived:
-                self._arrived.wait_for(
-                    lambda: region_id in self.requests or self._is_deserted, _ARRIVAL_S
-                )
+                self._arrived.wait_for(lambda: region_id in self.requests, _ARRIVAL_S)
                 if region_id not in self.requests:
                     raise RemoteProtocolError(f"region {region_id} was named but not sent")
                 region = self.requests[region_id]
         return region
 
     def has(self, region: Region) -> bool:
-        """Return whether a region is one of these. Another peer may have one with the same number."""
+        """Return whether a region is one of these, and was not given up."""
         return self._own(region.id) is region or self.requests.get(region.id) is region
 
     def _own(self, region_id: int) -> Region | None:
@@ -229,8 +221,6 @@ class Regions(Overflow):
         answer = self._answers[0]
         if not isinstance(answer, str):
             self._arena(device).add(answer)
-        elif self._is_deserted:
-            self._granted.put(answer)  # for the thread that asks next
         at_once(self._answers.clear, self._growing.clear)
         return answer
 
@@ -415,26 +405,6 @@ class Regions(Overflow):
 
     def _arenas(self) -> list[Arena]:
         return [self.arena] if self.devices is None else [self.arena, *self.devices.arenas()]
-
-    def desert(self) -> None:
-        """Wake all threads that wait for the peer, which is gone. From any thread."""
-        with self._arrived:
-            self._is_deserted = True
-            self._arrived.notify_all()
-        if self.devices is not None:
-            self.devices.desert()
-        self._granted.put("the process that asked for the response has ended")
-
-    def close(self) -> None:
-        """Close all regions of a peer that is gone. Arrays of the model stay valid."""
-        with self._turn:
-            for region in self.arena.regions():
-                region.close()
-        if self.devices is not None:
-            self.devices.close()
-        with self._arrived:
-            for region in self.requests.values():
-                region.close()
 
 
 _PAGE = mmap.PAGESIZE

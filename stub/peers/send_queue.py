@@ -12,8 +12,7 @@ what is left before it raises. If it is interrupted again, the next `put` does. 
 message that is certain to be sent, it notes at once with the item's coming into the queue. The first of these steps
 may find out that the message must not be sent any more (`signals.replacing`): then there is neither.
 
-A send blocks while the runtime is behind with reading, and so does the thread that has the turn. `close` takes the turn with
-blocking, so that no thread is still sending when the descriptor goes away; the peer is gone then, and no send blocks.
+A send blocks while the runtime is behind with reading, and so does the thread that has the turn.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class SendQueue:
     ) -> None:
         """Take `packet_of`, which returns a packet and the number of items at the head of the queue that it is made of.
 
-        By default the items are packets. `on_gone` is called for each packet that cannot be sent because the peer is gone.
+        By default the items are packets. `on_gone` is called for each packet that cannot be sent because the runtime is gone.
         """
         self._channel = channel
         self._on_gone = on_gone
@@ -117,8 +116,3 @@ class SendQueue:
             self._channel.send_waiting(packet)
         except (PeerGone, Closed):
             self._on_gone()
-
-    def close(self) -> None:
-        """Close the channel after the peer is gone."""
-        with self._turn:
-            self._channel.close()

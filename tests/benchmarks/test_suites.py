@@ -37,7 +37,6 @@ QUESTIONS = (
     "http_echo",
     "grpc_echo",
     "serve",
-    "frontends",
     "sandbox",
     "truth",
     "ray_serve",

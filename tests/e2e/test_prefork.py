@@ -271,8 +271,7 @@ def test_at_strict_a_fork_is_as_confined_as_its_template_and_may_not_fork(
 
 @pytest.mark.promise(
     "Forked instances",
-    "Models that ask others, decoupled ones and moonpool's own kind are forked as well, and "
-    "serve several front ends.",
+    "Models that ask others, decoupled ones and moonpool's own kind are forked as well.",
 )
 def test_a_forked_model_asks_others(runtime: moonpool.Runtime) -> None:
     caller: Config = {

@@ -126,10 +126,10 @@ class TritonPythonModel:
         end_here("initialize")
         atexit.register(end_here, "atexit")
         # The hooks are in the layers, which the compiled port would not call.
-        Peer._made_port = lambda peer, _: StubPort(peer.conversation.channel)
+        Peer._made_port = lambda peer: StubPort(peer.conversation.channel)
         for each in gc.get_objects():
             if type(each) is Peer:
-                each.make_port({})
+                each.port = each._made_port()
 
     def execute(self, requests):
         return [self.answer(request) for request in requests]

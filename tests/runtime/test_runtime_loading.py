@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.runtime.recorder import PATIENCE_S, tensor
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool import Model, Runtime, testing
+from moonpool import Runtime, testing
 
 ROOT = Path(__file__).parents[2]
 NATIVE = """
@@ -75,27 +75,6 @@ def test_an_unload_for_which_there_was_no_thread_can_be_asked_for_again(
                     models.begin_unload("add")
             models.begin_unload("add")
         wait_until(lambda: not runtime.models())
-
-
-def test_a_model_that_no_thread_could_unload_goes_on_in_front_ends(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    def serve(name: str, versions: Sequence[Model]) -> None:
-        served.append((name, [each.version for each in versions]))
-
-    served: list[tuple[str, list[int]]] = []
-    with Runtime(repository, models=["add"]) as runtime:
-        models = runtime._models
-        with monkeypatch.context() as patch:
-            patch.setattr(models.stubs.sharing, "serve", serve)
-            patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(moonpool.OutOfThreads, match="no thread for moonpool-unload-add"):
-                models.begin_unload("add")
-        assert runtime.models() == {"add": [1]}
-        assert served[-1] == ("add", [1])
 
 
 def test_a_model_can_be_unloaded_and_loaded_again(repository: Path) -> None:

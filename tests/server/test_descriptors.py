@@ -21,17 +21,13 @@ NO_LIMIT = resource.RLIM_INFINITY
     "What the server bears, and whom it answers like",
     "All ports together take at most …",
 )
-@pytest.mark.parametrize("frontends", [1, 4])
 @pytest.mark.parametrize("limit", [256, 1024, 20_000])
-def test_half_is_left_to_models(
-    monkeypatch: pytest.MonkeyPatch, limit: int, frontends: int
-) -> None:
+def test_half_is_left_to_models(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
 
-    http, grpc, metrics, together = listening.connections(ServerOptions(frontends=frontends))
+    http, grpc, metrics, together = listening.connections(ServerOptions())
 
-    told, relayed = http / 8, (http * 9 / 8 if frontends > 1 else 0)
-    assert 0.48 * limit < together + metrics + told + relayed <= 0.5 * limit
+    assert 0.48 * limit < together + metrics + http / 8 <= 0.5 * limit
     assert together == pytest.approx(http + grpc, abs=2)
     assert metrics == pytest.approx(http / 8, abs=2)
     assert http == pytest.approx(2 * grpc, rel=0.05)

@@ -33,10 +33,8 @@ RAISES = ECHO.replace(
 LEVELS = {"confined": "best-effort", "plain": "standard"}
 
 
-@pytest.fixture(scope="module", params=["1", "2"], ids=["one_process", "front_ends"])
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningServer]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     models = tmp_path_factory.mktemp("models")
     for name, level in LEVELS.items():
         parameters = {"MOONPOOL_SANDBOX": level, "MOONPOOL_RESTART_WINDOW_S": "0.001"}
@@ -45,7 +43,7 @@ def server(
             for key, text in parameters.items()
         )
         write(models, name, RAISES, CONFIG + written)
-    with running(models, f"--frontends={request.param}") as server:
+    with running(models) as server:
         yield server
 
 

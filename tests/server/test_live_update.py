@@ -1,4 +1,4 @@
-"""A server changes the number of instances while clients use them, without and with front ends."""
+"""A server changes the number of instances while clients use them."""
 
 from __future__ import annotations
 
@@ -77,10 +77,9 @@ class Clients:
     "A load of a loaded model whose configuration differs in `instance_group` alone adds and removes instances. The others keep their processes, and "
     "no client gets an error.",
 )
-@pytest.mark.parametrize("options", [(), ("--frontends=2",)])
-def test_a_load_changes_the_number_of_instances(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_a_load_changes_the_number_of_instances(tmp_path: Path) -> None:
     write(tmp_path, "m", PIDS, count(1))
-    flags = ("--model-control-mode=explicit", "--load-model=m", *options)
+    flags = ("--model-control-mode=explicit", "--load-model=m")
     with running(tmp_path, *flags) as server, Clients(server) as clients:
         wait_until(lambda: clients.pids)
         (first,) = clients.pids

@@ -60,18 +60,15 @@ def has_another(server: RunningServer, pid: int) -> bool:
     return pid_of(server) not in (None, pid)
 
 
-@pytest.mark.parametrize(
-    ("data", "tls", "frontends"),
-    [(b"", False, 1), (b"\x16\x03\x01", True, 1), (b"", False, 2)],
-)
+@pytest.mark.parametrize(("data", "tls"), [(b"", False), (b"\x16\x03\x01", True)])
 def test_idle_clients_of_grpc_take_no_descriptor_that_http_or_a_stub_needs(
-    tmp_path: Path, data: bytes, tls: bool, frontends: int
+    tmp_path: Path, data: bytes, tls: bool
 ) -> None:
     write(tmp_path / "models", "echo")
-    flags = [f"--frontends={frontends}"]
+    flags = []
     if tls:
         key, certificate = self_signed(tmp_path)
-        flags += [
+        flags = [
             "--grpc-use-ssl=true",
             f"--grpc-server-cert={certificate}",
             f"--grpc-server-key={key}",

@@ -1,4 +1,4 @@
-"""A server with a rate limiter: its options, and clients over both protocols, without and with front ends."""
+"""A server with a rate limiter: its options, and clients over both protocols."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc
-from tests.server.pool.conftest import _gevent_is_there, _grpc_is_there  # noqa: F401
+from tests.server.libraries import _gevent_is_there, _grpc_is_there  # noqa: F401
 from tests.server.repositories import write
 from tests.server.running import running
 
@@ -40,16 +40,13 @@ instance_group [{ kind: KIND_CPU count: 2 rate_limiter { resources [{ name: "R" 
 
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
-    "`--rate-limit=execution_count` limits what executes at the same time by resources, for clients of both protocols and of all front ends.",
+    "`--rate-limit=execution_count` limits what executes at the same time by resources, for clients of both protocols.",
 )
-@pytest.mark.parametrize("flags", [(), ("--frontends=2",)])
-def test_no_more_execute_at_once_than_resources_allow(
-    tmp_path: Path, flags: tuple[str, ...]
-) -> None:
+def test_no_more_execute_at_once_than_resources_allow(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write(tmp_path, name, config=CONFIG % 1, text=TIMES)
     limits = ("--rate-limit=execution_count", "--rate-limit-resource=R:1")
-    with running(tmp_path, *limits, *flags) as server:
+    with running(tmp_path, *limits) as server:
 
         def ask(name: str) -> tuple[float, float]:
             address = f"http://{server.http}/v2/models/{name}/infer"

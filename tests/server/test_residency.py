@@ -1,6 +1,4 @@
-"""Servers that load models on demand: over both protocols, with and without front ends, for ensembles and models that
-ask models.
-"""
+"""Servers that load models on demand: over both protocols, for ensembles and models that ask models."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc
-from tests.server.pool.conftest import _gevent_is_there, _grpc_is_there  # noqa: F401
+from tests.server.libraries import _gevent_is_there, _grpc_is_there  # noqa: F401
 from tests.server.repositories import write
 from tests.server.running import RunningServer, command, environment, running
 from tests.waiting import wait_until
@@ -81,10 +79,8 @@ NAMES = ("a", "asks", "b", "both", "broken", "c", "dies", "incomplete")
 PATIENCE_S = 60.0
 
 
-@pytest.fixture(scope="module", params=[(), ("--frontends=2",)], ids=["alone", "frontends"])
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningServer]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Serve models of all kinds, of which one may be in memory."""
     repository = tmp_path_factory.mktemp("models")
     for name in ("a", "b", "c"):
@@ -98,7 +94,7 @@ def server(
     patient = [
         f"--model-option={name}:MOONPOOL_RESTART_BACKOFF_S=30" for name in ("broken", "dies")
     ]
-    with running(repository, *on_demand, *patient, *request.param) as server:
+    with running(repository, *on_demand, *patient) as server:
         yield server
 
 

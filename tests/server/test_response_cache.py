@@ -1,4 +1,4 @@
-"""A server with a response cache: its options, and clients over both protocols, without and with front ends."""
+"""A server with a response cache: its options, and clients over both protocols."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from tests.server.pool.conftest import _gevent_is_there, _grpc_is_there  # noqa: F401
+from tests.server.libraries import _gevent_is_there, _grpc_is_there  # noqa: F401
 from tests.server.repositories import CONFIG, write
 from tests.server.running import running
 
@@ -22,19 +22,15 @@ CACHED = CONFIG + "response_cache { enable: true }"
 
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
-    "`--cache-config=local,size=…` keeps responses of models with `response_cache`, for clients of both protocols and of all front ends.",
+    "`--cache-config=local,size=…` keeps responses of models with `response_cache`, for clients of both protocols.",
 )
 @pytest.mark.parametrize(
-    "flags",
-    [
-        ("--cache-config=local,size=1048576",),
-        ("--response-cache-byte-size=1048576", "--frontends=2"),
-    ],
+    "flag", ["--cache-config=local,size=1048576", "--response-cache-byte-size=1048576"]
 )
-def test_clients_of_both_protocols_share_the_cache(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_clients_of_both_protocols_share_the_cache(tmp_path: Path, flag: str) -> None:
     write(tmp_path, "m", config=CACHED)
     data = np.arange(4, dtype=np.float32).reshape(1, 4)
-    with running(tmp_path, *flags) as server:
+    with running(tmp_path, flag) as server:
         clients: list[tuple[Any, str]] = [
             (tritonclient.http, server.http),
             (tritonclient.grpc, server.grpc),

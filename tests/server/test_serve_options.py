@@ -53,7 +53,6 @@ def test_a_command_line_that_is_wrong_says_what_is_meant(models: Path, said: Sai
         ("--http-por=1",): "unrecognized arguments",
         ("--http-port=x",): "--http-port: must be a port",
         ("--load-model=good", "--load-model=*"): "--load-model=* must be the only --load-model",
-        ("--frontends=0",): "--frontends must be at least 1",
         ("--allow-http=false", "--allow-grpc=false"): "nothing to serve with",
         ("--http-server-cert=x",): "needed both",
         ("--trace-config=nonsense=1",): "--trace-config",

@@ -18,7 +18,6 @@ from typing import Any
 
 from moonpool.runtime.arguments import OF_REQUEST
 from moonpool.runtime.errors import InvalidRequest
-from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ModelConfig, Raw
 from moonpool.runtime.model.config.options import ModelOptions
 
@@ -94,12 +93,4 @@ def with_count(config: ModelConfig, count: int) -> ModelConfig:
         config,
         instance_groups=(replace(group, count=count),),
         raw={**config.raw, "instance_group": [{**raw, "count": count}]},
-    )
-
-
-def waits_alike(model: Model, other: Model) -> bool:
-    """Return True if requests wait and execute under the same policies and deadlines in both."""
-    is_other = _BATCHING in other.config.raw
-    return model.options == with_live_options(model.options, other.options) and (
-        not is_other or model.config.dynamic_batching == other.config.dynamic_batching
     )

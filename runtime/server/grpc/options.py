@@ -17,7 +17,6 @@ class GrpcOptions:
     """The fields have the names of the flags. Files are paths of PEM files, which are read once, at the start."""
 
     address: str = "127.0.0.1"
-    """`unix:` and a path is a socket in the file system, which has no port."""
     port: int = 8001
     """0 takes any free port."""
     reuse_port: bool = False

@@ -25,7 +25,7 @@ from moonpool.runtime.server.grpc import open_nghttp2, what_is_missing
 from moonpool.runtime.server.grpc.call import OpenCalls
 from moonpool.runtime.server.grpc.connection import GrpcConnection, GrpcProtocol
 from moonpool.runtime.server.grpc.options import GrpcOptions
-from moonpool.runtime.server.listening import bound_sockets
+from moonpool.runtime.server.listening import CannotListen, bound_sockets
 from moonpool.runtime.server.tls import TlsServer
 
 if TYPE_CHECKING:
@@ -36,14 +36,13 @@ _BACKLOG = 4096
 _BUFFER_BYTES = 256 << 10
 _LOOK_S = 1.0
 _HANDSHAKE_S = 20.0
-_UNIX = "unix:"
 
 
 class GrpcPort(Protocol):
     """The place where clients connect. All methods are for the loop's thread."""
 
     port: int
-    """The number of the port, 0 for a socket in the file system."""
+    """The number of the port."""
 
     async def bind(self) -> None:
         """Take the port; nobody is served before `start`. Raises `MoonpoolError`."""
@@ -85,15 +84,6 @@ def without_nghttp2(error: ImportError | OSError) -> str:
     return (
         "gRPC is served by grpcio, which takes several times the processor time of nghttp2: "
         f"{what_is_missing(error)}"
-    )
-
-
-def _cannot_listen(options: GrpcOptions) -> MoonpoolError:
-    host = f"[{options.address}]" if ":" in options.address else options.address
-    where = options.address if options.address.startswith(_UNIX) else f"{host}:{options.port}"
-    return MoonpoolError(
-        f"gRPC cannot listen on {where}: the port is taken by another process, or this "
-        "machine does not have the address"
     )
 
 
@@ -140,18 +130,11 @@ class Http2Port:
         options = self.options
         context = _context(options)
         try:
-            if options.address.startswith(_UNIX):
-                path = options.address.removeprefix(_UNIX)
-                unix = await self.loop.create_unix_server(
-                    self, path, backlog=_BACKLOG, ssl=context, start_serving=False
-                )
-                self._servers.append(unix)
-                return
             sockets = await bound_sockets(
                 options.address, options.port, reuse_port=options.reuse_port
             )
         except OSError as error:
-            raise _cannot_listen(options) from error
+            raise CannotListen("grpc", options.address, options.port, error) from error
         self.port = sockets[0].getsockname()[1]
         if context is not None:
             self._servers.append(TlsServer(self, sockets, context, _BACKLOG))
@@ -168,7 +151,7 @@ class Http2Port:
             for server in self._servers:
                 await server.start_serving()
         except OSError as error:
-            raise _cannot_listen(self.options) from error
+            raise CannotListen("grpc", self.options.address, self.port, error) from error
         self._look()
 
     def __call__(self) -> GrpcProtocol:

@@ -63,7 +63,7 @@ class GrpcServer:
 
     @property
     def port(self) -> int:
-        """The port that it listens on, 0 for a socket in the file system."""
+        """The port that it listens on."""
         return self._port.port
 
     async def bind(self) -> None:

@@ -46,8 +46,6 @@ class HttpOptions:
 
     address: str = "127.0.0.1"
     port: int | None = 8000
-    path: str | None = None
-    """A socket in the file system, for other processes of the same server."""
     metrics_address: str = "127.0.0.1"
     metrics_port: int | None = 8002
     reuse_port: bool = False

@@ -1,4 +1,4 @@
-"""The HTTP front end of a server: its ports, from the first connection to the last."""
+"""The HTTP side of a server: its ports, from the first connection to the last."""
 
 from __future__ import annotations
 
@@ -65,12 +65,6 @@ class HttpServer:
             if options.port is not None:
                 handler, context = self.make_handler(), _tls(options)
                 await self._listen("http", options.address, options.port, handler, context)
-            if options.path is not None:
-                port = HttpPort(loop, self.make_handler(), options.limits, self._clients("http"))
-                server = await loop.create_unix_server(
-                    port, options.path, backlog=_BACKLOG, start_serving=False
-                )
-                self._parts.append((server, port))
             if options.metrics_port is not None:
                 # On the threads for short work: monitoring must not wait for models.
                 table = RouteTable(loop, self._executor, metrics_routes(service, self._executor))

@@ -33,7 +33,6 @@ class ServerOptions:
     exit_timeout_secs: int = 30
     max_connections: int | None = None
     allow_client_shm: bool = False
-    frontends: int = 1
     log_verbose: int = 0
     log_info: bool = True
     log_warning: bool = True
@@ -240,9 +239,8 @@ _TABLE = """
 # Server
 id text: The name of this server in its metadata.
 exit-timeout-secs whole: Seconds to wait at shutdown for requests in flight.
-max-connections positive: The most connections at the same time of all ports, in each process of `--frontends`; an eighth of them, but not more than an eighth of `--http-max-connections`, are kept for metrics. Without this option, each port has its own limit.
+max-connections positive: The most connections at the same time of all ports; an eighth of them, but not more than an eighth of `--http-max-connections`, are kept for metrics. Without this option, each port has its own limit.
 allow-client-shm boolean: Let clients on the same machine register shared memory, from which tensors are read and to which they are written.
-frontends whole: The number of processes that share the ports and the models.
 
 # Log
 log-verbose whole: Log verbose messages from 1 on.
@@ -291,7 +289,7 @@ http-max-input-size positive: The largest body of a request, before and after de
 http-max-body-bytes whole: The largest body of a request.
 http-max-inflated-bytes whole: The largest body after decompression.
 http-max-json-bytes whole: The largest JSON of a request, and the most bytes of outputs that a response carries as JSON. Binary tensors do not count.
-http-max-connections whole: The most connections at the same time, in each process of `--frontends`. Further ones are refused. If the limit of open files is too low for the connections of all ports and for the models, the number is reduced.
+http-max-connections whole: The most connections at the same time. Further ones are refused. If the limit of open files is too low for the connections of all ports and for the models, the number is reduced.
 http-allowed-origin text*: Let pages of this origin, such as `https://example.org`, use the server from a browser.
 control-token-file path: A file with a token. Requests that load, unload, register memory or change settings must bring it as `Authorization: Bearer <token>`, over HTTP and gRPC.
 
@@ -346,7 +344,7 @@ capture-byte-size size: The largest size of the file in bytes. Capturing stops t
 # Options of tritonserver that moonpool accepts and ignores. The log says once why each has no effect.
 _WITHOUT_EFFECT = """
 backend-config text*: the settings of a model's processes are in its config.pbtxt: docs/OPTIONS.md
-http-thread-count whole: one event loop serves all of HTTP; --frontends has several
+http-thread-count whole: one event loop serves all of HTTP; see --reuse-http-port for more than one core
 grpc-infer-thread-count whole: one event loop serves all calls
 grpc-infer-allocation-pool-size whole: there are no objects to keep
 grpc-max-response-pool-size whole: what waits for a client that does not read has limits in bytes: docs/OPERATING.md

@@ -43,9 +43,9 @@ class Adviser:
             name = str(hosted)
             watched = before.get(name)
             if watched is None or watched.hosted is not hosted:
-                watched = _Watched(hosted, now_s)
+                watched = _Watched(hosted)
             self._watched[name] = watched
-            if watched.look(now_s):
+            if watched.look():
                 needed.append(watched)
         if needed:
             self._add(needed, now_s)
@@ -70,12 +70,10 @@ class Adviser:
 class _Watched:
     """A model version, and the measurements of it."""
 
-    def __init__(self, hosted: HostedModel, now_s: float) -> None:
+    def __init__(self, hosted: HostedModel) -> None:
         self.hosted = hosted
         self._watch = Watch()
         self._waiting = 0.0
-        self._at_s = now_s
-        self._queue_ns = hosted.scheduler.statistics.queue_ns
         batching = hosted.model.config.dynamic_batching
         self._batch = largest_batch(
             hosted.model.config.max_batch_size, has_batching=batching is not None
@@ -83,15 +81,9 @@ class _Watched:
         records = hosted.supervisor.records
         self._is_on_gpu = any(record.instance.kind == "GPU" for record in records)
 
-    def look(self, now_s: float) -> bool:
-        """Estimate how many requests wait, and return whether more must be measured."""
-        scheduler = self.hosted.scheduler
-        waiting = float(scheduler.unplaced)
-        queue_ns, passed_s = scheduler.statistics.queue_ns, now_s - self._at_s
-        if passed_s > 0 and self.hosted.model.config.sequence_batching is None:
-            # Front-end processes have queues of their own, which report only how long requests waited.
-            waiting = max(waiting, (queue_ns - self._queue_ns) / 1e9 / passed_s)
-        self._queue_ns, self._at_s = queue_ns, now_s
+    def look(self) -> bool:
+        """Look how many requests wait, and return whether more must be measured."""
+        waiting = float(self.hosted.scheduler.unplaced)
         self._waiting = waiting / self._batch if waiting >= _LEAST_WAITING * self._batch else 0.0
         if self._is_on_gpu or not (self._waiting or self._watch.is_needed):
             self._watch.clear()

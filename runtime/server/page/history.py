@@ -123,7 +123,6 @@ class History:
 
     def sample(self) -> None:
         """Take a sample of every model version now."""
-        self._models.take_in_counts()
         now_ns = time.monotonic_ns()
         served = list(self._models.served())
         self._adviser.sample(served)

@@ -103,8 +103,6 @@ class Traces:
         else:
             self._sink = TraceFile(options.file)
         self.is_on = self._all.is_on
-        # Called with `is_on` after each change; it must not block.
-        self.on_change: Callable[[bool], object] = bool
 
     def _sampler(self, setting: TraceSetting) -> _Sampler:
         return _Sampler(setting, is_valid=self._options.invalid_reason(setting) is None)
@@ -151,7 +149,6 @@ class Traces:
                     del self._set_of[name]
                     self._of.pop(name, None)
         self.is_on = self._all.is_on or any(each.is_on for each in self._of.values())
-        self.on_change(self.is_on)
 
     def _shown(self, sampler: _Sampler) -> dict[str, object]:
         setting, options = sampler.setting, self._options

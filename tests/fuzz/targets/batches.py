@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 from tests.fuzz.choices import Choices
 from tests.stub.peers.desk import ANSWERS, REGION_BYTES, REQUESTS, StubDesk, compiled, in_python
 
 from moonpool.ipc.codec import encode
 from moonpool.ipc.messages import NO_CORE, Kind
+from moonpool.stub.peers import regions
 
 FP32 = 11
 
@@ -16,12 +18,11 @@ FP32 = 11
 def execute(data: bytes) -> None:
     """Open the batches in a stub with each port. Raises AssertionError if they differ."""
     desks = [StubDesk(form) for form in (in_python, compiled)]
+    choices = Choices(data)
+    # Nobody waits for a region that does not come.
+    patch = mock.patch.object(regions, "_ARRIVAL_S", 0.0)
     try:
-        choices = Choices(data)
-        for desk in desks:
-            desk.peer.regions._is_deserted = (
-                True  # so that nobody waits for a region that does not come
-            )
+        patch.start()
         for number in range(1, 9):
             packet = _packet(choices, number)
             one, other = (desk.opened(packet) for desk in desks)
@@ -29,6 +30,7 @@ def execute(data: bytes) -> None:
             if not choices:
                 break
     finally:
+        patch.stop()
         for desk in desks:
             desk.close()
 

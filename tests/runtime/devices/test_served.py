@@ -13,8 +13,7 @@ from tests.server.running import running
 
 pytestmark = pytest.mark.promise(
     "GPUs in the runtime",
-    "Clients of a server, with one front end or several, get bytes, in whichever memory a model "
-    "leaves its outputs.",
+    "Clients of a server get bytes, in whichever memory a model leaves its outputs.",
 )
 
 CONFIG = """
@@ -32,9 +31,8 @@ CONFIG = """
 """
 
 
-@pytest.mark.parametrize("frontends", [1, 2])
 def test_clients_get_the_bytes_of_what_a_model_leaves_on_a_device(
-    fake: Fake, tmp_path: Path, frontends: int
+    fake: Fake, tmp_path: Path
 ) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "config.pbtxt").write_text(CONFIG)
@@ -44,7 +42,7 @@ def test_clients_get_the_bytes_of_what_a_model_leaves_on_a_device(
     body = json.dumps({"inputs": [x, how]}).encode()
     variables = {"LD_LIBRARY_PATH": str(fake.library.parent)}
 
-    with running(tmp_path, f"--frontends={frontends}", variables=variables) as server:
+    with running(tmp_path, variables=variables) as server:
         for _ in range(3):
             status, answer = server.get("/v2/models/m/infer", "POST", body)
 

@@ -77,7 +77,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[moonpool.Runtime
 
 @pytest.fixture
 def on_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[moonpool.Runtime]:
-    """Load the model where its work channel stays a socket, as that of a model with front ends."""
+    """Load the model where its work channel stays a socket, as without compiled code in the stub."""
     monkeypatch.setattr(StubHandle, "may_use_slots", False)
     file = tmp_path / "double.py"
     file.write_text(MODEL)

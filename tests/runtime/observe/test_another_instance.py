@@ -40,7 +40,6 @@ class TestDecisions:
             (BUSY, Reason.PROCESSOR),
             (WAITS, Reason.WAITING),
             (replace(BUSY, instances=3), Reason.PROCESSOR),
-            # Executions in front-end processes are not visible here; their use of the processor is.
             (replace(BUSY, executing=0.0), Reason.PROCESSOR),
         ],
     )

@@ -64,15 +64,6 @@ def test_a_long_text_keeps_its_ends() -> None:
     assert error.text.endswith(" end")
 
 
-def test_taken_errors_are_gone() -> None:
-    recent = RecentErrors()
-    for text in "abc":
-        recent.add("m", 1, text)
-
-    assert [error.text for error in recent.take()] == ["a", "b", "c"]
-    assert recent.take() == recent.latest() == []
-
-
 def test_bytes_that_are_not_utf_8_become_a_text() -> None:
     recent = RecentErrors()
     recent.add("m", 1, os.fsdecode(b"no file \xff"))

@@ -16,8 +16,6 @@ OURS = {
     "process/blank_templates.py",
     "process/files.py",
     "server/http/json_text.py",
-    "server/pool/attached.py",
-    "server/pool/front_end.py",
 }
 
 

@@ -123,40 +123,18 @@ def test_descriptors_of_what_came_back_have_an_end(make: Make) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 8
 
 
-def test_memory_from_other_processes_counts_until_they_return_it(make: Make) -> None:
+def test_memory_that_a_tritonserver_gives_counts_until_it_comes_back(make: Make) -> None:
     memory = make(8 * MiB)
     for number in range(3):
-        size_bytes, fd = memory.give_elsewhere("front end", number, 0, 2 * MiB)
+        size_bytes, fd = memory.give_elsewhere(number, 0, 2 * MiB)
         SharedRegion.adopt(number, size_bytes, fd).close()
     with pytest.raises(OutOfMemory):
         memory.region(0, 3 * MiB)
-    memory.take_back("front end", 1)
-    memory.take_back("front end", 1)
-    memory.take_back("another", 2)
+    memory.take_back(1)
+    memory.take_back(1)
+    memory.take_back(3)
     memory.region(0, 2 * MiB).close()
     assert memory.given_bytes == 6 * MiB
-
-
-@pytest.mark.parametrize("is_contained", [True, False])
-def test_memory_of_an_ended_process_is_not_touched(make: Make, is_contained: bool) -> None:
-    """A model may have kept what lies there, or may still write an answer."""
-    memory = make(8 * MiB, is_contained=is_contained)
-    size_bytes, fd = memory.give_elsewhere("front end", 1, 0, 5 * MiB)
-    kept = SharedRegion.adopt(1, size_bytes, fd)
-    kept.memory()[:5] = b"words"
-    descriptors = len(os.listdir("/proc/self/fd"))
-
-    memory.abandon("front end")
-
-    assert len(os.listdir("/proc/self/fd")) == descriptors - 1
-    if is_contained:
-        with pytest.raises(OutOfMemory, match="in use elsewhere or kept by the process"):
-            memory.region(0, 5 * MiB)
-        assert memory.is_worn
-    else:
-        memory.region(0, 5 * MiB).close()
-    assert bytes(kept.memory()[:5]) == b"words"
-    kept.close()
 
 
 def test_without_a_descriptor_to_spare_nothing_is_given_and_nothing_lost(
@@ -169,7 +147,7 @@ def test_without_a_descriptor_to_spare_nothing_is_given_and_nothing_lost(
     with monkeypatch.context() as patch:
         patch.setattr(os, "dup", fail)
         with pytest.raises(OutOfMemory, match="Too many open files"):
-            memory.give_elsewhere("front end", 1, 0, 8 * MiB)
+            memory.give_elsewhere(1, 0, 8 * MiB)
     memory.region(0, 8 * MiB).close()
 
 
@@ -178,7 +156,7 @@ def test_nothing_is_given_and_nothing_is_kept_once_the_process_has_ended(make: M
     memory = make(8 * MiB)
     out = memory.region(0, MiB)
     memory.retire(memory.region(MiB, MiB))
-    _, fd = memory.give_elsewhere("front end", 1, 0, MiB)
+    _, fd = memory.give_elsewhere(1, 0, MiB)
     os.close(fd)
 
     memory.close()
@@ -187,7 +165,7 @@ def test_nothing_is_given_and_nothing_is_kept_once_the_process_has_ended(make: M
     with pytest.raises(Closed):
         memory.region(0, MiB)
     memory.retire(out)
-    memory.abandon("front end")
+    memory.take_back(1)
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -13,7 +13,7 @@ from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
 from moonpool.ipc.messages import NO_DEVICE, Kind
 from moonpool.runtime.stubs import devices
 from moonpool.runtime.stubs.allotment import Allotment
-from moonpool.runtime.stubs.connection import Growth
+from moonpool.runtime.stubs.growth import Growth
 from moonpool.stub.peers import regions
 from moonpool.stub.peers.regions import Regions
 

@@ -229,13 +229,6 @@ def test_metadata_of_bytes_and_of_text_come_as_they_are() -> None:
     )
 
 
-def test_a_socket_in_the_file_system_is_served(serve: Serve, tmp_path: Path) -> None:
-    served = serve("add_sub", address=f"unix:{tmp_path}/grpc")
-    assert served.server.port == 0
-    with grpc.insecure_channel(f"unix:{tmp_path}/grpc") as channel:
-        assert channel.unary_unary(INFER)(add_sub().SerializeToString(), timeout=TIMEOUT_S)
-
-
 def test_a_client_of_tls_may_ask_for_http_2_only(serve: Serve, tmp_path: Path) -> None:
     key, certificate = self_signed(tmp_path)
     served = serve(use_ssl=True, server_key=str(key), server_cert=str(certificate))

@@ -202,7 +202,7 @@ GROWING: dict[str, tuple[Callable[[], bytes], str, str]] = {
 @pytest.mark.promise(
     "What the server bears, and whom it answers like",
     "A gRPC message whose fields or numbers would take many times its size is refused "
-    "before they are read: in a stream, through a front end and by every method. Large "
+    "before they are read: in a stream and by every method. Large "
     "files and tensors are read.",
 )
 @pytest.mark.parametrize("what", GROWING)

@@ -115,7 +115,8 @@ def test_a_call_without_a_message_is_refused(serve: Serve) -> None:
 def test_a_port_that_is_taken_is_an_error_that_names_it(serve: Serve) -> None:
     served = serve()
 
-    with pytest.raises(moonpool.MoonpoolError, match=f"listen on 127.0.0.1:{served.server.port}"):
+    where = rf"cannot listen at 127\.0\.0\.1, port {served.server.port} \(grpc\): Address already"
+    with pytest.raises(moonpool.MoonpoolError, match=where):
         OnLoop(lambda: GrpcServer(served.service, GrpcOptions(port=served.server.port)))
 
 

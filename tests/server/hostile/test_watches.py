@@ -45,8 +45,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def short_of_watches(repository: Path, *flags: str) -> Iterator[RunningServer]:
-    with running(repository, *flags, before=few_watches.command(FIRST)) as server:
+def short_of_watches(repository: Path) -> Iterator[RunningServer]:
+    with running(repository, before=few_watches.command(FIRST)) as server:
         yield server
 
 
@@ -55,7 +55,7 @@ def is_answered(connection: socket.socket, request: bytes = LIVE) -> bool:
     answer = b""
     with contextlib.suppress(ConnectionError):
         connection.sendall(request)
-        # Both answers end so. A front end passes one on piece by piece.
+        # Both answers end so.
         while not answer.endswith(b"}") and (data := connection.recv(1 << 16)):
             answer += data
     return answer.startswith(b"HTTP/1.1 200")
@@ -95,11 +95,8 @@ def filled(held: contextlib.ExitStack, port: int) -> list[socket.socket]:
     return served
 
 
-@pytest.mark.parametrize("flags", [(), ("--frontends=2",)], ids=["one process", "front ends"])
-def test_connections_end_and_the_others_are_served(
-    repository: Path, flags: tuple[str, ...]
-) -> None:
-    with short_of_watches(repository, *flags) as server:
+def test_connections_end_and_the_others_are_served(repository: Path) -> None:
+    with short_of_watches(repository) as server:
         with contextlib.ExitStack() as held:
             served = filled(held, server.ports["http"])
 

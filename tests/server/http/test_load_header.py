@@ -79,9 +79,3 @@ def test_without_these_metrics_there_is_no_load_to_tell(tmp_path: Path) -> None:
     write(tmp_path, "caches", CACHES.replace('("used", 16)', '("free", 16)'))
     with running(tmp_path) as server:
         assert told(server, "text") is None
-
-
-def test_a_front_end_does_not_know_the_metrics_of_models(tmp_path: Path) -> None:
-    write(tmp_path, "caches", CACHES)
-    with running(tmp_path, "--frontends=2") as server:
-        assert told(server, "text") is None

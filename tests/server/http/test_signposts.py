@@ -17,15 +17,13 @@ pytestmark = pytest.mark.promise(
 )
 
 
-@pytest.fixture(scope="module", params=[(), ("--frontends=2",)], ids=["alone", "front ends"])
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningServer]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     repository = tmp_path_factory.mktemp("models")
     write(repository, "two")
     write(repository, "one")
     write(repository, "bad", "raise ValueError('boom')\n")
-    with running(repository, "--exit-on-error=false", *request.param) as started:
+    with running(repository, "--exit-on-error=false") as started:
         yield started
 
 

@@ -101,14 +101,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
     "With `--capture`, the inputs of requests are written to a new file that only its user may read, and "
     "`moonpool bench --replay` sends them again at their times.",
 )
-@pytest.mark.parametrize("front_ends", [1, 2])
-def test_what_clients_ask_is_asked_again(
-    cli: CommandLine, repository: Path, front_ends: int
-) -> None:
-    if front_ends > len(os.sched_getaffinity(0)):
-        pytest.skip("needs two processors")
+def test_what_clients_ask_is_asked_again(cli: CommandLine, repository: Path) -> None:
     path = cli.folder / "captured"
-    with running(repository, f"--capture={path}", f"--frontends={front_ends}") as server:
+    with running(repository, f"--capture={path}") as server:
         assert "the file has the inputs as clients sent them" in server.text()
         ask_http(server, [1, 2, 3, 4])
         ask_grpc(server, [5, 6, 7, 8])

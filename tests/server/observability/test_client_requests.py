@@ -60,10 +60,8 @@ class TritonPythonModel:
 ROW = np.array([2, 0, 0], np.float32)
 
 
-@pytest.fixture(scope="module", params=[(), ("--frontends=2",)], ids=["alone", "front ends"])
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningServer]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("models")
     write_model(folder, "adds")
     write_model(folder, "asks", ASKS)
@@ -72,7 +70,7 @@ def server(
     write_model(folder, "repeats", REPEATS, more=decoupled)
     write_model(folder, "waits", WAITS, more=decoupled)
     write_ensemble(folder, "twice", chain(["adds", "adds"]))
-    with running(folder, *request.param) as server:
+    with running(folder) as server:
         yield server
 
 
@@ -153,7 +151,6 @@ def over_a_stream(server: RunningServer) -> None:
 
 
 def test_a_model_has_what_it_executed(server: RunningServer) -> None:
-    # This is the first test: what a front end has counted for another one might come later than the next look.
     before, asked = executed(server), sum(clients(server))
     assert infer(server, "asks") == 200
 

@@ -18,7 +18,6 @@ import moonpool
 from moonpool.runtime.cli.top import overview_lines
 from moonpool.runtime.observe import another_instance
 from moonpool.runtime.process.usage import Reading, usage_of
-from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.server.metrics import ClientRequests
 from moonpool.runtime.server.page.adviser import Adviser
 from moonpool.runtime.server.page.history import History
@@ -123,14 +122,10 @@ class Watcher:
         return watched._watch.load is not None
 
 
-@pytest.mark.parametrize("has_queue", [True, False])
 def test_a_model_that_keeps_a_core_busy_is_said_to_profit(
-    runtime: moonpool.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_queue: bool
+    runtime: moonpool.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Advice comes also if requests wait in front ends, which report only the times of requests that are done."""
     monkeypatch.setattr(another_instance, "WINDOW_S", 2.0)
-    if not has_queue:
-        monkeypatch.setattr(Scheduler, "unplaced", 0)
     load(runtime, tmp_path, "spins")
     pid = runtime.instances("m")[0]["pid"]
 

@@ -134,13 +134,6 @@ def encrypted(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield Site(server)
 
 
-@pytest.fixture(scope="module")
-def pooled(repository: Path) -> Iterator[Site]:
-    """A server with two front ends."""
-    with running(repository, "--model-control-mode=explicit", "--frontends=2") as server:
-        yield Site(server)
-
-
 @pytest.fixture(params=[ATTACKER, "127.0.0.1"], ids=["cross-site", "same-site"])
 def attack(request: pytest.FixtureRequest, tab: Tab, attacker_port: int) -> Page:
     """Open a page of another site, or of another port of this machine, which browsers take for the same site."""
@@ -190,7 +183,7 @@ def gets(site: Site, count: int, page: Page, name: str, *arguments: object) -> C
 
 
 def settled(site: Site) -> Counter[str]:
-    """Count the answers after the front ends have reported them."""
+    """Count the answers after those until now were counted."""
     mark = answered(site)["404"]
     assert site.server.get("/nothing")[0] == 404
     wait_until(lambda: answered(site)["404"] > mark, 60.0, "the count of an answer")
@@ -268,8 +261,7 @@ def opened(sent: list[tuple[str, str]]) -> list[tuple[str, str]]:
 @pytest.mark.promise(
     "HTTP",
     "No page of another origin, on this machine or elsewhere, gets a request through a browser "
-    "to any route, by any method, as a script, form, redirect, beacon, report or embedded file, "
-    "also where several front ends serve.",
+    "to any route, by any method, as a script, form, redirect, beacon, report or embedded file.",
 )
 def test_scripts_are_refused_with_every_method(
     attack: Page, site: Site, sent: list[tuple[str, str]]
@@ -385,12 +377,3 @@ def test_grpc_understands_no_browser(attack: Page, site: Site, encrypted: Site) 
         named = fetched.replace("HOW", "headers: {'Content-Type': 'application/grpc'}")
         assert attack.evaluate(named) == "refused"
         assert state(asked)["index"][1][0]["state"] == "READY"
-
-
-@pytest.mark.promise("HTTP", "No page of another origin, on …")
-def test_front_ends_refuse_the_same(attack: Page, pooled: Site, paths: list[str]) -> None:
-    before, sent = state(pooled), addresses(pooled, paths)
-    for name, *more in (("forms", FORMS), ("fetches", METHODS, "text/plain")):
-        count = len(sent) * len(more[0])
-        assert gets(pooled, count, attack, name, sent, *more) == {"403": count}
-    assert state(pooled) == before

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.gpu.cards import Fake
+from tests.stub.closing import close_regions
 
 from moonpool.ipc.codec import encode, packed_list, unpack_layout
 from moonpool.ipc.cuda.array import DeviceArray
@@ -40,8 +41,9 @@ class Peer:
         self.refuses = ""
         self.heard: list[tuple[object, ...]] = []
         self.requests: list[InferenceRequest] = []
-        self.send(SharedRegion.create(1, 1 << 16), Side.STUB)
-        self.send(SharedRegion.create(2, 1 << 16), Side.RUNTIME)
+        for number, writer in ((1, Side.STUB), (2, Side.RUNTIME)):
+            region = self.made[number] = SharedRegion.create(number, 1 << 16)
+            self.regions.add_first(number, region.size_bytes, os.dup(region.fd), writer)
         self.placer = Placer(self.regions, START)
         self.batch = Batch(self.regions, ReplyPort(), START)
 
@@ -112,7 +114,7 @@ class Peer:
 
     def close(self) -> None:
         self.requests.clear()
-        self.regions.close()
+        close_regions(self.regions)
         for lane in self.lanes.values():
             lane.close()
         for region in self.made.values():

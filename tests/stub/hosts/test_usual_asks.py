@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.stub.closing import close_regions
 from tests.stub.peers.desk import _shown
 from tests.waiting import wait_until
 
@@ -107,7 +108,7 @@ class Asking:
     def close(self) -> None:
         self.runtime.close()
         self.calls.disown()
-        self.regions.close()
+        close_regions(self.regions)
 
 
 def request(size: int = 4, **fields: Any) -> InferenceRequest:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from tests.stub.closing import close_regions
 
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import control_codec, encode, unpack_layout, work_codec
@@ -23,7 +24,7 @@ from moonpool.stub.model import Model
 from moonpool.stub.pb_utils.memory import use_memory
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.tensor import Tensor
-from moonpool.stub.peers.peer import Peer, Peers
+from moonpool.stub.peers.peer import Peer
 from moonpool.stub.peers.port import StubPort, compiled_port
 
 INPUTS, OUTPUTS = ["A", "B", "TEXT"], ["SUM", "DIFF", "SAID"]
@@ -100,7 +101,6 @@ class StubDesk:
             "keep_ms": [0, 0],
             "decoupled": False,
             "reschedules": False,
-            "shared": False,
             "copies_gpu_to_numpy": False,
             "brief_errors": False,
             "args": {},
@@ -114,8 +114,8 @@ class StubDesk:
             number: SharedRegion.create(number, REGION_BYTES) for number in (REQUESTS, ANSWERS)
         }
         conversation = Conversation(work, Side.STUB, cast(Any, None), after=Kind.LOADED)
-        # Not the main peer, whose end would be that of this process.
-        self.peer = Peer(conversation, control, self.start, is_main=False)
+        # The end of the runtime must not end this process.
+        self.peer = Peer(conversation, control, self.start, lambda: None)
         for region, writer in zip(self.regions.values(), (Side.RUNTIME, Side.STUB), strict=True):
             self.peer.regions.add_first(region.id, REGION_BYTES, os.dup(region.fd), writer)
         # The answers to all GROW that may come: an item of the queue is the answer to the next one.
@@ -130,8 +130,7 @@ class StubDesk:
         """Make a stub of this peer, without the constructor, which would change the process for good."""
         stub = object.__new__(loop.Stub)
         made: Any = stub
-        made._main = self.peer
-        made._peers = Peers(self.peer, self.start)
+        made._peer = self.peer
         made._handshake = SimpleNamespace(start=self.start)
         made._calls = SimpleNamespace(released=[])
         self._model = Model(self.start, model_class)
@@ -230,8 +229,14 @@ class StubDesk:
 
     def close(self) -> None:
         """Close both ends."""
-        self.peer.close()
+        peer = self.peer
+        # The compiled one refers to the peer, and no collection of garbage sees that.
+        peer.port = self.port = StubPort(peer.conversation.channel)
         for end in (self.work, self.control):
             end.close()
+        peer.control._listener.join()
+        for channel in (peer.control._channel, peer.conversation.channel):
+            channel.close()
+        close_regions(peer.regions)
         for region in self.regions.values():
             region.close()

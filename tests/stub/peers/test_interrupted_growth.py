@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.runtime.interrupting import interrupted_everywhere
+from tests.stub.closing import close_regions
 from tests.waiting import wait_until
 
 from moonpool.ipc.arena import Block, Keep
@@ -82,7 +83,7 @@ class Runtime:
     def close(self) -> None:
         self._heard.put(None)
         self._thread.join(PATIENCE_S)
-        self.regions.close()
+        close_regions(self.regions)
 
 
 @pytest.fixture

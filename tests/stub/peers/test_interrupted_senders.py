@@ -72,7 +72,7 @@ class Desk(StubDesk):
     def look_for_work(self) -> None:
         """Do what the main thread does before each batch."""
         self.work.send(b"work")
-        self._stub._peers.ready()
+        self.peer.care()
         self.peer.conversation.channel.receive()
 
     def give_back(self, blocks: list[list[int]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
+from tests.stub.closing import close_regions
 
 from moonpool.ipc import arena
 from moonpool.ipc.arena import Keep
@@ -55,7 +56,7 @@ class Grower:
 def grower() -> Iterator[Grower]:
     grower = Grower(1024 * KiB)
     yield grower
-    grower.regions.close()
+    close_regions(grower.regions)
 
 
 @pytest.mark.promise("Limits", "The first region by which memory has grown …")

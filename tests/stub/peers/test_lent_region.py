@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.stub.closing import close_regions
 from tests.waiting import wait_until
 
 from moonpool.ipc.errors import RemoteProtocolError
-from moonpool.ipc.messages import NO_DEVICE, Side
+from moonpool.ipc.messages import Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import Tensor
@@ -157,7 +158,7 @@ def test_nothing_is_left_of_a_response_whose_target_is_too_short(lent: Lent) -> 
     os.truncate(lent.fd, _PAGE)
     regions = Regions(lambda *_, **__: None)
     answers = SharedRegion.create(2, 1 << 16)
-    regions.arrive(os.dup(answers.fd), 2, 1 << 16, int(Side.STUB), NO_DEVICE, b"")
+    regions.add_first(2, 1 << 16, os.dup(answers.fd), Side.STUB)
     placer = Placer(regions, {"outputs": ["Y", "V"]})
     made = InferenceResponse([Tensor(name, np.ones(4, np.float32)) for name in ("Y", "V")])
     blocks: list[list[int]] = []
@@ -173,5 +174,5 @@ def test_nothing_is_left_of_a_response_whose_target_is_too_short(lent: Lent) -> 
         # All of the memory is free.
         regions.allocate((1 << 16) - 64)
     finally:
-        regions.close()
+        close_regions(regions)
         answers.close()

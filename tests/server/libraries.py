@@ -1,4 +1,4 @@
-"""Fixtures for tests of several processes."""
+"""Fixtures that use the libraries of clients once, as they open descriptors then and keep them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["_gevent_is_there", "_grpc_is_there"]
 
 @pytest.fixture(scope="session", autouse=True)
 def _gevent_is_there() -> None:
-    """Use tritonclient's library once, as it opens descriptors then and keeps them."""
+    """Use tritonclient's library once."""
     with (
         tritonclient.http.InferenceServerClient("127.0.0.1:1") as client,
         contextlib.suppress(OSError),

@@ -1,1 +1,0 @@
-"""Lets several processes serve at a server's ports with the same stubs."""

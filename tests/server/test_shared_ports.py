@@ -1,0 +1,163 @@
+"""Two servers that share their ports."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from tests.server.libraries import _grpc_is_there  # noqa: F401
+from tests.server.repositories import write
+from tests.server.running import RunningServer, running, starting
+from tests.waiting import wait_until
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+PIDS = """
+import os
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        pid = np.array([os.getpid()], np.int64)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("PID", pid)]) for _ in requests]
+"""
+CONFIG = """
+backend: "python"
+input [{ name: "IN" data_type: TYPE_FP32 dims: [1] }]
+output [{ name: "PID" data_type: TYPE_INT64 dims: [1] }]
+"""
+BODY = json.dumps(
+    {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [1]}]}
+).encode()
+SHARED = ("--reuse-http-port=true", "--reuse-grpc-port=true")
+# A client connects again after so many requests.
+REQUESTS = 5
+PATIENCE_S = 60.0
+
+
+def beside(server: RunningServer) -> tuple[str, ...]:
+    """Return the options of another server at the same ports, but for metrics."""
+    return (f"--http-port={server.ports['http']}", f"--grpc-port={server.ports['grpc']}")
+
+
+class Clients:
+    """Ask all the time, over connections that last for a few requests, and note who answers."""
+
+    def __init__(self, ask: Callable[[], set[int]], count: int = 4) -> None:
+        """`ask` opens a connection, sends requests, and returns the processes that have answered them."""
+        self._ask = ask
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._go_on) for _ in range(count)]
+        self.pids: set[int] = set()
+        self.errors: list[object] = []
+
+    def _go_on(self) -> None:
+        while not self._stop.is_set():
+            try:
+                pids = self._ask()
+            except Exception as error:
+                self.errors.append(error)
+                return
+            if len(pids) > 1:
+                self.errors.append(f"one connection led to {pids}")
+            self.pids |= pids
+
+    def __enter__(self) -> Clients:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def over_http(server: RunningServer) -> Callable[[], set[int]]:
+    address = server.http
+
+    def ask() -> set[int]:
+        pids: set[int] = set()
+        connection = http.client.HTTPConnection(address, timeout=PATIENCE_S)
+        try:
+            for _ in range(REQUESTS):
+                try:
+                    connection.request("POST", "/v2/models/m/infer", BODY)
+                    answer = connection.getresponse()
+                except ConnectionError:
+                    # Closed before it answered: the request is sent again over another connection.
+                    return pids
+                assert answer.status == 200, answer.read()
+                pids.add(json.load(answer)["outputs"][0]["data"][0])
+                if answer.will_close:
+                    break
+        finally:
+            connection.close()
+        return pids
+
+    return ask
+
+
+def over_grpc(server: RunningServer) -> Callable[[], set[int]]:
+    address = server.grpc
+    request = service_pb2.ModelInferRequest(model_name="m")
+    given = request.inputs.add(name="IN", datatype="FP32", shape=[1])
+    given.contents.fp32_contents.append(1.0)
+
+    def ask() -> set[int]:
+        pids: set[int] = set()
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        with grpc.insecure_channel(address, own) as channel:
+            infer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+            for _ in range(REQUESTS):
+                # At GOAWAY, the library itself connects again.
+                answer = infer(request, timeout=PATIENCE_S, wait_for_ready=True)
+                pids = {int.from_bytes(answer.raw_output_contents[0], "little")}
+        return pids
+
+    return ask
+
+
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "Servers with `--reuse-http-port=true --reuse-grpc-port=true` share their ports. Each connection leads to one of them. When one ends by a signal, "
+    "clients that connect again get all their answers.",
+)
+@pytest.mark.parametrize("over", [over_http, over_grpc])
+def test_one_of_two_servers_at_a_port_ends_and_no_request_is_lost(
+    tmp_path: Path, over: Callable[[RunningServer], Callable[[], set[int]]]
+) -> None:
+    write(tmp_path, "m", PIDS, CONFIG)
+    with running(tmp_path, *SHARED) as first, running(tmp_path, *SHARED, *beside(first)) as second:
+        assert second.ports["metrics"] != first.ports["metrics"]
+        with Clients(over(second)) as clients:
+            wait_until(lambda: len(clients.pids) == 2 or clients.errors, PATIENCE_S)
+            first.tell(signal.SIGTERM)
+            assert first.wait() == 0
+            clients.pids.clear()
+            wait_until(lambda: clients.pids or clients.errors, PATIENCE_S)
+        assert clients.errors == []
+        assert len(clients.pids) == 1
+
+
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "A server without these options is refused a port that others share, and told of them.",
+)
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_server_that_does_not_share_is_told_how(tmp_path: Path, protocol: str) -> None:
+    write(tmp_path, "m", PIDS, CONFIG)
+    with running(tmp_path, *SHARED) as first:
+        port = first.ports[protocol]
+        with starting(tmp_path, f"--{protocol}-port={port}") as second:
+            assert second.wait() == 1
+            assert f"port {port} ({protocol}): Address already in use" in second.text()
+            assert f"share a port if all of them have --reuse-{protocol}-port=true" in second.text()
