@@ -257,7 +257,6 @@ APART = {
     "moonpool.runtime.cli.completion": "a command each has a file",
     "moonpool.runtime.cli.triton": "as above",
     "moonpool.runtime.process.sigterm": "`moonpool` itself offers it to programs",
-    "moonpool.runtime.server.grpc.server": "it has the two kinds of ports behind it",
     "moonpool.runtime.version": "setup.py reads it without importing the package",
     "moonpool.stub.peers.port": "it says what its compiled form is for",
 }

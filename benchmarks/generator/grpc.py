@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from moonpool.benchmarks.generator.engine import ANSWERED, WireError
-from moonpool.runtime.client.request import MissingPackage
 from moonpool.runtime.model.protobuf import BadProtobuf, read_varint, varint
-from moonpool.runtime.server.grpc import open_nghttp2, what_is_missing
+from moonpool.runtime.server.grpc import open_nghttp2
 
 if TYPE_CHECKING:
     from moonpool.runtime.server.grpc import _http2
@@ -34,11 +33,8 @@ _STREAM_ERROR = 0x0A
 
 @cache
 def session_maker() -> Callable[..., _http2.Session]:
-    """Return the maker of sessions. Raises `MissingPackage` where nghttp2 or the compiled part is missing."""
-    try:
-        return open_nghttp2()[0]
-    except (ImportError, OSError) as error:
-        raise MissingPackage(f"load over gRPC needs nghttp2: {what_is_missing(error)}") from error
+    """Return the maker of sessions. Raises `MissingHttp2`."""
+    return open_nghttp2()[0]
 
 
 class GrpcWire:
@@ -57,7 +53,7 @@ class GrpcWire:
         metadata: Sequence[tuple[str, str]] = (),
         is_tls: bool = False,
     ) -> None:
-        """Raises `MissingPackage`."""
+        """Raises `MissingHttp2`."""
         # Nothing is dropped unread.
         self.skip = 0
         self.closes = False

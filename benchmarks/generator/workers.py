@@ -78,7 +78,7 @@ class LoadWorkers:
         timeout_s: float,
         headers: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Start the workers. Raises `MissingPackage`."""
+        """Start the workers. Raises `MissingHttp2`."""
         if endpoint.scheme == "grpc":
             # So that the reason is not told by a process that ends.
             session_maker()

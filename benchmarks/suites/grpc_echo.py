@@ -1,4 +1,4 @@
-"""Cost of gRPC itself: its library's servers and our two transports, all with the same echo."""
+"""Cost of gRPC itself: its library's servers and our own, all with the same echo."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ METHOD = "/inference.GRPCInferenceService/ModelInfer"
 _MODULE = "moonpool.benchmarks.suites.grpc_echo"
 KINDS = {
     "nghttp2": "nghttp2",
-    "without nghttp2": "grpcio",
     "grpcio's pool of 16 threads": "threads",
     "grpcio's asyncio on uvloop": "asyncio",
     "inference": "inference",
@@ -66,15 +65,14 @@ async def _serve_here(port: Any) -> None:
     port.close()
 
 
-def serve_echo(is_compiled: bool) -> None:
+def serve_echo() -> None:
     from moonpool.runtime.process.event_loop import run
     from moonpool.runtime.process.threads import TaskPool
     from moonpool.runtime.server.clients import AllClients, Clients
     from moonpool.runtime.server.grpc.call import GrpcCall, Method, OpenCalls
     from moonpool.runtime.server.grpc.connection import GrpcConnection
-    from moonpool.runtime.server.grpc.grpcio import GrpcioPort
     from moonpool.runtime.server.grpc.options import GrpcOptions
-    from moonpool.runtime.server.grpc.port import Http2Port, nghttp2
+    from moonpool.runtime.server.grpc.server import GrpcPort
     from moonpool.runtime.server.metrics import Meter
 
     def handle(call: GrpcCall) -> None:
@@ -84,12 +82,8 @@ def serve_echo(is_compiled: bool) -> None:
         methods = {METHOD.encode(): Method(handle, "inference")}
         options, meter = GrpcOptions(port=0), Meter()
         calls = OpenCalls(asyncio.get_running_loop(), methods, options, meter)
-        if is_compiled:
-            clients: Clients[GrpcConnection] = Clients("gRPC", 100, AllClients(), meter)
-            pool = TaskPool(1, "echo")
-            await _serve_here(Http2Port(calls, options, clients, pool, nghttp2()))
-        else:
-            await _serve_here(GrpcioPort(calls, options))
+        clients: Clients[GrpcConnection] = Clients("gRPC", 100, AllClients(), meter)
+        await _serve_here(GrpcPort(calls, options, clients, TaskPool(1, "echo")))
 
     run(serve())
 
@@ -168,8 +162,7 @@ def measure(report: Report, quick: bool) -> None:
 
 
 SERVERS: dict[str, Callable[[], None]] = {
-    "nghttp2": partial(serve_echo, True),
-    "grpcio": partial(serve_echo, False),
+    "nghttp2": serve_echo,
     "threads": serve_threads,
     "asyncio": serve_asyncio,
     "inference": serve_inference,

@@ -35,8 +35,8 @@ examples:
   moonpool serve --model-repository=models --model-control-mode=explicit --load-model=add_sub
   MOONPOOL_SERVE_LOG_FORMAT=json moonpool serve models --config=server.toml
 """
-# By the names of the modules. That of grpcio has another one.
-_EXTRA = {name_of(requirement) for requirement in EXTRAS["serve"]} | {"grpc"}
+# By the names of the modules.
+_EXTRA = {name_of(requirement) for requirement in EXTRAS["serve"]}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -437,7 +437,7 @@ def _channel(endpoint: Endpoint, options: Sequence[tuple[str, int]]) -> Any:
     try:
         import grpc
     except ModuleNotFoundError as error:
-        needs = how_to_install("serve", "grpcio")
+        needs = how_to_install("grpc")
         raise MissingPackage(f"{endpoint.url} needs the package grpcio: {needs}") from error
     if endpoint.tls is None:
         return grpc.insecure_channel(endpoint.authority, options)

@@ -11,6 +11,7 @@ EXTRAS = {
     "cloud": ("adlfs>=2024.7", "gcsfs>=2024.6", "huggingface_hub>=0.24", "s3fs>=2024.6"),
     "completion": ("argcomplete>=3.5",),
     "environments": ("uv>=0.5",),
+    "grpc": ("grpcio>=1.60",),
     "loadgen": ("mlcommons-loadgen>=6",),
     "otel": ("opentelemetry-exporter-otlp-proto-http>=1.25", "opentelemetry-sdk>=1.25"),
     "parquet": ("pyarrow>=15",),
@@ -23,7 +24,6 @@ EXTRAS = {
         "ray[serve]>=2.54",
     ),
     "serve": (
-        "grpcio>=1.60",
         "httptools>=0.6",
         "orjson>=3.10",
         "prometheus_client>=0.20",

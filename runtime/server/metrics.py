@@ -102,8 +102,6 @@ class Meter:
         self.clients = ClientRequests()
         self._answers: defaultdict[str | int, int] = defaultdict(int)
         self._opened = self._closed = 0
-        self.has_connections = False
-        """If connections are counted. gRPC's own library does not tell them, and no figure is better than a wrong 0."""
 
     def connected(self) -> None:
         """Count a connection that was opened."""
@@ -129,7 +127,6 @@ class FrontendMetrics:
     def __init__(self) -> None:
         self.http = Meter()
         self.grpc = Meter()
-        self.http.has_connections = True
 
     def _meters(self) -> tuple[tuple[str, Meter], ...]:
         return ("http", self.http), ("grpc", self.grpc)
@@ -170,9 +167,8 @@ class FrontendMetrics:
         for protocol, meter in self._meters():
             labels = (("protocol", protocol),)
             opened, is_open, by_status = meter.counts()
-            if meter.has_connections:
-                ever.append(Sample("", labels, opened))
-                present.append(Sample("", labels, is_open))
+            ever.append(Sample("", labels, opened))
+            present.append(Sample("", labels, is_open))
             for status, count in sorted(by_status.items()):
                 answers.append(Sample("", (*labels, ("status", status)), count))
         return [

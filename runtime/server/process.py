@@ -170,9 +170,13 @@ class Server:
         """Take the ports before any model is loaded."""
         await self._http.bind()
         if self._grpc_options is not None:
+            from moonpool.runtime.server.grpc import MissingHttp2
             from moonpool.runtime.server.grpc.server import GrpcServer
 
-            self._grpc = GrpcServer(self._service, self._grpc_options, self._together)
+            try:
+                self._grpc = GrpcServer(self._service, self._grpc_options, self._together)
+            except MissingHttp2 as error:
+                raise StartFailed(f"{error}; or serve HTTP alone (--allow-grpc=false)") from error
             await self._grpc.bind()
 
     async def _load(self) -> bool:

@@ -11,14 +11,15 @@ from typing import NamedTuple
 import pytest
 
 from moonpool.benchmarks.generator.grpc import session_maker
-from moonpool.runtime.client.request import Endpoint, MissingPackage
+from moonpool.runtime.client.request import Endpoint
+from moonpool.runtime.server.grpc import MissingHttp2
 
 
 def has_nghttp2() -> bool:
-    """Tell if there can be load over gRPC: not with `MOONPOOL_PURE=1`."""
+    """Tell if there can be load over gRPC."""
     try:
         session_maker()
-    except MissingPackage:
+    except MissingHttp2:
         return False
     return True
 

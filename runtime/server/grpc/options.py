@@ -58,27 +58,3 @@ class GrpcOptions:
     """A stream ends when more bytes wait for its client, who does not read them."""
     max_backlogs_bytes: int = part_of_memory(16, 1 << 30)
     """When more bytes wait for the clients of all streams, the stream ends for which the most wait."""
-
-    def channel_arguments(self) -> tuple[tuple[str, int], ...]:
-        """Return the arguments for grpcio's server."""
-        levels = {"none": 0, "low": 1, "medium": 2, "high": 3}
-        arguments = {
-            "grpc.so_reuseport": int(self.reuse_port),
-            "grpc.max_allowed_incoming_connections": self.max_connections,
-            "grpc.max_receive_message_length": self.max_message_bytes,
-            "grpc.max_send_message_length": -1,
-            "grpc.keepalive_time_ms": self.keepalive_time_ms,
-            "grpc.keepalive_timeout_ms": self.keepalive_timeout_ms,
-            "grpc.keepalive_permit_without_calls": int(self.keepalive_permit_without_calls),
-            "grpc.http2.max_pings_without_data": self.http2_max_pings_without_data,
-            "grpc.http2.min_ping_interval_without_data_ms": self.http2_min_recv_ping_interval_without_data_ms,
-            "grpc.http2.max_ping_strikes": self.http2_max_ping_strikes,
-        }
-        if self.infer_response_compression_level != "none":
-            level = levels[self.infer_response_compression_level]
-            arguments["grpc.default_compression_level"] = level
-        if self.max_connection_age_ms:
-            arguments["grpc.max_connection_age_ms"] = self.max_connection_age_ms
-        if self.max_connection_age_grace_ms:
-            arguments["grpc.max_connection_age_grace_ms"] = self.max_connection_age_grace_ms
-        return tuple(arguments.items())

@@ -8,16 +8,16 @@ import grpc
 import pytest
 from tests.server.grpc.serving import Served
 
+from moonpool.runtime.server.grpc import MissingHttp2, open_nghttp2
 from moonpool.runtime.server.grpc.options import GrpcOptions
-from moonpool.runtime.server.grpc.port import nghttp2
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _grpc_is_there() -> Iterator[None]:
     """Keep gRPC's core in use, which opens descriptors when it is first used and closes them after its last use."""
     try:
-        nghttp2()
-    except (ImportError, OSError) as error:
+        open_nghttp2()
+    except MissingHttp2 as error:
         pytest.fail(f"{error}; python setup.py build_ext --inplace compiles the extension")
     server = grpc.server(None)
     server.add_insecure_port("127.0.0.1:0")

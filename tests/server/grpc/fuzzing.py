@@ -16,7 +16,9 @@ from typing import Any
 
 from tests.server.grpc import frames as http2
 
-from moonpool.runtime.server.grpc.port import nghttp2
+from moonpool.runtime.server.grpc import open_nghttp2
+
+new_session, _ = open_nghttp2()
 
 _KINDS = range(11)
 _STREAMS = (0, 1, 1, 3, 5, 7, 9, 1001, 2**31 - 1)
@@ -119,7 +121,7 @@ def _serve(rng: random.Random, session: Any, stream: int) -> None:
 def one(rng: random.Random) -> int:
     """Live through one connection. Returns the number of events."""
     is_client = rng.random() < 0.4
-    session = nghttp2()(rng.choice((0, 100, 1 << 20)), rng.random() < 0.5, is_client)
+    session = new_session(rng.choice((0, 100, 1 << 20)), rng.random() < 0.5, is_client)
     data = http2.frame(http2.SETTINGS) + http2.frame(http2.SETTINGS, 1)
     if is_client:
         for _ in range(rng.randrange(5)):

@@ -13,17 +13,16 @@ import pytest
 from tests.server.grpc.frames import LIVE
 from tests.server.grpc.serving import TIMEOUT_S
 from tests.server.repositories import write
-from tests.server.running import starting
+from tests.server.running import running, starting
 
 from moonpool.runtime.server import grpc as package
-from moonpool.runtime.server.grpc import port
 
 pytestmark = pytest.mark.promise(
     "The package",
     "A wheel has a copy of nghttp2, with its license, if it was built where there is one. gRPC is served over it where the "
     "system has none, and else over the system's.",
 )
-HERE = Path(port.__file__).parent
+HERE = Path(package.__file__).parent
 # An empty file lies over the library, as root of a namespace of its own may arrange.
 HIDE = (
     "unshare",
@@ -49,13 +48,45 @@ def test_grpc_is_served_where_the_system_has_no_library(tmp_path: Path) -> None:
         pytest.skip(f"no file can be hidden here: {tried.stderr.strip()}")
     write(tmp_path, "echo")
     with starting(tmp_path, before=hide) as server:
+        if not (HERE / "libnghttp2.so.14").exists():
+            assert server.wait() == 1
+            assert "gRPC needs nghttp2: " in server.text()
+            assert "install it (Debian and Ubuntu: libnghttp2-14" in server.text()
+            assert "serve HTTP alone (--allow-grpc=false)" in server.text()
+            return
         server.wait_for("Ready", TIMEOUT_S)
         with grpc.insecure_channel(server.grpc) as channel:
             assert channel.unary_unary(LIVE)(b"", timeout=TIMEOUT_S)
-        if (HERE / "libnghttp2.so.14").exists():
-            assert f"gRPC is served over {HERE}/libnghttp2.so.14" in server.text()
-        else:
-            assert "gRPC is served by grpcio" in server.text()
+        assert f"gRPC is served over {HERE}/libnghttp2.so.14" in server.text()
+
+
+@pytest.mark.promise(
+    "gRPC",
+    "Without nghttp2 or a compiler there is no gRPC: the server does not start, and says what to install. It serves HTTP "
+    "alone with `--allow-grpc=false`.",
+)
+def test_http_alone_needs_no_library(tmp_path: Path) -> None:
+    hide = (*HIDE, library_of_the_system())
+    tried = subprocess.run([*hide, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no file can be hidden here: {tried.stderr.strip()}")
+    write(tmp_path, "echo")
+    with running(tmp_path, "--allow-grpc=false", before=hide, serves=("http", "metrics")) as server:
+        assert server.get("/v2/models/echo/ready")[0] == 200
+
+
+@pytest.mark.promise("gRPC", "Without nghttp2 or a compiler there …")
+def test_without_compiled_code_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: str) -> None:
+        raise ImportError("no module")
+
+    monkeypatch.setattr(package, "load", fail)
+    with pytest.raises(
+        package.MissingHttp2, match="no module; install a C\\+\\+ compiler, and moonpool again"
+    ):
+        package.open_nghttp2()
 
 
 def test_a_wheel_has_the_library_and_its_license() -> None:
@@ -90,9 +121,9 @@ def test_the_system_s_library_goes_first(
     monkeypatch.setattr(package, "_BUNDLED", tmp_path / "copy")
     monkeypatch.setattr(package, "load", lambda _: extension)
     if there or copies:
-        made: object = port.nghttp2()
+        made, _ = package.open_nghttp2()
         assert made is object
     else:
-        with pytest.raises(OSError, match="no such file"):
-            port.nghttp2()
+        with pytest.raises(package.MissingHttp2, match="no such file; install it"):
+            package.open_nghttp2()
     assert tried == opened

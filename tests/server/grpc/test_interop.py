@@ -1,5 +1,4 @@
-"""The cases of gRPC's interoperability tests that a server of any service can answer, with grpcio's client, over both
-transports.
+"""The cases of gRPC's interoperability tests that a server of any service can answer, with grpcio's client.
 
 The names are those of grpc/doc/interop-test-descriptions.md. Cases about compression, TLS and tokens have tests of
 their own.
@@ -23,7 +22,6 @@ from tests.server.grpc.streaming import Requests, ask_all, told
 from tests.waiting import wait_until
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from moonpool.runtime.server.grpc import port
 from moonpool.runtime.server.grpc.options import GrpcOptions
 
 pytestmark = pytest.mark.promise(
@@ -35,12 +33,8 @@ SERVICE = "inference.GRPCInferenceService"
 LARGE_BYTES = 271_828
 
 
-def no_library() -> None:
-    raise OSError("libnghttp2.so.14: cannot open shared object file")
-
-
 class Kept(Served):
-    """One server and one channel for all tests, as grpcio keeps sockets for every loop and every client."""
+    """One server and one channel for all tests, as grpcio keeps sockets for every client."""
 
     def __init__(self, folder: Path) -> None:
         names = ("add_sub", "repeat", "waits", "told", "fails")
@@ -80,14 +74,9 @@ def asks_told() -> Any:
     return asked
 
 
-@pytest.fixture(scope="module", params=["nghttp2", "grpcio"])
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Kept]:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "grpcio":
-            patch.setattr(port, "nghttp2", no_library)
-        made = Kept(tmp_path_factory.mktemp("warm"))
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    made = Kept(tmp_path_factory.mktemp("warm"))
     yield made
     made.close()
 

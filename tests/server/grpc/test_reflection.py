@@ -21,7 +21,6 @@ from tests.server.grpc.streaming import Requests
 from tests.waiting import wait_until
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from moonpool.runtime.server.grpc import port
 from moonpool.runtime.server.grpc.options import GrpcOptions
 
 pytestmark = pytest.mark.promise(
@@ -39,12 +38,8 @@ Answer = reflection_pb2.ServerReflectionResponse
 VERSIONS = ("v1", "v1alpha")
 
 
-def no_library() -> None:
-    raise OSError("libnghttp2.so.14: cannot open shared object file")
-
-
 class Kept(Served):
-    """One server with one channel for all tests, as grpcio keeps sockets for every loop and every client."""
+    """One server with one channel for all tests, as grpcio keeps sockets for every client."""
 
     def __init__(self) -> None:
         super().__init__(["add_sub"], GrpcOptions(port=0, reflection=True))
@@ -62,12 +57,9 @@ class Kept(Served):
         return self.one_channel
 
 
-@pytest.fixture(scope="module", params=["nghttp2", "grpcio"])
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "grpcio":
-            patch.setattr(port, "nghttp2", no_library)
-        made = Kept()
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    made = Kept()
     yield made
     made.close()
 

@@ -34,7 +34,9 @@ from tests.server.grpc.frames import (
     message,
 )
 
-from moonpool.runtime.server.grpc.port import nghttp2
+from moonpool.runtime.server.grpc import open_nghttp2
+
+new_session, _ = open_nghttp2()
 
 HEAD, MESSAGE, END, CLOSED, REFUSED, SENT, PINGED, GREETED, COMING = range(9)
 ENHANCE_YOUR_CALM = 11
@@ -45,7 +47,7 @@ class Talk:
     """A session and its client, which has greeted it."""
 
     def __init__(self, most: int = 1 << 30, *, packs: bool = False) -> None:
-        self.session = nghttp2()(most, packs)
+        self.session = new_session(most, packs)
         assert self.feed(PREFACE + frame(SETTINGS)) == [(GREETED,)]
         self.out()
         self.feed(frame(SETTINGS, ACK))
@@ -287,7 +289,7 @@ def test_headers_that_grow_when_they_are_unpacked_are_dropped(talk: Talk) -> Non
 
 
 def test_what_is_no_http_2_is_an_error() -> None:
-    session = nghttp2()(1 << 20, False)
+    session = new_session(1 << 20, False)
     with pytest.raises(ConnectionError):
         session.feed(b"GET / HTTP/1.1\r\n\r\n", 18)
 
@@ -398,7 +400,7 @@ REQUEST = (
 @pytest.mark.parametrize("size_bytes", [3, 1 << 20])
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_a_client_sends_a_request_and_learns_the_status(size_bytes: int, is_wanted: bool) -> None:
-    client, server = nghttp2()(1 << 30, False, True), nghttp2()(1 << 30, False)
+    client, server = new_session(1 << 30, False, True), new_session(1 << 30, False)
     stream = client.request(REQUEST, b"x" * size_bytes, True, is_wanted)
     events = exchange(client, server)
     assert (MESSAGE, stream, b"x" * size_bytes, 0) in events
@@ -416,7 +418,7 @@ def test_a_client_sends_a_request_and_learns_the_status(size_bytes: int, is_want
 
 
 def test_a_client_cancels_a_request() -> None:
-    client, server = nghttp2()(1 << 30, False, True), nghttp2()(1 << 30, False)
+    client, server = new_session(1 << 30, False, True), new_session(1 << 30, False)
     stream = client.request(REQUEST, b"x", False, True)
     exchange(client, server)
     client.cancel(stream)

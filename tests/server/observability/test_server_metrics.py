@@ -271,7 +271,7 @@ def test_frontends_count_connections_and_answers(metrics: ServerMetrics) -> None
     assert (
         found("moonpool_frontend_requests_total", protocol="grpc", status="INVALID_ARGUMENT") == 1
     )
-    assert 'connections{protocol="grpc"}' not in metrics.text()
+    assert found("moonpool_frontend_open_connections", protocol="grpc") == 0
 
 
 def test_the_process_and_the_machine_are_told_of(metrics: ServerMetrics) -> None:
