@@ -34,6 +34,7 @@ from moonpool.runtime.openai.endpoints import (
     strings,
 )
 from moonpool.runtime.openai.pieces import Piece
+from moonpool.runtime.process.files import parsed_json
 
 _TEXT_INPUT, _TEXT_OUTPUT, _SAMPLING = "text_input", "text_output", "sampling_parameters"
 _EMBEDDING_REQUEST = "embedding_request"
@@ -209,8 +210,8 @@ class _Reader:
         if text is None or text == "null":
             return None
         try:
-            found = [_alternatives(each) for each in json.loads(text) if each]
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            found = [_alternatives(each) for each in parsed_json(text) if each]
+        except (ValueError, TypeError, KeyError, AttributeError):
             raise ModelError(
                 f"the output 'logprobs' of model '{self._model}' is not in vLLM's form"
             ) from None
@@ -271,8 +272,8 @@ class _Embedding:
         """Return the row, which comes as JSON. Raises `ModelError`."""
         model = self._tensors.model
         try:
-            row = np.array(json.loads(only_string(response, _TEXT_OUTPUT, model)), np.float32)
-        except (ValueError, TypeError, RecursionError):
+            row = np.array(parsed_json(only_string(response, _TEXT_OUTPUT, model)), np.float32)
+        except (ValueError, TypeError):
             raise ModelError(
                 f"the output '{_TEXT_OUTPUT}' of model '{model}' is no list of numbers"
             ) from None

@@ -6,11 +6,11 @@ that they must have, are written anew by whoever sends them. So no text of a mod
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moonpool.runtime.errors import ModelError
+from moonpool.runtime.process.files import parsed_json
 
 # A piece says little. A longer one is a model's mistake, or its malice.
 MOST_PIECE_BYTES = 8 << 20
@@ -59,8 +59,8 @@ def object_of(raw: bytes, model: str) -> dict[str, Any]:
     if len(raw) > MOST_PIECE_BYTES:
         raise _bad(model, f"it has {len(raw)} bytes, and {MOST_PIECE_BYTES} are the most")
     try:
-        fields = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        fields = parsed_json(raw)
+    except ValueError as error:
         raise _bad(model, f"it is no JSON: {error}") from None
     if type(fields) is not dict:
         raise _bad(model, "it is no object")

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import posixpath
 import re
@@ -35,6 +34,7 @@ from typing import IO
 
 from moonpool.runtime.errors import BadEnvironment
 from moonpool.runtime.process.child import SpawnedProcess, exit_in_words
+from moonpool.runtime.process.files import parsed_json
 from moonpool.runtime.process.spawner import spawn
 from moonpool.runtime.process.terminal import harmless
 
@@ -220,7 +220,7 @@ def write_members(pipe: int, unpacker: Unpacker, stop: Event) -> None:
     try:
         for member in messages.members():
             unpacker.add(member, messages.content())
-    except (ValueError, RecursionError) as error:  # names that no file can have, among others
+    except ValueError as error:  # names that no file can have, among others
         raise BadEnvironment(f"has a member that cannot be written ({error})") from error
 
 
@@ -288,7 +288,7 @@ class _Messages:
     def members(self) -> Iterator[Member]:
         """Yield each member. Its content has been read when the next one is asked for."""
         while (message := self._taken())[0] == b"m":
-            fields = json.loads(message[1])
+            fields = parsed_json(message[1])
             if not isinstance(fields, list) or [*map(type, fields)] != [str, str, int, str]:
                 raise ValueError("it is none")
             yield Member(*fields)

@@ -236,6 +236,7 @@ PIECE_BYTES = 64
 def in_pieces(read: Callable[[bytes], Any], text: bytes, most_values: int = 3) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_text, "_PIECE_BYTES", PIECE_BYTES)
+        patch.setattr(json_text, "_SHORT_BYTES", 0)
         patch.setattr(json_text, "_LIST_VALUES", most_values)
         return read(text)
 

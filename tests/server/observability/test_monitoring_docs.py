@@ -53,6 +53,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         found.is_measured = True
         metrics = ServerMetrics(runtime._models)
         metrics.frontends.http.answered(200)
+        # Only models that a client of OpenAI's API has asked have some.
+        metrics.openai.of("doubles")
         yield metrics.text()
         metrics.close()
 
