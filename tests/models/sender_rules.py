@@ -28,7 +28,7 @@ def late(sender):
 
 
 def told(sender):
-    sender.send(response(*KEPT.pop("texts")), flags=FINAL)
+    sender.send(response(*KEPT.pop("texts", ["nothing"])), flags=FINAL)
 
 
 def unused(sender):
