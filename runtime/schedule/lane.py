@@ -41,10 +41,10 @@ for its outcome, or to drive an execution. A bell that rings already is left alo
 the thread looks at both. While it is awake, as it drives one step of a chain after the other, nobody rings: it looks
 before it blocks. Each side writes first and reads second: `resolve` and `appoint` set what they have for the thread and
 then read `_is_awake`, while the thread clears `_is_awake` and then reads what they have set. An appointment can come
-while the thread leaves, because its time is over or a signal handler raised. Each side then writes first and reads
-second: the thread sets `_gone` and then cancels its request, while `appoint` sets `_execution` and then looks at
-`_gone`. If the thread is gone, `appoint` claims the execution itself, to learn whether the thread took it, and if not,
-offers it to the next caller.
+while the thread leaves, because its time is over, a signal handler raised, or its outcome came apart from the batch.
+Each side then writes first and reads second: the thread sets `_gone` and then looks at `_execution` or cancels its
+request, while `appoint` sets `_execution` and then looks at `_gone`. If the thread is gone, `appoint` claims the
+execution itself, to learn whether the thread took it, and if not, offers it to the next caller.
 
 *Signals.* Python runs signal handlers on the main thread, between any two instructions, and a handler may raise. A
 request of that thread must then be neither lost nor driven twice, and requests of others must not notice. So no step
@@ -952,6 +952,10 @@ class ThreadWaiter:
             self._execution = None
             if execution.claim(self):
                 execution.drive(deadline, self.interruptible)
+        self._gone = True
+        if self._execution is not None and self._execution.claim(self):
+            # The outcome came apart from the batch, and before this thread knew that it drives it.
+            self._execution.appoint()
         return self.outcome
 
     def _sleep(self, deadline: float | None) -> None:
