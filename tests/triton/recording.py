@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -98,6 +99,8 @@ class Recording:
     def begin(self, module: str, test: str) -> None:
         """Look from now on for answers to the requests of this test, or of what several tests begin with."""
         module = module.removeprefix("tests.triton.")
+        # pytest escapes the id of a case once for each file that has the test.
+        test = re.sub(r"\\+", r"\\", test)
         if module != self._place[0]:
             self.write()
         self._place = module, test
