@@ -45,11 +45,8 @@ _TYPES = {
 _CODES = {401: "invalid_auth", 404: "not_found", 413: "content_too_large"}
 
 
-class NoSuchModel(MoonpoolError):
+class NoSuchModel(ModelNotFound):
     """The request names no model that has the endpoint."""
-
-    _quotes_reader = True
-    code = "NOT_FOUND"
 
     def __init__(self, name: str, *, why: str = "", status: int = HTTPStatus.BAD_REQUEST) -> None:
         """The status is 400 for a model that a request names in its body, as in Triton's front end."""

@@ -22,7 +22,7 @@ for name in ("tritonclient", "grpc", "rapidjson", "ml_dtypes"):
 """
 USES = """
 from moonpool.runtime.model.config import pbtxt
-from moonpool.runtime.server.grpc import infer_request, infer_response, methods, port, reflection
+from moonpool.runtime.server.grpc import infer_request, infer_response, methods, reflection, server
 from moonpool.runtime.model.protobuf import service_messages
 print(pbtxt.parse('max_batch_size: 3 input { name: "X" data_type: TYPE_FP32 dims: 1 }', "config.pbtxt")[0]["input"][0]["name"])
 print(service_messages().ModelInferRequest(model_name="m").SerializeToString().hex())
