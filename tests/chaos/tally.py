@@ -24,7 +24,7 @@ DEATH = (
     r"Stub process '\S+' (is not healthy\. It (was killed by SIG(KILL|TERM|SEGV)|closed its channel"
     # This is a client's error, with the text that the log adds.
     r"|exited with \d (during|while)|exited with \d; its last words were: (moonpool\.ipc\.errors\.RemoteProtocolError: "
-    r"|No more messages of a process of the runtime are read: "
+    r"|No more messages of the runtime are read: "
     # The stub writes these stacks on SIGTERM.
     r"|<no Python frame>|File \"))"
     r"|broke the protocol and was ended|took longer than \S+ s to execute a batch and was ended"
