@@ -22,11 +22,11 @@ class AnswerKind(NamedTuple):
     """Tells a chat from a completion on the wire."""
 
     endpoint: str
-    prefix: str
-    """Of the id."""
+    id_prefix: str
     whole: str
+    """The type of the object that is a whole answer."""
     chunk: str
-    """The types of the objects."""
+    """The type of the object that is a part of one."""
 
 
 CHAT = AnswerKind("chat", "chatcmpl-", "chat.completion", "chat.completion.chunk")
@@ -50,16 +50,15 @@ class TextAnswer:
 
     def __init__(self, kind: AnswerKind, request_id: str, fields: Mapping[str, Any]) -> None:
         """Begin the answer to a request with these fields, which were checked."""
-        self._kind = kind
         self._is_chat = kind is CHAT
         self._model = fields["model"]
         self._most_choices: int = fields.get("n") or 1
         limit = fields.get("max_completion_tokens")
         self._most_tokens = fields.get("max_tokens") if limit is None else limit
         self.tells_usage = bool((fields.get("stream_options") or {}).get("include_usage"))
-        """Whether the client wants the usage in a chunk of its own. Then all chunks have the field."""
+        """True if the client wants the usage in a chunk of its own. Then all chunks have the field."""
         self._head = {
-            "id": kind.prefix + request_id,
+            "id": kind.id_prefix + request_id,
             "object": kind.whole,
             "created": int(time.time()),
             "model": self._model,
@@ -76,10 +75,8 @@ class TextAnswer:
     def chunks(self, piece: Piece, place: int) -> list[Json]:
         """Return the choice of each chunk for a piece of the answer to the prompt at `place`. Raises `ModelError`."""
         index = place * self._most_choices + piece.choice
-        if piece.usage is not None:
-            self._usage[place] = piece.usage
-            if not piece.delta and piece.finish_reason is None:
-                return []
+        if self._is_usage_alone(piece, place):
+            return []
         begins = index not in self._choices
         choice = self._choice(piece, place)
         made = self._first(index) if begins else []
@@ -118,10 +115,8 @@ class TextAnswer:
 
     def add(self, piece: Piece, place: int) -> None:
         """Keep a piece of the answer to the prompt at `place`. Raises `ModelError`."""
-        if piece.usage is not None:
-            self._usage[place] = piece.usage
-            if not piece.delta and piece.finish_reason is None:
-                return
+        if self._is_usage_alone(piece, place):
+            return
         choice = self._choice(piece, place)
         self._name_calls(choice, piece)
         for name, value in piece.delta.items():
@@ -197,6 +192,13 @@ class TextAnswer:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
         }
+
+    def _is_usage_alone(self, piece: Piece, place: int) -> bool:
+        """Keep the usage that a piece tells. Returns True if it says nothing else."""
+        if piece.usage is None:
+            return False
+        self._usage[place] = piece.usage
+        return not piece.delta and piece.finish_reason is None
 
     def _choice(self, piece: Piece, place: int) -> _Choice:
         if piece.choice >= self._most_choices:

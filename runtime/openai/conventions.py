@@ -40,7 +40,7 @@ _TEXT_INPUT, _TEXT_OUTPUT, _SAMPLING = "text_input", "text_output", "sampling_pa
 _EMBEDDING_REQUEST = "embedding_request"
 _TOKENS_IN, _TOKENS_OUT = "num_input_tokens", "num_output_tokens"
 DEFAULT_MAX_TOKENS = 16
-"""What a client that names no limit gets, as in Triton's front end."""
+"""The limit of a client that names none, as in Triton's front end."""
 # Fields that say nothing about how tokens are sampled.
 _NOT_SAMPLING = frozenset(
     (
@@ -137,7 +137,8 @@ class _Tensors:
             return np.array(values, DTYPES[CODES[tensor.datatype]])
         except (OverflowError, ValueError, TypeError):
             raise InvalidRequest(
-                f"the model's input '{tensor.name}' of the datatype {tensor.datatype} cannot have the value {values[0]!r:.100}"
+                f"the model's input '{tensor.name}' of the datatype {tensor.datatype} cannot have the value "
+                f"{values[0]!r:.100}"
             ) from None
 
 
@@ -194,7 +195,7 @@ class _Reader:
     def _text(self, response: Response, name: str) -> str | None:
         if name not in response.outputs:
             return None
-        return only_string(response, name, self._model).decode("utf-8", "replace")
+        return str(only_string(response, name, self._model), "utf-8", "replace")
 
     def _count(self, response: Response, name: str) -> int:
         values = numbers(response, name, self._model)
@@ -272,7 +273,8 @@ class _Embedding:
         """Return the row, which comes as JSON. Raises `ModelError`."""
         model = self._tensors.model
         try:
-            row = np.array(parsed_json(only_string(response, _TEXT_OUTPUT, model)), np.float32)
+            text = bytes(only_string(response, _TEXT_OUTPUT, model))
+            row = np.array(parsed_json(text), np.float32)
         except (ValueError, TypeError):
             raise ModelError(
                 f"the output '{_TEXT_OUTPUT}' of model '{model}' is no list of numbers"

@@ -57,7 +57,7 @@ class EmbeddingEndpoint(Protocol):
     """Answers with a row of numbers for each text. For any thread."""
 
     takes_tokens: bool
-    """Whether a list of the ids of tokens may stand for a text."""
+    """True if a list of the ids of tokens may stand for a text."""
 
     @property
     def outputs(self) -> Sequence[str]:
@@ -134,7 +134,7 @@ class RowEndpoint:
 
     def rows(self, response: Response, count: int) -> tuple[NDArray[np.float32], int | None]:
         """Return the rows, of which the model has not counted the tokens. Raises `ModelError`."""
-        values = numbers(response, EMBEDDING, self._model).astype(np.float32)
+        values = numbers(response, EMBEDDING, self._model).astype(np.float32, copy=False)
         if not values.size or values.size % count:
             raise ModelError(f"model '{self._model}' gave {values.size} numbers for {count} texts")
         return values.reshape(count, -1), None
@@ -181,15 +181,15 @@ def strings(values: Sequence[bytes], rank: int) -> WireTensor:
     return WireTensor(BYTES, shape, np.frombuffer(raw, np.uint8))
 
 
-def only_string(response: Response, output: str, model: str) -> bytes:
-    """Return the only element of an output of strings. Raises `ModelError`."""
+def only_string(response: Response, output: str, model: str) -> memoryview:
+    """Return the only element of an output of strings, to be copied: the stub may write to it. Raises `ModelError`."""
     tensor = response.outputs.get(output)
     if not isinstance(tensor, WireTensor) or tensor.datatype != BYTES:
         raise ModelError(f"the response of model '{model}' has no strings in the output '{output}'")
     raw = memoryview(tensor.raw).cast("B")
     if len(raw) < 4 or int.from_bytes(raw[:4], "little") != len(raw) - 4:
         raise ModelError(f"the output '{output}' of model '{model}' must have one string")
-    return bytes(raw[4:])
+    return raw[4:]
 
 
 def numbers(response: Response, output: str, model: str) -> NDArray[Any]:

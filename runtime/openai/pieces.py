@@ -1,7 +1,7 @@
 """Reads the pieces of an answer: one JSON object each, which a stub or another process has written.
 
-They are hostile until they are checked. Nothing of a piece travels on as it came: fields that are known, of the type
-that they must have, are written anew by whoever sends them. So no text of a model can forge an event or another field.
+They are hostile until they are checked. No byte of a piece travels on. The known fields are checked, and written anew.
+So no text of a model can forge an event or another field.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     """The tokens of `prompt_tokens` and `completion_tokens`."""
 
 
-def piece_of(raw: bytes, model: str) -> Piece:
+def piece_of(raw: memoryview, model: str) -> Piece:
     """Return the piece that a model of this name has written. Raises `ModelError`, which says what is wrong with it."""
     fields = object_of(raw, model)
     delta = {name: fields[name] for name in _TEXTS if fields.get(name) is not None}
@@ -54,12 +54,13 @@ def piece_of(raw: bytes, model: str) -> Piece:
     return Piece(delta, index, reason, logprobs, _usage(fields.get("usage"), model))
 
 
-def object_of(raw: bytes, model: str) -> dict[str, Any]:
+def object_of(raw: memoryview, model: str) -> dict[str, Any]:
     """Return the fields of a piece. Raises `ModelError`."""
     if len(raw) > MOST_PIECE_BYTES:
         raise _bad(model, f"it has {len(raw)} bytes, and {MOST_PIECE_BYTES} are the most")
     try:
-        fields = parsed_json(raw)
+        # A copy, made once its size is known to be right: the stub may write to its memory.
+        fields = parsed_json(bytes(raw))
     except ValueError as error:
         raise _bad(model, f"it is no JSON: {error}") from None
     if type(fields) is not dict:

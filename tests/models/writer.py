@@ -61,6 +61,8 @@ class Writer:
             yield FORGED
         elif what == "odd":
             yield {"content": 5}
+        elif what == "huge":
+            yield Delta("x", logprobs={"content": [1 << 70]})
         elif what == "nothing":
             return
         elif what == "counts":

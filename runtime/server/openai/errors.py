@@ -6,6 +6,7 @@ as `retry-after-ms` says, and does not try again if that is more than a minute o
 
 from __future__ import annotations
 
+import json
 import math
 from http import HTTPStatus
 
@@ -26,7 +27,7 @@ from moonpool.runtime.errors import (
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.openai.fields import BadField
 from moonpool.runtime.server.http.head import JSON, Headers
-from moonpool.runtime.server.http.json_text import NotJson, TooMuchJson, dumps
+from moonpool.runtime.server.http.json_text import NotJson, TooMuchJson
 
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 # For an error of the model: the same request would fail again.
@@ -63,7 +64,6 @@ class ErrorReply:
         text: str,
         headers: Headers = JSON,
         *,
-        kind: str = "",
         code: str | None = None,
         param: str | None = None,
         detail: object = None,
@@ -72,7 +72,7 @@ class ErrorReply:
         self.headers = headers
         self.error = {
             "message": text,
-            "type": kind or _TYPES.get(status, _SERVER),
+            "type": _TYPES.get(status, _SERVER),
             "param": param,
             "code": code or _CODES.get(status),
         }
@@ -81,12 +81,12 @@ class ErrorReply:
 
     @property
     def body(self) -> bytes:
-        return dumps({"error": self.error, "detail": self._detail})
+        return _written({"error": self.error, "detail": self._detail})
 
     @property
     def event(self) -> bytes:
         """The event that ends a stream. openai-python raises it, and so does not take what came before for all."""
-        return b"data: %b\n\n" % dumps({"error": self.error})
+        return b"data: %b\n\n" % _written({"error": self.error})
 
 
 def reply_of(error: BaseException) -> ErrorReply:
@@ -94,10 +94,9 @@ def reply_of(error: BaseException) -> ErrorReply:
     text = public_text(error)
     if isinstance(error, BadField):
         return _field_reply(error, text)
-    if isinstance(error, NoSuchModel):
-        return ErrorReply(error.status, text, code="model_not_found", param="model")
     if isinstance(error, ModelNotFound):
-        return ErrorReply(400, text, code="model_not_found", param="model")
+        status = error.status if isinstance(error, NoSuchModel) else HTTPStatus.BAD_REQUEST
+        return ErrorReply(status, text, code="model_not_found", param="model")
     if isinstance(error, QueueFull):
         return ErrorReply(429, text, _later(error), code="queue_full")
     if isinstance(error, RequestTimedOut | ExecuteTimedOut):
@@ -136,6 +135,11 @@ def _field_reply(error: BadField, text: str) -> ErrorReply:
         }
     ]
     return ErrorReply(422, text, param=param, code=error.kind, detail=detail)
+
+
+def _written(value: object) -> bytes:
+    """Return an error as JSON, even if a text that it quotes has half of a character."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def _later(error: MoonpoolError) -> Headers:

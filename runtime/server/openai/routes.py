@@ -22,6 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
@@ -72,6 +73,8 @@ _MOST_EVENTS = 64
 # A proxy may close a connection on which nothing comes for long. Clients skip a comment.
 _SILENCE_S, _COMMENT = 15.0, b":\n\n"
 _MOST_PROMPTS, _MOST_TEXTS = 128, 2048
+# Of the fields beside the prompts, for all prompts of a request together.
+_MOST_REPEATED_BYTES = 64 << 20
 _MOST_ID_CHARACTERS = 128
 _OWNER = "Triton Inference Server"
 Fields = Mapping[str, Any]
@@ -120,7 +123,7 @@ class OpenAIEndpoints:
     # Texts
 
     async def chat(self, request: RouteRequest) -> RouteReply | None:
-        """TextAnswer with the next message of a chat."""
+        """Answer with the next message of a chat."""
         return await self._generate(request, CHAT, check_chat)
 
     async def complete(self, request: RouteRequest) -> RouteReply | None:
@@ -242,13 +245,12 @@ class _Stream:
         self._behind = b'],"usage":null}\n\n' if answer.tells_usage else b"]}\n\n"
         self._readers = readers
         self._sent_s = 0.0
-        self._is_over = False
+        self._timer: asyncio.TimerHandle
 
     async def send(self, streams: Sequence[ResponseStream]) -> None:
         """Send everything, as it comes. Raises an error before the first event; sends a later one."""
         exchange = self._exchange
-        loop = asyncio.get_running_loop()
-        beat = loop.call_later(_SILENCE_S, self._beat, loop)
+        self._look_in(_SILENCE_S)
         try:
             if len(streams) == 1:
                 await self._send(streams[0], 0)
@@ -262,8 +264,7 @@ class _Stream:
         except MoonpoolError as error:
             self._fail(error)
         finally:
-            self._is_over = True
-            beat.cancel()
+            self._timer.cancel()
         exchange.finish()
 
     async def _send(self, stream: ResponseStream, place: int) -> None:
@@ -287,7 +288,7 @@ class _Stream:
             self._write(b"".join(events))
 
     def _event(self, choice: dict[str, Any]) -> bytes:
-        return b"%b%b%b" % (self._before, dumps(choice), self._behind)
+        return b"%b%b%b" % (self._before, _written(choice), self._behind)
 
     def _last(self) -> bytes:
         """Return the events behind those of all choices."""
@@ -313,14 +314,15 @@ class _Stream:
         exchange.has_failed = True
         exchange.send(reply_of(error).event)
 
-    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _look_in(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._beat)
+
+    def _beat(self) -> None:
         """Send a comment if nothing was sent for long, once the headers are out."""
-        if self._is_over or self._exchange.is_gone:
-            return
         left_s = self._sent_s + _SILENCE_S - time.monotonic()
         if left_s <= 0 and self._exchange.status:
             self._write(_COMMENT)
-        loop.call_later(left_s if left_s > 0 else _SILENCE_S, self._beat, loop)
+        self._look_in(left_s if left_s > 0 else _SILENCE_S)
 
 
 def _answered(
@@ -349,7 +351,23 @@ def _answered(
 
 
 def _reply(value: object) -> RouteReply:
-    return RouteReply(200, JSON, dumps(value))
+    return RouteReply(200, JSON, _written(value))
+
+
+def _written(value: object) -> bytes:
+    """Return what a model has answered as JSON. Raises `ModelError` for a text or a number that JSON has no form for."""
+    try:
+        return orjson.dumps(value)
+    except TypeError as error:
+        raise ModelError(f"the model's answer cannot be written as JSON: {error}") from None
+
+
+def _body_of(fields: Fields) -> bytes:
+    """Return the fields of a request as JSON. Raises `BadField`, as the lenient reader takes more than can be written."""
+    try:
+        return dumps(fields)
+    except (TypeError, ValueError) as error:
+        raise BadField(f"a value of the request cannot be written as JSON: {error}") from None
 
 
 def _id_of(exchange: HttpExchange) -> str:
@@ -388,8 +406,18 @@ def _read_prompts(
         return fields, [(fields, bytes(body))]
     if len(prompt) > _MOST_PROMPTS:
         raise BadField(f"at most {_MOST_PROMPTS} prompts go into a request", ("prompt",))
-    prompts = [{**fields, "prompt": each} for each in prompt]
-    return fields, [(each, dumps(each)) for each in prompts]
+    # All prompts have the other fields, which are written once and must not become long by their number.
+    others = _body_of({name: value for name, value in fields.items() if name != "prompt"})
+    if len(others) * len(prompt) > _MOST_REPEATED_BYTES:
+        text = f"the other fields of {len(prompt)} prompts have more than {_MOST_REPEATED_BYTES} bytes together"
+        raise BadField(text, ("prompt",))
+    return fields, [
+        (
+            {**fields, "prompt": each},
+            b'%b,"prompt":%b}' % (others[:-1], _body_of({"prompt": each})[10:-1]),
+        )
+        for each in prompt
+    ]
 
 
 def _read_texts(body: Body) -> Fields:
@@ -404,8 +432,8 @@ def _texts_in(fields: Fields, *, takes_tokens: bool) -> list[Any]:
     texts = given if type(given) is list and type(given[0]) is not int else [given]
     if type(texts[0]) is not str and not takes_tokens:
         raise BadField(
-            f"model '{fields['model']}' takes texts, and no ids of a tokenizer that it would have to share with the client; "
-            "LangChain's OpenAIEmbeddings sends texts with check_embedding_ctx_length=False",
+            f"model '{fields['model']}' takes texts, and no ids of a tokenizer that it would have to share with the "
+            "client; LangChain's OpenAIEmbeddings sends texts with check_embedding_ctx_length=False",
             ("input",),
         )
     if len(texts) > _MOST_TEXTS:
@@ -418,7 +446,7 @@ def _read_ranking(body: Body) -> tuple[Fields, bytes]:
     if "documents" not in fields and "texts" in fields:
         fields["documents"] = fields.pop("texts")
     check_rerank(fields)
-    return fields, dumps(fields)
+    return fields, _body_of(fields)
 
 
 # Answers

@@ -242,6 +242,27 @@ def test_a_body_that_is_no_request_is_refused(serving: Serving, body: bytes) -> 
     assert reply.value["error"]["type"] == "invalid_request_error"
 
 
+def test_a_text_that_cannot_be_written_is_the_clients_mistake(
+    serving: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    # NaN makes the reader lenient.
+    for prompt in ('["a", "\\ud800"]', '["a", "b"], "odd": "\\ud800"'):
+        body = '{"model": "writer", "n": null, "x": NaN, "prompt": ' + prompt + "}"
+        reply = serving.ask("POST", COMPLETIONS, body.encode())
+        assert (reply.status, reply.value["error"]["type"]) == (400, "invalid_request_error")
+    unknown = serving.ask("POST", COMPLETIONS, b'{"model": "\\ud800", "x": NaN, "prompt": "a"}')
+    assert unknown.value["error"]["code"] == "model_not_found"
+    assert "answering" not in caplog.text
+
+
+def test_prompts_do_not_multiply_other_fields(serving: Serving) -> None:
+    fields = {"model": "writer", "prompt": ["a"] * 128, "odd": "x" * (1 << 20)}
+
+    reply = serving.post(COMPLETIONS, fields)
+
+    assert (reply.status, reply.value["error"]["param"]) == (400, "prompt")
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", CHAT, 405), ("GET", "/v1/x", 404), ("POST", "/v1/models", 405)],
@@ -288,6 +309,17 @@ def test_an_error_in_a_stream_is_its_last_event(serving: Serving) -> None:
     assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "model_error"
     assert "[DONE]" not in reply.body.decode()
     assert "half" in events[1]
+
+
+def test_a_number_that_cannot_be_written_is_the_models_mistake(
+    serving: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = serving.post(CHAT, chat("huge"))
+    streamed = serving.post(CHAT, chat("huge", stream=True)).body.decode().split("\n\n")
+
+    assert (whole.status, whole.value["error"]["code"]) == (500, "model_error")
+    assert json.loads(streamed[-2].removeprefix("data: "))["error"]["code"] == "model_error"
+    assert "answering" not in caplog.text
 
 
 @pytest.mark.promise("OpenAI", "No text of a model forges an event.")
