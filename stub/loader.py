@@ -12,6 +12,7 @@ from types import FunctionType, ModuleType
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.stub import pb_utils
 from moonpool.stub.native import hints
+from moonpool.stub.native.signature import METHODS
 from moonpool.stub.report import describe, traceback_of
 
 CLASS_NAME = "TritonPythonModel"
@@ -202,8 +203,6 @@ def _find(module: ModuleType, path: str, qualname: str | None) -> Callable[..., 
                 f"{path} has no class or function '{qualname}'; it defines {_classes_of(module)}.",
             )
         return found
-    from moonpool.stub.openai.requests import METHODS
-
     # A class beside a model may have methods of any names. Those of OpenAI's API count only if no class is called.
     models = _models_in(module, ("__call__",)) or _models_in(module, METHODS)
     if len(models) != 1:

@@ -27,7 +27,7 @@ from moonpool.ipc.messages import LARGEST_CONFIG, SHORT, Kind, beginning, size_o
 from moonpool.stub import loader, threads
 from moonpool.stub.loader import LoadError
 from moonpool.stub.native.model import NativeAdapter, complete_config
-from moonpool.stub.openai.requests import methods_of
+from moonpool.stub.native.signature import methods_of
 from moonpool.stub.pb_utils import logger
 from moonpool.stub.pb_utils.config import ModelConfig
 from moonpool.stub.pb_utils.errors import InvalidReturn

@@ -256,7 +256,8 @@ def _nesting_of(
         if requests > limits.ensemble_requests:
             raise Unfit(
                 f"a request to ensemble '{each}' becomes {requests} requests to the models of its steps, "
-                f"with those of ensembles among them, and {limits.ensemble_requests} is the most{limits.advice('ensemble_requests')}"
+                f"with those of ensembles among them, and {limits.ensemble_requests} is the most"
+                f"{limits.advice('ensemble_requests')}"
             )
         known[each] = _Nesting(1 + requests, depth)
     return known[name]

@@ -15,8 +15,8 @@ Theory of operation. A handle is created, started, used, explained if it breaks,
   the process; nobody replaces a reason. The driver then sees the end of the work channel, and `explain` turns it into
   the error for the callers. Two threads may set `_reason` at the same time: then either text is true.
 - `explain` waits until the process has ended, because only its exit code tells why. Then it has the reactor take in
-  what the stub sent and printed before its end, and close everything, in one step: whoever asks has the instance, and
-  nobody else uses the link.
+  what the stub sent and printed before its end, and close everything, in one step. The caller of `explain` has the
+  instance, so nobody else uses the link.
 
 Order of closing. `end` kills the process and waits for it, so that nothing writes any more. Then `close` runs on the
 reactor's thread, unless `explain` had it run, because a descriptor must not be closed while that thread watches it:

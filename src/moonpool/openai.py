@@ -1,4 +1,4 @@
-"""What a model of OpenAI's API gets and yields: see `help(moonpool.stub.openai)` and docs/OPENAI.md."""
+"""Names the requests and the pieces of models that speak OpenAI's API. docs/OPENAI.md shows their use."""
 
 from moonpool.stub.openai import (
     BadRequest as BadRequest,

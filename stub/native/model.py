@@ -138,7 +138,50 @@ def _tensor_config(name: str, tensor: TensorType, size: int, signature: Signatur
     return {"name": name, "data_type": tensor.data_type, "dims": own}
 
 
-class NativeAdapter:
+class ClassAdapter:
+    """Holds one instance of a model of moonpool's own, whatever its methods are. `config` is the complete one."""
+
+    def __init__(self, model: Callable[..., object], config: Json) -> None:
+        self._model = model
+        self._config = config
+        self._name = str(config.get("name", getattr(model, "__name__", "model")))
+        self.is_batched = int(config.get("max_batch_size", 0)) > 0
+        self._object: Any = None
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Make the model's object, unless the model is a function. Its `__init__` gets the configuration if it takes an
+        argument.
+
+        That configuration has one more entry, "instance", which holds what Triton's models find in the `args` of
+        `initialize`.
+        """
+        model = self._model
+        if not isinstance(model, type):
+            return
+        import inspect
+
+        takes_config = bool(inspect.signature(model).parameters)
+        instance = {key: value for key, value in args.items() if key != "model_config"}
+        self._object = model({**self._config, "instance": instance}) if takes_config else model()
+
+    @property
+    def model_object(self) -> Any:
+        """Return the model's object, None if the model is a function."""
+        return self._object
+
+    @property
+    def is_ready(self) -> Callable[[], object] | None:
+        """Return the model's `is_ready`, if it has one."""
+        return getattr(self._object, "is_ready", None)
+
+    def finalize(self) -> None:
+        """Call the model's `close`, if it has one."""
+        close = getattr(self._object, "close", None)
+        if close is not None:
+            close()
+
+
+class NativeAdapter(ClassAdapter):
     """Runs one instance of one of moonpool's own models.
 
     `config` is the complete configuration. The adapter joins the requests of a batch, calls the model once, and cuts
@@ -147,10 +190,7 @@ class NativeAdapter:
     """
 
     def __init__(self, model: Callable[..., object], config: Json) -> None:
-        self._model = model
-        self._config = config
-        self._name = str(config.get("name", getattr(model, "__name__", "model")))
-        self.is_batched = int(config.get("max_batch_size", 0)) > 0
+        super().__init__(model, config)
         signature = signature_of(model)
         self._check_inputs(signature)
         # Inputs whose hint has no dimensions of its own. They travel with one dimension more.
@@ -167,7 +207,6 @@ class NativeAdapter:
         self._cut = {name: place for name, place in places.items() if place is not None}
         self._outputs = NativeOutputs(self._name, config, signature)
         self._call: Callable[..., object] = model
-        self._object: Any = None
 
     def _check_inputs(self, signature: Signature) -> None:
         configured = {tensor["name"] for tensor in self._config.get("input", ())}
@@ -186,9 +225,9 @@ class NativeAdapter:
             )
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Make the model's object, unless the model is a function."""
-        if isinstance(self._model, type):
-            self._object = self._call = made_object(self._model, self._config, args)
+        """Make the model's object, which is called from then on."""
+        super().initialize(args)
+        self._call = self._model if self._object is None else self._object
 
     def execute(self, requests: Sequence[InferenceRequest]) -> list[InferenceResponse]:
         """Return one response for each request. Raises what the model raises, and InvalidReturn."""
@@ -283,35 +322,6 @@ class NativeAdapter:
     def sees_rows_only(self) -> bool:
         """Return whether `call` does for a batch what `execute` does, if the rows of each input lie back to back."""
         return not self._ragged
-
-    @property
-    def model_object(self) -> Any:
-        """Return the model's object, None if the model is a function."""
-        return self._object
-
-    @property
-    def is_ready(self) -> Callable[[], object] | None:
-        """Return the model's `is_ready`, if it has one."""
-        return getattr(self._object, "is_ready", None)
-
-    def finalize(self) -> None:
-        """Call the model's `close`, if it has one."""
-        close = getattr(self._object, "close", None)
-        if close is not None:
-            close()
-
-
-def made_object(model: type, config: Json, args: Mapping[str, str]) -> Any:
-    """Return an object of the model's class, whose `__init__` gets the configuration if it takes an argument.
-
-    That configuration has one more entry, "instance", which holds what Triton's models find in the `args` of
-    `initialize`.
-    """
-    import inspect
-
-    takes_config = bool(inspect.signature(model).parameters)
-    instance = {key: value for key, value in args.items() if key != "model_config"}
-    return model({**config, "instance": instance}) if takes_config else model()
 
 
 def _response(arrays: Mapping[str, Any]) -> InferenceResponse:

@@ -17,6 +17,9 @@ ONLY_OUTPUT = "OUTPUT0"
 # A parameter with the name of a Ragged input and this gets the lengths of its rows.
 LENGTHS = "_lengths"
 
+# The methods that make a class without `__call__` a model of OpenAI's API.
+METHODS = ("chat", "complete", "rerank", "transcribe", "embed")
+
 
 class BadHint(MoonpoolError):
     """Says why a model's signature, or one of its hints, cannot be understood."""
@@ -67,6 +70,13 @@ class Signature:
                     f"{self.where}: output '{name}' is {tensor!r}, and is cut as the one input that is Ragged: "
                     f"{len(ragged)} inputs are"
                 )
+
+
+def methods_of(model: object) -> list[str]:
+    """Return the methods of OpenAI's API that a class has itself or from a base; none if it is called itself."""
+    if not isinstance(model, type) or any("__call__" in vars(each) for each in model.__mro__):
+        return []
+    return [name for name in METHODS if callable(getattr(model, name, None))]
 
 
 def signature_of(model: Callable[..., object]) -> Signature:

@@ -18,17 +18,17 @@ An error belongs to the one request, whatever it was batched with: it is logged,
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moonpool.stub.native.model import DEFAULT_MAX_BATCH_SIZE, cut, joined, made_object
-from moonpool.stub.native.signature import BadHint
+from moonpool.stub.native.model import DEFAULT_MAX_BATCH_SIZE, ClassAdapter, cut, joined
+from moonpool.stub.native.signature import BadHint, methods_of
 from moonpool.stub.openai.pieces import BadRequest, encoded
-from moonpool.stub.openai.requests import KINDS, OpenAIRequest, TranscriptionRequest, methods_of
+from moonpool.stub.openai.requests import KINDS, OpenAIRequest, TranscriptionRequest
 from moonpool.stub.pb_utils import logger
 from moonpool.stub.pb_utils.config import Json, ModelConfig
 from moonpool.stub.pb_utils.errors import InvalidReturn, TritonError
@@ -126,21 +126,13 @@ def _failure(text: str, code: Any) -> InferenceResponse:
     return InferenceResponse(error=TritonError(text, code))
 
 
-class OpenAIAdapter:
+class OpenAIAdapter(ClassAdapter):
     """Runs one instance of a class with methods of OpenAI's API. `config` is the complete configuration."""
 
     def __init__(self, model: type, config: Json) -> None:
-        self._model = model
-        self._config = config
-        self._name = str(config.get("name", model.__name__))
+        super().__init__(model, config)
         self._is_decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled"))
-        self._is_batched = int(config.get("max_batch_size", 0)) > 0
         self._methods = {_OUTPUTS[name]: name for name in methods_of(model) if name in _OUTPUTS}
-        self._object: Any = None
-
-    def initialize(self, args: Mapping[str, str]) -> None:
-        """Make the model's object, as `NativeAdapter` does."""
-        self._object = made_object(self._model, self._config, args)
 
     def execute(
         self, requests: Sequence[InferenceRequest]
@@ -175,7 +167,7 @@ class OpenAIAdapter:
         made = KINDS.get(method or "", OpenAIRequest)(body, **how)
         if isinstance(made, TranscriptionRequest):
             made.file = _only(tensors, FILE)
-        return _Ask(made, reply, output, (1, 1) if self._is_batched else (1,)), method
+        return _Ask(made, reply, output, (1, 1) if self.is_batched else (1,)), method
 
     def _begin(self, ask: _Ask, method: str | None) -> Coroutine[Any, Any, None] | None:
         """Call the method. Answers at once, or returns the coroutine that does."""
@@ -238,37 +230,15 @@ class OpenAIAdapter:
                     f"numbers of the shape [{len(texts)}, size of an embedding]"
                 )
             rows = np.ascontiguousarray(rows, np.float32)
-            counts = [len(array) if self._is_batched else array.size for array in arrays]
-            return [
-                InferenceResponse([Tensor(EMBEDDING, each)]) for each in self._rows(rows, counts)
-            ]
+            counts = [len(array) if self.is_batched else array.size for array in arrays]
+            pieces = cut(rows, counts) if self.is_batched else [rows[0]]
+            return [InferenceResponse([Tensor(EMBEDDING, each)]) for each in pieces]
         except BadRequest as error:
             return [_failure(str(error), TritonError.INVALID_ARG) for _ in requests]
         except BaseException as error:  # a model may raise anything, SystemExit included
             text = f"model '{self._name}' failed to embed: {describe(error)}"
             logger.Logger.log_error(f"{text}\n{traceback_of(error)}")
             return [_failure(text, TritonError.INTERNAL) for _ in requests]
-
-    def _rows(self, rows: np.ndarray, counts: Sequence[int]) -> list[Any]:
-        return cut(rows, counts) if self._is_batched else [rows[0]]
-
-    # As of any model of moonpool's own
-
-    @property
-    def model_object(self) -> Any:
-        """Return the model's object."""
-        return self._object
-
-    @property
-    def is_ready(self) -> Callable[[], object] | None:
-        """Return the model's `is_ready`, if it has one."""
-        return getattr(self._object, "is_ready", None)
-
-    def finalize(self) -> None:
-        """Call the model's `close`, if it has one."""
-        close = getattr(self._object, "close", None)
-        if close is not None:
-            close()
 
 
 def _pieces(returned: Any, method: str) -> Iterable[object]:

@@ -129,7 +129,7 @@ class _Generation(OpenAIRequest):
 
     @property
     def stop(self) -> list[str]:
-        """Return the texts at which the answer ends; the server ends it there itself if the model does not."""
+        """Return the texts at which the model ends the answer."""
         found = self.get("stop")
         return [found] if isinstance(found, str) else list(found or ())
 
@@ -245,12 +245,4 @@ KINDS: dict[str, type[OpenAIRequest]] = {
     "rerank": RerankRequest,
     "transcribe": TranscriptionRequest,
 }
-METHODS = (*KINDS, "embed")
-"""The methods that make a class a model of OpenAI's API: those of `KINDS`, which get a request, and `embed`."""
-
-
-def methods_of(model: object) -> list[str]:
-    """Return the endpoints' methods of a class, its own or from a base; none if it is called itself."""
-    if not isinstance(model, type) or any("__call__" in vars(each) for each in model.__mro__):
-        return []
-    return [name for name in METHODS if callable(getattr(model, name, None))]
+"""What each method but `embed` gets."""

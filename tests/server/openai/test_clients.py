@@ -89,8 +89,9 @@ PROGRAMS = {
         assert chat.invoke("one two").content == "one two "
         assert "".join(piece.content for piece in chat.stream("one two")) == "one two "
         assert chat.invoke("counts").usage_metadata["total_tokens"] == 5
-        calls = chat.bind_tools([{"type": "function", "function": {
-            "name": "weather", "description": "", "parameters": {"type": "object", "properties": {}}}}]).invoke("calls").tool_calls
+        parameters = {"type": "object", "properties": {}}
+        tool = {"type": "function", "function": {"name": "weather", "description": "", "parameters": parameters}}
+        calls = chat.bind_tools([tool]).invoke("calls").tool_calls
         assert calls[0]["args"] == {"city": "Bern"}, calls
         assert OpenAI(model="writer", base_url=base, api_key="x").invoke("a") == "a!"
         vectors = OpenAIEmbeddings(model="writer", base_url=base, api_key="x", check_embedding_ctx_length=False)
@@ -116,7 +117,8 @@ PROGRAMS = {
             assert "".join(p.choices[0].delta.content or "" for p in pieces) == "one two "
         found = litellm.embedding(model="openai/writer", input=["abc"], api_base=base, api_key="x")
         assert found.data[0]["embedding"] == [3, 1, 0.5, -1]
-        ranked = litellm.rerank(model="hosted_vllm/writer", query="a", documents=["x", "a a"], api_base=base, api_key="x")
+        ranked = litellm.rerank(
+            model="hosted_vllm/writer", query="a", documents=["x", "a a"], api_base=base, api_key="x")
         assert ranked.results[0]["index"] == 1
     """,
 }
