@@ -55,10 +55,7 @@ DIRECTIVES = [
 # Cython would make a tuple for each call before 3.12, as the limited API has no better one:
 # `ipc/extension/vectorcall.h` has it.
 VECTORCALL = (
-    (
-        "#define CYTHON_VECTORCALL (__PYX_LIMITED_VERSION_HEX >= 0x030C0000)",
-        "#define CYTHON_VECTORCALL 1",
-    ),
+    ("#define CYTHON_VECTORCALL (__PYX_LIMITED_VERSION_HEX >= 0x030C0000)", "#define CYTHON_VECTORCALL 1"),
     # In coroutines.
     (
         "#if CYTHON_VECTORCALL && (__PYX_LIMITED_VERSION_HEX >= 0x030C0000 || !CYTHON_COMPILING_IN_LIMITED_API)",
@@ -109,10 +106,7 @@ def extension(name: str, *core: str) -> Extension:
         sorted(map(str, sources)),
         depends=[*map(str, FOUND["sources"](name)), "setup.py"],
         include_dirs=[str(CORE), str(SHARED), str(place.parent)],
-        define_macros=[
-            ("Py_LIMITED_API", LIMITED_API),
-            ("MOONPOOL_SOURCES", f'"{FOUND["checksum"](name)}"'),
-        ],
+        define_macros=[("Py_LIMITED_API", LIMITED_API), ("MOONPOOL_SOURCES", f'"{FOUND["checksum"](name)}"')],
         extra_compile_args=[
             *FLAGS,
             *(["-include", "vectorcall.h"] if any(map(is_for_cython, sources)) else []),
@@ -167,17 +161,13 @@ EXTENSIONS = [
 
 
 def extensions() -> list[Extension]:
-    missing = {
-        tool for tool in ("make", os.environ.get("CXX", "g++")) if shutil.which(tool) is None
-    }
+    missing = {tool for tool in ("make", os.environ.get("CXX", "g++")) if shutil.which(tool) is None}
     library = Extension(LIBRARY, sorted(map(str, [*NATIVE.glob("*.cpp"), *CORE.glob("*.cpp")])))
     wanted = [] if os.environ.get(SWITCH) == "0" else [library]
     if os.environ.get(EXTENSIONS_SWITCH) != "0":
         wanted += EXTENSIONS
     if wanted and missing:
-        print(
-            f"moonpool is built without compiled parts: there is no {' and no '.join(sorted(missing))}"
-        )
+        print(f"moonpool is built without compiled parts: there is no {' and no '.join(sorted(missing))}")
         return []
     return wanted
 
@@ -240,17 +230,7 @@ class Build(build_ext):
         if source.suffix == ".py":
             text += f'\nSOURCES = "{FOUND["checksum"](name)}"\n'
         copy.write_text(text)
-        tool = [
-            sys.executable,
-            "-m",
-            "cython",
-            "-3",
-            "--cplus",
-            "-I",
-            str(root),
-            "--module-name",
-            name,
-        ]
+        tool = [sys.executable, "-m", "cython", "-3", "--cplus", "-I", str(root), "--module-name", name]
         for directive in DIRECTIVES:
             tool += ["-X", directive]
         made = copy.with_suffix(".cpp")
@@ -277,9 +257,7 @@ class Build(build_ext):
         made = Path(self.build_temp).absolute()
         command = ["make", "-C", str(NATIVE), f"OUT={made}", f"-j{os.cpu_count() or 1}"]
         if subprocess.run(command, check=False).returncode:
-            raise CompileError(
-                f"the library for tritonserver was not compiled; {SWITCH}=0 builds moonpool without it"
-            )
+            raise CompileError(f"the library for tritonserver was not compiled; {SWITCH}=0 builds moonpool without it")
         target = Path(self.get_ext_fullpath(extension.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(made / target.name, target)
@@ -329,7 +307,4 @@ class Wheel(bdist_wheel):
 
 # tests/card takes what is defined here without building anything.
 if __name__ == "__main__":
-    setup(
-        ext_modules=extensions(),
-        cmdclass={"build_ext": Build, "bdist_wheel": Wheel, "sdist": Sdist},
-    )
+    setup(ext_modules=extensions(), cmdclass={"build_ext": Build, "bdist_wheel": Wheel, "sdist": Sdist})

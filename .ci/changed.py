@@ -50,10 +50,7 @@ def git(*arguments: str) -> list[str]:
 
 def changed(since: str) -> list[str]:
     """Files that differ from the commit, and new ones that git does not ignore."""
-    return [
-        *git("diff", "--name-only", since, "--"),
-        *git("ls-files", "--others", "--exclude-standard"),
-    ]
+    return [*git("diff", "--name-only", since, "--"), *git("ls-files", "--others", "--exclude-standard")]
 
 
 def where_main_was_left() -> str:

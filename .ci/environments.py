@@ -18,9 +18,7 @@ import subprocess
 import sys
 
 PLACES = (
-    os.path.join(
-        os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv")), "versions/*/bin/python3"
-    ),
+    os.path.join(os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv")), "versions/*/bin/python3"),
     *(os.path.join(folder, "python3*") for folder in ("/usr/local/bin", "/usr/bin", "/opt/*/bin")),
 )
 OWN = sys.version_info[:3]
@@ -61,11 +59,7 @@ def environment(python: str, version: tuple[int, ...], folder: str) -> None:
 
 def find(wanted: str) -> str:
     """Return an interpreter of that version, or this one."""
-    fitting = [
-        python
-        for version, python in others().items()
-        if ".".join(map(str, version)).startswith(f"{wanted}.")
-    ]
+    fitting = [python for version, python in others().items() if ".".join(map(str, version)).startswith(f"{wanted}.")]
     return fitting[0] if fitting else sys.executable
 
 

@@ -1,9 +1,10 @@
 """Callers in this process: threads or tasks that call a model again and again, and the times of their calls.
 
-Theory of operation. `measure` starts one thread for each caller. All of them and the caller of `measure` meet at a barrier,
-so that nobody calls before all threads exist. Each thread keeps its own times and adds them at its end, so that callers
-share nothing while they measure. The event `stop` ends them: when the time is over, when one of them fails, or when the user
-interrupts. If a thread cannot be started, the barrier is aborted, because the others would wait at it for ever.
+Theory of operation. `measure` starts one thread for each caller. All of them and the caller of `measure` meet at a
+barrier, so that nobody calls before all threads exist. Each thread keeps its own times and adds them at its end, so
+that callers share nothing while they measure. The event `stop` ends them: when the time is over, when one of them
+fails, or when the user interrupts. If a thread cannot be started, the barrier is aborted, because the others would wait
+at it for ever.
 """
 
 from __future__ import annotations
@@ -80,10 +81,7 @@ def measure(call: Callable[[], object], concurrency: int, seconds: float) -> Win
         calls.answered.extend(mine.answered)
         calls.failed.extend(mine.failed)
 
-    threads = [
-        threading.Thread(target=work, name=f"moonpool-bench-caller-{number}")
-        for number in range(concurrency)
-    ]
+    threads = [threading.Thread(target=work, name=f"moonpool-bench-caller-{number}") for number in range(concurrency)]
     started: list[threading.Thread] = []
     begin_s = time.perf_counter()
     try:
@@ -110,9 +108,7 @@ def measure(call: Callable[[], object], concurrency: int, seconds: float) -> Win
     return calls.window(taken_s)
 
 
-async def measure_async(
-    call: Callable[[], Awaitable[object]], concurrency: int, seconds: float
-) -> Window:
+async def measure_async(call: Callable[[], Awaitable[object]], concurrency: int, seconds: float) -> Window:
     """Measure like `measure`, with tasks of one event loop instead of threads."""
     # Commands without an event loop import this file, too.
     import asyncio
@@ -185,7 +181,9 @@ class InProcess:
         return success_count(self._runtime.statistics(self._model))
 
     def check(self) -> None:
-        """Send the first request and those with an expected answer once. Raises `WrongAnswer` and what `infer` raises."""
+        """Send the first request and those with an expected answer once. Raises `WrongAnswer` and what `infer`
+        raises.
+        """
         for number, data in enumerate(self._mix.requests):
             if data.expected or number == 0:
                 outputs = self._runtime.infer(self._model, data.arrays(), timeout_s=self._timeout_s)
@@ -229,9 +227,7 @@ class InProcess:
         model, split = whole.model, whole.split
         if model is None or split is None or config.sequence_batching is not None:
             return None
-        batch = largest_batch(
-            config.max_batch_size, has_batching=config.dynamic_batching is not None
-        )
+        batch = largest_batch(config.max_batch_size, has_batching=config.dynamic_batching is not None)
         instances = self._runtime._models.find(self._model).supervisor.records
         compute_us = sum(split.mean_us(part) for part in PARTS if part != "queue")
         load = ModelsLoad(
@@ -282,9 +278,7 @@ class InProcess:
 
             hosted, request = self._traced()
             return response_of(await wait_for_outcome(hosted.scheduler, request, self._timeout_s))
-        return await self._runtime.ainfer(
-            self._model, next(self._inputs), timeout_s=self._timeout_s
-        )
+        return await self._runtime.ainfer(self._model, next(self._inputs), timeout_s=self._timeout_s)
 
 
 def _machine() -> Reading | None:

@@ -35,7 +35,9 @@ class BadCondition(MoonpoolError):
 
 
 def quantile_of_t(degrees: float) -> float:
-    """Return the two-sided 95 % quantile of Student's t; for fractions that of the next smaller number, which is wider."""
+    """Return the two-sided 95 % quantile of Student's t; for fractions that of the next smaller number, which is
+    wider.
+    """
     return _T[max(0, min(len(_T), int(degrees)) - 1)]
 
 
@@ -84,7 +86,9 @@ class Change:
 
 
 def change(old: Sequence[float], new: Sequence[float]) -> Change | None:
-    """Return the ratio of geometric means, with Welch's interval of the logarithms; None unless all values are above 0."""
+    """Return the ratio of geometric means, with Welch's interval of the logarithms; None unless all values are above
+    0.
+    """
     if not old or not new or min(*old, *new) <= 0:
         return None
     logs = [[math.log(value) for value in values] for values in (old, new)]
@@ -103,16 +107,19 @@ def change(old: Sequence[float], new: Sequence[float]) -> Change | None:
     return Change(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
 
 
-# With fewer pairs, a bootstrap of their median knows too few values: six of six lie on one side by chance once in 32 times.
+# With fewer pairs, a bootstrap of their median knows too few values: six of six lie on one side by chance once in 32
+# times.
 _LEAST_PAIRS = 6
 _RESAMPLES = 4000
 
 
 def paired_change(old: Sequence[float], new: Sequence[float]) -> Change | None:
-    """Return the median of the ratios of pairs that were measured one right after the other; None without positive pairs.
+    """Return the median of the ratios of pairs that were measured one right after the other; None without positive
+    pairs.
 
-    A machine's moods hit both of a pair, and a burst that hits one of them moves a median little. The interval is a bootstrap's:
-    the middle 95 % of the medians of pairs drawn anew. With few pairs it is Student's, of the logarithms' mean.
+    A machine's moods hit both of a pair, and a burst that hits one of them moves a median little. The interval is a
+    bootstrap's: the middle 95 % of the medians of pairs drawn anew. With few pairs it is Student's, of the logarithms'
+    mean.
     """
     pairs = [(a, b) for a, b in zip(old, new, strict=True) if a > 0 and b > 0]
     if not pairs:
@@ -135,9 +142,7 @@ def changes_in_turns(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str
     """Compare two points whose windows were measured in turns, window by window."""
     found = {}
     for name in FIGURES:
-        values = [
-            [figure_of(window, name) or 0.0 for window in point["windows"]] for point in (old, new)
-        ]
+        values = [[figure_of(window, name) or 0.0 for window in point["windows"]] for point in (old, new)]
         compared = paired_change(*values) if len(values[0]) == len(values[1]) else None
         if compared is not None:
             found[name] = compared
@@ -205,9 +210,7 @@ class Condition:
             is_met = found.ratio > self.limit if self.is_above else found.ratio < self.limit
             if not is_met or not found.is_certain:
                 return None
-            return (
-                f"{self.text} at {where}: {found.ratio:.3f}x ({found.low:.3f} to {found.high:.3f})"
-            )
+            return f"{self.text} at {where}: {found.ratio:.3f}x ({found.low:.3f} to {found.high:.3f})"
         value = figure_of(new, self.figure)
         if value is None:
             return f"{self.text} at {where}: {self.figure} was not measured"

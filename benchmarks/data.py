@@ -81,11 +81,7 @@ _ORDER = 1000
 
 
 def read_mix(
-    specs: Sequence[str],
-    inputs: Sequence[TensorConfig],
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    is_batched: bool,
+    specs: Sequence[str], inputs: Sequence[TensorConfig], shapes: Mapping[str, tuple[int, ...]], *, is_batched: bool
 ) -> DataMix:
     """Read `PATH` or `PATH=WEIGHT` each. Raises `BadData` and OSError.
 
@@ -167,27 +163,18 @@ def _tensor(tensor: TensorConfig, array: NDArray[Any], path: Path) -> QuestionTe
     if tensor.datatype == "BYTES":
         if array.dtype.kind not in "SUO":
             raise BadData(f"{path}: input '{tensor.name}' is BYTES, and the file has {array.dtype}")
-        texts = [
-            text if isinstance(text, bytes) else str(text).encode()
-            for text in array.ravel().tolist()
-        ]
+        texts = [text if isinstance(text, bytes) else str(text).encode() for text in array.ravel().tolist()]
         filled = np.empty(len(texts), object)
         filled[:] = texts
         return QuestionTensor.of(tensor.name, "BYTES", filled.reshape(array.shape))
     dtype = DTYPES[CODES[tensor.datatype]]
     if array.dtype != dtype:
-        raise BadData(
-            f"{path}: input '{tensor.name}' is {tensor.datatype}, and the file has {array.dtype}"
-        )
+        raise BadData(f"{path}: input '{tensor.name}' is {tensor.datatype}, and the file has {array.dtype}")
     return QuestionTensor.of(tensor.name, tensor.datatype, array)
 
 
 def _of_json(
-    path: Path,
-    inputs: Sequence[TensorConfig],
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    is_batched: bool,
+    path: Path, inputs: Sequence[TensorConfig], shapes: Mapping[str, tuple[int, ...]], *, is_batched: bool
 ) -> list[RequestData]:
     """Read perf_analyzer's form. Streams, which are lists of requests, follow one another."""
     try:
@@ -199,9 +186,7 @@ def _of_json(
     entries = _flat(found["data"])
     expected = _flat(found.get("validation_data", []))
     if expected and len(expected) != len(entries):
-        raise BadData(
-            f"{path}: `data` has {len(entries)} entries, `validation_data` {len(expected)}"
-        )
+        raise BadData(f"{path}: `data` has {len(entries)} entries, `validation_data` {len(expected)}")
     tensors = {tensor.name: tensor for tensor in inputs}
     requests = []
     for number, entry in enumerate(entries):
@@ -213,8 +198,7 @@ def _of_json(
         if unknown := entry.keys() - tensors.keys():
             raise BadData(f"{where}: the model has no input '{min(unknown)}'")
         mine = [
-            _json_tensor(tensors[name], value, shapes.get(name), is_batched, where)
-            for name, value in entry.items()
+            _json_tensor(tensors[name], value, shapes.get(name), is_batched, where) for name, value in entry.items()
         ]
         wanted = expected[number] if expected else {}
         if not isinstance(wanted, dict):
@@ -231,11 +215,7 @@ def _flat(entries: object) -> list[Any]:
 
 
 def _json_tensor(
-    tensor: TensorConfig,
-    value: Any,
-    size: tuple[int, ...] | None,
-    is_batched: bool,
-    where: str,
+    tensor: TensorConfig, value: Any, size: tuple[int, ...] | None, is_batched: bool, where: str
 ) -> QuestionTensor:
     where = f"{where}: input '{tensor.name}'"
     dims: Sequence[int] = size or tensor.dims
@@ -267,9 +247,7 @@ def _json_tensor(
             shape = (*([1] if is_batched else []), *array.shape)
         return QuestionTensor.of(tensor.name, tensor.datatype, np.asarray(array).reshape(shape))
     except (ValueError, TypeError, OverflowError) as error:
-        raise BadData(
-            f"{where} is {tensor.datatype} {list(shape)} and not as given: {error}"
-        ) from error
+        raise BadData(f"{where} is {tensor.datatype} {list(shape)} and not as given: {error}") from error
 
 
 def _expected(name: str, value: Any, where: str) -> NDArray[Any]:
@@ -292,7 +270,9 @@ _LONGEST_S = 1e9
 
 
 def read_capture(path: Path, model: str, speed: float) -> tuple[DataMix, Schedule]:
-    """Read the requests to a model that a server has captured, and their times. Raises `BadData`, `BadLoad` and OSError."""
+    """Read the requests to a model that a server has captured, and their times. Raises `BadData`, `BadLoad` and
+    OSError.
+    """
     times: list[float] = []
     kinds: list[int] = []
     known: dict[str, int] = {}
@@ -309,9 +289,7 @@ def read_capture(path: Path, model: str, speed: float) -> tuple[DataMix, Schedul
                 raise
             if number == 1:
                 if entry.get("format") != CAPTURE_FORMAT:
-                    raise BadData(
-                        f"{path} is no capture of this version: its format is {entry.get('format')!r}"
-                    )
+                    raise BadData(f"{path} is no capture of this version: its format is {entry.get('format')!r}")
                 continue
             if entry.get("model") != model:
                 continue
@@ -325,9 +303,7 @@ def read_capture(path: Path, model: str, speed: float) -> tuple[DataMix, Schedul
         raise BadData(f"{path} has no request to model '{model}'")
     # A request is written when it is complete, so neighbours may have changed places.
     at = np.argsort(times, kind="stable")
-    schedule = Schedule.of(
-        str(path), [times[each] for each in at], speed, np.array(kinds, np.int32)[at]
-    )
+    schedule = Schedule.of(str(path), [times[each] for each in at], speed, np.array(kinds, np.int32)[at])
     return DataMix(requests, np.array(kinds, np.int32)[at]), schedule
 
 
@@ -355,9 +331,7 @@ def _request_of(entry: Mapping[str, Any], where: str) -> RequestData:
             name, datatype, shape = each["name"], each["datatype"], each["shape"]
             if not isinstance(name, str) or datatype not in CODES:
                 raise BadData(f"{where}: an input of datatype {datatype!r:.40}")
-            if not isinstance(shape, list) or not all(
-                type(dim) is int and dim >= 0 for dim in shape
-            ):
+            if not isinstance(shape, list) or not all(type(dim) is int and dim >= 0 for dim in shape):
                 raise BadData(f"{where}: an input of shape {shape!r:.40}")
             data = base64.b64decode(each["b64"], validate=True)
             tensor = QuestionTensor(name, datatype, tuple(shape), data)

@@ -10,17 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.benchmarks.generator.engine import (
-    CANCELLED,
-    COLUMNS,
-    DUE,
-    END,
-    FIRST,
-    KIND,
-    OUTCOME,
-    SENT,
-    SUCCEEDED,
-)
+from moonpool.benchmarks.generator.engine import CANCELLED, COLUMNS, DUE, END, FIRST, KIND, OUTCOME, SENT, SUCCEEDED
 from moonpool.benchmarks.windows import Point, Window
 from moonpool.runtime.client.request import MissingPackage
 from moonpool.runtime.process.extras import how_to_install
@@ -126,9 +116,7 @@ def trace_events(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
         for window in point.windows:
             for row in window.log.rows[np.argsort(window.log.rows[:, DUE], kind="stable")].tolist():
                 due_ns, end_ns = row[DUE], row[END]
-                track = next(
-                    (i for i, at_ns in enumerate(free_ns) if at_ns <= due_ns), len(free_ns)
-                )
+                track = next((i for i, at_ns in enumerate(free_ns) if at_ns <= due_ns), len(free_ns))
                 free_ns[track : track + 1] = [end_ns]
                 common = {"ph": "X", "pid": 1, "tid": track + 1, "cat": point.load.words}
                 named = dict(zip(COLUMNS, row, strict=True))
@@ -143,10 +131,7 @@ def trace_events(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
                         "name": name,
                         "ts": (from_ns - begin_ns) / 1000,
                         "dur": (to_ns - from_ns) / 1000,
-                        "args": {
-                            "request": named["kind"],
-                            "outcome": outcome_of(window, row[OUTCOME]),
-                        },
+                        "args": {"request": named["kind"], "outcome": outcome_of(window, row[OUTCOME])},
                     }
 
 

@@ -1,12 +1,12 @@
 """Faults under load: instances that are killed or stopped while a model is measured, and how long it takes to recover.
 
-Theory of operation. `FaultInjector` has one thread, which waits on an event between two faults, and asks the subject for the
-processes of its instances. Only that thread writes `outcomes` until it has ended; `close` ends it and waits for it. A subject's
-`instance_pids` and `answered` are called from this thread while windows are measured on another one, so they must not use their
-connections. Only one instance fails at a time: the next fault begins when the last one is over.
+Theory of operation. `FaultInjector` has one thread, which waits on an event between two faults, and asks the subject
+for the processes of its instances. Only that thread writes `outcomes` until it has ended; `close` ends it and waits for
+it. A subject's `instance_pids` and `answered` are called from this thread while windows are measured on another one, so
+they must not use their connections. Only one instance fails at a time: the next fault begins when the last one is over.
 
-A process may end, and its number be used again, between the list and the signal. So a pidfd is opened first, and the list is
-read again: if the number is still in it, the pidfd is that instance's.
+A process may end, and its number be used again, between the list and the signal. So a pidfd is opened first, and the
+list is read again: if the number is still in it, the pidfd is that instance's.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultOutcome:
-    """One fault; `recovered_s` is the time until as many instances as before were ready, None if that did not happen."""
+    """One fault; `recovered_s` is the time until as many instances as before were ready, None if that did not
+    happen.
+    """
 
     recovered_s: float | None
 
@@ -65,12 +67,11 @@ class FaultInjector:
     """Harms instances of a model while it is measured. A context manager; `outcomes` is complete at its end."""
 
     def __init__(
-        self,
-        fault: Fault,
-        instance_pids: Callable[[], Sequence[int]],
-        answered: Callable[[], int | None],
+        self, fault: Fault, instance_pids: Callable[[], Sequence[int]], answered: Callable[[], int | None]
     ) -> None:
-        """Take functions for any thread: the processes of the instances that are ready, and the requests answered so far, if known."""
+        """Take functions for any thread: the processes of the instances that are ready, and the requests answered so
+        far, if known.
+        """
         self.outcomes: list[FaultOutcome] = []
         self._fault = fault
         self._pids = instance_pids
@@ -183,7 +184,5 @@ class FaultInjector:
             "for_s": self._fault.for_s,
             "count": len(self.outcomes),
             "not_recovered": len(self.outcomes) - len(known),
-            "recovered_s": {"median": statistics.median(known), "max": max(known)}
-            if known
-            else None,
+            "recovered_s": {"median": statistics.median(known), "max": max(known)} if known else None,
         }

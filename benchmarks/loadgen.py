@@ -1,10 +1,11 @@
-"""MLPerf's LoadGen as the generator: its scenarios, with a model in this process or behind a server as the system under test.
+"""MLPerf's LoadGen as the generator: its scenarios, with a model in this process or behind a server as the system under
+test.
 
-Theory of operation. LoadGen calls `issue` on a thread of its own, and waits there for nothing: it must only put the samples into a
-queue. `threads` threads take them from there, send one request for each and wait for its answer, and tell LoadGen that the sample is
-complete. So as many requests as there are threads are in flight at most. LoadGen knows no failures, so a sample whose request failed
-is completed, too, and counted here; a run with failures is not valid. `StartTest` blocks until all samples are complete. The queue
-ends with a None for each thread.
+Theory of operation. LoadGen calls `issue` on a thread of its own, and waits there for nothing: it must only put the
+samples into a queue. `threads` threads take them from there, send one request for each and wait for its answer, and
+tell LoadGen that the sample is complete. So as many requests as there are threads are in flight at most. LoadGen knows
+no failures, so a sample whose request failed is completed, too, and counted here; a run with failures is not valid.
+`StartTest` blocks until all samples are complete. The queue ends with a None for each thread.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ SCENARIOS = ("SingleStream", "MultiStream", "Server", "Offline")
 SUMMARY, DETAIL = "mlperf_log_summary.txt", "mlperf_log_detail.txt"
 # Samples of a query of MultiStream, as in the rules of MLPerf.
 _MULTI_STREAM_SAMPLES = 8
-# LoadGen makes its queries beforehand, and a run that has used them up before its duration is over is invalid. The guess is from a short
-# window, which a busy machine may slow down, so the streams get queries for a model that is so many times as fast.
+# LoadGen makes its queries beforehand, and a run that has used them up before its duration is over is invalid. The
+# guess is from a short window, which a busy machine may slow down, so the streams get queries for a model that is so
+# many times as fast.
 _MARGIN = 8
 
 
@@ -67,9 +69,7 @@ class LoadGenResult:
     def complaint(self) -> str | None:
         """The conditions of LoadGen that the run has not met, and what may help; None if it has met all."""
         unmet = [
-            name.strip().removesuffix(" satisfied")
-            for name, _, text in _lines(self.summary)
-            if text.strip() == "NO"
+            name.strip().removesuffix(" satisfied") for name, _, text in _lines(self.summary) if text.strip() == "NO"
         ]
         if not unmet:
             return None
@@ -92,8 +92,9 @@ def run_loadgen(
 ) -> LoadGenResult:
     """Run a scenario, and leave LoadGen's logs in the folder. Blocks.
 
-    `ask` sends one of `count` different requests and waits for its answer; it is called from several threads. `guess_per_s` is about the
-    rate that `plan.threads` callers reach. Raises `NoLoadGen`, `OutOfThreads` and what `ask` raises beside `MoonpoolError`.
+    `ask` sends one of `count` different requests and waits for its answer; it is called from several threads.
+    `guess_per_s` is about the rate that `plan.threads` callers reach. Raises `NoLoadGen`, `OutOfThreads` and what `ask`
+    raises beside `MoonpoolError`.
     """
     generator = load_generator()
     system = _System(generator, ask, plan.threads)
@@ -105,9 +106,7 @@ def run_loadgen(
     library = generator.ConstructQSL(count, count, _ignore, _ignore)
     try:
         with system:
-            generator.StartTestWithLogSettings(
-                sut, library, _settings(generator, plan, guess_per_s), logs
-            )
+            generator.StartTestWithLogSettings(sut, library, _settings(generator, plan, guess_per_s), logs)
     finally:
         generator.DestroyQSL(library)
         generator.DestroySUT(sut)
@@ -158,8 +157,7 @@ class _System:
         self._ask = ask
         self._samples: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._work, name=f"moonpool-bench-loadgen-{number}")
-            for number in range(threads)
+            threading.Thread(target=self._work, name=f"moonpool-bench-loadgen-{number}") for number in range(threads)
         ]
         self._started: list[threading.Thread] = []
 
@@ -210,7 +208,5 @@ def facts_of(result: LoadGenResult) -> Mapping[str, object]:
         "loadgen": result.version,
         "valid": result.is_valid,
         "failed": result.errors.total(),
-        "summary": {
-            name.strip(): text.strip() for name, colon, text in _lines(result.summary) if colon
-        },
+        "summary": {name.strip(): text.strip() for name, colon, text in _lines(result.summary) if colon},
     }

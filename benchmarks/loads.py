@@ -132,19 +132,9 @@ class Shape:
             return cls(text, lambda at, whole: low + (high - low) * at / whole, 0.0, distribution)
         if kind == "periodic":
             middle, swing = (low + high) / 2, (high - low) / 2
-            return cls(
-                text,
-                lambda at, _: middle - swing * np.cos(at / period_s * 2 * math.pi),
-                period_s,
-                distribution,
-            )
+            return cls(text, lambda at, _: middle - swing * np.cos(at / period_s * 2 * math.pi), period_s, distribution)
         part = share_of(share)
-        return cls(
-            text,
-            lambda at, _: np.where(at % period_s < part * period_s, high, low),
-            period_s,
-            distribution,
-        )
+        return cls(text, lambda at, _: np.where(at % period_s < part * period_s, high, low), period_s, distribution)
 
     @property
     def words(self) -> str:
@@ -181,9 +171,7 @@ class Schedule:
         return cls.of(str(path), times_s, speed)
 
     @classmethod
-    def of(
-        cls, name: str, times_s: list[float], speed: float, kinds: NDArray[np.int32] | None = None
-    ) -> Schedule:
+    def of(cls, name: str, times_s: list[float], speed: float, kinds: NDArray[np.int32] | None = None) -> Schedule:
         """Make a schedule of times in seconds, `speed` times as fast. Raises `BadLoad`."""
         times = np.array(times_s, np.float64)
         if not len(times) or not np.isfinite(times).all() or (np.diff(times) < 0).any():

@@ -1,4 +1,6 @@
-"""Resources that a model and its server use while they are measured: processors, memory, and GPUs from the metrics port."""
+"""Resources that a model and its server use while they are measured: processors, memory, and GPUs from the metrics
+port.
+"""
 
 from __future__ import annotations
 
@@ -117,14 +119,12 @@ def gpus_in(text: str) -> dict[str, float]:
                 values.setdefault(found[1], []).append(float(found[2]))
             except ValueError:
                 raise NoMetrics(f"a metric has the value {found[2]!r}") from None
-    return {
-        name: sum(each) / (len(each) if _OF_GPUS[name] == "mean" else 1)
-        for name, each in values.items()
-    }
+    return {name: sum(each) / (len(each) if _OF_GPUS[name] == "mean" else 1) for name, each in values.items()}
 
 
 def local_pid(overview: Mapping[str, Any], port: int) -> int | None:
-    """Return the process of a moonpool server, from its overview; None if it does not listen at that port of this machine.
+    """Return the process of a moonpool server, from its overview; None if it does not listen at that port of this
+    machine.
 
     A server may name any process. Only the one that holds the port is believed.
     """

@@ -1,4 +1,6 @@
-"""The result of a measurement: its files, its digests, and the comparison of two results. `docs/BENCH.md` describes them."""
+"""The result of a measurement: its files, its digests, and the comparison of two results. `docs/BENCH.md` describes
+them.
+"""
 
 from __future__ import annotations
 
@@ -90,11 +92,7 @@ class Incomparable(MoonpoolError):
 
 
 # The figures that are compared: a name, and the keys that lead to it in the figures of a window.
-_COMPARED = {
-    "requests_per_s": ("requests_per_s",),
-    "p50": ("latency_us", "p50"),
-    "p99": ("latency_us", "p99"),
-}
+_COMPARED = {"requests_per_s": ("requests_per_s",), "p50": ("latency_us", "p50"), "p99": ("latency_us", "p99")}
 
 
 def ratios(
@@ -179,9 +177,7 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
         if here is not there or "configuration_fields" not in theirs:
             found.append("maybe the model's configuration, which one of them does not tell")
     elif here != there:
-        fields = sorted(
-            name for name in here.keys() | there.keys() if here.get(name) != there.get(name)
-        )
+        fields = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
         found.append(f"the model's configuration ({', '.join(fields)})")
     return found
 
@@ -235,9 +231,7 @@ class BadResult(MoonpoolError):
     code = "INVALID_ARG"
 
 
-def result(
-    about: Mapping[str, object], points: Sequence[Point], slo: Slo | None = None
-) -> dict[str, Any]:
+def result(about: Mapping[str, object], points: Sequence[Point], slo: Slo | None = None) -> dict[str, Any]:
     """Make a result. `about` has the model, its address, inputs and so on; `slo` has limits to judge the points by."""
     if slo is not None:
         about = {**about, "slo": slo.as_dict(list(points))}
@@ -305,9 +299,7 @@ def _figures(window: Window) -> dict[str, object]:
 
 
 def _times(times_ns: NDArray[np.int64]) -> dict[str, float | None]:
-    times: dict[str, float | None] = {
-        "mean": float(times_ns.mean()) / 1000 if len(times_ns) else None
-    }
+    times: dict[str, float | None] = {"mean": float(times_ns.mean()) / 1000 if len(times_ns) else None}
     for name, percentile in PERCENTILES.items():
         time_us = percentile_us(times_ns, percentile)
         # JSON has no NaN.
@@ -325,8 +317,7 @@ def read(path: Path) -> dict[str, Any]:
         raise BadResult(f"{path} is no result of `moonpool bench`: it has no `series`")
     if found.get("format") != FORMAT:
         raise BadResult(
-            f"{path} is of format {found.get('format')!r}, and this version reads {FORMAT}; "
-            "measure it anew"
+            f"{path} is of format {found.get('format')!r}, and this version reads {FORMAT}; measure it anew"
         )
     if missing := _missing(found):
         raise BadResult(f"{path} is no result of `moonpool bench`: {missing}; measure it anew")
@@ -371,7 +362,9 @@ def compare(found: dict[str, Any], *, in_turns: bool) -> None:
 
 
 def over(found: dict[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a result with `ratios` over another one that was measured in turns with it, and the name of that one as `over`."""
+    """Return a result with `ratios` over another one that was measured in turns with it, and the name of that one as
+    `over`.
+    """
     compared = {**found, "against": first, "over": first["where"]}
     compare(compared, in_turns=True)
     del compared["against"]
@@ -379,7 +372,9 @@ def over(found: dict[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def others_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the results of other levels of the sandbox, or of other hosts, that were measured in turns with this one."""
+    """Return the results of other levels of the sandbox, or of other hosts, that were measured in turns with this
+    one.
+    """
     others: list[dict[str, Any]] = found.get("isolation") or found.get("hosts") or []
     return others
 
@@ -394,9 +389,7 @@ def check_free(folder: Path, name: str, more: Sequence[str] = ()) -> None:
             )
 
 
-def write(
-    folder: Path, name: str, found: Mapping[str, Any], *, overwrite: bool = False
-) -> list[Path]:
+def write(folder: Path, name: str, found: Mapping[str, Any], *, overwrite: bool = False) -> list[Path]:
     """Write NAME.json and NAME.csv to the folder, which is made if needed; return their paths. Raises OSError.
 
     Raises FileExistsError if a file exists, unless `overwrite` is true.

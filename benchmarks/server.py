@@ -1,7 +1,8 @@
 """A model behind a server's address, measured by load workers; its tensors may lie in shared memory.
 
-Theory of operation. `ask` is for threads that send requests by themselves: each has a connection of its own, in a `threading.local`, and
-the connection is closed when its thread has ended, since nothing else refers to it. All else is for one thread, but where it says so.
+Theory of operation. `ask` is for threads that send requests by themselves: each has a connection of its own, in a
+`threading.local`, and the connection is closed when its thread has ended, since nothing else refers to it. All else is
+for one thread, but where it says so.
 """
 
 from __future__ import annotations
@@ -128,7 +129,9 @@ class MeasuredServer:
             return interface(self._client, self._model, self._version)
 
     def configuration_fields(self) -> dict[str, str] | None:
-        """Ask for the model's configuration, and return digests of its fields; None if the server has no such extension."""
+        """Ask for the model's configuration, and return digests of its fields; None if the server has no such
+        extension.
+        """
         with understood(f"the configuration that {self.where} tells"):
             found = self._client.configuration(self._model, self._version)
             return None if found is None else digests_of_configuration(found)
@@ -157,10 +160,7 @@ class MeasuredServer:
 
         `most_connections` is the most that any load will need. Raises `WrongAnswer`, too.
         """
-        questions = [
-            Question(self._model, self._version, data.inputs, is_json=is_json)
-            for data in mix.requests
-        ]
+        questions = [Question(self._model, self._version, data.inputs, is_json=is_json) for data in mix.requests]
         self._most_connections = most_connections
         requests: list[list[Prepared]] = []
         if not is_stream and sequences is None:
@@ -172,25 +172,13 @@ class MeasuredServer:
                 placed = self._in_shared_memory(questions[0], sizes, count)
                 requests = [[self._serialized(each, is_stream=False)] for each in placed]
         if sequences is not None:
-            requests = [
-                [
-                    self._in_sequence(each, place, is_stream)
-                    for place in _PLACES
-                    for each in questions
-                ]
-            ]
+            requests = [[self._in_sequence(each, place, is_stream) for place in _PLACES for each in questions]]
         elif not requests:
             requests = [[self._serialized(each, is_stream=is_stream) for each in questions]]
         self._prepared = list(requests[0])
         self._workers = LoadWorkers(
             self._endpoint,
-            Sending(
-                requests,
-                order=mix.order,
-                cancelled=cancelled,
-                sequences=sequences,
-                is_stream=is_stream,
-            ),
+            Sending(requests, order=mix.order, cancelled=cancelled, sequences=sequences, is_stream=is_stream),
             processes=processes,
             timeout_s=self._timeout_s,
             headers=self._headers,
@@ -212,21 +200,15 @@ class MeasuredServer:
             return serialize(self._endpoint, self._headers)
         return question.as_grpc(is_stream=is_stream)
 
-    def _in_sequence(
-        self, question: Question, place: tuple[bool, bool], is_stream: bool
-    ) -> tuple[bytes, bytes]:
+    def _in_sequence(self, question: Question, place: tuple[bool, bool], is_stream: bool) -> tuple[bytes, bytes]:
         """Serialize the form of a request for a place in a sequence, without the id."""
 
         def serialize(sequence_id: int) -> bytes:
-            return self._serialized(
-                replace(question, sequence=(sequence_id, *place)), is_stream=is_stream
-            )
+            return self._serialized(replace(question, sequence=(sequence_id, *place)), is_stream=is_stream)
 
         return around_id(serialize, 11 if self._endpoint.scheme == "http" else 5)
 
-    def _in_shared_memory(
-        self, question: Question, sizes: Mapping[str, int], count: int
-    ) -> list[Question]:
+    def _in_shared_memory(self, question: Question, sizes: Mapping[str, int], count: int) -> list[Question]:
         """Register one region for the inputs of all callers, and one for the outputs of each caller."""
         contents = b"".join(tensor.data for tensor in question.inputs)
         inputs = self._registered(len(contents), contents)
@@ -236,13 +218,7 @@ class MeasuredServer:
         for _ in range(count):
             outputs = self._registered(sum(sizes.values()))
             questions.append(
-                Question(
-                    question.model,
-                    question.version,
-                    question.inputs,
-                    input_places,
-                    _places(outputs, sizes),
-                )
+                Question(question.model, question.version, question.inputs, input_places, _places(outputs, sizes))
             )
         return questions
 
@@ -302,8 +278,8 @@ class MeasuredServer:
     def instance_pids(self) -> list[int]:
         """Return the processes of the model's instances, of a server on this machine. From any thread.
 
-        These may be killed, so only processes that the server itself has started are believed. A moonpool server tells them. Of
-        another one, whose process must be known, they are the stubs of Triton's Python backend.
+        These may be killed, so only processes that the server itself has started are believed. A moonpool server tells
+        them. Of another one, whose process must be known, they are the stubs of Triton's Python backend.
         """
         if self._is_foreign():
             return triton_stubs(self._server_pid or 0, self._model)

@@ -1,4 +1,6 @@
-"""Limits of latency: whether a load keeps them, how many of its answers do, and the search for the highest rate that holds."""
+"""Limits of latency: whether a load keeps them, how many of its answers do, and the search for the highest rate that
+holds.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,7 @@ from typing import Any
 
 from moonpool.benchmarks.generator.engine import DUE, END, FIRST
 from moonpool.benchmarks.loads import BadLoad, Rate, seconds_of
-from moonpool.benchmarks.windows import (
-    FALLS_BEHIND,
-    PERCENTILES,
-    Point,
-    Window,
-    percentile_us,
-)
+from moonpool.benchmarks.windows import FALLS_BEHIND, PERCENTILES, Point, Window, percentile_us
 
 # Limits that are not percentiles of the latency: of the time to a stream's first response, and between its responses.
 _OF_STREAMS = {"first": "first_ns", "between": "between_ns"}
@@ -29,7 +25,9 @@ _REACHED = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits in microseconds, by figure: p50 to max and mean of the latency, and p99 of `first` and `between` responses."""
+    """Limits in microseconds, by figure: p50 to max and mean of the latency, and p99 of `first` and `between`
+    responses.
+    """
 
     limits_us: Mapping[str, float]
 
@@ -86,8 +84,8 @@ class Slo:
     def goodput_per_s(self, whole: Window) -> float:
         """Count the answers a second that are within the limits by themselves.
 
-        An answer is good within the largest limit of the latency, as a smaller one is for other percentiles, and within the
-        limit of its first response.
+        An answer is good within the largest limit of the latency, as a smaller one is for other percentiles, and within
+        the limit of its first response.
         """
         rows = whole.log.rows[whole.log.is_answered]
         of_latency = [us for name, us in self.limits_us.items() if name not in _OF_STREAMS]
@@ -103,9 +101,7 @@ class Slo:
         held = [p.load.per_s for p in rates if isinstance(p.load, Rate) and not self.broken(p)]
         highest = max(held, default=None)
         broken = [
-            p.load.per_s
-            for p in rates
-            if isinstance(p.load, Rate) and p.load.per_s > (highest or 0) and self.broken(p)
+            p.load.per_s for p in rates if isinstance(p.load, Rate) and p.load.per_s > (highest or 0) and self.broken(p)
         ]
         return {
             "limits_us": dict(self.limits_us),

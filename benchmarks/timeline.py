@@ -1,12 +1,13 @@
 """The timeline of a measurement: each request as its caller saw it and as the server did, as a trace for Perfetto.
 
-Callers and server read the same clock, CLOCK_MONOTONIC, so their times belong together without more ado on one machine. A server tells its times in
-Triton's traces, which have no field that a caller knows. So a trace is paired with a request that was in flight from before it was queued
-until after its batch was computed. If several were, as with several callers, it is the one that ended first, which leaves a
-request for every other trace if any choice does. Two requests that were in flight at the same time may be swapped therefore.
+Callers and server read the same clock, CLOCK_MONOTONIC, so their times belong together without more ado on one machine.
+A server tells its times in Triton's traces, which have no field that a caller knows. So a trace is paired with a
+request that was in flight from before it was queued until after its batch was computed. If several were, as with
+several callers, it is the one that ended first, which leaves a request for every other trace if any choice does. Two
+requests that were in flight at the same time may be swapped therefore.
 
-Requests of one batch have the same times of it. An instance executes a batch at a time, so batches that overlap are on several
-instances; each is on the first row that is free.
+Requests of one batch have the same times of it. An instance executes a batch at a time, so batches that overlap are on
+several instances; each is on the first row that is free.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class NoTraces(MoonpoolError):
 
 @dataclass(frozen=True, slots=True)
 class ServerTrace:
-    """The times of one request in the server, in nanoseconds: queued, batch begun, inputs passed, computed, batch ended."""
+    """The times of one request in the server, in nanoseconds: queued, batch begun, inputs passed, computed, batch
+    ended.
+    """
 
     model: str
     times_ns: tuple[int, int, int, int, int]
@@ -140,10 +143,10 @@ class _RecordedTrace:
 _Request = tuple[Point, Window, list[int]]
 
 
-def paired(
-    requests: Sequence[tuple[int, int]], traces: Sequence[ServerTrace]
-) -> dict[int, ServerTrace]:
-    """Return the trace of each request, by its number. `requests` have the times at which they were sent and answered."""
+def paired(requests: Sequence[tuple[int, int]], traces: Sequence[ServerTrace]) -> dict[int, ServerTrace]:
+    """Return the trace of each request, by its number. `requests` have the times at which they were sent and
+    answered.
+    """
     order = sorted(range(len(requests)), key=lambda number: requests[number][0])
     waiting: list[tuple[int, int]] = []
     found: dict[int, ServerTrace] = {}
@@ -165,15 +168,10 @@ def paired(
     return found
 
 
-def timeline_events(
-    points: Sequence[Point], traces: Sequence[ServerTrace], model: str
-) -> Iterator[dict[str, Any]]:
+def timeline_events(points: Sequence[Point], traces: Sequence[ServerTrace], model: str) -> Iterator[dict[str, Any]]:
     """Yield the events of Chrome's trace format: callers first, and then the batches of each model."""
     requests: list[_Request] = [
-        (point, window, row)
-        for point in points
-        for window in point.windows
-        for row in window.log.rows.tolist()
+        (point, window, row) for point in points for window in point.windows for row in window.log.rows.tolist()
     ]
     if not requests:
         return
@@ -188,11 +186,7 @@ def timeline_events(
     free_ns: list[int] = []
     for number, (point, window, row) in enumerate(requests):
         track = _row_of(free_ns, row[DUE], row[END])
-        arguments = {
-            "request": row[KIND],
-            "load": point.load.words,
-            "outcome": outcome_of(window, row[OUTCOME]),
-        }
+        arguments = {"request": row[KIND], "load": point.load.words, "outcome": outcome_of(window, row[OUTCOME])}
         place = {"ph": "X", "pid": 1, "tid": track, "cat": "request", "args": arguments}
         for name, from_ns, to_ns in _parts_of(row, pairs.get(number)):
             yield {**place, "name": name, **_time(from_ns, to_ns, begin_ns)}
@@ -246,9 +240,7 @@ def _time(from_ns: int, to_ns: int, begin_ns: int) -> dict[str, float]:
     return {"ts": (from_ns - begin_ns) / 1000, "dur": (to_ns - from_ns) / 1000}
 
 
-def write_timeline(
-    path: Path, points: Sequence[Point], traces: Sequence[ServerTrace], model: str
-) -> None:
+def write_timeline(path: Path, points: Sequence[Point], traces: Sequence[ServerTrace], model: str) -> None:
     """Write a file that https://ui.perfetto.dev and chrome://tracing open. Raises OSError."""
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')

@@ -10,15 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.benchmarks.generator.engine import (
-    CANCELLED,
-    COLUMNS,
-    DUE,
-    END,
-    FIRST,
-    OUTCOME,
-    SUCCEEDED,
-)
+from moonpool.benchmarks.generator.engine import CANCELLED, COLUMNS, DUE, END, FIRST, OUTCOME, SUCCEEDED
 from moonpool.benchmarks.loads import Concurrency, Load, Schedule
 from moonpool.benchmarks.resources import Resources, resources_together
 
@@ -150,9 +142,7 @@ def joined(logs: Sequence[Log]) -> Log:
         for number, text in enumerate(log.texts):
             rows[log.rows[:, OUTCOME] == number, OUTCOME] = texts.setdefault(text, len(texts))
         parts.append(rows)
-    return Log(
-        np.concatenate(parts) if parts else np.zeros((0, len(COLUMNS)), np.int64), list(texts)
-    )
+    return Log(np.concatenate(parts) if parts else np.zeros((0, len(COLUMNS)), np.int64), list(texts))
 
 
 def _none() -> NDArray[np.int64]:
@@ -248,9 +238,7 @@ def _together(loads: Sequence[ModelLoad | None]) -> ModelLoad | None:
     known = [load for load in loads if load is not None]
     if not known or len(known) < len(loads) or len({load.instances for load in known}) > 1:
         return None
-    return ModelLoad(
-        known[0].instances, sum(load.used_s for load in known), sum(load.spare_s for load in known)
-    )
+    return ModelLoad(known[0].instances, sum(load.used_s for load in known), sum(load.spare_s for load in known))
 
 
 # Figures have settled when this many windows in a row agree, as in perf_analyzer.
@@ -291,7 +279,9 @@ class Subject(Protocol):
         """Return the processes of the model's instances that are ready. From any thread."""
 
     def answered(self) -> int | None:
-        """Return how many requests the model has answered so far, by its host's count; None if that is unknown. From any thread."""
+        """Return how many requests the model has answered so far, by its host's count; None if that is unknown. From
+        any thread.
+        """
 
     def configuration_fields(self) -> dict[str, str] | None:
         """Return the digests of `digests_of_configuration` for the model; None if its configuration is unknown."""
@@ -340,9 +330,9 @@ def sweep(
 ) -> Iterator[list[Point]]:
     """Measure all loads; yield for each load a point of each subject. The next load is asked for after that.
 
-    After a warm-up that does not count, the subjects have one window each in every round, until all of them are stable or
-    have had `most_windows`. Another subject begins in each round, so that a drift of the machine hits all of them alike. `tell`
-    is called before each round with its number, 0 for the warm-up, and the windows of the round before.
+    After a warm-up that does not count, the subjects have one window each in every round, until all of them are stable
+    or have had `most_windows`. Another subject begins in each round, so that a drift of the machine hits all of them
+    alike. `tell` is called before each round with its number, 0 for the warm-up, and the windows of the round before.
     """
     for load in loads:
         if warm_up_s:
@@ -359,8 +349,6 @@ def sweep(
             if all(is_stable(each, stable_percent) for each in windows):
                 break
         yield [
-            Point(
-                load, each, is_stable(each, stable_percent), subject.advice(merged(each[-COUNT:]))
-            )
+            Point(load, each, is_stable(each, stable_percent), subject.advice(merged(each[-COUNT:])))
             for subject, each in zip(subjects, windows, strict=True)
         ]

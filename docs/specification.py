@@ -76,9 +76,7 @@ def _promises_in(expressions: list[ast.expr], path: str, name: str) -> Iterator[
             raise Wrong(f"{path}:{call.lineno}: {name} is no test")
         texts = [word.value for word in call.args if isinstance(word, ast.Constant)]
         if len(texts) != 2 or call.keywords or not all(isinstance(text, str) for text in texts):
-            raise Wrong(
-                f"{path}:{call.lineno}: a promise has a section and a sentence, as literals"
-            )
+            raise Wrong(f"{path}:{call.lineno}: a promise has a section and a sentence, as literals")
         section, text = map(str, texts)
         yield Mark(section, text, path, call.lineno, name)
 
@@ -122,12 +120,7 @@ def written(page: str, found: list[Mark]) -> str:
         named.append(section)
         return f"{heading}{notes}{_listed(made.get(section, {}))}"
 
-    text = re.sub(
-        rf"^(## (.+)\n)((?:(?!## ).*\n)*?){PLACE}\n",
-        filled,
-        page,
-        flags=re.MULTILINE,
-    )
+    text = re.sub(rf"^(## (.+)\n)((?:(?!## ).*\n)*?){PLACE}\n", filled, page, flags=re.MULTILINE)
     if sorted(named) != sorted(made):
         different = ", ".join(sorted(set(named) ^ set(made)))
         raise Wrong(f"{PAGE.name} has a heading without marks, or marks have none: {different}")
@@ -136,8 +129,7 @@ def written(page: str, found: list[Mark]) -> str:
 
 def _listed(sentences: dict[str, list[Mark]]) -> str:
     return "".join(
-        f"- {sentence} ({', '.join(mark.link for mark in those)})\n"
-        for sentence, those in sentences.items()
+        f"- {sentence} ({', '.join(mark.link for mark in those)})\n" for sentence, those in sentences.items()
     )
 
 

@@ -31,9 +31,7 @@ def main(sentences: list[str]) -> int:
     models = Path(__file__).parent / "models_with_torch"
     texts = np.array([[sentence.encode()] for sentence in sentences], dtype=object)
     try:
-        with moonpool.Runtime(
-            models, models=["sentence_embedding"], listener=moonpool.Progress()
-        ) as runtime:
+        with moonpool.Runtime(models, models=["sentence_embedding"], listener=moonpool.Progress()) as runtime:
             embeddings = runtime.infer("sentence_embedding", {"TEXT": texts})["EMBEDDING"].copy()
     except moonpool.MoonpoolError as error:
         print(error, file=sys.stderr)

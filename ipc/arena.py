@@ -131,11 +131,7 @@ class Extents:
         """Make the bytes of a block free again, and take further steps at once with that."""
         if self._spares and self._spares[-1].size_bytes != block.size_bytes:
             self._join_spares()
-        at_once(
-            partial(self.live.__delitem__, block.offset),
-            partial(self._spares.append, block),
-            *steps,
-        )
+        at_once(partial(self.live.__delitem__, block.offset), partial(self._spares.append, block), *steps)
         block.holds = 0
 
     def _join_spares(self) -> None:
@@ -309,11 +305,7 @@ class Idle:
         return over
 
     def _is_kept(self, arena: Arena, region_id: int, idle_s: float) -> bool:
-        return (
-            region_id == arena.first_grown
-            and idle_s < self._keep.first_s
-            and not is_short(arena.size_bytes)
-        )
+        return region_id == arena.first_grown and idle_s < self._keep.first_s and not is_short(arena.size_bytes)
 
 
 def is_short(size_bytes: int) -> bool:
@@ -322,9 +314,7 @@ def is_short(size_bytes: int) -> bool:
     return room is not None and room < size_bytes
 
 
-def growth_bytes(
-    present_bytes: int, needed_bytes: int, limit_bytes: int | None, others_bytes: int = 0
-) -> int:
+def growth_bytes(present_bytes: int, needed_bytes: int, limit_bytes: int | None, others_bytes: int = 0) -> int:
     """Return the size of a region to add: the sum of the present ones, within the limit, so that there are never many.
 
     `others_bytes` count towards the limit as well: memory in use elsewhere, or memory that the process may have kept.
@@ -334,9 +324,7 @@ def growth_bytes(
         return max(present_bytes, needed_bytes)
     left = (limit_bytes - present_bytes - others_bytes) // _PAGE * _PAGE
     if needed_bytes > left:
-        others = (
-            f" and {others_bytes} in use elsewhere or kept by the process" if others_bytes else ""
-        )
+        others = f" and {others_bytes} in use elsewhere or kept by the process" if others_bytes else ""
         raise OutOfMemory(
             f"{needed_bytes} bytes of shared memory are needed and {present_bytes} are in use{others}, "
             f"{limit_bytes} are allowed; raise MOONPOOL_REGION_LIMIT_BYTES or send smaller tensors"

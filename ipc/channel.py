@@ -135,20 +135,14 @@ class Channel:
     @property
     def is_half_full(self) -> bool:
         """True if the peer has so much unread that only necessary messages should be sent."""
-        unread = int.from_bytes(
-            fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder
-        )
+        unread = int.from_bytes(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
         return unread > self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
 
     def send_fds(self, packet: bytes, *descriptors: int) -> None:
         """Send a packet as `send` does, with descriptors for the peer. The caller keeps its own."""
         fds = array.array("i", descriptors)
         try:
-            self._socket.sendmsg(
-                [packet],
-                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)],
-                _AT_ONCE,
-            )
+            self._socket.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)], _AT_ONCE)
         except BlockingIOError:
             raise
         except OSError as error:
@@ -158,9 +152,7 @@ class Channel:
         """Send a packet as `send_waiting` does, with descriptors for the peer. The caller keeps its own."""
         fds = array.array("i", descriptors)
         try:
-            self._socket.sendmsg(
-                [packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else [], _NO_SIGNAL
-            )
+            self._socket.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else [], _NO_SIGNAL)
         except OSError as error:
             self._fail(error)
 
@@ -186,9 +178,7 @@ class Channel:
             return True
         poll = select.poll()
         poll.register(self._socket.fileno(), select.POLLIN)
-        return bool(
-            poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000)
-        )
+        return bool(poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000))
 
     def is_ready(self) -> bool:
         """Return True if `receive` would not block, when the descriptor was readable: here nothing else makes it so."""

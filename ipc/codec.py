@@ -211,9 +211,7 @@ def _compile(lines: list[str]) -> Check:
 
 
 def _bad(where: str, value: object) -> None:
-    shown = (
-        repr(value) if isinstance(value, (int, float, bool, type(None))) else type(value).__name__
-    )
+    shown = repr(value) if isinstance(value, (int, float, bool, type(None))) else type(value).__name__
     raise RemoteProtocolError(f"{where} may not be {shown[:80]}")
 
 

@@ -54,9 +54,7 @@ class Overflow:
 def check_size(packet: bytes, most_bytes: int) -> None:
     """Raise `LocalProtocolError` if a packet to be stored has more than so many bytes."""
     if len(packet) > most_bytes:
-        raise LocalProtocolError(
-            f"a message of {len(packet)} bytes beside its tensors; {most_bytes} is the most"
-        )
+        raise LocalProtocolError(f"a message of {len(packet)} bytes beside its tensors; {most_bytes} is the most")
 
 
 class Conversation:
@@ -64,9 +62,7 @@ class Conversation:
 
     __slots__ = ("_codec", "_is_stub", "_overflow", "after", "channel", "turn")
 
-    def __init__(
-        self, channel: Channel, us: Side, overflow: Overflow, after: Kind | None = None
-    ) -> None:
+    def __init__(self, channel: Channel, us: Side, overflow: Overflow, after: Kind | None = None) -> None:
         """`after` is the kind after which this conversation begins; None if it begins with the first message."""
         self.channel: Channel | SlotChannel = channel
         self._is_stub = us is Side.STUB

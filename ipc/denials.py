@@ -32,11 +32,7 @@ _WORDS = {
     EXEC: "start the program",
     KILL: "signal process",
 }
-CALLS, PATHS, PORTS = (
-    "MOONPOOL_SANDBOX_SYSCALLS",
-    "MOONPOOL_SANDBOX_PATHS",
-    "MOONPOOL_SANDBOX_PORTS",
-)
+CALLS, PATHS, PORTS = ("MOONPOOL_SANDBOX_SYSCALLS", "MOONPOOL_SANDBOX_PATHS", "MOONPOOL_SANDBOX_PORTS")
 TCP, UNIX = "TCP", "Unix"
 # In the text of an error, the option that would allow the act follows these words.
 TOLD = "the sandbox refused it: "
@@ -73,10 +69,7 @@ def option_for(kind: int, text: str) -> str:
     if kind == SOCKET:
         by_family = {TCP: PORTS, UNIX: f"{CALLS}=unix"}
         return by_family.get(text, "")
-    return {
-        FORK: f"{CALLS}=fork",
-        EXEC: f"{CALLS}=fork,execve",
-    }.get(kind, "")
+    return {FORK: f"{CALLS}=fork", EXEC: f"{CALLS}=fork,execve"}.get(kind, "")
 
 
 def would_allow(kind: int, text: str) -> str:

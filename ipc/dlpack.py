@@ -59,11 +59,7 @@ _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class _Managed(ctypes.Structure):
-    _fields_ = (
-        ("tensor", _Tensor),
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", _Deleter),
-    )
+    _fields_ = (("tensor", _Tensor), ("manager_ctx", ctypes.c_void_p), ("deleter", _Deleter))
 
 
 class _Versioned(ctypes.Structure):
@@ -88,18 +84,12 @@ _KINDS: tuple[tuple[bytes, type[_Managed | _Versioned], bytes], ...] = (
 _api = ctypes.pythonapi
 _name = ctypes.c_char_p
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, _name)(("PyCapsule_IsValid", _api))
-_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, _name)(
-    ("PyCapsule_GetPointer", _api)
-)
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, _name)(("PyCapsule_GetPointer", _api))
 _rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, _name)(("PyCapsule_SetName", _api))
-_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, _name, ctypes.c_void_p)(
-    ("PyCapsule_New", _api)
-)
+_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, _name, ctypes.c_void_p)(("PyCapsule_New", _api))
 # For a capsule in its destructor, by address: as an object, it would be revived.
 _is_valid_at = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, _name)(("PyCapsule_IsValid", _api))
-_pointer_at = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, _name)(
-    ("PyCapsule_GetPointer", _api)
-)
+_pointer_at = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, _name)(("PyCapsule_GetPointer", _api))
 
 
 class Foreign:

@@ -5,16 +5,7 @@ process.
 from __future__ import annotations
 
 # Triton's error codes; the index is the number on the wire.
-CODES = (
-    "UNKNOWN",
-    "INTERNAL",
-    "NOT_FOUND",
-    "INVALID_ARG",
-    "UNAVAILABLE",
-    "UNSUPPORTED",
-    "ALREADY_EXISTS",
-    "CANCELLED",
-)
+CODES = ("UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG", "UNAVAILABLE", "UNSUPPORTED", "ALREADY_EXISTS", "CANCELLED")
 
 
 # The status of an HTTP response by the code of its error. Triton's frontend answers 400 unless it says otherwise.

@@ -89,9 +89,7 @@ class Region(ABC):
             raise Closed(f"region {self.id} was closed")
         return self.buffer
 
-    def lease(
-        self, offset: int, size_bytes: int, give_back: Callable[[object], object], token: object
-    ) -> Lease:
+    def lease(self, offset: int, size_bytes: int, give_back: Callable[[object], object], token: object) -> Lease:
         """Return a lease on a block. The memory stays mapped while the lease lives, even after `close`.
 
         The caller has checked offset and size against `size_bytes`. numpy checks them again and raises

@@ -92,9 +92,7 @@ class Kind(IntEnum):
     EXITED = 47
 
 
-Spec = Union[
-    "Int", "Real", "Text", "Raw", "Flag", "Table", "ListOf", "Row", "Maybe", "OneOf", "Packed"
-]
+Spec = Union["Int", "Real", "Text", "Raw", "Flag", "Table", "ListOf", "Row", "Maybe", "OneOf", "Packed"]
 
 
 _MAX_INT = 2**63 - 1
@@ -226,9 +224,7 @@ class Message:
 
     __slots__ = ("fields", "followers", "sender")
 
-    def __init__(
-        self, sender: Any, fields: dict[str, Spec], followers: tuple[Kind, ...] = ()
-    ) -> None:
+    def __init__(self, sender: Any, fields: dict[str, Spec], followers: tuple[Kind, ...] = ()) -> None:
         # A member of the table's own enumeration of sides; None for either side.
         self.sender = sender
         self.fields = fields
@@ -331,30 +327,16 @@ WORK: dict[Kind, Message] = {
     # The layers that the stub has put on, before it knows its model: their names, and a sentence for each one that was
     # left out.
     Kind.CONFINED: Message(
-        _STUB,
-        {"version": Int(), "layers": ListOf(Text(256), 64), "left_out": ListOf(Text(SHORT), 64)},
-        (Kind.START,),
+        _STUB, {"version": Int(), "layers": ListOf(Text(256), 64), "left_out": ListOf(Text(SHORT), 64)}, (Kind.START,)
     ),
     # The model and its configuration, as JSON. `moonpool.stub.handshake` reads it.
-    Kind.START: Message(
-        _RUNTIME,
-        {"start": Text(1 << 28)},
-        (Kind.COMPLETED, Kind.LOADED, Kind.FAILED),
-    ),
+    Kind.START: Message(_RUNTIME, {"start": Text(1 << 28)}, (Kind.COMPLETED, Kind.LOADED, Kind.FAILED)),
     # The configuration after auto_complete_config, as JSON. `is_fresh`: none of the model's code has run but the import
     # of its file, so the process may become an instance with another START. Any other has nothing more to do.
-    Kind.COMPLETED: Message(
-        _STUB,
-        {"config": Text(LARGEST_CONFIG), "is_fresh": Flag()},
-        (Kind.START, Kind.FINALIZE),
-    ),
+    Kind.COMPLETED: Message(_STUB, {"config": Text(LARGEST_CONFIG), "is_fresh": Flag()}, (Kind.START, Kind.FINALIZE)),
     Kind.LOADED: Message(_STUB, {"facts": Table(64)}, (Kind.EXECUTE, Kind.SLEEP, Kind.FINALIZE)),
     # The stage, the error as the client gets it, and the traceback for the log.
-    Kind.FAILED: Message(
-        _STUB,
-        {"stage": Text(64), "message": Text(LONG), "traceback": Text(LONG)},
-        (Kind.FINALIZE,),
-    ),
+    Kind.FAILED: Message(_STUB, {"stage": Text(64), "message": Text(LONG), "traceback": Text(LONG)}, (Kind.FINALIZE,)),
     # `released`: blocks of earlier answers that are no longer in use. `details`: of each request, if any request has
     # some. `targets`: the places of outputs that the stub writes to the memory of clients.
     Kind.EXECUTE: Message(
@@ -392,14 +374,10 @@ WORK: dict[Kind, Message] = {
     # and no open request. An answer has the error that the function raised, and its traceback; both are empty if there
     # is none.
     Kind.SLEEP: Message(_RUNTIME, {}, (Kind.SLEPT,)),
-    Kind.SLEPT: Message(
-        _STUB, {"message": Text(LONG), "traceback": Text(LONG)}, (Kind.WAKE, Kind.FINALIZE)
-    ),
+    Kind.SLEPT: Message(_STUB, {"message": Text(LONG), "traceback": Text(LONG)}, (Kind.WAKE, Kind.FINALIZE)),
     Kind.WAKE: Message(_RUNTIME, {}, (Kind.WOKEN,)),
     Kind.WOKEN: Message(
-        _STUB,
-        {"message": Text(LONG), "traceback": Text(LONG)},
-        (Kind.EXECUTE, Kind.SLEEP, Kind.FINALIZE),
+        _STUB, {"message": Text(LONG), "traceback": Text(LONG)}, (Kind.EXECUTE, Kind.SLEEP, Kind.FINALIZE)
     ),
     Kind.FINALIZE: Message(_RUNTIME, {}, (Kind.FINALIZED,)),
     # The error that finalize raised; empty if none.
@@ -415,13 +393,7 @@ CONTROL: dict[Kind, Message] = {
     # of device memory that can only be shared in the older way; otherwise it is empty.
     Kind.REGION: Message(
         _RUNTIME,
-        {
-            "region": _ID,
-            "size": _ID,
-            "writer": Int(1, 2),
-            "device": _DEVICE_IF_ANY,
-            "handle": Raw(HANDLE_BYTES),
-        },
+        {"region": _ID, "size": _ID, "writer": Int(1, 2), "device": _DEVICE_IF_ANY, "handle": Raw(HANDLE_BYTES)},
     ),
     # Offers a work channel in memory, before the first region. Comes with four descriptors: the memory that the
     # runtime writes, the memory that the stub writes, the bell that the stub reads, and the bell that it rings.
@@ -440,10 +412,7 @@ CONTROL: dict[Kind, Message] = {
     Kind.RELEASE: Message(None, {"places": ListOf(_PLACE, MAX_PLACES_IN_PACKET)}),
     # The writer of the region does not use it any more.
     Kind.RETIRE: Message(None, {"region": _ID}),
-    Kind.LOG: Message(
-        _STUB,
-        {"level": Int(0, 3), "message": Text(LONG), "file": Text(SHORT), "line": Int(0, 2**31)},
-    ),
+    Kind.LOG: Message(_STUB, {"level": Int(0, 3), "message": Text(LONG), "file": Text(SHORT), "line": Int(0, 2**31)}),
     # Responses of requests that are executing or were left open; those of one request are in order.
     Kind.RESPONSES: Message(_STUB, {"responses": ListOf(_RESPONSE, MAX_RESPONSES_IN_PACKET)}),
     # No caller waits any more for the responses to this request, which is executing or open.
@@ -455,8 +424,7 @@ CONTROL: dict[Kind, Message] = {
         _STUB,
         {
             "changes": ListOf(
-                Row(metric=_ID, operation=Int(0, 2), value=Real(), count=Int(1, MAX_OBSERVATIONS)),
-                MAX_METRIC_CHANGES,
+                Row(metric=_ID, operation=Int(0, 2), value=Real(), count=Int(1, MAX_OBSERVATIONS)), MAX_METRIC_CHANGES
             ),
             "dropped": ListOf(_ID, MAX_METRIC_CHANGES),
         },
@@ -467,19 +435,13 @@ CONTROL: dict[Kind, Message] = {
         _STUB,
         {
             "denials": ListOf(
-                Row(
-                    what=Int(0, len(denials.KINDS) - 1),
-                    count=Int(1, denials.MAX_COUNT),
-                    text=Text(denials.MAX_BYTES),
-                ),
+                Row(what=Int(0, len(denials.KINDS) - 1), count=Int(1, denials.MAX_COUNT), text=Text(denials.MAX_BYTES)),
                 denials.MAX_ROWS,
             )
         },
     ),
     # The levels of LOG that the stub sends from now on.
-    Kind.LOGGING: Message(
-        _RUNTIME, {"info": Flag(), "warning": Flag(), "error": Flag(), "verbose": Flag()}
-    ),
+    Kind.LOGGING: Message(_RUNTIME, {"info": Flag(), "warning": Flag(), "error": Flag(), "verbose": Flag()}),
     # Asks the model whether it is ready. One question at a time; the reason is nil if it is.
     Kind.READY: Message(_RUNTIME, {"question": _ID}),
     Kind.READINESS: Message(_STUB, {"question": _ID, "reason": Maybe(Text(SHORT))}),
@@ -556,9 +518,7 @@ CALLS: dict[Kind, Message] = {
     ),
     Kind.UNLOAD_MODEL: Message(_STUB, {"call": _ID, "model": Text(SHORT), "dependents": Flag()}),
     # An empty version stands for the latest.
-    Kind.IS_MODEL_READY: Message(
-        _STUB, {"call": _ID, "model": Text(SHORT), "version": Text(SHORT)}
-    ),
+    Kind.IS_MODEL_READY: Message(_STUB, {"call": _ID, "model": Text(SHORT), "version": Text(SHORT)}),
     # Makes a metric, or only its family if there are no labels; DONE has its number as `metric`.
     Kind.NEW_METRIC: Message(
         _STUB,

@@ -137,12 +137,7 @@ _NO_TASK = (
     "failed to spawn thread",
     "what():  resource temporarily unavailable",  # std::thread
 )
-_NO_SPACE = (
-    "no space left on device",
-    "file size limit exceeded",
-    "file too large",
-    "disk quota exceeded",
-)
+_NO_SPACE = ("no space left on device", "file size limit exceeded", "file too large", "disk quota exceeded")
 _BY_NUMBER = {
     errno.ENOMEM: MEMORY,
     errno.EMFILE: ("open_files",),

@@ -179,9 +179,7 @@ def set_aside(region_id: int, size_bytes: int) -> int:
     except (OSError, OverflowError) as error:
         if fd >= 0:
             os.close(fd)
-        raise OutOfMemory(
-            f"cannot set aside {size_bytes} bytes of shared memory: {error}"
-        ) from error
+        raise OutOfMemory(f"cannot set aside {size_bytes} bytes of shared memory: {error}") from error
     except OutOfMemory:
         os.close(fd)
         raise
@@ -193,9 +191,7 @@ def fill(fd: int, size_bytes: int) -> None:
     # fallocate alone would go on until the kernel kills a process for the memory.
     room = headroom_bytes()
     if room is not None and size_bytes > room:
-        raise OutOfMemory(
-            f"cannot set aside {size_bytes} bytes of shared memory: {room} bytes are left"
-        )
+        raise OutOfMemory(f"cannot set aside {size_bytes} bytes of shared memory: {room} bytes are left")
     os.posix_fallocate(fd, 0, size_bytes)
 
 

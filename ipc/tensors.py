@@ -59,9 +59,7 @@ class _Dtypes(dict[int, "np.dtype[np.generic]"]):
             self[BF16] = _bfloat16()
             return self[BF16]
         if code == BYTES:
-            raise BadTensor(
-                "BYTES elements have no fixed size, so there is no dtype to view them by"
-            )
+            raise BadTensor("BYTES elements have no fixed size, so there is no dtype to view them by")
         raise BadTensor(f"{code!r} is no datatype code; codes run from 1 (BOOL) to {BF16} (BF16)")
 
 
@@ -154,16 +152,13 @@ def check_shape(shape: Sequence[int], name: str = "") -> int:
     negative, and for a product above MAX_ELEMENTS (zero-size dimensions left aside).
     """
     if len(shape) > MAX_DIMS:
-        raise BadTensor(
-            f"{_shape_of(name)} has {len(shape)} dimensions, and {MAX_DIMS} is the most"
-        )
+        raise BadTensor(f"{_shape_of(name)} has {len(shape)} dimensions, and {MAX_DIMS} is the most")
     count = bound = 1
     for size in shape:
         # A bool is an int to isinstance, and numpy's integers do not stay exact when multiplied.
         if type(size) is not int or size < 0:
             raise BadTensor(
-                f"{_shape_of(name)} has the dimension {size!r:.40}; "
-                "each dimension must be an integer of at least 0"
+                f"{_shape_of(name)} has the dimension {size!r:.40}; each dimension must be an integer of at least 0"
             )
         count *= size
         bound *= size or 1
@@ -221,9 +216,7 @@ _pack_length = struct.Struct("<I").pack
 _unpack_length = struct.Struct("<I").unpack_from
 
 
-def encode_bytes(
-    array: NDArray[np.object_] | NDArray[np.bytes_], name: str = "", first: int = 0
-) -> bytes:
+def encode_bytes(array: NDArray[np.object_] | NDArray[np.bytes_], name: str = "", first: int = 0) -> bytes:
     """Return the wire form of an array of strings (dtype object or S).
 
     Elements that are bytes are kept, everything else becomes the UTF-8 of its str(). An S array
@@ -247,9 +240,7 @@ def encode_bytes(
 
 def _prefix(length: int, name: str) -> bytes:
     if length > MAX_STRING_BYTES:
-        raise BadTensor(
-            f"an element of {_tensor(name)} has {length} bytes, and {MAX_STRING_BYTES} is the most"
-        )
+        raise BadTensor(f"an element of {_tensor(name)} has {length} bytes, and {MAX_STRING_BYTES} is the most")
     return _pack_length(length)
 
 
@@ -300,9 +291,7 @@ def decode_bytes(buffer: Buffer, shape: Sequence[int], name: str = "") -> NDArra
     # right, the length field of the last element is at its place, and comparing it detects the rest.
     if possible < count or LENGTH_BYTES * count + sum(map(len, elements)) != len(data):
         raise BadTensor(_fault(data, count, name))
-    if elements and not data.startswith(
-        _pack_length(len(elements[-1])), len(data) - len(elements[-1]) - LENGTH_BYTES
-    ):
+    if elements and not data.startswith(_pack_length(len(elements[-1])), len(data) - len(elements[-1]) - LENGTH_BYTES):
         raise BadTensor(_fault(data, count, name))
     array = np.empty(count, dtype=np.object_)
     array[:] = elements

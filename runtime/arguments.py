@@ -29,20 +29,14 @@ class Arguments:
         """Raise the error for an argument that is not what is `wanted`."""
         raise self._error(name, f"must be {wanted}, not {given!r:.80}") from None
 
-    def whole(
-        self, name: str, given: Any, low: int, high: int | None = None, also: str = ""
-    ) -> int:
+    def whole(self, name: str, given: Any, low: int, high: int | None = None, also: str = "") -> int:
         """Check a whole number. `also` names what else the argument may be, which the caller has checked."""
         try:
             number = -1 if isinstance(given, bool) else operator.index(given)
         except TypeError:
             number = -1
         if number < low or (high is not None and number > high):
-            self.refuse(
-                name,
-                f"a whole number from {low} {'on' if high is None else f'to {high}'}{also}",
-                given,
-            )
+            self.refuse(name, f"a whole number from {low} {'on' if high is None else f'to {high}'}{also}", given)
         return number
 
     def seconds(self, name: str, given: float) -> float:

@@ -60,9 +60,7 @@ class Outlet(Generic[T]):
     Any thread may call any method, and only `flush` waits.
     """
 
-    def __init__(
-        self, name: str, write: Callable[[list[T], int], object], most_waiting: int
-    ) -> None:
+    def __init__(self, name: str, write: Callable[[list[T], int], object], most_waiting: int) -> None:
         """`write` gets items in their order, and the number of those that were dropped after them.
 
         `name` is that of the thread.
@@ -165,16 +163,7 @@ class Outlet(Generic[T]):
 # A record with its logger and what it has beyond a plain one.
 _Logged: TypeAlias = tuple[logging.Logger, logging.LogRecord, Mapping[str, object] | None]
 # The attributes that tell when and where a record was logged.
-_OF_THE_MOMENT = (
-    "created",
-    "msecs",
-    "relativeCreated",
-    "thread",
-    "threadName",
-    "process",
-    "processName",
-    "taskName",
-)
+_OF_THE_MOMENT = ("created", "msecs", "relativeCreated", "thread", "threadName", "process", "processName", "taskName")
 
 
 class RuntimeLog:
@@ -194,9 +183,7 @@ class RuntimeLog:
         """Log what helps to find a fault."""
         self._take(logging.DEBUG, message, arguments)
 
-    def info(
-        self, message: str, *arguments: object, extra: Mapping[str, object] | None = None
-    ) -> None:
+    def info(self, message: str, *arguments: object, extra: Mapping[str, object] | None = None) -> None:
         """Log what happens as a rule."""
         self._take(logging.INFO, message, arguments, extra=extra)
 
@@ -218,13 +205,7 @@ class RuntimeLog:
         """Log what went wrong, with the traceback of the exception that is being handled."""
         self._take(logging.ERROR, message, arguments, sys.exc_info()[1])
 
-    def log(
-        self,
-        level: int,
-        message: str,
-        *arguments: object,
-        extra: Mapping[str, object] | None = None,
-    ) -> None:
+    def log(self, level: int, message: str, *arguments: object, extra: Mapping[str, object] | None = None) -> None:
         """Log something at a level."""
         self._take(level, message, arguments, extra=extra)
 
@@ -243,14 +224,7 @@ class RuntimeLog:
         code = frame.f_code
         exc_info: Any = None if error is None else (type(error), error, error.__traceback__)
         record = logging.LogRecord(
-            self.logger.name,
-            level,
-            code.co_filename,
-            frame.f_lineno,
-            message,
-            arguments,
-            exc_info,
-            code.co_name,
+            self.logger.name, level, code.co_filename, frame.f_lineno, message, arguments, exc_info, code.co_name
         )
         record.__dict__.update(extra or {})
         _RECORDS.put((self.logger, record, extra))
@@ -276,14 +250,10 @@ class _Handling:
         if dropped:
             text = "%d records were dropped here: the handlers of this log take too long"
             path, line = __file__, sys._getframe().f_lineno
-            record = logging.LogRecord(
-                "moonpool", logging.WARNING, path, line, text, (dropped,), None, "__call__"
-            )
+            record = logging.LogRecord("moonpool", logging.WARNING, path, line, text, (dropped,), None, "__call__")
             self._handle(logging.getLogger("moonpool"), record, None)
 
-    def _handle(
-        self, logger: logging.Logger, record: logging.LogRecord, extra: Mapping[str, object] | None
-    ) -> None:
+    def _handle(self, logger: logging.Logger, record: logging.LogRecord, extra: Mapping[str, object] | None) -> None:
         try:
             logger.handle(_finished(logger, record, extra))
         except BaseException:  # also SystemExit: the other records are not to blame
@@ -313,9 +283,7 @@ def _finished(
         record.funcName,
         extra,
     )
-    made.__dict__.update(
-        {name: record.__dict__[name] for name in _OF_THE_MOMENT if name in record.__dict__}
-    )
+    made.__dict__.update({name: record.__dict__[name] for name in _OF_THE_MOMENT if name in record.__dict__})
     return made
 
 

@@ -32,12 +32,7 @@ from moonpool.runtime.log import RuntimeLog, flush
 from moonpool.runtime.model.backend import Backend
 from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.model import ModelConfig
-from moonpool.runtime.model.config.options import (
-    OF_LOAD,
-    OperatorOptions,
-    check_level,
-    said_in_a_load,
-)
+from moonpool.runtime.model.config.options import OF_LOAD, OperatorOptions, check_level, said_in_a_load
 from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.model.request import Response
 from moonpool.runtime.model.signature import RequestOptions, request_with
@@ -53,11 +48,7 @@ from moonpool.runtime.repository.grants import Grants, as_argument
 from moonpool.runtime.repository.loading import HostingRules, Wanted
 from moonpool.runtime.repository.repository import ModelRepositories, suggesting
 from moonpool.runtime.residency.policy import Resident
-from moonpool.runtime.schedule.callers import (
-    response_of,
-    submit_for_future,
-    wait_for_response,
-)
+from moonpool.runtime.schedule.callers import response_of, submit_for_future, wait_for_response
 from moonpool.runtime.schedule.rate_limiter import RateLimiter, limiter_of
 from moonpool.runtime.schedule.response_cache import cache_of
 from moonpool.runtime.schedule.scheduler import ABANDONED_S
@@ -147,9 +138,7 @@ class Runtime:
         rules = _rules(sandbox, sandbox_grants, model_options or {}, config_limits)
         others = _others(drain_timeout_s, verbose, listener, metrics, resident)
         models = None if models is None else OF_RUNTIME.texts("models", models, "a list of names")
-        self._models = ModelRegistry(
-            found, _checked(backends), BackendDirectory(backend_directory), *others
-        )
+        self._models = ModelRegistry(found, _checked(backends), BackendDirectory(backend_directory), *others)
         self._models.rules = replace(rules, limits_rate=limiter is not None)
         self._models.cache, self._models.limiter = cache, limiter
         _close_at_the_end(self._models)
@@ -399,9 +388,7 @@ class Runtime:
         request = request_with(hosted.signature, inputs, options)
         return response_of(await wait_for_outcome(hosted.scheduler, request, timeout_s))
 
-    def submit(
-        self, model: str, inputs: Mapping[str, Any], *, version: int | None = None
-    ) -> Future[Response]:
+    def submit(self, model: str, inputs: Mapping[str, Any], *, version: int | None = None) -> Future[Response]:
         """Send a request and return at once. The future has the response, or raises what `infer` raises.
 
         Cancelling the future cancels the request. Callbacks of the future run on a thread of the runtime for such
@@ -472,37 +459,22 @@ class Runtime:
         return calls.whole(hosted, CHAT, asked, timeout_s)
 
     async def achat(
-        self,
-        model: str,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        timeout_s: float | None = None,
-        **fields: Any,
+        self, model: str, messages: Sequence[Mapping[str, Any]], *, timeout_s: float | None = None, **fields: Any
     ) -> dict[str, Any]:
         """Ask as `chat` does, from an asyncio event loop. Cancelling the task ends the model's iterator."""
         asked = {**fields, "model": model, "messages": list(messages), "stream": False}
         return await calls.awhole(self._find(model, None), CHAT, asked, timeout_s)
 
-    def embed(
-        self, model: str, texts: Sequence[str], *, timeout_s: float | None = None
-    ) -> NDArray[np.float32]:
+    def embed(self, model: str, texts: Sequence[str], *, timeout_s: float | None = None) -> NDArray[np.float32]:
         """Return a row of numbers for each text, from a model with a method `embed`. Raises what `infer` raises."""
         return calls.embed(self._find(model, None), texts, timeout_s)
 
     @overload
-    def empty(
-        self, model: str, name: str, shape: int | Sequence[int], version: int | None = None
-    ) -> NDArray[Any]: ...
+    def empty(self, model: str, name: str, shape: int | Sequence[int], version: int | None = None) -> NDArray[Any]: ...
 
     @overload
     def empty(
-        self,
-        model: str,
-        name: str,
-        shape: int | Sequence[int],
-        version: int | None = None,
-        *,
-        device: int,
+        self, model: str, name: str, shape: int | Sequence[int], version: int | None = None, *, device: int
     ) -> DeviceArray: ...
 
     def empty(
@@ -656,10 +628,7 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 def _rules(
-    sandbox: str | None,
-    grants: Iterable[str],
-    options: Mapping[str, Mapping[str, str | float]],
-    limits: Iterable[str],
+    sandbox: str | None, grants: Iterable[str], options: Mapping[str, Mapping[str, str | float]], limits: Iterable[str]
 ) -> HostingRules:
     usual = ConfigLimits(option='Runtime(config_limits=["{}"])')
     return HostingRules(
@@ -715,9 +684,7 @@ def _prepare_program() -> None:
     fill_standard_descriptors()
 
 
-def _paths(
-    repository: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-) -> Sequence[str | os.PathLike[str]]:
+def _paths(repository: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Sequence[str | os.PathLike[str]]:
     if isinstance(repository, str | os.PathLike):
         return [repository]
     given = OF_RUNTIME.items("repository", repository, "a path, or a list of paths")

@@ -151,12 +151,7 @@ def _fork_beside(places: _Places) -> int:
 
 
 def _become(
-    name: str,
-    variables: dict[str, str | None],
-    fds: list[int],
-    parent_pid: int,
-    folder: str,
-    channel: Channel,
+    name: str, variables: dict[str, str | None], fds: list[int], parent_pid: int, folder: str, channel: Channel
 ) -> tuple[str, list[int]]:
     """Become a process of its own, in a fork: leave the session, the channel and the output of the template."""
     try:

@@ -61,9 +61,7 @@ def forget_msgpack(folder: str) -> None:
     """Let the model import the msgpack of its own environment, if that is another one."""
     import importlib.util
 
-    kept = {
-        name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "msgpack"
-    }
+    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "msgpack"}
     found = importlib.util.find_spec("msgpack")
     if found is not None and found.origin == os.path.join(folder, "__init__.py"):
         sys.modules.update(kept)

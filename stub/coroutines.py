@@ -49,9 +49,7 @@ class Coroutines:
         self._is_stopped = False
 
     def start(
-        self,
-        coroutine: Coroutine[Any, Any, object],
-        done: Callable[[object, BaseException | None], None],
+        self, coroutine: Coroutine[Any, Any, object], done: Callable[[object, BaseException | None], None]
     ) -> None:
         """Run a coroutine, and then `done` with its result or its exception, on the loop's thread.
 
@@ -104,9 +102,7 @@ class Coroutines:
             threads.end_process()
 
     async def _run(
-        self,
-        coroutine: Coroutine[Any, Any, object],
-        done: Callable[[object, BaseException | None], None],
+        self, coroutine: Coroutine[Any, Any, object], done: Callable[[object, BaseException | None], None]
     ) -> None:
         try:
             done(await coroutine, None)

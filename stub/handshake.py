@@ -132,12 +132,7 @@ class Handshake:
     """Holds START and the channels to the runtime, once the handshake is over."""
 
     def __init__(
-        self,
-        name: str,
-        conversation: Conversation,
-        control: Channel,
-        calls: Channel,
-        announced: Announced,
+        self, name: str, conversation: Conversation, control: Channel, calls: Channel, announced: Announced
     ) -> None:
         self.name = name
         self.conversation = conversation

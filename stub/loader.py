@@ -150,9 +150,7 @@ def _package_name(folder_name: str) -> str:
 def _package_spec(name: str, folder: str) -> ModuleSpec:
     file = os.path.join(folder, "__init__.py")
     if os.path.isfile(file):
-        spec = importlib.util.spec_from_file_location(
-            name, file, submodule_search_locations=[folder]
-        )
+        spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[folder])
         if spec is not None:
             return spec
     spec = ModuleSpec(name, None, is_package=True)
@@ -198,10 +196,7 @@ def _find(module: ModuleType, path: str, qualname: str | None) -> Callable[..., 
         for part in qualname.split("."):
             found = getattr(found, part, None)
         if not callable(found):
-            raise LoadError(
-                "class",
-                f"{path} has no class or function '{qualname}'; it defines {_classes_of(module)}.",
-            )
+            raise LoadError("class", f"{path} has no class or function '{qualname}'; it defines {_classes_of(module)}.")
         return found
     # A class beside a model may have methods of any names. Those of OpenAI's API count only if no class is called.
     models = _models_in(module, ("__call__",)) or _models_in(module, METHODS)
@@ -242,8 +237,6 @@ def _example(module: ModuleType, models: Sequence[type]) -> str:
 
 def _classes_of(module: ModuleType) -> str:
     names = [
-        name
-        for name, value in vars(module).items()
-        if isinstance(value, type) and value.__module__ == module.__name__
+        name for name, value in vars(module).items() if isinstance(value, type) and value.__module__ == module.__name__
     ]
     return ", ".join(names) or "no class at all"

@@ -93,13 +93,7 @@ class Stub:
         trackers.settle(handshake.policy, start.get("layers", ()))
         os.register_at_fork(after_in_child=denials.disown, after_in_parent=denials.hear_forks)
         self._calls = Calls(handshake.calls, peer.regions)
-        self._host = StubHost(
-            self._calls,
-            peer.regions,
-            peer.control,
-            start["instance"],
-            is_compiled=start["compiled"],
-        )
+        self._host = StubHost(self._calls, peer.regions, peer.control, start["instance"], is_compiled=start["compiled"])
         host.use(self._host)
         ForkBroker(self._calls.disown)
 
@@ -152,9 +146,7 @@ class Stub:
         count = self._handshake.start["objects"]
         self._readiness.check = model.is_ready
         if count > 1:
-            self._objects = ModelThreads(
-                [model, *(model.another(number) for number in range(1, count))]
-            )
+            self._objects = ModelThreads([model, *(model.another(number) for number in range(1, count))])
             if model.is_ready is not None:
                 self._readiness.check = partial(self._objects.why_not_ready, self._ask_readiness)
 
@@ -257,9 +249,7 @@ class Stub:
         self._answer(peer)
         return None
 
-    def _execute_stacked(
-        self, model: Model, native: NativeAdapter, peer: Peer, packet: bytes
-    ) -> bool:
+    def _execute_stacked(self, model: Model, native: NativeAdapter, peer: Peer, packet: bytes) -> bool:
         """Execute a batch of one of moonpool's own models, and answer.
 
         Returns False, and has done nothing, for a batch whose rows do not lie one after another, and for any other
@@ -297,9 +287,7 @@ class Stub:
             signal.raise_signal(signal.SIGBUS)
             raise
 
-    def _take(
-        self, model: Model, answer: Answer, requests: list[InferenceRequest], returned: object
-    ) -> None:
+    def _take(self, model: Model, answer: Answer, requests: list[InferenceRequest], returned: object) -> None:
         """Take what the model has returned: its responses, or a coroutine that will answer."""
         if type(returned) is CoroutineType:
             self._start(model, answer, returned, requests)
@@ -327,24 +315,16 @@ class Stub:
 
     # Responses that come later
 
-    def _hand_over(
-        self, objects: ModelThreads, answer: Answer, requests: list[InferenceRequest]
-    ) -> None:
+    def _hand_over(self, objects: ModelThreads, answer: Answer, requests: list[InferenceRequest]) -> None:
         """Leave the requests open until an object of the model has executed them."""
         for request in requests:
             request.reply()
         given = requests[:]
-        objects.start(
-            given, lambda model, returned, error: self._ended(model, given, returned, error)
-        )
+        objects.start(given, lambda model, returned, error: self._ended(model, given, returned, error))
         answer.leave_open(requests)
 
     def _start(
-        self,
-        model: Model,
-        answer: Answer,
-        coroutine: CoroutineType[Any, Any, object],
-        requests: list[InferenceRequest],
+        self, model: Model, answer: Answer, coroutine: CoroutineType[Any, Any, object], requests: list[InferenceRequest]
     ) -> None:
         """Leave the requests open until a coroutine of the model has ended."""
         for request in requests:
@@ -353,11 +333,7 @@ class Stub:
         answer.leave_open(requests)
 
     def _ended(
-        self,
-        model: Model,
-        requests: list[InferenceRequest],
-        returned: object,
-        error: BaseException | None,
+        self, model: Model, requests: list[InferenceRequest], returned: object, error: BaseException | None
     ) -> None:
         """Answer the requests that are still open. On the thread of the coroutines, or of an object."""
         try:

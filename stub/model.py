@@ -99,41 +99,27 @@ class Model:
         return adapter if isinstance(adapter, NativeAdapter) and adapter.sees_rows_only else None
 
     def _no_execute(self, requests: list[InferenceRequest]) -> object:  # noqa: ARG002 - as execute
-        raise InvalidReturn(
-            f"Python model {self._start['file']} does not implement `execute` method."
-        )
+        raise InvalidReturn(f"Python model {self._start['file']} does not implement `execute` method.")
 
-    def responses(
-        self, returned: object, requests: list[InferenceRequest]
-    ) -> list[InferenceResponse | None]:
+    def responses(self, returned: object, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
         """Return one response for each request, None for requests that the model answers in another way.
 
         Raises `InvalidReturn`.
         """
         if type(returned) is list and len(returned) == len(requests) and not self._is_decoupled:
             for response, request in zip(returned, requests):
-                if (
-                    type(response) is not InferenceResponse
-                    or request._release_flags
-                    or request._reply is not None
-                ):
+                if type(response) is not InferenceResponse or request._release_flags or request._reply is not None:
                     break
             else:
                 return returned
         return self._validated(returned, requests)
 
-    def _validated(
-        self, returned: object, requests: list[InferenceRequest]
-    ) -> list[InferenceResponse | None]:
+    def _validated(self, returned: object, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
         """Do the same as `responses` for all but the plain case of one response to each request."""
         if type(returned) is not list and isinstance(returned, list):
             returned = list(returned)  # a subclass may have methods of the model's
         validate_execute_return(
-            returned,
-            requests,
-            self._instance,
-            decoupled=self._is_decoupled,
-            reschedules=self._reschedules,
+            returned, requests, self._instance, decoupled=self._is_decoupled, reschedules=self._reschedules
         )
         if returned is None:
             return [None] * len(requests)
@@ -168,9 +154,7 @@ class Model:
 
     def failure(self, described: str) -> str:
         """Return the error text for the clients of a batch in which `execute` raised."""
-        return (
-            f"Failed to process the request(s) for model '{self._instance}', message: {described}"
-        )
+        return f"Failed to process the request(s) for model '{self._instance}', message: {described}"
 
     @property
     def completes_itself(self) -> bool:
@@ -314,18 +298,11 @@ def import_class(start: dict[str, Any]) -> Any:
     """Load the class of the model, or the function that is one. Raises `LoadError`."""
     if start["kind"] == "native":
         return loader.load_native(start["file"], start["class_name"])
-    return loader.load_triton(
-        start["file"], start["version_dir"], start["model_dir"], start["backend_dir"]
-    )
+    return loader.load_triton(start["file"], start["version_dir"], start["model_dir"], start["backend_dir"])
 
 
 def validate_execute_return(
-    returned: object,
-    requests: Sequence[InferenceRequest],
-    instance_name: str,
-    *,
-    decoupled: bool,
-    reschedules: bool,
+    returned: object, requests: Sequence[InferenceRequest], instance_name: str, *, decoupled: bool, reschedules: bool
 ) -> None:
     """Raise InvalidReturn, with Triton's texts, unless `returned` is a valid answer to `requests`.
 
@@ -334,8 +311,7 @@ def validate_execute_return(
     if decoupled:
         if returned is not None:
             raise InvalidReturn(
-                f"Python model '{instance_name}' is using the decoupled mode and the execute "
-                "function must return None."
+                f"Python model '{instance_name}' is using the decoupled mode and the execute function must return None."
             )
     elif returned is not None:
         _validate_list(returned, requests)
@@ -348,9 +324,7 @@ def validate_execute_return(
 
 def _validate_list(returned: object, requests: Sequence[InferenceRequest]) -> None:
     if not isinstance(returned, list):
-        raise InvalidReturn(
-            f"Expected a list in the execute return, found type '{type(returned)}'."
-        )
+        raise InvalidReturn(f"Expected a list in the execute return, found type '{type(returned)}'.")
     if len(returned) != len(requests):
         raise InvalidReturn(
             "Number of InferenceResponse objects do not match the number of InferenceRequest "
@@ -377,19 +351,14 @@ def _validate_entry(response: object, request: InferenceRequest) -> None:
         )
     reply = request._reply
     if reply is not None and (reply.count or reply.is_closed):
-        raise InvalidReturn(
-            "Unable to send response. Non-decoupled model cannot send more than one response."
-        )
+        raise InvalidReturn("Unable to send response. Non-decoupled model cannot send more than one response.")
 
 
 class Readiness:
     """Asks a model's `is_ready` on its own thread, so that nothing else waits for the model."""
 
     def __init__(
-        self,
-        instance: str,
-        send: Callable[..., None],
-        wait_for: Callable[[Coroutine[Any, Any, object]], object],
+        self, instance: str, send: Callable[..., None], wait_for: Callable[[Coroutine[Any, Any, object]], object]
     ) -> None:
         """Take `send`, which sends a control message, and `wait_for`, which runs a coroutine beside the model's
         others.

@@ -46,8 +46,7 @@ def describe(error: BaseException) -> str:
     frames = _model_frames(error.__traceback__)
     if frames:
         text += "\n\nAt:\n" + "".join(
-            f"  {frame.tb_frame.f_code.co_filename}({frame.tb_lineno}): "
-            f"{frame.tb_frame.f_code.co_name}\n"
+            f"  {frame.tb_frame.f_code.co_filename}({frame.tb_lineno}): {frame.tb_frame.f_code.co_name}\n"
             for frame in reversed(frames)
         )
     return _cut(text)
@@ -100,8 +99,7 @@ def _message(error: BaseException) -> str:
             text += "".join(f"\n{note!s:.1000}" for note in notes)
     except BaseException as second:  # the model wrote these methods
         return (
-            "<MESSAGE UNAVAILABLE DUE TO ANOTHER EXCEPTION>\n\n"
-            f"MESSAGE UNAVAILABLE DUE TO EXCEPTION: {_name(second)}"
+            f"<MESSAGE UNAVAILABLE DUE TO ANOTHER EXCEPTION>\n\nMESSAGE UNAVAILABLE DUE TO EXCEPTION: {_name(second)}"
         )
     # A socket and a log take only texts that have a UTF-8 form.
     return text.encode("utf-8", "backslashreplace").decode() or "<EMPTY MESSAGE>"
@@ -117,9 +115,7 @@ def _model_frames(traceback: TracebackType | None) -> list[TracebackType]:
 
 
 def _is_library(file: str) -> bool:
-    return (
-        file.startswith((_STANDARD_LIBRARY, "<frozen ")) or f"{os.sep}site-packages{os.sep}" in file
-    )
+    return file.startswith((_STANDARD_LIBRARY, "<frozen ")) or f"{os.sep}site-packages{os.sep}" in file
 
 
 def _cut(text: str) -> str:
@@ -299,18 +295,9 @@ _OWN_FILES = "ro:/proc"
 # Its workers send descriptors to each other. After a fork they do so by the stub (`hosts/forks.py`), and by sockets
 # otherwise.
 _SENDS_DESCRIPTORS = "torch.utils.data"
-_WITHOUT_FORK = (
-    "multiprocessing.popen_spawn_posix",
-    "multiprocessing.popen_forkserver",
-    "multiprocessing.forkserver",
-)
+_WITHOUT_FORK = ("multiprocessing.popen_spawn_posix", "multiprocessing.popen_forkserver", "multiprocessing.forkserver")
 # The calls behind names that the last function uses.
-_OF_NAMES = (
-    ("fork_exec", _PROGRAM),
-    ("epoll", _EPOLL),
-    ("EpollSelector", _EPOLL),
-    ("lockf", ("locks",)),
-)
+_OF_NAMES = (("fork_exec", _PROGRAM), ("epoll", _EPOLL), ("EpollSelector", _EPOLL), ("lockf", ("locks",)))
 # Names that the last function uses to make shared memory and semaphores.
 _SHARED = frozenset(["shm_open", "SemLock", "SharedMemory", "Semaphore"])
 _SHARED_MEMORY = "rw:/dev/shm"
@@ -407,11 +394,4 @@ def _about_users(error: BaseException, text: str, policy: Policy) -> str:
 
 
 # What the places tell is certain, and the latest denial may be of something else.
-_ADVISERS = (
-    _about_places,
-    _about_refusals,
-    _about_limits,
-    _about_modules,
-    _about_variables,
-    _about_users,
-)
+_ADVISERS = (_about_places, _about_refusals, _about_limits, _about_modules, _about_variables, _about_users)

@@ -65,12 +65,7 @@ class TemplateHost(Host):
         self._metrics = 0
 
     def new_metric(
-        self,
-        name: str,
-        description: str,
-        kind: int,
-        labels: Mapping[str, str] | None,
-        buckets: Sequence[float] | None,
+        self, name: str, description: str, kind: int, labels: Mapping[str, str] | None, buckets: Sequence[float] | None
     ) -> int:
         self._calls.append(("new_metric", (name, description, kind, labels, buckets)))
         # The runtime numbers the metrics of a stub in the same way.
@@ -85,8 +80,7 @@ class TemplateHost(Host):
 
     def refusal(self, doing: str) -> TritonModelException:
         return TritonModelException(
-            f"Failed to {doing}: a template process has no runtime to ask; set MOONPOOL_PREFORK to "
-            "imports, or to no."
+            f"Failed to {doing}: a template process has no runtime to ask; set MOONPOOL_PREFORK to imports, or to no."
         )
 
     def repeat(self, other: Host) -> None:
@@ -162,11 +156,7 @@ class Template:
         gc.freeze()
 
     def _facts(self) -> dict[str, object]:
-        return {
-            "pid": os.getpid(),
-            "python": sys.version.split()[0],
-            "numpy": np.__version__,
-        }
+        return {"pid": os.getpid(), "python": sys.version.split()[0], "numpy": np.__version__}
 
     def _log(self, level: int, message: str, file: str, line: int) -> None:
         packet = encode(*logger.log_message(level, message, file, line))

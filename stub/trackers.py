@@ -31,11 +31,7 @@ from moonpool.stub.sandbox.mounts import LAYER
 from moonpool.stub.sandbox.rules import FORK, UNIX
 
 _TRACKER = "multiprocessing.resource_tracker"
-_TRACKERS = (
-    _TRACKER,
-    "joblib.externals.loky.backend.resource_tracker",
-    "loky.backend.resource_tracker",
-)
+_TRACKERS = (_TRACKER, "joblib.externals.loky.backend.resource_tracker", "loky.backend.resource_tracker")
 
 
 def settle(policy: Policy, layers: Collection[str]) -> None:
@@ -86,9 +82,7 @@ class _AtImport:
         self._name = name
         self._act = act
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self._name:
             return None
         sys.meta_path.remove(self)

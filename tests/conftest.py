@@ -21,10 +21,7 @@ from tests.gpu import cards
 from tests.leaks import GRACE_S, _leaves_nothing_behind
 from tests.runtime.cli.shell import cli, forks
 from tests.runtime.recorder import tensor
-from tests.sandbox_level import (
-    _models_share_the_folder_of_a_test,
-    pytest_collection_modifyitems,
-)
+from tests.sandbox_level import _models_share_the_folder_of_a_test, pytest_collection_modifyitems
 from tests.thorough import pytest_itemcollected
 from tests.triton import recording
 from tests.workers import pytest_xdist_make_scheduler, pytest_xdist_setupnodes
@@ -76,9 +73,7 @@ def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     if not pluginmanager.hasplugin("timeout"):
         # A machine with a card may lack the plug-in, and has no network to install it from.
-        parser.addini(
-            "timeout", "of pytest-timeout, which is not here: nothing ends a test that hangs"
-        )
+        parser.addini("timeout", "of pytest-timeout, which is not here: nothing ends a test that hangs")
     sandbox_level.pytest_addoption(parser)
     recording.pytest_addoption(parser)
     seed.add_options(parser)

@@ -95,9 +95,7 @@ class TritonPythonModel:
 TEXT = (Io("Y", "STRING", "1"),)
 
 
-def step(
-    model: str, inputs: Mapping[str, str], outputs: Mapping[str, str], version: int = -1
-) -> str:
+def step(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str], version: int = -1) -> str:
     """Return the text of a step. `inputs` and `outputs` map tensors of the model to those of the ensemble."""
     maps = [
         f'{kind} {{ key: "{key}" value: "{value}" }}'
@@ -110,10 +108,7 @@ def step(
 def chain(models: Sequence[str], first: str = "A", last: str = "B") -> list[str]:
     """Return steps of models with one input X and one output Y, each of which reads what the one before wrote."""
     between = [first, *(f"t{number}" for number in range(1, len(models))), last]
-    return [
-        step(model, {"X": between[number]}, {"Y": between[number + 1]})
-        for number, model in enumerate(models)
-    ]
+    return [step(model, {"X": between[number]}, {"Y": between[number + 1]}) for number, model in enumerate(models)]
 
 
 def write_model(
@@ -132,15 +127,10 @@ def write_model(
     (repository / name / "config.pbtxt").write_text(text)
 
 
-def ensemble_text(
-    steps: Sequence[str], inputs: Sequence[Io] = A, outputs: Sequence[Io] = B, more: str = ""
-) -> str:
+def ensemble_text(steps: Sequence[str], inputs: Sequence[Io] = A, outputs: Sequence[Io] = B, more: str = "") -> str:
     """Return the configuration of an ensemble."""
     scheduling = "".join(f"  step {each}\n" for each in steps)
-    return (
-        f'platform: "ensemble"\n{_tensors(inputs, outputs)}'
-        f"ensemble_scheduling {{\n{scheduling}}}\n{more}\n"
-    )
+    return f'platform: "ensemble"\n{_tensors(inputs, outputs)}ensemble_scheduling {{\n{scheduling}}}\n{more}\n'
 
 
 def write_ensemble(

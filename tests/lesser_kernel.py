@@ -33,9 +33,7 @@ def lack(refusals: Mapping[str, int]) -> None:
         code += [(_IF_EQUAL, 0, 1, kernel.NUMBERS[name]), (_RETURN, 0, 0, _ERRNO | error)]
     code.append((_RETURN, 0, 0, _ALLOW))
     identity.forbid_new_privileges()
-    seccomp.install(
-        struct.pack("=" + "HBBI" * len(code), *(word for each in code for word in each))
-    )
+    seccomp.install(struct.pack("=" + "HBBI" * len(code), *(word for each in code for word in each)))
 
 
 def main() -> None:

@@ -27,8 +27,7 @@ from typing import Protocol
 from tests.waiting import wait_until
 
 BLOCK = re.compile(
-    r"^(?:<!-- not run: (?P<why>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```",
-    re.MULTILINE | re.DOTALL,
+    r"^(?:<!-- not run: (?P<why>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL
 )
 # The first line of a block that is a file.
 NAMED = re.compile(r"# ([\w/.-]+\.(?:py|pbtxt|toml|yml|yaml))\n")
@@ -104,9 +103,7 @@ def blocks(path: Path) -> list[Block]:
 
 def shape_of(text: str) -> list[str]:
     """Return the lines of an output without its numbers and the widths of its columns."""
-    lines = (
-        re.sub(r"\s+", " ", re.sub(r"[\d.,]*\d", "0", line)).strip() for line in text.splitlines()
-    )
+    lines = (re.sub(r"\s+", " ", re.sub(r"[\d.,]*\d", "0", line)).strip() for line in text.splitlines())
     return [line for line in lines if line]
 
 
@@ -137,9 +134,7 @@ class Commands(Protocol):
     """Runs moonpool's commands."""
 
     def run(self, arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]: ...
-    def start(
-        self, arguments: Sequence[str], folder: Path, stdout: int, stderr: int
-    ) -> Process: ...
+    def start(self, arguments: Sequence[str], folder: Path, stdout: int, stderr: int) -> Process: ...
 
 
 class Installed:
@@ -156,9 +151,7 @@ class Installed:
         )
 
     def start(self, arguments: Sequence[str], folder: Path, stdout: int, stderr: int) -> Process:
-        return subprocess.Popen(
-            [".venv/bin/moonpool", *arguments], cwd=folder, stdout=stdout, stderr=stderr
-        )
+        return subprocess.Popen([".venv/bin/moonpool", *arguments], cwd=folder, stdout=stdout, stderr=stderr)
 
 
 class Server:
@@ -255,9 +248,7 @@ class Reader:
                 self.complaints.append(f"{line}\n{self._server.text()}")
             return
         words = [self._with_ports(word) for word in words]
-        self._ended(
-            line, self._commands.run(words, self.folder), may_miss=not named.isdisjoint(LIMITS)
-        )
+        self._ended(line, self._commands.run(words, self.folder), may_miss=not named.isdisjoint(LIMITS))
 
     def _with_ports(self, text: str) -> str:
         if self._server is None:
@@ -278,22 +269,14 @@ class Reader:
     def _program(self, *command: str) -> subprocess.CompletedProcess[str]:
         path = f"{self.folder / '.venv' / 'bin'}:{os.environ['PATH']}"
         return subprocess.run(
-            command,
-            cwd=self.folder,
-            env={**os.environ, "PATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
+            command, cwd=self.folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
         )
 
-    def _ended(
-        self, line: str, ended: subprocess.CompletedProcess[str], *, may_miss: bool = False
-    ) -> None:
+    def _ended(self, line: str, ended: subprocess.CompletedProcess[str], *, may_miss: bool = False) -> None:
         self.printed[line] = self.printed.get(line, "") + ended.stdout
         if ended.returncode not in (0, int(may_miss)) or "Traceback" in ended.stderr:
             self.complaints.append(
-                f"{line or 'a program'} ended with {ended.returncode}\n"
-                f"{ended.stdout[-2000:]}{ended.stderr[-2000:]}"
+                f"{line or 'a program'} ended with {ended.returncode}\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}"
             )
 
     def _end_server(self) -> None:

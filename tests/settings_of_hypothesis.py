@@ -13,8 +13,6 @@ def load(config: pytest.Config) -> None:
         from hypothesis import HealthCheck, settings
     except ImportError:  # a machine with a card may lack it, and runs no such test
         return
-    settings.register_profile(
-        "moonpool", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-    )
+    settings.register_profile("moonpool", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     if config.getoption("--hypothesis-profile", None) is None:
         settings.load_profile("moonpool")

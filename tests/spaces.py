@@ -119,9 +119,7 @@ def main() -> None:
     except OSError as error:
         sys.exit(f"{error}")
     first = os.fork()
-    status = (
-        os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) if first else _be_first(kept, program)
-    )
+    status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) if first else _be_first(kept, program)
     sys.exit(status if status >= 0 else 128 - status)
 
 

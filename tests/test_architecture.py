@@ -89,8 +89,7 @@ def test_the_page_has_the_storeys_of_the_runtime_in_their_order() -> None:
     text = PAGE.read_text(encoding="utf-8")
     table = text.partition("| in `runtime/`, highest first | holds |\n")[2].partition("\n\n")[0]
     shown = [
-        [Path(name).stem for name in re.findall(r"`([\w.]+)/?`", row.split(" | ")[0])]
-        for row in table.splitlines()[1:]
+        [Path(name).stem for name in re.findall(r"`([\w.]+)/?`", row.split(" | ")[0])] for row in table.splitlines()[1:]
     ]
     names = [name for row in shown for name in row]
 

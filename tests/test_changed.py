@@ -51,9 +51,7 @@ def found_for(changed: ModuleType, name: str) -> set[str]:
     """Return what it prints after a change to one file."""
     (changed.ROOT / name).parent.mkdir(parents=True, exist_ok=True)
     (changed.ROOT / name).write_text("# changed\n", encoding="utf-8")
-    ended = subprocess.run(
-        [sys.executable, str(changed.__file__)], capture_output=True, text=True, check=True
-    )
+    ended = subprocess.run([sys.executable, str(changed.__file__)], capture_output=True, text=True, check=True)
     found = set(ended.stdout.split())
     assert "tests/test_layout.py" in found
     return found - {"tests/test_layout.py"}
@@ -88,8 +86,6 @@ def test_a_page_has_the_tests_of_pages(changed: ModuleType) -> None:
 
 
 def test_nothing_belongs_to_no_change(changed: ModuleType) -> None:
-    ended = subprocess.run(
-        [sys.executable, str(changed.__file__), "HEAD"], capture_output=True, text=True, check=True
-    )
+    ended = subprocess.run([sys.executable, str(changed.__file__), "HEAD"], capture_output=True, text=True, check=True)
 
     assert ended.stdout == ""

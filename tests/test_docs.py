@@ -53,10 +53,7 @@ def diagrams() -> ModuleType:
     return tool("diagrams")
 
 
-@pytest.mark.promise(
-    "The tree",
-    "The drawings in the architecture page are those of the code.",
-)
+@pytest.mark.promise("The tree", "The drawings in the architecture page are those of the code.")
 def test_every_drawing_is_current() -> None:
     page = diagrams().PAGE.read_text(encoding="utf-8")
 
@@ -101,9 +98,7 @@ def test_make_docs_writes_every_page_that_a_module_prints() -> None:
         for path, page in pages.items()
         if (made := re.search(r"<!-- Made by `(python -m [\w.]+)`. -->", page))
     }
-    shown = subprocess.run(
-        ["make", "--dry-run", "docs"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    shown = subprocess.run(["make", "--dry-run", "docs"], cwd=ROOT, capture_output=True, text=True, check=True)
 
     assert makers
     assert {maker for maker in makers if f"/{maker}\n" not in shown.stdout} == set()
@@ -132,14 +127,10 @@ def specified(folder: Path, source: str, page: str = HEADINGS) -> str:
 
 
 def test_promises_stand_below_their_sections_with_links_to_the_tests(tmp_path: Path) -> None:
-    one, file = (
-        '[test](../../tests/test_it.py "test_one")',
-        '[test](../../tests/test_it.py "tests/test_it.py")',
-    )
+    one, file = ('[test](../../tests/test_it.py "test_one")', '[test](../../tests/test_it.py "tests/test_it.py")')
 
     assert specified(tmp_path, MARKED) == (
-        f"## A\n\n- The file keeps it. ({file}, {one})\n"
-        f"## B\n\n- One is odd, and two is even. ({one})\n"
+        f"## A\n\n- The file keeps it. ({file}, {one})\n## B\n\n- One is odd, and two is even. ({one})\n"
     )
 
 
@@ -147,10 +138,7 @@ def test_promises_stand_below_their_sections_with_links_to_the_tests(tmp_path: P
     ("source", "why"),
     [
         (MARKED.replace("The file …", "The box …"), "no sentence of 'A' begin with 'The box'"),
-        (
-            MARKED.replace("The file …", "The file keeps it."),
-            "stands at tests/test_it.py:4 already",
-        ),
+        (MARKED.replace("The file …", "The file keeps it."), "stands at tests/test_it.py:4 already"),
         (MARKED.replace('"B"', '"C"'), "has a heading without marks, or marks have none: B, C"),
         (MARKED.replace("test_one", "one"), "one is no test"),
         (MARKED.replace('"B", ', ""), "a section and a sentence"),
@@ -175,9 +163,7 @@ def test_the_sandbox_page_promises_what_tests_are_marked_with(heading: str, sect
     specification = tool("specification")
     page = (DOCS / "SANDBOX.md").read_text(encoding="utf-8")
     below = re.split(r"^#+ .+\n", page.partition(f"### {heading}\n")[2], flags=re.MULTILINE)[0]
-    shown = [
-        " ".join(item.split()) for item in re.findall(r"^- (.+(?:\n  .+)*)", below, re.MULTILINE)
-    ]
+    shown = [" ".join(item.split()) for item in re.findall(r"^- (.+(?:\n  .+)*)", below, re.MULTILINE)]
 
     promised = specification.sections(specification.marks())[section]
     assert shown
@@ -208,9 +194,7 @@ PAGES = [
 @cache
 def anchors(path: Path) -> set[str]:
     """The anchors of a page's headings, as hosts of code make them."""
-    text = re.sub(
-        r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
-    )
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
     words = [re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", heading) for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in words}
@@ -220,9 +204,7 @@ def test_a_link_to_a_heading_leads_to_one() -> None:
     links = [
         (path, page, anchor)
         for path in PAGES
-        for page, anchor in re.findall(
-            r"\]\(([^)#\s]*)#([^)\s]+)\)", path.read_text(encoding="utf-8")
-        )
+        for page, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", path.read_text(encoding="utf-8"))
         if "://" not in page
     ]
 
@@ -240,9 +222,7 @@ NOT_WRAPPED = ("API", "OPTIONS", "SERVE_OPTIONS", "RESULTS", "TUNING")
 def test_lines_of_prose_have_at_most_120_characters() -> None:
     """Tables and lines with a link are excepted: neither can be wrapped everywhere."""
     pages = [path for path in PAGES if path.stem not in NOT_WRAPPED]
-    texts = {
-        path: re.sub(r"(?ms)^```.*?^```$", "", path.read_text(encoding="utf-8")) for path in pages
-    }
+    texts = {path: re.sub(r"(?ms)^```.*?^```$", "", path.read_text(encoding="utf-8")) for path in pages}
 
     assert [
         f"{path}: {line}"
@@ -289,9 +269,7 @@ def yaml_complaint(block: str) -> str:
 
 
 def shell_complaint(block: str) -> str:
-    checked = subprocess.run(
-        ["bash", "-n"], input=block, capture_output=True, text=True, check=False
-    )
+    checked = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, check=False)
     return checked.stderr
 
 
@@ -350,22 +328,12 @@ def complaint(language: str, block: str) -> str:
     """Return what is wrong with a block of code, or nothing."""
     try:
         return CHECKS[language](block) if language in CHECKS else ""
-    except (
-        SyntaxError,
-        ValueError,
-        MoonpoolError,
-        yaml.YAMLError,
-        configparser.Error,
-    ) as error:
+    except (SyntaxError, ValueError, MoonpoolError, yaml.YAMLError, configparser.Error) as error:
         return str(error)
 
 
 def test_a_block_of_code_can_be_read() -> None:
-    complaints = [
-        (path, block.text, complaint(block.language, block.text))
-        for path in PAGES
-        for block in blocks(path)
-    ]
+    complaints = [(path, block.text, complaint(block.language, block.text)) for path in PAGES for block in blocks(path)]
 
     assert [each for each in complaints if each[-1]] == []
 
@@ -438,8 +406,7 @@ def reader(copy: Path, forks: Forks) -> Reader:
 
 
 @pytest.mark.promise(
-    "The server (`moonpool serve`)",
-    "The commands and programs in the README run in order as they stand.",
+    "The server (`moonpool serve`)", "The commands and programs in the README run in order as they stand."
 )
 @pytest.mark.timeout(600)
 def test_the_readme_does_what_it_says(reader: Reader) -> None:
@@ -459,9 +426,7 @@ def test_the_readme_does_what_it_says(reader: Reader) -> None:
 # In these, nothing is checked or run.
 WITHOUT_CHECK = ("mermaid", "nginx", "text")
 # A line with an ellipsis is nothing to type.
-COMMAND = re.compile(
-    r"^(\$ )?(\S*/)?(moonpool|pip|python3?|curl|docker|kubectl) [^…]*$", re.MULTILINE
-)
+COMMAND = re.compile(r"^(\$ )?(\S*/)?(moonpool|pip|python3?|curl|docker|kubectl) [^…]*$", re.MULTILINE)
 
 
 def test_a_block_says_its_language_and_no_text_is_a_command() -> None:
@@ -474,15 +439,11 @@ def test_a_block_says_its_language_and_no_text_is_a_command() -> None:
 
 
 # Pages whose blocks have a test that knows what they shall print.
-RUN_BY = {
-    "README.md": Path(__file__),
-    "docs/TESTING_MODELS.md": ROOT / "tests" / "testing" / "test_testing_docs.py",
-}
+RUN_BY = {"README.md": Path(__file__), "docs/TESTING_MODELS.md": ROOT / "tests" / "testing" / "test_testing_docs.py"}
 
 
 @pytest.mark.promise(
-    "The tree",
-    "The programs and commands on the pages run as they stand, or the page's source says why not.",
+    "The tree", "The programs and commands on the pages run as they stand, or the page's source says why not."
 )
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 @pytest.mark.timeout(600)

@@ -131,8 +131,7 @@ def test_no_function_is_longer_than_60_lines() -> None:
     assert [
         node.name
         for _, node in nodes()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (node.end_lineno or 0) - node.lineno + 1 > 60
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno + 1 > 60
     ] == LONG_FUNCTIONS
 
 
@@ -177,8 +176,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
             todo += new
         reached[name] = found
     groups = {
-        tuple(sorted(other for other in found if name in reached.get(other, ())))
-        for name, found in reached.items()
+        tuple(sorted(other for other in found if name in reached.get(other, ()))) for name, found in reached.items()
     }
     return [list(group) for group in sorted(groups) if len(group) > 1]
 
@@ -265,9 +263,7 @@ APART = {
 def test_no_short_module_has_one_importer() -> None:
     users = Counter(name for tree in trees().values() for name in set(imported(tree)))
     short = {
-        module_of(path)
-        for path, source in SOURCES.items()
-        if source.count("\n") < 100 and path.name != "__init__.py"
+        module_of(path) for path, source in SOURCES.items() if source.count("\n") < 100 and path.name != "__init__.py"
     }
 
     assert {name for name in short if users[name] == 1} - APART.keys() == set()
@@ -275,26 +271,23 @@ def test_no_short_module_has_one_importer() -> None:
 
 # These packages may be imported for type checkers alone, because importing them takes long or is not possible
 # everywhere.
-FOR_TYPES_ALONE = (
-    HEAVY
-    | {
-        "IPython",
-        "_typeshed",
-        "curses",  # one command redraws a terminal
-        "moonpool.ipc.slots",  # compiled, or not there; and nothing of it is imported before the sandbox is on
-        "moonpool.ipc.cuda",  # nothing of it is imported before there is memory of a device
-        # A server of HTTP alone does not need gRPC's library.
-        "moonpool.runtime.server.grpc",
-        # A model's environment may have a numpy from before 1.21, which has no NDArray.
-        "numpy.typing",
-        "ssl",
-        "typing_extensions",
-        # Few stubs need these, and all would wait for them when they start.
-        "logging",
-        "moonpool.runtime.stubs.devices",  # imports moonpool.ipc.cuda
-        "moonpool.stub.devices",
-    }
-)
+FOR_TYPES_ALONE = HEAVY | {
+    "IPython",
+    "_typeshed",
+    "curses",  # one command redraws a terminal
+    "moonpool.ipc.slots",  # compiled, or not there; and nothing of it is imported before the sandbox is on
+    "moonpool.ipc.cuda",  # nothing of it is imported before there is memory of a device
+    # A server of HTTP alone does not need gRPC's library.
+    "moonpool.runtime.server.grpc",
+    # A model's environment may have a numpy from before 1.21, which has no NDArray.
+    "numpy.typing",
+    "ssl",
+    "typing_extensions",
+    # Few stubs need these, and all would wait for them when they start.
+    "logging",
+    "moonpool.runtime.stubs.devices",  # imports moonpool.ipc.cuda
+    "moonpool.stub.devices",
+}
 
 
 def test_imports_for_types_alone_are_of_heavy_packages() -> None:
@@ -315,8 +308,7 @@ def test_a_module_with_a_lock_or_a_thread_begins_with_its_theory() -> None:
     found = [
         str(path)
         for path, source in SOURCES.items()
-        if makes.search(source)
-        and "Theory of operation" not in (ast.get_docstring(trees()[path]) or "")
+        if makes.search(source) and "Theory of operation" not in (ast.get_docstring(trees()[path]) or "")
     ]
 
     assert found == []
@@ -331,9 +323,7 @@ def test_docstrings_begin_with_a_verb_or_a_name() -> None:
         for path in sorted((ROOT / folder).rglob("*.py"))
         if not path.is_relative_to(ROOT / "tests" / "models")
     }
-    theirs = (
-        (path, node) for path, source in others.items() for node in ast.walk(ast.parse(source))
-    )
+    theirs = ((path, node) for path, source in others.items() for node in ast.walk(ast.parse(source)))
     found = [
         f"{path}: {text.splitlines()[0]}"
         for path, node in chain(nodes(), theirs)
@@ -345,10 +335,6 @@ def test_docstrings_begin_with_a_verb_or_a_name() -> None:
     assert found == []
 
 
-# Their comments and docstrings are wrapped when somebody changes them next.
-NOT_WRAPPED_YET = ("benchmarks", "runtime/schedule", "runtime/server", "stub/peers")
-
-
 def lines_of_prose(path: Path) -> Iterator[int]:
     """Yield the numbers of the lines of comments and docstrings."""
     source = path.read_text(encoding="utf-8")
@@ -357,34 +343,22 @@ def lines_of_prose(path: Path) -> Iterator[int]:
             yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
     with path.open("rb") as file:
         for token in tokenize.tokenize(file.readline):
-            if token.type == tokenize.COMMENT and not re.search(
-                "noqa|mypy|type:|fmt:", token.string
-            ):
+            if token.type == tokenize.COMMENT and not re.search("noqa|mypy|type:|fmt:", token.string):
                 yield token.start[0]
 
 
 def test_comments_and_docstrings_have_at_most_120_characters() -> None:
-    folders = (
-        "docs",
-        "ipc",
-        "runtime",
-        "src/moonpool/ray",
-        "src/moonpool/testing",
-        "stub",
-        "tests",
-    )
+    folders = ("benchmarks", "docs", "examples", "ipc", "runtime", "src", "stub", "tests")
     models = ("tests/models", "tests/triton")  # some are Triton's
     long = []
     for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
         name = path.relative_to(ROOT).as_posix()
-        if name.startswith((*NOT_WRAPPED_YET, *models)):
+        if name.startswith(models):
             continue
         lines = path.read_text(encoding="utf-8").split("\n")
         if any(len(line) > 120 for line in lines):
             prose = set(lines_of_prose(path))
-            long += [
-                f"{name}:{n}" for n, line in enumerate(lines, 1) if len(line) > 120 and n in prose
-            ]
+            long += [f"{name}:{n}" for n, line in enumerate(lines, 1) if len(line) > 120 and n in prose]
 
     assert long == []
 
@@ -395,9 +369,7 @@ def test_nothing_that_must_hold_is_left_to_assert() -> None:
 
 def test_nothing_can_unpickle() -> None:
     importing = [
-        place(path, node)
-        for path, node in nodes()
-        if PICKLES & {name.split(".")[0] for name in imports(node)}
+        place(path, node) for path, node in nodes() if PICKLES & {name.split(".")[0] for name in imports(node)}
     ]
     allowing = [
         place(path, node)
@@ -496,9 +468,7 @@ def test_no_module_goes_by_its_bare_name() -> None:
 
 def test_an_installation_puts_nothing_but_moonpool_on_the_path() -> None:
     # A tree that was built once has a list of its sources, which is not an installation.
-    installed = [
-        found for found in metadata.distributions(name="moonpool") if found.read_text("RECORD")
-    ]
+    installed = [found for found in metadata.distributions(name="moonpool") if found.read_text("RECORD")]
     if not installed:
         pytest.skip("moonpool is not installed here")
     files = [file for found in installed for file in found.files or []]
@@ -508,11 +478,7 @@ def test_an_installation_puts_nothing_but_moonpool_on_the_path() -> None:
     typed = {"triton_python_backend_utils-stubs", "c_python_backend_utils-stubs"}
     # This folder belongs to the module beside the package.
     cached = {"__pycache__"}
-    assert {
-        name
-        for name in top - typed - cached
-        if not name.startswith(("moonpool", "..", "__editable__"))
-    } == set()
+    assert {name for name in top - typed - cached if not name.startswith(("moonpool", "..", "__editable__"))} == set()
 
 
 DOCUMENTS = [
@@ -558,9 +524,7 @@ def test_the_links_of_a_document_lead_somewhere_in_the_tree() -> None:
         if not re.match(r"[a-z]+:", link)
     }
 
-    assert [
-        each for each, to in targets.items() if not to.exists() or not to.is_relative_to(ROOT)
-    ] == []
+    assert [each for each, to in targets.items() if not to.exists() or not to.is_relative_to(ROOT)] == []
 
 
 def test_no_source_has_an_unfinished_place_or_a_path_of_somebody_s_machine() -> None:

@@ -10,10 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.promise(
-    "The tree",
-    "No test leaves a process, descriptor, thread or `/dev/shm` entry behind.",
-)
+pytestmark = pytest.mark.promise("The tree", "No test leaves a process, descriptor, thread or `/dev/shm` entry behind.")
 
 ROOT = Path(__file__).parent.parent
 

@@ -91,11 +91,7 @@ def test_nobody_is_told_to_install_moonpool_from_the_index() -> None:
         for path in ROOT.glob(pattern)
         if path.suffix in (".md", ".pbtxt", ".py")
     ]
-    files += [
-        path
-        for folder in ("ipc", "stub", "runtime", "benchmarks")
-        for path in (ROOT / folder).rglob("*.py")
-    ]
+    files += [path for folder in ("ipc", "stub", "runtime", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     # A path, an extra of a path, or a package whose name begins with moonpool is allowed.
     advice = re.compile(r"pip install[^\n]*[ '\"]moonpool(?![\w/-])")
 
@@ -150,15 +146,7 @@ def test_a_source_distribution_is_the_repository(tmp_path: Path) -> None:
 def _left_behind(folder: str, names: list[str]) -> set[str]:
     """Name files that git ignores, or does not know."""
     left = shutil.ignore_patterns(
-        ".git",
-        ".venv*",
-        ".*_cache",
-        ".hypothesis",
-        ".coverage*",
-        "*.egg-info",
-        "__pycache__",
-        "*.so",
-        "crash-*",
+        ".git", ".venv*", ".*_cache", ".hypothesis", ".coverage*", "*.egg-info", "__pycache__", "*.so", "crash-*"
     )(folder, names)
     return left | ({"build", "dist"} & set(names))
 

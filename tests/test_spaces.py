@@ -109,9 +109,7 @@ def test_leaves_an_entry():
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_a_test_is_charged_for_its_own_entries_only(
-    start: Start, tmp_path: Path, workers: str
-) -> None:
+def test_a_test_is_charged_for_its_own_entries_only(start: Start, tmp_path: Path, workers: str) -> None:
     process = start(ENTRIES, "-n", workers)
     wait_until(lambda: (tmp_path / "begun").exists() or process.poll() is not None)
     other = Path(f"/dev/shm/moonpool-other-{os.getpid()}")
@@ -138,12 +136,7 @@ def test_waits(number):
 
 def test_nothing_lives_after_an_interrupt(start: Start, tmp_path: Path) -> None:
     process = start(ORPHANS, "-n", "2")
-    wait_until(
-        lambda: (
-            all((tmp_path / str(number)).exists() for number in range(2))
-            or process.poll() is not None
-        )
-    )
+    wait_until(lambda: all((tmp_path / str(number)).exists() for number in range(2)) or process.poll() is not None)
     wait_until(lambda: command_lines().count(ORPHAN) == 2)
     os.killpg(process.pid, signal.SIGINT)
     output_of(process)
@@ -166,12 +159,9 @@ def _text(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("workers", "words"),
-    [("2", "none, so there is one worker ([Errno 1]"), ("0", "none ([Errno 1]")],
+    ("workers", "words"), [("2", "none, so there is one worker ([Errno 1]"), ("0", "none ([Errno 1]")]
 )
-def test_a_machine_that_forbids_namespaces_has_one_worker(
-    start: Start, workers: str, words: str
-) -> None:
+def test_a_machine_that_forbids_namespaces_has_one_worker(start: Start, workers: str, words: str) -> None:
     source = "@pytest.mark.parametrize('number', range(2))\ndef test_any(number): pass\n"
     output, _ = start(source, "-n", workers, unshare=errno.EPERM).communicate()
 

@@ -11,17 +11,12 @@ ROOT = Path(__file__).parent.parent
 
 def test_the_listed_units_exist() -> None:
     assert [unit for unit in (*WITH_SERVERS, *SECONDS) if not (ROOT / unit).exists()] == []
-    assert {
-        unit_of(f"{unit}/test_any.py" if unit in WITH_SERVERS else unit) for unit in SECONDS
-    } == set(SECONDS)
+    assert {unit_of(f"{unit}/test_any.py" if unit in WITH_SERVERS else unit) for unit in SECONDS} == set(SECONDS)
 
 
 def test_a_unit_is_a_file_or_a_folder_that_shares_servers() -> None:
     assert unit_of("tests/triton/backend/test_log.py::test_a[b::c]") == "tests/triton/backend"
-    assert (
-        unit_of("tests/triton/sanitized/test_races.py::test_a")
-        == "tests/triton/sanitized/test_races.py"
-    )
+    assert unit_of("tests/triton/sanitized/test_races.py::test_a") == "tests/triton/sanitized/test_races.py"
 
 
 def test_a_unit_of_few_long_tests_comes_before_one_of_many_short_ones() -> None:

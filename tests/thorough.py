@@ -69,8 +69,7 @@ TESTS = (
 )
 # The usual run takes these all the same.
 USUAL = tuple(
-    f"tests/benchmarks/test_suites.py::test_a_benchmark_answers_its_question[{name}]"
-    for name in ("latency", "mixed")
+    f"tests/benchmarks/test_suites.py::test_a_benchmark_answers_its_question[{name}]" for name in ("latency", "mixed")
 )
 
 

@@ -26,9 +26,7 @@ class Deadline:
         return self.remaining_s == 0.0
 
 
-def wait_until(
-    condition: Callable[[], T], timeout_s: float | Deadline = 60.0, what: str = "the condition"
-) -> T:
+def wait_until(condition: Callable[[], T], timeout_s: float | Deadline = 60.0, what: str = "the condition") -> T:
     """Asks until the answer is true, and returns that answer.
 
     Fails the test with `what` and the last answer when the deadline passes first; the condition
@@ -42,8 +40,6 @@ def wait_until(
         if answer:
             return answer
         if was_over:
-            raise AssertionError(
-                f"waited {deadline.timeout_s:g} s for {what}; the last answer was {answer!r}"
-            )
+            raise AssertionError(f"waited {deadline.timeout_s:g} s for {what}; the last answer was {answer!r}")
         time.sleep(min(pause_s, deadline.remaining_s))
         pause_s = min(pause_s * 1.5, 0.02)

@@ -114,9 +114,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return unit_of(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
-            longest = max(
-                self.workqueue, key=lambda unit: seconds_of(unit, len(self.workqueue[unit]))
-            )
+            longest = max(self.workqueue, key=lambda unit: seconds_of(unit, len(self.workqueue[unit])))
             self.workqueue.move_to_end(longest, last=False)
             super()._assign_work_unit(node)
 
@@ -153,9 +151,7 @@ def _leave_shared_memory() -> str:
 
 def _refusal() -> str:
     """Return why no program can be started in namespaces of its own; "" if one can."""
-    tried = subprocess.run(
-        [*spaces.command(), "true"], stderr=subprocess.PIPE, text=True, check=False
-    )
+    tried = subprocess.run([*spaces.command(), "true"], stderr=subprocess.PIPE, text=True, check=False)
     return tried.stderr.strip().rpartition("\n")[2] if tried.returncode else ""
 
 

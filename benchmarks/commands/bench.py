@@ -21,14 +21,7 @@ from moonpool.benchmarks.commands import compare
 from moonpool.benchmarks.commands import options as command_line
 from moonpool.benchmarks.commands.options import Options
 from moonpool.benchmarks.commands.page import page_of
-from moonpool.benchmarks.commands.report import (
-    can_plot,
-    has_matplotlib,
-    save_plot,
-    show,
-    show_requests,
-    warnings,
-)
+from moonpool.benchmarks.commands.report import can_plot, has_matplotlib, save_plot, show, show_requests, warnings
 from moonpool.benchmarks.data import DataMix, read_capture
 from moonpool.benchmarks.export import WRITERS
 from moonpool.benchmarks.faults import FaultInjector
@@ -112,16 +105,13 @@ def run(arguments: argparse.Namespace) -> int:
         if faults is not None:
             faults.check()
             abouts[0]["faults"] = faults.as_dict()
-    found, *others = [
-        results.result(about, each, options.slo) for about, each in zip(abouts, points, strict=True)
-    ]
+    found, *others = [results.result(about, each, options.slo) for about, each in zip(abouts, points, strict=True)]
     if options.isolation:
         found["isolation"] = [results.over(other, found) for other in others]
     elif options.hosts:
         measured = [found, *others]
         found["hosts"] = [
-            results.over(other, measured[first])
-            for other, first in zip(others, asked.compared_with[1:], strict=True)
+            results.over(other, measured[first]) for other, first in zip(others, asked.compared_with[1:], strict=True)
         ]
     elif others:
         found["against"], found["in_turns"] = others[0], True
@@ -170,10 +160,7 @@ def _loadgen(options: Options, plan: LoadGenPlan) -> int:
         for path in sorted(target.iterdir()):
             print(path)
     for text, count in found.errors.most_common(1):
-        print(
-            harmless(f"moonpool: {found.errors.total()} requests failed, {count} with: {text}"),
-            file=sys.stderr,
-        )
+        print(harmless(f"moonpool: {found.errors.total()} requests failed, {count} with: {text}"), file=sys.stderr)
     if found.complaint is not None:
         print(harmless(f"moonpool: {found.complaint}"), file=sys.stderr)
     return 0 if found.is_valid else 1
@@ -198,10 +185,7 @@ def _measured_in_runs(options: Options, asked: _Asked) -> list[list[Point]]:
     if len(runs) == 1:
         return runs[0]
     # From runs of subjects of loads to subjects of loads of runs.
-    return [
-        [of_runs(points) for points in zip(*of_subject, strict=True)]
-        for of_subject in zip(*runs, strict=True)
-    ]
+    return [[of_runs(points) for points in zip(*of_subject, strict=True)] for of_subject in zip(*runs, strict=True)]
 
 
 def _measured(options: Options, asked: _Asked) -> list[list[Point]]:
@@ -254,9 +238,7 @@ class _Asked:
 def _asked(stack: contextlib.ExitStack, options: Options) -> _Asked:
     hosts: list[OpenHost] = []
     servers = [
-        _server(stack, options, endpoint)
-        for endpoint in (options.endpoint, options.against)
-        if endpoint is not None
+        _server(stack, options, endpoint) for endpoint in (options.endpoint, options.against) if endpoint is not None
     ]
     if options.repository is None:
         mix, schedule = _data(options, servers[0].interface())
@@ -273,9 +255,7 @@ def _asked(stack: contextlib.ExitStack, options: Options) -> _Asked:
     return _Asked(
         [*subjects, *servers],
         {tensor.name: [tensor.datatype, *tensor.shape] for tensor in mix.requests[0].inputs},
-        results.digest_of_requests(
-            tensor for number in mix.order for tensor in mix.requests[number].inputs
-        ),
+        results.digest_of_requests(tensor for number in mix.order for tensor in mix.requests[number].inputs),
         sum(len(tensor.data) for tensor in mix.requests[0].inputs),
         len(mix.requests),
         [schedule] if schedule is not None else options.loads,
@@ -290,17 +270,13 @@ def _first_alike(hosts: Sequence[OpenHost]) -> list[int]:
     return [ways.index(way) for way in ways]
 
 
-def _open_hosts(
-    stack: contextlib.ExitStack, options: Options, here: InProcess, mix: DataMix
-) -> list[OpenHost]:
+def _open_hosts(stack: contextlib.ExitStack, options: Options, here: InProcess, mix: DataMix) -> list[OpenHost]:
     """Open the hosts that can be opened here, and say which cannot and why. Those in process come last."""
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-hosts-")))
     model = here.model
     copy_of_model(Path(model.source.model_directory), scratch / options.model, options.instances)
     backend_folder = BackendDirectory(options.hosting["backend_directory"]).python_folder()
-    start = start_of(
-        model, f"{model.name}_0", "CPU", 0, "serve", backend_dir=backend_folder, log=LogSettings()
-    )
+    start = start_of(model, f"{model.name}_0", "CPU", 0, "serve", backend_dir=backend_folder, log=LogSettings())
     start_file = scratch / "start.json"
     start_file.write_text(json.dumps(start), encoding="utf-8")
     task = Task(
@@ -321,9 +297,7 @@ def _open_hosts(
         terminal.line(f"moonpool: starts {name}")
         with contextlib.ExitStack() as its:
             try:
-                if name == "processpool" and not all(
-                    isinstance(load, Concurrency) for load in options.loads
-                ):
+                if name == "processpool" and not all(isinstance(load, Concurrency) for load in options.loads):
                     raise Unavailable("callers in this process cannot send requests at a rate")
                 host = open_host(its, name, task)
             except Unavailable as error:
@@ -362,22 +336,13 @@ def _in_process(
     is_first = level is None or level == options.isolation[0]
     runtime = stack.enter_context(
         session(
-            options.repository,
-            hosting,
-            verbose=options.verbose and is_first,
-            quiet=not is_first,
-            progress=is_first,
+            options.repository, hosting, verbose=options.verbose and is_first, quiet=not is_first, progress=is_first
         )
     )
     runtime.load(options.model, instances=options.instances)
     mix, schedule = _data(options, runtime.config(options.model))
     subject = InProcess(
-        runtime,
-        options.model,
-        mix,
-        is_async=options.is_async,
-        timeout_s=options.timeout_s,
-        sandbox=level,
+        runtime, options.model, mix, is_async=options.is_async, timeout_s=options.timeout_s, sandbox=level
     )
     # What is wrong with the inputs is said once, and at once.
     subject.check()
@@ -407,9 +372,7 @@ def _data(options: Options, interface: TakesInputs) -> tuple[DataMix, Schedule |
 def _prepare(server: MeasuredServer, options: Options, mix: DataMix) -> None:
     found: Interface = server.interface()
     if found.decoupled and not options.is_stream:
-        raise UsageError(
-            f"model '{options.model}' at {server.where} is decoupled: measure it with --streaming"
-        )
+        raise UsageError(f"model '{options.model}' at {server.where} is decoupled: measure it with --streaming")
     server.prepare(
         mix,
         processes=options.processes,
@@ -465,9 +428,7 @@ class _Progress:
         loads = self._options.loads if load in self._options.loads else []
         number = f"load {loads.index(load) + 1} of {len(loads)}, " if loads else ""
         words = [f"{number}{load.words}"]
-        words.append(
-            f"window {turn} of at most {self._options.most_windows}" if turn else "warm-up"
-        )
+        words.append(f"window {turn} of at most {self._options.most_windows}" if turn else "warm-up")
         if last:
             words.append(" and ".join(f"{window.requests_per_s:,.0f}/s" for window in last))
         words.append(f"{time.monotonic() - self._begin_s:.0f} s")
@@ -479,8 +440,7 @@ class _Progress:
             return
         load = points[0].load
         rates = " and ".join(
-            f"{point.whole.requests_per_s:,.0f} requests/s in {len(point.windows)} windows"
-            for point in points
+            f"{point.whole.requests_per_s:,.0f} requests/s in {len(point.windows)} windows" for point in points
         )
         self._terminal.line(f"moonpool: {load.words}: {rates}")
 

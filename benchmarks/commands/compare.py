@@ -13,13 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.benchmarks import result as results
-from moonpool.benchmarks.comparison import (
-    BadCondition,
-    Change,
-    Condition,
-    changes,
-    changes_in_turns,
-)
+from moonpool.benchmarks.comparison import BadCondition, Change, Condition, changes, changes_in_turns
 from moonpool.benchmarks.loads import load_in_short
 from moonpool.runtime.cli.shared import UsageError, table
 from moonpool.runtime.process.terminal import Terminal, harmless
@@ -43,7 +37,9 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def is_meant(arguments: argparse.Namespace) -> bool:
-    """Return True for `compare A B` and `compare A.json`; with --url, or for another name, `compare` may be a model or a folder."""
+    """Return True for `compare A B` and `compare A.json`; with --url, or for another name, `compare` may be a model or
+    a folder.
+    """
     if arguments.repository != WORD or arguments.url is not None:
         return False
     return arguments.second is not None or str(arguments.model).endswith(".json")
@@ -71,9 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     pairs = [(results.matching(point, old["series"]), point) for point in new["series"]]
     if not any(before is not None for before, _ in pairs):
         raise results.Incomparable(f"{path} and {arguments.second} have no load in common")
-    compared = [
-        (point, how(before, point) if before is not None else None) for before, point in pairs
-    ]
+    compared = [(point, how(before, point) if before is not None else None) for before, point in pairs]
     _show(old, new, compared, in_turns=in_turns)
     failures = [
         failure
@@ -91,18 +85,14 @@ def _sides(found: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """Return the other side of a result that was measured in turns with it."""
     against = found.get("against")
     if not isinstance(against, dict) or not found.get("in_turns"):
-        raise UsageError(
-            f"{path} has one side: give two files, or one of --url with --against URL, measured in turns"
-        )
+        raise UsageError(f"{path} has one side: give two files, or one of --url with --against URL, measured in turns")
     return against
 
 
 _Compared = Sequence[tuple[Mapping[str, Any], Mapping[str, Change] | None]]
 
 
-def _show(
-    old: Mapping[str, Any], new: Mapping[str, Any], compared: _Compared, *, in_turns: bool
-) -> None:
+def _show(old: Mapping[str, Any], new: Mapping[str, Any], compared: _Compared, *, in_turns: bool) -> None:
     terminal = Terminal(sys.stdout)
     ours, theirs = map(harmless, results.names(new, old))
     terminal.line(terminal.paint(f"{ours} over {theirs}:", "bold"))

@@ -40,18 +40,15 @@ class RequestSource:
         return cls(values, arguments.input_data, shapes, arguments.batch)
 
     def mix_for(self, interface: TakesInputs) -> DataMix:
-        """Read or make up the requests for a model with these inputs. Raises `BadData`, `InvalidRequest`, `UsageError`."""
+        """Read or make up the requests for a model with these inputs. Raises `BadData`, `InvalidRequest`,
+        `UsageError`.
+        """
         if self.input_data:
             is_batched = bool(interface.max_batch_size)
             return read_mix(self.input_data, interface.inputs, self.shapes, is_batched=is_batched)
-        if self.values:
-            arrays = as_arrays(self.values, interface)
-        else:
-            arrays = made_up(interface, self.batch, self.shapes)
+        arrays = as_arrays(self.values, interface) if self.values else made_up(interface, self.batch, self.shapes)
         datatypes = {tensor.name: tensor.datatype for tensor in interface.inputs}
-        tensors = [
-            QuestionTensor.of(name, datatypes[name], array) for name, array in arrays.items()
-        ]
+        tensors = [QuestionTensor.of(name, datatypes[name], array) for name, array in arrays.items()]
         return DataMix([RequestData(tensors)])
 
 
@@ -81,11 +78,7 @@ def add_requests(group: argparse._ArgumentGroup) -> None:
         help="the size of a made-up input, without the batch dimension",
     )
     add(
-        "--batch",
-        metavar="N",
-        type=int,
-        default=1,
-        help="the number of rows in a made-up request; default %(default)s",
+        "--batch", metavar="N", type=int, default=1, help="the number of rows in a made-up request; default %(default)s"
     )
 
 
@@ -101,13 +94,7 @@ def add_sequences(group: argparse._ArgumentGroup) -> None:
 def add_windows(group: argparse._ArgumentGroup, *, seconds: float, windows: int) -> None:
     """Add the options of windows, for `check_windows`, with these defaults."""
     add = group.add_argument
-    add(
-        "--seconds",
-        metavar="S",
-        type=float,
-        default=seconds,
-        help="the length of a window; default %(default)s",
-    )
+    add("--seconds", metavar="S", type=float, default=seconds, help="the length of a window; default %(default)s")
     add(
         "--warm-up",
         metavar="S",
@@ -115,13 +102,7 @@ def add_windows(group: argparse._ArgumentGroup, *, seconds: float, windows: int)
         default=0.3,
         help="the seconds before the first window, which do not count; default %(default)s",
     )
-    add(
-        "--windows",
-        metavar="N",
-        type=int,
-        default=windows,
-        help="the most windows of a load; default %(default)s",
-    )
+    add("--windows", metavar="N", type=int, default=windows, help="the most windows of a load; default %(default)s")
     add(
         "--stable",
         metavar="PERCENT",
@@ -179,9 +160,7 @@ def whole_numbers(option: str, text: str, *, least: int) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < least:
-        raise UsageError(
-            f"{option} must be whole numbers of at least {least}, separated by commas, not {text!r}"
-        )
+        raise UsageError(f"{option} must be whole numbers of at least {least}, separated by commas, not {text!r}")
     return numbers
 
 

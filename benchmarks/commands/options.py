@@ -84,9 +84,7 @@ NEEDS = (
 )
 ONE_LOAD = Rule(_LOADS, _LOADS, "give one kind of load")
 EXCLUDES = (
-    Rule(
-        f"--hosts --async --instances --isolation {_HOSTING}", "--url", "the server has the model"
-    ),
+    Rule(f"--hosts --async --instances --isolation {_HOSTING}", "--url", "the server has the model"),
     ONE_LOAD,
     Rule(_FAULTS, _FAULTS, "give one kind of fault"),
     Rule(_SOURCES, _SOURCES, "give one source of requests"),
@@ -230,11 +228,7 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
         type=Path,
         help="write the result to DIR/MODEL.json and DIR/MODEL.csv, and to DIR/MODEL.png if matplotlib is installed",
     )
-    add(
-        "--label",
-        metavar="TEXT",
-        help="name this result, in its tables and its files: DIR/MODEL-TEXT.json and so on",
-    )
+    add("--label", metavar="TEXT", help="name this result, in its tables and its files: DIR/MODEL-TEXT.json and so on")
     add("--overwrite", action="store_true", help="with --save: replace a result of that name")
     add(
         "--export",
@@ -359,12 +353,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         help="requests at a rate that changes: ramp:LOW-HIGH over a window, periodic:LOW-HIGH/PERIOD, or "
         "burst:LOW-HIGH/PERIOD/SHARE, as in burst:100-1000/5s/20%%",
     )
-    add(
-        "--schedule",
-        metavar="FILE",
-        type=Path,
-        help="send requests at the times in FILE, one in seconds on each line",
-    )
+    add("--schedule", metavar="FILE", type=Path, help="send requests at the times in FILE, one in seconds on each line")
     add(
         "--speed",
         metavar="N",
@@ -464,9 +453,7 @@ def checked(arguments: argparse.Namespace) -> Options:
     slo = read_option("--slo", Slo.parse, arguments.slo)
     loads = _loads(arguments, is_search=slo is not None and endpoint is not None)
     if not loads and arguments.replay is None and arguments.against is not None:
-        raise UsageError(
-            "--slo looks for a rate at one server: with --against, give --request-rate"
-        )
+        raise UsageError("--slo looks for a rate at one server: with --against, give --request-rate")
     return Options(
         repository=arguments.repository,
         hosting=hosting_of(arguments),
@@ -591,9 +578,7 @@ def _isolation(arguments: argparse.Namespace) -> list[str]:
         return []
     levels: list[str] = arguments.isolation.split(",")
     if len(levels) < 2 or len(set(levels)) < len(levels) or not set(levels) <= set(LEVELS):
-        raise UsageError(
-            f"--isolation must be two or more of {', '.join(LEVELS)}, not {arguments.isolation!r}"
-        )
+        raise UsageError(f"--isolation must be two or more of {', '.join(LEVELS)}, not {arguments.isolation!r}")
     return levels
 
 
@@ -646,9 +631,7 @@ def _cancelled(text: str) -> tuple[float, float]:
     return share_of(share), seconds_of(time) if time else 0.0
 
 
-def _places(
-    arguments: argparse.Namespace,
-) -> tuple[Endpoint | None, Endpoint | None, Path | None]:
+def _places(arguments: argparse.Namespace) -> tuple[Endpoint | None, Endpoint | None, Path | None]:
     """Return the server, and the server or the file that it is compared with."""
     tls = Tls(arguments.ca, arguments.client_certificate, arguments.client_key)
     found: list[Endpoint | None] = []
@@ -663,9 +646,7 @@ def _places(
     if url is not None and url.scheme == "http" and arguments.streaming:
         for name in ("--sequences", "--batch", "--json-tensors"):
             if _is_given(arguments, name):
-                raise UsageError(
-                    f"{name} and streams over HTTP (generate_stream) do not go together"
-                )
+                raise UsageError(f"{name} and streams over HTTP (generate_stream) do not go together")
     return url, against, Path(arguments.against) if is_file else None
 
 
@@ -692,9 +673,7 @@ def _rates(text: str) -> list[float]:
     except ValueError:
         rates = [0.0]
     if not all(0 < rate < math.inf for rate in rates):
-        raise UsageError(
-            f"--request-rate must be numbers of more than 0, separated by commas, not {text!r}"
-        )
+        raise UsageError(f"--request-rate must be numbers of more than 0, separated by commas, not {text!r}")
     return rates
 
 
@@ -711,9 +690,7 @@ def _load_shape(arguments: argparse.Namespace) -> Shape:
     except BadLoad as error:
         raise UsageError(f"--load-shape: {error}") from error
     if arguments.seconds < shape.least_s:
-        raise UsageError(
-            f"a window must have a whole period of {shape.text}: --seconds of at least {shape.least_s:g}"
-        )
+        raise UsageError(f"a window must have a whole period of {shape.text}: --seconds of at least {shape.least_s:g}")
     return shape
 
 

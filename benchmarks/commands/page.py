@@ -102,10 +102,7 @@ def document(title: str, facts: Sequence[str], sections: Sequence[str]) -> str:
 
 
 def _tables_of(found: Mapping[str, Any]) -> str:
-    return "".join(
-        table_of(rows) + (f"<p>{escape(words)}</p>" if words else "")
-        for rows, words in tables_of(found)
-    )
+    return "".join(table_of(rows) + (f"<p>{escape(words)}</p>" if words else "") for rows, words in tables_of(found))
 
 
 def table_of(rows: Sequence[Sequence[str]]) -> str:
@@ -113,8 +110,7 @@ def table_of(rows: Sequence[Sequence[str]]) -> str:
     head, *lines = rows
     cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(
-        f"<tr>{''.join(f'<td{_style_of(cell)}>{escape(cell)}</td>' for cell in line)}</tr>"
-        for line in lines
+        f"<tr>{''.join(f'<td{_style_of(cell)}>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines
     )
     return f'<div class="scroll"><table><tr>{cells}</tr>{body}</table></div>'
 
@@ -142,9 +138,7 @@ def _plots_of_several(found: Mapping[str, Any]) -> str:
     return (
         '<div class="plots">'
         + _plot("Requests a second, by load", rates, labels, load)
-        + "".join(
-            _plot(f"{name} in ms, by load", each, labels, load) for name, each in latencies.items()
-        )
+        + "".join(_plot(f"{name} in ms, by load", each, labels, load) for name, each in latencies.items())
         + "</div>"
     )
 
@@ -155,14 +149,8 @@ def _load_of(found: Mapping[str, Any]) -> str:
     return next((name for field, name in _LOADS.items() if field in point), "load")
 
 
-def _milliseconds(
-    points: Sequence[tuple[float, Mapping[str, Any]]], percentile: str
-) -> list[tuple[float, float]]:
-    return [
-        (x, value / 1000)
-        for x, point in points
-        if (value := point["latency_us"].get(percentile)) is not None
-    ]
+def _milliseconds(points: Sequence[tuple[float, Mapping[str, Any]]], percentile: str) -> list[tuple[float, float]]:
+    return [(x, value / 1000) for x, point in points if (value := point["latency_us"].get(percentile)) is not None]
 
 
 def _plots(found: Mapping[str, Any]) -> str:
@@ -212,9 +200,7 @@ def _plot(caption: str, lines: Sequence[_Line], labels: Sequence[str], across_is
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in where)
         style = "line theirs" if is_theirs else "line"
         parts.append(f'<polyline class="{style}" stroke="var(--c{colour})" points="{path}"/>')
-        parts += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="var(--c{colour})"/>' for x, y in where
-        ]
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="var(--c{colour})"/>' for x, y in where]
         if not is_theirs:
             keys.append(Key(name, colour))
     marks = [Mark(part(number), label) for number, label in enumerate(labels)]
@@ -246,12 +232,7 @@ def down(part: float) -> float:
 
 
 def drawn(
-    caption: str,
-    keys: Sequence[Key],
-    parts: Sequence[str],
-    top: float,
-    marks: Sequence[Mark],
-    across_is: str,
+    caption: str, keys: Sequence[Key], parts: Sequence[str], top: float, marks: Sequence[Mark], across_is: str
 ) -> str:
     """Return a plot: its parts, which are SVG, over an axis up to `top`, and one across with a name and marks."""
     axes = []
@@ -269,16 +250,11 @@ def drawn(
         # The last one would leave the picture if it stood in the middle of its place.
         anchor = "end" if mark.at == 1 else "middle"
         x = min(across(mark.at), WIDTH - 2)
-        axes.append(
-            f'<text x="{x:.1f}" y="{HEIGHT - 30}" text-anchor="{anchor}">{escape(text)}</text>'
-        )
+        axes.append(f'<text x="{x:.1f}" y="{HEIGHT - 30}" text-anchor="{anchor}">{escape(text)}</text>')
     axes.append(
         f'<text class="name" x="{across(0.5):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{escape(across_is)}</text>'
     )
-    legend = "".join(
-        f'<span><i style="background: var(--c{key.colour})"></i>{escape(key.name)}</span>'
-        for key in keys
-    )
+    legend = "".join(f'<span><i style="background: var(--c{key.colour})"></i>{escape(key.name)}</span>' for key in keys)
     return (
         f'<figure><figcaption>{escape(caption)}</figcaption><div class="legend">{legend}</div>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(caption)}">'
@@ -290,9 +266,7 @@ def quarters(top: float) -> list[str]:
     """Write the quarters of an axis from 0 to `top`, all with the same number of decimals."""
     unit, name = (1e6, " M") if top >= 1e7 else (1.0, "")
     values = [top / unit * step / 4 for step in range(5)]
-    decimals = next(
-        (n for n in range(9) if all(abs(round(v, n) - v) <= 1e-9 * values[-1] for v in values)), 9
-    )
+    decimals = next((n for n in range(9) if all(abs(round(v, n) - v) <= 1e-9 * values[-1] for v in values)), 9)
     return [f"{value:,.{decimals}f}{name}" for value in values]
 
 

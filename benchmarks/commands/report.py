@@ -24,20 +24,14 @@ _PARTS = {
 }
 
 
-def show_requests(
-    terminal: Terminal, about: Mapping[str, Any], size_bytes: int, *, is_made_up: bool
-) -> None:
+def show_requests(terminal: Terminal, about: Mapping[str, Any], size_bytes: int, *, is_made_up: bool) -> None:
     """Write the first lines, which describe the requests and the machine."""
     how = [
         "made up" if is_made_up else "as given",
         *(["in shared memory"] if about["shared_memory"] != "none" else []),
         *(["as JSON"] if about["json_tensors"] else []),
         *(["in streams"] if about["streaming"] else []),
-        *(
-            [f"the first of {about['different_requests']}"]
-            if about["different_requests"] > 1
-            else []
-        ),
+        *([f"the first of {about['different_requests']}"] if about["different_requests"] > 1 else []),
         *([f"in sequences of {_between(about['sequences'])}"] if about["sequences"] else []),
     ]
     sent = f"{described(about['inputs'])}, {size_bytes:,} bytes, {', '.join(how)}"
@@ -66,9 +60,7 @@ def show(terminal: Terminal, found: Mapping[str, Any], *, in_turns: bool) -> Non
     how = "in turns" if in_turns else "at two times"
     terminal.line(terminal.paint(f"{ours} over {theirs}:", "bold"))
     _rows(terminal, ratios_of(found))
-    terminal.line(
-        f"medians of ratios, least to most; {how}; alike where they lie on both sides of 1"
-    )
+    terminal.line(f"medians of ratios, least to most; {how}; alike where they lie on both sides of 1")
 
 
 def _several(terminal: Terminal, found: Mapping[str, Any]) -> None:
@@ -87,9 +79,7 @@ def _several(terminal: Terminal, found: Mapping[str, Any]) -> None:
             terminal.line(terminal.paint(words, "bold"))
             _rows(terminal, ratios_of(each))
     if others:
-        terminal.line(
-            "medians of ratios, least to most; in turns; alike where they lie on both sides of 1"
-        )
+        terminal.line("medians of ratios, least to most; in turns; alike where they lie on both sides of 1")
 
 
 def _advice(terminal: Terminal, found: Mapping[str, Any]) -> None:
@@ -158,14 +148,7 @@ def _callers(found: Mapping[str, Any]) -> list[list[str]]:
     has_generator = any(point["generator_share"] is not None for point in found["series"])
     of_slo = ["good/s", "holds"] if "slo" in found else []
     has_cancelled = any("cancelled" in point for point in found["series"])
-    rows = [
-        [
-            *head,
-            *(["cancelled"] if has_cancelled else []),
-            *of_slo,
-            *(["generator"] if has_generator else []),
-        ]
-    ]
+    rows = [[*head, *(["cancelled"] if has_cancelled else []), *of_slo, *(["generator"] if has_generator else [])]]
     for point in found["series"]:
         latency = point["latency_us"]
         rows.append(
@@ -186,10 +169,7 @@ def _resources(found: Mapping[str, Any]) -> list[list[str]]:
     """Return the table of what the model and its server used."""
     points = [point for point in found["series"] if point.get("resources")]
     has_gpu = any(point["resources"]["gpu_memory_bytes"] is not None for point in points)
-    rows = [
-        [_load_head(found), "cpu µs/request", "cores", "memory MB"]
-        + (["GPU", "GPU memory MB"] if has_gpu else [])
-    ]
+    rows = [[_load_head(found), "cpu µs/request", "cores", "memory MB"] + (["GPU", "GPU memory MB"] if has_gpu else [])]
     for point in points:
         used = point["resources"]
         per_request, utilization = used["cpu_s_per_request"], used["gpu_utilization"]
@@ -225,9 +205,7 @@ def _faults(terminal: Terminal, found: Mapping[str, Any]) -> None:
         words += f"; {faults['not_recovered']} did not come back"
     share = failed / (failed + answered) if failed + answered else 0.0
     terminal.line()
-    terminal.line(
-        f"{words}; {share:.2%} of all requests failed, and the latencies are those of the others"
-    )
+    terminal.line(f"{words}; {share:.2%} of all requests failed, and the latencies are those of the others")
 
 
 def _confidence(found: Mapping[str, Any]) -> list[list[str]]:
@@ -238,10 +216,7 @@ def _confidence(found: Mapping[str, Any]) -> list[list[str]]:
     for point in points:
         known = point["confidence"]
         cells = [
-            f"{figure(known[name]['low'])} to {figure(known[name]['high'])}"
-            if name in known
-            else "-"
-            for name in heads
+            f"{figure(known[name]['low'])} to {figure(known[name]['high'])}" if name in known else "-" for name in heads
         ]
         rows.append([load_in_short(point), *cells])
     return rows
@@ -318,11 +293,7 @@ def _ratio(name: str, ratio: Mapping[str, float] | None) -> str:
 
 def warnings(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield warnings about figures that should not be trusted."""
-    measured = [
-        found,
-        *([found["against"]] if "against" in found else []),
-        *others_of(found),
-    ]
+    measured = [found, *([found["against"]] if "against" in found else []), *others_of(found)]
     yield from unsettled(measured)
     for each in measured:
         for point in each["series"]:
@@ -331,9 +302,7 @@ def warnings(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _load_in_words(point: Mapping[str, Any]) -> str:
     callers = point.get("concurrency")
-    return (
-        load_in_short(point) if callers is None else f"{callers} caller{'s' if callers > 1 else ''}"
-    )
+    return load_in_short(point) if callers is None else f"{callers} caller{'s' if callers > 1 else ''}"
 
 
 def unsettled(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""`moonpool tune`: the settings with which a model answers most within limits of latency, as lines of its `config.pbtxt`."""
+"""`moonpool tune`: the settings with which a model answers most within limits of latency, as lines of its
+`config.pbtxt`.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="load only MODEL and the models named like this, may be given many times; by default all of REPO, as `moonpool serve` does",
     )
     results = parser.add_argument_group("the results")
-    results.add_argument(
-        "--write", action="store_true", help="change the files config.pbtxt as the diff says"
-    )
-    results.add_argument(
-        "--html", metavar="FILE", type=Path, help="write a page with all that was measured"
-    )
+    results.add_argument("--write", action="store_true", help="change the files config.pbtxt as the diff says")
+    results.add_argument("--html", metavar="FILE", type=Path, help="write a page with all that was measured")
 
 
 def _add_search(group: argparse._ArgumentGroup) -> None:
@@ -84,12 +82,7 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
         default=_BUDGET,
         help="how long the search may take, as 10m, or how many settings it may try, as 40; default %(default)s",
     )
-    add(
-        "--settings",
-        metavar="NAME,…",
-        default=",".join(SETTINGS),
-        help="the settings to change; default %(default)s",
-    )
+    add("--settings", metavar="NAME,…", default=",".join(SETTINGS), help="the settings to change; default %(default)s")
     add("--most-instances", metavar="N", type=int, help="default twice the processors, at least 8")
     add("--most-batch", metavar="N", type=int, default=64, help="default %(default)s")
     add(
@@ -140,9 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
             confirmation = Confirmation()
             try:
                 try:
-                    tuner.search(
-                        seed=arguments.seed, most=budget.places, restarts=arguments.restarts
-                    )
+                    tuner.search(seed=arguments.seed, most=budget.places, restarts=arguments.restarts)
                 except BudgetSpent:
                     was_cut = True
                 budget.has_end = False
@@ -153,10 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
                 was_interrupted = True
             budget.clear()
             code = Report(tuner, plan.slo, repository.path).show(
-                confirmation,
-                was_cut=was_cut,
-                is_written=arguments.write and not was_interrupted,
-                html=arguments.html,
+                confirmation, was_cut=was_cut, is_written=arguments.write and not was_interrupted, html=arguments.html
             )
     finally:
         budget.clear()
@@ -181,9 +169,7 @@ def _bounds(arguments: argparse.Namespace, slo: Slo | None) -> SettingBounds:
     cores = len(os.sched_getaffinity(0))
     # A request that waits for longer than a limit allows breaks it.
     delay_us = min(slo.limits_us.values(), default=math.inf) if slo else math.inf
-    return SettingBounds(
-        arguments.most_instances or max(8, 2 * cores), arguments.most_batch, delay_us, cores
-    )
+    return SettingBounds(arguments.most_instances or max(8, 2 * cores), arguments.most_batch, delay_us, cores)
 
 
 def _serve_arguments(arguments: argparse.Namespace) -> list[str]:

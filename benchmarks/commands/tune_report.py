@@ -59,9 +59,7 @@ def _shown(value: Value) -> str:
 def in_words(changed: Mapping[str, Mapping[str, Value]]) -> str:
     """Write values that differ from the start."""
     words = [
-        f"{_name(model, name)}={_shown(value)}"
-        for model, values in changed.items()
-        for name, value in values.items()
+        f"{_name(model, name)}={_shown(value)}" for model, values in changed.items() for name, value in values.items()
     ]
     return " ".join(words) or "as now"
 
@@ -76,10 +74,7 @@ def line_of(tuner: Tuner, each: Measured) -> str:
     if each.callers == 0:
         return f"{words}: fails: {harmless((each.broken or '').splitlines()[0])}"
     broken = "" if each.broken is None else f", does not hold: {harmless(each.broken)}"
-    return (
-        f"{words}, {_callers(each)}: {figure(each.rate)}/s, "
-        f"{tuner.figure} {time_words(each.latency_us)}{broken}"
-    )
+    return f"{words}, {_callers(each)}: {figure(each.rate)}/s, {tuner.figure} {time_words(each.latency_us)}{broken}"
 
 
 class Report:
@@ -89,15 +84,10 @@ class Report:
         self._tuner, self._slo, self._repository = tuner, slo, repository
         self._terminal = Terminal(sys.stdout)
 
-    def show(
-        self,
-        confirmation: Confirmation,
-        *,
-        was_cut: bool,
-        is_written: bool,
-        html: Path | None,
-    ) -> int:
-        """Show what was found, and whether the budget cut the search short; return the exit code. Raises OSError, `Unwritable`, `ConfigError`."""
+    def show(self, confirmation: Confirmation, *, was_cut: bool, is_written: bool, html: Path | None) -> int:
+        """Show what was found, and whether the budget cut the search short; return the exit code. Raises OSError,
+        `Unwritable`, `ConfigError`.
+        """
         tuner, best = self._tuner, self._tuner.best
         if best is None:
             raise MoonpoolError("nothing was measured; give the search more time (--budget)")
@@ -151,9 +141,7 @@ class Report:
             harmless(in_words(self._tuner.values_at(each.place))),
         ]
 
-    def _verdict(
-        self, best: Measured, confirmation: Confirmation, *, was_cut: bool
-    ) -> tuple[list[str], bool]:
+    def _verdict(self, best: Measured, confirmation: Confirmation, *, was_cut: bool) -> tuple[list[str], bool]:
         """Say in a few lines what was found; the second is True if the best place is proposed."""
         tuner, slo = self._tuner, self._slo
         limits = f" within {slo.words}" if slo else ""
@@ -162,9 +150,7 @@ class Report:
         lines = [f"Settings that were tried and do not work: {fails}."] if fails else []
         if was_cut:
             tried = len({each.place for each in tuner.measured})
-            lines.append(
-                f"The budget ended the search after {tried} settings; --budget allows more."
-            )
+            lines.append(f"The budget ended the search after {tried} settings; --budget allows more.")
         if best.broken is not None:
             if math.isinf(best.score):
                 raise MoonpoolError(f"no load could be measured: {best.broken}")
@@ -174,10 +160,7 @@ class Report:
                 f"{wanted}. The best that was seen: {at} ({best.broken}), with {in_words(tuner.values_at(best.place))}.",
             ], False
         if best.place == tuner.start:
-            return [
-                *lines,
-                f"Nothing better was found{limits} than the present settings: {at}.",
-            ], True
+            return [*lines, f"Nothing better was found{limits} than the present settings: {at}."], True
         lines.append(f"Best{limits}: {at}, with {in_words(tuner.values_at(best.place))}.")
         if (alike := confirmation.as_good) is not None:
             lines.append(
@@ -186,16 +169,11 @@ class Report:
             )
             return lines, False
         if pairs := confirmation.pairs:
-            ratios = " and ".join(
-                f"{theirs.rate / ours.rate:.2f}" for ours, theirs in pairs if ours.rate
-            )
+            ratios = " and ".join(f"{theirs.rate / ours.rate:.2f}" for ours, theirs in pairs if ours.rate)
             now = ", ".join(
-                f"{figure(ours.rate)}/s at {tuner.figure} {time_words(ours.latency_us)}"
-                for ours, _ in pairs
+                f"{figure(ours.rate)}/s at {tuner.figure} {time_words(ours.latency_us)}" for ours, _ in pairs
             )
-            lines.append(
-                f"Measured again in turns with the present settings ({now}): {ratios} times the rate."
-            )
+            lines.append(f"Measured again in turns with the present settings ({now}): {ratios} times the rate.")
         if not confirmation.holds:
             lines.append(
                 "It was not better within the limits every time, so nothing is proposed: measure it again with "

@@ -1,4 +1,6 @@
-"""A connection that sends one prepared request after the other and waits for each answer, for callers that have threads of their own."""
+"""A connection that sends one prepared request after the other and waits for each answer, for callers that have threads
+of their own.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,7 @@ _Prepared = bytes | Sequence[bytes]
 
 
 def make_wire(
-    endpoint: Endpoint,
-    requests: Sequence[_Prepared],
-    headers: Sequence[tuple[str, str]],
-    *,
-    is_stream: bool = False,
+    endpoint: Endpoint, requests: Sequence[_Prepared], headers: Sequence[tuple[str, str]], *, is_stream: bool = False
 ) -> Callable[[], Wire]:
     """Return a function that makes the protocol of a connection to a server."""
     if endpoint.scheme == "http":
@@ -42,14 +40,18 @@ def make_wire(
 
 
 def context_of(endpoint: Endpoint) -> ssl.SSLContext | None:
-    """Return the context for TLS to a server; None without TLS. Raises `BadAddress` for files that are no certificates."""
+    """Return the context for TLS to a server; None without TLS. Raises `BadAddress` for files that are no
+    certificates.
+    """
     if endpoint.tls is None:
         return None
     return endpoint.tls.context("http/1.1" if endpoint.scheme == "http" else "h2")
 
 
 class BlockingConnection:
-    """A connection to a server. For one thread. It is opened when it is needed, and closed when nothing refers to it."""
+    """A connection to a server. For one thread. It is opened when it is needed, and closed when nothing refers to
+    it.
+    """
 
     def __init__(self, endpoint: Endpoint, wire: Callable[[], Wire], timeout_s: float) -> None:
         self._endpoint = endpoint

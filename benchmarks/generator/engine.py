@@ -1,9 +1,10 @@
 """The engine of the load generator: one thread, its connections, and the times of their requests.
 
 Theory of operation. `Generator` polls all its connections with one epoll set and never waits for a single one. It sends
-requests that were serialized before the window, and the protocol (`Wire`) reads no more of an answer than it needs to find
-the end. So the generator takes a few microseconds of a core for a request, much less than a server. `busy_s` is its own
-share of the processor; when that comes near the length of the window, the figures may be those of the generator.
+requests that were serialized before the window, and the protocol (`Wire`) reads no more of an answer than it needs to
+find the end. So the generator takes a few microseconds of a core for a request, much less than a server. `busy_s` is
+its own share of the processor; when that comes near the length of the window, the figures may be those of the
+generator.
 
 A closed loop keeps a number of requests in flight and sends the next one when an answer has come. An open loop gets the
 planned times of all requests beforehand and sends each at its time, whether or not earlier ones were answered. If no
@@ -61,7 +62,9 @@ class Wire(Protocol):
         """Return the bytes to send when the connection is open."""
 
     def begin(self, kind: int, sequence: int) -> Sequence[bytes | memoryview]:
-        """Return the bytes of the next request: the one with the number `kind`, with the id of its sequence, if it has one."""
+        """Return the bytes of the next request: the one with the number `kind`, with the id of its sequence, if it has
+        one.
+        """
 
     def cancel(self) -> Sequence[bytes | memoryview] | None:
         """Return the bytes that cancel the request in flight; None if only closing the connection does."""
@@ -94,7 +97,9 @@ class ServerAddress:
         self._peer: tuple[int, Any] | None = None
 
     def connected(self) -> socket.socket | TlsSocket:
-        """Return a connection that can be used. Waits for it, so not while others are measured. Raises `Unreachable`."""
+        """Return a connection that can be used. Waits for it, so not while others are measured. Raises
+        `Unreachable`.
+        """
         try:
             sock = socket.create_connection((self.host, self.port), _CONNECT_S)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -139,7 +144,8 @@ class ServerAddress:
 class TlsSocket:
     """A socket with TLS, with the calls of a plain one that never blocks.
 
-    A record has at most 16 KiB, and every read here takes more, so nothing that was decrypted stays behind unseen by epoll.
+    A record has at most 16 KiB, and every read here takes more, so nothing that was decrypted stays behind unseen by
+    epoll.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -196,9 +202,7 @@ class TlsSocket:
 class LoadConnection:
     """A socket that never blocks, and the protocol on it. It can be opened again after it was closed."""
 
-    def __init__(
-        self, target: ServerAddress, make_wire: Callable[[], Wire], poller: select.epoll
-    ) -> None:
+    def __init__(self, target: ServerAddress, make_wire: Callable[[], Wire], poller: select.epoll) -> None:
         self._target = target
         self._make_wire = make_wire
         self._poller = poller
@@ -235,7 +239,9 @@ class LoadConnection:
         return sock.fileno()
 
     def go_on_opening(self) -> None:
-        """Connect and shake hands as far as that goes now; in the end, send what waits. Raises OSError and `Unreachable`."""
+        """Connect and shake hands as far as that goes now; in the end, send what waits. Raises OSError and
+        `Unreachable`.
+        """
         sock, target = self._socket, self._target
         try:
             if isinstance(sock, socket.socket):
@@ -356,8 +362,8 @@ def _numbers() -> array[int]:
 
 
 # The numbers of a request in a log. Times are on the clock that all processes of the machine share: when it was due (or
-# sent, in a closed loop), sent, had its first response (0 for none, or outside of a stream), and ended. The outcome is one
-# of those below, or the number of an error in `Tally.errors`, from 0.
+# sent, in a closed loop), sent, had its first response (0 for none, or outside of a stream), and ended. The outcome is
+# one of those below, or the number of an error in `Tally.errors`, from 0.
 COLUMNS = ("due_ns", "sent_ns", "first_ns", "end_ns", "kind", "outcome")
 DUE, SENT, FIRST, END, KIND, OUTCOME = range(6)
 SUCCEEDED, CANCELLED = -1, -2
@@ -386,9 +392,7 @@ class Tally:
     @property
     def latencies_ns(self) -> list[int]:
         """The latencies of the requests that were answered."""
-        rows = zip(
-            *(self.log[column :: len(COLUMNS)] for column in (DUE, END, OUTCOME)), strict=True
-        )
+        rows = zip(*(self.log[column :: len(COLUMNS)] for column in (DUE, END, OUTCOME)), strict=True)
         return [end - due for due, end, outcome in rows if outcome == SUCCEEDED]
 
     @property
@@ -488,9 +492,7 @@ class Generator:
             connection.close()
         self._poller.close()
 
-    def closed_loop(
-        self, in_flight: int, seconds: float, begin_ns: int, kinds: Sequence[int] = (0,)
-    ) -> Tally:
+    def closed_loop(self, in_flight: int, seconds: float, begin_ns: int, kinds: Sequence[int] = (0,)) -> Tally:
         """Keep `in_flight` requests in flight for `seconds`, then wait for the last answers. Raises `Unreachable`.
 
         `kinds` are the numbers of the prepared requests to send, in turns.
@@ -512,9 +514,7 @@ class Generator:
                         flying.discard(connection)
         return tally
 
-    def open_loop(
-        self, due_ns: Sequence[int], most: int, begin_ns: int, kinds: Sequence[int] = (0,)
-    ) -> Tally:
+    def open_loop(self, due_ns: Sequence[int], most: int, begin_ns: int, kinds: Sequence[int] = (0,)) -> Tally:
         """Send a request at each planned time, in nanoseconds after the beginning, on at most `most` connections.
 
         If no connection is free, a request waits for one, and its latency counts from the planned time. Half a second
@@ -591,9 +591,7 @@ class Generator:
         number, self._sent = self._sent, self._sent + 1
         kind = self._kinds[number % len(self._kinds)]
         try:
-            connection.begin(
-                kind if self._sequences is None else self._in_sequence(connection, kind)
-            )
+            connection.begin(kind if self._sequences is None else self._in_sequence(connection, kind))
         except OSError as error:
             self._lose(connection, error)
             self._lost.append(connection)
@@ -612,10 +610,7 @@ class Generator:
             connection.sequence, self._next_id = self._next_id, self._next_id + 1
             connection.length = self._lengths.randint(plan.least, plan.most)
             connection.position = 0
-        is_first, is_last = (
-            connection.position == 0,
-            connection.position == connection.length - 1,
-        )
+        is_first, is_last = (connection.position == 0, connection.position == connection.length - 1)
         connection.position += 1
         place = (_ALONE if is_last else _START) if is_first else (_END if is_last else _MIDDLE)
         return place * plan.kinds + kind
@@ -636,20 +631,9 @@ class Generator:
         kind = connection.kind
         if self._sequences is not None:
             kind %= self._sequences.kinds
-        self._tally.log.extend(
-            (
-                connection.begin_ns,
-                connection.sent_ns,
-                connection.first_ns,
-                _clock(),
-                kind,
-                outcome,
-            )
-        )
+        self._tally.log.extend((connection.begin_ns, connection.sent_ns, connection.first_ns, _clock(), kind, outcome))
 
-    def _step(
-        self, flying: set[LoadConnection], planned_ns: int | None = None
-    ) -> list[LoadConnection]:
+    def _step(self, flying: set[LoadConnection], planned_ns: int | None = None) -> list[LoadConnection]:
         """Wait for events and handle them; return the connections whose request has ended.
 
         Ends in time for the next planned request, and for the deadline of each request in flight.

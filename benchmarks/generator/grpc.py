@@ -103,9 +103,7 @@ class GrpcWire:
         if self._stream:
             self._session.send(self._stream, message, False, False, -1, None)
         else:
-            self._stream = self._session.request(
-                self._headers, message, not self._is_stream, self._is_stream
-            )
+            self._stream = self._session.request(self._headers, message, not self._is_stream, self._is_stream)
         return self.outgoing()
 
     def cancel(self) -> Sequence[bytes | memoryview] | None:

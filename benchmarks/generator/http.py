@@ -87,9 +87,7 @@ class HttpWire:
         length = _LENGTH.search(head)
         if length is None:
             if b"\r\ntransfer-encoding: chunked" not in head:
-                raise WireError(
-                    f"an answer HTTP {self._status} has neither a Content-Length nor chunks"
-                )
+                raise WireError(f"an answer HTTP {self._status} has neither a Content-Length nor chunks")
             self._length = None
             return self._body()
         if self._status != 200:

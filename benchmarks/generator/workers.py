@@ -1,14 +1,15 @@
 """Load workers: processes that run the engine, and the parent's side that starts them and joins their figures.
 
 Theory of operation. One Python process may send fewer requests than a server can answer, so `--processes` starts
-several. Each runs this file as a program, with one thread and no code of a model.
-The parent writes msgpack messages to its standard input: first the requests and their server, then one command for each
-window. The worker answers each command with its tally on standard output. All commands of a window carry the same time to
-begin, a little ahead, so that the workers start together. Callers are divided evenly among workers; of an
-open loop's planned times, worker i gets every n-th.
+several. Each runs this file as a program, with one thread and no code of a model. The parent writes msgpack messages to
+its standard input: first the requests and their server, then one command for each window. The worker answers each
+command with its tally on standard output. All commands of a window carry the same time to begin, a little ahead, so
+that the workers start together. Callers are divided evenly among workers; of an open loop's planned times, worker i
+gets every n-th.
 
-A worker ends when its input ends. Its engine polls that input, too, so this works in the middle of a window and whatever
-ended the parent. Workers have a process group of their own: Ctrl-C reaches only the parent, which then closes their inputs.
+A worker ends when its input ends. Its engine polls that input, too, so this works in the middle of a window and
+whatever ended the parent. Workers have a process group of their own: Ctrl-C reaches only the parent, which then closes
+their inputs.
 """
 
 from __future__ import annotations
@@ -29,14 +30,7 @@ from numpy.typing import NDArray
 
 from moonpool import MoonpoolError
 from moonpool.benchmarks.generator.blocking import context_of, make_wire
-from moonpool.benchmarks.generator.engine import (
-    COLUMNS,
-    Cancellation,
-    Generator,
-    SequenceLengths,
-    Stopped,
-    Tally,
-)
+from moonpool.benchmarks.generator.engine import COLUMNS, Cancellation, Generator, SequenceLengths, Stopped, Tally
 from moonpool.benchmarks.generator.grpc import session_maker
 from moonpool.benchmarks.hosts.process import with_moonpool
 from moonpool.benchmarks.loads import Concurrency, Load, Schedule
@@ -85,8 +79,8 @@ class LoadWorkers:
         self._windows = 0
         self._order = sending.order
         requests, is_stream = sending.requests, sending.is_stream
-        # Ids of sequences have eleven digits, and as varints five bytes, so all messages of a kind are equally long. No two
-        # workers, and hardly two commands, use the same ones.
+        # Ids of sequences have eleven digits, and as varints five bytes, so all messages of a kind are equally long. No
+        # two workers, and hardly two commands, use the same ones.
         first_id = 10**10 + random.randrange(10**9)
         self._workers: list[_Worker] = []
         try:
@@ -118,28 +112,20 @@ class LoadWorkers:
         self._windows += 1
         begin_ns = time.perf_counter_ns() + _LEAD_NS
         working = []
-        for worker, command in zip(
-            self._workers, self._commands(load, seconds, most_connections), strict=True
-        ):
+        for worker, command in zip(self._workers, self._commands(load, seconds, most_connections), strict=True):
             if command:
                 worker.send({**command, "begin_ns": begin_ns})
                 working.append(worker)
         return _together([worker.receive() for worker in working])
 
-    def _commands(
-        self, load: Load, seconds: float, most_connections: int
-    ) -> Iterable[Mapping[str, Any] | None]:
+    def _commands(self, load: Load, seconds: float, most_connections: int) -> Iterable[Mapping[str, Any] | None]:
         """Yield the command for each worker; None if nothing is left for it."""
         count = len(self._workers)
         if isinstance(load, Concurrency):
             for index in range(count):
                 share = len(range(index, load.callers, count))
                 kinds = self._order[index::count] if len(self._order) >= count else self._order
-                yield (
-                    {"in_flight": share, "seconds": seconds, "kinds": kinds.tobytes()}
-                    if share
-                    else None
-                )
+                yield ({"in_flight": share, "seconds": seconds, "kinds": kinds.tobytes()} if share else None)
             return
         due_ns = load.due_ns(seconds, self._windows)
         kinds = np.resize(self._order, len(due_ns))
@@ -149,9 +135,7 @@ class LoadWorkers:
             mine = due_ns[index::count]
             most = max(1, most_connections // count)
             yield (
-                {"due_ns": mine.tobytes(), "most": most, "kinds": kinds[index::count].tobytes()}
-                if len(mine)
-                else None
+                {"due_ns": mine.tobytes(), "most": most, "kinds": kinds[index::count].tobytes()} if len(mine) else None
             )
 
 
@@ -192,9 +176,7 @@ class _Worker:
         raise self._gone()
 
     def _gone(self) -> MoonpoolError:
-        return MoonpoolError(
-            f"a process of the load generator ended with {self._process.wait()}; its reason is above"
-        )
+        return MoonpoolError(f"a process of the load generator ended with {self._process.wait()}; its reason is above")
 
     def close(self) -> None:
         """End the process by closing its input, also in the middle of a window."""
@@ -253,10 +235,7 @@ def main() -> int:
     endpoint = _endpoint(plan)
     generator = Generator(
         (endpoint.host, endpoint.port),
-        [
-            make_wire(endpoint, requests, plan["metadata"], is_stream=plan["is_stream"])
-            for requests in plan["requests"]
-        ],
+        [make_wire(endpoint, requests, plan["metadata"], is_stream=plan["is_stream"]) for requests in plan["requests"]],
         timeout_s=plan["timeout_s"],
         is_stream=plan["is_stream"],
         stop_descriptor=sys.stdin.fileno(),
@@ -301,9 +280,7 @@ def _window(generator: Generator, command: Mapping[str, Any]) -> Mapping[str, An
     kinds = array("i", command["kinds"])
     try:
         if "in_flight" in command:
-            tally = generator.closed_loop(
-                command["in_flight"], command["seconds"], command["begin_ns"], kinds
-            )
+            tally = generator.closed_loop(command["in_flight"], command["seconds"], command["begin_ns"], kinds)
         else:
             due_ns = array("q", command["due_ns"])
             tally = generator.open_loop(due_ns, command["most"], command["begin_ns"], kinds)

@@ -1,7 +1,7 @@
 """A model in the process of another host, which gives it bodies of the KServe v2 protocol or arrays.
 
-This runs in the environment of that host, which has numpy and msgpack beside the host itself. The model is loaded by the code
-that loads it in a stub, so it is the same file with the same configuration everywhere.
+This runs in the environment of that host, which has numpy and msgpack beside the host itself. The model is loaded by
+the code that loads it in a stub, so it is the same file with the same configuration everywhere.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class ModelInHost:
     def infer(self, arrays: Arrays) -> dict[str, np.ndarray[Any, Any]]:
         """Execute one request. Raises `Failed`."""
         tensors = [Tensor(name, array) for name, array in arrays.items()]
-        request = InferenceRequest(
-            inputs=tensors, requested_output_names=self._outputs, model_name=self._name
-        )
+        request = InferenceRequest(inputs=tensors, requested_output_names=self._outputs, model_name=self._name)
         returned = self._model.execute([request])
         if type(returned) is CoroutineType:
             returned.close()
@@ -57,7 +55,9 @@ class ModelInHost:
         return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
 
     def answer(self, body: bytes) -> bytes:
-        """Execute the request in a body and return that of the answer. Raises `Failed`, and ValueError for a malformed one."""
+        """Execute the request in a body and return that of the answer. Raises `Failed`, and ValueError for a malformed
+        one.
+        """
         return written(self._name, self.infer(read(body)))
 
 
@@ -78,7 +78,9 @@ def read(body: bytes) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def head_of(body: bytes) -> tuple[dict[str, Any], int]:
-    """Read the JSON at the beginning of a body; return it, and its length. Not every host shows the header with the length."""
+    """Read the JSON at the beginning of a body; return it, and its length. Not every host shows the header with the
+    length.
+    """
     decoder = json.JSONDecoder()
     try:
         # Large tensors may follow.

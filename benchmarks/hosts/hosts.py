@@ -1,9 +1,9 @@
 """Opens one model in several hosts, each of which becomes a subject of measurements.
 
-`moonpool` and `triton` speak KServe v2. The others are programs in this folder (`on_*.py`), which run in an environment that has
-their packages in pinned versions; it is built once into the cache of environments. They take the same bodies at the same
-path, so all hosts get equal requests from the same generator. `processpool` has no server: it is called from threads, and beside it
-moonpool in this process.
+`moonpool` and `triton` speak KServe v2. The others are programs in this folder (`on_*.py`), which run in an environment
+that has their packages in pinned versions; it is built once into the cache of environments. They take the same bodies
+at the same path, so all hosts get equal requests from the same generator. `processpool` has no server: it is called
+from threads, and beside it moonpool in this process.
 """
 
 from __future__ import annotations
@@ -148,9 +148,7 @@ def _program(stack: contextlib.ExitStack, name: str, task: Task) -> OpenHost:
 def _answers(url: str, body: bytes) -> bool:
     headers = {"Content-Type": "application/octet-stream"}
     try:
-        with urllib.request.urlopen(
-            urllib.request.Request(url, body, headers), timeout=_ASK_S
-        ) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=_ASK_S) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
@@ -176,15 +174,11 @@ def _versions(python: Path, needs: Sequence[str]) -> str:
         name = re.split(r"[\[=<>]", need)[0]
         pattern = f"lib/python*/site-packages/{name.replace('-', '_')}-*.dist-info"
         folders = sorted(python.parents[1].glob(pattern))
-        found += [
-            f"{name} {path.name.removesuffix('.dist-info').partition('-')[2]}" for path in folders
-        ]
+        found += [f"{name} {path.name.removesuffix('.dist-info').partition('-')[2]}" for path in folders]
     return ", ".join(found)
 
 
-def _measured(
-    stack: contextlib.ExitStack, name: str, task: Task, port: int, pid: int
-) -> MeasuredServer:
+def _measured(stack: contextlib.ExitStack, name: str, task: Task, port: int, pid: int) -> MeasuredServer:
     """Return the model behind a port, after one request."""
     endpoint = Endpoint("http", "127.0.0.1", port)
     server = MeasuredServer(endpoint, task.model, "", timeout_s=task.timeout_s, server_pid=pid)

@@ -12,13 +12,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moonpool.benchmarks.hosts.process import (
-    ServerProcess,
-    Unavailable,
-    held_ports,
-    port_of,
-    with_moonpool,
-)
+from moonpool.benchmarks.hosts.process import ServerProcess, Unavailable, held_ports, port_of, with_moonpool
 
 _ASK_S = 60.0
 # The Python beside which nvidia-pytriton is installed.
@@ -39,9 +33,7 @@ class KserveHost:
     # The health that it is waited for.
     health = "ready"
 
-    def __init__(
-        self, command: Sequence[str | Path], variables: Mapping[str, str] | None, log: Path
-    ) -> None:
+    def __init__(self, command: Sequence[str | Path], variables: Mapping[str, str] | None, log: Path) -> None:
         """Start it, and wait until it is ready. Raises `Unavailable` with the end of its log."""
         self._held = held_ports(3)
         numbers = [port_of(each) for each in self._held]
@@ -94,9 +86,7 @@ class MoonpoolHost(KserveHost):
         """Serve these models, folders by name; with None, those that the options name. Raises `Unavailable`."""
         self._cleanup = contextlib.ExitStack()
         with self._cleanup:
-            folder = Path(
-                self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-"))
-            )
+            folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
             command: list[str | Path] = [sys.executable, *self.program, "serve"]
             if models is not None:
                 repository = folder / "models"
@@ -113,15 +103,15 @@ class MoonpoolHost(KserveHost):
 
 
 class TritonFiles:
-    """A folder with a model repository and the Python backend for an interpreter, as the wheel `nvidia-pytriton` has it."""
+    """A folder with a model repository and the Python backend for an interpreter, as the wheel `nvidia-pytriton` has
+    it.
+    """
 
     def __init__(self, python: Path, models: Mapping[str, Path]) -> None:
         """Copy the models, folders by name. Raises `Unavailable`."""
         self._python = python
         try:
-            asked = subprocess.run(
-                [python, "-c", _FACTS], capture_output=True, text=True, check=False
-            )
+            asked = subprocess.run([python, "-c", _FACTS], capture_output=True, text=True, check=False)
         except OSError as error:
             raise Unavailable(f"{python} does not run: {error}") from error
         if asked.returncode:
@@ -176,10 +166,10 @@ class TritonHost(KserveHost):
 
     name = "Triton"
 
-    def __init__(
-        self, python: Path, models: Mapping[str, Path], options: Sequence[str] = ()
-    ) -> None:
-        """Serve these models, folders by name, by the server that is installed beside an interpreter. Raises `Unavailable`."""
+    def __init__(self, python: Path, models: Mapping[str, Path], options: Sequence[str] = ()) -> None:
+        """Serve these models, folders by name, by the server that is installed beside an interpreter. Raises
+        `Unavailable`.
+        """
         self._files = TritonFiles(python, models)
         command: list[str | Path] = [
             self._files.server,

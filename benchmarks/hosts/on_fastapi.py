@@ -2,8 +2,8 @@
 
 `python -m moonpool.benchmarks.hosts.on_fastapi START PATH PORT INSTANCES` serves the model of START at that path.
 
-Theory of operation. FastAPI runs a plain function on a pool of threads. An instance executes one request at a time, so `executing` is
-held around the model.
+Theory of operation. FastAPI runs a plain function on a pool of threads. An instance executes one request at a time, so
+`executing` is held around the model.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ def _api_class() -> type:
         def encode_response(self, output: bytes) -> Any:
             return Response(output)
 
-    # LitServe gives the annotation to FastAPI. It reads JSON unless that is of bytes, and annotations in this file are texts.
+    # LitServe gives the annotation to FastAPI. It reads JSON unless that is of bytes, and annotations in this file are
+    # texts.
     raw = Annotated[bytes, Body(media_type="application/octet-stream")]
     Api.decode_request.__annotations__ = {"request": raw}
     Api.__module__, Api.__qualname__ = _MODULE, "Api"

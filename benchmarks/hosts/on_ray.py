@@ -47,9 +47,7 @@ def main() -> None:
     ray.init(num_cpus=int(instances) + 2, include_dashboard=False, log_to_driver=False)
     quiet = {"enable_access_log": False}
     serve.start(http_options={"host": "127.0.0.1", "port": int(port)}, logging_config=quiet)
-    deployment = serve.deployment(
-        Hosted, num_replicas=int(instances), max_ongoing_requests=100, logging_config=quiet
-    )
+    deployment = serve.deployment(Hosted, num_replicas=int(instances), max_ongoing_requests=100, logging_config=quiet)
     serve.run(deployment.bind(), route_prefix=path)
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

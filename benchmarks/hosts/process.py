@@ -1,4 +1,6 @@
-"""The process of a host that answers at ports of this machine: started, waited for, and ended with all that it has started."""
+"""The process of a host that answers at ports of this machine: started, waited for, and ended with all that it has
+started.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class ServerProcess:
         log: Path,
         is_ready: Callable[[], bool],
     ) -> None:
-        """Start it with these variables, or those of this process, and wait until it is ready. Raises `Unavailable` with the end of its log."""
+        """Start it with these variables, or those of this process, and wait until it is ready. Raises `Unavailable`
+        with the end of its log.
+        """
         self._name, self._log = name, log
         with log.open("w+", errors="replace") as file:
             try:
@@ -114,8 +118,8 @@ class ServerProcess:
 def held_ports(count: int) -> list[socket.socket]:
     """Return sockets that hold free ports: nobody else is given them, and a server that names one may listen there.
 
-    They are bound and not listened to (socket(7), SO_REUSEADDR and SO_REUSEPORT: servers set one of them). The caller closes them when
-    the server has ended.
+    They are bound and not listened to (socket(7), SO_REUSEADDR and SO_REUSEPORT: servers set one of them). The caller
+    closes them when the server has ended.
     """
     held = [socket.socket() for _ in range(count)]
     for each in held:

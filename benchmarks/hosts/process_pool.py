@@ -1,4 +1,6 @@
-"""concurrent.futures.ProcessPoolExecutor: the standard library's way to host a model in other processes, called from threads."""
+"""concurrent.futures.ProcessPoolExecutor: the standard library's way to host a model in other processes, called from
+threads.
+"""
 
 from __future__ import annotations
 

@@ -22,10 +22,7 @@ class TritonPythonModel:
         responses = []
         for request in requests:
             x = pb_utils.get_input_tensor_by_name(request, "X")
-            outputs = [
-                pb_utils.Tensor.from_dlpack("Y", x),
-                pb_utils.Tensor("SECONDS", self.seconds.copy()),
-            ]
+            outputs = [pb_utils.Tensor.from_dlpack("Y", x), pb_utils.Tensor("SECONDS", self.seconds.copy())]
             responses.append(pb_utils.InferenceResponse(outputs))
         return responses
 

@@ -72,23 +72,13 @@ def run_all(names: list[str], folder: Path, *, quick: bool) -> list[str]:
 
 def main() -> int:
     """Run the command line. Returns 1 if a benchmark failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m moonpool.benchmarks.suites.all", description=__doc__
-    )
-    parser.add_argument(
-        "names", nargs="*", help=f"benchmarks to run, of {', '.join(NAMES)}; all by default"
-    )
+    parser = argparse.ArgumentParser(prog="python -m moonpool.benchmarks.suites.all", description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"benchmarks to run, of {', '.join(NAMES)}; all by default")
     parser.add_argument("--quick", action="store_true", help="only check that they work")
     parser.add_argument(
-        "--table",
-        action="store_true",
-        help="run nothing, print the main figures of the results so far",
+        "--table", action="store_true", help="run nothing, print the main figures of the results so far"
     )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        help=f"folder of the results; {RESULTS} by default, --quick keeps none",
-    )
+    parser.add_argument("--results", type=Path, help=f"folder of the results; {RESULTS} by default, --quick keeps none")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
         parser.error(f"there is no benchmark {min(unknown)!r}")

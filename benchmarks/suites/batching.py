@@ -25,9 +25,7 @@ def measure(report: Report, quick: bool) -> None:
         def case(model: str) -> Callable[[], list[float]]:
             return lambda: [with_tasks(runtime, model, IN_FLIGHT, window_s)]
 
-        models = {
-            (kind, size): f"{index}_{size}" for index, kind in enumerate(_KINDS) for size in sizes
-        }
+        models = {(kind, size): f"{index}_{size}" for index, kind in enumerate(_KINDS) for size in sizes}
         for (kind, size), model in models.items():
             config = {"max_batch_size": size, "dynamic_batching": {}}
             runtime.load(model, _KINDS[kind], config=config)

@@ -22,15 +22,10 @@ def _tensor(name: str) -> dict[str, object]:
     return {"name": name, "data_type": "TYPE_FP32", "dims": [-1]}
 
 
-_SUMS = {
-    "input": [_tensor("A"), _tensor("B")],
-    "output": [_tensor("SUM"), _tensor("DIFF")],
-}
+_SUMS = {"input": [_tensor("A"), _tensor("B")], "output": [_tensor("SUM"), _tensor("DIFF")]}
 
 
-def _from_model(
-    runtime: moonpool.Runtime, count: int, size: int, model: str = "asking"
-) -> list[float]:
+def _from_model(runtime: moonpool.Runtime, count: int, size: int, model: str = "asking") -> list[float]:
     """Microseconds for a request that a model makes."""
     n = np.array([count, size], np.int32)
     seconds = runtime.infer(model, {"N": n})["SECONDS"][0]
@@ -62,12 +57,7 @@ def measure(report: Report, quick: bool) -> None:
         series = in_turns(cases, rounds)
     for size, words in ((4, "4 floats"), (1 << 18, "1 MiB")):
         model, caller = series[f"model {size}"], series[f"caller {size}"]
-        report.figure(
-            f"a model asks another one, two inputs of {words}",
-            "µs",
-            model.values,
-            headline=size == 4,
-        )
+        report.figure(f"a model asks another one, two inputs of {words}", "µs", model.values, headline=size == 4)
         report.figure(f"the program asks it, two inputs of {words}", "µs", caller.values)
         report.figure(f"ratio, two inputs of {words}", "", model.over(caller), headline=size == 4)
     rates = [1e6 / value for value in series["model 4"].values]

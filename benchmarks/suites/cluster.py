@@ -1,11 +1,12 @@
 """A cluster that cannot be had here, simulated: 10,000 models on 100 nodes, asked by Zipf's law.
 
-Start times and sizes are measured first, with real models. The rest is a simulation, whose requests depend on a seed alone. Each node decides by
-moonpool's own policy which models stay in its memory. What is compared is the router before the nodes.
+Start times and sizes are measured first, with real models. The rest is a simulation, whose requests depend on a seed
+alone. Each node decides by moonpool's own policy which models stay in its memory. What is compared is the router before
+the nodes.
 
-A request that finds its model ready waits for those before it, which one instance executes one after the other. If the model is
-not in memory, the request waits until the policy lets others go, until one of the node's cores is free for the start, and
-until the start is over.
+A request that finds its model ready waits for those before it, which one instance executes one after the other. If the
+model is not in memory, the request waits until the policy lets others go, until one of the node's cores is free for the
+start, and until the start is over.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Load(NamedTuple):
 
 _WHOLE = Load(100, 10_000, 100_000, 2_500.0, 8 << 30, 16, 0.005)
 _QUICK = Load(5, 100, 1_000, 50.0, 4 << 30, 16, 0.005)
-# Sizes of weights: lognormal, with this median, and this standard deviation of the logarithm; none is larger than a quarter of a node.
+# Sizes of weights: lognormal, with this median, and this standard deviation of the logarithm; none is larger than a
+# quarter of a node.
 _MEDIAN_BYTES, _SPREAD = 60 * _MIB, 1.2
 
 
@@ -154,7 +156,9 @@ class Node:
         self._cores = [0.0] * load.cores
 
     def ask(self, number: int, model: Model, now_s: float) -> tuple[float, bool] | None:
-        """Execute a request. Returns the time for which it waits, and True if its model was ready; None if there is no room now."""
+        """Execute a request. Returns the time for which it waits, and True if its model was ready; None if there is no
+        room now.
+        """
         self.now_s = now_s
         found = self.hosted.get(number)
         is_hit = found is not None and found.ready_s <= now_s
@@ -214,7 +218,9 @@ class AnyNode:
 
 
 class ByName:
-    """A balancer that hashes the model's name: a model has its nodes in an order of its own, and the first one gets all requests."""
+    """A balancer that hashes the model's name: a model has its nodes in an order of its own, and the first one gets all
+    requests.
+    """
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = nodes
@@ -246,7 +252,9 @@ class ByNameOrNext(ByName):
 
 
 class WhereLoaded:
-    """Ray Serve's rule for multiplexed models: a node that has the model, else one with the fewest models. Of two of these, the less busy one."""
+    """Ray Serve's rule for multiplexed models: a node that has the model, else one with the fewest models. Of two of
+    these, the less busy one.
+    """
 
     most_open = 64
 
@@ -256,9 +264,7 @@ class WhereLoaded:
     def __call__(self, model: int, now_s: float) -> Node:
         """Return the node."""
         having = [
-            node
-            for node in self._nodes[0].holders.get(model, ())
-            if node.open_requests(model, now_s) < self.most_open
+            node for node in self._nodes[0].holders.get(model, ()) if node.open_requests(model, now_s) < self.most_open
         ]
         if not having:
             fewest = min(len(node.hosted) for node in self._nodes)
@@ -334,10 +340,7 @@ def requests(load: Load) -> list[Step]:
     times = np.cumsum(chance.exponential(1 / load.rate_per_s, load.requests)).tolist()
     weights = 1 / np.arange(1, load.models + 1) ** load.skew
     numbers = chance.choice(load.models, load.requests, p=weights / weights.sum()).tolist()
-    return [
-        Step(came_s, at, came_s, number)
-        for at, (came_s, number) in enumerate(zip(times, numbers, strict=True))
-    ]
+    return [Step(came_s, at, came_s, number) for at, (came_s, number) in enumerate(zip(times, numbers, strict=True))]
 
 
 def made_models(load: Load, start: Start) -> list[Model]:
@@ -351,7 +354,9 @@ def made_models(load: Load, start: Start) -> list[Model]:
 
 
 def measure_starts(report: Report, quick: bool) -> Start:
-    """Start real models with few and with many weights again and again, and measure time and memory as the policy does."""
+    """Start real models with few and with many weights again and again, and measure time and memory as the policy
+    does.
+    """
     sizes_mib = (1, 10 if quick else 200)
     found: dict[int, tuple[list[float], list[float]]] = {mib: ([], []) for mib in sizes_mib}
     with moonpool.Runtime(resident=Resident(models=1, memory=1 << 50)) as runtime:
@@ -402,9 +407,7 @@ def measure(report: Report, quick: bool) -> None:
     )
 
 
-def _report(
-    report: Report, load: Load, nodes: Sequence[Node], outcome: Outcome, router: str
-) -> None:
+def _report(report: Report, load: Load, nodes: Sequence[Node], outcome: Outcome, router: str) -> None:
     waits_ms = sorted(each * 1e3 for each in outcome.waits_s)
     kept = [number for node in nodes for number in node.hosted]
     asked = [node.requests for node in nodes]
@@ -425,8 +428,4 @@ def _report(
 
 
 if __name__ == "__main__":
-    main(
-        "cluster",
-        "What do the router and the policy of the nodes do to 10,000 models on 100 nodes?",
-        measure,
-    )
+    main("cluster", "What do the router and the policy of the nodes do to 10,000 models on 100 nodes?", measure)

@@ -115,10 +115,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         base = tree_of(arguments.base, folder / "tree")
-        sides = [
-            (path_of(base, folder / "before"), before),
-            (path_of(ROOT, folder / "now"), after),
-        ]
+        sides = [(path_of(base, folder / "before"), before), (path_of(ROOT, folder / "now"), after)]
         for turn in range(arguments.runs):
             # The second one finds the machine warmer, so they take turns in that, too.
             for path, found in sides if turn % 2 == 0 else reversed(sides):

@@ -1,4 +1,6 @@
-"""A pipeline of three small models as an ensemble: beside the three calls, and beside the same ensemble in a real Triton."""
+"""A pipeline of three small models as an ensemble: beside the three calls, and beside the same ensemble in a real
+Triton.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,7 @@ import numpy as np
 import moonpool
 from moonpool.benchmarks.suites.hosted import folder_of
 from moonpool.benchmarks.suites.peer.peer import Unavailable
-from moonpool.benchmarks.suites.peer.presser import (
-    Case,
-    Failed,
-    Shown,
-    press_in_turns,
-    presser,
-    report_rows,
-)
+from moonpool.benchmarks.suites.peer.presser import Case, Failed, Shown, press_in_turns, presser, report_rows
 from moonpool.benchmarks.suites.peer.served import MoonpoolServed, Served, TritonServed
 from moonpool.benchmarks.suites.report import Report, main
 from moonpool.benchmarks.suites.rounds import Series, calls_in_turns, in_turns
@@ -63,9 +58,7 @@ def _measure_here(report: Report, runtime: moonpool.Runtime, quick: bool) -> Non
     _report_pair(report, "ainfer, one task", _tasks_in_turns(runtime, x, rounds, calls))
 
 
-def _tasks_in_turns(
-    runtime: moonpool.Runtime, x: Any, rounds: int, calls: int
-) -> Mapping[str, Series]:
+def _tasks_in_turns(runtime: moonpool.Runtime, x: Any, rounds: int, calls: int) -> Mapping[str, Series]:
     async def whole() -> None:
         await runtime.ainfer("pipeline", {"X": x})
 
@@ -84,10 +77,7 @@ def _tasks_in_turns(
 
     with asyncio.Runner() as runner:
         return in_turns(
-            {
-                "ensemble": lambda: runner.run(times_us(whole)),
-                "three calls": lambda: runner.run(times_us(one_by_one)),
-            },
+            {"ensemble": lambda: runner.run(times_us(whole)), "three calls": lambda: runner.run(times_us(one_by_one))},
             rounds,
         )
 
@@ -143,8 +133,4 @@ def _measure_served(report: Report, quick: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        "ensembles",
-        "What does an ensemble cost beside its models, and beside a real Triton's?",
-        measure,
-    )
+    main("ensembles", "What does an ensemble cost beside its models, and beside a real Triton's?", measure)

@@ -33,12 +33,7 @@ class Figure(NamedTuple):
 
 
 def figure_of(
-    name: str,
-    column: str,
-    unit: str,
-    values: Sequence[float],
-    goal: str = "",
-    headline: bool = False,
+    name: str, column: str, unit: str, values: Sequence[float], goal: str = "", headline: bool = False
 ) -> Figure:
     """Sum `values` up; at least one is there."""
     ordered = sorted(values)

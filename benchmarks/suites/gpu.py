@@ -1,4 +1,6 @@
-"""Tensors on a GPU there and back: by handle, through ordinary memory, by torch, and no tensor at all; and what happens around them."""
+"""Tensors on a GPU there and back: by handle, through ordinary memory, by torch, and no tensor at all; and what happens
+around them.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,7 @@ from moonpool.runtime.model.states import Residence
 from moonpool.runtime.schedule.lane import IS_COMPILED as IS_COMPILED
 
 QUESTION = "What does a tensor on a GPU cost on its way to a model and back?"
-SIZES = {
-    "16 B": 16,
-    "1 MB": 1 << 20,
-    "16 MB": 1 << 24,
-    "256 MB": 1 << 28,
-    "1 GB": 1 << 30,
-}
+SIZES = {"16 B": 16, "1 MB": 1 << 20, "16 MB": 1 << 24, "256 MB": 1 << 28, "1 GB": 1 << 30}
 SMALL = "16 B"
 _QUICK = (SMALL, "1 MB")
 # Larger tensors through ordinary memory show nothing new, and take long.
@@ -82,9 +78,7 @@ def config(*, on_device: bool, kind: str = "GPU", count: int = 1, **options: Any
     return {
         "input": [{"name": "X", **tensor}],
         "output": [{"name": "Y", **tensor}],
-        "instance_group": [
-            {"kind": f"KIND_{kind}", "count": count, **({"gpus": [0]} if kind == "GPU" else {})}
-        ],
+        "instance_group": [{"kind": f"KIND_{kind}", "count": count, **({"gpus": [0]} if kind == "GPU" else {})}],
         "parameters": {
             "FORCE_CPU_ONLY_INPUT_TENSORS": option("no" if on_device else "yes"),
             **{key: option(value) for key, value in options.items()},
@@ -172,18 +166,16 @@ class BareCopy:
 def sizes_on(where: Device, pace: Pace) -> dict[str, int]:
     """Return the sizes for which a device has room several times over."""
     most = where.memory_info()[0] // 16
-    return {
-        name: size
-        for name, size in SIZES.items()
-        if size <= most and (not pace.quick or name in _QUICK)
-    }
+    return {name: size for name, size in SIZES.items() if size <= most and (not pace.quick or name in _QUICK)}
 
 
 # The parts
 
 
 def by_size(report: Report, runtime: moonpool.Runtime, where: Device, pace: Pace) -> None:
-    """Trips by size, beside the same on the CPU, through ordinary memory, and beside what no design could do without."""
+    """Trips by size, beside the same on the CPU, through ordinary memory, and beside what no design could do
+    without.
+    """
     trips = Trips(runtime, where)
     trips.load("handles")
     trips.load("bytes", on_device=False)
@@ -194,9 +186,7 @@ def by_size(report: Report, runtime: moonpool.Runtime, where: Device, pace: Pace
             with _tried(report, f"there and back{_FORM}, {name}"):
                 _by_size(report, trips, events, (name, size), pace.part(0.75 / len(sizes)))
         # Copies of a size that keeps the card busy for long enough.
-        name = max(
-            (name for name in sizes if sizes[name] <= _LARGEST_COPIED), key=sizes.__getitem__
-        )
+        name = max((name for name in sizes if sizes[name] <= _LARGEST_COPIED), key=sizes.__getitem__)
         with _tried(report, f"copied on the card{_FORM}, {name}"):
             _copies(report, trips, name, pace.part(0.25))
     if events is not None and not events.shares_events:
@@ -215,19 +205,10 @@ def _events(report: Report, stack: contextlib.ExitStack, where: Device) -> Event
     return events
 
 
-def _by_size(
-    report: Report,
-    trips: Trips,
-    events: EventPingPong | None,
-    named: tuple[str, int],
-    pace: Pace,
-) -> None:
+def _by_size(report: Report, trips: Trips, events: EventPingPong | None, named: tuple[str, int], pace: Pace) -> None:
     name, size = named
     alone = BareCopy(trips.where, size)
-    cases: dict[str, Callable[[], object]] = {
-        "by handle": trips.by_handle(size),
-        "a copy alone": alone,
-    }
+    cases: dict[str, Callable[[], object]] = {"by handle": trips.by_handle(size), "a copy alone": alone}
     if events is not None:
         cases["events alone"] = events
     if size <= _LARGEST_COPIED:
@@ -296,10 +277,7 @@ def by_form(report: Report, runtime: moonpool.Runtime, where: Device, pace: Pace
     trips = Trips(runtime, where)
     trips.load("handles")
     for name in _QUICK:
-        cases = {
-            "by handle": trips.by_handle(SIZES[name]),
-            "on the CPU": trips.in_ordinary_memory(SIZES[name]),
-        }
+        cases = {"by handle": trips.by_handle(SIZES[name]), "on the CPU": trips.in_ordinary_memory(SIZES[name])}
         with _tried(report, f"there and back{_FORM}, {name}"):
             found = calls_in_turns(cases, pace.rounds, pace.calls(16), pace.most_s / len(_QUICK))
             _report(report, name, found)
@@ -328,7 +306,9 @@ def _sent(queues: TorchDeviceQueues, size: int) -> Callable[[], object]:
 
 
 def by_callers(report: Report, runtime: moonpool.Runtime, where: Device, pace: Pace) -> None:
-    """Requests a second of 1, 4 and 16 callers, with 1 and 4 instances: by handle, and with a copy that the card has to make."""
+    """Requests a second of 1, 4 and 16 callers, with 1 and 4 instances: by handle, and with a copy that the card has to
+    make.
+    """
     trips = Trips(runtime, where)
     size = min(1 << 24, max(sizes_on(where, pace).values()))
     kinds = {"by handle": (trips.by_handle, 16), "one copy": (trips.copied, size)}
@@ -345,20 +325,13 @@ def by_callers(report: Report, runtime: moonpool.Runtime, where: Device, pace: P
     for (kind, instances, count), series in found.items():
         what = f"{kind}, {instances} instance{'s' if instances > 1 else ''}"
         report.figure(
-            what,
-            "requests/s",
-            series.values,
-            column=f"{count} caller{'s' if count > 1 else ''}",
-            headline=True,
+            what, "requests/s", series.values, column=f"{count} caller{'s' if count > 1 else ''}", headline=True
         )
         if count == callers[-1]:
             ratio = series.over(found[kind, instances, 1])
             goal = "at least 1" if instances > 1 else ""
             report.ratio(
-                f"{what}, over one caller",
-                ratio,
-                column=f"{count} caller{'s' if count > 1 else ''}",
-                goal=goal,
+                f"{what}, over one caller", ratio, column=f"{count} caller{'s' if count > 1 else ''}", goal=goal
             )
     report.note(f"One copy: of {size / 1e6:,.0f} MB there, which the caller waits for.")
 
@@ -381,8 +354,7 @@ def rate(call: Callable[[], object], callers: int, window_s: float) -> float:
 
     with ThreadPoolExecutor(callers) as threads:
         counts, begins, ends = zip(
-            *(each.result() for each in [threads.submit(calls) for _ in range(callers)]),
-            strict=True,
+            *(each.result() for each in [threads.submit(calls) for _ in range(callers)]), strict=True
         )
     return float(sum(counts) / (max(ends) - min(begins)))
 
@@ -418,9 +390,7 @@ def _pipeline(report: Report, trips: Trips, pace: Pace) -> None:
     else:
         with _tried(report, "an ensemble of the three"):
             runtime.load("pipeline")
-            cases["an ensemble of the three"] = lambda: runtime.infer(
-                "pipeline", {"X": x}, timeout_s=_TIMEOUT_S
-            )["Y"]
+            cases["an ensemble of the three"] = lambda: runtime.infer("pipeline", {"X": x}, timeout_s=_TIMEOUT_S)["Y"]
     for case, call in cases.items():
         y = call()
         if not isinstance(y, moonpool.DeviceArray) or not (y.to_host() == 7).all():
@@ -456,10 +426,10 @@ def _write_ensemble(folder: Path) -> None:
     )
 
 
-def strict_beside_standard(
-    report: Report, runtime: moonpool.Runtime, where: Device, pace: Pace
-) -> None:
-    """The same trips at `strict` and at `standard`. Contained models share no events, so each side waits for its own work."""
+def strict_beside_standard(report: Report, runtime: moonpool.Runtime, where: Device, pace: Pace) -> None:
+    """The same trips at `strict` and at `standard`. Contained models share no events, so each side waits for its own
+    work.
+    """
     trips = Trips(runtime, where)
     for level in ("standard", "strict"):
         trips.load(level, MOONPOOL_SANDBOX=level, MOONPOOL_ENVIRONMENT="FAKE_*")
@@ -495,10 +465,7 @@ def after_a_kill(report: Report, runtime: moonpool.Runtime, where: Device, pace:
     again = {"MOONPOOL_MAX_RESTARTS": 100_000, "MOONPOOL_RESTART_BACKOFF_S": 0}
     trips.load("on_gpu", **again)
     trips.load("on_cpu", kind="CPU", **again)
-    asks = {
-        "on_gpu": trips.by_handle(1 << 20, "on_gpu"),
-        "on_cpu": trips.in_ordinary_memory(1 << 20, "on_cpu"),
-    }
+    asks = {"on_gpu": trips.by_handle(1 << 20, "on_gpu"), "on_cpu": trips.in_ordinary_memory(1 << 20, "on_cpu")}
 
     def context_ms() -> list[float]:
         ended = subprocess.run(
@@ -569,9 +536,7 @@ def weights_config(size: int, library: str, **options: Any) -> Any:
     return found
 
 
-def _sleep_and_wake(
-    report: Report, runtime: moonpool.Runtime, library: str, size: int, goal: str, pace: Pace
-) -> None:
+def _sleep_and_wake(report: Report, runtime: moonpool.Runtime, library: str, size: int, goal: str, pace: Pace) -> None:
     if library == "torch" and find_spec("torch") is None:
         report.skipped(f"sleep and wake, {library}", "torch is not installed")
         return
@@ -655,9 +620,7 @@ def driver_in_words() -> str:
     """Return the driver's version as nvidia-smi tells it."""
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(
-            asked, capture_output=True, text=True, check=False, timeout=_ASK_S
-        ).stdout.split()
+        said = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=_ASK_S).stdout.split()
     except (FileNotFoundError, subprocess.TimeoutExpired):
         said = []
     return f"driver {said[0]}" if said else "the driver's version is not known"

@@ -94,9 +94,7 @@ def serve_threads() -> None:
     server = grpc.server(ThreadPoolExecutor(16))
     handler = grpc.unary_unary_rpc_method_handler(lambda data, _: echo(data))
     service, method = METHOD.strip("/").split("/")
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(service, {method: handler}),)
-    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     _say(port)
@@ -115,9 +113,7 @@ def serve_asyncio() -> None:
         server = grpc.aio.server()
         handler = grpc.unary_unary_rpc_method_handler(answer)
         service, method = METHOD.strip("/").split("/")
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(service, {method: handler}),)
-        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         _say(port)
@@ -172,8 +168,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         SERVERS[sys.argv[2]]()
     else:
-        main(
-            "grpc_echo",
-            "What does gRPC itself cost, and what a request for inference over it?",
-            measure,
-        )
+        main("grpc_echo", "What does gRPC itself cost, and what a request for inference over it?", measure)

@@ -98,9 +98,7 @@ def _serve_uvicorn(application: Any) -> None:
     import uvicorn  # only compared with
 
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    config = uvicorn.Config(
-        application, loop="uvloop", http="httptools", log_level="error", access_log=False
-    )
+    config = uvicorn.Config(application, loop="uvloop", http="httptools", log_level="error", access_log=False)
     _say(listening.getsockname()[1])
     uvicorn.Server(config).run([listening])
 
@@ -134,8 +132,7 @@ def _echo_request() -> bytes:
 def _inference_request() -> bytes:
     parameters = {"binary_data_size": 16}
     inputs = [
-        {"name": name, "datatype": "FP32", "shape": [1, 4], "parameters": parameters}
-        for name in ("INPUT0", "INPUT1")
+        {"name": name, "datatype": "FP32", "shape": [1, 4], "parameters": parameters} for name in ("INPUT0", "INPUT1")
     ]
     text = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
     head = (
@@ -172,8 +169,4 @@ if __name__ == "__main__":
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         serve(sys.argv[2])
     else:
-        main(
-            "http_echo",
-            "What does HTTP itself cost, and what a request for inference over it?",
-            measure,
-        )
+        main("http_echo", "What does HTTP itself cost, and what a request for inference over it?", measure)

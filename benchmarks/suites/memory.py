@@ -35,10 +35,7 @@ def interpreters(count: int) -> Iterator[list[int]]:
         processes = [
             stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    cwd="/",
+                    [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/"
                 )
             )
             for _ in range(count)

@@ -93,10 +93,7 @@ def loads() -> Iterator[Load]:
     yield Load(f"{_TASKS} tasks, ids", f"{_TASKS} tasks, equal", "add_sub", ids, many)
     texts = [Request({"TEXT": np.array([b"x" * 8] * 4, object)}, {})]
     yield Load("equal strings", "equal strings", "texts", texts, one_by_one)
-    lengths = [
-        Request({"TEXT": np.array([b"x" * seeded.randint(0, 40)] * 4, object)}, {})
-        for _ in range(997)
-    ]
+    lengths = [Request({"TEXT": np.array([b"x" * seeded.randint(0, 40)] * 4, object)}, {}) for _ in range(997)]
     yield Load("strings of 0 to 40 bytes", "equal strings", "texts", lengths, one_by_one)
 
 
@@ -138,10 +135,7 @@ def measure(report: Report, quick: bool) -> None:
                 for index, part in enumerate(("time", "runtime's processor time", "stub's")):
                     report.ratio(
                         f"{load.name} over {load.base}, {part}",
-                        [
-                            each[index] / other[index]
-                            for each, other in zip(mine, base, strict=True)
-                        ],
+                        [each[index] / other[index] for each, other in zip(mine, base, strict=True)],
                         column=place.name,
                         headline=index == 0,
                     )

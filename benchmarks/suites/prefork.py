@@ -18,11 +18,7 @@ from moonpool.benchmarks.suites.report import Report, main
 from moonpool.benchmarks.suites.rounds import in_turns
 
 _DEADLINE_S = 60.0
-_WAYS = {
-    "no": "started anew",
-    "imports": "forked after the imports",
-    "initialize": "forked after initialize",
-}
+_WAYS = {"no": "started anew", "imports": "forked after the imports", "initialize": "forked after initialize"}
 _INPUT = {"X": np.zeros(1, np.float32)}
 _INSTANCES = 4
 
@@ -78,9 +74,7 @@ def measure(report: Report, quick: bool) -> None:
     with moonpool.Runtime() as runtime:
         kinds = [(library, way) for library in libraries for way in _WAYS]
         victims = {kind: Victim(runtime, *kind) for kind in kinds}
-        series = in_turns(
-            {kind: victim.kill for kind, victim in victims.items()}, 1 if quick else 20
-        )
+        series = in_turns({kind: victim.kill for kind, victim in victims.items()}, 1 if quick else 20)
         for (library, way), found in series.items():
             goal = "" if way == "no" else "≤ 50 ms"
             name = f"{library} model, kill -9 to the first answer"

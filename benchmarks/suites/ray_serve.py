@@ -1,4 +1,6 @@
-"""A model through moonpool inside a Ray Serve replica, against Ray's own deployments; and deaths of a stub and of a replica."""
+"""A model through moonpool inside a Ray Serve replica, against Ray's own deployments; and deaths of a stub and of a
+replica.
+"""
 
 from __future__ import annotations
 

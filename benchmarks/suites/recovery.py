@@ -29,10 +29,7 @@ class Victim:
         self._runtime = runtime
         self._stalled = Path(folder, "stalled")
         # By default restarts pause longer and longer, and end after the sixth.
-        restart = {
-            "MOONPOOL_MAX_RESTARTS": option(100_000),
-            "MOONPOOL_RESTART_BACKOFF_S": option(0),
-        }
+        restart = {"MOONPOOL_MAX_RESTARTS": option(100_000), "MOONPOOL_RESTART_BACKOFF_S": option(0)}
         parameters = {**restart, "stalled": option(self._stalled)}
         runtime.load("victim", MODELS / "stall", config={"parameters": parameters})
         self.noticed_ms: list[float] = []

@@ -33,26 +33,13 @@ class Report:
         self._heard = heard
         self._lines: list[dict[str, object]] = []
         self._add(
-            {
-                "kind": "run",
-                "benchmark": benchmark,
-                "question": question,
-                "quick": quick,
-                "machine": self._machine,
-            }
+            {"kind": "run", "benchmark": benchmark, "question": question, "quick": quick, "machine": self._machine}
         )
         self._looks = 1 if quick else 20
         self._before = listen(self._looks)
 
     def figure(
-        self,
-        name: str,
-        unit: str,
-        values: Sequence[float],
-        *,
-        column: str = "",
-        goal: str = "",
-        headline: bool = False,
+        self, name: str, unit: str, values: Sequence[float], *, column: str = "", goal: str = "", headline: bool = False
     ) -> Figure:
         """Add a quantity that was measured once or more."""
         figure = figure_of(name, column, unit, values, goal, headline)
@@ -60,13 +47,7 @@ class Report:
         return figure
 
     def ratio(
-        self,
-        name: str,
-        values: Sequence[float],
-        *,
-        column: str = "",
-        goal: str = "",
-        headline: bool = False,
+        self, name: str, values: Sequence[float], *, column: str = "", goal: str = "", headline: bool = False
     ) -> Figure:
         """Add a ratio of two quantities that were measured beside each other, once a round."""
         return self.figure(name, "", values, column=column, goal=goal, headline=headline)
@@ -165,9 +146,7 @@ def read(path: Path) -> list[dict[str, object]]:
 
 def main(benchmark: str, question: str, measure: Callable[[Report, bool], None]) -> None:
     """The command line of a benchmark."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m moonpool.benchmarks.suites.{benchmark}", description=question
-    )
+    parser = argparse.ArgumentParser(prog=f"python -m moonpool.benchmarks.suites.{benchmark}", description=question)
     parser.add_argument("--quick", action="store_true", help="only check that it works")
     parser.add_argument("--json", metavar="FILE", help="write JSON lines; - for standard output")
     arguments = parser.parse_args()

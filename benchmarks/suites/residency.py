@@ -1,4 +1,6 @@
-"""More models than memory: 200 small models in room for 20, asked by 16 callers; more instances under load; and a real Triton's load and unload."""
+"""More models than memory: 200 small models in room for 20, asked by 16 callers; more instances under load; and a real
+Triton's load and unload.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,7 @@ _SKEW = 1.0
 _PAUSE_S = 0.2
 _ROW = {name: np.ones((1, 4), np.float32) for name in ("INPUT0", "INPUT1")}
 _BODY = json.dumps(
-    {
-        "inputs": [
-            {"name": name, "datatype": "FP32", "shape": [1, 4], "data": [1, 1, 1, 1]}
-            for name in _ROW
-        ]
-    }
+    {"inputs": [{"name": name, "datatype": "FP32", "shape": [1, 4], "data": [1, 1, 1, 1]} for name in _ROW]}
 ).encode()
 
 
@@ -52,9 +49,7 @@ class Crowd:
     def __init__(self, runtime: moonpool.Runtime, names: Sequence[str], pause_s: float) -> None:
         """Pause for so long on average, by an exponential distribution."""
         self._runtime, self._names, self._pause_s = runtime, names, pause_s
-        self._weights = list(
-            itertools.accumulate(1 / (rank + 1) ** _SKEW for rank in range(len(names)))
-        )
+        self._weights = list(itertools.accumulate(1 / (rank + 1) ** _SKEW for rank in range(len(names))))
         self._lock = threading.Lock()
         # The models in the order in which they were asked, and how often one had to be started.
         self.asked: list[str] = []
@@ -86,9 +81,7 @@ class Crowd:
     def run(self, seconds: float) -> None:
         """Ask for so long. Count the models in memory meanwhile, and measure it once a second."""
         end_s = time.monotonic() + seconds
-        callers = [
-            threading.Thread(target=self._ask, args=(seed, end_s)) for seed in range(_CALLERS)
-        ]
+        callers = [threading.Thread(target=self._ask, args=(seed, end_s)) for seed in range(_CALLERS)]
         for each in callers:
             each.start()
         entries = self._runtime._models.residency.entries()
@@ -150,7 +143,9 @@ def _percentile(values: Sequence[float], part: float) -> float:
 
 
 def measure_crowd(report: Report, quick: bool) -> None:
-    """Ask many models, of which few may be in memory: with pauses, and without, when starts keep all processors busy."""
+    """Ask many models, of which few may be in memory: with pauses, and without, when starts keep all processors
+    busy.
+    """
     count, room = (12, 4) if quick else (200, 20)
     seconds = 0.5 if quick else float(os.environ.get(SECONDS) or _SECONDS)
     with tempfile.TemporaryDirectory() as folder:
@@ -232,9 +227,7 @@ def measure_scaling(report: Report, quick: bool) -> None:
         late = [took for begun, took in durations if begun > there + 0.1]
         if early and late:
             shorter.append(statistics.median(early) / statistics.median(late))
-    report.figure(
-        "from 1 to 4 instances, after the load has begun", "s", took_s, goal="≤ 1 s", headline=True
-    )
+    report.figure("from 1 to 4 instances, after the load has begun", "s", took_s, goal="≤ 1 s", headline=True)
     if shorter:
         report.ratio("p50 of 4 callers with 1 instance, over that with 4", shorter, headline=True)
 
@@ -246,7 +239,9 @@ def _post(port: int, path: str, body: bytes = b"{}") -> None:
 
 
 class Switch:
-    """Asks one of two models after the other, of which one is in memory. The server has to start the other one each time."""
+    """Asks one of two models after the other, of which one is in memory. The server has to start the other one each
+    time.
+    """
 
     def __init__(self, server: Served, *, is_explicit: bool) -> None:
         self._port, self._is_explicit = server.http_port, is_explicit
@@ -282,12 +277,7 @@ def measure_switches(report: Report, quick: bool) -> None:
             cases["Triton, explicit unload and load"] = Switch(theirs, is_explicit=True)
         series = in_turns(cases, 1 if quick else 20)
     for name, found in series.items():
-        report.figure(
-            f"the answer of a model that is not in memory, {name}",
-            "ms",
-            found.values,
-            headline=True,
-        )
+        report.figure(f"the answer of a model that is not in memory, {name}", "ms", found.values, headline=True)
     if len(series) == 2:
         mine, others = series.values()
         report.ratio("Triton over moonpool", others.over(mine), headline=True)

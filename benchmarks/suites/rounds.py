@@ -52,7 +52,8 @@ def in_turns(
 ) -> dict[Key, Series]:
     """Measure each case once a round; the first one changes from round to round.
 
-    A first round is thrown away, so that memory is mapped and caches are warm. After `most_s` no round but the second begins.
+    A first round is thrown away, so that memory is mapped and caches are warm. After `most_s` no round but the second
+    begins.
     """
     names = list(cases)
     found = {name: Series([]) for name in names}

@@ -50,23 +50,15 @@ def found(quick: bool) -> Found:
         stubs = [pid for level in LEVELS for pid in pids(runtime, level)]
         # On one core only the calls themselves take time: no other core has to be woken up.
         with placed(placements()[1], stubs):
-            called = calls_in_turns(
-                _by_level(lambda level: lambda: runtime.infer(level, _INPUTS)), rounds, calls
-            )
+            called = calls_in_turns(_by_level(lambda level: lambda: runtime.infer(level, _INPUTS)), rounds, calls)
         rates = in_turns(
-            _by_level(lambda level: lambda: [with_tasks(runtime, level, CALLERS, window_s)]),
-            1 if quick else 15,
+            _by_level(lambda level: lambda: [with_tasks(runtime, level, CALLERS, window_s)]), 1 if quick else 15
         )
     measured = {"start": started, "call": called, "rate": rates}
-    return {
-        what: {level: series.rounds for level, series in by_level.items()}
-        for what, by_level in measured.items()
-    }
+    return {what: {level: series.rounds for level, series in by_level.items()} for what, by_level in measured.items()}
 
 
-def _by_level(
-    case: Callable[[str], Callable[[], object]],
-) -> dict[str, Callable[[], Sequence[float]]]:
+def _by_level(case: Callable[[str], Callable[[], object]]) -> dict[str, Callable[[], Sequence[float]]]:
     return {level: case(level) for level in LEVELS}  # type: ignore[misc]
 
 
@@ -81,9 +73,7 @@ def tell(report: Report, who: str, measured: Found) -> None:
         for level in LEVELS:
             values = Series(measured[what][level]).values
             report.figure(f"{name}, {who}", unit, values, column=level, headline=True)
-    start, call, rate = (
-        {level: Series(rounds) for level, rounds in measured[what].items()} for what in names
-    )
+    start, call, rate = ({level: Series(rounds) for level, rounds in measured[what].items()} for what in names)
     for level in ("standard", "strict"):
         below = LEVELS[LEVELS.index(level) - 1]
         is_strict = level == "strict"
@@ -98,11 +88,7 @@ def tell(report: Report, who: str, measured: Found) -> None:
         for name, series, goal in (("latency", call, "≤ 1.03"), ("throughput", rate, "≥ 0.97")):
             ratio = series[level].over(series[below])
             report.ratio(
-                f"{name} over {below}, {who}",
-                ratio,
-                column=level,
-                goal=goal if is_strict else "",
-                headline=is_strict,
+                f"{name} over {below}, {who}", ratio, column=level, goal=goal if is_strict else "", headline=is_strict
             )
 
 
@@ -135,9 +121,7 @@ def measure(report: Report, quick: bool) -> None:
             tell(report, who, as_nobody(quick))  # type: ignore[arg-type]
         except RuntimeError as error:
             report.skipped(f"as {who}", str(error))
-    report.note(
-        "Calls are made on one core, so that the sandbox is what differs and not the placement."
-    )
+    report.note("Calls are made on one core, so that the sandbox is what differs and not the placement.")
 
 
 if __name__ == "__main__":

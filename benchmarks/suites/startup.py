@@ -1,4 +1,6 @@
-"""Time from nothing to ready: of `import moonpool`, of a stub, of a load, of many loads, and of a stub that was killed."""
+"""Time from nothing to ready: of `import moonpool`, of a stub, of a load, of many loads, and of a stub that was
+killed.
+"""
 
 from __future__ import annotations
 
@@ -129,16 +131,10 @@ def measure(report: Report, quick: bool) -> None:
             cases = {way: partial(method, each) for way, each in loads.items()}
             for way, found in in_turns(cases, rounds).items():
                 shown = goal if way == "blank" else ""
-                report.figure(
-                    name, "ms", found.values, column=_WAYS[way], goal=shown, headline=True
-                )
-        found_many = in_turns(
-            {way: each.load_many for way, each in loads.items()}, 1 if quick else 3
-        )
+                report.figure(name, "ms", found.values, column=_WAYS[way], goal=shown, headline=True)
+        found_many = in_turns({way: each.load_many for way, each in loads.items()}, 1 if quick else 3)
         for way, found in found_many.items():
-            report.figure(
-                f"{many} loads, one after the other", "ms", found.values, column=_WAYS[way]
-            )
+            report.figure(f"{many} loads, one after the other", "ms", found.values, column=_WAYS[way])
         ratios = found_many["no"].over(found_many["blank"])
         report.ratio(f"{many} loads: started anew over forked", ratios, headline=True)
     report.note(

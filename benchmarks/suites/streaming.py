@@ -65,11 +65,7 @@ def measure(report: Report, quick: bool) -> None:
         }
         series = in_turns(cases, rounds)
     report.figure(
-        "responses of 4 bytes, taken by a thread",
-        "responses/s",
-        series["thread"].values,
-        goal="20,000",
-        headline=True,
+        "responses of 4 bytes, taken by a thread", "responses/s", series["thread"].values, goal="20,000", headline=True
     )
     report.figure("taken by an asyncio task", "responses/s", series["task"].values, headline=True)
     report.figure("from the request to the first response", "µs", series["first"].values)

@@ -46,9 +46,7 @@ def measure(report: Report, quick: bool) -> None:
             _measure_size(runtime, report, name, size, rounds, calls)
 
 
-def _measure_size(
-    runtime: moonpool.Runtime, report: Report, name: str, size: int, rounds: int, calls: int
-) -> None:
+def _measure_size(runtime: moonpool.Runtime, report: Report, name: str, size: int, rounds: int, calls: int) -> None:
     copy_in, copy_out = copy_of(size), copy_of(size)
 
     def two_copies() -> None:
@@ -68,9 +66,7 @@ def _measure_size(
             report.ratio(what, ratio, column=name, goal=goal, headline=bool(goal))
 
 
-def _call(
-    runtime: moonpool.Runtime, size: int, answer: str, in_place: bool
-) -> Callable[[], object]:
+def _call(runtime: moonpool.Runtime, size: int, answer: str, in_place: bool) -> Callable[[], object]:
     array = runtime.empty(answer, "INPUT0", size) if in_place else np.empty(size, np.uint8)
     array[:] = 1
 

@@ -53,9 +53,7 @@ def measure(report: Report, quick: bool) -> None:
             return windows
 
         cases = {
-            (f"{callers} {word}{'s' if callers > 1 else ''}", instances): case(
-                run, instances, callers
-            )
+            (f"{callers} {word}{'s' if callers > 1 else ''}", instances): case(run, instances, callers)
             for word, run in (("thread", with_threads), ("task", with_tasks))
             for callers in (_QUICK_CALLERS if quick else CALLERS)
             for instances in (1, 2)

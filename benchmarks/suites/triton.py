@@ -56,9 +56,7 @@ def cases() -> dict[str, Asked]:
                 name = f"add_sub, {protocol.upper()}, {_counted(callers, 'caller')}, {_counted(instances, 'instance')}"
                 case = Case(protocol, "add_sub", "FP32", pair, True, callers)
                 found[name] = Asked(case, instances, "at least 1.5")
-    for (size, elements), goal in zip(
-        _SIZES.items(), ("at least 1.3", "at least 1.1"), strict=True
-    ):
+    for (size, elements), goal in zip(_SIZES.items(), ("at least 1.3", "at least 1.1"), strict=True):
         for protocol in ("http", "grpc"):
             for callers in (1, 4):
                 name = f"identity, {size}, {protocol.upper()}, {_counted(callers, 'caller')}"
@@ -150,11 +148,7 @@ def measure(report: Report, quick: bool) -> None:
     with contextlib.closing(server):
         chosen = cases()
         if quick:
-            chosen = {
-                name: asked
-                for name, asked in chosen.items()
-                if asked.case.callers == 4 and asked.instances == 1
-            }
+            chosen = {name: asked for name, asked in chosen.items() if asked.case.callers == 4 and asked.instances == 1}
         for name, asked in chosen.items():
             by = Streams() if asked.is_stream else pressed
             try:

@@ -23,8 +23,8 @@ _TIMEOUT_S = 60.0
 # The sleeps of the schedule, evenly from 50 to 150 ms, in an order that has nothing of it. All instances sleep at once.
 _SLEEPS_MS = np.random.default_rng(1).permutation(np.linspace(50, 150, 160))
 _INSTANCES = 16
-# Sleeps for two generators. Their number is prime to the numbers of callers: with 40, perf_analyzer's four callers did not send all of
-# them equally often, and by the server's own statistics their requests took 5 % longer.
+# Sleeps for two generators. Their number is prime to the numbers of callers: with 40, perf_analyzer's four callers did
+# not send all of them equally often, and by the server's own statistics their requests took 5 % longer.
 _NAPS_MS = np.random.default_rng(2).permutation(np.linspace(5, 20, 11)).tolist()
 _TURNS = 10
 _FIGURES = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
@@ -63,15 +63,11 @@ def _measured(
         found.close()
 
 
-def _schedule(
-    report: Report, server: MoonpoolServed, protocol: str, rounds: int, quick: bool
-) -> None:
+def _schedule(report: Report, server: MoonpoolServed, protocol: str, rounds: int, quick: bool) -> None:
     """Compare percentiles with those of the sleeps."""
     ratios: dict[str, list[float]] = {name: [] for name in _FIGURES}
     seconds = 0.2 if quick else 3.0
-    with _measured(
-        server, protocol, [_times(each, 0) for each in _SLEEPS_MS], _INSTANCES
-    ) as subject:
+    with _measured(server, protocol, [_times(each, 0) for each in _SLEEPS_MS], _INSTANCES) as subject:
         for _ in range(rounds):
             window = subject.window(Concurrency(_INSTANCES), seconds)
             for name, percentile in _FIGURES.items():
@@ -92,10 +88,7 @@ def _regressions(report: Report, server: MoonpoolServed, quick: bool) -> None:
                 stack.enter_context(_measured(server, "http", [_times(0, _WORK_MS * factor)], 1))
                 for factor in (1.0, slower)
             )
-            found[name] = [
-                float(_is_found(condition, old, new, quick))
-                for _ in range(1 if quick else _COMPARISONS)
-            ]
+            found[name] = [float(_is_found(condition, old, new, quick)) for _ in range(1 if quick else _COMPARISONS)]
     for name, goal in (("planted", f"all {_COMPARISONS}"), ("none", "0")):
         what = f"comparisons that find 10 %, of {len(found[name])}"
         column = "10 % more work" if name == "planted" else "the same work"
@@ -150,12 +143,7 @@ def _another_generator(report: Report, quick: bool) -> None:
 
 
 def _show_turns(
-    report: Report,
-    case: Case,
-    subject: str,
-    goal: str,
-    ratios: dict[str, list[float]],
-    shares: dict[str, list[float]],
+    report: Report, case: Case, subject: str, goal: str, ratios: dict[str, list[float]], shares: dict[str, list[float]]
 ) -> None:
     column = f"{case.protocol.upper()}, {case.callers} caller{'s' if case.callers > 1 else ''}"
     for name, values in ratios.items():

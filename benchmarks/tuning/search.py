@@ -1,16 +1,17 @@
 """The search for the best of many settings: a hill climb with restarts.
 
-It is pure. A *place* has a number for each setting, its index among the values of that setting. `climb` asks a given function for
-the score of a place, and looks at each place once.
+It is pure. A *place* has a number for each setting, its index among the values of that setting. `climb` asks a given
+function for the score of a place, and looks at each place once.
 
-Values of a setting are in order, so that neighbours are alike. From a place, the climb walks along one setting after the other, in
-random order, as long as the score grows, until no neighbour is better. Settings depend on each other: more instances may
-help only with larger batches. So the climb begins again at other places: in turns at the best one with two settings
-changed, and at any place. It ends after `restarts` in a row that found nothing better, after `most` places, or when it
-has seen all.
+Values of a setting are in order, so that neighbours are alike. From a place, the climb walks along one setting after
+the other, in random order, as long as the score grows, until no neighbour is better. Settings depend on each other:
+more instances may help only with larger batches. So the climb begins again at other places: in turns at the best one
+with two settings changed, and at any place. It ends after `restarts` in a row that found nothing better, after `most`
+places, or when it has seen all.
 
-Scores are measured, and noise would lead anywhere. A place is better than another one only if its score is greater by the
-share `margin`. The start, and then the earlier of two places, wins a tie, so that nothing is changed that does not help.
+Scores are measured, and noise would lead anywhere. A place is better than another one only if its score is greater by
+the share `margin`. The start, and then the earlier of two places, wins a tie, so that nothing is changed that does not
+help.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def climb(
 ) -> Place:
     """Return the best place that was found. `sizes` has the number of values of each setting.
 
-    `measure` gives the score of a place, -inf for one that does not work. What it raises ends the climb. A climb with the same arguments
-    and scores visits the same places.
+    `measure` gives the score of a place, -inf for one that does not work. What it raises ends the climb. A climb with
+    the same arguments and scores visits the same places.
     """
     search = _Climb(sizes, measure, random.Random(seed), most, margin)
     search.best = start
@@ -85,9 +86,7 @@ class _Climb:
             has_moved = False
             for axis in self._shuffled(range(len(self._sizes))):
                 for step in self._shuffled((1, -1)):
-                    while (other := self._beside(place, axis, step)) and self._is_better(
-                        other, place
-                    ):
+                    while (other := self._beside(place, axis, step)) and self._is_better(other, place):
                         place, has_moved = other, True
 
     def restart(self, patience: int) -> None:

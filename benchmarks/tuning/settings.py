@@ -1,7 +1,7 @@
 """The settings of a model that `moonpool tune` changes: their values, and where they stand in a configuration.
 
-A setting that cannot change is left out with the reason. Values are in order, as the search wants them. None is a
-field that the configuration leaves out; it is a value only if the field is missing at the start, so that a field may be added
+A setting that cannot change is left out with the reason. Values are in order, as the search wants them. None is a field
+that the configuration leaves out; it is a value only if the field is missing at the start, so that a field may be added
 but never taken away.
 """
 
@@ -137,9 +137,7 @@ def _threads(raw: Raw, bounds: SettingBounds) -> Setting | str:
     text = _parameter(raw, key)
     if text is not None and not text.isdecimal():
         return f"{key} is {text!r:.40}"
-    return Setting.of(
-        raw["name"], "threads", _steps(bounds.cores), None if text is None else int(text)
-    )
+    return Setting.of(raw["name"], "threads", _steps(bounds.cores), None if text is None else int(text))
 
 
 def _template(raw: Raw, bounds: SettingBounds) -> Setting | str:  # noqa: ARG001 - as the others

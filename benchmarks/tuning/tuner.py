@@ -1,12 +1,12 @@
 """Measures a model with other settings: a server of its own takes them, and gets load.
 
-For each place in the search, the models whose settings differ from the last place are loaded with them. The server changes
-instances and delays while it serves, and starts new processes for all else. Then the
-number of callers doubles, starting from that of the best place so far: too few callers show no throughput, too many
-only make requests wait. The score of a place is that of its best load.
+For each place in the search, the models whose settings differ from the last place are loaded with them. The server
+changes instances and delays while it serves, and starts new processes for all else. Then the number of callers doubles,
+starting from that of the best place so far: too few callers show no throughput, too many only make requests wait. The
+score of a place is that of its best load.
 
-If the limits hold, the score is the rate of answers. Otherwise it is negative: a load that did not settle is better than one
-that breaks a limit, and that is better the less it does so. So the climb finds its way to places that hold.
+If the limits hold, the score is the rate of answers. Otherwise it is negative: a load that did not settle is better
+than one that breaks a limit, and that is better the less it does so. So the climb finds its way to places that hold.
 """
 
 from __future__ import annotations
@@ -24,14 +24,7 @@ from moonpool.benchmarks.loads import Concurrency
 from moonpool.benchmarks.server import MeasuredServer
 from moonpool.benchmarks.slo import Slo
 from moonpool.benchmarks.tuning.search import Place, climb, front, is_better
-from moonpool.benchmarks.tuning.settings import (
-    SETTINGS,
-    Setting,
-    SettingBounds,
-    Value,
-    settings_of,
-    with_values,
-)
+from moonpool.benchmarks.tuning.settings import SETTINGS, Setting, SettingBounds, Value, settings_of, with_values
 from moonpool.benchmarks.windows import PERCENTILES, Point, sweep
 from moonpool.runtime.client.control_client import HttpControlClient, Interface, Refused, understood
 from moonpool.runtime.client.request import Endpoint, Unreachable
@@ -90,7 +83,9 @@ class Measured:
 
 
 class Confirmation(NamedTuple):
-    """The start and the best place, measured again in turns; no pairs if the start is the best one, or was not found to be worse."""
+    """The start and the best place, measured again in turns; no pairs if the start is the best one, or was not found to
+    be worse.
+    """
 
     pairs: tuple[tuple[Measured, Measured], ...] = ()
     # The load under which the present settings are as good.
@@ -108,15 +103,12 @@ class Confirmation(NamedTuple):
 
 
 def confirm(
-    start: Place,
-    best: Measured,
-    measured: Sequence[Measured],
-    measure: Callable[[Place, int], Measured],
+    start: Place, best: Measured, measured: Sequence[Measured], measure: Callable[[Place, int], Measured]
 ) -> Confirmation:
     """Measure the start and the best place again in turns, A B B A, with a function of place and callers.
 
-    The start is first measured with the callers of the best load, too, and goes on with those that suit it better. Otherwise the
-    settings would be credited with what more callers brought.
+    The start is first measured with the callers of the best load, too, and goes on with those that suit it better.
+    Otherwise the settings would be credited with what more callers brought.
     """
     if best.place == start:
         return Confirmation()
@@ -173,7 +165,8 @@ class Tuner:
         self._cleanup = contextlib.ExitStack()
         self._server: OwnServer | None = None
         self._subject: MeasuredServer | None = None
-        # The configuration of each model at the start, and the values that it has now where they differ from the start's.
+        # The configuration of each model at the start, and the values that it has now where they differ from the
+        # start's.
         self.raws: dict[str, Raw] = {}
         self._applied: dict[str, dict[str, Value]] = {}
         self.settings: list[Setting] = []
@@ -225,17 +218,11 @@ class Tuner:
         return [found[number] for number in front([(m.rate, m.latency_us) for m in found])]
 
     def search(self, *, seed: int, most: int | None, restarts: int) -> None:
-        """Search from the present configuration; the results are in `measured` and `best`. Raises what `step` raises."""
+        """Search from the present configuration; the results are in `measured` and `best`. Raises what `step`
+        raises.
+        """
         sizes = [len(setting.values) for setting in self.settings]
-        climb(
-            sizes,
-            self.start,
-            self._measure,
-            seed=seed,
-            most=most,
-            restarts=restarts,
-            margin=MARGIN,
-        )
+        climb(sizes, self.start, self._measure, seed=seed, most=most, restarts=restarts, margin=MARGIN)
 
     def confirm(self) -> Confirmation:
         """Measure the start and the best place again."""
@@ -353,9 +340,7 @@ class Tuner:
         whole, slo = point.whole, plan.slo
         broken = (slo or Slo({})).broken(point)
         latency_us = (slo or Slo({})).figure_us(whole, self.figure)
-        return Measured(
-            place, callers, _score(point, slo, broken), whole.requests_per_s, latency_us, broken
-        )
+        return Measured(place, callers, _score(point, slo, broken), whole.requests_per_s, latency_us, broken)
 
     def _ended(self, why: str) -> str:
         """Start a new server if the present one has ended; return the reason with its last lines."""

@@ -73,14 +73,7 @@ SECTIONS = {
     ),
     "Contain": ("SANDBOX", "LIMITS", "PREFORK"),
     "Test and measure": ("TESTING_MODELS", "BENCH", "TUNING", "PERFORMANCE", "/benchmarks/README"),
-    "Reference": (
-        "API",
-        "site/SPECIFICATION",
-        "ARCHITECTURE",
-        "GLOSSARY",
-        "site/WIRE",
-        "decisions/README",
-    ),
+    "Reference": ("API", "site/SPECIFICATION", "ARCHITECTURE", "GLOSSARY", "site/WIRE", "decisions/README"),
 }
 
 
@@ -109,11 +102,7 @@ def reference() -> str:
     lines = []
     for module in (moonpool, moonpool.testing, moonpool.errors):
         named = module.__name__
-        names = [
-            name
-            for name in dir(module)
-            if not name.startswith("_") and callable(getattr(module, name))
-        ]
+        names = [name for name in dir(module) if not name.startswith("_") and callable(getattr(module, name))]
         if module is moonpool:
             # They have a section of their own.
             names = [name for name in names if name not in vars(moonpool.errors)]

@@ -67,9 +67,7 @@ class DeviceArray:
         self.is_read_only = is_read_only
 
     @classmethod
-    def over(
-        cls, lease: DeviceLease, offset: int, datatype: int, shape: tuple[int, ...]
-    ) -> DeviceArray:
+    def over(cls, lease: DeviceLease, offset: int, datatype: int, shape: tuple[int, ...]) -> DeviceArray:
         """Return an array in a block of ours, which the caller has checked."""
         return cls(lease.mapping.device, lease.address + offset, datatype, shape, lease=lease)
 
@@ -194,9 +192,7 @@ class DeviceArray:
         waits for nothing.
         """
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
-            raise BufferError(
-                f"The array is on device {self.device.ordinal} and not on {dl_device}."
-            )
+            raise BufferError(f"The array is on device {self.device.ordinal} and not on {dl_device}.")
         if copy:
             raise BufferError("The array is handed out as it is; copy what you get.")
         if stream == 0:

@@ -88,9 +88,7 @@ def device_of(address: int) -> Device | None:
             return None
         driver.cuPointerGetAttribute(byref(ordinal), api.POINTER_DEVICE, address)
     except CudaError as error:
-        if (
-            error.number != api.INVALID_VALUE
-        ):  # the driver's error for addresses that it does not know
+        if error.number != api.INVALID_VALUE:  # the driver's error for addresses that it does not know
             raise
         return None
     return device(ordinal.value)

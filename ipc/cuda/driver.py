@@ -69,12 +69,7 @@ class Location(ctypes.Structure):
 class AllocationFlags(ctypes.Structure):
     """The last part of CUmemAllocationProp."""
 
-    _fields_ = (
-        ("compression", c_ubyte),
-        ("gpu_direct_rdma", c_ubyte),
-        ("usage", c_ushort),
-        ("reserved", c_ubyte * 4),
-    )
+    _fields_ = (("compression", c_ubyte), ("gpu_direct_rdma", c_ubyte), ("usage", c_ushort), ("reserved", c_ubyte * 4))
 
 
 class AllocationProperties(ctypes.Structure):
@@ -144,12 +139,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuMemAlloc_v2": (_ADDRESS_OUT, c_size_t),
     "cuMemFree_v2": (_ADDRESS,),
     "cuMemGetAllocationGranularity": (_SIZE_OUT, POINTER(AllocationProperties), c_int),
-    "cuMemCreate": (
-        POINTER(_ALLOCATION),
-        c_size_t,
-        POINTER(AllocationProperties),
-        ctypes.c_ulonglong,
-    ),
+    "cuMemCreate": (POINTER(_ALLOCATION), c_size_t, POINTER(AllocationProperties), ctypes.c_ulonglong),
     "cuMemRelease": (_ALLOCATION,),
     "cuMemExportToShareableHandle": (c_void_p, _ALLOCATION, c_int, ctypes.c_ulonglong),
     "cuMemImportFromShareableHandle": (POINTER(_ALLOCATION), c_void_p, c_int),

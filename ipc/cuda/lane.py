@@ -173,9 +173,7 @@ class DeviceLane:
         device = self.device
         if array.nbytes:
             with device:
-                device.driver.cuMemcpyDtoHAsync_v2(
-                    _address(array), address, array.nbytes, self.stream
-                )
+                device.driver.cuMemcpyDtoHAsync_v2(_address(array), address, array.nbytes, self.stream)
             if wait:
                 device.finish(self.stream)
 
@@ -186,9 +184,7 @@ class DeviceLane:
         device = self.device
         if array.nbytes:
             with device:
-                device.driver.cuMemcpyHtoDAsync_v2(
-                    address, _address(array), array.nbytes, self.stream
-                )
+                device.driver.cuMemcpyHtoDAsync_v2(address, _address(array), array.nbytes, self.stream)
             if wait:
                 device.finish(self.stream)
 

@@ -32,13 +32,7 @@ import numpy as np
 from moonpool.ipc.cuda import driver as api
 from moonpool.ipc.cuda.device import Device
 from moonpool.ipc.cuda.lane import DeviceLane, lane_of, order
-from moonpool.ipc.errors import (
-    Closed,
-    CudaError,
-    CudaUnavailable,
-    OutOfMemory,
-    RemoteProtocolError,
-)
+from moonpool.ipc.errors import Closed, CudaError, CudaUnavailable, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.memory import Region
 
 
@@ -197,9 +191,7 @@ class DeviceRegion(Region):
     # True if no process but its two ends may see it.
     is_private: bool
 
-    def __init__(
-        self, region_id: int, size_bytes: int, mapping: Mapping, fd: int, handle: bytes
-    ) -> None:
+    def __init__(self, region_id: int, size_bytes: int, mapping: Mapping, fd: int, handle: bytes) -> None:
         """Called by `create` and `adopt` only."""
         self.id = region_id
         self.size_bytes = size_bytes
@@ -244,9 +236,7 @@ class DeviceRegion(Region):
         return region
 
     @classmethod
-    def adopt(
-        cls, region_id: int, size_bytes: int, device: Device, fd: int, handle: bytes
-    ) -> DeviceRegion:
+    def adopt(cls, region_id: int, size_bytes: int, device: Device, fd: int, handle: bytes) -> DeviceRegion:
         """Map a region that the peer made and sent. Owns `fd` (-1 for none) at once, even if it raises.
 
         Raises `RemoteProtocolError` if it is no memory of that device and size.
@@ -254,10 +244,7 @@ class DeviceRegion(Region):
         try:
             device.tidy()
             with device:
-                if handle:
-                    mapping = _open_legacy(device, size_bytes, handle)
-                else:
-                    mapping = _import(device, size_bytes, fd)
+                mapping = _open_legacy(device, size_bytes, handle) if handle else _import(device, size_bytes, fd)
         except (CudaError, ValueError) as error:
             raise RemoteProtocolError(
                 f"region {region_id} is no memory of {size_bytes} bytes on device {device.ordinal}: {error}"
@@ -284,9 +271,7 @@ class DeviceRegion(Region):
 
     def memory(self) -> memoryview:
         """Raise TypeError, because the processor cannot read the memory of a device."""
-        raise TypeError(
-            f"region {self.id} lies on device {self.device.ordinal}: use read and write"
-        )
+        raise TypeError(f"region {self.id} lies on device {self.device.ordinal}: use read and write")
 
     def lease(  # type: ignore[override]
         self,
@@ -302,9 +287,7 @@ class DeviceRegion(Region):
         Raises TypeError if the block does not lie in the region, and `Closed` after `close`.
         """
         if not 0 <= offset <= offset + size_bytes <= self.size_bytes:
-            raise TypeError(
-                f"{size_bytes} bytes at {offset} do not lie in a region of {self.size_bytes} bytes"
-            )
+            raise TypeError(f"{size_bytes} bytes at {offset} do not lie in a region of {self.size_bytes} bytes")
         return DeviceLease(self, offset, size_bytes, give_back, token, lane)
 
     def write(self, offset: int, array: np.ndarray) -> None:

@@ -66,10 +66,7 @@ def compiled_from(name: str) -> list[Path]:
 def needed(declarations: Path) -> list[str]:
     """Return the extensions whose types are in these ones."""
     text = declarations.read_text(encoding="utf-8")
-    return [
-        f"moonpool.{each}"
-        for each in re.findall(r"^from moonpool\.(\S+) cimport", text, re.MULTILINE)
-    ]
+    return [f"moonpool.{each}" for each in re.findall(r"^from moonpool\.(\S+) cimport", text, re.MULTILINE)]
 
 
 def declarations_of(module: Path) -> list[Path]:

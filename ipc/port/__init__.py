@@ -57,12 +57,7 @@ class Shapes:
     __slots__ = ("batch_size", "is_shared", "signature", "tensors")
 
     def __init__(
-        self,
-        tensors: list[RequestTensor],
-        batch_size: int,
-        signature: bytes | None,
-        *,
-        is_shared: bool,
+        self, tensors: list[RequestTensor], batch_size: int, signature: bytes | None, *, is_shared: bool
     ) -> None:
         self.tensors = tensors
         self.batch_size = batch_size
@@ -101,14 +96,7 @@ class RequestBase:
         "wants_wire",
     )
 
-    def __init__(
-        self,
-        arrays: list[Any],
-        shapes: Shapes,
-        details: Any = None,
-        *,
-        has_views: bool = True,
-    ) -> None:
+    def __init__(self, arrays: list[Any], shapes: Shapes, details: Any = None, *, has_views: bool = True) -> None:
         # In the order of `shapes.tensors`: typed arrays, and for BYTES the bytes of the wire.
         self.arrays = arrays
         self.shapes = shapes
@@ -186,10 +174,7 @@ class Spec:
     """The inputs of a model, by which usual requests are checked. In Python, no request is usual here."""
 
     def __init__(
-        self,
-        kind: type[RequestBase],
-        inputs: list[tuple[str, int, tuple[int, ...], bool, bool]],
-        max_batch_size: int,
+        self, kind: type[RequestBase], inputs: list[tuple[str, int, tuple[int, ...], bool, bool]], max_batch_size: int
     ) -> None:
         """`kind` is the class of the requests.
 

@@ -27,14 +27,7 @@ from moonpool.runtime.model.config.source import ConfigError, all_mistakes
 from moonpool.runtime.model.config.templates import read_fill
 from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.repository.cloud_address import is_address
-from moonpool.runtime.repository.grants import (
-    Grants,
-    as_argument,
-    as_flag,
-    asks,
-    paste,
-    quoted_name,
-)
+from moonpool.runtime.repository.grants import Grants, as_argument, as_flag, asks, paste, quoted_name
 from moonpool.runtime.repository.loading import HostingRules, Wanted, describe, place
 from moonpool.runtime.repository.repository import ModelDirectory, suggesting
 from moonpool.runtime.runtime import Runtime
@@ -81,13 +74,7 @@ class Finding(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_repository(parser)
-    parser.add_argument(
-        "models",
-        metavar="MODEL",
-        nargs="*",
-        default=[],
-        help="check only these models; default all",
-    )
+    parser.add_argument("models", metavar="MODEL", nargs="*", default=[], help="check only these models; default all")
     parser.add_argument("--strict", action="store_true", help="exit with 1 on warnings, too")
     parser.add_argument(
         "--allow-missing",
@@ -129,9 +116,7 @@ def run(options: argparse.Namespace) -> int:
 
     limits = _read("--model-config-limit", ConfigLimits().raised, options.model_config_limit)
     fill = _read("--fill", read_fill, options.fill)
-    with session(
-        options.repository, hosting_of(options), verbose=options.verbose, quiet=True
-    ) as runtime:
+    with session(options.repository, hosting_of(options), verbose=options.verbose, quiet=True) as runtime:
         registry = runtime._models
         registry.rules = replace(registry.rules, limits=limits)
         registry.repositories.fill = fill
@@ -260,11 +245,7 @@ def _line(error: Exception) -> tuple[bool, int]:
 def _parts(runtime: Runtime, name: str) -> str:
     """Count the instances of a model, or the steps of an ensemble."""
     ensemble = runtime.config(name).ensemble
-    count, what = (
-        (len(runtime.instances(name)), "instance")
-        if ensemble is None
-        else (len(ensemble.steps), "step")
-    )
+    count, what = (len(runtime.instances(name)), "instance") if ensemble is None else (len(ensemble.steps), "step")
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
@@ -345,21 +326,15 @@ def _is_missing(error: Exception) -> bool:
     return isinstance(error, MoonpoolError) and error.instead is not None
 
 
-def _as_finding(
-    level: str, name: str, folder: Path, error: Exception, registry: ModelRegistry
-) -> Finding:
+def _as_finding(level: str, name: str, folder: Path, error: Exception, registry: ModelRegistry) -> Finding:
     text = str(error) or type(error).__name__
     if isinstance(error, ConfigError) and error.file is not None:
         place = ":".join(str(part) for part in (error.file, error.line) if part is not None)
-        return Finding(
-            level, name, _shown(error.file, error.line), _joined(text.removeprefix(f"{place}: "))
-        )
+        return Finding(level, name, _shown(error.file, error.line), _joined(text.removeprefix(f"{place}: ")))
     if isinstance(error, BadEnvironment):
         return Finding(level, name, _environment_line(registry, name), _joined(text))
     # The innermost place in the model's own files. Deeper places are in libraries.
-    places = [
-        (within, line) for file, line in _PLACE.findall(text) if (within := _within(file, folder))
-    ]
+    places = [(within, line) for file, line in _PLACE.findall(text) if (within := _within(file, folder))]
     what = _joined(text.split("\n\nAt:\n")[0])
     if not places:
         return Finding(level, name, _shown(folder), what)

@@ -30,9 +30,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         import argcomplete
     except ModuleNotFoundError as error:
-        raise MoonpoolError(
-            f"the package argcomplete is not installed: {how_to_install('completion')}"
-        ) from error
+        raise MoonpoolError(f"the package argcomplete is not installed: {how_to_install('completion')}") from error
     print(argcomplete.shellcode(["moonpool"], shell=options.shell))
     return 0
 

@@ -52,11 +52,7 @@ _TIMEOUT_S = 30.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--seconds",
-        metavar="S",
-        type=float,
-        default=1.0,
-        help="how long each measurement takes; default %(default)s",
+        "--seconds", metavar="S", type=float, default=1.0, help="how long each measurement takes; default %(default)s"
     )
 
 
@@ -340,10 +336,7 @@ class _Bystander:
 
 
 def _vectors() -> dict[str, Any]:
-    return {
-        "INPUT0": np.array([[1, 2, 3, 4]], np.float32),
-        "INPUT1": np.array([[10, 20, 30, 40]], np.float32),
-    }
+    return {"INPUT0": np.array([[1, 2, 3, 4]], np.float32), "INPUT1": np.array([[10, 20, 30, 40]], np.float32)}
 
 
 def _text(text: str) -> Any:
@@ -368,9 +361,7 @@ def _failure(call: Callable[[], object]) -> tuple[MoonpoolError, float]:
         call()
     except MoonpoolError as error:
         return error, time.monotonic() - begin_s
-    raise MoonpoolError(
-        "the example model did not do what its input asked for; is it the original?"
-    )
+    raise MoonpoolError("the example model did not do what its input asked for; is it the original?")
 
 
 def _rates(ways: Sequence[tuple[Callable[[], object], int]], seconds: float) -> list[float]:

@@ -45,18 +45,10 @@ _MOST_NOTE_BYTES = 1 << 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", metavar="ACTION", choices=("list", "build", "prune"), help="list, build or prune")
+    parser.add_argument("repository", metavar="REPO", nargs="?", help="with build: the directory of the models")
     parser.add_argument(
-        "action", metavar="ACTION", choices=("list", "build", "prune"), help="list, build or prune"
-    )
-    parser.add_argument(
-        "repository", metavar="REPO", nargs="?", help="with build: the directory of the models"
-    )
-    parser.add_argument(
-        "models",
-        metavar="MODEL",
-        nargs="*",
-        default=[],
-        help="with build: only these models; default all",
+        "models", metavar="MODEL", nargs="*", default=[], help="with build: only these models; default all"
     )
     parser.add_argument(
         "--older-than",
@@ -86,9 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _row(folder: CachedFolder) -> tuple[str, str, str, str]:
-    size_mb = sum(
-        _size(Path(root, name)) for root, _, names in os.walk(folder.path) for name in names
-    )
+    size_mb = sum(_size(Path(root, name)) for root, _, names in os.walk(folder.path) for name in names)
     ago_s = max(0.0, time.time() - folder.used_s)
     used = "now" if folder.is_used else f"{ago_s / _DAY_S:.1f} days ago"
     return f"{size_mb / 1e6:.0f} MB", used, str(folder.path), harmless(_origin(folder.path))

@@ -15,13 +15,7 @@ from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.cli.inputs import as_arrays, parse_endpoint, parse_header, parse_inputs
-from moonpool.runtime.cli.shared import (
-    UsageError,
-    add_repository,
-    check_no_hosting,
-    hosting_of,
-    session,
-)
+from moonpool.runtime.cli.shared import UsageError, add_repository, check_no_hosting, hosting_of, session
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.signature import RequestOptions
 from moonpool.runtime.process.terminal import harmless
@@ -52,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_repository(parser, is_optional=True)
     parser.add_argument("model", metavar="MODEL", help="the model's name")
     parser.add_argument(
-        "--url",
-        metavar="URL",
-        help="send the request to this server: http://HOST:PORT or grpc://HOST:PORT",
+        "--url", metavar="URL", help="send the request to this server: http://HOST:PORT or grpc://HOST:PORT"
     )
     parser.add_argument(
         "--header",
@@ -82,9 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print one JSON object with all outputs by name, in a line for each response",
     )
-    parser.add_argument(
-        "--version", metavar="N", type=int, help="the version of the model; default the latest"
-    )
+    parser.add_argument("--version", metavar="N", type=int, help="the version of the model; default the latest")
     parser.add_argument(
         "--timeout",
         metavar="S",
@@ -94,20 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sequence(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sequence", metavar="ID", help="the id of the sequence that the request is part of"
-    )
-    parser.add_argument(
-        "--sequence-start", action="store_true", help="the request is the first of its sequence"
-    )
-    parser.add_argument(
-        "--sequence-end", action="store_true", help="the request is the last of its sequence"
-    )
+    parser.add_argument("--sequence", metavar="ID", help="the id of the sequence that the request is part of")
+    parser.add_argument("--sequence-start", action="store_true", help="the request is the first of its sequence")
+    parser.add_argument("--sequence-end", action="store_true", help="the request is the last of its sequence")
 
 
-def _sequence(
-    options: argparse.Namespace, *, has_sequences: bool
-) -> tuple[int | str, bool, bool] | None:
+def _sequence(options: argparse.Namespace, *, has_sequences: bool) -> tuple[int | str, bool, bool] | None:
     """Return the id of the request's sequence, and whether it starts and ends there; None for no sequence."""
     if options.sequence is not None:
         is_number = options.sequence.isascii() and options.sequence.isdecimal()
@@ -134,11 +116,7 @@ def run(options: argparse.Namespace) -> int:
             part["correlation_id"], starts, ends = sequence
             part["flags"] = starts + 2 * ends
         responses = runtime.stream(
-            options.model,
-            as_arrays(values, config),
-            version=options.version,
-            timeout_s=options.timeout,
-            **part,
+            options.model, as_arrays(values, config), version=options.version, timeout_s=options.timeout, **part
         )
         with responses:
             for number, response in enumerate(responses, 1):
@@ -189,10 +167,7 @@ def _ask(options: argparse.Namespace, values: Mapping[str, object]) -> None:
 
 
 def _deliver(
-    options: argparse.Namespace,
-    outputs: dict[str, NDArray[Any]],
-    datatypes: Mapping[str, str],
-    number: int,
+    options: argparse.Namespace, outputs: dict[str, NDArray[Any]], datatypes: Mapping[str, str], number: int
 ) -> None:
     """Print or write one response. `number` is that of a decoupled model's response, counted from 1, else 0."""
     if options.output_dir is not None:
@@ -204,9 +179,7 @@ def _deliver(
         show_response(outputs, datatypes, number)
 
 
-def show_response(
-    outputs: Mapping[str, NDArray[Any]], datatypes: Mapping[str, str], number: int
-) -> None:
+def show_response(outputs: Mapping[str, NDArray[Any]], datatypes: Mapping[str, str], number: int) -> None:
     """Print a response. `number` is that of a decoupled model's response, counted from 1, else 0."""
     if number:
         print(f"response {number}")

@@ -95,9 +95,7 @@ def as_arrays(values: Mapping[str, object], config: TakesInputs) -> dict[str, ND
 
 def _inputs(config: TakesInputs) -> str:
     batch = [-1] if config.max_batch_size else []
-    shown = ", ".join(
-        f"{tensor.name} {tensor.datatype} {[*batch, *tensor.dims]}" for tensor in config.inputs
-    )
+    shown = ", ".join(f"{tensor.name} {tensor.datatype} {[*batch, *tensor.dims]}" for tensor in config.inputs)
     return f"it has {shown}" if shown else "it has none"
 
 
@@ -116,9 +114,7 @@ def _as_array(value: object, tensor: TensorConfig) -> NDArray[Any]:
         return np.array(value, dtype)
     except (ValueError, TypeError, OverflowError) as error:
         shown = json.dumps(value)[:60]
-        raise InvalidRequest(
-            f"input '{tensor.name}' is {tensor.datatype} and cannot be {shown}: {error}"
-        ) from error
+        raise InvalidRequest(f"input '{tensor.name}' is {tensor.datatype} and cannot be {shown}: {error}") from error
 
 
 def _texts(value: object, name: str) -> NDArray[Any]:
@@ -134,9 +130,7 @@ def _texts(value: object, name: str) -> NDArray[Any]:
     return texts.reshape(array.shape)
 
 
-def made_up(
-    config: TakesInputs, rows: int, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, NDArray[Any]]:
+def made_up(config: TakesInputs, rows: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[Any]]:
     """Arrays that fit the configuration: random numbers, texts; sizes that it leaves open are 1.
 
     `shapes` says others, without the batch dimension. Raises `UsageError`.

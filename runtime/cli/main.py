@@ -119,9 +119,7 @@ def _run(arguments: Sequence[str]) -> int:
     offer_completions(parser)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        options.parser.error(
-            f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown, options)}"
-        )
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown, options)}")
     try:
         with exit_on_sigterm():
             # The parent may have ignored SIGCHLD or blocked signals. Then the kernel would keep no exit codes of stubs,
@@ -169,9 +167,7 @@ def make_parser(names: Iterable[str] = _COMMANDS) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
-    subparsers = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
-    )
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
     for name in names:
         command = import_module(_COMMANDS[name])
         subparser = subparsers.add_parser(
@@ -183,10 +179,7 @@ def make_parser(names: Iterable[str] = _COMMANDS) -> argparse.ArgumentParser:
         )
         command.add_arguments(subparser)
         subparser.add_argument(
-            "-v",
-            "--verbose",
-            action="store_true",
-            help="show the models' output and log, and tracebacks of errors",
+            "-v", "--verbose", action="store_true", help="show the models' output and log, and tracebacks of errors"
         )
         subparser.set_defaults(run=command.run, parser=subparser)
     return parser

@@ -55,13 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another model to which this one sends requests, such as add_sub=models/add_sub; once for each",
     )
     parser.add_argument("--json", action="store_true", help="print each response as a JSON object")
+    parser.add_argument("--version", metavar="N", type=int, help="the version of the model; default the latest")
     parser.add_argument(
-        "--version", metavar="N", type=int, help="the version of the model; default the latest"
-    )
-    parser.add_argument(
-        "--debug",
-        action="store_true",
-        help="if the model raises, start Python's debugger at that line",
+        "--debug", action="store_true", help="if the model raises, start Python's debugger at that line"
     )
 
 
@@ -77,9 +73,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         with logged_to(_Handler(), level), contextlib.ExitStack() as stack:
             with _debugged(enabled=options.debug):
-                model = load_any(
-                    options.model, version=options.version, models=models, timeout_s=timeout_s
-                )
+                model = load_any(options.model, version=options.version, models=models, timeout_s=timeout_s)
                 stack.enter_context(model)
             with _debugged(enabled=options.debug):
                 responses = model.stream(as_arrays(values, model.config))
@@ -92,9 +86,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print(
-    outputs: dict[str, NDArray[Any]], config: ModelConfig, number: int, *, as_json: bool
-) -> None:
+def _print(outputs: dict[str, NDArray[Any]], config: ModelConfig, number: int, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({name: plain(array) for name, array in outputs.items()}))
     else:

@@ -143,9 +143,7 @@ def try_folders() -> Offer:
     user = users.take()
     try:
         with tempfile.TemporaryDirectory(prefix="moonpool-") as folder:
-            policy = Policy(
-                level=BEST_EFFORT, user=user, granted=[(os.path.realpath(folder), True)]
-            )
+            policy = Policy(level=BEST_EFFORT, user=user, granted=[(os.path.realpath(folder), True)])
             refusal, detail = _tried(FOLDERS, policy)
             owners = {os.stat(file.path).st_uid for file in os.scandir(folder)}
     finally:
@@ -268,9 +266,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _lines(offers: Offers) -> Iterator[tuple[str, str]]:
     yield f"{offers.kernel} on {offers.machine}, user {offers.user}", "bold"
-    rows = [
-        [each.layer, "yes" if each.is_offered else "no", _about(each)] for each in offers.layers
-    ]
+    rows = [[each.layer, "yes" if each.is_offered else "no", _about(each)] for each in offers.layers]
     for line, offer in zip(table(rows, align="<<<"), offers.layers, strict=True):
         yield line, "" if offer.is_offered else "red" if offer.is_required else "yellow"
     yield from _about_strict(offers)

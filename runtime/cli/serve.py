@@ -10,14 +10,7 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.cli.shared import UsageError
 from moonpool.runtime.model.gpus import EXPERIMENTAL
 from moonpool.runtime.process.extras import EXTRAS, how_to_install, name_of
-from moonpool.runtime.server.options.sources import (
-    CONFIG,
-    CONFIG_VARIABLE,
-    BadOption,
-    add_flags,
-    given,
-    read_options,
-)
+from moonpool.runtime.server.options.sources import CONFIG, CONFIG_VARIABLE, BadOption, add_flags, given, read_options
 from moonpool.runtime.server.options.table import ServerOptions
 
 HELP = "serve the models of repositories over HTTP and gRPC"
@@ -44,11 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # The list of all would hide what is wrong with a command line.
     parser.usage = "moonpool serve [REPO ...] [--FLAG=VALUE ...]"
     parser.add_argument(
-        "repositories",
-        metavar="REPO",
-        nargs="*",
-        default=[],
-        help="the same as --model-repository=REPO",
+        "repositories", metavar="REPO", nargs="*", default=[], help="the same as --model-repository=REPO"
     )
     parser.add_argument(
         f"--{CONFIG}",
@@ -74,9 +63,7 @@ def run(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:
             raise
-        raise MoonpoolError(
-            f"the package {error.name} is not installed: {how_to_install('serve')}"
-        ) from error
+        raise MoonpoolError(f"the package {error.name} is not installed: {how_to_install('serve')}") from error
 
 
 def _serve(options: ServerOptions, without_effect: dict[str, str]) -> int:

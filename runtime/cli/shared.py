@@ -46,14 +46,10 @@ def add_repository(parser: argparse.ArgumentParser, *, is_optional: bool = False
 def add_hosting(parser: argparse._ActionsContainer) -> None:
     """Add the arguments for hosting models, which `moonpool serve` has, too."""
     parser.add_argument(
-        "--backend-directory",
-        metavar="DIR",
-        help="the directory of Python-based backends, each as DIR/NAME/model.py",
+        "--backend-directory", metavar="DIR", help="the directory of Python-based backends, each as DIR/NAME/model.py"
     )
     parser.add_argument(
-        "--sandbox",
-        choices=LEVELS,
-        help="the lowest sandbox level of all models, as for `moonpool serve`",
+        "--sandbox", choices=LEVELS, help="the lowest sandbox level of all models, as for `moonpool serve`"
     )
     parser.add_argument(
         "--sandbox-grants",
@@ -197,9 +193,7 @@ def table(rows: Sequence[Sequence[str]], *, align: str, indent: int = 0) -> list
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [
-            f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)
-        ]
+        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)]
         lines.append(" " * indent + "  ".join(cells).rstrip())
     return lines
 

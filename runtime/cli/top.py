@@ -64,11 +64,7 @@ def _head(shown: Shown, url: str) -> list[Line]:
     memory = sum(instance["rss_bytes"] or 0 for instance in processes)
     queued = sum(model.get("queued", 0) for model in models)
     return [
-        Line(
-            f"moonpool {server['version']} at {url}, up {_span(server['uptime_s'])}, "
-            f"pid {server['pid']}",
-            "bold",
-        ),
+        Line(f"moonpool {server['version']} at {url}, up {_span(server['uptime_s'])}, pid {server['pid']}", "bold"),
         Line(
             f"{ready} of {_plural(len(models), 'version')} ready, "
             f"{_plural(len(processes), 'process', 'processes')} with {_size(memory)}, "
@@ -131,9 +127,7 @@ def _cells(model: Shown) -> tuple[str, ...]:
 
 
 def _row(name: str, cells: Sequence[str], room: int) -> str:
-    columns = [
-        f"{cell:{side}{width}}" for cell, side, width in zip(cells, _ALIGN, _WIDTHS, strict=True)
-    ]
+    columns = [f"{cell:{side}{width}}" for cell, side, width in zip(cells, _ALIGN, _WIDTHS, strict=True)]
     return f"{cut(name, room):<{room}} {' '.join(columns)}".rstrip()
 
 
@@ -251,11 +245,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("address", metavar="URL", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--once", action="store_true", help="show the overview once and end")
     parser.add_argument(
-        "--interval",
-        metavar="S",
-        type=float,
-        default=1.0,
-        help="the seconds between two readings; default %(default)g",
+        "--interval", metavar="S", type=float, default=1.0, help="the seconds between two readings; default %(default)g"
     )
 
 
@@ -297,8 +287,7 @@ def fetch(url: str) -> dict[str, Any]:
             overview_lines(answer, url, 80)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise NoOverview(
-                f"the overview of {url} cannot be read: it may be of another version of moonpool "
-                f"({error!r})"
+                f"the overview of {url} cannot be read: it may be of another version of moonpool ({error!r})"
             ) from error
         return answer
     other = _get(f"{url}/v2")
@@ -320,9 +309,7 @@ def _get(url: str) -> object:
     except urllib.error.HTTPError as error:
         error.close()
         if error.code in (401, 403):
-            raise NoOverview(
-                f"the overview of {url} is restricted: {error.code} {error.reason}"
-            ) from error
+            raise NoOverview(f"the overview of {url} is restricted: {error.code} {error.reason}") from error
         return None
     except urllib.error.URLError as error:
         raise NoOverview(f"cannot reach {url}: {error.reason}") from error
@@ -371,12 +358,7 @@ class _Screen:
         import curses
 
         page = max(1, self._window.getmaxyx()[0] - 2)
-        steps = {
-            curses.KEY_DOWN: 1,
-            curses.KEY_UP: -1,
-            curses.KEY_NPAGE: page,
-            curses.KEY_PPAGE: -page,
-        }
+        steps = {curses.KEY_DOWN: 1, curses.KEY_UP: -1, curses.KEY_NPAGE: page, curses.KEY_PPAGE: -page}
         self._first = max(0, self._first + steps.get(key, 0))
         if key == ord("i"):
             self._instances = not self._instances
@@ -411,11 +393,7 @@ def _styles() -> dict[str, int]:
         curses.curs_set(0)
     if curses.has_colors():
         curses.use_default_colors()
-        colours = {
-            "red": curses.COLOR_RED,
-            "green": curses.COLOR_GREEN,
-            "yellow": curses.COLOR_YELLOW,
-        }
+        colours = {"red": curses.COLOR_RED, "green": curses.COLOR_GREEN, "yellow": curses.COLOR_YELLOW}
         for number, (name, colour) in enumerate(colours.items(), 1):
             curses.init_pair(number, colour, -1)
             styles[name] = curses.color_pair(number)

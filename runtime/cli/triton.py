@@ -39,21 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("install", "overlay", "check", "uninstall"),
         help="install, overlay, check or uninstall",
     )
+    parser.add_argument("backends", type=Path, metavar="BACKENDS", help="the server's directory of backends")
     parser.add_argument(
-        "backends", type=Path, metavar="BACKENDS", help="the server's directory of backends"
+        "--into", type=Path, metavar="DIR", help="with overlay: the directory to make; default one in ~/.cache"
     )
-    parser.add_argument(
-        "--into",
-        type=Path,
-        metavar="DIR",
-        help="with overlay: the directory to make; default one in ~/.cache",
-    )
-    parser.add_argument(
-        "--library", type=Path, metavar="FILE", help="use this library and not moonpool's own"
-    )
-    parser.add_argument(
-        "--server", type=Path, metavar="FILE", help="with check: the server's libtritonserver.so"
-    )
+    parser.add_argument("--library", type=Path, metavar="FILE", help="use this library and not moonpool's own")
+    parser.add_argument("--server", type=Path, metavar="FILE", help="with check: the server's libtritonserver.so")
 
 
 def run(options: argparse.Namespace) -> int:

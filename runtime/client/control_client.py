@@ -79,9 +79,7 @@ class ControlClient(Protocol):
         """Close the connection."""
 
 
-def control_client(
-    endpoint: Endpoint, headers: Sequence[tuple[str, str]], timeout_s: float
-) -> ControlClient:
+def control_client(endpoint: Endpoint, headers: Sequence[tuple[str, str]], timeout_s: float) -> ControlClient:
     """Return a client for the protocol of that endpoint."""
     if endpoint.scheme == "http":
         return HttpControlClient(endpoint, headers, timeout_s)
@@ -91,9 +89,7 @@ def control_client(
 class HttpControlClient:
     """A `ControlClient` over HTTP. For one thread."""
 
-    def __init__(
-        self, endpoint: Endpoint, headers: Sequence[tuple[str, str]], timeout_s: float
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, headers: Sequence[tuple[str, str]], timeout_s: float) -> None:
         self._endpoint = endpoint
         self._context = None if endpoint.tls is None else endpoint.tls.context("http/1.1")
         self._headers = dict(headers)
@@ -180,8 +176,7 @@ class HttpControlClient:
                 continue
             if "binary_data_size" not in parameters:
                 raise Refused(
-                    f"the server has no binary tensors: output {output['name']} is JSON; "
-                    "ask it with --json-tensors"
+                    f"the server has no binary tensors: output {output['name']} is JSON; ask it with --json-tensors"
                 )
             sizes[output["name"]] = int(parameters["binary_data_size"])
         return sizes
@@ -277,13 +272,9 @@ class HttpControlClient:
         if tls is None:
             connection = http.client.HTTPConnection(host, port, timeout=self._timeout_s)
         else:
-            connection = http.client.HTTPSConnection(
-                host, port, timeout=self._timeout_s, context=self._context
-            )
+            connection = http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=self._context)
         try:
-            connection.request(
-                method, self._endpoint.path + path, body, {**self._headers, **(headers or {})}
-            )
+            connection.request(method, self._endpoint.path + path, body, {**self._headers, **(headers or {})})
             response = connection.getresponse()
             if response.status != 200:
                 raise Refused(f"{url}: {response.status}: {_error(response.read())}")
@@ -299,9 +290,7 @@ class HttpControlClient:
 def _model_in(overview: Mapping[str, Any], model: str, version: str) -> Mapping[str, Any]:
     """Return the latest version of a model, or the one that is asked for. Raises LookupError."""
     found: Mapping[str, Any] = [
-        each
-        for each in overview["models"]
-        if each["name"] == model and version in ("", each["version"])
+        each for each in overview["models"] if each["name"] == model and version in ("", each["version"])
     ][-1]
     return found
 
@@ -320,9 +309,7 @@ def _error(body: bytes) -> str:
 class GrpcControlClient:
     """A `ControlClient` over gRPC."""
 
-    def __init__(
-        self, endpoint: Endpoint, headers: Sequence[tuple[str, str]], timeout_s: float
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, headers: Sequence[tuple[str, str]], timeout_s: float) -> None:
         # Only gRPC needs this.
         from moonpool.runtime.model.protobuf import service_messages
 
@@ -364,9 +351,7 @@ class GrpcControlClient:
         raise Refused(f"{self._endpoint.url} does not tell its instances: give an http:// address")
 
     def register(self, name: str, key: str, size_bytes: int) -> None:
-        request = self._messages.SystemSharedMemoryRegisterRequest(
-            name=name, key=key, offset=0, byte_size=size_bytes
-        )
+        request = self._messages.SystemSharedMemoryRegisterRequest(name=name, key=key, offset=0, byte_size=size_bytes)
         self._ask("SystemSharedMemoryRegister", request)
 
     def unregister(self, name: str) -> None:
@@ -383,9 +368,7 @@ class GrpcControlClient:
     def stream(self, question: Question) -> Iterator[list[QuestionTensor]]:
         messages = self._messages
         call = self._channel.stream_stream(
-            STREAM_METHOD,
-            request_serializer=None,
-            response_deserializer=messages.ModelStreamInferResponse.FromString,
+            STREAM_METHOD, request_serializer=None, response_deserializer=messages.ModelStreamInferResponse.FromString
         )
         request = question.as_grpc(is_stream=True)
         with self._refusals("ModelStreamInfer"):
@@ -427,10 +410,7 @@ def _outputs_of(answer: Any) -> list[QuestionTensor]:
     if len(answer.raw_output_contents) != len(answer.outputs):
         raise Refused("the server has no raw outputs: its tensors are typed contents")
     contents = zip(answer.outputs, answer.raw_output_contents, strict=True)
-    return [
-        QuestionTensor(output.name, output.datatype, tuple(output.shape), data)
-        for output, data in contents
-    ]
+    return [QuestionTensor(output.name, output.datatype, tuple(output.shape), data) for output, data in contents]
 
 
 def _channel(endpoint: Endpoint, options: Sequence[tuple[str, int]]) -> Any:
@@ -467,9 +447,7 @@ class Interface:
     has_sequences: bool
 
 
-def interface(
-    client: ControlClient, model: str, version: str, *, with_optional: bool = False
-) -> Interface:
+def interface(client: ControlClient, model: str, version: str, *, with_optional: bool = False) -> Interface:
     """Ask a server for the inputs of a model, with or without optional ones.
 
     Raises `Refused` and `Unreachable`, and the errors that `understood` turns if the answer is malformed.

@@ -101,9 +101,7 @@ class Endpoint(NamedTuple):
         except ValueError as error:
             raise BadAddress(f"{text!r} is no address: {error}") from error
         if parts.scheme not in _DEFAULT_PORTS or not host or parts.query or parts.fragment:
-            raise BadAddress(
-                f"{text!r} must be http://HOST:PORT or grpc://HOST:PORT, or the same with https or grpcs"
-            )
+            raise BadAddress(f"{text!r} must be http://HOST:PORT or grpc://HOST:PORT, or the same with https or grpcs")
         path = parts.path.rstrip("/")
         scheme = parts.scheme.removesuffix("s")
         if path and scheme == "grpc":
@@ -133,9 +131,7 @@ class QuestionTensor:
         return cls(name, datatype, array.shape, data)
 
     @classmethod
-    def of_values(
-        cls, name: str, datatype: str, shape: tuple[int, ...], values: list[Any]
-    ) -> QuestionTensor:
+    def of_values(cls, name: str, datatype: str, shape: tuple[int, ...], values: list[Any]) -> QuestionTensor:
         """Make it from elements of JSON, flat or nested."""
         dtype = np.dtype(object) if datatype == "BYTES" else DTYPES[CODES[datatype]]
         return cls.of(name, datatype, np.array(values, dtype).reshape(shape))
@@ -189,9 +185,7 @@ class Question:
     def _sequence(self) -> dict[str, int | str | bool]:
         if self.sequence is None:
             return {}
-        return dict(
-            zip(("sequence_id", "sequence_start", "sequence_end"), self.sequence, strict=True)
-        )
+        return dict(zip(("sequence_id", "sequence_start", "sequence_end"), self.sequence, strict=True))
 
     def as_http(self, endpoint: Endpoint, headers: Sequence[tuple[str, str]] = ()) -> bytes:
         """Serialize the request as HTTP/1.1, head and body."""
@@ -208,14 +202,11 @@ class Question:
         ]
         return "\r\n".join([*lines, "", ""]).encode() + header + binary
 
-    def as_generate_stream(
-        self, endpoint: Endpoint, headers: Sequence[tuple[str, str]] = ()
-    ) -> bytes:
+    def as_generate_stream(self, endpoint: Endpoint, headers: Sequence[tuple[str, str]] = ()) -> bytes:
         """Serialize the request for Triton's generate extension, whose answer is a stream of events. It has one row."""
         values = {tensor.name: tensor.values() for tensor in self.inputs}
         body = json.dumps(
-            {name: each[0] if len(each) == 1 else each for name, each in values.items()},
-            separators=(",", ":"),
+            {name: each[0] if len(each) == 1 else each for name, each in values.items()}, separators=(",", ":")
         ).encode()
         version = f"/versions/{self.version}" if self.version else ""
         lines = [
@@ -231,11 +222,7 @@ class Question:
         inputs: list[dict[str, object]] = []
         binary: list[bytes] = []
         for tensor in self.inputs:
-            described: dict[str, object] = {
-                "name": tensor.name,
-                "datatype": tensor.datatype,
-                "shape": tensor.shape,
-            }
+            described: dict[str, object] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
             if place := self.input_places.get(tensor.name):
                 described["parameters"] = place.as_dict()
             elif self.is_json:
@@ -248,8 +235,7 @@ class Question:
         request: dict[str, object] = {"inputs": inputs}
         if self.output_places:
             request["outputs"] = [
-                {"name": name, "parameters": place.as_dict()}
-                for name, place in self.output_places.items()
+                {"name": name, "parameters": place.as_dict()} for name, place in self.output_places.items()
             ]
         elif not self.is_json:
             parameters["binary_data_output"] = True
@@ -261,9 +247,7 @@ class Question:
         """Serialize the request as a ModelInferRequest. For a stream it asks for a response that marks the end."""
         from moonpool.runtime.model.protobuf import service_messages
 
-        message = service_messages().ModelInferRequest(
-            model_name=self.model, model_version=self.version
-        )
+        message = service_messages().ModelInferRequest(model_name=self.model, model_version=self.version)
         for tensor in self.inputs:
             described = message.inputs.add()
             described.name, described.datatype = tensor.name, tensor.datatype

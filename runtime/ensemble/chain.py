@@ -176,10 +176,7 @@ class ChainRun:
         return self._send(member, inputs, sequence)
 
     def _fetched(
-        self,
-        member: StepModel,
-        sequence: TensorSequence | None,
-        inputs: dict[str, Any] | MoonpoolError,
+        self, member: StepModel, sequence: TensorSequence | None, inputs: dict[str, Any] | MoonpoolError
     ) -> None:
         """Go on with inputs that were copied from a device."""
 
@@ -196,9 +193,7 @@ class ChainRun:
 
         self._owner.reactor.call_soon(go_on)
 
-    def _send(
-        self, member: StepModel, inputs: dict[str, Any], sequence: TensorSequence | None
-    ) -> Execution | None:
+    def _send(self, member: StepModel, inputs: dict[str, Any], sequence: TensorSequence | None) -> Execution | None:
         request = member.request(self._flow, inputs, sequence, self.request)
         request.waiter = self
         request.durations_ns = self.durations_ns

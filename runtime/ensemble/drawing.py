@@ -52,9 +52,7 @@ def drawn(scheduling: EnsembleScheduling) -> list[str]:
     lines = []
     for step in steps:
         waits = f"{'+'.join(map(str, step.after))} → " if step.after else ""
-        lines.append(
-            f"{waits}{step.number}  {step.called:{width}}  [{step.inputs}] → [{step.outputs}]"
-        )
+        lines.append(f"{waits}{step.number}  {step.called:{width}}  [{step.inputs}] → [{step.outputs}]")
     lefts = [line.index("  ") for line in lines]
     return [" " * (max(lefts) - left) + line for left, line in zip(lefts, lines, strict=True)]
 

@@ -18,9 +18,7 @@ from moonpool.runtime.ensemble.graph import Flow
 
 T = TypeVar("T")
 
-DEADLOCK = (
-    "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
-)
+DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 
 
 class StepCall(NamedTuple, Generic[T]):
@@ -46,15 +44,7 @@ class StepProgress(NamedTuple, Generic[T]):
 class EnsembleExecution(Generic[T]):
     """The state of one request. Not thread-safe."""
 
-    __slots__ = (
-        "_answer",
-        "_collected",
-        "_flow",
-        "_iterations",
-        "_running",
-        "_weight",
-        "_weights",
-    )
+    __slots__ = ("_answer", "_collected", "_flow", "_iterations", "_running", "_weight", "_weights")
 
     def __init__(self, flow: Flow, weights: Sequence[int] = ()) -> None:
         """`weights` are how much a call of each step counts in `waiting_count`; 1 if there are none."""
@@ -87,9 +77,7 @@ class EnsembleExecution(Generic[T]):
             self._arrive(flow.readers[tensor], tensor, 0, given.get(tensor), calls, responses)
         return self._progress(calls, responses)
 
-    def respond(
-        self, step: int, outputs: Mapping[str, T] | None, *, is_final: bool
-    ) -> StepProgress[T]:
+    def respond(self, step: int, outputs: Mapping[str, T] | None, *, is_final: bool) -> StepProgress[T]:
         """Take a response to a call of this step: outputs of its model by name, None if there is only the end.
 
         `is_final`: the call gives no more.
@@ -132,15 +120,9 @@ class EnsembleExecution(Generic[T]):
                 # From here on only the call refers to the tensors, so their memory goes with it.
                 del self._collected[key]
             if reader == flow.sink:
-                responses.append(
-                    {name: each for name, each in collected.items() if each is not None}
-                )
+                responses.append({name: each for name, each in collected.items() if each is not None})
             else:
-                inputs = {
-                    name: each
-                    for name, source in flow.inputs[reader]
-                    if (each := collected[source]) is not None
-                }
+                inputs = {name: each for name, source in flow.inputs[reader] if (each := collected[source]) is not None}
                 calls.append(StepCall(reader, inputs))
 
     def _progress(self, calls: list[StepCall[T]], responses: list[dict[str, T]]) -> StepProgress[T]:

@@ -65,18 +65,12 @@ class EnsembleGraph:
         self.steps = scheduling.steps
         self.most_in_flight = scheduling.max_inflight_requests
         # The step that writes a tensor. Those of the caller have none.
-        self.writer = {
-            tensor: number for number, step in enumerate(self.steps) for _, tensor in step.outputs
-        }
+        self.writer = {tensor: number for number, step in enumerate(self.steps) for _, tensor in step.outputs}
         self._flows: Memo[tuple[str, ...], Flow] = Memo()
 
     def flow(self, outputs: Iterable[str] | None = None) -> Flow:
         """Return the flow of a request for these outputs, by default all. The names must be those of outputs."""
-        wanted = tuple(
-            [tensor.name for tensor in self.config.outputs]
-            if outputs is None
-            else dict.fromkeys(outputs)
-        )
+        wanted = tuple([tensor.name for tensor in self.config.outputs] if outputs is None else dict.fromkeys(outputs))
         return self._flows.get(wanted) or self._flows.keep(wanted, self._flow(wanted))
 
     def _flow(self, outputs: Sequence[str]) -> Flow:
@@ -91,9 +85,7 @@ class EnsembleGraph:
         found: dict[str, list[int]] = {}
         needs = [0] * (sink + 1)
         for number in (*sorted(needed), sink):
-            read = (
-                outputs if number == sink else (tensor for _, tensor in self.steps[number].inputs)
-            )
+            read = outputs if number == sink else (tensor for _, tensor in self.steps[number].inputs)
             for tensor in dict.fromkeys(read):
                 found.setdefault(tensor, []).append(number)
                 needs[number] += 1
@@ -180,14 +172,9 @@ class _Inferred(NamedTuple):
 class _Inference:
     """Infers what each ensemble tensor is from all models that read or write it."""
 
-    def __init__(
-        self, config: ModelConfig, steps: Sequence[EnsembleStep], member_of: MemberOf
-    ) -> None:
+    def __init__(self, config: ModelConfig, steps: Sequence[EnsembleStep], member_of: MemberOf) -> None:
         self._config, self._steps, self._member_of = config, steps, member_of
-        self._known = {
-            tensor.name: _Inferred.of(config, tensor)
-            for tensor in (*config.inputs, *config.outputs)
-        }
+        self._known = {tensor.name: _Inferred.of(config, tensor) for tensor in (*config.inputs, *config.outputs)}
 
     def check(self) -> None:
         """Raise `Unfit` if two models disagree, or if a step names a tensor that its model does not have."""
@@ -215,9 +202,7 @@ class _Inference:
             if name in mapped:
                 self._meet(mapped[name], _Inferred.of(member, described))
             elif not described.optional:
-                raise Unfit(
-                    f"{where}input {name} in model {member.name} is not mapped to any ensemble tensors"
-                )
+                raise Unfit(f"{where}input {name} in model {member.name} is not mapped to any ensemble tensors")
 
     def _check_outputs(self, step: EnsembleStep, member: ModelConfig) -> None:
         outputs = {tensor.name: tensor for tensor in member.outputs}
@@ -245,9 +230,7 @@ class _Inference:
 
 def fits(dims: Sequence[int], others: Sequence[int]) -> bool:
     """Return True if two shapes agree. -1 agrees with any size."""
-    return len(dims) == len(others) and all(
-        -1 in pair or pair[0] == pair[1] for pair in zip(dims, others, strict=True)
-    )
+    return len(dims) == len(others) and all(-1 in pair or pair[0] == pair[1] for pair in zip(dims, others, strict=True))
 
 
 def _type(datatype: str) -> str:

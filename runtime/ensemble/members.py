@@ -23,14 +23,7 @@ from moonpool.ipc.tensors import BYTES, DTYPES, decode_bytes
 from moonpool.runtime.ensemble.graph import EnsembleGraph, Flow, fits
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.config.model import ModelConfig
-from moonpool.runtime.model.request import (
-    Details,
-    InferenceRequest,
-    Parameter,
-    Response,
-    WireTensor,
-    allocate,
-)
+from moonpool.runtime.model.request import Details, InferenceRequest, Parameter, Response, WireTensor, allocate
 from moonpool.runtime.stubs.calls.requests import Callee
 
 _ndarray = np.ndarray
@@ -55,9 +48,7 @@ class TensorSequence(NamedTuple):
         """Return the sequence after the parameters of a response. Parameters that name no sequence are ignored."""
         correlation_id, flags = self
         given = parameters.get("sequence_id")
-        if (type(given) is int and 0 <= given <= _MOST_ID) or (
-            type(given) is str and size_of(given) <= SHORT
-        ):
+        if (type(given) is int and 0 <= given <= _MOST_ID) or (type(given) is str and size_of(given) <= SHORT):
             correlation_id = given
         for name, flag in (("sequence_start", _START), ("sequence_end", _END)):
             value = parameters.get(name)
@@ -76,9 +67,7 @@ class SequencedTensor(NamedTuple):
 class Shaping:
     """The shapes that one model, or the ensemble itself, expects of tensors that were written by others."""
 
-    def __init__(
-        self, batches: bool, dims: Mapping[str, Sequence[int]], mixed: Collection[str]
-    ) -> None:
+    def __init__(self, batches: bool, dims: Mapping[str, Sequence[int]], mixed: Collection[str]) -> None:
         """`mixed` names the tensors that come from the other kind: from models that batch if this one does not."""
         self._batches, self._dims, self._mixed = batches, dims, mixed
         self.is_mixed = bool(mixed)
@@ -115,14 +104,7 @@ class AskedOutputs:
 class StepModel:
     """The model of one step, prepared for requests of the ensemble. Thread-safe."""
 
-    __slots__ = (
-        "_asked",
-        "_has_strings",
-        "_outputs",
-        "_shaping",
-        "_step",
-        "hosted",
-    )
+    __slots__ = ("_asked", "_has_strings", "_outputs", "_shaping", "_step", "hosted")
 
     def __init__(self, hosted: Callee, step: int, mixed: Collection[str]) -> None:
         """`mixed` is that of `Shaping`, for the model's inputs."""
@@ -143,11 +125,7 @@ class StepModel:
         return {name: fitted(name, array) for name, array in tensors.items()}
 
     def request(
-        self,
-        flow: Flow,
-        inputs: Mapping[str, Any],
-        sequence: TensorSequence | None,
-        asked_by: InferenceRequest,
+        self, flow: Flow, inputs: Mapping[str, Any], sequence: TensorSequence | None, asked_by: InferenceRequest
     ) -> InferenceRequest:
         """Make the request of this step for a request of the ensemble. Raises `InvalidRequest`.
 
@@ -261,9 +239,7 @@ class StepModels:
 class EnsembleCaller:
     """The ensemble as its callers see it: their inputs, and the response to them."""
 
-    def __init__(
-        self, config: ModelConfig, mixed: Collection[str], written: Collection[str]
-    ) -> None:
+    def __init__(self, config: ModelConfig, mixed: Collection[str], written: Collection[str]) -> None:
         """`mixed` is that of `Shaping`, for the ensemble's outputs. `written` are those that a step writes."""
         self._names = [tensor.name for tensor in config.inputs]
         dims = {tensor.name: tensor.dims for tensor in config.outputs}
@@ -290,18 +266,11 @@ class EnsembleCaller:
         Raises what the request's allocator raises, and BadTensor for strings that cannot be decoded.
         """
         details = request.details
-        if (
-            details is None
-            and len(tensors) == 1
-            and not request.wants_wire
-            and request.allocator is None
-        ):
+        if details is None and len(tensors) == 1 and not request.wants_wire and request.allocator is None:
             ((name, array),) = tensors.items()
             if type(array) is _ndarray and name in self.as_they_are:
                 return Response({name: array}, _NO_SEQUENCE.copy())
-        arrays, sequence = without_sequence(
-            tensors, None if details is None else TensorSequence.of(details)
-        )
+        arrays, sequence = without_sequence(tensors, None if details is None else TensorSequence.of(details))
         if request.allocator is not None:
             request.allocator.start(request.userp)
         outputs: dict[str, Any] = {}
@@ -317,11 +286,7 @@ class EnsembleCaller:
 
 def _parameters(sequence: TensorSequence | None) -> dict[str, Parameter]:
     correlation_id, flags = sequence or (0, 0)
-    return {
-        "sequence_start": bool(flags & _START),
-        "sequence_end": bool(flags & _END),
-        "sequence_id": correlation_id,
-    }
+    return {"sequence_start": bool(flags & _START), "sequence_end": bool(flags & _END), "sequence_id": correlation_id}
 
 
 _NO_SEQUENCE = _parameters(None)

@@ -36,13 +36,7 @@ from typing import Any, Protocol
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.ensemble.execution import DEADLOCK, EnsembleExecution, StepCall, StepProgress
 from moonpool.runtime.ensemble.graph import Flow
-from moonpool.runtime.ensemble.members import (
-    EnsembleCaller,
-    StepModel,
-    TensorSequence,
-    with_sequence,
-    without_sequence,
-)
+from moonpool.runtime.ensemble.members import EnsembleCaller, StepModel, TensorSequence, with_sequence, without_sequence
 from moonpool.runtime.errors import ModelError, own
 from moonpool.runtime.model.request import InferenceRequest, Outcome, RequestTrace, Response, Waiter
 from moonpool.runtime.process.reactor import Reactor
@@ -325,16 +319,7 @@ class GraphRun:
 class _Step(Waiter):
     """One request to the model of a step, and the caller who waits for it."""
 
-    __slots__ = (
-        "_request",
-        "_run",
-        "_scheduler",
-        "_sequence",
-        "_trace",
-        "inputs",
-        "interruptible",
-        "number",
-    )
+    __slots__ = ("_request", "_run", "_scheduler", "_sequence", "_trace", "inputs", "interruptible", "number")
     takes_many = True
 
     def __init__(self, run: GraphRun, call: StepCall[Any]) -> None:

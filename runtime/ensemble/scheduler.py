@@ -60,12 +60,7 @@ class EnsembleScheduler(Scheduler):
     """The scheduler of an ensemble. All methods may be called from any thread."""
 
     def __init__(
-        self,
-        model: Model,
-        graph: EnsembleGraph,
-        find: FindMember,
-        reactor: Reactor,
-        executor: Executor,
+        self, model: Model, graph: EnsembleGraph, find: FindMember, reactor: Reactor, executor: Executor
     ) -> None:
         """`find` returns the model of a step, as a client would get it at that moment. Raises `MoonpoolError` if there
         is none.
@@ -205,9 +200,7 @@ class EnsembleScheduler(Scheduler):
 class OpenRuns:
     """The runs of an ensemble that are open, by their requests. The lock of its lane guards them."""
 
-    def __init__(
-        self, lane: Lane, resolve: Callable[[InferenceRequest, Outcome | None], None]
-    ) -> None:
+    def __init__(self, lane: Lane, resolve: Callable[[InferenceRequest, Outcome | None], None]) -> None:
         """`resolve` gives a caller the outcome of its request."""
         self._lane, self._resolve = lane, resolve
         self.by_request: dict[InferenceRequest, Run] = {}
@@ -244,11 +237,7 @@ class OpenRuns:
 
 
 def _count(
-    statistics: Statistics,
-    request: InferenceRequest,
-    durations_ns: list[int],
-    outcome: Outcome | None,
-    now_ns: int,
+    statistics: Statistics, request: InferenceRequest, durations_ns: list[int], outcome: Outcome | None, now_ns: int
 ) -> None:
     """Count a run. As in Triton, the durations are the sums over all steps. Needs the lock."""
     taken_ns = now_ns - request.queued_ns

@@ -44,8 +44,7 @@ class BackendDirectory:
             self.path = Path(os.path.abspath(OF_RUNTIME.path("backend_directory", path)))
         if self._is_absent():
             _log.warning(
-                "there is no backend directory %s: models whose backend should be in it will not load",
-                self.path,
+                "there is no backend directory %s: models whose backend should be in it will not load", self.path
             )
 
     def find(self, name: str, runtime: str, others: Iterable[str]) -> Path:
@@ -93,10 +92,7 @@ class Backends:
     """The backends of a runtime: those that it was given, and Python-based ones as models ask for them. Thread-safe."""
 
     def __init__(
-        self,
-        given: Iterable[Backend],
-        directory: BackendDirectory,
-        python: Callable[[str, str], Backend],
+        self, given: Iterable[Backend], directory: BackendDirectory, python: Callable[[str, str], Backend]
     ) -> None:
         """`python` makes a backend for Python models, from a name and a folder to import from."""
         self._directory = directory
@@ -148,10 +144,7 @@ class Backends:
                     ) from error
                 machine.move(BackendState.READY, "initialized", time.monotonic())
             elif machine.state is not BackendState.READY:
-                raise LoadFailed(
-                    f"backend '{backend.name}' is {machine.state}: {machine.because}",
-                    stage="backend",
-                )
+                raise LoadFailed(f"backend '{backend.name}' is {machine.state}: {machine.because}", stage="backend")
 
     def finalize_all(self) -> None:
         """Finalize the backends that were initialized. Errors are logged."""

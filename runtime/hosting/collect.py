@@ -50,11 +50,7 @@ def model_families(served: Iterable[HostedModel], options: MetricsOptions) -> li
             "nv_inference_request_failure",
             "Number of failed inference requests, all batch sizes",
             "counter",
-            [
-                _sample(each, count, reason)
-                for each in all_of
-                for reason, count in each.fail_counts.items()
-            ],
+            [_sample(each, count, reason) for each in all_of for reason, count in each.fail_counts.items()],
         ),
         *_counters(COUNTS, all_of),
     ]
@@ -115,9 +111,7 @@ def _first_responses(served: Iterable[HostedModel]) -> ExposedFamily:
             samples += first.samples(labels, _NS_PER_MS)
         else:  # the first response is the only one
             counts = statistics.within(first.bounds)
-            samples += bucket_samples(
-                first.bounds, counts, statistics.success_ns, labels, _NS_PER_MS
-            )
+            samples += bucket_samples(first.bounds, counts, statistics.success_ns, labels, _NS_PER_MS)
     text = "Duration from request to first response in milliseconds"
     return ExposedFamily(FIRST_RESPONSE, text, "histogram", samples)
 
@@ -170,10 +164,7 @@ class _Samples:
         self.of[name].append(Sample("", labels, value))
 
     def families(self) -> list[ExposedFamily]:
-        return [
-            ExposedFamily(name, text, kind, self.of[name])
-            for name, (kind, text) in INSTANCE_FAMILIES.items()
-        ]
+        return [ExposedFamily(name, text, kind, self.of[name]) for name, (kind, text) in INSTANCE_FAMILIES.items()]
 
 
 def instance_families(served: Iterable[HostedModel]) -> list[ExposedFamily]:
@@ -221,9 +212,7 @@ def _add_residence(samples: _Samples, hosted: HostedModel, residence: ResidentMo
     if residence.autoscaler is not None:
         for direction in ("up", "down"):
             by_direction = labels_of(statistics, ("direction", direction))
-            samples.add(
-                "moonpool_model_scale_steps_total", by_direction, residence.steps[direction]
-            )
+            samples.add("moonpool_model_scale_steps_total", by_direction, residence.steps[direction])
     if residence.is_measured:
         for kind, size in zip(("cpu", "gpu"), residence.present_need, strict=True):
             by_kind = labels_of(statistics, ("kind", kind))
@@ -237,9 +226,7 @@ def _add_denials(samples: _Samples, hosted: HostedModel) -> None:
     instances = [record.instance.name for record in hosted.supervisor.records]
     for name in dict.fromkeys((*instances, *denials.instances())):
         for kind, count in denials.counts(name).items():
-            labels = labels_of(
-                hosted.scheduler.statistics, ("model_instance", name), ("kind", kind)
-            )
+            labels = labels_of(hosted.scheduler.statistics, ("model_instance", name), ("kind", kind))
             samples.add("moonpool_instance_sandbox_denials_total", labels, count)
 
 

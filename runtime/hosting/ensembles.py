@@ -56,12 +56,8 @@ class EnsembleBackend(Backend):
     def __init__(self) -> None:
         super().__init__(ENSEMBLE)
 
-    def model_instance_execute(
-        self, instance: ModelInstance, requests: Sequence[InferenceRequest]
-    ) -> list[Outcome]:
-        raise BackendError(
-            f"an ensemble has no instances: {instance.name}, {len(requests)} requests"
-        )
+    def model_instance_execute(self, instance: ModelInstance, requests: Sequence[InferenceRequest]) -> list[Outcome]:
+        raise BackendError(f"an ensemble has no instances: {instance.name}, {len(requests)} requests")
 
     def device_intake(self, model: Model) -> DeviceIntake:  # noqa: ARG002
         # The first steps decide what they can take.
@@ -200,9 +196,7 @@ def _check_no_circle(name: str, members_of: Callable[[str], Iterable[str]]) -> N
         ensemble = reached.pop()
         for member in members_of(ensemble):
             if member == name:
-                raise Unfit(
-                    f"circular dependency between ensembles: {name} -> ... -> {ensemble} -> {name}"
-                )
+                raise Unfit(f"circular dependency between ensembles: {name} -> ... -> {ensemble} -> {name}")
             if member not in seen:
                 seen.add(member)
                 reached.append(member)
@@ -221,10 +215,7 @@ _NO_ENSEMBLE = _Nesting(1, 0)
 
 
 def _nesting_of(
-    name: str,
-    steps_of: Callable[[str], Sequence[str]],
-    limits: ConfigLimits,
-    known: dict[str, _Nesting],
+    name: str, steps_of: Callable[[str], Sequence[str]], limits: ConfigLimits, known: dict[str, _Nesting]
 ) -> _Nesting:
     """Return the nesting of a model. `steps_of` returns the model of each step of an ensemble, nothing for other
     models.
@@ -296,14 +287,7 @@ class EnsembleLoader(Protocol):
     def find(self, name: str, version: int | None = None) -> HostedModel:
         """Return a model version."""
 
-    def load(
-        self,
-        wanted: Wanted,
-        asker: str | None = None,
-        *,
-        may: CheckName = ...,
-        is_implied: bool = False,
-    ) -> None:
+    def load(self, wanted: Wanted, asker: str | None = None, *, may: CheckName = ..., is_implied: bool = False) -> None:
         """Load or reload a model, and others with it for which `may` does not raise."""
 
     def unload(self, name: str, asker: str | None = None) -> None:
@@ -316,9 +300,7 @@ class EnsembleBook:
     `models` is the registry's table. `lock` guards it and what is noted here.
     """
 
-    def __init__(
-        self, registry: EnsembleLoader, models: Mapping[str, LoadedVersions], lock: threading.Lock
-    ) -> None:
+    def __init__(self, registry: EnsembleLoader, models: Mapping[str, LoadedVersions], lock: threading.Lock) -> None:
         self._registry, self._models, self._lock = registry, models, lock
         # Ensembles that were unloaded with a member, to be loaded again with it; and their members.
         self._awaiting: dict[str, tuple[Wanted, list[str]]] = {}
@@ -398,9 +380,7 @@ class EnsembleBook:
                 raise _member_failed(name, member, error) from error
         if missing:
             shown = ", ".join(missing)
-            raise Unfit(
-                f"ensemble {name} contains models that are not available or ambiguous: {shown}"
-            )
+            raise Unfit(f"ensemble {name} contains models that are not available or ambiguous: {shown}")
         for model in models:
             model.config = checked(model.config, registry.find)
         for member in scheduling_of(config).models:

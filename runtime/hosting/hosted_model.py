@@ -42,11 +42,7 @@ from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.model.states import MODEL, InstanceState, Machine, ModelState
 from moonpool.runtime.observe.distributions import CacheSummaries, LatencySummaries
-from moonpool.runtime.observe.metrics_options import (
-    MetricsOptions,
-    first_response_bounds_ns,
-    tags_of,
-)
+from moonpool.runtime.observe.metrics_options import MetricsOptions, first_response_bounds_ns, tags_of
 from moonpool.runtime.observe.statistics import ResponseStatistics, Statistics
 from moonpool.runtime.residency.autoscaling import QueueCounts
 from moonpool.runtime.residency.residents import Residency, ResidentModel
@@ -182,14 +178,7 @@ class HostedModel:
         intake = self._backend.device_intake(model)
         self.signature = Signature(model.config, intake, is_native=model.source.is_native)
         self.supervisor = Supervisor(
-            self._backend,
-            model,
-            instances,
-            self._reactor,
-            self._hear,
-            self._give_up,
-            self._come_back,
-            self._goes_on,
+            self._backend, model, instances, self._reactor, self._hear, self._give_up, self._come_back, self._goes_on
         )
         self.scheduler = self._new_scheduler()
         self.scheduler.note = partial(self._errors.add, model.name, model.version)
@@ -338,9 +327,7 @@ class HostedModel:
 
     def pids(self) -> list[int]:
         """Return the processes of the instances, and what the model has beside them, such as a template."""
-        processes = [
-            getattr(each.instance.state, "process", None) for each in self.supervisor.records
-        ]
+        processes = [getattr(each.instance.state, "process", None) for each in self.supervisor.records]
         pids = [each.pid for each in processes if each is not None and each.is_running]
         return [*pids, *self._backend.model_processes(self.model)]
 
@@ -507,8 +494,7 @@ class HostedModel:
     def _matched(self, config: ModelConfig) -> Matching:
         instances = [record.instance for record in self.supervisor.records]
         present = [
-            InstanceSpec(each.name, each.kind, each.device_id, each.rate_limits, each.host_policy)
-            for each in instances
+            InstanceSpec(each.name, each.kind, each.device_id, each.rate_limits, each.host_policy) for each in instances
         ]
         return matched(present, specs_of(config.instance_groups))
 

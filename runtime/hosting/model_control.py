@@ -9,13 +9,7 @@ from typing import Protocol
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.ensemble.graph import Unfit
-from moonpool.runtime.errors import (
-    InvalidRequest,
-    LoadFailed,
-    ModelNotFound,
-    ModelUnavailable,
-    RuntimeClosed,
-)
+from moonpool.runtime.errors import InvalidRequest, LoadFailed, ModelNotFound, ModelUnavailable, RuntimeClosed
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.model_statuses import with_code
 from moonpool.runtime.model.backend import Model
@@ -45,14 +39,10 @@ class Registry(Protocol):
     def check_controllable(self) -> None:
         """Raise `ModelUnavailable` if models may not load and unload."""
 
-    def load(
-        self, wanted: Wanted, asker: str | None = None, *, may: Callable[[str], object]
-    ) -> None:
+    def load(self, wanted: Wanted, asker: str | None = None, *, may: Callable[[str], object]) -> None:
         """Load or reload a model, and others with it for which `may` does not raise."""
 
-    def begin_unload(
-        self, name: str, *, may: Callable[[str], object], with_members: bool = False
-    ) -> None:
+    def begin_unload(self, name: str, *, may: Callable[[str], object], with_members: bool = False) -> None:
         """Unload a model in the background, and others with it for which `may` does not raise."""
 
 
@@ -185,9 +175,7 @@ def wanted_of(
     """
     if not config:
         if files:
-            raise RepositoryError(
-                "Load parameter 'config' must be specified for model file override"
-            )
+            raise RepositoryError("Load parameter 'config' must be specified for model file override")
         return Wanted(name)
     (limits or ConfigLimits()).check_size(len(config.encode(errors="replace")))
     try:
@@ -214,9 +202,7 @@ def _by_path(files: Mapping[str, bytes]) -> dict[str, bytes]:
         # As in Triton, a path that begins with a slash is one in the model's directory, too.
         path = key.removeprefix(_FILE).lstrip("/")
         if path in by_path:
-            raise RepositoryError(
-                f"Invalid file parameter '{key[:200]}': the file '{path[:200]}' is there twice."
-            )
+            raise RepositoryError(f"Invalid file parameter '{key[:200]}': the file '{path[:200]}' is there twice.")
         by_path[path] = content
     return by_path
 

@@ -60,9 +60,7 @@ class ModelLocks:
                     self.release(name)
 
     @contextlib.contextmanager
-    def hold(
-        self, name: str, asker: str | None = None, attempt: LoadAttempt | None = None
-    ) -> Iterator[None]:
+    def hold(self, name: str, asker: str | None = None, attempt: LoadAttempt | None = None) -> Iterator[None]:
         """Hold the lock of a model; waits until it is free, or `attempt` is given up.
 
         `asker` is the model that waits for this. Raises `ModelUnavailable` if it would wait for itself, and
@@ -102,6 +100,5 @@ class ModelLocks:
             found = bool(more)
         if name in self.names and asker in reached:
             raise ModelUnavailable(
-                f"model '{name}' is loading or unloading, and that waits for model '{asker}', "
-                "which asked for this"
+                f"model '{name}' is loading or unloading, and that waits for model '{asker}', which asked for this"
             )

@@ -110,9 +110,7 @@ class PythonBackend(Backend):
             stop=model.given_up,
         )
         options = model.options
-        memory = CallerMemory(
-            options.region_limit_bytes, is_contained=is_contained(options.sandbox)
-        )
+        memory = CallerMemory(options.region_limit_bytes, is_contained=is_contained(options.sandbox))
         model.state = _ModelState(environment, memory)
         try:
             if model.options.prefork == "imports" and not model.is_asleep:
@@ -153,9 +151,7 @@ class PythonBackend(Backend):
         groups = model.config.instance_groups
         gpus = tuple(sorted({gpu for group in groups for gpu in group.gpus}))
         first = groups[0]
-        start = self._start(
-            model, f"{first.name}_0", first.kind, (first.gpus or (0,))[0], "template"
-        )
+        start = self._start(model, f"{first.name}_0", first.kind, (first.gpus or (0,))[0], "template")
         start["initializes"] = model.options.prefork == "initialize"
         name = f"{model.name}_template"
 
@@ -266,9 +262,7 @@ class PythonBackend(Backend):
         finally:
             stub.end()
 
-    def model_instance_execute(
-        self, instance: ModelInstance, requests: Sequence[InferenceRequest]
-    ) -> Link:
+    def model_instance_execute(self, instance: ModelInstance, requests: Sequence[InferenceRequest]) -> Link:
         link: Link = instance.state.link
         link.execute(requests)
         return link
@@ -284,9 +278,7 @@ class PythonBackend(Backend):
         stub: StubHandle = instance.state
         stub.cancel(request)
 
-    def model_instance_ready(
-        self, instance: ModelInstance, answer: Callable[[str | None], object]
-    ) -> None:
+    def model_instance_ready(self, instance: ModelInstance, answer: Callable[[str | None], object]) -> None:
         stub: StubHandle = instance.state
         stub.readiness.ask(answer)
 
@@ -337,16 +329,12 @@ class PythonBackend(Backend):
         template: Template | None = model.state.template
         if template is not None:
             forked = template.fork(
-                name,
-                deadline,
-                lambda stub: make(self._stubs, model, name, stub.plan_of_a_fork(), stub.fork),
+                name, deadline, lambda stub: make(self._stubs, model, name, stub.plan_of_a_fork(), stub.fork)
             )
             if forked is not None:
                 return forked
         plan = self._plan(model, name, gpus, cpus)
-        return make(
-            self._stubs, model, name, plan, partial(self._start_process, model, plan, deadline)
-        )
+        return make(self._stubs, model, name, plan, partial(self._start_process, model, plan, deadline))
 
     def _start_process(
         self, model: Model, plan: IsolationPlan, deadline: float | None, name: str, *fds: int
@@ -354,31 +342,15 @@ class PythonBackend(Backend):
         """Fork a process from a blank template if one is allowed and possible, else start it. Raises OSError."""
         process = None
         if model.options.prefork == "blank" and plan.may_be_forked:
-            process = self._stubs.blank_templates.fork(
-                plan.python, plan.environment, plan.folder, name, fds, deadline
-            )
+            process = self._stubs.blank_templates.fork(plan.python, plan.environment, plan.folder, name, fds, deadline)
         return process or plan.spawn(name, *fds)
 
     def _plan(
-        self,
-        model: Model,
-        name: str,
-        gpus: tuple[int, ...],
-        cpus: tuple[int, ...],
-        *,
-        forks: bool = False,
+        self, model: Model, name: str, gpus: tuple[int, ...], cpus: tuple[int, ...], *, forks: bool = False
     ) -> IsolationPlan:
         environment: Environment = model.state.environment
         try:
-            plan = plan_for(
-                model,
-                environment,
-                self._folder,
-                gpus=gpus,
-                cpus=cpus,
-                forks=forks,
-                leading=self._leading,
-            )
+            plan = plan_for(model, environment, self._folder, gpus=gpus, cpus=cpus, forks=forks, leading=self._leading)
         except OSError as error:
             raise LoadFailed(
                 f"nothing could be prepared for the process of '{name}': {error}", stage="start"
@@ -390,12 +362,8 @@ class PythonBackend(Backend):
             _log.info(_UNSEEN, model.name, names)
         return plan
 
-    def _start(
-        self, model: Model, instance: str, kind: str, device_id: int, mode: str
-    ) -> dict[str, Any]:
-        return start_of(
-            model, instance, kind, device_id, mode, backend_dir=self._folder, log=self._stubs.log
-        )
+    def _start(self, model: Model, instance: str, kind: str, device_id: int, mode: str) -> dict[str, Any]:
+        return start_of(model, instance, kind, device_id, mode, backend_dir=self._folder, log=self._stubs.log)
 
 
 def _object(text: str, model: str) -> dict[str, Any]:

@@ -48,26 +48,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.errors import (
-    LoadFailed,
-    ModelNotFound,
-    ModelUnavailable,
-    NotGranted,
-    OutOfThreads,
-    RuntimeClosed,
-)
+from moonpool.runtime.errors import LoadFailed, ModelNotFound, ModelUnavailable, NotGranted, OutOfThreads, RuntimeClosed
 from moonpool.runtime.hosting.backends import BackendDirectory, Backends
 from moonpool.runtime.hosting.collect import cache_families, instance_families, model_families
 from moonpool.runtime.hosting.ensembles import CheckName, EnsembleBook, HostedEnsemble
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.model_control import ModelControl
 from moonpool.runtime.hosting.model_locks import LoadAttempt, ModelLocks
-from moonpool.runtime.hosting.model_statuses import (
-    LoadedVersions,
-    LoadFailure,
-    ModelStatus,
-    ModelStatuses,
-)
+from moonpool.runtime.hosting.model_statuses import LoadedVersions, LoadFailure, ModelStatus, ModelStatuses
 from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Backend, Model
@@ -158,9 +146,7 @@ class ModelRegistry:
         log = LogSettings(log_verbose_level=int(verbose))
         stubs = self.stubs = Stubs(self._reactor, log, partial(ModelControl, self))
         self.errors = stubs.errors
-        self.backends = Backends(
-            backends, python_based, lambda name, folder: PythonBackend(stubs, name, folder)
-        )
+        self.backends = Backends(backends, python_based, lambda name, folder: PythonBackend(stubs, name, folder))
 
     # Load
 
@@ -202,13 +188,7 @@ class ModelRegistry:
         self._ensembles.follow(name, asker)
 
     def _replace(
-        self,
-        wanted: Wanted,
-        asker: str | None,
-        status: ModelStatus,
-        may: CheckName,
-        *,
-        again: bool,
+        self, wanted: Wanted, asker: str | None, status: ModelStatus, may: CheckName, *, again: bool
     ) -> Callable[[float], None] | None:
         """Load what is wanted, unless it is loaded. Returns the unload of what it replaced, if anything."""
         name = wanted.name
@@ -254,12 +234,7 @@ class ModelRegistry:
         return None if before is None else before.unload
 
     def _update(
-        self,
-        before: LoadedVersions,
-        wanted: Wanted,
-        prepared: PreparedModel,
-        asker: str | None,
-        status: ModelStatus,
+        self, before: LoadedVersions, wanted: Wanted, prepared: PreparedModel, asker: str | None, status: ModelStatus
     ) -> Callable[[float], None] | None:
         """Make loaded versions what was prepared, while they serve. Returns the unload of versions that are to go.
 
@@ -294,9 +269,7 @@ class ModelRegistry:
 
         return unload if going else None
 
-    def _grow(
-        self, hosted: HostedModel, config: ModelConfig, asker: str | None = None
-    ) -> Callable[[], None]:
+    def _grow(self, hosted: HostedModel, config: ModelConfig, asker: str | None = None) -> Callable[[], None]:
         loading = (hosted, asker)
         self._loading.append(loading)
         try:
@@ -396,9 +369,7 @@ class ModelRegistry:
             self._retiring += 1
         _apart(act, f"moonpool-retire-{name}")
 
-    def _load_versions(
-        self, models: Sequence[Model], asker: str | None, status: ModelStatus
-    ) -> list[HostedModel]:
+    def _load_versions(self, models: Sequence[Model], asker: str | None, status: ModelStatus) -> list[HostedModel]:
         loaded: list[HostedModel] = []
         try:
             for model in models:
@@ -485,12 +456,7 @@ class ModelRegistry:
         self._patiently(f"unload of '{name}'", name, lambda: self.unload(name))
 
     def unload(
-        self,
-        name: str,
-        asker: str | None = None,
-        *,
-        may: CheckName = _anything,
-        with_members: bool = False,
+        self, name: str, asker: str | None = None, *, may: CheckName = _anything, with_members: bool = False
     ) -> None:
         """Drain and finalize all versions, and the ensembles that have the model in a step.
 
@@ -509,9 +475,7 @@ class ModelRegistry:
             with contextlib.suppress(ModelNotFound):  # another thread unloads it
                 self.unload(member, with_members=True)
 
-    def begin_unload(
-        self, name: str, *, may: CheckName = _anything, with_members: bool = False
-    ) -> None:
+    def begin_unload(self, name: str, *, may: CheckName = _anything, with_members: bool = False) -> None:
         """Unload a model in the background, and with it the ensembles that have it in a step. From now on nobody finds
         them.
 
@@ -644,9 +608,7 @@ class ModelRegistry:
             return loaded.versions[version]
         self._check_open()
         if loaded is not None:
-            raise ModelNotFound(
-                f"Request for unknown model: '{name}' version {version} is not found"
-            )
+            raise ModelNotFound(f"Request for unknown model: '{name}' version {version} is not found")
         if name in self._locks.names:
             raise ModelUnavailable(f"Request for model '{name}' which is loading or unloading")
         why = "has no available versions" if self._statuses.has_versions(name) else "is not found"
@@ -762,9 +724,7 @@ class ModelRegistry:
             self.unload(name, may=may)
         except ModelNotFound:  # another thread unloads it
             pass
-        except (
-            NotGranted
-        ) as error:  # an ensemble was loaded meanwhile; who asked does not wait for this
+        except NotGranted as error:  # an ensemble was loaded meanwhile; who asked does not wait for this
             _log.error("model '%s' could not be unloaded: %s", name, error)
 
     def disown(self) -> None:
@@ -783,9 +743,7 @@ class ModelRegistry:
     def _check_open(self) -> None:
         if self._closed:
             if self._disowned:
-                raise RuntimeClosed(
-                    "the runtime belongs to the process that made it, not its forks"
-                )
+                raise RuntimeClosed("the runtime belongs to the process that made it, not its forks")
             raise RuntimeClosed("the runtime was closed; make another")
 
 

@@ -54,13 +54,9 @@ class InstanceSpec(NamedTuple):
 def specs_of(groups: Sequence[InstanceGroup]) -> list[InstanceSpec]:
     """List the instances of placed groups, in order."""
     return [
-        InstanceSpec(
-            f"{group.name}_{number}", group.kind, device_id, group.rate_limits, group.host_policy
-        )
+        InstanceSpec(f"{group.name}_{number}", group.kind, device_id, group.rate_limits, group.host_policy)
         for group in groups
-        for number, device_id in enumerate(
-            device_id for device_id in group.gpus or (0,) for _ in range(group.count)
-        )
+        for number, device_id in enumerate(device_id for device_id in group.gpus or (0,) for _ in range(group.count))
     ]
 
 
@@ -114,9 +110,7 @@ class InstanceStopper(Protocol):
 class Leave:
     """Takes one instance out of service without a loss, and ends it."""
 
-    def __init__(
-        self, owner: InstanceStopper, scheduler: Scheduler, record: InstanceRecord
-    ) -> None:
+    def __init__(self, owner: InstanceStopper, scheduler: Scheduler, record: InstanceRecord) -> None:
         self._owner = owner
         self._scheduler = scheduler
         self._record = record

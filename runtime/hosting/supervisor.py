@@ -42,13 +42,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.errors import (
-    CallerInterrupted,
-    ClientCutMemory,
-    LoadFailed,
-    ModelUnavailable,
-    OutOfThreads,
-)
+from moonpool.runtime.errors import CallerInterrupted, ClientCutMemory, LoadFailed, ModelUnavailable, OutOfThreads
 from moonpool.runtime.hosting.instance_record import InstanceRecord
 from moonpool.runtime.hosting.recycling import Recycler, Recycling
 from moonpool.runtime.hosting.scaling import Leave
@@ -169,9 +163,7 @@ class Supervisor:
             record.machine.move(state, because, time.monotonic())
         self._tell(record.instance.name, str(state), because)
 
-    def _move_from(
-        self, record: InstanceRecord, here: InstanceState, state: InstanceState, because: str
-    ) -> bool:
+    def _move_from(self, record: InstanceRecord, here: InstanceState, state: InstanceState, because: str) -> bool:
         """Move an instance if it is in the state `here` and no other thread recovers it. Returns False otherwise."""
         with self._lock:
             recovery = record.recovery
@@ -188,9 +180,7 @@ class Supervisor:
     def start_all(self) -> None:
         """Initialize all instances in parallel. If one fails, finalize the others and raise the first failure."""
         try:
-            outcomes = in_parallel(
-                self._first_start, self.records, "moonpool-start", self.give_up_starting
-            )
+            outcomes = in_parallel(self._first_start, self.records, "moonpool-start", self.give_up_starting)
         except BaseException:  # a signal handler raised; in_parallel has waited for all of them
             self.stop_all()
             raise
@@ -214,9 +204,7 @@ class Supervisor:
         self._move(record, _S.STARTING, "load")
         try:
             self._initialize(record)
-        except (
-            BaseException
-        ) as error:  # a backend may raise SystemExit; the other instances must be finalized
+        except BaseException as error:  # a backend may raise SystemExit; the other instances must be finalized
             wrapped = as_load_failure(error, record.instance.name)
             self._move(record, _S.FAILED, str(wrapped))
             return wrapped
@@ -248,9 +236,7 @@ class Supervisor:
 
     # Failure
 
-    def lost(
-        self, instance: ModelInstance, requests: Sequence[InferenceRequest], error: BaseException
-    ) -> None:
+    def lost(self, instance: ModelInstance, requests: Sequence[InferenceRequest], error: BaseException) -> None:
         """Recover an instance that broke, and with it these requests. Does not block."""
         record = self._record_of[instance]
         instance.accepts = instance.is_healthy = False
@@ -282,9 +268,7 @@ class Supervisor:
                 record.recovery = None
         return record.recovery is not None
 
-    def _recover(
-        self, record: InstanceRecord, requests: Sequence[InferenceRequest], error: BaseException
-    ) -> None:
+    def _recover(self, record: InstanceRecord, requests: Sequence[InferenceRequest], error: BaseException) -> None:
         record.broken_ns = time.monotonic_ns()
         try:
             reason = self._backend.explain(record.instance, error)
@@ -343,9 +327,7 @@ class Supervisor:
         because = f"restart after: {record.machine.because}"
         return self._start_again(record, because, "restarted", restarts=1)
 
-    def _start_again(
-        self, record: InstanceRecord, because: str, done: str, *, restarts: int
-    ) -> bool:
+    def _start_again(self, record: InstanceRecord, because: str, done: str, *, restarts: int) -> bool:
         self._move(record, _S.STARTING, because)
         record.instance.broken = None
         try:
@@ -391,9 +373,7 @@ class Supervisor:
         for record in records:
             self._serve(record)
         try:
-            outcomes = in_parallel(
-                self._first_start, records, "moonpool-start", self.give_up_starting
-            )
+            outcomes = in_parallel(self._first_start, records, "moonpool-start", self.give_up_starting)
         except BaseException:  # a signal handler raised; in_parallel has waited for all of them
             self.shrink(instances, time.monotonic())
             raise
@@ -410,9 +390,7 @@ class Supervisor:
         if scheduler is None or not instances:
             return
         records = [self._record_of[instance] for instance in instances]
-        in_parallel(
-            lambda record: Leave(self, scheduler, record).act(deadline), records, "moonpool-stop"
-        )
+        in_parallel(lambda record: Leave(self, scheduler, record).act(deadline), records, "moonpool-stop")
         with self._lock:
             self.records = tuple(each for each in self.records if each not in records)
         if self.records:
@@ -442,10 +420,7 @@ class Supervisor:
         """
         sleep = self._backend.model_instance_sleep
         outcomes = in_parallel(
-            lambda record: self._in_hook(record, sleep),
-            self.records,
-            "moonpool-sleep",
-            self.give_up_starting,
+            lambda record: self._in_hook(record, sleep), self.records, "moonpool-sleep", self.give_up_starting
         )
         return next((each for each in outcomes if each is not None), None)
 
@@ -458,10 +433,7 @@ class Supervisor:
         if scheduler is None:
             return None
         outcomes = in_parallel(
-            lambda record: self._wake(record, scheduler),
-            self.records,
-            "moonpool-wake",
-            self.give_up_starting,
+            lambda record: self._wake(record, scheduler), self.records, "moonpool-wake", self.give_up_starting
         )
         return next((each for each in outcomes if each is not None), None)
 
@@ -477,9 +449,7 @@ class Supervisor:
         return None
 
     @staticmethod
-    def _in_hook(
-        record: InstanceRecord, hook: Callable[[ModelInstance], None]
-    ) -> BaseException | None:
+    def _in_hook(record: InstanceRecord, hook: Callable[[ModelInstance], None]) -> BaseException | None:
         record.is_in_hook = True
         try:
             hook(record.instance)

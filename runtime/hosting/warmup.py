@@ -36,14 +36,7 @@ from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Model, ModelInstance, Pending
 from moonpool.runtime.model.config.warmup import WarmupInput, WarmupSample
-from moonpool.runtime.model.request import (
-    LATER,
-    Answer,
-    InferenceRequest,
-    Outcome,
-    Waiter,
-    WireTensor,
-)
+from moonpool.runtime.model.request import LATER, Answer, InferenceRequest, Outcome, Waiter, WireTensor
 from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.process.files import read_file
 from moonpool.runtime.schedule.sequence_states import SequenceStates
@@ -120,9 +113,7 @@ class Warmup:
                     iteration,
                 )
                 try:
-                    errors = _too_many(instance, sample) or self._execute(
-                        instance, sample, deadline
-                    )
+                    errors = _too_many(instance, sample) or self._execute(instance, sample, deadline)
                 except (InvalidRequest, LoadFailed):  # a file has changed since the load
                     raise
                 except Exception as error:
@@ -130,9 +121,7 @@ class Warmup:
                 if errors:
                     raise _failure(sample, errors) from errors[0]
 
-    def _execute(
-        self, instance: ModelInstance, sample: WarmupSample, deadline: float | None
-    ) -> list[BaseException]:
+    def _execute(self, instance: ModelInstance, sample: WarmupSample, deadline: float | None) -> list[BaseException]:
         """Execute one batch, wait for all responses, and return the errors among them. Raises what broke the
         instance.
         """
@@ -160,9 +149,7 @@ class Warmup:
 
     # Data
 
-    def _data(
-        self, sample: WarmupSample, fill: Fill, others_bytes: int = 0
-    ) -> dict[str, WireTensor]:
+    def _data(self, sample: WarmupSample, fill: Fill, others_bytes: int = 0) -> dict[str, WireTensor]:
         """Make the data of a sample. Raises `LoadFailed` if it is too much together with that of others."""
         # The same data each time: a model that fails with it fails again.
         random = np.random.default_rng(0)
@@ -228,9 +215,7 @@ class Warmup:
             if name in data:
                 tensor = data[name]
                 size_bytes = tensor.raw.nbytes
-                tensors.append(
-                    RequestTensor(place, tensor.datatype, list(tensor.shape), size_bytes)
-                )
+                tensors.append(RequestTensor(place, tensor.datatype, list(tensor.shape), size_bytes))
                 arrays.append(tensor.raw)
         request.arrays = arrays
         request.shapes = Shapes(tensors, shapes.batch_size, shapes.signature, is_shared=False)
@@ -248,9 +233,7 @@ def _zeros(_: int, __: int, size_bytes: int, ___: np.random.Generator) -> NDArra
     return np.zeros(size_bytes, np.uint8)
 
 
-def _random(
-    code: int, elements: int, size_bytes: int, random: np.random.Generator
-) -> NDArray[np.uint8]:
+def _random(code: int, elements: int, size_bytes: int, random: np.random.Generator) -> NDArray[np.uint8]:
     dtype, made = DTYPES[code], np.empty(size_bytes, np.uint8)
     values = made.view(np.uint8 if dtype.kind == "b" else dtype)
     # In pieces, as the numbers that they are made of are larger.
@@ -302,10 +285,7 @@ def _too_many(instance: ModelInstance, sample: WarmupSample) -> list[BaseExcepti
 
 
 def _errors_of(
-    result: Any,
-    instance: ModelInstance,
-    requests: Sequence[InferenceRequest],
-    deadline: float | None,
+    result: Any, instance: ModelInstance, requests: Sequence[InferenceRequest], deadline: float | None
 ) -> list[BaseException]:
     """Wait for all responses, and return the errors among them. Raises what broke the instance."""
     answers = result if isinstance(result, list) else _answers(result, requests, deadline)
@@ -322,9 +302,7 @@ def _errors_of(
     return errors
 
 
-def _answers(
-    pending: Pending, requests: Sequence[InferenceRequest], deadline: float | None
-) -> list[Answer]:
+def _answers(pending: Pending, requests: Sequence[InferenceRequest], deadline: float | None) -> list[Answer]:
     if deadline is not None:
         poll = select.poll()
         poll.register(pending.fileno(), select.POLLIN)

@@ -31,14 +31,7 @@ class Bounds:
     milliseconds.
     """
 
-    def __init__(
-        self,
-        name: str,
-        policy: Policy,
-        options: ModelOptions,
-        watcher: Watcher,
-        processes: int = 1,
-    ) -> None:
+    def __init__(self, name: str, policy: Policy, options: ModelOptions, watcher: Watcher, processes: int = 1) -> None:
         """`processes` is the number of a template and its forks, which together have so many times the memory of
         one.
         """
@@ -130,12 +123,7 @@ class Bounds:
         killed = oom_kills() > self._oom_kills
         limits = self.policy.limits
         words, last_words = death_in_words(
-            code,
-            python,
-            tail,
-            limits,
-            oom_killed=killed,
-            fatal_call=partial(fatal_call, self._pid, self._made_s),
+            code, python, tail, limits, oom_killed=killed, fatal_call=partial(fatal_call, self._pid, self._made_s)
         )
         if code in _CRASHES and "limit" not in words:
             words += self.suspected_memory()

@@ -173,9 +173,7 @@ def _remove_leftovers(path: Path) -> None:
 class Group:
     """The group of one instance. Any thread may call any method."""
 
-    def __init__(
-        self, place: CgroupPlace, name: str, limits: Mapping[str, int], cpu_weight: int
-    ) -> None:
+    def __init__(self, place: CgroupPlace, name: str, limits: Mapping[str, int], cpu_weight: int) -> None:
         """Make it. Raises OSError."""
         self.path = place.path / name
         # The limits that it enforces, of those that were asked for.

@@ -62,9 +62,7 @@ def inherited(
     """
     allowed = tuple(allowed)
     variables = {
-        name: value
-        for name, value in given.items()
-        if fits_any(allowed, name) or not fits_any(withheld, name)
+        name: value for name, value in given.items() if fits_any(allowed, name) or not fits_any(withheld, name)
     }
     if is_contained(sandbox):
         patterns = (*_HARMLESS, *allowed)

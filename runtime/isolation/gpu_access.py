@@ -41,9 +41,7 @@ def _node(gpu: int, place: str) -> str:
     """Return the device node of one GPU. Its number is the driver's and not CUDA's."""
     file = Path(_INFORMATION.format(place))
     try:
-        found = re.search(
-            r"^Device Minor:\s*(\d+)\s*$", file.read_text("ascii", "replace"), re.MULTILINE
-        )
+        found = re.search(r"^Device Minor:\s*(\d+)\s*$", file.read_text("ascii", "replace"), re.MULTILINE)
     except OSError as error:
         why = f"{file}: {error.strerror}"
     else:

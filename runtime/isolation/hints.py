@@ -50,9 +50,7 @@ def _about_file(path: str, policy: Policy) -> str:
             f"It lies in a granted folder and belongs to another user than the folder: give it to the folder's owner "
             f"(chown -R --reference={folder} {folder})."
         )
-    if policy.user is not None and any(
-        is_closed(place) for place in (Path(path), Path(path).parent)
-    ):
+    if policy.user is not None and any(is_closed(place) for place in (Path(path), Path(path).parent)):
         return (
             f"It is the model's to read, but closed to user {policy.user}, which this instance is: let others "
             "read it (chmod -R o+rX)."

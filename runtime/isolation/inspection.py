@@ -22,19 +22,13 @@ _FILTER = "2"
 
 
 def confirmed(
-    name: str,
-    pid: int,
-    policy: Policy,
-    granted: Sequence[str],
-    layers: Sequence[str],
-    left_out: Sequence[str],
+    name: str, pid: int, policy: Policy, granted: Sequence[str], layers: Sequence[str], left_out: Sequence[str]
 ) -> Confinement:
     """Return the confinement that a stub reports, unless the kernel contradicts it. Raises `LoadFailed`."""
     wrong = differences(pid, policy, layers)
     if wrong:
         raise LoadFailed(
-            f"Stub process '{name}' is not confined as it says and was ended: {'; '.join(wrong)}",
-            stage="sandbox",
+            f"Stub process '{name}' is not confined as it says and was ended: {'; '.join(wrong)}", stage="sandbox"
         )
     return Confinement(policy.level, tuple(layers), tuple(left_out), tuple(granted), policy.user)
 

@@ -27,10 +27,7 @@ _PACKAGES = [Path(__file__).resolve().parents[2] / name for name in ("ipc", "stu
 
 
 def needed_paths(
-    source: ModelSource,
-    environment: Environment,
-    variables: Mapping[str, str],
-    backend_folder: str,
+    source: ModelSource, environment: Environment, variables: Mapping[str, str], backend_folder: str
 ) -> list[str]:
     """Return the existing paths that the model needs, without links, none of them inside another one."""
     package = [*map(str, _PACKAGES), os.path.dirname(msgpack.__file__)]
@@ -66,8 +63,7 @@ def check_granted(paths: Iterable[tuple[str, bool]]) -> None:
         except OSError as error:
             # A misspelt path must not look like a grant that does nothing.
             failure = LoadFailed(
-                f"MOONPOOL_SANDBOX_PATHS names {path}, which is not there; make it, or take it out",
-                stage="sandbox",
+                f"MOONPOOL_SANDBOX_PATHS names {path}, which is not there; make it, or take it out", stage="sandbox"
             )
             failure.instead = {}
             raise failure from error

@@ -63,9 +63,7 @@ class IsolationPlan:
     # Releases the user and the folder.
     held: ExitStack = field(default_factory=ExitStack)
 
-    def spawn(
-        self, name: str, work_fd: int, control_fd: int, calls_fd: int, output_fd: int
-    ) -> StubProcess:
+    def spawn(self, name: str, work_fd: int, control_fd: int, calls_fd: int, output_fd: int) -> StubProcess:
         """Start the process of the stub `name`, with these descriptors. Raises OSError."""
         return StubProcess(
             name,
@@ -133,11 +131,7 @@ def plan_for(
     compiled = _compile_cache(model)
     variables = _variables(model, environment, leading, compiled)
     common = Policy(
-        level=options.sandbox,
-        limits=_limits(model, processes),
-        cpus=cpus,
-        nice=_nice(options.cpu_weight),
-        forks=forks,
+        level=options.sandbox, limits=_limits(model, processes), cpus=cpus, nice=_nice(options.cpu_weight), forks=forks
     )
     if not common.is_contained:
         return IsolationPlan(common, str(environment.python), variables, working_folder(), ())
@@ -180,9 +174,7 @@ def _check_paths(model: Model) -> None:
     check_granted(model.options.sandbox_paths)
 
 
-def _variables(
-    model: Model, environment: Environment, leading: Sequence[str], compiled: Path | None
-) -> dict[str, str]:
+def _variables(model: Model, environment: Environment, leading: Sequence[str], compiled: Path | None) -> dict[str, str]:
     """Return the variables of a process, which keeps what it compiles in the folder `compiled`."""
     options = model.options
     variables = environment_variables.inherited(

@@ -119,18 +119,12 @@ class Watcher:
             if self._thread is not None:
                 return
             self._wake = threading.Event()
-            self._thread = threading.Thread(
-                target=self._run, args=(self._wake,), name="moonpool-watcher", daemon=True
-            )
+            self._thread = threading.Thread(target=self._run, args=(self._wake,), name="moonpool-watcher", daemon=True)
             try:
                 start_thread(self._thread)
             except OutOfThreads as error:
                 self._thread = None
-                _log.error(
-                    "[%s] limits are not enforced, the watcher thread did not start: %s",
-                    watched.name,
-                    error,
-                )
+                _log.error("[%s] limits are not enforced, the watcher thread did not start: %s", watched.name, error)
 
     def remove(self, watched: Watched) -> None:
         """Stop looking at a process."""
@@ -187,16 +181,10 @@ def memory_of_all(process: ChildProcess, enough_bytes: int) -> int:
     pids = [process.pid, *descendants_of(process)]
     # A quick sum, which is too large if they share memory. Shared memory counts only for the descendants: for the
     # process itself it is the memory of its requests, which the runtime counts.
-    simple = sum(
-        _field(pid, "status", _RESIDENT if number else _RESIDENT[:1])
-        for number, pid in enumerate(pids)
-    )
+    simple = sum(_field(pid, "status", _RESIDENT if number else _RESIDENT[:1]) for number, pid in enumerate(pids))
     if simple <= enough_bytes:
         return simple
-    shares = [
-        _field(pid, "smaps_rollup", _SHARES if number else _SHARES[:1])
-        for number, pid in enumerate(pids)
-    ]
+    shares = [_field(pid, "smaps_rollup", _SHARES if number else _SHARES[:1]) for number, pid in enumerate(pids)]
     return sum(shares) if all(shares) else simple
 
 

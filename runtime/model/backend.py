@@ -53,9 +53,7 @@ class ModelAccounts:
 class Model:
     """One version of a model as its backend sees it. `state` is the backend's to use."""
 
-    def __init__(
-        self, config: ModelConfig, options: ModelOptions, version: int, source: ModelSource
-    ) -> None:
+    def __init__(self, config: ModelConfig, options: ModelOptions, version: int, source: ModelSource) -> None:
         self.config = config
         self.options = options
         self.version = version

@@ -80,9 +80,7 @@ def _checksum(key: str, value: str, where: str, source: Source) -> Checksum:
         raise source.error(where, what)
     digest = value.lower()
     if len(digest) != length or not set(digest) <= set("0123456789abcdef"):
-        what = (
-            f"a digest of {algorithm.upper()} has {length} hexadecimal digits, not {value[:80]!r}"
-        )
+        what = f"a digest of {algorithm.upper()} has {length} hexadecimal digits, not {value[:80]!r}"
         raise source.error(where, what)
     return Checksum(algorithm.lower(), file, digest)
 
@@ -110,10 +108,7 @@ class Checksums:
         try:
             with open_file(self._folder / demanded.path, within) as file:
                 before = os.fstat(file.fileno())
-                identity = (
-                    *(before.st_dev, before.st_ino, before.st_size),
-                    *(before.st_mtime_ns, before.st_ctime_ns),
-                )
+                identity = (*(before.st_dev, before.st_ino, before.st_size), *(before.st_mtime_ns, before.st_ctime_ns))
                 if self._right.get(demanded) == identity:
                     return
                 # A digest of any kind is compared, so MD5 is allowed where a standard forbids it as a safeguard.

@@ -135,12 +135,6 @@ class DenialBook:
             of = self._instances.get(instance)
             samples = list(of.samples.items())[::-1] if of else []
             return [
-                Denial(
-                    KINDS[kind],
-                    one_line(text),
-                    sample.count,
-                    one_line(option_for(kind, text)),
-                    sample.last_ms,
-                )
+                Denial(KINDS[kind], one_line(text), sample.count, one_line(option_for(kind, text)), sample.last_ms)
                 for (kind, text), sample in samples
             ]

@@ -122,15 +122,12 @@ def _parameters(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
     if type(parameters) is not dict and not isinstance(parameters, Mapping):
         OF_REQUEST.refuse("parameters", "a map of names to values", parameters)
     if len(parameters) > MAX_PARAMETERS:
-        raise InvalidRequest(
-            f"there are {len(parameters)} parameters, and {MAX_PARAMETERS} is the most"
-        )
+        raise InvalidRequest(f"there are {len(parameters)} parameters, and {MAX_PARAMETERS} is the most")
     checked: dict[str, Parameter] = {}
     for key, value in parameters.items():
         if type(key) is not str or type(value) not in (bool, int, float, str):
             raise InvalidRequest(
-                f"parameter {key!r} must be a string with a bool, int, float or str, "
-                f"not {type(value).__name__}"
+                f"parameter {key!r} must be a string with a bool, int, float or str, not {type(value).__name__}"
             )
         if type(value) is str:
             _text(f"parameter {key!r}", value, LONG)

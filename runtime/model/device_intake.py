@@ -29,9 +29,7 @@ def is_on_device(value: object) -> bool:
 class InputMemory(Protocol):
     """Memory that callers of a model write inputs into, and its stubs can read. Any thread may call any method."""
 
-    def empty(
-        self, shape: tuple[int, ...], dtype: np.dtype[np.generic], size_bytes: int
-    ) -> NDArray[np.generic]:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic], size_bytes: int) -> NDArray[np.generic]:
         """Return an array with any content. Raises `OutOfMemory`, `Closed`."""
 
     def own(self, array: DeviceArray) -> DeviceArray:

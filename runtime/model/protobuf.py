@@ -139,9 +139,7 @@ class FileWriter:
             for row in rows:
                 self._add_field(self._messages[name], name, row, {*enums, *known_enums})
 
-    def add_method(
-        self, service: Any, name: str, asked: str, answered: str, *, is_stream: bool
-    ) -> None:
+    def add_method(self, service: Any, name: str, asked: str, answered: str, *, is_stream: bool) -> None:
         """Add a method to a service of the file. With `is_stream`, there are many requests and many responses."""
         service.method.add(
             name=name,
@@ -176,9 +174,7 @@ class FileWriter:
             for number, (name, inner) in enumerate((("key", key), ("value", value)), 1):
                 self._add_field(entry, type_, FieldRow(name, inner, number, ""), enums)
         field = message.field.add(
-            name=row.name,
-            number=row.number,
-            label=_FIELD.LABEL_REPEATED if is_many else _FIELD.LABEL_OPTIONAL,
+            name=row.name, number=row.number, label=_FIELD.LABEL_REPEATED if is_many else _FIELD.LABEL_OPTIONAL
         )
         if type_ in _SCALARS:
             field.type = _SCALARS[type_]

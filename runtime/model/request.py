@@ -76,10 +76,7 @@ class Response:
     __slots__ = ("outputs", "parameters", "request_id")
 
     def __init__(
-        self,
-        outputs: dict[str, NDArray[Any]],
-        parameters: Mapping[str, Parameter] | None = None,
-        request_id: str = "",
+        self, outputs: dict[str, NDArray[Any]], parameters: Mapping[str, Parameter] | None = None, request_id: str = ""
     ) -> None:
         self.outputs = outputs
         self.parameters = parameters or {}
@@ -149,13 +146,7 @@ class RequestTrace(Protocol):
     """The model may hand it on with requests of its own."""
 
     def executed(
-        self,
-        answer: Answer,
-        queued_ns: int,
-        started_ns: int,
-        sent_ns: int,
-        answered_ns: int,
-        ended_ns: int,
+        self, answer: Answer, queued_ns: int, started_ns: int, sent_ns: int, answered_ns: int, ended_ns: int
     ) -> None:
         """Record that the request was in a batch that is answered now. Does not block. `answered` follows."""
 
@@ -293,9 +284,7 @@ class ResponseAllocator:
     def start(self, userp: object) -> None:
         """Begin a response."""
 
-    def alloc(
-        self, name: str, datatype: str, shape: tuple[int, ...], size_bytes: int, userp: object
-    ) -> Buffer:
+    def alloc(self, name: str, datatype: str, shape: tuple[int, ...], size_bytes: int, userp: object) -> Buffer:
         """Return a writable contiguous buffer of at least `size_bytes` for one output.
 
         BYTES outputs come in their wire form: each string after its length in four bytes.
@@ -323,8 +312,7 @@ def allocate(
         memory = (ctypes.c_ubyte * raw.nbytes).from_buffer(buffer)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"the allocator's buffer for output {name!r} must be writable and hold "
-            f"{raw.nbytes} bytes: {error}"
+            f"the allocator's buffer for output {name!r} must be writable and hold {raw.nbytes} bytes: {error}"
         ) from error
     lease = Lease((raw.nbytes,), "u1", memory)  # type: ignore[arg-type]
     lease.give_back = lambda token: allocator.release(token, userp)  # type: ignore[arg-type]

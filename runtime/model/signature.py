@@ -31,13 +31,7 @@ from moonpool.runtime.model.config.model import ModelConfig, TensorConfig
 from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.model.details import details_of
 from moonpool.runtime.model.device_intake import DeviceIntake, is_on_device
-from moonpool.runtime.model.request import (
-    Details,
-    InferenceRequest,
-    Parameter,
-    ResponseAllocator,
-    WireTensor,
-)
+from moonpool.runtime.model.request import Details, InferenceRequest, Parameter, ResponseAllocator, WireTensor
 from moonpool.runtime.model.reshaping import of_inputs
 
 if TYPE_CHECKING:
@@ -86,9 +80,7 @@ class _Input:
 class Signature:
     """Checks requests against a model's configuration. Thread-safe."""
 
-    def __init__(
-        self, config: ModelConfig, intake: DeviceIntake | None = None, *, is_native: bool = False
-    ) -> None:
+    def __init__(self, config: ModelConfig, intake: DeviceIntake | None = None, *, is_native: bool = False) -> None:
         """`intake` is for inputs that lie on devices. Authors of `is_native` models write hints, and no
         configuration.
         """
@@ -105,18 +97,12 @@ class Signature:
         self._all_outputs = [tensor.name for tensor in config.outputs]
         self._outputs = {tensor.name: i for i, tensor in enumerate(config.outputs)}
         self._shapes: Memo[tuple[tuple[int, ...] | None, ...], Shapes] = Memo()
-        rows = [
-            (t.name, CODES[t.datatype], t.dims, t.ragged, t.name in self._reshaped)
-            for t in config.inputs
-        ]
+        rows = [(t.name, CODES[t.datatype], t.dims, t.ragged, t.name in self._reshaped) for t in config.inputs]
         # Makes usual requests.
         self.usual = Spec(InferenceRequest, rows, config.max_batch_size)
 
     def request(
-        self,
-        inputs: Mapping[str, object],
-        outputs: Sequence[str] | None = None,
-        details: Details | None = None,
+        self, inputs: Mapping[str, object], outputs: Sequence[str] | None = None, details: Details | None = None
     ) -> InferenceRequest:
         """Make a request for the scheduler. Raises `InvalidRequest`, with Triton's texts where Triton has some."""
         request: InferenceRequest | None = self.usual.request(inputs)
@@ -233,9 +219,7 @@ class Signature:
             tensors.append(RequestTensor(spec.index, spec.code, seen, size_bytes))
         return tensors, batch_size, signature
 
-    def _encoded(
-        self, arrays: list[NDArray[Any]], shapes: Shapes
-    ) -> tuple[list[NDArray[Any]], Shapes]:
+    def _encoded(self, arrays: list[NDArray[Any]], shapes: Shapes) -> tuple[list[NDArray[Any]], Shapes]:
         """Return the arrays with strings in their wire form, and shapes with the sizes of these."""
         tensors = []
         wire = []
@@ -358,8 +342,7 @@ class Signature:
                 f"input '{spec.name}' for model '{self._model}' cannot be made an array: {error}"
             ) from error
         raise InvalidRequest(
-            f"input '{spec.name}' for model '{self._model}' must be a numpy array, not "
-            f"{type(value).__name__}"
+            f"input '{spec.name}' for model '{self._model}' must be a numpy array, not {type(value).__name__}"
         )
 
     def _rows(self, spec: _Input, shape: tuple[int, ...]) -> int:
@@ -367,10 +350,7 @@ class Signature:
             raise self._wrong_shape(spec, shape)
         rows = shape[0]
         if rows > self._max_batch_size:
-            raise InvalidRequest(
-                f"inference request batch-size must be <= {self._max_batch_size} for "
-                f"'{self._model}'"
-            )
+            raise InvalidRequest(f"inference request batch-size must be <= {self._max_batch_size} for '{self._model}'")
         if rows == 0:
             raise InvalidRequest(f"inference request batch-size must be > 0 for '{self._model}'")
         return rows
@@ -396,9 +376,7 @@ class Signature:
         for name in outputs:
             index = self._outputs.get(name)
             if index is None:
-                raise InvalidRequest(
-                    f"unexpected inference output '{name}' for model '{self._model}'"
-                )
+                raise InvalidRequest(f"unexpected inference output '{name}' for model '{self._model}'")
             indices.append(index)
         # One that is asked for twice comes once, as in Triton. The stub takes their number for a proof that all are
         # wanted.
@@ -407,19 +385,13 @@ class Signature:
     def _check_count(self, inputs: Mapping[str, object]) -> None:
         for name in inputs:
             if name not in self._inputs:
-                raise InvalidRequest(
-                    f"unexpected inference input '{name}' for model '{self._model}'"
-                )
+                raise InvalidRequest(f"unexpected inference input '{name}' for model '{self._model}'")
         missing = [name for name in self._inputs if name in self._required - set(inputs)]
         if missing:
             got = ",".join(f"'{name}'" for name in inputs)
             lacking = ",".join(f"'{name}'" for name in missing)
             least, most = len(self._required), len(self._inputs)
-            wanted = (
-                f"{most} inputs"
-                if least == most
-                else f"number of inputs between {least} and {most}"
-            )
+            wanted = f"{most} inputs" if least == most else f"number of inputs between {least} and {most}"
             raise InvalidRequest(
                 f"expected {wanted} but got {len(inputs)} inputs for model '{self._model}'. Got input(s) [{got}], but missing required input(s) "
                 f"[{lacking}]. Please provide all required input(s)."
@@ -459,9 +431,7 @@ class RequestOptions(TypedDict, total=False):
     they stay where the model leaves them. On a GPU they are `DeviceArray`s."""
 
 
-def request_with(
-    signature: Signature, inputs: Mapping[str, Any], options: RequestOptions
-) -> InferenceRequest:
+def request_with(signature: Signature, inputs: Mapping[str, Any], options: RequestOptions) -> InferenceRequest:
     """Make a request with these options. Raises `InvalidRequest`, and TypeError for an option that does not exist."""
     if not options:
         return signature.request(inputs)
@@ -492,14 +462,7 @@ def make_request(
 ) -> InferenceRequest:
     """Make a request with the options of `RequestOptions`. Raises `InvalidRequest`."""
     details = details_of(
-        request_id,
-        correlation_id,
-        flags,
-        queue_timeout_us,
-        priority,
-        parameters,
-        trace_context,
-        outputs_in,
+        request_id, correlation_id, flags, queue_timeout_us, priority, parameters, trace_context, outputs_in
     )
     if allocator is not None:
         OF_REQUEST.one("allocator", allocator, ResponseAllocator, "a moonpool.ResponseAllocator")

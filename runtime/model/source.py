@@ -48,12 +48,7 @@ class ModelSource:
 
     def within(self, model_directory: Path, version_directory: Path) -> ModelSource:
         """Return the same source as a part of a model's directory."""
-        return replace(
-            self,
-            model_directory=model_directory,
-            version_directory=version_directory,
-            is_directory=True,
-        )
+        return replace(self, model_directory=model_directory, version_directory=version_directory, is_directory=True)
 
     def read_labels(self, filename: str) -> list[str]:
         """Return the lines of a file with labels. Raises OSError and ValueError.
@@ -119,11 +114,7 @@ def kind_of(definition: Definition) -> str:
 def of_definition(definition: Definition, file: Path) -> ModelSource:
     """Describe a class or a function, which the stub imports anew from a file. Raises `LoadFailed`."""
     if "<" in definition.__qualname__:
-        where = (
-            "is defined inside a function"
-            if "<locals>" in definition.__qualname__
-            else "has no name"
-        )
+        where = "is defined inside a function" if "<locals>" in definition.__qualname__ else "has no name"
         raise LoadFailed(
             f"{kind_of(definition)} {definition.__qualname__} {where}; a stub cannot reach it "
             "there, so move it to the top level of its file",

@@ -107,11 +107,7 @@ BACKEND: Table[BackendState] = {
 }
 
 MODEL: Table[ModelState] = {
-    _M.UNAVAILABLE: {
-        _M.LOADING: "load",
-        _M.READY: "an instance came back",
-        _M.UNLOADING: "unload after giving up",
-    },
+    _M.UNAVAILABLE: {_M.LOADING: "load", _M.READY: "an instance came back", _M.UNLOADING: "unload after giving up"},
     _M.LOADING: {_M.READY: "every instance ready", _M.UNAVAILABLE: "load failed"},
     _M.READY: {_M.UNLOADING: "unload", _M.UNAVAILABLE: "every instance gave up"},
     _M.UNLOADING: {_M.UNAVAILABLE: "unloaded"},
@@ -124,11 +120,7 @@ INSTANCE: Table[InstanceState] = {
         _I.BACKING_OFF: "died or failed in a restart",
         _I.FAILED: "first start failed",
     },
-    _I.READY: {
-        _I.DRAINING: "unload",
-        _I.BACKING_OFF: "died or was killed",
-        _I.RECYCLING: "has served long enough",
-    },
+    _I.READY: {_I.DRAINING: "unload", _I.BACKING_OFF: "died or was killed", _I.RECYCLING: "has served long enough"},
     _I.RECYCLING: {_I.STARTING: "recycled", _I.STOPPED: "unload"},
     _I.BACKING_OFF: {_I.STARTING: "restart", _I.STOPPED: "unload", _I.FAILED: "gave up"},
     _I.DRAINING: {_I.FINALIZING: "drained", _I.STOPPED: "died"},
@@ -146,11 +138,7 @@ RESIDENCE: Table[Residence] = {
     },
     _R.WAKING: {_R.AWAKE: "an instance is ready", _R.RESTING: "start failed"},
     _R.AWAKE: {_R.LEAVING: "not used, or memory is short"},
-    _R.LEAVING: {
-        _R.ASLEEP: "instances ended",
-        _R.DORMANT: "instances sleep",
-        _R.AWAKE: "a request was inside",
-    },
+    _R.LEAVING: {_R.ASLEEP: "instances ended", _R.DORMANT: "instances sleep", _R.AWAKE: "a request was inside"},
     _R.DORMANT: {_R.WAITING: "a request came", _R.LEAVING: "memory is short, or an instance died"},
     _R.RESTING: {_R.ASLEEP: "the pause is over"},
 }
@@ -221,9 +209,7 @@ class Machine(Generic[S]):
         if self._telling:
             raise InvalidMove(f"{self.name}: a watcher tried to move it to {to} ({because})")
         if not self.may(to):
-            raise InvalidMove(
-                f"{self.name} cannot go from {self.state} to {to} ({because}); so far: {self.tell()}"
-            )
+            raise InvalidMove(f"{self.name} cannot go from {self.state} to {to} ({because}); so far: {self.tell()}")
         self._step = Step(now_s, to, because)
         self._story.append(self._step)
         self._wake()
@@ -245,9 +231,7 @@ class Machine(Generic[S]):
     def tell(self) -> str:
         """Return the story in one line, with seconds since its first step."""
         begin_s = self._story[0].at_s
-        return ", ".join(
-            f"{step.state} at +{step.at_s - begin_s:.3f} s ({step.because})" for step in self._story
-        )
+        return ", ".join(f"{step.state} at +{step.at_s - begin_s:.3f} s ({step.because})" for step in self._story)
 
     def _wake(self) -> None:
         error: Exception | None = None

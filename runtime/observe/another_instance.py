@@ -138,9 +138,7 @@ def _load(samples: Sequence[LoadSample]) -> InstanceLoad:
     )
 
 
-def advice(
-    reason: Reason, load: InstanceLoad, groups: Sequence[InstanceGroup], batch: int = 1
-) -> dict[str, object]:
+def advice(reason: Reason, load: InstanceLoad, groups: Sequence[InstanceGroup], batch: int = 1) -> dict[str, object]:
     """Return the reason, a sentence, and the line for the model's config.pbtxt. `batch` is the size of the largest
     batch.
     """

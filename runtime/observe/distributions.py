@@ -49,11 +49,7 @@ def bucket_samples(
         below += count
         le = "+Inf" if bound is None else shown(bound / unit)
         buckets.append(Sample("_bucket", (*labels, ("le", le)), below))
-    return [
-        Sample("_count", labels, below),
-        Sample("_sum", labels, total / unit if unit != 1 else total),
-        *buckets,
-    ]
+    return [Sample("_count", labels, below), Sample("_sum", labels, total / unit if unit != 1 else total), *buckets]
 
 
 class LatencySummary:
@@ -95,10 +91,7 @@ class LatencySummary:
         return [
             Sample("_count", labels, self._count),
             Sample("_sum", labels, self._total_us),
-            *(
-                Sample("", (*labels, ("quantile", shown(each))), _quantile(counts, each))
-                for each in quantiles
-            ),
+            *(Sample("", (*labels, ("quantile", shown(each))), _quantile(counts, each)) for each in quantiles),
         ]
 
 

@@ -36,16 +36,13 @@ def expose(families: Iterable[ExposedFamily]) -> str:
     by_name: dict[str, ExposedFamily] = {}
     for family in families:
         if family.samples:
-            by_name.setdefault(family.name, family._replace(samples=[])).samples.extend(
-                family.samples
-            )
+            by_name.setdefault(family.name, family._replace(samples=[])).samples.extend(family.samples)
     lines = []
     for family in by_name.values():
         lines.append(f"# HELP {family.name} {family.description.translate(_IN_DESCRIPTIONS)}\n")
         lines.append(f"# TYPE {family.name} {family.type}\n")
         lines.extend(
-            f"{family.name}{suffix}{_braced(labels)} {shown(value)}\n"
-            for suffix, labels, value in family.samples
+            f"{family.name}{suffix}{_braced(labels)} {shown(value)}\n" for suffix, labels, value in family.samples
         )
     return "".join(lines)
 

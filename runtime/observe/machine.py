@@ -21,11 +21,7 @@ _IDLE, _IOWAIT = 3, 4
 # Later columns hold the time of virtual machines, which earlier ones contain.
 _COLUMNS = 8
 MACHINE_NAMES = ("nv_cpu_utilization", "nv_cpu_memory_total_bytes", "nv_cpu_memory_used_bytes")
-_TEXTS = (
-    "CPU utilization rate [0.0 - 1.0]",
-    "CPU total memory (RAM), in bytes",
-    "CPU used memory (RAM), in bytes",
-)
+_TEXTS = ("CPU utilization rate [0.0 - 1.0]", "CPU total memory (RAM), in bytes", "CPU used memory (RAM), in bytes")
 
 
 class MachineMetrics:
@@ -91,11 +87,7 @@ class _Utilization(ctypes.Structure):
 
 
 class _Memory(ctypes.Structure):
-    _fields_ = (
-        ("total", ctypes.c_ulonglong),
-        ("free", ctypes.c_ulonglong),
-        ("used", ctypes.c_ulonglong),
-    )
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
 class _Process(ctypes.Structure):
@@ -192,14 +184,12 @@ class GpuMetrics:
         for index in range(count.value):
             handle = ctypes.c_void_p()
             uuid = ctypes.create_string_buffer(_UUID_BYTES)
-            if not library.nvmlDeviceGetHandleByIndex_v2(
-                index, ctypes.byref(handle)
-            ) and not library.nvmlDeviceGetUUID(handle, uuid, _UUID_BYTES):
+            if not library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) and not library.nvmlDeviceGetUUID(
+                handle, uuid, _UUID_BYTES
+            ):
                 self._gpus[uuid.value.decode("ascii", "replace")] = handle
 
-    def _values(
-        self, function: str, kind: type[Any], value_in: Callable[[Any], float]
-    ) -> list[tuple[str, float]]:
+    def _values(self, function: str, kind: type[Any], value_in: Callable[[Any], float]) -> list[tuple[str, float]]:
         """Return the values of the GPUs that have this figure."""
         values = []
         for uuid, handle in self._gpus.items():

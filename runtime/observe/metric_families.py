@@ -54,8 +54,7 @@ DURATIONS: Counters = [
     ),
     (
         "nv_inference_compute_output_duration_us",
-        "Cumulative inference compute output duration in microseconds (does not include cached "
-        "requests)",
+        "Cumulative inference compute output duration in microseconds (does not include cached requests)",
         lambda s: s.output_ns // 1000,
     ),
 ]
@@ -97,8 +96,7 @@ SUMMARIES: list[tuple[str, str, Callable[[LatencySummaries], LatencySummary]]] =
     ),
     (
         "nv_inference_compute_output_summary_us",
-        "Cumulative inference compute output duration in microseconds (does not include cached "
-        "requests)",
+        "Cumulative inference compute output duration in microseconds (does not include cached requests)",
         lambda s: s.output,
     ),
 ]
@@ -132,19 +130,13 @@ _OF_TRITON = {
 INSTANCE_FAMILIES = {
     "moonpool_model_ready": ("gauge", "1 if a request to the model could run now, else 0"),
     "moonpool_instances": ("gauge", "Model instances by state"),
-    "moonpool_model_awake": (
-        "gauge",
-        "1 if a model that may sleep has instances that serve, else 0",
-    ),
+    "moonpool_model_awake": ("gauge", "1 if a model that may sleep has instances that serve, else 0"),
     "moonpool_model_dormant": (
         "gauge",
         "1 while a model sleeps with its processes, which have freed what they can, else 0",
     ),
     "moonpool_model_wakes_total": ("counter", "Starts of a model that may sleep"),
-    "moonpool_model_sleeps_total": (
-        "counter",
-        "Times that the model was put to sleep, by the reason",
-    ),
+    "moonpool_model_sleeps_total": ("counter", "Times that the model was put to sleep, by the reason"),
     "moonpool_model_measured_memory_bytes": (
         "gauge",
         "Memory of the model's processes at the last look, by the kind, where it is limited",
@@ -153,49 +145,22 @@ INSTANCE_FAMILIES = {
         "counter",
         "Changes of the number of instances by the load, by their direction",
     ),
-    "moonpool_requests_in_flight": (
-        "gauge",
-        "Accepted requests without their last response",
-    ),
+    "moonpool_requests_in_flight": ("gauge", "Accepted requests without their last response"),
     "moonpool_instances_executing": ("gauge", "Model instances that execute a batch"),
-    "moonpool_request_duration_seconds": (
-        "histogram",
-        "Time from arrival to outcome of successful requests",
-    ),
+    "moonpool_request_duration_seconds": ("histogram", "Time from arrival to outcome of successful requests"),
     "moonpool_batch_size": ("histogram", "Rows in a batch"),
-    "moonpool_recovery_seconds": (
-        "histogram",
-        "Time from the death of a stub process until its successor is ready",
-    ),
-    "moonpool_instance_sandbox_info": (
-        "gauge",
-        "1; the labels are the sandbox level and the layers in force",
-    ),
+    "moonpool_recovery_seconds": ("histogram", "Time from the death of a stub process until its successor is ready"),
+    "moonpool_instance_sandbox_info": ("gauge", "1; the labels are the sandbox level and the layers in force"),
     "moonpool_instance_sandbox_denials_total": (
         "counter",
         "Refusals by the sandbox to the instance's Python code, by kind; hostile code can evade this count",
     ),
-    "moonpool_instance_restarts_total": (
-        "counter",
-        "Restarts of the instance after its stub process died",
-    ),
-    "moonpool_instance_recycles_total": (
-        "counter",
-        "Planned restarts of the instance, by the reason",
-    ),
-    "moonpool_stub_start_time_seconds": (
-        "gauge",
-        "Start of the stub process, in seconds since the epoch",
-    ),
+    "moonpool_instance_restarts_total": ("counter", "Restarts of the instance after its stub process died"),
+    "moonpool_instance_recycles_total": ("counter", "Planned restarts of the instance, by the reason"),
+    "moonpool_stub_start_time_seconds": ("gauge", "Start of the stub process, in seconds since the epoch"),
     "moonpool_stub_cpu_seconds_total": ("counter", "Processor time of the stub process"),
-    "moonpool_stub_resident_memory_bytes": (
-        "gauge",
-        "Resident memory of the stub process, shared memory included",
-    ),
-    "moonpool_region_allocated_bytes": (
-        "gauge",
-        "Allocated shared memory of the instance, by direction",
-    ),
+    "moonpool_stub_resident_memory_bytes": ("gauge", "Resident memory of the stub process, shared memory included"),
+    "moonpool_region_allocated_bytes": ("gauge", "Allocated shared memory of the instance, by direction"),
     "moonpool_region_used_bytes": (
         "gauge",
         "Shared memory with inputs that the model, or a model that it asked, still uses",
@@ -206,10 +171,7 @@ CACHE_FAMILIES = {
     "moonpool_response_cache_size_bytes": ("gauge", "The most bytes that kept responses may take"),
     "moonpool_response_cache_used_bytes": ("gauge", "The bytes that kept responses take"),
     "moonpool_response_cache_entries": ("gauge", "Kept responses"),
-    "moonpool_response_cache_evictions_total": (
-        "counter",
-        "Responses that went because others needed their room",
-    ),
+    "moonpool_response_cache_evictions_total": ("counter", "Responses that went because others needed their room"),
 }
 # The kind of families that models cannot share.
 _NO_KIND = -1
@@ -230,9 +192,7 @@ _SERVERS = (
 )
 # All families here, with the kind that a custom family needs to share the name, as in Triton.
 KINDS = {
-    **dict.fromkeys(
-        (*INSTANCE_FAMILIES, *CACHE_FAMILIES, *MACHINE_NAMES, *GPU_NAMES, *_SERVERS), _NO_KIND
-    ),
+    **dict.fromkeys((*INSTANCE_FAMILIES, *CACHE_FAMILIES, *MACHINE_NAMES, *GPU_NAMES, *_SERVERS), _NO_KIND),
     **_OF_TRITON,
 }
 # Names of a contained model's metrics cannot begin so, as a later version of the server may have metrics of such names.
@@ -266,9 +226,7 @@ def check_name(name: str, kind: int, *, is_contained: bool) -> None:
     lines = [name + suffix for suffix in _OF_A_HISTOGRAM] if kind == HISTOGRAM else []
     if any(line in KINDS for line in lines):
         raise BadMetric(f"the lines of the histogram '{name}' would pass for the runtime's own")
-    if is_contained and (
-        name == OF_PROMETHEUS or any(line.startswith(PREFIXES) for line in (name, *lines))
-    ):
+    if is_contained and (name == OF_PROMETHEUS or any(line.startswith(PREFIXES) for line in (name, *lines))):
         raise BadMetric(
             f"the metric '{name}' would pass for one of the runtime's; in this sandbox no name is "
             f"{OF_PROMETHEUS} or begins with {', '.join(PREFIXES[:-1])} or {PREFIXES[-1]}"

@@ -141,12 +141,7 @@ class MetricRegistry:
             return family
 
     def hold(
-        self,
-        name: str,
-        description: str,
-        kind: int,
-        labels: Mapping[str, str],
-        buckets: Sequence[float] | None,
+        self, name: str, description: str, kind: int, labels: Mapping[str, str], buckets: Sequence[float] | None
     ) -> Metric:
         """Hold the metric with these labels, which is made if there is none. Give it back with `release`.
 
@@ -219,9 +214,7 @@ def _new_family(name: str, description: str, kind: int) -> Family:
     if not _NAME.fullmatch(name) or name.startswith("__"):
         raise BadMetric("Invalid metric name")
     if len(name) > MAX_CHARACTERS or len(description) > MAX_CHARACTERS:
-        raise BadMetric(
-            f"the name and the description of a metric have at most {MAX_CHARACTERS} characters"
-        )
+        raise BadMetric(f"the name and the description of a metric have at most {MAX_CHARACTERS} characters")
     if kind not in _TYPES:
         raise BadMetric("Unknown metric kind")
     return Family(name, description, kind)

@@ -47,11 +47,7 @@ class MetricsOptions:
 
 
 def metrics_options(
-    flags: Iterable[str],
-    *,
-    allow_cpu: bool = True,
-    allow_gpu: bool = True,
-    interval_ms: float = 2000,
+    flags: Iterable[str], *, allow_cpu: bool = True, allow_gpu: bool = True, interval_ms: float = 2000
 ) -> MetricsOptions:
     """Parse the values of `--metrics-config`, each `<setting>=<value>`, and the other flags.
 
@@ -62,25 +58,17 @@ def metrics_options(
     for flag in flags:
         name, is_assigned, value = flag.partition("=")
         if not is_assigned:
-            raise InvalidRequest(
-                f"--metrics-config option format is '<setting>=<value>'. Got {flag:.80}"
-            )
+            raise InvalidRequest(f"--metrics-config option format is '<setting>=<value>'. Got {flag:.80}")
         if name == "summary_quantiles":
             quantiles = _quantiles(value)
         elif name in ("counter_latencies", "histogram_latencies", "summary_latencies"):
             said[name] = _boolean(name, value)
         else:
-            raise InvalidRequest(
-                f"--metrics-config knows no setting {name:.80}; there are {_SETTINGS}"
-            )
+            raise InvalidRequest(f"--metrics-config knows no setting {name:.80}; there are {_SETTINGS}")
     if interval_ms <= 0:
         raise InvalidRequest(f"--metrics-interval-ms must be positive, not {interval_ms:g}")
     return MetricsOptions(
-        **said,
-        summary_quantiles=quantiles,
-        allow_cpu=allow_cpu,
-        allow_gpu=allow_gpu,
-        interval_s=interval_ms / 1000,
+        **said, summary_quantiles=quantiles, allow_cpu=allow_cpu, allow_gpu=allow_gpu, interval_s=interval_ms / 1000
     )
 
 
@@ -133,17 +121,12 @@ def first_response_bounds_ns(raw: Mapping[str, Any]) -> tuple[int, ...]:
                 field="model_metrics.metric_control.metric_identifier.family",
             )
         buckets = (control.get("histogram_options") or {}).get("buckets", ())
-        if any(not low < high for low, high in pairwise(buckets)) or not all(
-            map(isfinite, buckets)
-        ):
+        if any(not low < high for low, high in pairwise(buckets)) or not all(map(isfinite, buckets)):
             raise ConfigError(
-                "buckets must be numbers of milliseconds, each larger than the one before",
-                field=_BUCKETS,
+                "buckets must be numbers of milliseconds, each larger than the one before", field=_BUCKETS
             )
         if len(buckets) > MOST_BUCKETS:
-            raise ConfigError(
-                f"there are {len(buckets)} buckets; {MOST_BUCKETS} is the most", field=_BUCKETS
-            )
+            raise ConfigError(f"there are {len(buckets)} buckets; {MOST_BUCKETS} is the most", field=_BUCKETS)
         bounds = tuple(round(bucket * _NS_PER_MS) for bucket in buckets)
     return bounds
 

@@ -70,10 +70,7 @@ class ResponseStatistics:
         """Return `response_stats` of the statistics extension."""
         shown = {}
         for place, counts in sorted(self._places.copy().items()):
-            kinds = {
-                kind: {"count": counts[2 * i], "ns": counts[2 * i + 1]}
-                for i, kind in enumerate(_KINDS)
-            }
+            kinds = {kind: {"count": counts[2 * i], "ns": counts[2 * i + 1]} for i, kind in enumerate(_KINDS)}
             # Outputs stay where the model wrote them, so reading them takes no time.
             infer = [kinds["success"], kinds["fail"]]
             computed = sum(each["count"] for each in infer)
@@ -144,9 +141,7 @@ class Statistics:
         "version",
     )
 
-    def __init__(
-        self, name: str, version: str, bounds_ns: tuple[int, ...] = DURATION_BOUNDS_NS
-    ) -> None:
+    def __init__(self, name: str, version: str, bounds_ns: tuple[int, ...] = DURATION_BOUNDS_NS) -> None:
         """`bounds_ns` are the bounds by which durations are counted, in ascending order: at least the default ones."""
         self.name = name
         self.version = version
@@ -236,9 +231,7 @@ class Statistics:
             self.summaries.request.add(taken_ns)
             self.summaries.queue.add(0)
 
-    def record_failures(
-        self, now_ms: int, requests: int, fail_ns: int, reason: str = "BACKEND"
-    ) -> None:
+    def record_failures(self, now_ms: int, requests: int, fail_ns: int, reason: str = "BACKEND") -> None:
         """Count requests that ended with an error, in the queue or later. `fail_ns` is the sum of their durations."""
         self.last_inference_ms = now_ms
         self.fail_count += requests
@@ -290,9 +283,7 @@ class Statistics:
                     "compute_infer": _duration(count, infer_ns),
                     "compute_output": _duration(count, output_ns),
                 }
-                for rows, (count, input_ns, infer_ns, output_ns) in sorted(
-                    self._batches.copy().items()
-                )
+                for rows, (count, input_ns, infer_ns, output_ns) in sorted(self._batches.copy().items())
             ],
             # Only the model knows how much memory of a GPU, or pinned memory, it takes.
             "memory_usage": [],

@@ -101,13 +101,7 @@ class TextAnswer:
     def _first(self, index: int) -> list[Json]:
         return [self._chunk(index, {"role": "assistant", "content": ""})] if self._is_chat else []
 
-    def _chunk(
-        self,
-        index: int,
-        delta: Json,
-        logprobs: Json | None = None,
-        finish_reason: str | None = None,
-    ) -> Json:
+    def _chunk(self, index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
         said: Json = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
 
@@ -142,35 +136,20 @@ class TextAnswer:
                 if self._is_chat
                 else {"text": "".join(choice.texts.get("content", ()))}
             )
-            choices.append(
-                {
-                    "index": index,
-                    **said,
-                    "logprobs": choice.logprobs,
-                    "finish_reason": choice.finish_reason,
-                }
-            )
+            choices.append({"index": index, **said, "logprobs": choice.logprobs, "finish_reason": choice.finish_reason})
         usage = self.usage
         return {**self._head, "choices": choices, **({} if usage is None else {"usage": usage})}
 
     def _message(self, choice: _Choice) -> dict[str, Any]:
         texts = {name: "".join(parts) for name, parts in choice.texts.items()}
         content = texts.pop("content", None if choice.calls or "refusal" in texts else "")
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": content,
-            "refusal": None,
-            **texts,
-        }
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, **texts}
         if choice.calls:
             message["tool_calls"] = [
                 {
                     "id": call["id"],
                     "type": "function",
-                    "function": {
-                        "name": call["name"],
-                        "arguments": "".join(choice.arguments[index]),
-                    },
+                    "function": {"name": call["name"], "arguments": "".join(choice.arguments[index])},
                 }
                 for index, call in sorted(choice.calls.items())
             ]
@@ -184,14 +163,9 @@ class TextAnswer:
         if not self._usage:
             return None
         prompt, completion = (
-            sum(each[name] for each in self._usage.values())
-            for name in ("prompt_tokens", "completion_tokens")
+            sum(each[name] for each in self._usage.values()) for name in ("prompt_tokens", "completion_tokens")
         )
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _is_usage_alone(self, piece: Piece, place: int) -> bool:
         """Keep the usage that a piece tells. Returns True if it says nothing else."""
@@ -208,9 +182,7 @@ class TextAnswer:
             )
         choice = self._choices.setdefault(place * self._most_choices + piece.choice, _Choice())
         if choice.finish_reason is not None:
-            raise ModelError(
-                f"model '{self._model}' answered with a piece of choice {piece.choice} after the last one"
-            )
+            raise ModelError(f"model '{self._model}' answered with a piece of choice {piece.choice} after the last one")
         choice.finish_reason = piece.finish_reason
         return choice
 
@@ -231,9 +203,7 @@ class TextAnswer:
     def _unfinished(self, place: int) -> list[tuple[int, bool]]:
         """Return the choices of a prompt without an end, and which of them have not begun: the first, if none has."""
         first = place * self._most_choices
-        indices = [
-            index for index in range(first, first + self._most_choices) if index in self._choices
-        ]
+        indices = [index for index in range(first, first + self._most_choices) if index in self._choices]
         if not indices:
             self._choices[first] = _Choice()
             return [(first, True)]
@@ -244,9 +214,7 @@ class TextAnswer:
             return "tool_calls"
         usage = self._usage.get(place)
         is_full = (
-            usage is not None
-            and self._most_tokens is not None
-            and usage["completion_tokens"] >= self._most_tokens
+            usage is not None and self._most_tokens is not None and usage["completion_tokens"] >= self._most_tokens
         )
         return "length" if is_full else "stop"
 
@@ -256,7 +224,5 @@ def _joined(before: dict[str, Any] | None, more: Mapping[str, Any]) -> dict[str,
     joined = dict(before or {})
     for name, value in more.items():
         old = joined.get(name)
-        joined[name] = (
-            [*old, *value] if isinstance(old, list) and isinstance(value, list) else value
-        )
+        joined[name] = [*old, *value] if isinstance(old, list) and isinstance(value, list) else value
     return joined

@@ -98,9 +98,7 @@ class AnswerStream:
         self.close()
 
 
-def begin(
-    hosted: HostedModel, kind: AnswerKind, fields: Mapping[str, Any], timeout_s: float | None
-) -> AnswerStream:
+def begin(hosted: HostedModel, kind: AnswerKind, fields: Mapping[str, Any], timeout_s: float | None) -> AnswerStream:
     """Ask for a chat or a completion. Raises `InvalidRequest` for wrong fields, and what a request raises."""
     _check(kind, fields)
     name = hosted.model.name
@@ -113,9 +111,7 @@ def begin(
     return AnswerStream(stream, endpoint.reader(fields), TextAnswer(kind, number, fields))
 
 
-def whole(
-    hosted: HostedModel, kind: AnswerKind, fields: Mapping[str, Any], timeout_s: float | None
-) -> Json:
+def whole(hosted: HostedModel, kind: AnswerKind, fields: Mapping[str, Any], timeout_s: float | None) -> Json:
     """Ask for a chat or a completion, and wait for the whole answer. Raises as `begin`, and what the model raises."""
     with begin(hosted, kind, fields, timeout_s) as begun:
         for response in begun._stream:
@@ -124,9 +120,7 @@ def whole(
     return begun._answer.whole()
 
 
-async def awhole(
-    hosted: HostedModel, kind: AnswerKind, fields: Mapping[str, Any], timeout_s: float | None
-) -> Json:
+async def awhole(hosted: HostedModel, kind: AnswerKind, fields: Mapping[str, Any], timeout_s: float | None) -> Json:
     """Do the same as `whole`, for a task."""
     with begin(hosted, kind, fields, timeout_s) as begun:
         async for response in begun._stream:
@@ -135,9 +129,7 @@ async def awhole(
     return begun._answer.whole()
 
 
-def embed(
-    hosted: HostedModel, texts: Sequence[str], timeout_s: float | None
-) -> NDArray[np.float32]:
+def embed(hosted: HostedModel, texts: Sequence[str], timeout_s: float | None) -> NDArray[np.float32]:
     """Return a row for each text. Raises `InvalidRequest`, and what a request raises."""
     name = hosted.model.name
     endpoint = endpoints_of(hosted.model.config).embedding
@@ -147,10 +139,7 @@ def embed(
         raise InvalidRequest("texts to embed are a list of at least one text")
     made = endpoint.requests(texts, {})
     with ExitStack() as closing:
-        streams = [
-            closing.enter_context(_ask(hosted, endpoint.outputs, inputs, "", timeout_s))
-            for inputs, _ in made
-        ]
+        streams = [closing.enter_context(_ask(hosted, endpoint.outputs, inputs, "", timeout_s)) for inputs, _ in made]
         rows = []
         for stream, (_, count) in zip(streams, made, strict=True):
             response = next(iter(stream), None)
@@ -166,11 +155,7 @@ def _check(kind: AnswerKind, fields: Mapping[str, Any]) -> None:
 
 
 def _ask(
-    hosted: HostedModel,
-    outputs: Sequence[str],
-    inputs: Inputs,
-    request_id: str,
-    timeout_s: float | None,
+    hosted: HostedModel, outputs: Sequence[str], inputs: Inputs, request_id: str, timeout_s: float | None
 ) -> ResponseStream:
     details = details_of(request_id, 0, 0, 0, 0, {})
     request = hosted.signature.request(inputs, outputs, details)

@@ -184,10 +184,7 @@ class _Reader:
             if self._prompt_tokens is None:
                 self._prompt_tokens = self._count(response, _TOKENS_IN)
             self._completion_tokens += self._count(response, _TOKENS_OUT)
-            usage = {
-                "prompt_tokens": self._prompt_tokens,
-                "completion_tokens": self._completion_tokens,
-            }
+            usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._completion_tokens}
         reason = self._text(response, "finish_reason")
         delta = {"content": text} if text else {}
         return Piece(delta, 0, reason or None, self._logprobs(response), usage)
@@ -200,9 +197,7 @@ class _Reader:
     def _count(self, response: Response, name: str) -> int:
         values = numbers(response, name, self._model)
         if values.size != 1 or values.dtype.kind not in "iu" or values[0] < 0:
-            raise ModelError(
-                f"the output '{name}' of model '{self._model}' must be one number of tokens"
-            )
+            raise ModelError(f"the output '{name}' of model '{self._model}' must be one number of tokens")
         return int(values[0])
 
     def _logprobs(self, response: Response) -> dict[str, Any] | None:
@@ -213,16 +208,9 @@ class _Reader:
         try:
             found = [_alternatives(each) for each in parsed_json(text) if each]
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise ModelError(
-                f"the output 'logprobs' of model '{self._model}' is not in vLLM's form"
-            ) from None
+            raise ModelError(f"the output 'logprobs' of model '{self._model}' is not in vLLM's form") from None
         if self._is_chat:
-            return {
-                "content": [
-                    {**_token(*each[0]), "top_logprobs": [_token(*one) for one in each]}
-                    for each in found
-                ]
-            }
+            return {"content": [{**_token(*each[0]), "top_logprobs": [_token(*one) for one in each]} for each in found]}
         offsets = []
         for each in found:
             offsets.append(self._offset)
@@ -276,13 +264,9 @@ class _Embedding:
             text = bytes(only_string(response, _TEXT_OUTPUT, model))
             row = np.array(parsed_json(text), np.float32)
         except (ValueError, TypeError):
-            raise ModelError(
-                f"the output '{_TEXT_OUTPUT}' of model '{model}' is no list of numbers"
-            ) from None
+            raise ModelError(f"the output '{_TEXT_OUTPUT}' of model '{model}' is no list of numbers") from None
         if row.ndim != 1 or not row.size:
-            raise ModelError(
-                f"the output '{_TEXT_OUTPUT}' of model '{model}' is no list of numbers"
-            )
+            raise ModelError(f"the output '{_TEXT_OUTPUT}' of model '{model}' is no list of numbers")
         tokens = None
         if _TOKENS_IN in response.outputs:
             counted = numbers(response, _TOKENS_IN, model)
@@ -329,11 +313,7 @@ def _logprobs(fields: Fields) -> int:
 
 def _sampling(fields: Fields) -> dict[str, Any]:
     """Return the fields that say how to sample, as vLLM takes them."""
-    found = {
-        name: value
-        for name, value in fields.items()
-        if name not in _NOT_SAMPLING and value is not None
-    }
+    found = {name: value for name, value in fields.items() if name not in _NOT_SAMPLING and value is not None}
     found["max_tokens"] = _max_tokens(fields)
     if _logprobs(fields):
         found["logprobs"] = _logprobs(fields)

@@ -22,12 +22,7 @@ from moonpool.runtime.openai.pieces import Piece, object_of, piece_of
 
 REQUEST, TEXTS, FILE, EMBEDDING = "request", "texts", "file", "embedding"
 # The output of each endpoint that answers with pieces.
-_OUTPUTS = {
-    "chat": "chat",
-    "complete": "completion",
-    "rerank": "ranking",
-    "transcribe": "transcription",
-}
+_OUTPUTS = {"chat": "chat", "complete": "completion", "rerank": "ranking", "transcribe": "transcription"}
 Inputs = dict[str, WireTensor | NDArray[Any]]
 Fields = Mapping[str, Any]
 
@@ -76,9 +71,7 @@ class EmbeddingEndpoint(Protocol):
 class ModelEndpoints:
     """The endpoints of a model."""
 
-    def __init__(
-        self, texts: Mapping[str, TextEndpoint], embedding: EmbeddingEndpoint | None
-    ) -> None:
+    def __init__(self, texts: Mapping[str, TextEndpoint], embedding: EmbeddingEndpoint | None) -> None:
         self.texts = texts
         """By method: chat, complete, rerank, transcribe."""
         self.embedding = embedding
@@ -128,8 +121,7 @@ class RowEndpoint:
         most, rank = max(1, self._most_rows), 1 + (self._most_rows > 0)
         parts = [texts[at : at + most] for at in range(0, len(texts), most)]
         return [
-            ({TEXTS: strings([each.encode("utf-8", "replace") for each in part], rank)}, len(part))
-            for part in parts
+            ({TEXTS: strings([each.encode("utf-8", "replace") for each in part], rank)}, len(part)) for part in parts
         ]
 
     def rows(self, response: Response, count: int) -> tuple[NDArray[np.float32], int | None]:
@@ -148,9 +140,7 @@ def own_endpoints(config: ModelConfig) -> ModelEndpoints:
     texts: dict[str, TextEndpoint] = {}
     if _is_text(inputs.get(REQUEST)) and needs_only(config, {REQUEST}):
         for method, output in _OUTPUTS.items():
-            if _is_text(outputs.get(output)) and (
-                method != "transcribe" or _is_text(inputs.get(FILE))
-            ):
+            if _is_text(outputs.get(output)) and (method != "transcribe" or _is_text(inputs.get(FILE))):
                 texts[method] = PieceEndpoint(config.name, output, is_batched=is_batched)
     row = outputs.get(EMBEDDING)
     embeds = (
@@ -160,9 +150,7 @@ def own_endpoints(config: ModelConfig) -> ModelEndpoints:
         and len(row.dims) == 1
         and needs_only(config, {TEXTS})
     )
-    return ModelEndpoints(
-        texts, RowEndpoint(config.name, config.max_batch_size) if embeds else None
-    )
+    return ModelEndpoints(texts, RowEndpoint(config.name, config.max_batch_size) if embeds else None)
 
 
 def _is_text(tensor: TensorConfig | None) -> bool:
@@ -197,10 +185,6 @@ def numbers(response: Response, output: str, model: str) -> NDArray[Any]:
     tensor = response.outputs.get(output)
     if isinstance(tensor, np.ndarray):
         return tensor.reshape(-1).copy()
-    if (
-        not isinstance(tensor, WireTensor)
-        or tensor.datatype == BYTES
-        or tensor.datatype == CODES["BF16"]
-    ):
+    if not isinstance(tensor, WireTensor) or tensor.datatype == BYTES or tensor.datatype == CODES["BF16"]:
         raise ModelError(f"the response of model '{model}' has no numbers in the output '{output}'")
     return np.frombuffer(bytes(memoryview(tensor.raw).cast("B")), DTYPES[tensor.datatype])

@@ -21,9 +21,7 @@ _INT64 = 1 << 63
 class BadField(InvalidRequest):
     """A field of a request is wrong. `where` leads to it."""
 
-    def __init__(
-        self, text: str, where: tuple[str | int, ...] = (), kind: str = "", *, given: Any = None
-    ) -> None:
+    def __init__(self, text: str, where: tuple[str | int, ...] = (), kind: str = "", *, given: Any = None) -> None:
         """Without a `kind`, one of pydantic's, the request as a whole is wrong, and the text says all."""
         self.param = ".".join(map(str, where))
         super().__init__(f"{self.param}: {text}" if kind else text)
@@ -46,9 +44,7 @@ def check(fields: Json, table: Mapping[str, Check], required: tuple[str, ...]) -
 
 def _text(name: str, value: Any) -> None:
     if type(value) is not str:
-        raise BadField(
-            "Input should be a valid string", (name,), "string_type", given=_shown(value)
-        )
+        raise BadField("Input should be a valid string", (name,), "string_type", given=_shown(value))
 
 
 def _flag(name: str, value: Any) -> None:
@@ -58,17 +54,13 @@ def _flag(name: str, value: Any) -> None:
 
 def _object(name: str, value: Any) -> None:
     if type(value) is not dict:
-        raise BadField(
-            "Input should be a valid dictionary", (name,), "dict_type", given=_shown(value)
-        )
+        raise BadField("Input should be a valid dictionary", (name,), "dict_type", given=_shown(value))
 
 
 def _number(least: float, most: float) -> Check:
     def look(name: str, value: Any) -> None:
         if type(value) not in (int, float) or not isfinite(value):
-            raise BadField(
-                "Input should be a valid number", (name,), "float_type", given=_shown(value)
-            )
+            raise BadField("Input should be a valid number", (name,), "float_type", given=_shown(value))
         _in_range(name, value, least, most)
 
     return look
@@ -77,9 +69,7 @@ def _number(least: float, most: float) -> Check:
 def _integer(least: int, most: int = _INT64 - 1) -> Check:
     def look(name: str, value: Any) -> None:
         if type(value) is not int:
-            raise BadField(
-                "Input should be a valid integer", (name,), "int_type", given=_shown(value)
-            )
+            raise BadField("Input should be a valid integer", (name,), "int_type", given=_shown(value))
         _in_range(name, value, least, most)
 
     return look
@@ -105,17 +95,10 @@ def _messages(name: str, value: Any) -> None:
     if type(value) is not list:
         raise BadField("Input should be a valid list", (name,), "list_type", given=_shown(value))
     if not value:
-        raise BadField(
-            "List should have at least 1 item after validation, not 0",
-            (name,),
-            "too_short",
-            given=[],
-        )
+        raise BadField("List should have at least 1 item after validation, not 0", (name,), "too_short", given=[])
     for at, message in enumerate(value):
         if type(message) is not dict:
-            raise BadField(
-                "Input should be a valid dictionary", (name, at), "dict_type", given=_shown(message)
-            )
+            raise BadField("Input should be a valid dictionary", (name, at), "dict_type", given=_shown(message))
         if type(message.get("role")) is not str:
             raise BadField("Field required", (name, at, "role"), "missing")
 
@@ -123,12 +106,7 @@ def _messages(name: str, value: Any) -> None:
 def _prompt(name: str, value: Any) -> None:
     """Take a text, texts, tokens or lists of tokens."""
     if value in ("", []):
-        raise BadField(
-            "Value should have at least 1 item after validation, not 0",
-            (name,),
-            "too_short",
-            given=value,
-        )
+        raise BadField("Value should have at least 1 item after validation, not 0", (name,), "too_short", given=value)
     if type(value) is str or _are(value, str) or _are(value, int):
         return
     if type(value) is list and all(_are(each, int) for each in value):
@@ -138,8 +116,7 @@ def _prompt(name: str, value: Any) -> None:
 
 def _documents(name: str, value: Any) -> None:
     is_right = type(value) is list and all(
-        type(each) is str or (type(each) is dict and type(each.get("text")) is str)
-        for each in value
+        type(each) is str or (type(each) is dict and type(each.get("text")) is str) for each in value
     )
     if not is_right or not value:
         raise BadField("Input should be a list of texts", (name,), "list_type", given=_shown(value))
@@ -153,10 +130,7 @@ def _format(*names: str) -> Check:
     def look(name: str, value: Any) -> None:
         if value not in names:
             raise BadField(
-                f"Input should be {' or '.join(map(repr, names))}",
-                (name,),
-                "literal_error",
-                given=_shown(value),
+                f"Input should be {' or '.join(map(repr, names))}", (name,), "literal_error", given=_shown(value)
             )
 
     return look
@@ -242,16 +216,12 @@ def check_rerank(fields: Json) -> None:
 
 def _check_generation(fields: Json) -> None:
     if fields.get("stream_options") and not fields.get("stream"):
-        raise BadField(
-            "`stream_options` can only be used when `stream` is True", ("stream_options",)
-        )
+        raise BadField("`stream_options` can only be used when `stream` is True", ("stream_options",))
 
 
 def _check_tools(fields: Json) -> None:
     tools, choice = fields.get("tools"), fields.get("tool_choice")
-    if tools is not None and (
-        type(tools) is not list or any(type(each) is not dict for each in tools)
-    ):
+    if tools is not None and (type(tools) is not list or any(type(each) is not dict for each in tools)):
         raise BadField("Input should be a list of tools", ("tools",), "list_type")
     if choice is None or choice in ("none", "auto"):
         return
@@ -260,9 +230,7 @@ def _check_tools(fields: Json) -> None:
         if not names:
             raise BadField("`tool_choice` 'required' needs `tools`", ("tool_choice",))
     elif type(choice) is not dict:
-        raise BadField(
-            "`tool_choice` must be 'none', 'auto', 'required' or an object", ("tool_choice",)
-        )
+        raise BadField("`tool_choice` must be 'none', 'auto', 'required' or an object", ("tool_choice",))
     elif _name_of(choice) not in names:
         raise BadField("`tool_choice` names a function that is not in `tools`", ("tool_choice",))
 

@@ -40,11 +40,7 @@ def piece_of(raw: memoryview, model: str) -> Piece:
             raise _bad(model, f"'{name}' must be a text")
     if fields.get("tool_calls") is not None:
         delta["tool_calls"] = _tool_calls(fields["tool_calls"], model)
-    index, reason, logprobs = (
-        fields.get("index", 0),
-        fields.get("finish_reason"),
-        fields.get("logprobs"),
-    )
+    index, reason, logprobs = (fields.get("index", 0), fields.get("finish_reason"), fields.get("logprobs"))
     if type(index) is not int or index < 0:
         raise _bad(model, "'index' must be the number of a choice")
     if reason is not None and type(reason) is not str:

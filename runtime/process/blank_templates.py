@@ -129,9 +129,7 @@ class BlankTemplates:
                 self._pool.all.add(template)
             self._pool.templates[key] = template
             template.uses += 1
-            crowded_out = [
-                self._pool.templates.pop(old) for old in list(self._pool.templates)[:-_MOST]
-            ]
+            crowded_out = [self._pool.templates.pop(old) for old in list(self._pool.templates)[:-_MOST]]
             for each in crowded_out:
                 self._retire(each)
         pid = None

@@ -191,9 +191,7 @@ class SpawnedProcess(ChildProcess):
                 result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
             except ChildProcessError:  # other code in this process reaps all children
                 warnings.warn(
-                    f"process {self.pid} was reaped by other code of this program",
-                    RuntimeWarning,
-                    stacklevel=2,
+                    f"process {self.pid} was reaped by other code of this program", RuntimeWarning, stacklevel=2
                 )
                 self._exit_code = 0
             else:
@@ -230,20 +228,12 @@ class StubProcess(SpawnedProcess):
             environment = _handed_on(environment)
         arguments = [
             *((sys.executable, "-I", "-S", _CONFINE) if is_foreign else ()),
-            *boot_command(
-                python, "triton_python_backend_stub", name, work_fd, control_fd, calls_fd
-            ),
+            *boot_command(python, "triton_python_backend_stub", name, work_fd, control_fd, calls_fd),
         ]
 
         def start(before: Sequence[str], more_fds: Sequence[int]) -> subprocess.Popen[bytes]:
             fds = (work_fd, control_fd, calls_fd, *more_fds)
-            return spawn(
-                [*before, *arguments],
-                environment=environment,
-                folder=folder,
-                output_fd=output_fd,
-                fds=fds,
-            )
+            return spawn([*before, *arguments], environment=environment, folder=folder, output_fd=output_fd, fds=fds)
 
         if not is_in_tree:
             super().__init__(start((), ()))
@@ -294,9 +284,7 @@ def _cleans_up(pid: int) -> bool:
     return False
 
 
-def boot_command(
-    python: str, title: str, name: str, work_fd: int, control_fd: int, calls_fd: int
-) -> list[str]:
+def boot_command(python: str, title: str, name: str, work_fd: int, control_fd: int, calls_fd: int) -> list[str]:
     """Return the command that starts `stub/boot.py`. Only a stub has all three descriptors."""
     fds = [str(fd) for fd in (work_fd, control_fd, calls_fd)]
     return [python, _BOOT, title, name, *fds, str(os.getpid()), _MSGPACK]

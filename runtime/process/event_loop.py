@@ -69,9 +69,7 @@ def watches_of(loop: asyncio.AbstractEventLoop) -> Watches:
     return watches or _NoWatches()
 
 
-def watch(
-    loop: asyncio.AbstractEventLoop, fd: int, callback: Callable[..., object], *arguments: object
-) -> None:
+def watch(loop: asyncio.AbstractEventLoop, fd: int, callback: Callable[..., object], *arguments: object) -> None:
     """Call `loop.add_reader`. Raises OSError if the epoll has no place for `fd`."""
     loop.add_reader(fd, callback, *arguments)
     # After `add_reader`, which adds the descriptor for a test, and removes it again.

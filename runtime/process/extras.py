@@ -16,19 +16,8 @@ EXTRAS = {
     "otel": ("opentelemetry-exporter-otlp-proto-http>=1.25", "opentelemetry-sdk>=1.25"),
     "parquet": ("pyarrow>=15",),
     "plot": ("matplotlib>=3.8",),
-    "ray": (
-        "grpcio>=1.60",
-        "httptools>=0.6",
-        "orjson>=3.10",
-        "prometheus_client>=0.20",
-        "ray[serve]>=2.54",
-    ),
-    "serve": (
-        "httptools>=0.6",
-        "orjson>=3.10",
-        "prometheus_client>=0.20",
-        "uvloop>=0.21",
-    ),
+    "ray": ("grpcio>=1.60", "httptools>=0.6", "orjson>=3.10", "prometheus_client>=0.20", "ray[serve]>=2.54"),
+    "serve": ("httptools>=0.6", "orjson>=3.10", "prometheus_client>=0.20", "uvloop>=0.21"),
 }
 
 

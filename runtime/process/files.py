@@ -131,9 +131,7 @@ def check_no_loop(path: Path, title: str) -> None:
         raise RepositoryError(f"{title}: {path} links to {real}, a folder that it lies in")
 
 
-def walk(
-    folder: Path, follows: Callable[[str], bool] = lambda _: False
-) -> Iterator[os.DirEntry[str]]:
+def walk(folder: Path, follows: Callable[[str], bool] = lambda _: False) -> Iterator[os.DirEntry[str]]:
     """Yield the files and folders in a folder and below, in an order that depends on their names alone.
 
     Links are yielded and not followed, except those of the folder itself whose names `follows` accepts. What this user
@@ -168,11 +166,7 @@ def _too_many(folder: Path) -> RepositoryError:
     return RepositoryError(f"{folder} has more than {MOST_ENTRIES} files and folders")
 
 
-def stamp_of(
-    path: Path,
-    follows: Callable[[str], bool] = lambda _: False,
-    without: Collection[str] = (),
-) -> bytes:
+def stamp_of(path: Path, follows: Callable[[str], bool] = lambda _: False, without: Collection[str] = ()) -> bytes:
     """Compute a digest of names, links, times and sizes. It changes when a file, or any file in a directory, changes.
 
     `follows` and errors are those of `walk`. If a link is not followed, a change of the file at its end counts. Files

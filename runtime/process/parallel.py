@@ -98,11 +98,7 @@ class _Task(Generic[T, R]):
     """One call of the function in a thread of its own."""
 
     def __init__(
-        self,
-        function: Callable[[T], R],
-        item: T,
-        name: str,
-        told: Callable[[], object] | None = None,
+        self, function: Callable[[T], R], item: T, name: str, told: Callable[[], object] | None = None
     ) -> None:
         """Take `told`, which is called at the end, too, on the thread of the call."""
         self.results: list[R] = []

@@ -96,11 +96,7 @@ class ProcessTree:
             return []
         if self._user is not None:
             parents = _parents_of(self._user)
-            return [
-                pid
-                for pid, parent in parents.items()
-                if parent not in parents and pid != self._stub
-            ]
+            return [pid for pid, parent in parents.items() if parent not in parents and pid != self._stub]
         # The keeper is not reaped before `end`, so the number is still its own.
         return children_of(self._keeper)
 
@@ -133,10 +129,7 @@ def children_of(pid: int) -> list[int]:
     children: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with (
-                contextlib.suppress(OSError),
-                open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file,
-            ):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
                 children += map(int, file.read().split())
     return children
 
@@ -163,9 +156,7 @@ def _wait_for_end_of(user: int) -> None:
         time.sleep(_PAUSE_S)
 
 
-def start_in_tree(
-    start: Start, user: int | None
-) -> tuple[subprocess.Popen[bytes] | int, ProcessTree | None]:
+def start_in_tree(start: Start, user: int | None) -> tuple[subprocess.Popen[bytes] | int, ProcessTree | None]:
     """Start a stub that may start other processes. Return the stub, or only its pid, and the tree that ends them all.
 
     The caller reaps the stub. The tree is None if the kernel refuses PID namespaces and there is no `user`. `start`

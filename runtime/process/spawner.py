@@ -50,9 +50,7 @@ class _Spawner:
 
     def _begin(self) -> None:
         tasks: SimpleQueue[_Task] = SimpleQueue()
-        thread = threading.Thread(
-            target=self._run, args=(tasks,), name="moonpool-spawner", daemon=True
-        )
+        thread = threading.Thread(target=self._run, args=(tasks,), name="moonpool-spawner", daemon=True)
         start_thread(thread)
         self._pid, self._tasks = os.getpid(), tasks
 
@@ -72,12 +70,7 @@ os.register_at_fork(after_in_child=_spawner.__init__)  # type: ignore[misc]
 
 
 def spawn(
-    arguments: Sequence[str],
-    *,
-    environment: Mapping[str, str],
-    folder: str,
-    output_fd: int,
-    fds: Sequence[int],
+    arguments: Sequence[str], *, environment: Mapping[str, str], folder: str, output_fd: int, fds: Sequence[int]
 ) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own. It inherits only `fds`, and `output_fd` as its output.
 
@@ -140,6 +133,4 @@ def forbid_looking_inside() -> None:
             return
         if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "PR_SET_DUMPABLE was refused")
-    _log.info(
-        "disabled ptrace and /proc access to process %d: it serves untrusted models", os.getpid()
-    )
+    _log.info("disabled ptrace and /proc access to process %d: it serves untrusted models", os.getpid())

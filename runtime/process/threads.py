@@ -120,9 +120,7 @@ def start_thread(thread: threading.Thread) -> None:
     try:
         thread.start()
     except RuntimeError as error:
-        why = (
-            f"{error}; the program ends" if "shutdown" in str(error) else f"{error}; {_WHAT_TO_DO}"
-        )
+        why = f"{error}; the program ends" if "shutdown" in str(error) else f"{error}; {_WHAT_TO_DO}"
         raise OutOfThreads(f"the runtime has no thread for {thread.name}: {why}") from error
 
 

@@ -106,9 +106,7 @@ class Unpacker:
             self._remove_known(name)
             path.hardlink_to(file)
         else:
-            raise BadEnvironment(
-                f"'{member.name}' is a {member.kind}, not a file, directory or link"
-            )
+            raise BadEnvironment(f"'{member.name}' is a {member.kind}, not a file, directory or link")
         self._note(name, _kept_kind(member))
 
     def _remove_known(self, name: str) -> None:
@@ -122,9 +120,7 @@ class Unpacker:
     def _note(self, name: str, kind: str) -> None:
         self._names_left_bytes -= len(name)
         if self._names_left_bytes < 0:
-            raise BadEnvironment(
-                f"the names in the archive have more than {NAMES_LIMIT_BYTES:,} bytes"
-            )
+            raise BadEnvironment(f"the names in the archive have more than {NAMES_LIMIT_BYTES:,} bytes")
         self._kinds[name] = kind
 
     def _checked_name(self, member: Member) -> str:
@@ -188,10 +184,7 @@ class Unpacker:
 
 
 def unpack(
-    archive: IO[bytes],
-    target: Path,
-    size_limit_bytes: int = SIZE_LIMIT_BYTES,
-    stop: Event | None = None,
+    archive: IO[bytes], target: Path, size_limit_bytes: int = SIZE_LIMIT_BYTES, stop: Event | None = None
 ) -> None:
     """Unpack a tar (plain, gz, bz2 or xz) or zip file into an empty directory.
 
@@ -234,11 +227,7 @@ def _reading(archive: IO[bytes]) -> Iterator[tuple[SpawnedProcess, int]]:
             with open(os.devnull, "wb") as nowhere:
                 started = spawn(
                     [sys.executable, "-I", "-S", _READER, *map(str, numbers)],
-                    environment={
-                        name: os.environ[name]
-                        for name in ("LD_LIBRARY_PATH",)
-                        if name in os.environ
-                    },
+                    environment={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
                     folder="/",
                     output_fd=nowhere.fileno(),
                     fds=numbers[:2],

@@ -99,9 +99,7 @@ def read_address(url: str, environment: Mapping[str, str]) -> CloudAddress:
     # Not the address itself: what is wrong with it may be that it holds a password.
     shown = f"the model repository at {scheme[:20]}://"
     if scheme not in SERVICES:
-        _refuse(
-            f"{shown}…: moonpool reads {', '.join(f'{each}://' for each in SERVICES)} and folders"
-        )
+        _refuse(f"{shown}…: moonpool reads {', '.join(f'{each}://' for each in SERVICES)} and folders")
     if re.search(r"[?#\s\x00-\x1f\x7f\\]", url) or ("@" in rest and scheme != "hf"):
         _refuse(
             f"{shown}… must be a plain address, without a user, a query or spaces; credentials belong into variables"
@@ -199,9 +197,7 @@ def _gs(rest: str, credentials: _Credentials) -> tuple[str, dict[str, Any]]:
 def _az(rest: str, credentials: _Credentials) -> tuple[str, dict[str, Any]]:
     account = credentials.of("account_str", "AZURE_STORAGE_ACCOUNT")
     if account is None:
-        _refuse(
-            f"az://{rest}: AZURE_STORAGE_ACCOUNT must name the account, or say as://account/{rest}"
-        )
+        _refuse(f"az://{rest}: AZURE_STORAGE_ACCOUNT must name the account, or say as://account/{rest}")
     return rest, _azure(account, credentials)
 
 
@@ -213,11 +209,7 @@ def _as(rest: str, credentials: _Credentials) -> tuple[str, dict[str, Any]]:
 
 
 def _azure(account: str, credentials: _Credentials) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "account_name": account,
-        "connection_timeout": CONNECT_S,
-        "read_timeout": READ_S,
-    }
+    options: dict[str, Any] = {"account_name": account, "connection_timeout": CONNECT_S, "read_timeout": READ_S}
     key = credentials.of("account_key", "AZURE_STORAGE_KEY")
     kind = credentials.of("auth_type", "AZURE_STORAGE_AUTH_TYPE")
     if kind in (None, "key", "shared_key"):

@@ -143,9 +143,7 @@ class CloudCopies:
             try:
                 return self._lease(name, listing, stop)
             except _Changed:
-                _log.info(
-                    "%s/%s was changed while it was copied, and is copied anew", self.url, name
-                )
+                _log.info("%s/%s was changed while it was copied, and is copied anew", self.url, name)
             except OSError as error:
                 raise RepositoryError(
                     f"{self.url}/{name} cannot be copied to {self._cache.root}: {error}; XDG_CACHE_HOME names another place"
@@ -164,23 +162,17 @@ class CloudCopies:
             if digest in self._intact or self._is_intact(lease.path, name, listing):
                 self._intact.add(digest)
                 return lease
-            _log.warning(
-                "the copy %s of %s/%s was written to: it is made again", lease.path, self.url, name
-            )
+            _log.warning("the copy %s of %s/%s was written to: it is made again", lease.path, self.url, name)
             lease.release()
             if not self._cache.remove(digest):
                 # It is in use, so another one takes its place.
                 number += 1
-        raise RepositoryError(
-            f"the copies of {self.url}/{name} in {self._cache.root} are written to all the time"
-        )
+        raise RepositoryError(f"the copies of {self.url}/{name} in {self._cache.root} are written to all the time")
 
     def _is_intact(self, folder: Path, name: str, listing: CloudListing) -> bool:
         try:
             return all(
-                _is_content(
-                    folder / name / file.path, _hash_in(self._known(name, file)), file.size_bytes
-                )
+                _is_content(folder / name / file.path, _hash_in(self._known(name, file)), file.size_bytes)
                 for file in listing.files
             )
         except OSError:
@@ -188,15 +180,11 @@ class CloudCopies:
 
     def _known(self, name: str, file: CloudFile) -> Path:
         """Return the path of the link to the content that a file's tag stands for."""
-        return self._cache.known / _digest(
-            self._identity, name, file.path, file.tag, file.size_bytes
-        )
+        return self._cache.known / _digest(self._identity, name, file.path, file.tag, file.size_bytes)
 
     # Copy
 
-    def _copy(
-        self, name: str, listing: CloudListing, stop: threading.Event, partial_: Path
-    ) -> None:
+    def _copy(self, name: str, listing: CloudListing, stop: threading.Event, partial_: Path) -> None:
         """Copy a model into a new folder. Raises `_Changed` if it is not the one that was listed any more."""
         folder = partial_ / name
         for path in ("", *listing.folders):
@@ -320,11 +308,7 @@ def _is_content(path: Path, digest: str, size_bytes: int, *, follows: bool = Fal
         facts = os.stat(path, follow_symlinks=follows)
     except FileNotFoundError:
         return False
-    return (
-        stat.S_ISREG(facts.st_mode)
-        and facts.st_size == size_bytes
-        and facts.st_mtime_ns == _time_of(digest) * 10**9
-    )
+    return stat.S_ISREG(facts.st_mode) and facts.st_size == size_bytes and facts.st_mtime_ns == _time_of(digest) * 10**9
 
 
 def _sync(folder: Path) -> None:

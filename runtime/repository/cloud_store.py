@@ -88,11 +88,7 @@ class CloudStore:
     def models(self, stop: threading.Event) -> list[str]:
         """List the names of the folders, sorted. Raises `RepositoryError`."""
         found = self._ask("ls", self.url, stop, self._path, detail=True)
-        names = {
-            str(each["name"]).rstrip("/").rpartition("/")[2]
-            for each in found
-            if each.get("type") == "directory"
-        }
+        names = {str(each["name"]).rstrip("/").rpartition("/")[2] for each in found if each.get("type") == "directory"}
         return sorted(names - {"", ".", ".."})
 
     def listing(self, name: str, stop: threading.Event) -> CloudListing:
@@ -104,9 +100,7 @@ class CloudStore:
             raise RepositoryError(f"no model '{name}' in the repository {self.url}", "NOT_FOUND")
         return listing
 
-    def read(
-        self, name: str, file: CloudFile, write: Callable[[bytes], object], stop: threading.Event
-    ) -> bool:
+    def read(self, name: str, file: CloudFile, write: Callable[[bytes], object], stop: threading.Event) -> bool:
         """Read a file piece by piece. Returns False if it is not what it was listed as. Raises `RepositoryError`."""
         url, path = f"{self.url}/{name}/{file.path}", f"{self._path}/{name}/{file.path}"
         for start in range(0, file.size_bytes, CHUNK_BYTES):
@@ -122,9 +116,7 @@ class CloudStore:
             write(piece)
         return True
 
-    def _ask(
-        self, method: str, url: str, stop: threading.Event, *arguments: Any, **options: Any
-    ) -> Any:
+    def _ask(self, method: str, url: str, stop: threading.Event, *arguments: Any, **options: Any) -> Any:
         """Ask the file system, again if that may help, until `stop` is set."""
         for pause_s in (*_PAUSES_S, None):
             files = self._files
@@ -203,9 +195,7 @@ def checked_listing(base: str, found: Mapping[str, Mapping[str, Any]]) -> CloudL
     for facts in found.values():
         name = str(facts["name"])
         # A store that has no folders may have an object with a slash at its end for an empty one.
-        is_folder = facts.get("type") == "directory" or (
-            name.endswith("/") and not facts.get("size")
-        )
+        is_folder = facts.get("type") == "directory" or (name.endswith("/") and not facts.get("size"))
         if name.rstrip("/") == base.rstrip("/"):
             continue
         path = _checked_path(base, name.removesuffix("/") if is_folder else name)

@@ -74,10 +74,7 @@ def resolve(
         return _described(path, base, path)
     cache = cache or EnvironmentCache()
     is_list = path.suffix in _LISTS
-    if is_list:
-        lease = cache.build(path, only_wheels=only_wheels, stop=stop)
-    else:
-        lease = cache.acquire(path, stop)
+    lease = cache.build(path, only_wheels=only_wheels, stop=stop) if is_list else cache.acquire(path, stop)
     try:
         return _described(_top(lease.path), base, path, lease.release)
     except BaseException:
@@ -88,8 +85,7 @@ def resolve(
 def _own_interpreter() -> Environment:
     if not sys.executable:
         raise BadEnvironment(
-            "this Python does not know its interpreter (sys.executable is empty);"
-            " name one by EXECUTION_ENV_PATH"
+            "this Python does not know its interpreter (sys.executable is empty); name one by EXECUTION_ENV_PATH"
         )
     return Environment(Path(sys.executable), {})
 
@@ -131,10 +127,7 @@ def _top(root: Path) -> Path:
 
 
 def _described(
-    root: Path,
-    inherited: Mapping[str, str],
-    shown: Path,
-    release: Callable[[], None] | None = None,
+    root: Path, inherited: Mapping[str, str], shown: Path, release: Callable[[], None] | None = None
 ) -> Environment:
     python = _interpreter(root, shown)
     # An empty entry in LD_LIBRARY_PATH would mean the current directory.
@@ -179,11 +172,7 @@ class EnvironmentCache(FolderCache):
     contents = "environments"
 
     def __init__(
-        self,
-        root: Path | None = None,
-        *,
-        size_limit_bytes: int = SIZE_LIMIT_BYTES,
-        shows_progress: bool = False,
+        self, root: Path | None = None, *, size_limit_bytes: int = SIZE_LIMIT_BYTES, shows_progress: bool = False
     ) -> None:
         """With `shows_progress`, the tools that build environments write to this program's stderr."""
         super().__init__(cache_root() / "environments" if root is None else root)
@@ -199,18 +188,14 @@ class EnvironmentCache(FolderCache):
         try:
             with _opened(archive) as stream:
                 digest = self._digest(stream)
-                return self.lease(
-                    digest, lambda folder: self._unpack(digest, stream, folder, stop), stop
-                )
+                return self.lease(digest, lambda folder: self._unpack(digest, stream, folder, stop), stop)
         except BadEnvironment as error:
             raise BadEnvironment(f"the packed environment {archive}: {error}") from error
         except OSError as error:
             what = f"cannot unpack {archive} into {self.root}: {error}"
             raise BadEnvironment(f"{what}; XDG_CACHE_HOME names another place") from error
 
-    def build(
-        self, path: Path, *, only_wheels: bool = False, stop: Event | None = None
-    ) -> FolderLease:
+    def build(self, path: Path, *, only_wheels: bool = False, stop: Event | None = None) -> FolderLease:
         """Return a lease of the environment of a list of packages, and build it if nobody has. Otherwise as `acquire`.
 
         If `stop` is set, the tool that builds is ended.

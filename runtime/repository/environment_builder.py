@@ -50,12 +50,7 @@ class Builder:
     """Makes the environment of a list in an empty folder. For one thread."""
 
     def __init__(
-        self,
-        wanted: PackageList,
-        folder: Path,
-        stop: Event,
-        only_wheels: bool,
-        shows_progress: bool = False,
+        self, wanted: PackageList, folder: Path, stop: Event, only_wheels: bool, shows_progress: bool = False
     ) -> None:
         """End the tool once `stop` is set. With `only_wheels`, nothing is compiled. With `shows_progress`, the tools
         write to this program's stderr.
@@ -74,18 +69,14 @@ class Builder:
         begin_s = time.monotonic()
         uv = _uv()
         tool = "uv" if uv else "pip"
-        _log.info(
-            "builds the environment of %s with %s, which may take minutes", self._wanted.path, tool
-        )
+        _log.info("builds the environment of %s with %s, which may take minutes", self._wanted.path, tool)
         if uv:
             self._with_uv(uv)
             self._compile()
         else:
             self._with_pip()
         if not list(self._folder.glob("lib/python*/site-packages/numpy")):
-            raise BadEnvironment(
-                f"{self._wanted.path} has no numpy, which every model needs: add it"
-            )
+            raise BadEnvironment(f"{self._wanted.path} has no numpy, which every model needs: add it")
         _rename_in_scripts(self._folder, str(final))
         note = {"list": str(self._wanted.path), "tool": tool}
         (self._folder / NOTE).write_text(json.dumps(note))
@@ -96,18 +87,14 @@ class Builder:
         wanted = self._wanted
         # This Python, if it may be: the one that the operator has chosen.
         python = sys.executable if _fits_here(wanted) else wanted.python
-        self._run(
-            [uv, "venv", "--no-project", "--allow-existing", "--python", python, str(self._folder)]
-        )
+        self._run([uv, "venv", "--no-project", "--allow-existing", "--python", python, str(self._folder)])
         # A copy, as a model may write into its environment, and a link would lead into what uv keeps for all.
         how = ["--link-mode", "copy"]
         if wanted.lock is None:
             interpreter = str(self._folder / "bin" / "python")
             self._install([uv, "pip", "install", "--python", interpreter, *how])
         else:
-            self._sync(
-                [uv, "sync", "--frozen", "--no-install-project", "--no-dev", *how], *wanted.lock
-            )
+            self._sync([uv, "sync", "--frozen", "--no-install-project", "--no-dev", *how], *wanted.lock)
 
     def _sync(self, command: list[str], lock: str, project: str) -> None:
         """Install what a lock says. It lies in a folder of its own, as it was read, whatever becomes of the file."""
@@ -182,11 +169,7 @@ def _fits_here(wanted: PackageList) -> bool:
 
 
 def _ended(
-    command: Sequence[str],
-    variables: Mapping[str, str],
-    output: IO[bytes],
-    complaints: IO[bytes] | None,
-    stop: Event,
+    command: Sequence[str], variables: Mapping[str, str], output: IO[bytes], complaints: IO[bytes] | None, stop: Event
 ) -> int | str:
     """Run a tool to its end, and return its exit code, or words for the time that was over or the load that was given
     up.

@@ -87,9 +87,7 @@ def _end_use(descriptor: int) -> None:
 class _Turn:
     """Waits for locks that others have, until a time, or until it is stopped."""
 
-    def __init__(
-        self, refusal: type[MoonpoolError], contents: str, end_s: float, stop: Event
-    ) -> None:
+    def __init__(self, refusal: type[MoonpoolError], contents: str, end_s: float, stop: Event) -> None:
         self._refusal, self._contents, self._end_s, self._stop = refusal, contents, end_s, stop
 
     def lock(self, path: Path, operation: int) -> int | None:
@@ -100,9 +98,7 @@ class _Turn:
             with contextlib.suppress(BlockingIOError):
                 return _locked(path, operation)
             if self._stop.wait(_ASK_S):
-                raise self._refusal(
-                    f"the wait for another process that makes {path.with_suffix('')} was given up"
-                )
+                raise self._refusal(f"the wait for another process that makes {path.with_suffix('')} was given up")
             if time.monotonic() >= self._end_s:
                 raise self._refusal(
                     f"another process has had {path}, in the cache of {self._contents}, for {WAIT_S:g} s: end it, or wait until "
@@ -123,9 +119,7 @@ class FolderCache:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def lease(
-        self, digest: str, make: Callable[[Path], None], stop: Event | None = None
-    ) -> FolderLease:
+    def lease(self, digest: str, make: Callable[[Path], None], stop: Event | None = None) -> FolderLease:
         """Return a lease of the folder of this digest. If there is none, `make` is called with an empty folder to fill.
 
         Before that, folders that nobody has used for `KEEP_UNUSED_S` are removed. Blocks while another thread or
@@ -210,9 +204,7 @@ class FolderCache:
             except FileNotFoundError:
                 return None
             if not stat.S_ISDIR(mode):
-                raise self.refusal(
-                    f"{path}, in the cache of {self.contents}, is no directory: remove it"
-                )
+                raise self.refusal(f"{path}, in the cache of {self.contents}, is no directory: remove it")
             os.utime(descriptor)
             held.pop_all()
         return FolderLease(path, descriptor)
@@ -264,9 +256,7 @@ class FolderCache:
         foreign = info.st_uid != os.geteuid()
         if foreign or stat.S_IMODE(info.st_mode) & 0o022:
             # Programs are started from here, so nobody else may put one in place.
-            raise self.refusal(
-                f"the cache {folder} must belong to this user, and no other user may write to it"
-            )
+            raise self.refusal(f"the cache {folder} must belong to this user, and no other user may write to it")
 
 
 def _lock_now(path: Path) -> int | None:

@@ -22,13 +22,7 @@ from moonpool.ipc.policy import LEVELS, is_contained
 from moonpool.runtime.errors import LoadFailed, NotGranted
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import InstanceGroup, name_problem
-from moonpool.runtime.model.config.options import (
-    OPTIONS,
-    ModelOptions,
-    hardened,
-    listed,
-    policy_of,
-)
+from moonpool.runtime.model.config.options import OPTIONS, ModelOptions, hardened, listed, policy_of
 from moonpool.runtime.model.config.patterns import fits_any
 from moonpool.runtime.model.config.schema import WrongPart, suggestion, unread
 from moonpool.runtime.process.files import is_within
@@ -101,9 +95,7 @@ def asks(model: Model, said: Collection[str] = ()) -> Iterator[Ask]:
     options, parameters = model.options, model.config.parameters
     # What the runtime keeps for the model follows the memory that the operator has given its process.
     memory_bytes = options.memory_limit_bytes if _MEMORY in said else None
-    usual = hardened(
-        replace(type(options)(), sandbox=options.sandbox, memory_limit_bytes=memory_bytes)
-    )
+    usual = hardened(replace(type(options)(), sandbox=options.sandbox, memory_limit_bytes=memory_bytes))
     yield from _links(model)
     yield from _processors(model, said)
     yield from _resources(model)
@@ -202,9 +194,7 @@ def _one_grant(part: str) -> tuple[str, object]:
     key, equals, value = part.partition("=")
     if key not in _GRANTABLE:
         meant = "" if key in HARMLESS else suggestion(key, _GRANTABLE)
-        raise WrongPart(
-            f"{key!r:.80} cannot be granted{meant or '; these can: ' + ', '.join(_GRANTABLE)}"
-        )
+        raise WrongPart(f"{key!r:.80} cannot be granted{meant or '; these can: ' + ', '.join(_GRANTABLE)}")
     if not equals:
         raise ValueError(
             f"must say which value of {key} is granted, such as {key}={_EXAMPLES.get(key, 'VALUE')}, as the next version "
@@ -234,12 +224,7 @@ def _is_within(ask: Ask, granted: Sequence[object]) -> bool:
 
 
 def check_ungranted(
-    model: Model,
-    grants: Grants,
-    form: Callable[[str], str],
-    *,
-    said: Collection[str] = (),
-    brings: str = "",
+    model: Model, grants: Grants, form: Callable[[str], str], *, said: Collection[str] = (), brings: str = ""
 ) -> None:
     """Raise `ConfigError` if the configuration gives the model more than its level and its grants do.
 
@@ -350,9 +335,7 @@ def _kinds(group: InstanceGroup, model: Model) -> list[tuple[str, int]]:
     kinds = []
     if group.kind == "GPU" or (group.kind == "AUTO" and model.config.uses_gpu):
         # A group that names no GPU has all.
-        numbers = group.gpus or [
-            int(name[4:]) for name in model.host_policies if re.fullmatch("gpu_[0-9]{1,4}", name)
-        ]
+        numbers = group.gpus or [int(name[4:]) for name in model.host_policies if re.fullmatch("gpu_[0-9]{1,4}", name)]
         kinds += [("GPU", number) for number in numbers]
     if group.kind != "GPU":
         kinds.append(("MODEL" if group.kind == "MODEL" else "CPU", 0))
@@ -493,10 +476,7 @@ _LIMITS = {
 _FLOORS = {
     "MOONPOOL_RESTART_WINDOW_S": ("restart_window_s", ModelOptions().restart_window_s),
     "MOONPOOL_RESTART_BACKOFF_S": ("restart_backoff_s", ModelOptions().restart_backoff_s),
-    "MOONPOOL_RESTART_BACKOFF_MAX_S": (
-        "restart_backoff_max_s",
-        ModelOptions().restart_backoff_max_s,
-    ),
+    "MOONPOOL_RESTART_BACKOFF_MAX_S": ("restart_backoff_max_s", ModelOptions().restart_backoff_max_s),
     "MOONPOOL_RECYCLE_REQUESTS": ("recycle_requests", 1000),
     "MOONPOOL_IDLE_S": ("idle_s", 60.0),
     "MOONPOOL_EXECUTE_TIMEOUT_S": ("execute_timeout_s", 0.1),

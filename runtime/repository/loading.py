@@ -32,30 +32,12 @@ from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.ensembles import ENSEMBLE
 from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.live import fixed_options, fixed_part, with_count
-from moonpool.runtime.model.config.model import (
-    PYTHON_BACKEND,
-    ModelConfig,
-    Raw,
-    Source,
-    minimal,
-    name_problem,
-)
-from moonpool.runtime.model.config.options import (
-    SANDBOX_KEY,
-    HostPolicies,
-    ModelOptions,
-    OperatorOptions,
-)
+from moonpool.runtime.model.config.model import PYTHON_BACKEND, ModelConfig, Raw, Source, minimal, name_problem
+from moonpool.runtime.model.config.options import SANDBOX_KEY, HostPolicies, ModelOptions, OperatorOptions
 from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.model.config.source import part
 from moonpool.runtime.model.gpus import placed
-from moonpool.runtime.model.source import (
-    Definition,
-    ModelSource,
-    file_of,
-    of_definition,
-    of_file,
-)
+from moonpool.runtime.model.source import Definition, ModelSource, file_of, of_definition, of_file
 from moonpool.runtime.process.files import DEEPEST, stamp_of
 from moonpool.runtime.repository.cloud_address import is_address
 from moonpool.runtime.repository.folder_cache import FolderLease
@@ -136,13 +118,11 @@ class HostingRules:
         """Warn of options and grants that fit none of these models, as their names may be misspelt."""
         return [
             *(
-                f"options are set for model '{pattern}', and no repository has such a model"
-                f"{suggestion(pattern, names)}"
+                f"options are set for model '{pattern}', and no repository has such a model{suggestion(pattern, names)}"
                 for pattern in self.options.unused(names)
             ),
             *(
-                f"model '{name}' is granted something, and no repository has such a model"
-                f"{suggestion(name, names)}"
+                f"model '{name}' is granted something, and no repository has such a model{suggestion(name, names)}"
                 for name in self.grants.names()
                 if name not in names
             ),
@@ -152,10 +132,7 @@ class HostingRules:
         """Apply the rules to a model that is not loaded yet. Raises `ConfigError`."""
         wanted = wanted or Wanted(model.name)
         said = self.said_of(wanted)
-        model.options = replace(
-            model.options,
-            sandbox=self.level_of(model.config, model.options, said, wanted.brings),
-        )
+        model.options = replace(model.options, sandbox=self.level_of(model.config, model.options, said, wanted.brings))
         model.completes = self.completes
         model.limits = self.limits
         model.cache_advice = self.cache_advice
@@ -169,12 +146,7 @@ class HostingRules:
         model.check = check
 
     def _check(
-        self,
-        described: Model,
-        said: Mapping[str, str],
-        brings: str,
-        asker: ModelOptions | None,
-        config: ModelConfig,
+        self, described: Model, said: Mapping[str, str], brings: str, asker: ModelOptions | None, config: ModelConfig
     ) -> None:
         """Check a configuration of a model: the one that was written, and the one that the model makes of it.
 
@@ -204,13 +176,7 @@ class HostingRules:
             return said_level
         return max(said_level, self.sandbox, key=LEVELS.index)
 
-    def level_of(
-        self,
-        config: ModelConfig,
-        options: ModelOptions,
-        said: Mapping[str, str],
-        brings: str = "",
-    ) -> str:
+    def level_of(self, config: ModelConfig, options: ModelOptions, said: Mapping[str, str], brings: str = "") -> str:
         """Return the level of a model's sandbox. `brings` is that of `Wanted`."""
         floor = self.floor_of(said, brings)
         if floor is None:
@@ -235,11 +201,7 @@ class PreparedModel:
     """
 
     def __init__(
-        self,
-        models: list[Model],
-        digest: object,
-        made: Path | None = None,
-        lease: FolderLease | None = None,
+        self, models: list[Model], digest: object, made: Path | None = None, lease: FolderLease | None = None
     ) -> None:
         self.models = models
         self._made, self._lease = made, lease
@@ -294,10 +256,7 @@ def _stamp(value: object) -> bytes:
 
 
 def prepare(
-    wanted: Wanted,
-    repository: ModelRepositories,
-    locate: Locate,
-    rules: HostingRules | None = None,
+    wanted: Wanted, repository: ModelRepositories, locate: Locate, rules: HostingRules | None = None
 ) -> PreparedModel:
     """Find and read a model. Starts nothing.
 
@@ -322,9 +281,7 @@ def place(models: Sequence[Model], rules: HostingRules) -> None:
     rules.limits.check_instances(config.instance_groups, len(models), config.source)
 
 
-def describe(
-    wanted: Wanted, repository: ModelRepositories, locate: Locate, rules: HostingRules
-) -> PreparedModel:
+def describe(wanted: Wanted, repository: ModelRepositories, locate: Locate, rules: HostingRules) -> PreparedModel:
     """Find and read a model that another machine may load: its instances have no places on this one's GPUs yet.
 
     Raises as `prepare`.
@@ -341,9 +298,7 @@ def describe(
     return prepared
 
 
-def _scaled(
-    config: ModelConfig, options: ModelOptions, limits: ConfigLimits, versions: int
-) -> ModelConfig:
+def _scaled(config: ModelConfig, options: ModelOptions, limits: ConfigLimits, versions: int) -> ModelConfig:
     """Return the configuration with the least number of instances, if that follows the load. Raises `ConfigError`."""
     if options.instances is None:
         return config
@@ -355,9 +310,7 @@ def _scaled(
         raise config.source.error("parameters[MOONPOOL_INSTANCES]", str(error)) from None
 
 
-def _prepare(
-    wanted: Wanted, repository: ModelRepositories, locate: Locate, limits: ConfigLimits
-) -> PreparedModel:
+def _prepare(wanted: Wanted, repository: ModelRepositories, locate: Locate, limits: ConfigLimits) -> PreparedModel:
     name, source = wanted.name, wanted.source
     if source is not None and wanted.files is not None:
         raise RepositoryError(f"model '{name}': give a source or files, not both")
@@ -382,9 +335,7 @@ def _prepare(
     elif source is not None:
         directory = ModelDirectory(source)
     elif not repository:
-        raise ModelNotFound(
-            f"model '{name}': the runtime has no repository; give a directory, address, file or class"
-        )
+        raise ModelNotFound(f"model '{name}': the runtime has no repository; give a directory, address, file or class")
     else:
         directory = repository.find(name)
     models = _versions(wanted, directory, changes, locate, limits)
@@ -425,9 +376,7 @@ def _of_session(name: str, definition: Definition, changes: Mapping[str, Any]) -
     return _of_content([model], {file_name: content}, made)
 
 
-def _of_files(
-    wanted: Wanted, changes: Mapping[str, Any], locate: Locate, limits: ConfigLimits
-) -> PreparedModel:
+def _of_files(wanted: Wanted, changes: Mapping[str, Any], locate: Locate, limits: ConfigLimits) -> PreparedModel:
     if problem := name_problem(wanted.name):
         raise RepositoryError(problem)
     files = dict(wanted.files or {})
@@ -450,11 +399,7 @@ def _of_content(models: list[Model], files: Mapping[str, bytes], made: Path) -> 
 
 
 def _versions(
-    wanted: Wanted,
-    directory: ModelDirectory,
-    changes: Mapping[str, Any],
-    locate: Locate,
-    limits: ConfigLimits,
+    wanted: Wanted, directory: ModelDirectory, changes: Mapping[str, Any], locate: Locate, limits: ConfigLimits
 ) -> list[Model]:
     limits.check(changes, Source())
     raw, source = _read(wanted, directory, changes, limits)
@@ -529,9 +474,7 @@ def _check_labels(config: ModelConfig, where: ModelSource) -> None:
                 where.read_labels(filename)
             except (OSError, ValueError) as error:
                 why = getattr(error, "strerror", None) or error
-                what = (
-                    f"failed to open text file for read {where.model_directory / filename}: {why}"
-                )
+                what = f"failed to open text file for read {where.model_directory / filename}: {why}"
                 config.source.mistake(f"output[{index}].label_filename", what)
 
 
@@ -584,9 +527,7 @@ def _write_directory(name: str, files: Mapping[str, bytes]) -> Path:
 
 def _check_path(path: str) -> None:
     if not path or path.startswith("/") or "\0" in path or ".." in path.split("/"):
-        raise RepositoryError(
-            f"Invalid file parameter 'file:{path[:_LONGEST_PATH]}' must stay within model directory."
-        )
+        raise RepositoryError(f"Invalid file parameter 'file:{path[:_LONGEST_PATH]}' must stay within model directory.")
     # Functions that make and remove directories recurse.
     if len(path.encode(errors="replace")) > _LONGEST_PATH or path.count("/") > DEEPEST:
         raise RepositoryError(

@@ -107,9 +107,7 @@ def _block(text: str) -> str:
     begins = [number for number, line in enumerate(lines) if line.rstrip() == _BEGIN]
     if len(begins) != 1:
         what = "no block" if not begins else f"{len(begins)} blocks"
-        raise BadEnvironment(
-            f"it has {what} `{_BEGIN}`, and must have one, with `dependencies`, up to a line `{_END}`"
-        )
+        raise BadEnvironment(f"it has {what} `{_BEGIN}`, and must have one, with `dependencies`, up to a line `{_END}`")
     inside: list[str] = []
     for line in lines[begins[0] + 1 :]:
         if line.rstrip() == _END:
@@ -150,9 +148,7 @@ def _of_table(table: dict[str, Any], where: str) -> tuple[tuple[str, ...], str]:
     wanted, python = table.get("dependencies", []), table.get("requires-python", "")
     if not isinstance(wanted, list) or not all(isinstance(each, str) for each in wanted):
         raise BadEnvironment(f"`dependencies` of {where} must be a list of texts")
-    if not isinstance(python, str) or not all(
-        map(_CLAUSE.fullmatch, filter(None, python.split(",")))
-    ):
+    if not isinstance(python, str) or not all(map(_CLAUSE.fullmatch, filter(None, python.split(",")))):
         raise BadEnvironment(
             f"`requires-python` of {where} must be versions such as '>=3.10,<3.14', not {python!r:.200}"
         )
@@ -175,9 +171,7 @@ def _checked(line: str) -> str:
     shown = f"{line:.200}"
     if line.startswith("-"):
         what = "options are given to pip and uv by their variables, such as PIP_INDEX_URL and UV_INDEX_URL"
-        raise BadEnvironment(
-            f"{shown!r} is an option; {what}, and a list names all packages itself"
-        )
+        raise BadEnvironment(f"{shown!r} is an option; {what}, and a list names all packages itself")
     if max(len(requirement) / _LONGEST, len(line) / _LONGEST_LINE) > 1:
         raise BadEnvironment(f"{shown!r} is longer than any requirement")
     name = _NAME.match(requirement)

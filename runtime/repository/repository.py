@@ -272,12 +272,9 @@ class ModelDirectory:
         versions = self.versions()
         if versions:
             missing = self.version_directory(versions[-1]) / MODEL_FILENAME
-            raise RepositoryError(
-                f"Python model file not found in '{missing}' (and there is no {file})", "NOT_FOUND"
-            )
+            raise RepositoryError(f"Python model file not found in '{missing}' (and there is no {file})", "NOT_FOUND")
         raise ConfigError(
-            f"there is neither this file nor a version directory such as {self.path / '1'}",
-            file=str(file),
+            f"there is neither this file nor a version directory such as {self.path / '1'}", file=str(file)
         )
 
 
@@ -418,9 +415,7 @@ class ModelRepositories:
             if len(self._repositories) < 2:
                 raise missing
             shown = ", ".join(str(each.path) for each in self._repositories)
-            raise RepositoryError(
-                f"no model '{name}' in any of the repositories {shown}", "NOT_FOUND"
-            )
+            raise RepositoryError(f"no model '{name}' in any of the repositories {shown}", "NOT_FOUND")
         if len(found) > 1:
             shown = " and ".join(str(directory.path) for directory in found)
             raise RepositoryError(f"model '{name}' is not unique across all repositories: {shown}")

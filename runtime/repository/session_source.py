@@ -32,12 +32,7 @@ _PLAIN = (
 
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Expressions that make a container of their parts.
-_DISPLAYS: dict[type[ast.expr], type] = {
-    ast.List: list,
-    ast.Tuple: tuple,
-    ast.Dict: dict,
-    ast.Set: set,
-}
+_DISPLAYS: dict[type[ast.expr], type] = {ast.List: list, ast.Tuple: tuple, ast.Dict: dict, ast.Set: set}
 
 
 class _Unreachable(Exception):
@@ -106,9 +101,7 @@ class _Session:
             return
         for name in _names_bound(node):
             before = self._bound.get(name, [])
-            is_part = isinstance(node, ast.Import) and all(
-                isinstance(other.node, ast.Import) for other in before
-            )
+            is_part = isinstance(node, ast.Import) and all(isinstance(other.node, ast.Import) for other in before)
             self._bound[name] = [*before, statement] if is_part else [statement]
             if name == "*":
                 self._stars.add(statement)
@@ -156,9 +149,7 @@ class _Session:
             and all(isinstance(part, _PLAIN) for part in ast.walk(value))
         )
         if not is_plain:
-            raise _Unreachable(
-                f"it uses '{name}', whose value is the result of running code; compute it in __init__"
-            )
+            raise _Unreachable(f"it uses '{name}', whose value is the result of running code; compute it in __init__")
         if not self._is_value_of(value, self._namespace.get(name)):  # type: ignore[arg-type]
             raise _Unreachable(f"it uses '{name}', which was changed after it was set")
 

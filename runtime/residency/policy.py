@@ -169,12 +169,7 @@ def shortage(limits: Resident, needs: Sequence[Need]) -> str:
 
 
 def decide(
-    limits: Resident,
-    sieve: Sieve[K],
-    present: Mapping[K, Candidate],
-    coming: Need | None,
-    *,
-    is_member: bool = False,
+    limits: Resident, sieve: Sieve[K], present: Mapping[K, Candidate], coming: Need | None, *, is_member: bool = False
 ) -> Verdict[K]:
     """Decide if a model with this need may come; with None, if those that are present may all stay.
 
@@ -187,9 +182,7 @@ def decide(
     reason = shortage(limits, needs if coming is None else [*needs, coming])
     if not reason or not needs or (coming is None and len(needs) == 1):
         return Verdict(Act.ADMIT)
-    only_gpus = not shortage(
-        replace(limits, gpu_memory=None), needs if coming is None else [*needs, coming]
-    )
+    only_gpus = not shortage(replace(limits, gpu_memory=None), needs if coming is None else [*needs, coming])
     kinds = {each.is_dormant for each in present.values()}
     for is_dormant in (False, True) if only_gpus else (True, False):
         victim = _victim(sieve, present, is_dormant) if is_dormant in kinds else None

@@ -69,25 +69,8 @@ from moonpool.runtime.process.usage import (
     spare_cores,
     with_descendants,
 )
-from moonpool.runtime.residency.autoscaling import (
-    Autoscaler,
-    QueueCounts,
-    QueueWatch,
-    Room,
-    ScaleSample,
-    ScaleStep,
-)
-from moonpool.runtime.residency.policy import (
-    NO_LIMITS,
-    Act,
-    Candidate,
-    Need,
-    NoRoom,
-    Resident,
-    Sieve,
-    Verdict,
-    decide,
-)
+from moonpool.runtime.residency.autoscaling import Autoscaler, QueueCounts, QueueWatch, Room, ScaleSample, ScaleStep
+from moonpool.runtime.residency.policy import NO_LIMITS, Act, Candidate, Need, NoRoom, Resident, Sieve, Verdict, decide
 
 _log = RuntimeLog("moonpool")
 _R = Residence
@@ -231,9 +214,7 @@ class ResidentModel:
         self.sleeps: Counter[str] = Counter()
         # None if the number of its instances does not follow the load.
         bounds = sleeper.options.instances
-        self.autoscaler = (
-            None if bounds is None else Autoscaler(bounds, sleeper.options.wait_target_ms)
-        )
+        self.autoscaler = None if bounds is None else Autoscaler(bounds, sleeper.options.wait_target_ms)
         self.queue = QueueWatch()
         self.is_scaling = False
         self.scales_from_s = 0.0
@@ -304,11 +285,7 @@ class Residency:
     """Wakes models and puts them to sleep. Any thread may call any method; `remove`, `stop` and `join` may wait."""
 
     def __init__(
-        self,
-        reactor: Reactor,
-        locks: ModelLocker,
-        is_used: Callable[[str], bool],
-        limits: Resident | None = None,
+        self, reactor: Reactor, locks: ModelLocker, is_used: Callable[[str], bool], limits: Resident | None = None
     ) -> None:
         """Keep to these limits; without them, models sleep only if their options say so.
 
@@ -362,8 +339,7 @@ class Residency:
                 except OutOfThreads as error:
                     # The model serves. The next one that is loaded starts the thread for all.
                     _log.error(
-                        "unused models are not put to sleep, because the thread for that could not start: %s",
-                        error,
+                        "unused models are not put to sleep, because the thread for that could not start: %s", error
                     )
         return entry
 
@@ -381,9 +357,7 @@ class Residency:
                 return True
             entry.is_gone = True
             self._notify()
-            self._changed.wait_for(
-                lambda: entry.state not in (_R.WAKING, _R.LEAVING) and not entry.is_scaling
-            )
+            self._changed.wait_for(lambda: entry.state not in (_R.WAKING, _R.LEAVING) and not entry.is_scaling)
             self._entries.pop(sleeper, None)
             self._sieve.remove(sleeper)
             return entry.state is _R.AWAKE
@@ -569,16 +543,10 @@ class Residency:
                         self._newcomer = self._newcomer or entry
                     return True
                 victim = None if verdict.victim is None else self._entries[verdict.victim]
-            if victim is None or not self._put_to_sleep(
-                victim, "memory", verdict.reason, may_stay=verdict.may_stay
-            ):
+            if victim is None or not self._put_to_sleep(victim, "memory", verdict.reason, may_stay=verdict.may_stay):
                 if now_s >= end_s:
-                    raise NoRoom(
-                        f"model '{entry.sleeper.name}' cannot be loaded now: {verdict.reason}"
-                    )
-                until_s = min(
-                    [end_s, now_s + _RARELY_S, *(each for each in stays_s if each > now_s)]
-                )
+                    raise NoRoom(f"model '{entry.sleeper.name}' cannot be loaded now: {verdict.reason}")
+                until_s = min([end_s, now_s + _RARELY_S, *(each for each in stays_s if each > now_s)])
                 watch.wait(until_s - time.monotonic())
 
     def _stays_until_s(self, entry: ResidentModel) -> float:
@@ -602,9 +570,7 @@ class Residency:
         is_member = self._is_member(name)
         return decide(self.limits, self._sieve, candidates, entry.need, is_member=is_member)
 
-    def _candidates(
-        self, now_s: float, but: ResidentModel | None = None
-    ) -> dict[Sleeper, Candidate]:
+    def _candidates(self, now_s: float, but: ResidentModel | None = None) -> dict[Sleeper, Candidate]:
         """Describe the models that have processes, without one that is about to have other ones, or others awake. Needs
         the lock.
         """
@@ -615,9 +581,7 @@ class Residency:
             if entry is not but and entry.is_present and not sleeper.has_given_up:
                 why = self._why_stays(entry, now_s)
                 is_dormant = entry.state is _R.DORMANT
-                found[sleeper] = Candidate(
-                    entry.present_need, sleeper.uses, not why, why, is_dormant
-                )
+                found[sleeper] = Candidate(entry.present_need, sleeper.uses, not why, why, is_dormant)
         return found
 
     def _why_stays(self, entry: ResidentModel, now_s: float) -> str:
@@ -648,9 +612,7 @@ class Residency:
 
     # Putting to sleep
 
-    def _put_to_sleep(
-        self, entry: ResidentModel, reason: str, because: str, *, may_stay: bool
-    ) -> bool:
+    def _put_to_sleep(self, entry: ResidentModel, reason: str, because: str, *, may_stay: bool) -> bool:
         """End the instances of a model, if it has nothing to do. Returns False if it has, or if another thread has the
         model.
 
@@ -750,9 +712,7 @@ class Residency:
                 present = self._candidates(time.monotonic())
                 verdict = decide(self.limits, self._sieve, present, None)
                 victim = None if verdict.victim is None else self._entries[verdict.victim]
-            if victim is None or not self._put_to_sleep(
-                victim, "memory", verdict.reason, may_stay=verdict.may_stay
-            ):
+            if victim is None or not self._put_to_sleep(victim, "memory", verdict.reason, may_stay=verdict.may_stay):
                 return
 
     def _measure(self, entry: ResidentModel) -> None:
@@ -814,9 +774,7 @@ class Residency:
                 return
             entry.is_scaling = True
             try:
-                self._start(
-                    partial(self._scale, entry, step), f"moonpool-scale-{entry.machine.name}"
-                )
+                self._start(partial(self._scale, entry, step), f"moonpool-scale-{entry.machine.name}")
             except OutOfThreads as error:
                 entry.is_scaling = False
                 _log.error("%s", error)

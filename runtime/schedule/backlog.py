@@ -1,9 +1,9 @@
 """Bounds on responses that wait in this process for somebody slower: a client, a loop, or the next step of an ensemble.
 
-Theory of operation. The tensors of a response lie in the memory of its instance, which has a limit of its own. But each response also
-takes a kilobyte or more here, and a model may send a million of them that all name the same 64 bytes. The channel of the model is
-read on nevertheless: it also brings the responses of others, which one slow reader must not stop. So when too much waits for one
-request, that request ends with `BacklogFull`.
+Theory of operation. The tensors of a response lie in the memory of its instance, which has a limit of its own. But each
+response also takes a kilobyte or more here, and a model may send a million of them that all name the same 64 bytes. The
+channel of the model is read on nevertheless: it also brings the responses of others, which one slow reader must not
+stop. So when too much waits for one request, that request ends with `BacklogFull`.
 
 A backlog belongs to one request. One thread at a time adds to it and one takes from it, each in a number of its own,
 so there is no lock: the reactor adds, and a lock that callers take too could be held by a thread whose signal handler
@@ -45,18 +45,12 @@ class _Look:
 class ResponseBacklog:
     """Counts the bytes of responses to one request that wait in this process."""
 
-    __slots__ = (
-        "__weakref__",
-        "_end",
-        "_limit_bytes",
-        "_looked_bytes",
-        "_name",
-        "came_bytes",
-        "taken_bytes",
-    )
+    __slots__ = ("__weakref__", "_end", "_limit_bytes", "_looked_bytes", "_name", "came_bytes", "taken_bytes")
 
     def __init__(self, name: str, limit_bytes: int, end: Callable[[BacklogFull], object]) -> None:
-        """`limit_bytes` is the option of the model `name`. `end` ends the request, once, on any thread that adds to a backlog."""
+        """`limit_bytes` is the option of the model `name`. `end` ends the request, once, on any thread that adds to a
+        backlog.
+        """
         self._name = name
         self._limit_bytes = limit_bytes
         self._end: Callable[[BacklogFull], object] | None = end

@@ -69,15 +69,7 @@ Lane: TypeAlias = "OrderedDict[int, Entry]"
 class Level:
     """The requests of one priority level and their policy."""
 
-    __slots__ = (
-        "late",
-        "limit",
-        "may_override",
-        "number",
-        "timeout_us",
-        "to_instance_ns",
-        "waiting",
-    )
+    __slots__ = ("late", "limit", "may_override", "number", "timeout_us", "to_instance_ns", "waiting")
 
     def __init__(self, number: int, policy: QueuePolicy | None, to_instance_ns: int = 0) -> None:
         self.number = number
@@ -131,12 +123,7 @@ class Queue:
     and `form` cost O(1) a request, amortised, plus O(log n) where timeouts are set.
     """
 
-    def __init__(
-        self,
-        max_batch_size: int,
-        batching: DynamicBatching | None = None,
-        to_instance_ns: int = 0,
-    ) -> None:
+    def __init__(self, max_batch_size: int, batching: DynamicBatching | None = None, to_instance_ns: int = 0) -> None:
         """`to_instance_ns` is the time that a request needs from here to an instance. It counts as waiting."""
         self._max_rows = max(1, max_batch_size)
         self._to_instance_ns = to_instance_ns
@@ -144,9 +131,7 @@ class Queue:
         self._delay_ns = min(batching.max_queue_delay_us, _LONGEST_US) * 1000 if batching else 0
         preferred = sorted(batching.preferred_batch_sizes) if batching else []
         if preferred and not 1 <= preferred[0] <= preferred[-1] <= self._max_rows:
-            raise ValueError(
-                f"preferred batch sizes {preferred} are not within 1 to {self._max_rows}"
-            )
+            raise ValueError(f"preferred batch sizes {preferred} are not within 1 to {self._max_rows}")
         self._preferred = preferred or [self._max_rows]
         self._largest = self._preferred[-1]
         # A full batch is preferred in any case, so to name its size as the only preferred one changes nothing.

@@ -3,14 +3,15 @@
 Theory of operation. A future has no thread. Cancelling it and resolving it race for the one item in
 `RequestFuture.leave`, and the one that pops it ends the future.
 
-*Outcomes of futures.* Whoever ends a request serves all callers: the reactor, or a thread that drives the batch. It must take no lock that
-a caller can hold, and run no code of a caller. A future has both: its condition, which a signal handler can leave taken for good (it raises in
-`Condition.__enter__`, after the lock was taken), and callbacks.
+*Outcomes of futures.* Whoever ends a request serves all callers: the reactor, or a thread that drives the batch. It
+must take no lock that a caller can hold, and run no code of a caller. A future has both: its condition, which a signal
+handler can leave taken for good (it raises in `Condition.__enter__`, after the lock was taken), and callbacks.
 
-So `deliver` sets an outcome itself only if the lock is free and nobody has asked to be called. While it has the lock, nobody can ask. All
-other outcomes go to a thread, in the order in which they came. That thread may be stuck in one of them. If it has been for `_STUCK_S`
-while others wait, another thread goes on with those, and the first one ends after its outcome. There are `_MOST` threads at most. `_lock` guards the
-queue, and the worker whose turn it is. The threads are daemons, start with the first outcome, and end when there has been none for a while.
+So `deliver` sets an outcome itself only if the lock is free and nobody has asked to be called. While it has the lock,
+nobody can ask. All other outcomes go to a thread, in the order in which they came. That thread may be stuck in one of
+them. If it has been for `_STUCK_S` while others wait, another thread goes on with those, and the first one ends after
+its outcome. There are `_MOST` threads at most. `_lock` guards the queue, and the worker whose turn it is. The threads
+are daemons, start with the first outcome, and end when there has been none for a while.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from moonpool.runtime.schedule.lane import LEAVE_S
 from moonpool.runtime.schedule.scheduler import Scheduler
 
 _log = RuntimeLog("moonpool")
-# Seconds after which a thread that delivers outcomes counts as stuck, and ends if there is none; and the most of these threads.
+# Seconds after which a thread that delivers outcomes counts as stuck, and ends if there is none; and the most of these
+# threads.
 _STUCK_S = 0.05
 _IDLE_S = 5.0
 _MOST = 32
@@ -81,7 +83,9 @@ class _Worker:
 
 
 class Deliveries:
-    """Gives outcomes to futures. Any thread but one on which signal handlers run may call any method. None blocks but `close`."""
+    """Gives outcomes to futures. Any thread but one on which signal handlers run may call any method. None blocks but
+    `close`.
+    """
 
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
@@ -115,9 +119,7 @@ class Deliveries:
     def _begin(self) -> None:
         """Start a thread, or try again later. Needs the lock."""
         worker = _Worker()
-        worker.thread = threading.Thread(
-            target=self._work, args=(worker,), name="moonpool-futures", daemon=True
-        )
+        worker.thread = threading.Thread(target=self._work, args=(worker,), name="moonpool-futures", daemon=True)
         try:
             start_thread(worker.thread)
         except OutOfThreads:
@@ -131,9 +133,7 @@ class Deliveries:
     def _work(self, worker: _Worker) -> None:
         while True:
             with self._lock:
-                deliver = (
-                    self._waiting.popleft() if self._has_turn(worker) and self._waiting else None
-                )
+                deliver = self._waiting.popleft() if self._has_turn(worker) and self._waiting else None
                 if deliver is None and (self._is_closed or not self._has_turn(worker)):
                     self._end(worker)
                     return
@@ -225,9 +225,7 @@ class FutureWaiter(Waiter):
         self._deliveries.deliver(self.future, outcome)
 
 
-def submit_for_future(
-    scheduler: Scheduler, request: InferenceRequest, deliveries: Deliveries
-) -> RequestFuture:
+def submit_for_future(scheduler: Scheduler, request: InferenceRequest, deliveries: Deliveries) -> RequestFuture:
     """Submit a request and return the future of its response. Raises what `Scheduler.submit` raises."""
     waiter = FutureWaiter(deliveries, lambda: scheduler.leave_soon(request))
     request.waiter = waiter
@@ -251,9 +249,7 @@ def submit_to_reactor(scheduler: Scheduler, request: InferenceRequest) -> None:
         raise
 
 
-def wait_for_response(
-    scheduler: Scheduler, request: InferenceRequest, timeout_s: float | None
-) -> Response:
+def wait_for_response(scheduler: Scheduler, request: InferenceRequest, timeout_s: float | None) -> Response:
     """Submit a request and wait for its outcome on this thread.
 
     Raises what `Scheduler.submit` raises, `InvalidRequest`, `RequestTimedOut`, and the error of the outcome.

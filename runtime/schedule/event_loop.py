@@ -3,22 +3,23 @@
 Handing an answer from another thread to an event loop costs more than the trip to the stub, so the loop watches the
 sockets of the stubs that execute for it.
 
-Theory of operation. Everything happens on the loop's thread, with two exceptions: `resolve` and `appoint` of a waiter, which
-hand over with `call_soon_threadsafe`, and the end of a driver, which comes on any thread when its loop is collected. A loop
-may stop for good at any time without a word. So it never claims an execution before its answer can be read: until then
-anybody else can, and the supervisor gives to the reactor what nobody claims for longer than a second (`Supervisor.rescue`).
-A caller that leaves while its loop watches for the execution gives it to the reactor at once, as the others in the batch
-still wait.
+Theory of operation. Everything happens on the loop's thread, with two exceptions: `resolve` and `appoint` of a waiter,
+which hand over with `call_soon_threadsafe`, and the end of a driver, which comes on any thread when its loop is
+collected. A loop may stop for good at any time without a word. So it never claims an execution before its answer can be
+read: until then anybody else can, and the supervisor gives to the reactor what nobody claims for longer than a second
+(`Supervisor.rescue`). A caller that leaves while its loop watches for the execution gives it to the reactor at once, as
+the others in the batch still wait.
 
-Requests that come in one turn of the loop, from many clients or over one connection, are gathered and go to the scheduler together, so
-that they share a batch. The loop does so only while there are several: after a batch with several, or while an answer is awaited.
-A caller that leaves before that is skipped (`Scheduler.submit_all`), as `cancel` has marked its request.
+Requests that come in one turn of the loop, from many clients or over one connection, are gathered and go to the
+scheduler together, so that they share a batch. The loop does so only while there are several: after a batch with
+several, or while an answer is awaited. A caller that leaves before that is skipped (`Scheduler.submit_all`), as
+`cancel` has marked its request.
 
 The loop watches one descriptor, an epoll over the sockets. If the loop watched the sockets themselves, uvloop would not
 report all of them: when a stub ends with something unread, its socket has an error, and libuv stops watching it without
-a word. When an answer can be read, several threads may know, and the one that claims it reads it. The loop may so be woken by an
-answer that is another's. It looks whether there is anything to read before it reads, and forgets a socket that has
-nothing for it.
+a word. When an answer can be read, several threads may know, and the one that claims it reads it. The loop may so be
+woken by an answer that is another's. It looks whether there is anything to read before it reads, and forgets a socket
+that has nothing for it.
 
 If one answer alone is awaited, the loop looks for it for a moment before it sleeps, as a thread does. It claims the
 execution for that time, and offers it again if the answer did not come.
@@ -30,8 +31,8 @@ Its tables of sockets are changed in an order in which they are right after each
 callback, if it is interrupted between taking it and calling it. So other threads wake this loop by a descriptor
 (`Bell`), which is reported until all is done.
 
-A stub's socket belongs to its link, which another thread may close at any time; its number can then be given to another file while
-it is still watched. So a driver duplicates the descriptor and watches the duplicate, which only it closes.
+A stub's socket belongs to its link, which another thread may close at any time; its number can then be given to another
+file while it is still watched. So a driver duplicates the descriptor and watches the duplicate, which only it closes.
 
 Where a work channel lies in memory, the *socket* of all this is its bell.
 """
@@ -109,7 +110,8 @@ class WatchedSocket:
 class WatchedSockets:
     """A table of watched sockets. `epoll` reports the `fd` of those that are readable. Not thread-safe.
 
-    A socket is in the table before the epoll has it, and until the epoll has it no more: it could not be found otherwise, and be reported for ever.
+    A socket is in the table before the epoll has it, and until the epoll has it no more: it could not be found
+    otherwise, and be reported for ever.
     """
 
     def __init__(self) -> None:
@@ -186,8 +188,8 @@ class LoopDriver:
         self._width = 1
         # Requests that wait for the end of this turn of the loop.
         self._gathered: dict[Scheduler, list[InferenceRequest]] = {}
-        # Wakes the loop for the requests that it has gathered, and for calls from other threads. The epoll reports it until it is silenced. A
-        # callback of asyncio may be lost, if a signal handler raises right before it.
+        # Wakes the loop for the requests that it has gathered, and for calls from other threads. The epoll reports it
+        # until it is silenced. A callback of asyncio may be lost, if a signal handler raises right before it.
         self._calls: deque[tuple[Callable[[Any], object], object]] = deque()
         self._bell = Bell() if self.is_interruptible else None
         # True from the first call of another thread until the bell is silenced, so that many calls ring once.
@@ -205,7 +207,8 @@ class LoopDriver:
     def submit(self, scheduler: Scheduler, request: InferenceRequest) -> None:
         """Send a request whose waiter is in this loop. Raises what `Scheduler.submit` raises, or makes it the outcome.
 
-        If there may be more in this turn of the loop, they are sent together at its end. A single caller does not wait for that.
+        If there may be more in this turn of the loop, they are sent together at its end. A single caller does not wait
+        for that.
         """
         if LoopDriver.gather(self, scheduler, request):
             return
@@ -254,7 +257,9 @@ class LoopDriver:
                 self._loop.call_soon(self._look_for, watched)
 
     def _look_for(self, watched: WatchedSocket) -> None:
-        """Look for the only answer that is awaited for a moment, as waking this thread takes longer than a quick model."""
+        """Look for the only answer that is awaited for a moment, as waking this thread takes longer than a quick
+        model.
+        """
         if len(self._awaited) == 1:
             self._take(watched, False)
 
@@ -476,9 +481,7 @@ class TaskWaiter(LoopWaiter):
         return self.future.done()
 
 
-async def wait_for_outcome(
-    scheduler: Scheduler, request: InferenceRequest, timeout_s: float | None
-) -> Outcome | None:
+async def wait_for_outcome(scheduler: Scheduler, request: InferenceRequest, timeout_s: float | None) -> Outcome | None:
     """Submit a request and await its outcome. Cancelling the task cancels the request.
 
     Raises what `Scheduler.submit` raises, `InvalidRequest` and `RequestTimedOut`.

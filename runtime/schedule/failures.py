@@ -9,13 +9,7 @@ from functools import partial
 from operator import call
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.errors import (
-    BackendError,
-    ExecuteTimedOut,
-    LoadFailed,
-    ModelUnavailable,
-    all_of,
-)
+from moonpool.runtime.errors import BackendError, ExecuteTimedOut, LoadFailed, ModelUnavailable, all_of
 from moonpool.runtime.model.backend import ModelInstance
 from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.model.denials import DenialBook
@@ -30,7 +24,9 @@ _FOUND_AFTER = 1.25
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Return True if an error comes from a lack of descriptors, memory or processes. The model is not to blame for that."""
+    """Return True if an error comes from a lack of descriptors, memory or processes. The model is not to blame for
+    that.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _SHORTAGES:
@@ -46,9 +42,7 @@ _NO_MODEL_FILE = "Python model file not found in "
 def missing_file_line(error: BaseException) -> str | None:
     """Return the line that Triton's stub logs if the file of a model is missing; None for other errors."""
     text = str(error)
-    return (
-        f"Failed to preinitialize Python stub: {text}" if text.startswith(_NO_MODEL_FILE) else None
-    )
+    return f"Failed to preinitialize Python stub: {text}" if text.startswith(_NO_MODEL_FILE) else None
 
 
 def notify_callers(
@@ -58,7 +52,9 @@ def notify_callers(
     requests: Sequence[InferenceRequest],
     reason: MoonpoolError,
 ) -> None:
-    """Give `reason` to the requests of an instance that is gone, or queue them again if the model's options allow it."""
+    """Give `reason` to the requests of an instance that is gone, or queue them again if the model's options allow
+    it.
+    """
     again = []
     if options.retry and not isinstance(reason, ExecuteTimedOut):
         again = [each for each in requests if not each.attempts and not each.responses]
@@ -72,9 +68,7 @@ def notify_callers(
     all_of(call, steps)
 
 
-def took_too_long(
-    instance: str, limit_s: float, denials: DenialBook, taken_s: float | None = None
-) -> ExecuteTimedOut:
+def took_too_long(instance: str, limit_s: float, denials: DenialBook, taken_s: float | None = None) -> ExecuteTimedOut:
     """Make the error for the requests of a batch that an instance did not execute in time.
 
     A refusal of the sandbox since its start, `taken_s` ago, may be the reason: what a process that the model started

@@ -87,27 +87,14 @@ from moonpool.ipc.port import RuntimePort
 from moonpool.runtime.arguments import LONGEST_S, check_timeout
 from moonpool.runtime.errors import BackendError, ModelUnavailable, QueueFull, RequestTimedOut, own
 from moonpool.runtime.model.backend import Model, ModelInstance, Pending
-from moonpool.runtime.model.request import (
-    Answer,
-    Deferral,
-    InferenceRequest,
-    Outcome,
-    Response,
-    Waiter,
-)
+from moonpool.runtime.model.request import Answer, Deferral, InferenceRequest, Outcome, Response, Waiter
 from moonpool.runtime.observe.metric_families import reason_of
 from moonpool.runtime.observe.metrics_options import duration_bounds_ns
 from moonpool.runtime.observe.statistics import Statistics
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.threads import INTERRUPTIBLE, CountingCondition, is_interruptible
 from moonpool.runtime.schedule.ordering import Departures
-from moonpool.runtime.schedule.request_queue import (
-    Permits,
-    Rejected,
-    RequestQueue,
-    check_many,
-    queue_for,
-)
+from moonpool.runtime.schedule.request_queue import Permits, Rejected, RequestQueue, check_many, queue_for
 
 IS_COMPILED = not __file__.endswith(".py")
 # About what it takes to hand out the outcomes of a large batch.
@@ -156,9 +143,7 @@ class Lane:
         # Gets every request that ends with an error while its caller waits for it.
         self.note: Note = nobody_listens
         self._is_in_order = batching is not None and batching.preserve_ordering
-        self._departures: Departures[InferenceRequest, Outcome | None] = Departures(
-            in_order=self._is_in_order
-        )
+        self._departures: Departures[InferenceRequest, Outcome | None] = Departures(in_order=self._is_in_order)
         # False where a subclass has its say in each outcome, as a cache has.
         self._is_plain = True
         # None if instances execute without permits.
@@ -167,9 +152,7 @@ class Lane:
         self._idle: list[ModelInstance] = []
         self._taken: set[ModelInstance] = set()
         self._busy: dict[ModelInstance, Execution] = {}
-        self._refusal: MoonpoolError | None = ModelUnavailable(
-            f"Request for model '{model.name}' which is loading"
-        )
+        self._refusal: MoonpoolError | None = ModelUnavailable(f"Request for model '{model.name}' which is loading")
         self._wake_at_ns: int | None = None
         # Called for each request while the model sleeps, with the lock held.
         self.wanted: Callable[[], object] = nobody_listens
@@ -276,9 +259,7 @@ class Lane:
         permits = self.permits
         return Lane._form_in(self, self._idle, now_ns) if permits is None else permits.form(now_ns)
 
-    def _form_in(
-        self, idle: Sequence[ModelInstance], now_ns: int
-    ) -> tuple[list[Execution], Rejected]:
+    def _form_in(self, idle: Sequence[ModelInstance], now_ns: int) -> tuple[list[Execution], Rejected]:
         """Start what the queue wants to start in some of the idle instances. Needs the lock."""
         queue = self._queue
         if not queue.may_form(idle):
@@ -304,13 +285,7 @@ class Lane:
             self._idle.remove(instance)
         return started, rejected
 
-    def _start(
-        self,
-        instance: ModelInstance,
-        batch: list[InferenceRequest],
-        now_ns: int,
-        driver: object,
-    ) -> Execution:
+    def _start(self, instance: ModelInstance, batch: list[InferenceRequest], now_ns: int, driver: object) -> Execution:
         execution = Execution.__new__(Execution)
         execution.begin(self, instance, batch, now_ns, driver)
         self._busy[instance] = execution
@@ -334,10 +309,7 @@ class Lane:
         self._launch(started, rejected, None)
 
     def _launch(
-        self,
-        executions: list[Execution],
-        rejected: Rejected,
-        mine: InferenceRequest | None,
+        self, executions: list[Execution], rejected: Rejected, mine: InferenceRequest | None
     ) -> Execution | None:
         """Send batches and find drivers for them. Returns, claimed, the one that has `mine`."""
         own: Execution | None = None
@@ -435,11 +407,7 @@ class Lane:
         Lane.settle(self, execution, answers, answered_ns, interruptible)
 
     def settle(
-        self,
-        execution: Execution,
-        answers: Sequence[Answer],
-        answered_ns: int = 0,
-        interruptible: bool = False,
+        self, execution: Execution, answers: Sequence[Answer], answered_ns: int = 0, interruptible: bool = False
     ) -> None:
         """Free the instance, hand out the outcomes, and start the next batch; of a slow instance before the outcomes.
 
@@ -470,11 +438,7 @@ class Lane:
                 answers = [queue.answered(request, answer, now_ns) for request, answer in pairs]
             # It is idle already if a signal handler raised right after this.
             if instance not in self._idle:
-                if (
-                    instance.broken is None
-                    and instance.accepts
-                    and instance.served < instance.serves_until
-                ):
+                if instance.broken is None and instance.accepts and instance.served < instance.serves_until:
                     if queue.keeps_sequences:
                         queue.join(instance, now_ns)
                     self._idle.append(instance)
@@ -530,10 +494,7 @@ class Lane:
         return True
 
     def _tell(
-        self,
-        requests: Sequence[InferenceRequest],
-        answers: Sequence[Answer],
-        resolved: Iterable[Pair] | None,
+        self, requests: Sequence[InferenceRequest], answers: Sequence[Answer], resolved: Iterable[Pair] | None
     ) -> None:
         """Give callers the outcomes of a batch: these answers, or what is `resolved`. Without the lock."""
         if resolved is not None:
@@ -605,9 +566,7 @@ class Lane:
         """Take in an instance that broke, drains, or is due to be recycled. Needs the lock."""
         raise NotImplementedError
 
-    def _settled(
-        self, execution: Execution, answers: Sequence[Answer], now_ns: int
-    ) -> Iterable[Pair]:
+    def _settled(self, execution: Execution, answers: Sequence[Answer], now_ns: int) -> Iterable[Pair]:
         """Return the outcomes of a batch that may leave now, and note requests that it left open. Needs the lock."""
         raise NotImplementedError
 
@@ -849,9 +808,7 @@ class Execution:
                 sums[2] += output_ns
             if request.trace is not None:
                 self.has_traces = True
-                request.trace.executed(
-                    answer, request.queued_ns, self.started_ns, self.sent_ns, answered_ns, now_ns
-                )
+                request.trace.executed(answer, request.queued_ns, self.started_ns, self.sent_ns, answered_ns, now_ns)
             if request.fills_place:
                 filled += 1
                 self.has_deferred = self.has_deferred or isinstance(answer, Deferral)
@@ -871,9 +828,7 @@ class Execution:
                 bad = True
         self.instance.served += len(requests) - filled
         now_ms = time_ns() // 1_000_000
-        statistics.record_batch(
-            now_ms, total_rows, good, rows, success_ns, queue_ns, input_ns, infer_ns, output_ns
-        )
+        statistics.record_batch(now_ms, total_rows, good, rows, success_ns, queue_ns, input_ns, infer_ns, output_ns)
         if bad:
             given: Sequence[object] = answers
             answers = [each if isinstance(each, _ANSWERS) else no_answer(each) for each in given]

@@ -3,9 +3,9 @@
 Theory of operation. Requests get numbers when they are given to an instance, and their outcomes leave in the order of
 these numbers. The scheduler's lock is held while numbers are given and outcomes come in. Outcomes leave without it, as
 callers run code of their own then. So two threads could hand out at the same time and overtake each other. The right to
-hand out is therefore one token in a list (`_turn`): the thread that pops it hands out all that may leave, in order. A thread that
-does not get it can go, because the other one looks once more after giving it back. A pop is atomic, so there is no lock
-that a signal handler could leave taken, and a callback may come back in here.
+hand out is therefore one token in a list (`_turn`): the thread that pops it hands out all that may leave, in order. A
+thread that does not get it can go, because the other one looks once more after giving it back. A pop is atomic, so
+there is no lock that a signal handler could leave taken, and a callback may come back in here.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class Departures(Generic[R, T]):
         return []
 
     def leave(self, pairs: Iterable[tuple[R, T]], resolve: Callable[[R, T], object]) -> None:
-        """Resolve what `done` returned, in order where that is asked for. From any thread. Raises the first error after the last one."""
+        """Resolve what `done` returned, in order where that is asked for. From any thread. Raises the first error after
+        the last one.
+        """
         all_of(lambda pair: resolve(*pair), pairs)
         while self._leaving:
             try:

@@ -62,8 +62,7 @@ _TOO_FEW = (
 )
 _BOTH = 'Resource "{}" is present as both global and device-specific resource in the model configuration.'
 _FORMAT = (
-    "--rate-limit-resource option format is '<resource_name>:<count>:<device>' or '<resource_name>:<count>'. "
-    "Got {:.80}"
+    "--rate-limit-resource option format is '<resource_name>:<count>:<device>' or '<resource_name>:<count>'. Got {:.80}"
 )
 _GIVEN = re.compile(r"([^:]+):([0-9]{1,9})(?::([0-9]{1,9}))?", re.ASCII)
 
@@ -112,7 +111,9 @@ class ResourcePool(Generic[MemberT]):
     """Decides which members may have their resources. Pure, and not thread-safe."""
 
     def __init__(self, given: Mapping[Resource, int]) -> None:
-        """`given` has the count of each resource; if it is empty, a resource has as many as the member that needs most of it."""
+        """`given` has the count of each resource; if it is empty, a resource has as many as the member that needs most
+        of it.
+        """
         self._given = given
         self._members: dict[MemberT, ResourceMember] = {}
         # The number of members that wait.
@@ -128,9 +129,11 @@ class ResourcePool(Generic[MemberT]):
         return Counter({name: each.in_use for name, each in self._counts.items() if each.in_use})
 
     def join(self, joining: Mapping[MemberT, tuple[RateLimits, int]]) -> list[MemberT]:
-        """Take in members by what they need and their devices. Raises ValueError, with Triton's texts; then none has joined.
+        """Take in members by what they need and their devices. Raises ValueError, with Triton's texts; then none has
+        joined.
 
-        Returns those that get their resources now, as a member that needs more than others may raise a limit. A member that shares a resource with others begins as if it had executed as often as the least of them.
+        Returns those that get their resources now, as a member that needs more than others may raise a limit. A member
+        that shares a resource with others begins as if it had executed as often as the least of them.
         """
         joined = {}
         for member, (needed, device) in joining.items():
@@ -138,9 +141,7 @@ class ResourcePool(Generic[MemberT]):
             joined[member] = ResourceMember(needs, [], max(1, needed.priority), 0)
         limits = self._limits_for([*self._members.values(), *joined.values()])
         for new in joined.values():
-            ranks = [
-                each.rank for each in self._members.values() if each.needs.keys() & new.needs.keys()
-            ]
+            ranks = [each.rank for each in self._members.values() if each.needs.keys() & new.needs.keys()]
             new.rank = min(ranks, default=0)
         for new in joined.values():
             new.counts = [(self._counts[resource], count) for resource, count in new.needs.items()]
@@ -157,7 +158,9 @@ class ResourcePool(Generic[MemberT]):
                 del self._counts[resource]
 
     def leave(self, members: Iterable[MemberT]) -> list[MemberT]:
-        """Forget members, with what they hold. Returns those that get their resources now. The limits follow those that stay."""
+        """Forget members, with what they hold. Returns those that get their resources now. The limits follow those that
+        stay.
+        """
         for member in members:
             self._give_back(member)
             self._members.pop(member, None)
@@ -165,7 +168,9 @@ class ResourcePool(Generic[MemberT]):
         return self._grant()
 
     def acquire(self, member: MemberT) -> bool:
-        """Return True if a member holds its resources now. Otherwise it waits for them; one that has left never gets any."""
+        """Return True if a member holds its resources now. Otherwise it waits for them; one that has left never gets
+        any.
+        """
         state = self._members.get(member)
         if state is None:
             return False
@@ -176,9 +181,7 @@ class ResourcePool(Generic[MemberT]):
             self._grant()
         return state.is_holding
 
-    def release(
-        self, member: MemberT, *, has_executed: bool, asks_again: bool = False
-    ) -> list[MemberT]:
+    def release(self, member: MemberT, *, has_executed: bool, asks_again: bool = False) -> list[MemberT]:
         """Return what a member holds, or end its wait. Returns those that get their resources now.
 
         A member that asks again waits behind those of its rank, and may get them at once.
@@ -244,9 +247,7 @@ class ResourcePool(Generic[MemberT]):
         if not self._waiting:
             return []
         waiting = [
-            (each.rank, each.turn, member, each)
-            for member, each in self._members.items()
-            if each.turn is not None
+            (each.rank, each.turn, member, each) for member, each in self._members.items() if each.turn is not None
         ]
         waiting.sort(key=lambda entry: entry[:2])
         reserved: set[Resource] = set()
@@ -269,10 +270,7 @@ class ResourcePool(Generic[MemberT]):
         for member in members:
             for resource, count in member.needs.items():
                 most[resource] = max(count, most.get(resource, 0))
-        limits = {
-            resource: self._count_of(resource, need) if self._given else need
-            for resource, need in most.items()
-        }
+        limits = {resource: self._count_of(resource, need) if self._given else need for resource, need in most.items()}
         for name, device in limits:
             if device is not None and (name, None) in limits:
                 raise ValueError(_BOTH.format(name))
@@ -300,13 +298,13 @@ def _has(state: ResourceMember) -> bool:
 
 
 def _needs(limits: RateLimits, device: int) -> dict[Resource, int]:
-    return {
-        (each.name, None if each.is_global else device): each.count for each in limits.resources
-    }
+    return {(each.name, None if each.is_global else device): each.count for each in limits.resources}
 
 
 class _Ask(NamedTuple):
-    """A request of an instance that executes to a model with resources. `is_open` tells if the instance still waits for it."""
+    """A request of an instance that executes to a model with resources. `is_open` tells if the instance still waits for
+    it.
+    """
 
     asker: ModelInstance
     request: InferenceRequest
@@ -338,7 +336,8 @@ class RateLimiter:
         is_asker: Callable[[ModelInstance], bool],
         is_open: Callable[[], bool],
     ) -> None:
-        """Note that an instance asks a model, whose request may wait for the resources of these schedulers. On the reactor's thread.
+        """Note that an instance asks a model, whose request may wait for the resources of these schedulers. On the
+        reactor's thread.
 
         Raises `ModelUnavailable` if it would wait for what the instance keeps until it has the answer.
         """
@@ -370,9 +369,7 @@ class RateLimiter:
         members = target.members
         with self._lock:
             # One that has none yet has no process either, and starts some.
-            return not members or any(
-                each not in stuck and self._pool.can_get(each, stuck) for each in members
-            )
+            return not members or any(each not in stuck and self._pool.can_get(each, stuck) for each in members)
 
     def join(self, instances: Sequence[ModelInstance], wake: Callable[[], None]) -> None:
         """Take in instances. Raises `ConfigError` if they need more than there is; then none has joined.
@@ -403,10 +400,10 @@ class RateLimiter:
         with self._lock:
             return self._pool.acquire(instance)
 
-    def release(
-        self, instance: ModelInstance, *, has_executed: bool, asks_again: bool = False
-    ) -> None:
-        """Return what an instance holds, or end its wait. If it asks again, `holds` tells whether it has it back at once."""
+    def release(self, instance: ModelInstance, *, has_executed: bool, asks_again: bool = False) -> None:
+        """Return what an instance holds, or end its wait. If it asks again, `holds` tells whether it has it back at
+        once.
+        """
         with self._lock:
             granted = self._pool.release(instance, has_executed=has_executed, asks_again=asks_again)
             wakes = self._wakes_of(each for each in granted if each is not instance)
@@ -441,9 +438,7 @@ def limiter_of(texts: Iterable[str]) -> RateLimiter:
     try:
         return RateLimiter(read_resources(given))
     except ValueError:
-        raise ValueError(
-            f"must be texts such as NAME:COUNT or NAME:COUNT:DEVICE, not {given!r:.200}"
-        ) from None
+        raise ValueError(f"must be texts such as NAME:COUNT or NAME:COUNT:DEVICE, not {given!r:.200}") from None
 
 
 def _call(wakes: Iterable[Callable[[], None]]) -> None:
@@ -452,8 +447,8 @@ def _call(wakes: Iterable[Callable[[], None]]) -> None:
 
 
 class ModelPermits:
-    """The permits of one model's instances. Its scheduler's lock guards it; `join`, `leave` and `place_of` may be called
-    from any thread, without that lock.
+    """The permits of one model's instances. Its scheduler's lock guards it; `join`, `leave` and `place_of` may be
+    called from any thread, without that lock.
     """
 
     def __init__(self, limiter: RateLimiter, scheduler: Scheduler) -> None:

@@ -1,4 +1,5 @@
-"""The queue of one model, as its scheduler sees it, with or without sequences; and the requests that are open after their batch.
+"""The queue of one model, as its scheduler sees it, with or without sequences; and the requests that are open after
+their batch.
 
 `RequestQueue` asks the batcher, and `SequenceQueue` the sequencer, what to do with real requests and instances. Neither
 takes a lock or reads a clock: the scheduler calls them with its lock held, except to read a length, and gives the time.
@@ -90,18 +91,16 @@ class RequestQueue:
 
     def lets_past(self, request: InferenceRequest) -> bool:
         """Return True if a request may go into an idle instance without being added."""
-        return (
-            self._is_open
-            and not self._queue.count
-            and not (self._rejects_late and self.is_late(request))
-        )
+        return self._is_open and not self._queue.count and not (self._rejects_late and self.is_late(request))
 
     def is_late(self, request: InferenceRequest) -> bool:
         """Return True if a request is rejected even if an instance is idle, because it would reach that too late."""
         return self._rejects_late and self._queue.is_late(request)
 
     def may_form(self, idle: Sequence[ModelInstance]) -> bool:
-        """Return False if `form` has nothing to decide: nothing waits, or all instances are busy and no request has a deadline."""
+        """Return False if `form` has nothing to decide: nothing waits, or all instances are busy and no request has a
+        deadline.
+        """
         queue = self._queue
         return queue.count > 0 and (bool(idle) or queue.has_deadlines)
 
@@ -137,7 +136,9 @@ class RequestQueue:
         return tuple.__new__(QueueDecision, (batches, rejected, formation.wake_at_ns))
 
     def answered(self, request: InferenceRequest, answer: Answer, now_ns: int) -> Answer:  # noqa: ARG002
-        """Take the answer to a request of a batch. Returns the answer to hand out; `AGAIN` if the request waits again."""
+        """Take the answer to a request of a batch. Returns the answer to hand out; `AGAIN` if the request waits
+        again.
+        """
         return _NOT_ITERATIVE if answer is AGAIN else answer
 
     def ended(self, request: InferenceRequest, now_ns: int) -> None:
@@ -181,11 +182,7 @@ class SequenceQueue(RequestQueue):
         self._is_iterative = batching.is_iterative
         self._controls = SequenceControls(config, batching.controls, states)
         self._sequencer: Sequencer[InferenceRequest, ModelInstance] = Sequencer(
-            batching,
-            config.max_batch_size,
-            config.name,
-            None if states is None else states.initial,
-            survives=survives,
+            batching, config.max_batch_size, config.name, None if states is None else states.initial, survives=survives
         )
 
     def __len__(self) -> int:
@@ -249,7 +246,9 @@ class SequenceQueue(RequestQueue):
         self._sequencer.done(request, now_ns)
 
     def _keep_state(self, request: InferenceRequest) -> None:
-        """Put the state that a response brought in the place of the last one. A sequence has one from its first answer on."""
+        """Put the state that a response brought in the place of the last one. A sequence has one from its first answer
+        on.
+        """
         states = request.states
         if states is not None:
             new, states.new = states.new, None
@@ -269,7 +268,9 @@ class SequenceQueue(RequestQueue):
 
 
 class OpenRequests:
-    """Requests whose responses come apart from the answer to their batch. Not thread-safe: the scheduler's lock guards it."""
+    """Requests whose responses come apart from the answer to their batch. Not thread-safe: the scheduler's lock guards
+    it.
+    """
 
     def __init__(self) -> None:
         self._instance_of: dict[InferenceRequest, ModelInstance] = {}

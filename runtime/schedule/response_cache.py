@@ -1,22 +1,25 @@
 """Keeps the responses of models whose configuration allows that, and answers equal requests with them.
 
-Theory of operation. `CachingScheduler` looks for a response before it takes a request in. If there is one, the caller has it
-at once, and no instance is woken. Otherwise the request goes its way, and `_resolve`, which sees every outcome once, keeps the
-response before its caller gets it. So a caller that asks again finds it. Two equal requests at the same time are both executed.
+Theory of operation. `CachingScheduler` looks for a response before it takes a request in. If there is one, the caller
+has it at once, and no instance is woken. Otherwise the request goes its way, and `_resolve`, which sees every outcome
+once, keeps the response before its caller gets it. So a caller that asks again finds it. Two equal requests at the same
+time are both executed.
 
-*What is equal.* The key is a digest of 256 bits over all that a model can read of a request and that may change its answer:
-names, datatypes, shapes and bytes of the inputs, the requested outputs, the parameters, and the place in a sequence. Nobody can
-find two requests with one digest. A key belongs to one load of one version (`owner`), so another model, or the same one after a
-reload, finds nothing of it. An ensemble gets another number when one of its models is replaced (`forget_responses`): what its
-requests that began before that bring is dropped, whichever model answered them. Each part of what is hashed is preceded by what says where it ends.
+*What is equal.* The key is a digest of 256 bits over all that a model can read of a request and that may change its
+answer: names, datatypes, shapes and bytes of the inputs, the requested outputs, the parameters, and the place in a
+sequence. Nobody can find two requests with one digest. A key belongs to one load of one version (`owner`), so another
+model, or the same one after a reload, finds nothing of it. An ensemble gets another number when one of its models is
+replaced (`forget_responses`): what its requests that began before that bring is dropped, whichever model answered them.
+Each part of what is hashed is preceded by what says where it ends.
 
-*Memory of others.* Inputs may lie in memory that somebody else can write to: a client, a model that asks, another thread. It
-could change between the digest and the moment at which the model reads it, and then the answer to one request would be
-kept for another one. So such inputs are copied first, and digest and model see the copy.
+*Memory of others.* Inputs may lie in memory that somebody else can write to: a client, a model that asks, another
+thread. It could change between the digest and the moment at which the model reads it, and then the answer to one
+request would be kept for another one. So such inputs are copied first, and digest and model see the copy.
 
-*What is not kept.* Errors; responses that lie on a device, or in memory that the caller gave for them; and those of traced
-requests, whose traces show an execution. `ResponseCache` has one lock, held for a look into the table, and taken inside of the scheduler's and never outside. A response is
-copied without it. An owner that has left (`leave`) can neither find nor keep anything: its last outcomes may come later.
+*What is not kept.* Errors; responses that lie on a device, or in memory that the caller gave for them; and those of
+traced requests, whose traces show an execution. `ResponseCache` has one lock, held for a look into the table, and taken
+inside of the scheduler's and never outside. A response is copied without it. An owner that has left (`leave`) can
+neither find nor keep anything: its last outcomes may come later.
 """
 
 from __future__ import annotations
@@ -38,21 +41,15 @@ from moonpool.ipc.tensors import BYTES, DTYPES, decode_bytes
 from moonpool.runtime.arguments import OF_RUNTIME
 from moonpool.runtime.errors import own
 from moonpool.runtime.log import RuntimeLog
-from moonpool.runtime.model.request import (
-    Details,
-    InferenceRequest,
-    Outcome,
-    Parameter,
-    Response,
-    WireTensor,
-)
+from moonpool.runtime.model.request import Details, InferenceRequest, Outcome, Parameter, Response, WireTensor
 from moonpool.runtime.observe.statistics import CacheCounts
 from moonpool.runtime.schedule.lane import Execution, Pair
 from moonpool.runtime.schedule.scheduler import Scheduler
 
 _log = RuntimeLog("moonpool")
 _NO_DETAILS = Details()
-# About what an entry takes beside its tensors and parameters, and each of these beside its bytes and texts: objects, and places in tables.
+# About what an entry takes beside its tensors and parameters, and each of these beside its bytes and texts: objects,
+# and places in tables.
 _ENTRY_BYTES, _TENSOR_BYTES, _PARAMETER_BYTES = 1024, 512, 128
 # A number of a shape.
 _NUMBER_BYTES = 32
@@ -86,15 +83,11 @@ class CachedResponse(NamedTuple):
     def size_bytes(self) -> int:
         """The memory that it takes, about."""
         tensors = sum(
-            _text_bytes(name)
-            + _NUMBER_BYTES * len(tensor.shape)
-            + tensor.raw.nbytes
-            + _TENSOR_BYTES
+            _text_bytes(name) + _NUMBER_BYTES * len(tensor.shape) + tensor.raw.nbytes + _TENSOR_BYTES
             for name, tensor in self.outputs.items()
         )
         parameters = sum(
-            _text_bytes(name) + _text_bytes(value) + _PARAMETER_BYTES
-            for name, value in self.parameters.items()
+            _text_bytes(name) + _text_bytes(value) + _PARAMETER_BYTES for name, value in self.parameters.items()
         )
         return _ENTRY_BYTES + tensors + parameters
 
@@ -107,7 +100,9 @@ class CachedResponse(NamedTuple):
 
 
 def _text_bytes(value: Parameter) -> int:
-    """Return the memory of a text, or of another value. A model chooses it, and may choose characters that take four bytes each."""
+    """Return the memory of a text, or of another value. A model chooses it, and may choose characters that take four
+    bytes each.
+    """
     if not isinstance(value, str) or value.isascii():
         return sys.getsizeof(value)
     # CPython keeps its UTF-8 beside it, once somebody has asked for that.

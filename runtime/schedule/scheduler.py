@@ -4,17 +4,20 @@ Theory of operation. `lane.py` explains the lock, the instances, and who drives 
 `ModelInstance.recycle` take the supervisor's locks, which are therefore taken inside the lane's and never the other
 way round.
 
-*Open requests.* A model may answer a request apart from its batch. Those responses arrive on another channel, so the last
-one can come before the answer to the batch. `OpenRequests` knows both orders and counts a request once. A model may also leave a request open for
-ever. So a request counts as a use of the model while its caller waits, and no longer: otherwise a model could keep itself awake.
+*Open requests.* A model may answer a request apart from its batch. Those responses arrive on another channel, so the
+last one can come before the answer to the batch. `OpenRequests` knows both orders and counts a request once. A model
+may also leave a request open for ever. So a request counts as a use of the model while its caller waits, and no longer:
+otherwise a model could keep itself awake.
 
-*Sleep.* A model that sleeps has no instances. `doze` takes them out, if nobody waits for anything, in the same hold of the lock after which requests
-meet the refusal `ASLEEP`. A model that is awake pays nothing for that: a caller who finds a refusal looks which one it is. For `ASLEEP` the request is queued, and
-`wanted` is called, with the lock held, until `open`. So no request is lost between the two, in either order.
+*Sleep.* A model that sleeps has no instances. `doze` takes them out, if nobody waits for anything, in the same hold of
+the lock after which requests meet the refusal `ASLEEP`. A model that is awake pays nothing for that: a caller who finds
+a refusal looks which one it is. For `ASLEEP` the request is queued, and `wanted` is called, with the lock held, until
+`open`. So no request is lost between the two, in either order.
 
 *Order of closing.* `refuse` ends what comes in, `wait_empty` waits for what is here, and `drop` fails what is left when
-the time is over. The instances stop after that, and a last `drop` fails what was queued again in between. Requests whose callers have
-all left are waited for only `ABANDONED_S`, in which a model that looks at `is_cancelled` can end well. `hurry` ends these waits.
+the time is over. The instances stop after that, and a last `drop` fails what was queued again in between. Requests
+whose callers have all left are waited for only `ABANDONED_S`, in which a model that looks at `is_cancelled` can end
+well. `hurry` ends these waits.
 """
 
 from __future__ import annotations
@@ -29,41 +32,20 @@ from typing import Any
 
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import AGAIN as _AGAIN
-from moonpool.runtime.errors import (
-    BackendError,
-    CallerInterrupted,
-    ModelUnavailable,
-    all_of,
-)
+from moonpool.runtime.errors import BackendError, CallerInterrupted, ModelUnavailable, all_of
 from moonpool.runtime.model.backend import Model, ModelInstance
 from moonpool.runtime.model.config.model import ModelConfig
-from moonpool.runtime.model.request import (
-    AGAIN,
-    LATER,
-    Answer,
-    Deferral,
-    InferenceRequest,
-    Outcome,
-    Response,
-)
+from moonpool.runtime.model.request import AGAIN, LATER, Answer, Deferral, InferenceRequest, Outcome, Response
 from moonpool.runtime.observe.metric_families import reason_of
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.threads import is_interruptible
-from moonpool.runtime.schedule.lane import (
-    ASLEEP,
-    LEAVE_S,
-    SLOW_NS,
-    Execution,
-    Lane,
-    Pair,
-    no_answer,
-)
+from moonpool.runtime.schedule.lane import ASLEEP, LEAVE_S, SLOW_NS, Execution, Lane, Pair, no_answer
 from moonpool.runtime.schedule.request_queue import OpenRequests, Rejected, check_many
 from moonpool.runtime.schedule.sequence_states import SequenceStates
 
 _LEFT = ModelUnavailable("the caller left")
-# The time that an instance which is to end has for requests that nobody waits for any more. It is over before anybody is told that an
-# end takes long (`process/parallel.py`).
+# The time that an instance which is to end has for requests that nobody waits for any more. It is over before anybody
+# is told that an end takes long (`process/parallel.py`).
 ABANDONED_S = 0.9
 
 
@@ -115,7 +97,9 @@ class Scheduler(Lane):
         self._hurries = False
 
     def submit_soon(self, requests: list[InferenceRequest]) -> None:
-        """Have the reactor call `submit_all`. It takes the requests out of the list, so calling this twice does no harm."""
+        """Have the reactor call `submit_all`. It takes the requests out of the list, so calling this twice does no
+        harm.
+        """
         self.reactor.call_soon(lambda: self._submit_taken(requests))
 
     def _submit_taken(self, requests: list[InferenceRequest]) -> None:
@@ -218,9 +202,7 @@ class Scheduler(Lane):
         inside = [each for each in self._busy.values() if request in each.requests]
         return inside, inside[0].instance if inside else self.open_requests.instance_of(request)
 
-    def _settled(
-        self, execution: Execution, answers: Sequence[Answer], now_ns: int
-    ) -> Iterable[Pair]:
+    def _settled(self, execution: Execution, answers: Sequence[Answer], now_ns: int) -> Iterable[Pair]:
         """Return the outcomes of a batch that may leave now, and note requests that it left open. Needs the lock."""
         done: list[InferenceRequest] = []
         outcomes: list[Outcome | None] = []
@@ -233,7 +215,9 @@ class Scheduler(Lane):
         return self._departures.done(done, outcomes)
 
     def lose_interrupted(self, execution: Execution) -> None:
-        """Give up an execution whose driver was interrupted while it sent the batch or read the answer. Does no harm after `_lose`."""
+        """Give up an execution whose driver was interrupted while it sent the batch or read the answer. Does no harm
+        after `_lose`.
+        """
         if self.executes(execution):
             self._lose(execution, CallerInterrupted("a signal handler raised"), delivered=True)
 
@@ -354,13 +338,7 @@ class Scheduler(Lane):
             self._changed.notify_all()
         self.fail(lost, error)
 
-    def respond(
-        self,
-        instance: ModelInstance,
-        request: InferenceRequest,
-        outcome: Outcome | None,
-        flags: int,
-    ) -> None:
+    def respond(self, instance: ModelInstance, request: InferenceRequest, outcome: Outcome | None, flags: int) -> None:
         """Take a response that comes apart from the answer to its batch, the flag that no more come, or both.
 
         On the reactor's thread. Raises `RemoteProtocolError` for a response that the model may not give.
@@ -410,15 +388,11 @@ class Scheduler(Lane):
         if not request.responses:
             responses.first.add(now_ns - request.queued_ns)
 
-    def _end(
-        self, instance: ModelInstance, request: InferenceRequest, answer: Answer | None
-    ) -> None:
+    def _end(self, instance: ModelInstance, request: InferenceRequest, answer: Answer | None) -> None:
         """End an open request, or put it back into the queue if it is to be scheduled again."""
         with self._lock:
             execution = self._busy.get(instance)
-            is_executing = (
-                execution is not None and not execution.is_lost and request in execution.requests
-            )
+            is_executing = execution is not None and not execution.is_lost and request in execution.requests
             if not self.open_requests.end(request, is_executing=is_executing):
                 return  # it was given up, as its model was being unloaded
             now_ns = monotonic_ns()
@@ -444,8 +418,8 @@ class Scheduler(Lane):
             self._refusal = None
 
     def doze(self) -> bool:
-        """Take all instances out, if nobody waits for anything here: no request, no sequence. Requests that come from now on wait, and wake
-        the model.
+        """Take all instances out, if nobody waits for anything here: no request, no sequence. Requests that come from
+        now on wait, and wake the model.
 
         Returns False, and changes nothing, if somebody waits. Requests whose callers have left may be in the instances
         (`has_begun`).
@@ -491,14 +465,16 @@ class Scheduler(Lane):
         self.fail(dropped, error)
 
     def watch(self, tell: Callable[[], object]) -> Callable[[], None]:
-        """Call `tell` whenever a request may have left or an instance has changed, until the function is called that this returns.
+        """Call `tell` whenever a request may have left or an instance has changed, until the function is called that
+        this returns.
 
         `tell` must be quick, and take no lock under which anybody calls a scheduler: the scheduler's lock is held.
         """
         return self._changed.watch(tell)
 
     def wait_empty(self, deadline: float) -> bool:
-        """Wait until no request is queued, executing or open. Returns False if somebody still waits for one at the deadline.
+        """Wait until no request is queued, executing or open. Returns False if somebody still waits for one at the
+        deadline.
 
         Requests that nobody waits for have `ABANDONED_S` at most.
         """
@@ -508,9 +484,7 @@ class Scheduler(Lane):
 
         return self._wait_for(is_empty, lambda: bool(self.wanted_count), deadline)
 
-    def _wait_for(
-        self, is_over: Callable[[], bool], is_wanted: Callable[[], bool], deadline: float | None
-    ) -> bool:
+    def _wait_for(self, is_over: Callable[[], bool], is_wanted: Callable[[], bool], deadline: float | None) -> bool:
         """Wait until `is_over`, or `ABANDONED_S` from the moment when the work is not `is_wanted` any more.
 
         Returns False at the deadline, and after `hurry`, while it is wanted.
@@ -632,7 +606,9 @@ class Scheduler(Lane):
 
     @property
     def is_used(self) -> bool:
-        """True if a request is inside for which somebody waits, or a sequence. Without the lock it may be wrong the next moment."""
+        """True if a request is inside for which somebody waits, or a sequence. Without the lock it may be wrong the
+        next moment.
+        """
         return bool(self.wanted_count) or self._queue.has_sequences
 
     @property
@@ -647,7 +623,9 @@ class Scheduler(Lane):
         self.fail(gone, _LEFT)
 
     def deserted_since(self, time_ns: int) -> list[ModelInstance]:
-        """Return the instances that execute nothing, and whose requests are all open and without a caller since that time."""
+        """Return the instances that execute nothing, and whose requests are all open and without a caller since that
+        time.
+        """
         with self._lock:
             instances = self.open_requests.deserted_since(time_ns)
             return [each for each in instances if each not in self._busy]

@@ -37,13 +37,12 @@ def _stateless(_: InferenceRequest) -> None:
 
 
 class SequenceControls:
-    """Adds the control inputs of one model, and its states, to its requests. Not thread-safe: the scheduler's lock guards it."""
+    """Adds the control inputs of one model, and its states, to its requests. Not thread-safe: the scheduler's lock
+    guards it.
+    """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        controls: Sequence[SequenceControl],
-        states: SequenceStates | None = None,
+        self, config: ModelConfig, controls: Sequence[SequenceControl], states: SequenceStates | None = None
     ) -> None:
         self._states = states
         self._model = config.name
@@ -79,9 +78,7 @@ class SequenceControls:
             )
 
     def complete(
-        self,
-        batch: Sequence[InferenceRequest | None],
-        state_of: Callable[[InferenceRequest], Any] = _stateless,
+        self, batch: Sequence[InferenceRequest | None], state_of: Callable[[InferenceRequest], Any] = _stateless
     ) -> list[InferenceRequest]:
         """Return the batch as the model gets it, with a request of zeros in every empty place.
 
@@ -136,11 +133,9 @@ class SequenceControls:
     def _value(self, control: SequenceControl, request: InferenceRequest) -> NDArray[Any]:
         if control.kind == "CORRID":
             return self._array(control, request.correlation_id)
-        is_true = {
-            "START": request.flags & START,
-            "END": request.flags & END,
-            "READY": not request.fills_place,
-        }[control.kind]
+        is_true = {"START": request.flags & START, "END": request.flags & END, "READY": not request.fills_place}[
+            control.kind
+        ]
         return self._arrays[control.kind][bool(is_true)]
 
     def _array(self, control: SequenceControl, value: object) -> NDArray[Any]:
@@ -160,9 +155,7 @@ class SequenceControls:
         first = self._first + len(self._controls)
         for place, value in enumerate(() if state is None else state.values):
             is_shared = is_shared and value.datatype != BYTES
-            tensors.append(
-                RequestTensor(first + place, value.datatype, list(value.shape), value.raw.nbytes)
-            )
+            tensors.append(RequestTensor(first + place, value.datatype, list(value.shape), value.raw.nbytes))
         return Shapes(tensors, base.batch_size, base.signature, is_shared=is_shared)
 
     def _zeros_like(self, like: InferenceRequest) -> _Zeros:

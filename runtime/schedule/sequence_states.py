@@ -1,13 +1,14 @@
 """The states of sequences: the runtime keeps them between the requests, and gives them to the model as inputs.
 
-Theory of operation. A `State` has the values of all states of one sequence at one moment, and never changes. The queue for
-sequences holds the last one of each sequence. A request gets it as inputs when its batch is formed, and notes it
-(`InferenceRequest.states`). The response brings the next one: `accept` takes it out of the outputs, checks it and copies it.
-Only `SequenceQueue.answered` and `ended` put it in the place of the last one, with the scheduler's lock held, and only if the
-instance still has the request. So an instance that dies leaves the state as it was before the request.
+Theory of operation. A `State` has the values of all states of one sequence at one moment, and never changes. The queue
+for sequences holds the last one of each sequence. A request gets it as inputs when its batch is formed, and notes it
+(`InferenceRequest.states`). The response brings the next one: `accept` takes it out of the outputs, checks it and
+copies it. Only `SequenceQueue.answered` and `ended` put it in the place of the last one, with the scheduler's lock
+held, and only if the instance still has the request. So an instance that dies leaves the state as it was before the
+request.
 
-The values lie in memory of the runtime's own. A stub could change what lies in memory that it shares, also after its answer
-was checked, and a state must survive its stub.
+The values lie in memory of the runtime's own. A stub could change what lies in memory that it shares, also after its
+answer was checked, and a state must survive its stub.
 
 Bytes are counted before they are taken, and for as long as anything refers to a `State`: its sequence, or a request
 that executes with it. One account (`Model.accounts`) counts for all versions of a model, those that are being replaced
@@ -31,13 +32,7 @@ from moonpool.runtime.errors import InvalidRequest, LoadFailed, ModelError
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ModelConfig, SequenceState
 from moonpool.runtime.model.config.options import USUAL_STATE_BYTES
-from moonpool.runtime.model.request import (
-    Details,
-    InferenceRequest,
-    Response,
-    StatesOfRequest,
-    WireTensor,
-)
+from moonpool.runtime.model.request import Details, InferenceRequest, Response, StatesOfRequest, WireTensor
 from moonpool.runtime.process.files import read_file
 from moonpool.runtime.process.usage import MemoryAccount, MemoryCharge
 
@@ -82,11 +77,7 @@ class SequenceStates:
     """The states of one model version: the value at the start, and the way from a response to the next value."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        initial: Sequence[WireTensor],
-        limit_bytes: int,
-        account: MemoryAccount,
+        self, config: ModelConfig, initial: Sequence[WireTensor], limit_bytes: int, account: MemoryAccount
     ) -> None:
         """`initial` has a value for each state of the configuration.
 
@@ -133,7 +124,9 @@ class SequenceStates:
         return self._account.used_bytes
 
     def begin(self, request: InferenceRequest, before: State) -> None:
-        """Note the states that a request gets as inputs, and ask the model for the next ones. A second call changes them."""
+        """Note the states that a request gets as inputs, and ask the model for the next ones. A second call changes
+        them.
+        """
         if request.states is None:
             request.states = RequestStates(before, self._prepare(request))
         else:  # it is executed once more
@@ -152,7 +145,8 @@ class SequenceStates:
         return hidden
 
     def accept(self, request: InferenceRequest, answer: _A) -> _A | MoonpoolError:
-        """Take the next states out of a response. Returns what the caller gets: an error if one of them cannot be a state.
+        """Take the next states out of a response. Returns what the caller gets: an error if one of them cannot be a
+        state.
 
         A state of which the response has nothing stays as it is. Calling it again for what it returned changes nothing.
         """
@@ -202,9 +196,7 @@ class SequenceStates:
             raise BadTensor(f"{title} has the data-type {has}, and must be {state.datatype}")
         shape = tuple(output.shape)
         wanted = (1, *state.dims) if self._has_rows else state.dims
-        if len(shape) != len(wanted) or any(
-            want not in (-1, have) for want, have in zip(wanted, shape, strict=True)
-        ):
+        if len(shape) != len(wanted) or any(want not in (-1, have) for want, have in zip(wanted, shape, strict=True)):
             raise BadTensor(f"{title} has the shape {list(shape)}, and must have {list(wanted)}")
         if isinstance(output, WireTensor):
             return _size_of(output)
@@ -253,7 +245,9 @@ def _check_initial(state: SequenceState, size_bytes: int, most_bytes: int) -> No
 
 
 def _initial(state: SequenceState, model: Model, most_bytes: int) -> WireTensor:
-    """Return the value of a state at the start of a sequence, which may take so much memory. Raises `LoadFailed`, `InvalidRequest`."""
+    """Return the value of a state at the start of a sequence, which may take so much memory. Raises `LoadFailed`,
+    `InvalidRequest`.
+    """
     code = CODES[state.datatype]
     has_rows = model.config.max_batch_size > 0
     shape = (1, *state.initial_dims) if has_rows else state.initial_dims

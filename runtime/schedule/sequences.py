@@ -6,8 +6,8 @@ backwards. The owner holds one lock around every call.
 Theory of operation.
 
 A sequence is all requests of one correlation id, from one that starts it to the answer to one that ends it. An instance
-has a number of *slots*. When a sequence starts, it is put into a free slot, the lowest number first, and stays there. If
-no slot is free, it waits in the backlog, with everything that arrives for it. At most one request of a sequence
+has a number of *slots*. When a sequence starts, it is put into a free slot, the lowest number first, and stays there.
+If no slot is free, it waits in the backlog, with everything that arrives for it. At most one request of a sequence
 executes at a time, so they stay in order.
 
 There are two policies to make a batch of the sequences in the slots of an idle instance:
@@ -24,10 +24,10 @@ id of a sequence that ended start another one, which goes behind the backlog.
 A sequence is idle from its last answer on. All may be idle equally long, so they stand in the order in which they
 became idle. A sequence whose instance broke is remembered as long, to tell its caller why it is gone.
 
-If the runtime keeps the states of sequences (`StateOfSequence`), the last one is here, from the first answer on. It goes with the
-sequence. If the model says that states survive, a sequence with one outlives its instance: it goes to the front of the
-backlog. A request that the instance was executing fails, and the sequence stands where it stood before it. If that request is
-tried once more, it takes its old place, unless a later one has gone first.
+If the runtime keeps the states of sequences (`StateOfSequence`), the last one is here, from the first answer on. It
+goes with the sequence. If the model says that states survive, a sequence with one outlives its instance: it goes to the
+front of the backlog. A request that the instance was executing fails, and the sequence stands where it stood before it.
+If that request is tried once more, it takes its old place, unless a later one has gone first.
 """
 
 from __future__ import annotations
@@ -135,16 +135,12 @@ class SlotTable(Generic[R]):
         # The first requests of all sequences, for the policy "oldest".
         self.queue = queue
 
-    def direct(
-        self, utilization: float, delay_ns: int, now_ns: int
-    ) -> tuple[list[R | None], int | None]:
+    def direct(self, utilization: float, delay_ns: int, now_ns: int) -> tuple[list[R | None], int | None]:
         """Return the requests for a batch in which a slot is a place, or the time to look again.
 
         None is an empty place. `utilization` is the part of the slots that makes waiting for more unnecessary.
         """
-        ready = [
-            each.waiting[0] for each in self.slots if each is not None and each.head is not None
-        ]
+        ready = [each.waiting[0] for each in self.slots if each is not None and each.head is not None]
         if not ready:
             return [], None
         oldest, oldest_ns = min(ready, key=lambda head: head[1])
@@ -188,7 +184,9 @@ class Sequencer(Generic[R, S]):
         *,
         survives: bool = False,
     ) -> None:
-        """`initial` is the state of every sequence at its start, if states are kept. `survives`: they outlive instances."""
+        """`initial` is the state of every sequence at its start, if states are kept. `survives`: they outlive
+        instances.
+        """
         self._initial = initial
         self._survives = survives
         self._batching = batching
@@ -261,8 +259,7 @@ class Sequencer(Generic[R, S]):
             return
         if not self._batching.is_iterative:
             raise InvalidRequest(
-                f"inference request to model '{self._model}' must specify a non-zero or non-empty "
-                "correlation ID"
+                f"inference request to model '{self._model}' must specify a non-zero or non-empty correlation ID"
             )
         self._last_id += 1
         while self._last_id in self._open:
@@ -309,7 +306,9 @@ class Sequencer(Generic[R, S]):
             sequence.state = state
 
     def rejoin(self, request: R, now_ns: int) -> bool:
-        """Put a request back to the front of its sequence, after its instance broke. Returns False if the sequence went on."""
+        """Put a request back to the front of its sequence, after its instance broke. Returns False if the sequence went
+        on.
+        """
         sequence = self._open.get(request.correlation_id)
         if sequence is None or sequence.broken_off is not request:
             return False
@@ -351,7 +350,9 @@ class Sequencer(Generic[R, S]):
         return True
 
     def drain(self, now_ns: int) -> list[R]:
-        """Take out all requests that wait, those of sequences in slots first. A request that executes ends its sequence."""
+        """Take out all requests that wait, those of sequences in slots first. A request that executes ends its
+        sequence.
+        """
         drained: list[R] = []
         in_slots = (each for table in self._tables.values() for each in table.slots)
         for sequence in [*filter(None, in_slots), *self._backlog]:
@@ -408,7 +409,8 @@ class Sequencer(Generic[R, S]):
         return True
 
     def leave(self, instance: S, now_ns: int) -> None:
-        """Take out an instance that broke. Sequences that had begun in it are lost, others go to the front of the backlog.
+        """Take out an instance that broke. Sequences that had begun in it are lost, others go to the front of the
+        backlog.
 
         If states survive, sequences that have one count as others.
         """

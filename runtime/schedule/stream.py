@@ -11,8 +11,9 @@ what it sets is a future, in one step. The waiter does not refer to the stream, 
 collected, and that cancels the request. A collector may run in the middle of anything, under any lock, so `__del__`
 leaves the cancelling to the reactor.
 
-Responses that nobody takes are bounded by a `ResponseBacklog`. When it is full, the waiter drops what waits and ends the stream with an error, and what the
-stub still sends is dropped. So a consumer that has seen a response in the deque may find none.
+Responses that nobody takes are bounded by a `ResponseBacklog`. When it is full, the waiter drops what waits and ends
+the stream with an error, and what the stub still sends is dropped. So a consumer that has seen a response in the deque
+may find none.
 """
 
 from __future__ import annotations
@@ -53,11 +54,14 @@ class StreamWaiter(Waiter):
     takes_many = True
 
     def __init__(self, reactor: Reactor, name: str, backlog_bytes: int) -> None:
-        """Use `reactor` for waking the consumer after a turn of it. At most `backlog_bytes` wait, an option of the model `name`."""
+        """Use `reactor` for waking the consumer after a turn of it. At most `backlog_bytes` wait, an option of the
+        model `name`.
+        """
         self._reactor = reactor
         # It refers to this object until it is closed.
         self.backlog = ResponseBacklog(name, backlog_bytes, self._overflow)
-        # Cancels the request if nobody takes its responses. It refers to this object, too, and goes when the request ends.
+        # Cancels the request if nobody takes its responses. It refers to this object, too, and goes when the request
+        # ends.
         self.give_up: Callable[[], None] | None = None
         # The responses since the consumer was woken last; -1 before the first one.
         self._count = -1
@@ -114,17 +118,13 @@ class ResponseStream:
     For one thread or one task at a time.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, request: InferenceRequest, timeout_s: float | None
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, request: InferenceRequest, timeout_s: float | None) -> None:
         """Submit the request. Raises what `Scheduler.submit` raises."""
         self._scheduler = scheduler
         self._request = request
         check_timeout(timeout_s)
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._waiter = request.waiter = StreamWaiter(
-            scheduler.reactor, scheduler.name, scheduler.backlog_bytes
-        )
+        self._waiter = request.waiter = StreamWaiter(scheduler.reactor, scheduler.name, scheduler.backlog_bytes)
         self._waiter.give_up = partial(scheduler.leave, request)
         self._has_ended = False
         submit_to_reactor(scheduler, request)
@@ -201,9 +201,7 @@ class ResponseStream:
         loop = asyncio.get_running_loop()
         driver = driver_of(loop)
         try:
-            async with asyncio.timeout(
-                None if self._deadline is None else self._deadline - time.monotonic()
-            ):
+            async with asyncio.timeout(None if self._deadline is None else self._deadline - time.monotonic()):
                 while not self._waiter.waiting:
                     woken: asyncio.Future[None] = loop.create_future()
                     self._waiter.wake = _waker(driver.call, woken)
@@ -276,9 +274,7 @@ class ResponseStream:
             scheduler.reactor.call_soon(lambda: scheduler.leave(request))
 
 
-def _waker(
-    call: Callable[[Callable[[Any], object], object], bool], woken: asyncio.Future[None]
-) -> Callable[[], None]:
+def _waker(call: Callable[[Callable[[Any], object], object], bool], woken: asyncio.Future[None]) -> Callable[[], None]:
     """Return a function that wakes the task that awaits `woken`, once however often it is called.
 
     `call` is `LoopDriver.call`.

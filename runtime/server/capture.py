@@ -1,13 +1,14 @@
 """Captures requests of clients into a file, which `moonpool bench --replay` sends again at their times.
 
-Theory of operation. Threads that submit requests call `take`. It copies the tensors of every n-th request, puts them into a queue and
-returns; if the queue has too many bytes, it counts the request as dropped instead, so no request ever waits for the disk. One daemon thread
-takes entries from the queue and writes them. `_changed` is the condition for the queue, its bytes, the counts and `_is_over`; it is held
-for no longer than these take, and neither for the copy nor for a write. After `close`, or when the file has all its bytes or cannot be written, `is_on` is
-False and nothing is taken any more. `close` has the thread write what is in the queue, and waits for it for some seconds.
+Theory of operation. Threads that submit requests call `take`. It copies the tensors of every n-th request, puts them
+into a queue and returns; if the queue has too many bytes, it counts the request as dropped instead, so no request ever
+waits for the disk. One daemon thread takes entries from the queue and writes them. `_changed` is the condition for the
+queue, its bytes, the counts and `_is_over`; it is held for no longer than these take, and neither for the copy nor for
+a write. After `close`, or when the file has all its bytes or cannot be written, `is_on` is False and nothing is taken
+any more. `close` has the thread write what is in the queue, and waits for it for some seconds.
 
-The file has what clients sent, which may be anything. So it is made with mode 0600, and an existing file, a link among them, is
-refused.
+The file has what clients sent, which may be anything. So it is made with mode 0600, and an existing file, a link among
+them, is refused.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Capture:
     """The captured requests of a server. Any thread may call any method."""
 
     def __init__(self, path: str, *, rate: int, most_bytes: int) -> None:
-        """Make the file, and capture one of `rate` requests until it has `most_bytes`. Raises OSError, `OutOfThreads`."""
+        """Make the file, and capture one of `rate` requests until it has `most_bytes`. Raises OSError,
+        `OutOfThreads`.
+        """
         self.is_on = True
         self._path, self._rate, self._most_bytes = path, rate, most_bytes
         self._changed = threading.Condition()
@@ -93,10 +96,7 @@ class Capture:
             if not self.is_on or self._seen % self._rate:
                 return
             size_bytes = sum(array.nbytes for array in request.arrays)
-            if (
-                self._queued_bytes + size_bytes > _QUEUE_BYTES
-                or len(self._queue) >= _QUEUE_REQUESTS
-            ):
+            if self._queued_bytes + size_bytes > _QUEUE_BYTES or len(self._queue) >= _QUEUE_REQUESTS:
                 self._dropped += 1
                 is_first = self._dropped == 1
             else:
@@ -112,9 +112,7 @@ class Capture:
         elif is_first:
             _log.warning("Requests come faster than they can be captured: some are left out.")
 
-    def _put(
-        self, at_ns: int, config: ModelConfig, request: InferenceRequest, size_bytes: int
-    ) -> None:
+    def _put(self, at_ns: int, config: ModelConfig, request: InferenceRequest, size_bytes: int) -> None:
         # The memory belongs to the client or to the model soon.
         tensors = [
             _Tensor(each.number, each.datatype, list(each.shape), array.tobytes())
@@ -138,12 +136,7 @@ class Capture:
             self._file.close()
         except OSError as error:
             self._stop(f"cannot be written: {error.strerror}")
-        _log.info(
-            "Captured %d requests to %s; %d were left out.",
-            self._written,
-            self._path,
-            self._dropped,
-        )
+        _log.info("Captured %d requests to %s; %d were left out.", self._written, self._path, self._dropped)
 
     def _next(self) -> _Entry | None:
         with self._changed:

@@ -1,10 +1,11 @@
 """The clients of a process's ports: who gets a place, and what the log says of those who get none.
 
-Theory of operation. All of it belongs to the thread of the event loop. A client's place is decided once, when it connects: with TLS
-before the handshake (`begins`), else when its connection is made (`opened`). It has the place until `closed` or `gave_up`. A port has
-a bound, and so have all ports together (`AllClients`), so that descriptors are left for stubs whichever port is flooded. The port for metrics is
-`apart`: its few places are its own, as those who monitor must see a flood. Some clients beyond a bound are accepted only to be told
-so; they have a bound of their own, and take no place from others.
+Theory of operation. All of it belongs to the thread of the event loop. A client's place is decided once, when it
+connects: with TLS before the handshake (`begins`), else when its connection is made (`opened`). It has the place until
+`closed` or `gave_up`. A port has a bound, and so have all ports together (`AllClients`), so that descriptors are left
+for stubs whichever port is flooded. The port for metrics is `apart`: its few places are its own, as those who monitor
+must see a flood. Some clients beyond a bound are accepted only to be told so; they have a bound of their own, and take
+no place from others.
 
 Clients can cause refusals without end, so they are counted, and the log has one line a second at most.
 """
@@ -70,14 +71,7 @@ class Clients(Generic[C]):
     """The clients of one port. For the loop's thread."""
 
     def __init__(
-        self,
-        name: str,
-        most: int,
-        together: AllClients,
-        meter: Meter,
-        *,
-        most_told: int = 0,
-        is_apart: bool = False,
+        self, name: str, most: int, together: AllClients, meter: Meter, *, most_told: int = 0, is_apart: bool = False
     ) -> None:
         """`name` is that of the port in the log."""
         self.open: set[C] = set()

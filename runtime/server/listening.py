@@ -1,4 +1,6 @@
-"""The ports and connections of a server: sockets to listen with, open files, and the number of clients that they allow."""
+"""The ports and connections of a server: sockets to listen with, open files, and the number of clients that they
+allow.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ _FILES = resource.RLIMIT_NOFILE
 # Enough for the connections of the default options. Not more, as models inherit the limit, and some programs close
 # every number up to it.
 _ENOUGH = 1 << 16
-# For so many connections of HTTP, one may be open to be told that there are too many, and one may be open on the port for metrics.
+# For so many connections of HTTP, one may be open to be told that there are too many, and one may be open on the port
+# for metrics.
 _PER_TOLD = _PER_SCRAPER = 8
 
 

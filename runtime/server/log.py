@@ -1,5 +1,5 @@
-"""The log of a server: its lines, in Triton's form or as JSON, and its settings, which clients change by Triton's logging
-extension.
+"""The log of a server: its lines, in Triton's form or as JSON, and its settings, which clients change by Triton's
+logging extension.
 
 Theory of operation. Any thread logs, and any thread may change the settings. `_writing` keeps lines whole, and keeps
 the descriptor of the log file open while a line is written to it. `_changing` makes a change of the settings one step:
@@ -52,18 +52,16 @@ class LogOptions:
 class ServerLog(logging.Handler):
     """Writes the lines of moonpool and of its models. Thread-safe.
 
-    A line is `I1121 14:45:39.210248 4680 file.py:31] text`, as Triton writes it, in UTC and with the process's id;
-    or with an ISO 8601 time; or a JSON object. Every message is one line, whatever it contains. Only tables of the server
+    A line is `I1121 14:45:39.210248 4680 file.py:31] text`, as Triton writes it, in UTC and with the process's id; or
+    with an ISO 8601 time; or a JSON object. Every message is one line, whatever it contains. Only tables of the server
     itself have several.
     """
 
     def __init__(
-        self,
-        options: LogOptions | None = None,
-        stream: TextIO | None = None,
-        progress: Progress | None = None,
+        self, options: LogOptions | None = None, stream: TextIO | None = None, progress: Progress | None = None
     ) -> None:
-        """Open the log. `stream` is stderr by default. With `progress`, which draws on the terminal, lines are written above it.
+        """Open the log. `stream` is stderr by default. With `progress`, which draws on the terminal, lines are written
+        above it.
 
         Raises `OSError` if the file cannot be opened.
         """
@@ -181,7 +179,9 @@ class ServerLog(logging.Handler):
 
 @contextlib.contextmanager
 def logged(log: ServerLog) -> Iterator[ServerLog]:
-    """Send moonpool's log to `log` and nowhere else, and warnings of libraries too, while inside. Closes `log` at the end."""
+    """Send moonpool's log to `log` and nowhere else, and warnings of libraries too, while inside. Closes `log` at the
+    end.
+    """
     ours, libraries = logging.getLogger("moonpool"), logging.getLogger()
     before = ours.level, ours.propagate
     ours.propagate = False
@@ -208,9 +208,7 @@ class LogControl:
     """The settings of the server's log and of the loggers of models. Any thread may call any method."""
 
     def __init__(
-        self,
-        change_models: Callable[[Mapping[str, object]], LogSettings],
-        log: ServerLog | None = None,
+        self, change_models: Callable[[Mapping[str, object]], LogSettings], log: ServerLog | None = None
     ) -> None:
         """`change_models` is `Stubs.change_log`. Without a `log`, only the loggers of models have settings."""
         self._change_models = change_models
@@ -246,13 +244,9 @@ def _checked(changes: Mapping[str, object]) -> dict[str, str | bool | int]:
         elif name == "log_format":
             checked[name] = text(value)
             if value not in FORMATS:
-                raise BadSetting(
-                    f"invalid argument for --log_format, got: {value!s:.80}", "UNAVAILABLE"
-                )
+                raise BadSetting(f"invalid argument for --log_format, got: {value!s:.80}", "UNAVAILABLE")
         elif name == "log_file":
-            raise BadSetting(
-                "log file location can not be updated through network protocol", "UNSUPPORTED"
-            )
+            raise BadSetting("log file location can not be updated through network protocol", "UNSUPPORTED")
     return checked
 
 

@@ -41,9 +41,7 @@ class Metadata:
     take long, as it asks the model.
     """
 
-    def __init__(
-        self, runtime: Runtime, *, server_id: str = ServerOptions.id, strict_readiness: bool = True
-    ) -> None:
+    def __init__(self, runtime: Runtime, *, server_id: str = ServerOptions.id, strict_readiness: bool = True) -> None:
         self._registry = runtime._models
         self._server_id = server_id
         self._strict_readiness = strict_readiness
@@ -57,7 +55,8 @@ class Metadata:
         return {"name": self._server_id, "version": VERSION, "extensions": list(EXTENSIONS)}
 
     def is_ready(self) -> bool:
-        """Return whether the server takes requests, and, with strict readiness, every version that should be loaded serves.
+        """Return whether the server takes requests, and, with strict readiness, every version that should be loaded
+        serves.
 
         As in Triton, unloaded versions and models that cannot even be read do not count.
         """
@@ -79,8 +78,8 @@ class Metadata:
     def model_ready(self, name: str, version: str = "") -> bool:
         """Return whether a request to the model could run now, and its own `is_ready` agrees.
 
-        A model that is not loaded is not ready. If an instance gives a reason, it is logged. Raises `InvalidRequest` for a
-        version that is no number.
+        A model that is not loaded is not ready. If an instance gives a reason, it is logged. Raises `InvalidRequest`
+        for a version that is no number.
         """
         number = version_of(version)
         try:
@@ -116,9 +115,7 @@ class Metadata:
         """Return statistics of one version, of all versions of a model, or of all models. Raises `InvalidRequest`."""
         number = version_of(version)
         if not name:
-            served = [
-                hosted for each in sorted(self._registry.names()) for hosted in self._of(each)
-            ]
+            served = [hosted for each in sorted(self._registry.names()) for hosted in self._of(each)]
         else:
             served = self._of(name)
             if not served:
@@ -147,15 +144,10 @@ class Metadata:
         if number is None:
             number = max(versions)
         if number not in versions:
-            raise ModelNotFound(
-                f"Request for unknown model: '{name}' version {number} is not found"
-            )
+            raise ModelNotFound(f"Request for unknown model: '{name}' version {number} is not found")
         return versions[number]
 
 
 def _tensors(tensors: Iterable[TensorConfig], max_batch_size: int) -> list[dict[str, Any]]:
     batch = [-1] if max_batch_size > 0 else []
-    return [
-        {"name": tensor.name, "datatype": tensor.datatype, "shape": [*batch, *tensor.dims]}
-        for tensor in tensors
-    ]
+    return [{"name": tensor.name, "datatype": tensor.datatype, "shape": [*batch, *tensor.dims]} for tensor in tensors]

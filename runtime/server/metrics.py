@@ -146,9 +146,7 @@ class FrontendMetrics:
             counts = meter.clients.counts()
             for outcome, count in (("failure", counts.failures), ("success", counts.successes)):
                 ended.append(Sample("", (("outcome", outcome), *labels), count))
-            durations += bucket_samples(
-                DURATION_BOUNDS_NS, counts.by_duration, counts.success_ns, labels, 10**9
-            )
+            durations += bucket_samples(DURATION_BOUNDS_NS, counts.by_duration, counts.success_ns, labels, 10**9)
         yield ExposedFamily(
             "moonpool_frontend_inference_requests_total",
             "Finished requests for inference of clients; what models and ensembles ask each other is not counted",
@@ -172,15 +170,8 @@ class FrontendMetrics:
             for status, count in sorted(by_status.items()):
                 answers.append(Sample("", (*labels, ("status", status)), count))
         return [
-            ExposedFamily(
-                "moonpool_frontend_connections_total",
-                "Connections opened by clients",
-                "counter",
-                ever,
-            ),
-            ExposedFamily(
-                "moonpool_frontend_open_connections", "Open connections", "gauge", present
-            ),
+            ExposedFamily("moonpool_frontend_connections_total", "Connections opened by clients", "counter", ever),
+            ExposedFamily("moonpool_frontend_open_connections", "Open connections", "gauge", present),
             ExposedFamily(
                 "moonpool_frontend_requests_total",
                 "Finished requests of any kind, by HTTP status or gRPC code",
@@ -205,7 +196,8 @@ class ServerMetrics:
         self._process = ProcessCollector(registry=None)
 
     def text(self) -> str:
-        """Return the text for Prometheus. Takes some milliseconds, and waits until the runtime has read its stubs' counts.
+        """Return the text for Prometheus. Takes some milliseconds, and waits until the runtime has read its stubs'
+        counts.
 
         Raises `RuntimeClosed`.
         """
@@ -228,7 +220,8 @@ class ServerMetrics:
         )
 
     def endpoint_load(self, form: str) -> str | None:
-        """Return the load of the models' KV caches in ORCA's form `json` or `text`, as Triton's servers give it to load balancers.
+        """Return the load of the models' KV caches in ORCA's form `json` or `text`, as Triton's servers give it to load
+        balancers.
 
         None for any other form, and unless the models have made the three metrics that it is computed of.
         """
@@ -263,9 +256,7 @@ def _converted(metrics: Iterable[Metric]) -> list[ExposedFamily]:
     for metric in metrics:
         name = f"{metric.name}_total" if metric.type == "counter" else metric.name
         samples = [
-            Sample("", tuple(sample.labels.items()), sample.value)
-            for sample in metric.samples
-            if sample.name == name
+            Sample("", tuple(sample.labels.items()), sample.value) for sample in metric.samples if sample.name == name
         ]
         families.append(ExposedFamily(name, metric.documentation, metric.type, samples))
     return families

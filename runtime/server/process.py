@@ -1,7 +1,7 @@
 """The life of one server, from its options to its exit code.
 
-Theory of operation. The event loop of the main thread starts and ends everything, and serves HTTP and gRPC. Signals become two
-events in it, `_ending` and `_woken`. Everything that blocks (loads, polls, closing) runs in threads, while
+Theory of operation. The event loop of the main thread starts and ends everything, and serves HTTP and gRPC. Signals
+become two events in it, `_ending` and `_woken`. Everything that blocks (loads, polls, closing) runs in threads, while
 the loop waits for them and for a signal at the same time.
 
 Order of the start: `_bind` takes the ports, so that a port that is taken is an error before minutes of loading. `_load`
@@ -11,9 +11,9 @@ Order of the end: the first signal makes the server not ready (`is_open`). `_dra
 within the exit timeout. `_close` ends the samples of the page, which use the runtime, then the runtime with its models,
 and last the traces and metrics, to which ending models may still add.
 
-A load may take minutes, and a server that ends must not wait for it. `give_up` has loads in flight fail soon, but a thread
-may begin another one a moment after that. So `_insist` repeats it until the thing it waits for has ended. A second signal
-ends the process at once, and the kernel ends the models' processes with it.
+A load may take minutes, and a server that ends must not wait for it. `give_up` has loads in flight fail soon, but a
+thread may begin another one a moment after that. So `_insist` repeats it until the thing it waits for has ended. A
+second signal ends the process at once, and the kernel ends the models' processes with it.
 """
 
 from __future__ import annotations
@@ -45,21 +45,10 @@ from moonpool.runtime.server.http.server import HttpServer
 from moonpool.runtime.server.listening import connections
 from moonpool.runtime.server.log import LogControl, ServerLog
 from moonpool.runtime.server.metadata import Metadata
-from moonpool.runtime.server.options.protocols import (
-    cache_bytes,
-    grpc_options,
-    http_options,
-    trace_flags,
-)
+from moonpool.runtime.server.options.protocols import cache_bytes, grpc_options, http_options, trace_flags
 from moonpool.runtime.server.options.sources import BadOption
 from moonpool.runtime.server.options.table import ServerOptions
-from moonpool.runtime.server.report import (
-    model_table,
-    not_all_loaded,
-    not_ready,
-    option_table,
-    remarks,
-)
+from moonpool.runtime.server.report import model_table, not_all_loaded, not_ready, option_table, remarks
 from moonpool.runtime.server.repository_control import RepositoryControl
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.setting_values import BadSetting
@@ -91,7 +80,8 @@ class StartFailed(MoonpoolError):
 
 
 class Server:
-    """Runs once, on the main thread, and handles its signals. Everything that it has started has ended when `run` returns.
+    """Runs once, on the main thread, and handles its signals. Everything that it has started has ended when `run`
+    returns.
 
     SIGTERM and SIGINT end it in order, a second one at once. In the mode `poll`, SIGHUP polls the repositories.
     """
@@ -326,9 +316,7 @@ def _check(options: ServerOptions) -> None:
     if not options.model_repository:
         raise BadOption("there is nothing to serve: name a model repository")
     if not (options.allow_http or options.allow_grpc):
-        raise BadOption(
-            "there is nothing to serve with: --allow-http and --allow-grpc are both false"
-        )
+        raise BadOption("there is nothing to serve with: --allow-http and --allow-grpc are both false")
     if "*" in options.load_model and len(options.load_model) > 1:
         raise BadOption("--load-model=* must be the only --load-model")
     if options.model_load_thread_count < 1:
@@ -368,9 +356,7 @@ def _capture(options: ServerOptions) -> Capture | None:
     if not options.capture:
         return None
     try:
-        return Capture(
-            options.capture, rate=options.capture_rate, most_bytes=options.capture_byte_size
-        )
+        return Capture(options.capture, rate=options.capture_rate, most_bytes=options.capture_byte_size)
     except FileExistsError as error:
         raise BadOption(f"--capture: {options.capture} exists already: name a new file") from error
     except OSError as error:
@@ -385,10 +371,7 @@ def _resident(options: ServerOptions) -> Resident | None:
 
 
 def _make_runtime(
-    options: ServerOptions,
-    progress: Progress | None,
-    metrics: MetricsOptions,
-    limits: ConfigLimits,
+    options: ServerOptions, progress: Progress | None, metrics: MetricsOptions, limits: ConfigLimits
 ) -> Runtime:
     """Make the runtime of a server, without models. Raises `BadOption`, `RepositoryError`."""
     runtime = Runtime(
@@ -441,13 +424,9 @@ def make_service(options: ServerOptions, log: ServerLog, progress: Progress | No
         return Service(
             runtime,
             shared_memory=SystemSharedMemory(is_enabled=options.allow_client_shm),
-            metadata=Metadata(
-                runtime, server_id=options.id, strict_readiness=options.strict_readiness
-            ),
+            metadata=Metadata(runtime, server_id=options.id, strict_readiness=options.strict_readiness),
             repository=RepositoryControl(
-                runtime,
-                mode=options.model_control_mode,
-                load_threads=options.model_load_thread_count,
+                runtime, mode=options.model_control_mode, load_threads=options.model_load_thread_count
             ),
             traces=Traces(traces, lambda name: bool(registry.versions(name))),
             logs=LogControl(registry.stubs.change_log, log),

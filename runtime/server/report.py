@@ -41,10 +41,7 @@ def model_table(statuses: Mapping[str, ModelStatus]) -> str:
 
 def option_table(options: ServerOptions) -> str:
     """Return a table of the server's options, in Triton's words."""
-    paths = {
-        f"model_repository_path[{number}]": path
-        for number, path in enumerate(options.model_repository)
-    }
+    paths = {f"model_repository_path[{number}]": path for number, path in enumerate(options.model_repository)}
     shown = {
         "server_id": options.id,
         "server_version": VERSION,

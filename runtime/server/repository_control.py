@@ -1,17 +1,19 @@
-"""Triton's model repository extension, and the loads of a server: at its start, at each poll, and on a client's request.
+"""Triton's model repository extension, and the loads of a server: at its start, at each poll, and on a client's
+request.
 
-Theory of operation. Loads at the start and at a poll share one way: worker threads take names from one iterator, a model at
-a time. A load may take for ever, so a poll waits `patience_s` for its loads and then ends, while they go on. The next poll
-finds their names in `_busy` and leaves these models to them: two loads of one model would only wait for each other.
-`_taking` guards the iterator and `_busy` together. `_polling` is never waited for: a poll that finds another one under way
-does nothing.
+Theory of operation. Loads at the start and at a poll share one way: worker threads take names from one iterator, a
+model at a time. A load may take for ever, so a poll waits `patience_s` for its loads and then ends, while they go on.
+The next poll finds their names in `_busy` and leaves these models to them: two loads of one model would only wait for
+each other. `_taking` guards the iterator and `_busy` together. `_polling` is never waited for: a poll that finds
+another one under way does nothing.
 
-What a poll remembers is written by its own thread, and by the workers for the one model that each of them has: `_said` by
-name, so that a failure is logged once, and again when its reason changes. Clients' requests take none of these locks. The
-registry lets one thread at a time load or unload a model of a name.
+What a poll remembers is written by its own thread, and by the workers for the one model that each of them has: `_said`
+by name, so that a failure is logged once, and again when its reason changes. Clients' requests take none of these
+locks. The registry lets one thread at a time load or unload a model of a name.
 
-`give_up` sets `_has_given_up` before it has loads in flight fail. A worker that is just about to take a name sees the one
-or the other. A load that begins in between is caught by the next call: the server repeats it until everything has ended.
+`give_up` sets `_has_given_up` before it has loads in flight fail. A worker that is just about to take a name sees the
+one or the other. A load that begins in between is caught by the next call: the server repeats it until everything has
+ended.
 """
 
 from __future__ import annotations
@@ -50,14 +52,10 @@ class RepositoryControl:
     """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        *,
-        mode: str = "explicit",
-        load_threads: int = 4,
-        patience_s: float = _PATIENCE_S,
+        self, runtime: Runtime, *, mode: str = "explicit", load_threads: int = 4, patience_s: float = _PATIENCE_S
     ) -> None:
-        """`mode` is `none`, `poll`, `explicit` or `demand`. Only with the last two may clients and models load and unload.
+        """`mode` is `none`, `poll`, `explicit` or `demand`. Only with the last two may clients and models load and
+        unload.
 
         A poll waits for `patience_s` for the models that it loads. Then it ends, and they go on loading.
         """
@@ -94,13 +92,11 @@ class RepositoryControl:
                 entries += _entries(name, statuses.get(name), ready_only=ready_only)
         return [{key: _as_text(text) for key, text in entry.items()} for entry in entries]
 
-    def load(
-        self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None
-    ) -> None:
+    def load(self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
         """Load or reload a model, and return when it is ready.
 
-        `config` is a whole configuration in JSON. `files` are contents by `file:<path>`; they are the model's directory, in
-        place of the repository's. Raises `LoadFailed`, `ModelUnavailable`.
+        `config` is a whole configuration in JSON. `files` are contents by `file:<path>`; they are the model's
+        directory, in place of the repository's. Raises `LoadFailed`, `ModelUnavailable`.
         """
         self._registry.check_controllable()
         self._load(name, config or "", files)
@@ -118,18 +114,17 @@ class RepositoryControl:
     def unload(self, name: str, *, unload_dependents: bool = False) -> None:
         """Begin to unload a model, and return at once. New requests do not find it, and those in flight are finished.
 
-        A model that is not loaded is no error. `unload_dependents`: if it is an ensemble, models go with it that were loaded for
-        it alone. Raises `ModelUnavailable`.
+        A model that is not loaded is no error. `unload_dependents`: if it is an ensemble, models go with it that were
+        loaded for it alone. Raises `ModelUnavailable`.
         """
         self._registry.check_controllable()
         self._registry.begin_unload(name, with_members=unload_dependents)
 
     # For the server itself
 
-    def load_all(
-        self, names: Iterable[str] | None = None, *, again: bool = True, tries: int = 1
-    ) -> bool:
-        """Load these models, or all of the repositories, some at a time, and return whether all of them could be loaded.
+    def load_all(self, names: Iterable[str] | None = None, *, again: bool = True, tries: int = 1) -> bool:
+        """Load these models, or all of the repositories, some at a time, and return whether all of them could be
+        loaded.
 
         A failure is logged once as long as its reason stays the same. `again` is that of `ModelRegistry.load`.
         """
@@ -207,19 +202,16 @@ class RepositoryControl:
     def poll(self, *, again: bool = False) -> None:
         """Load models that are new or have changed, and unload those that are gone.
 
-        A model whose new files cannot be loaded goes on with the old ones. The load is tried again when the files change, or
-        with `again`. Does nothing while another poll is under way. Returns when everything is done, or after `patience_s`.
+        A model whose new files cannot be loaded goes on with the old ones. The load is tried again when the files
+        change, or with `again`. Does nothing while another poll is under way. Returns when everything is done, or after
+        `patience_s`.
         """
         if not self._polling.acquire(blocking=False):
             return
         try:
             found = self._repositories.listing()
             # If a repository cannot be read, its models are not gone.
-            gone = (
-                self._gone
-                if found.errors
-                else set(self._registry.statuses()).difference(found.names)
-            )
+            gone = self._gone if found.errors else set(self._registry.statuses()).difference(found.names)
             for name in sorted(gone - self._gone):
                 self._said.pop(name, None)
                 self._registry.begin_unload(name)

@@ -1,4 +1,5 @@
-"""Decides who may use an API: restricted APIs ask for a header, changes for a token, and pages of other sites are refused.
+"""Decides who may use an API: restricted APIs ask for a header, changes for a token, and pages of other sites are
+refused.
 
 Pure. The caller gives the headers of a request, by lower-case name.
 """
@@ -46,9 +47,7 @@ class Refusal(NamedTuple):
 class Restriction:
     """Refuses requests that lack the header of an API or the token for changes."""
 
-    def __init__(
-        self, apis: Mapping[str, tuple[str, str]] | None = None, control_token: str | None = None
-    ) -> None:
+    def __init__(self, apis: Mapping[str, tuple[str, str]] | None = None, control_token: str | None = None) -> None:
         """`apis` gives some of `APIS` a header and its value. `control_token` is for requests that change the server.
 
         Raises `ValueError` for other names of APIs, and an empty token.
@@ -72,22 +71,18 @@ class Restriction:
     ) -> Refusal | None:
         """Return the reason for refusing a request; None to serve it.
 
-        `header` returns the value of a header. `prefix` goes before the names of those that APIs ask for. `is_change` says
-        that the request would load or unload models, or change shared memory, traces or logging.
+        `header` returns the value of a header. `prefix` goes before the names of those that APIs ask for. `is_change`
+        says that the request would load or unload models, or change shared memory, traces or logging.
         """
         wanted = self._apis.get(api)
         if wanted is not None:
             key, value = wanted
             if not _is_equal(header(prefix + key), value):
-                return Refusal(
-                    False, f"This {what} is restricted, expecting header '{prefix}{key}'"
-                )
+                return Refusal(False, f"This {what} is restricted, expecting header '{prefix}{key}'")
         if is_change and self._token is not None:
             scheme, _, token = (header("authorization") or "").partition(" ")
             if scheme.lower() != "bearer" or not _is_equal(token.strip(), self._token):
-                return Refusal(
-                    True, "changing the server asks for the header 'Authorization: Bearer <token>'"
-                )
+                return Refusal(True, "changing the server asks for the header 'Authorization: Bearer <token>'")
         return None
 
 

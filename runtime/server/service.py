@@ -96,9 +96,7 @@ class Service:
         self.capture = capture
         self.logs = logs or LogControl(self.models.stubs.change_log)
         self.metrics = ServerMetrics(self.models)
-        self.overview = Overview(
-            self.models, self.repository.index, self.metrics.frontends.requests
-        )
+        self.overview = Overview(self.models, self.repository.index, self.metrics.frontends.requests)
 
     def metrics_text(self) -> str:
         """Return all metrics as Prometheus reads them. Raises `RuntimeClosed`."""
@@ -130,10 +128,9 @@ class Service:
             if code == BYTES or not (may_lend and self.shared_memory.can_lend(*place))
         )
 
-    def read_shared(
-        self, model: Model, name: str, code: int, shape: Sequence[int], place: Place
-    ) -> Input:
-        """Return an input from a client's region: lent to the stub, or copied once into memory that the model's stubs see.
+    def read_shared(self, model: Model, name: str, code: int, shape: Sequence[int], place: Place) -> Input:
+        """Return an input from a client's region: lent to the stub, or copied once into memory that the model's stubs
+        see.
 
         `place` is region, offset and size in bytes. Raises `InvalidRequest`, `SharedMemoryError`, `OutOfMemory`.
         """
@@ -192,21 +189,16 @@ class Service:
                 return memory.empty((size_bytes,), _UINT8, size_bytes)
         return np.empty(size_bytes, _UINT8)
 
-    def lend_targets(
-        self, model: Model, request: InferenceRequest, places: Mapping[str, Place]
-    ) -> None:
-        """Let the stub write outputs straight into the client's regions, if it may map them. Raises as `read_shared`."""
+    def lend_targets(self, model: Model, request: InferenceRequest, places: Mapping[str, Place]) -> None:
+        """Let the stub write outputs straight into the client's regions, if it may map them. Raises as
+        `read_shared`.
+        """
         self.shared_memory.check_enabled()
         if self.may_lend(model):
             inputs = [lease for array in request.arrays if (lease := lease_of(array)) is not None]
             self.aim(request, numbered(model, places), inputs)
 
-    def aim(
-        self,
-        request: InferenceRequest,
-        places: Iterable[tuple[int, Place]],
-        inputs: Sequence[Lease],
-    ) -> None:
+    def aim(self, request: InferenceRequest, places: Iterable[tuple[int, Place]], inputs: Sequence[Lease]) -> None:
         """Do the same for a model that may map them, with outputs by their numbers, and the leases in which inputs
         lie.
         """

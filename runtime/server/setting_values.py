@@ -39,9 +39,7 @@ def boolean(value: object) -> bool:
 def unsigned(value: object) -> int:
     """Return a JSON number that is whole and not negative."""
     if type(value) is not int or value < 0:
-        raise BadSetting(
-            "attempt to access JSON non-unsigned-integer as unsigned-integer", "INTERNAL"
-        )
+        raise BadSetting("attempt to access JSON non-unsigned-integer as unsigned-integer", "INTERNAL")
     return value
 
 
@@ -54,7 +52,5 @@ def number(name: str, value: str, low: int = 0) -> int:
     if low < 0 and parsed < low:
         raise BadSetting(f"Unable to parse '{name}'. Expecting value >= {low}, got: {value:.80}")
     if not low <= parsed <= _UINT32:
-        raise BadSetting(
-            f"Unable to parse '{name}', value is out of range [ {low}, {_UINT32} ], got: {value:.80}"
-        )
+        raise BadSetting(f"Unable to parse '{name}', value is out of range [ {low}, {_UINT32} ], got: {value:.80}")
     return parsed

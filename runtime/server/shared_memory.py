@@ -1,17 +1,17 @@
 """The shared memory that clients register by name: POSIX objects of theirs, read and written by descriptor.
 
 Theory of operation. The server never maps memory of a client. A client may truncate its object at any time, and then an
-access to a mapping is SIGBUS, the end of the server, while `preadv` and `pwritev` just move fewer bytes. Objects that only
-the server's own user can truncate may be lent to stubs, which map them: a process that could harm a stub that way could as well
-signal it.
+access to a mapping is SIGBUS, the end of the server, while `preadv` and `pwritev` just move fewer bytes. Objects that
+only the server's own user can truncate may be lent to stubs, which map them: a process that could harm a stub that way
+could as well signal it.
 
 `_lock` guards the table: names are unique, and the limits hold, also when clients register at once. Requests find their
 region without it, since a dictionary may be read meanwhile. A region that is unregistered leaves the table, and its
-descriptor is closed when the last reference goes: requests that read it hold one, and so does every lease, until the stub
-has answered. So nothing is ever read from a descriptor that already means another file.
+descriptor is closed when the last reference goes: requests that read it hold one, and so does every lease, until the
+stub has answered. So nothing is ever read from a descriptor that already means another file.
 
-All sizes are checked against the region before anything is copied, and against the object when it is used, as it may have
-shrunk.
+All sizes are checked against the region before anything is copied, and against the object when it is used, as it may
+have shrunk.
 """
 
 from __future__ import annotations
@@ -112,16 +112,15 @@ class SystemSharedMemory:
         """Raise `SharedMemoryError` unless clients may use memory of their own, of any kind."""
         if not self._is_enabled:
             raise SharedMemoryError(
-                "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to "
-                "enable.",
+                "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable.",
                 "UNAVAILABLE",
             )
 
     def register(self, name: str, key: str, offset: int, size_bytes: int) -> None:
         """Let `name` stand for `size_bytes` bytes of the object `key`, from `offset` on.
 
-        Raises `SharedMemoryError` for a name that is taken, and for an object that does not exist, belongs to another user, or
-        is smaller. Raises as `check_enabled`, too.
+        Raises `SharedMemoryError` for a name that is taken, and for an object that does not exist, belongs to another
+        user, or is smaller. Raises as `check_enabled`, too.
         """
         self.check_enabled()
         if not (type(name) is str and name):
@@ -136,9 +135,7 @@ class SystemSharedMemory:
             )
         with self._lock:
             if name in self._regions:
-                raise SharedMemoryError(
-                    f"shared memory region '{name}' already in manager", "ALREADY_EXISTS"
-                )
+                raise SharedMemoryError(f"shared memory region '{name}' already in manager", "ALREADY_EXISTS")
             if len(self._regions) >= _most_regions():
                 raise SharedMemoryError(
                     f"{len(self._regions)} regions are registered: unregister some, or have the server started with a higher limit of open files "
@@ -163,18 +160,14 @@ class SystemSharedMemory:
     def _open(self, name: str, key: str) -> int:
         """Open the object, without following symbolic links."""
         if not _KEY.fullmatch(key):
-            raise SharedMemoryError(
-                f"shared memory region '{name}': {key!r:.80} is no name of a shared memory object"
-            )
+            raise SharedMemoryError(f"shared memory region '{name}': {key!r:.80} is no name of a shared memory object")
         import posix_ipc  # only for a client on this machine
 
         try:
             # glibc opens it with O_NOFOLLOW and O_CLOEXEC.
             memory = posix_ipc.SharedMemory("/" + key.removeprefix("/"))
         except (OSError, ValueError, posix_ipc.Error):
-            raise SharedMemoryError(
-                f"Unable to open shared memory region: '{key}'", "INTERNAL"
-            ) from None
+            raise SharedMemoryError(f"Unable to open shared memory region: '{key}'", "INTERNAL") from None
         try:
             self._check_owner(key, os.fstat(memory.fd))
         except BaseException:
@@ -214,17 +207,12 @@ class SystemSharedMemory:
         """List the regions, or the one of that name: name, key, offset, byte_size. Raises `SharedMemoryError`."""
         with self._lock:
             regions = list(self._regions.values()) if not name else [self._find(name, "system ")]
-        return [
-            {"name": r.name, "key": r.key, "offset": r.offset, "byte_size": r.size_bytes}
-            for r in regions
-        ]
+        return [{"name": r.name, "key": r.key, "offset": r.offset, "byte_size": r.size_bytes} for r in regions]
 
     def _find(self, name: str, kind: str = "") -> _Region:
         region = self._regions.get(name)
         if region is None:
-            raise SharedMemoryError(
-                f"Unable to find {kind}shared memory region: '{name}'", "NOT_FOUND"
-            )
+            raise SharedMemoryError(f"Unable to find {kind}shared memory region: '{name}'", "NOT_FOUND")
         return region
 
     def _place(self, name: str, offset: int, size_bytes: int) -> tuple[_Region, int]:
@@ -261,7 +249,9 @@ class SystemSharedMemory:
         return lender.lease(at, size_bytes, _keep, region)
 
     def read(self, name: str, offset: int, into: NDArray[Any]) -> None:
-        """Fill a contiguous array from the region. Raises as `check`, and `InvalidRequest` if the object was truncated."""
+        """Fill a contiguous array from the region. Raises as `check`, and `InvalidRequest` if the object was
+        truncated.
+        """
         region, at = self._place(name, offset, into.nbytes)
         left = into.reshape(-1).view("u1").data if into.nbytes else memoryview(b"")
         while left:

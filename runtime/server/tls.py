@@ -1,12 +1,14 @@
 """A port that speaks TLS, and counts its clients from the moment that they connect.
 
-Theory of operation. A loop's own server makes a protocol for a client of TLS only after the handshake. Until then nothing would
-count the client, so half handshakes could take any number of descriptors. Here connections are accepted by hand: the port counts
-each of them before anything is read. Then a task of the loop does the handshake, and ends with it.
+Theory of operation. A loop's own server makes a protocol for a client of TLS only after the handshake. Until then
+nothing would count the client, so half handshakes could take any number of descriptors. Here connections are accepted
+by hand: the port counts each of them before anything is read. Then a task of the loop does the handshake, and ends with
+it.
 
-All of it runs on the loop's thread. A connection is in `_shaking` from `accept` until its task ends. From `begins` on the port
-counts it as beginning, until `opened` (the client speaks TLS) or `gave_up` (it never will). `close` first stops accepting, then
-cancels the handshakes; connections that were made belong to the port, which drains or closes them.
+All of it runs on the loop's thread. A connection is in `_shaking` from `accept` until its task ends. From `begins` on
+the port counts it as beginning, until `opened` (the client speaks TLS) or `gave_up` (it never will). `close` first
+stops accepting, then cancels the handshakes; connections that were made belong to the port, which drains or closes
+them.
 """
 
 from __future__ import annotations
@@ -49,11 +51,7 @@ class TlsServer:
     """Accepts clients of a port. For the loop's thread."""
 
     def __init__(
-        self,
-        port: CountingPort,
-        listening: list[socket.socket],
-        context: ssl.SSLContext,
-        backlog: int,
+        self, port: CountingPort, listening: list[socket.socket], context: ssl.SSLContext, backlog: int
     ) -> None:
         """Own the sockets, which are bound."""
         self.sockets = listening
@@ -125,10 +123,7 @@ class TlsServer:
     async def _shake(self, client: socket.socket, connection: asyncio.BaseProtocol) -> None:
         try:
             await self._loop.connect_accepted_socket(
-                lambda: connection,
-                client,
-                ssl=self._context,
-                ssl_handshake_timeout=self._port.handshake_timeout_s,
+                lambda: connection, client, ssl=self._context, ssl_handshake_timeout=self._port.handshake_timeout_s
             )
         except OSError as error:
             # Errors of TLS and timeouts are OSErrors, too.

@@ -63,13 +63,7 @@ class ModelMemory:
 class Allotment:
     """Makes regions for one process in one direction, and takes them back. Any thread may call any method."""
 
-    def __init__(
-        self,
-        limit_bytes: int | None,
-        *,
-        is_contained: bool,
-        of_model: ModelMemory | None = None,
-    ) -> None:
+    def __init__(self, limit_bytes: int | None, *, is_contained: bool, of_model: ModelMemory | None = None) -> None:
         """With `of_model`, the limit is for all processes of a contained model together."""
         # The most bytes in use, None for no limit. Each device may have as much beside.
         self.limit_bytes = limit_bytes

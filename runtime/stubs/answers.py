@@ -29,15 +29,7 @@ from moonpool.ipc.tensors import CODES as DATATYPES
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ModelConfig
-from moonpool.runtime.model.request import (
-    Answer,
-    Details,
-    InferenceRequest,
-    Outcome,
-    Response,
-    WireTensor,
-    allocate,
-)
+from moonpool.runtime.model.request import Answer, Details, InferenceRequest, Outcome, Response, WireTensor, allocate
 from moonpool.runtime.model.reshaping import Reshaping, of_outputs
 from moonpool.runtime.stubs.layout import AnswerLayout, OutputLayout, read_answer
 from moonpool.runtime.stubs.start_message import output_names
@@ -104,9 +96,7 @@ class AnswerReader:
     def check_blocks(layout: AnswerLayout, blocks: Sequence[object]) -> None:
         """Raise `RemoteProtocolError` for blocks that no output lies in. To be called before they are opened."""
         if len(blocks) > len(layout.least_bytes):
-            raise RemoteProtocolError(
-                f"{len(blocks)} blocks for outputs that lie in {len(layout.least_bytes)}"
-            )
+            raise RemoteProtocolError(f"{len(blocks)} blocks for outputs that lie in {len(layout.least_bytes)}")
 
     @staticmethod
     def check(layout: AnswerLayout, leases: Sequence[Lease]) -> None:
@@ -116,10 +106,7 @@ class AnswerReader:
                 raise RemoteProtocolError(layout.fault([lease.size for lease in leases]))
 
     def answers(
-        self,
-        requests: Sequence[InferenceRequest],
-        layout: AnswerLayout,
-        leases: Sequence[Lease],
+        self, requests: Sequence[InferenceRequest], layout: AnswerLayout, leases: Sequence[Lease]
     ) -> list[Answer]:
         """Make the responses to the requests of a batch, with views of the leases. The model gave nothing but
         outputs.
@@ -182,9 +169,7 @@ class AnswerReader:
         return DeviceArray.over(lease, 0, DATATYPES["UINT8"], (lease.size,)).to_host()
 
 
-def _view(
-    outputs: Sequence[OutputLayout], leases: Sequence[Lease], *, wants_wire: bool
-) -> dict[str, Any]:
+def _view(outputs: Sequence[OutputLayout], leases: Sequence[Lease], *, wants_wire: bool) -> dict[str, Any]:
     """Return the outputs as views on the leases."""
     arrays: dict[str, Any] = {}
     for name, datatype, shape, dtype, block, offset, size_bytes in outputs:
@@ -200,9 +185,7 @@ def _view(
     return arrays
 
 
-def _view_anywhere(
-    outputs: Sequence[OutputLayout], leases: Sequence[Any], *, wants_wire: bool
-) -> dict[str, Any]:
+def _view_anywhere(outputs: Sequence[OutputLayout], leases: Sequence[Any], *, wants_wire: bool) -> dict[str, Any]:
     """Return the outputs as `_view` does. Some leases may be of devices."""
     from moonpool.ipc.cuda.array import DeviceArray
 
@@ -293,9 +276,7 @@ class Replies(ExecutingBatch):
                 return request
             executing, requests = self.executing
             if batch != executing or index >= len(requests) or index in self.ended:
-                raise RemoteProtocolError(
-                    f"a response to request {index} of batch {batch}, which waits for none"
-                )
+                raise RemoteProtocolError(f"a response to request {index} of batch {batch}, which waits for none")
             if is_last:
                 self.ended.add(index)
             return requests[index]

@@ -138,9 +138,7 @@ class BorrowedBlocks(LentBlocks):
         from moonpool.runtime.stubs.devices import new_device_region
 
         present_bytes = self._arenas[gpu].size_bytes
-        region = new_device_region(
-            present_bytes, needed_bytes, self._allotment.limit_bytes, gpu, self._kept_on[gpu]
-        )
+        region = new_device_region(present_bytes, needed_bytes, self._allotment.limit_bytes, gpu, self._kept_on[gpu])
         region.is_private = self.is_private
         self._regions[region.id] = region
         self._send_region(region, Side.RUNTIME)
@@ -227,9 +225,7 @@ class BorrowedBlocks(LentBlocks):
             self._note((region.id, place_offset), lease, keep)  # type: ignore[union-attr]
         return [region.id, place_offset, size_bytes], offset_in(lease, array)  # type: ignore[union-attr]
 
-    def lend_on_device(
-        self, array: DeviceArray, *, keep: bool = False
-    ) -> tuple[list[int], int] | None:
+    def lend_on_device(self, array: DeviceArray, *, keep: bool = False) -> tuple[list[int], int] | None:
         """Lend an array on a device as `lend` does. Work of the stub there comes after all work on the array so far."""
         lease = array.lease
         if lease is None:
@@ -254,10 +250,7 @@ class BorrowedBlocks(LentBlocks):
             return True
         region = lease.region
         return not (
-            array.nbytes < SHARED_BYTES
-            or type(region) is not SharedRegion
-            or self.is_private
-            or region.is_private
+            array.nbytes < SHARED_BYTES or type(region) is not SharedRegion or self.is_private or region.is_private
         )
 
     def lend_target(self, lease: Lease) -> list[int]:
@@ -310,8 +303,7 @@ class BorrowedBlocks(LentBlocks):
                     return borrowed.region.lease(offset, size_bytes, self._give_back, borrowed)
                 return borrowed.again(size_bytes, _keep, borrowed)  # type: ignore[union-attr]
         raise RemoteProtocolError(
-            f"a block of {size_bytes} bytes at {offset} in region {region_id}, "
-            "which is not the stub's to answer from"
+            f"a block of {size_bytes} bytes at {offset} in region {region_id}, which is not the stub's to answer from"
         )
 
     def _open_on_device(self, borrowed: Block | DeviceLease, size_bytes: int) -> DeviceLease:
@@ -363,9 +355,7 @@ class BorrowedBlocks(LentBlocks):
         region: DeviceRegion = block.region  # type: ignore[assignment]
         return self._arenas[region.device.ordinal]
 
-    def _keep_some(
-        self, lent: list[tuple[Place, Borrowed]], held: Sequence[list[int]]
-    ) -> list[tuple[Place, Borrowed]]:
+    def _keep_some(self, lent: list[tuple[Place, Borrowed]], held: Sequence[list[int]]) -> list[tuple[Place, Borrowed]]:
         """Note the blocks that the model keeps, and return the others."""
         # The same memory may have been lent more than once, so places are counted.
         kept = Counter((region, offset) for region, offset in held)
@@ -388,9 +378,7 @@ class BorrowedBlocks(LentBlocks):
                 place = (each[0], each[1])
                 kept = self._kept.get(place)
                 if not kept:
-                    raise RemoteProtocolError(
-                        f"the stub releases block {place}, which it does not hold"
-                    )
+                    raise RemoteProtocolError(f"the stub releases block {place}, which it does not hold")
                 # Not dropped under the lock: it may be the last reference to a lease.
                 borrowed = kept.pop()
                 borrowed_blocks.append(borrowed)
@@ -475,9 +463,7 @@ class BorrowedBlocks(LentBlocks):
         with self.lock:
             borrowed_blocks = [borrowed for _, borrowed in self.lent]
             borrowed_blocks += [borrowed for kept in self._kept.values() for borrowed in kept]
-            return bool(self.targets) or any(
-                type(each.region) is ClientRegion for each in borrowed_blocks
-            )
+            return bool(self.targets) or any(type(each.region) is ClientRegion for each in borrowed_blocks)
 
     @property
     def is_kept(self) -> bool:
@@ -537,9 +523,7 @@ def place(
         blocks.append(_copy(arrays, offsets, size_bytes, gpu, borrowed_blocks, keep=False))
 
 
-def lend_or_copy(
-    array: DeviceArray, borrowed_blocks: BorrowedBlocks, *, keep: bool
-) -> tuple[list[int], int]:
+def lend_or_copy(array: DeviceArray, borrowed_blocks: BorrowedBlocks, *, keep: bool) -> tuple[list[int], int]:
     """Let a stub see an array on a device. Returns its block, and the offset there. Raises as `place` does."""
     lent = borrowed_blocks.lend_on_device(array, keep=keep)
     if lent is not None:
@@ -587,10 +571,7 @@ def _copy(
     keep: bool,
 ) -> list[int]:
     """Queue the copies of arrays into one block, and return the block."""
-    block, lane = (
-        borrowed_blocks.allocate_on(gpu, size_bytes, keep=keep),
-        borrowed_blocks.lanes.lane(gpu),
-    )
+    block, lane = (borrowed_blocks.allocate_on(gpu, size_bytes, keep=keep), borrowed_blocks.lanes.lane(gpu))
     start = block.region.address + block.offset  # type: ignore[attr-defined]
     for array, offset in zip(arrays, offsets, strict=True):
         array.enter(lane.stream)

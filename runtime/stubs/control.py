@@ -68,9 +68,7 @@ class ControlChannel:
         with self._sending, _reading_peer():
             self.channel.send_fds(packet, *descriptors)
 
-    def send_region(
-        self, region: SharedRegion | DeviceRegion, writer: Side, device: int = NO_DEVICE
-    ) -> None:
+    def send_region(self, region: SharedRegion | DeviceRegion, writer: Side, device: int = NO_DEVICE) -> None:
         """Announce a region with its descriptor, on the device of that number. Raises what `send` does."""
         if isinstance(region, ClientRegion):
             packet = encode(Kind.LENT_REGION, region.id, region.size_bytes)
@@ -83,9 +81,7 @@ class ControlChannel:
             else:
                 self.channel.send_fds(packet, region.fd)
 
-    def receive(
-        self, most: int, overflow: Overflow, rate_limiter: MessageRateLimiter
-    ) -> Iterator[list[Any]]:
+    def receive(self, most: int, overflow: Overflow, rate_limiter: MessageRateLimiter) -> Iterator[list[Any]]:
         """Yield the messages that have come, at most `most`. Raises `PeerGone`, `RemoteProtocolError`.
 
         `rate_limiter` counts all of them but responses. `overflow` loads messages that lie in memory.

@@ -34,13 +34,7 @@ from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.device import device
 from moonpool.ipc.cuda.lane import DeviceLane
 from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
-from moonpool.ipc.errors import (
-    Closed,
-    CudaError,
-    CudaUnavailable,
-    OutOfMemory,
-    RemoteProtocolError,
-)
+from moonpool.ipc.errors import Closed, CudaError, CudaUnavailable, OutOfMemory, RemoteProtocolError
 from moonpool.runtime.stubs.allotment import next_number
 
 # Seconds until EVENT must have come. The stub makes its context on the device first.
@@ -53,10 +47,7 @@ class Lanes:
     """The lanes to one stub, by devices. Any thread may call any method."""
 
     def __init__(
-        self,
-        send_event: Callable[[int, bytes], None],
-        read_event: Callable[[], bool],
-        gpus: Sequence[int] | None,
+        self, send_event: Callable[[int, bytes], None], read_event: Callable[[], bool], gpus: Sequence[int] | None
     ) -> None:
         """`send_event` sends EVENT with the number of a device and a handle.
 
@@ -248,9 +239,7 @@ class DeviceCallerMemory:
         self._is_closed = False
 
     def _create(self, needed_bytes: int) -> DeviceRegion:
-        region = new_device_region(
-            self._arena.size_bytes, needed_bytes, self._limit_bytes, self._gpu
-        )
+        region = new_device_region(self._arena.size_bytes, needed_bytes, self._limit_bytes, self._gpu)
         self._regions.append(region)
         return region
 
@@ -278,10 +267,7 @@ class DeviceCallerMemory:
             for block in self._arena.blocks():
                 region: DeviceRegion = block.region  # type: ignore[assignment]
                 start = region.address + block.offset
-                if (
-                    start <= array.address
-                    and array.address + array.nbytes <= start + block.size_bytes
-                ):
+                if start <= array.address and array.address + array.nbytes <= start + block.size_bytes:
                     block.holds += 1
                     break
             else:

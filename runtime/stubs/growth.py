@@ -61,9 +61,7 @@ class Growth:
             raise ProtocolError("GROW came before the last one was answered")
         self._is_growing = True
         # Setting memory aside takes a millisecond for every few megabytes, and a device's context a second.
-        thread = threading.Thread(
-            target=self._grow, args=(needed_bytes, device), name="moonpool-grow"
-        )
+        thread = threading.Thread(target=self._grow, args=(needed_bytes, device), name="moonpool-grow")
         try:
             start_thread(thread)
         except OutOfThreads as error:
@@ -115,9 +113,7 @@ class Growth:
         lanes.lane(gpu)
         regions = [*self._link.device_answers.values()]
         present_bytes = sum(each.size_bytes for each in regions if each.device.ordinal == gpu)
-        region = new_device_region(
-            present_bytes, needed_bytes, self._limit_bytes, gpu, self._kept_on[gpu]
-        )
+        region = new_device_region(present_bytes, needed_bytes, self._limit_bytes, gpu, self._kept_on[gpu])
         region.is_private = self._link.borrowed_blocks.is_private
         return region
 

@@ -114,9 +114,7 @@ class StubHandle:
     # True if it worked in memory of a client when it ended.
     _had_clients_memory = False
 
-    def __init__(
-        self, stubs: Stubs, model: Model, name: str, plan: IsolationPlan, fork: Fork | None = None
-    ) -> None:
+    def __init__(self, stubs: Stubs, model: Model, name: str, plan: IsolationPlan, fork: Fork | None = None) -> None:
         """Start the process and own the plan. Raises `LoadFailed` if it cannot be started, and `OutOfMemory`.
 
         `fork` starts it in another way. It gets the name and descriptors for work, control, calls and output. What it
@@ -129,9 +127,7 @@ class StubHandle:
         self._model, self.plan = model, plan
         self.confinement: Confinement | None = None
         self._stubs, self._reactor = stubs, stubs.reactor
-        self.metrics = StubMetrics(
-            stubs.metrics, self.catch_up, options.sandbox, model.accounts.metrics
-        )
+        self.metrics = StubMetrics(stubs.metrics, self.catch_up, options.sandbox, model.accounts.metrics)
         self.readiness = StubReadiness(name, stubs.reactor, self.send)
         self._reason: BaseException | None = None
         # The process has ended; its control channel is not read any more.
@@ -142,9 +138,7 @@ class StubHandle:
         try:
             with ExitStack() as undo, ExitStack() as started:
                 undo.callback(plan.release)
-                (work, work_end), (calls, calls_end), (channel, control_end) = (
-                    _pair(undo, started) for _ in range(3)
-                )
+                (work, work_end), (calls, calls_end), (channel, control_end) = (_pair(undo, started) for _ in range(3))
                 self.control = ControlChannel(channel)
                 self._send = self.control.send
                 self.bounds = Bounds(name, plan.policy, options, stubs.watcher, plan.processes)
@@ -450,9 +444,7 @@ class StubHandle:
         except TimeoutError:
             _log.warning("[%s] finalize took longer than %s s; killing it", self.name, timeout_s)
         except MoonpoolError as error:
-            _log.warning(
-                "[%s] died in finalize: %s", self.name, self.explain(error, "during finalize")
-            )
+            _log.warning("[%s] died in finalize: %s", self.name, self.explain(error, "during finalize"))
         self._stop(grace_s=GRACE_S)
 
     def abort(self, reason: BaseException) -> None:
@@ -478,11 +470,7 @@ class StubHandle:
         """
         if self._reason is None and not isinstance(error, PeerGone):
             is_lie = isinstance(error, ProtocolError)
-            why = (
-                BROKE
-                if is_lie
-                else "was ended, because a thread that used its channel was interrupted"
-            )
+            why = BROKE if is_lie else "was ended, because a thread that used its channel was interrupted"
             public = f"Stub process '{self.name}' {why}"
             self._give_up(StubDied(f"{public}: {error if is_lie else repr(error)}", public))
             self.process.kill()
@@ -496,17 +484,13 @@ class StubHandle:
             return self._reason
         words, last_words = "closed its channel", ""
         if code is not None:
-            words, last_words = self.bounds.death_in_words(
-                code, self.plan.python, self._output.tail()
-            )
+            words, last_words = self.bounds.death_in_words(code, self.plan.python, self._output.tail())
         text = f"Stub process '{self.name}' is not healthy. It {words}"
         if code == -signal.SIGBUS and self._had_clients_memory:
             # The model can send itself this signal. So it is believed once: from now on, this model gets copies.
             self._model.lends_clients_memory = False
             _log.warning(_CUT_SHORT, self.name, self._model.name)
-            return ClientCutMemory(
-                f"{text}: a client cut short the memory that its tensors lie in."
-            )
+            return ClientCutMemory(f"{text}: a client cut short the memory that its tensors lie in.")
         # The second text is the public one. The last words of the process are not meant for clients.
         return StubDied(f"{text}{last_words} {doing}.", f"{text} {doing}" if last_words else None)
 
@@ -713,12 +697,7 @@ _SOON_S = 5.0
 class Stubs:
     """The stubs of one runtime that run, and what all of them share. Any thread may call any method."""
 
-    def __init__(
-        self,
-        reactor: Reactor,
-        log: LogSettings,
-        callees_of: Callable[[Model], Callees],
-    ) -> None:
+    def __init__(self, reactor: Reactor, log: LogSettings, callees_of: Callable[[Model], Callees]) -> None:
         """Share `reactor` and `log`. `callees_of` returns the models that a model in a stub may call."""
         self.callees_of = callees_of
         # Errors that models logged, and others that a person may look for.
@@ -752,13 +731,8 @@ class Stubs:
         if not is_contained(model.options.sandbox):
             return {side: Allotment(limit_bytes, is_contained=False) for side in Side}
         with self._memory_lock:
-            shared = {
-                side: self._memory.setdefault((model.name, side), ModelMemory()) for side in Side
-            }
-        return {
-            side: Allotment(limit_bytes, is_contained=True, of_model=memory)
-            for side, memory in shared.items()
-        }
+            shared = {side: self._memory.setdefault((model.name, side), ModelMemory()) for side in Side}
+        return {side: Allotment(limit_bytes, is_contained=True, of_model=memory) for side, memory in shared.items()}
 
     def add(self, stub: StubHandle) -> None:
         """Add a stub that was started."""

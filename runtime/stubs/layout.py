@@ -31,9 +31,7 @@ class RequestLayout(NamedTuple):
     copies: list[tuple[int, int, int, int]]
 
 
-def lay_out(
-    batch: Sequence[Shapes], elsewhere: Mapping[tuple[int, int], tuple[int, int]]
-) -> RequestLayout:
+def lay_out(batch: Sequence[Shapes], elsewhere: Mapping[tuple[int, int], tuple[int, int]]) -> RequestLayout:
     """Plan the first block of a batch. `elsewhere` has the block and offset of inputs that lie in other blocks.
 
     The rows of one input lie back to back across the requests of a batch, so a model can have them stacked without a
@@ -124,20 +122,15 @@ def read_answer(packed: bytes, names: Sequence[str], count: int) -> AnswerLayout
     return AnswerLayout.of(responses, least_bytes)
 
 
-def _arrays(
-    outputs: Sequence[OutputLayout],
-) -> list[tuple[str, tuple[int, ...], Any, int, int]] | None:
+def _arrays(outputs: Sequence[OutputLayout]) -> list[tuple[str, tuple[int, ...], Any, int, int]] | None:
     if any(output.dtype is None for output in outputs):
         return None
     return [(each.name, each.shape, each.dtype, each.block, each.offset) for each in outputs]
 
 
-def _wires(
-    outputs: Sequence[OutputLayout],
-) -> list[tuple[str, tuple[int], Any, int, int, int, tuple[int, ...]]]:
+def _wires(outputs: Sequence[OutputLayout]) -> list[tuple[str, tuple[int], Any, int, int, int, tuple[int, ...]]]:
     return [
-        (each.name, (each.size_bytes,), _BYTE, each.block, each.offset, each.datatype, each.shape)
-        for each in outputs
+        (each.name, (each.size_bytes,), _BYTE, each.block, each.offset, each.datatype, each.shape) for each in outputs
     ]
 
 

@@ -71,14 +71,7 @@ from moonpool.ipc.slots import SlotChannel
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.config.options import look_us, spares_contained
-from moonpool.runtime.model.request import (
-    AGAIN,
-    LATER,
-    Answer,
-    Details,
-    InferenceRequest,
-    Outcome,
-)
+from moonpool.runtime.model.request import AGAIN, LATER, Answer, Details, InferenceRequest, Outcome
 from moonpool.runtime.stubs.allotment import Allotment
 from moonpool.runtime.stubs.answers import AnswerReader, Replies
 from moonpool.runtime.stubs.borrowed_blocks import BorrowedBlocks, hand_back, place
@@ -168,13 +161,9 @@ class Link(Overflow):
         self._targets: list[list[int]] = []
         self._answers = answers
         first, lanes = requests.region(0, region_bytes), self.open_lanes
-        self.borrowed_blocks = BorrowedBlocks(
-            send_region, first, requests, retire, is_private=is_private, lanes=lanes
-        )
+        self.borrowed_blocks = BorrowedBlocks(send_region, first, requests, retire, is_private=is_private, lanes=lanes)
         blocks, regions = self.borrowed_blocks, self.response_regions
-        self.port = port(
-            self.conversation, blocks, self.replies, self.released, self._given_back, regions
-        )
+        self.port = port(self.conversation, blocks, self.replies, self.released, self._given_back, regions)
         self.port.link = self
         self._send_first(region_bytes)
 
@@ -298,9 +287,7 @@ class Link(Overflow):
             self.replies.begin(batch, requests)
             if self.lanes is not None:
                 self.lanes.publish()
-            self.conversation.send(
-                _EXECUTE, batch, NO_CORE, released, blocks, layout.packed, details, targets
-            )
+            self.conversation.send(_EXECUTE, batch, NO_CORE, released, blocks, layout.packed, details, targets)
         except BaseException:
             self.released.extend(released)
             self.borrowed_blocks.end_batch(())
@@ -470,9 +457,7 @@ class Link(Overflow):
         else:
             answers = [
                 reader.outcome(request, outputs, remark, leases)
-                for request, outputs, remark in zip(
-                    requests, layout.responses, remarks, strict=True
-                )
+                for request, outputs, remark in zip(requests, layout.responses, remarks, strict=True)
             ]
         if states is not None:
             answers = _deferred(answers, states)
@@ -532,8 +517,7 @@ class Link(Overflow):
             )
         if offset + size_bytes > region.size_bytes:
             raise RemoteProtocolError(
-                f"a block of {size_bytes} bytes at {offset} in region {region_id}, "
-                f"which has {region.size_bytes}"
+                f"a block of {size_bytes} bytes at {offset} in region {region_id}, which has {region.size_bytes}"
             )
         place = (region_id, offset)
         if self.lanes is not None:
@@ -565,9 +549,7 @@ class Link(Overflow):
         lease: Lease = self._answer_lease(region, offset, size_bytes)
         # Checked before it is copied: a region may be as large as the machine's memory.
         if size_bytes > MAX_STORED_BYTES:
-            raise RemoteProtocolError(
-                f"a message of {size_bytes} bytes; {MAX_STORED_BYTES} is the most"
-            )
+            raise RemoteProtocolError(f"a message of {size_bytes} bytes; {MAX_STORED_BYTES} is the most")
         return lease.tobytes()
 
     # Memory that is not needed for now

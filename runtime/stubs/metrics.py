@@ -8,11 +8,7 @@ from typing import Any
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import HISTOGRAM, MAX_OBSERVATIONS, OBSERVE
 from moonpool.ipc.policy import STANDARD, is_contained
-from moonpool.runtime.model.budgets import (
-    MAX_METRICS,
-    METRICS_CHARACTERS,
-    MODEL_METRICS_CHARACTERS,
-)
+from moonpool.runtime.model.budgets import MAX_METRICS, METRICS_CHARACTERS, MODEL_METRICS_CHARACTERS
 from moonpool.runtime.observe.metric_families import check_name
 from moonpool.runtime.observe.metrics import BadMetric, Family, Metric, MetricRegistry
 from moonpool.runtime.process.usage import MemoryAccount, MemoryCharge
@@ -57,9 +53,7 @@ class StubMetrics:
         Raises `BadMetric`.
         """
         if len(self._held) >= MAX_METRICS:
-            raise BadMetric(
-                f"a model instance has at most {MAX_METRICS} metrics; use labels with fewer values"
-            )
+            raise BadMetric(f"a model instance has at most {MAX_METRICS} metrics; use labels with fewer values")
         check_name(name, kind, is_contained=self._is_contained)
         held: Family | Metric
         if labels is None:
@@ -92,9 +86,7 @@ class StubMetrics:
         """
         observations: int = sum(row[3] for row in changes if row[1] == OBSERVE)
         if observations > MAX_OBSERVATIONS:
-            raise RemoteProtocolError(
-                f"METRICS with {observations} observations; {MAX_OBSERVATIONS} is the most"
-            )
+            raise RemoteProtocolError(f"METRICS with {observations} observations; {MAX_OBSERVATIONS} is the most")
         try:
             self._registry.change_many(self._changed(changes))
         except BadMetric as error:

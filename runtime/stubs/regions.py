@@ -59,9 +59,7 @@ class CallerMemory:
         self._regions[region.id] = region
         return region
 
-    def empty(
-        self, shape: tuple[int, ...], dtype: np.dtype[np.generic], size_bytes: int
-    ) -> NDArray[np.generic]:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic], size_bytes: int) -> NDArray[np.generic]:
         """Return an array with any content. Raises `OutOfMemory`, `Closed`."""
         with self._lock:
             if self._closed:

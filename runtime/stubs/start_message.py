@@ -16,25 +16,13 @@ from moonpool.runtime.model.config.options import is_compiled, look_us
 from moonpool.runtime.observe.log_settings import LogSettings
 
 # The fields that a model may complete. The number of its processes, for example, is not among them.
-COMPLETABLE = (
-    "max_batch_size",
-    "input",
-    "output",
-    "model_transaction_policy",
-)
+COMPLETABLE = ("max_batch_size", "input", "output", "model_transaction_policy")
 # A model may also give one of these, if the configuration has none.
 SCHEDULERS = ("dynamic_batching", "sequence_batching")
 
 
 def start_of(
-    model: Model,
-    instance: str,
-    kind: str,
-    device_id: int,
-    mode: str,
-    *,
-    backend_dir: str,
-    log: LogSettings,
+    model: Model, instance: str, kind: str, device_id: int, mode: str, *, backend_dir: str, log: LogSettings
 ) -> dict[str, Any]:
     """Make the object in START, as `stub/handshake.py` describes it.
 

@@ -77,11 +77,7 @@ class Template:
     """
 
     def __init__(
-        self,
-        model: str,
-        options: ModelOptions,
-        start_stub: Callable[[], TemplateStub],
-        start: Mapping[str, Any],
+        self, model: str, options: ModelOptions, start_stub: Callable[[], TemplateStub], start: Mapping[str, Any]
     ) -> None:
         """`start_stub` starts the process, and `start` is the object in START for it."""
         self._model = model
@@ -142,9 +138,7 @@ class Template:
 
     def _warn(self, why: object) -> None:
         _log.warning(
-            "the template of model '%s' cannot be forked from: %s; instances are started without it",
-            self._model,
-            why,
+            "the template of model '%s' cannot be forked from: %s; instances are started without it", self._model, why
         )
 
     # Forks
@@ -155,9 +149,7 @@ class Template:
         stub = self._stub
         return None if stub is None or not stub.process.is_running else stub.process.pid
 
-    def fork(
-        self, name: str, deadline: float | None, hold: Callable[[TemplateStub], StubHandle]
-    ) -> StubHandle | None:
+    def fork(self, name: str, deadline: float | None, hold: Callable[[TemplateStub], StubHandle]) -> StubHandle | None:
         """Return what `hold` makes of the template, or None if the instance has to be started in the ordinary way.
 
         Waits until `deadline` while the template is being started; `abort` ends that. Raises what `abort` was given.
@@ -176,9 +168,7 @@ class Template:
         left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         with self._changed:
             self._waiting[name] = None
-            self._changed.wait_for(
-                lambda: self._state is not _State.STARTING or self._waiting[name], left_s
-            )
+            self._changed.wait_for(lambda: self._state is not _State.STARTING or self._waiting[name], left_s)
             reason = self._waiting.pop(name)
             if reason is not None:
                 raise reason
@@ -208,10 +198,7 @@ class Template:
             # Instances that start meanwhile wait: the first restart follows at once, and takes no longer than a stub's.
             self._state = _State.STARTING
             self._restart = threading.Thread(
-                target=self._bring_back,
-                args=(stub,),
-                name=f"moonpool-template-{self._model}",
-                daemon=True,
+                target=self._bring_back, args=(stub,), name=f"moonpool-template-{self._model}", daemon=True
             )
             try:
                 start_thread(self._restart)
@@ -323,9 +310,7 @@ class TemplateStub(StubHandle):
                 f"it has {len(names)} threads ({', '.join(sorted(set(names)))}), and only one would be in a fork"
             )
 
-    def fork(
-        self, name: str, work_fd: int, control_fd: int, calls_fd: int, output_fd: int
-    ) -> ForkedProcess:
+    def fork(self, name: str, work_fd: int, control_fd: int, calls_fd: int, output_fd: int) -> ForkedProcess:
         """Fork a stub with these descriptors. Raises `TemplateGone`, `ForkRefused`."""
         handshake = ForkHandshake()
         try:

@@ -35,10 +35,7 @@ _READABLE = 0o755
 # The file has the paths of the interpreter and of the launcher, each on a line. The library looks for it beside itself.
 SETTINGS = "moonpool.txt"
 # The places of the library: in a wheel, and in a source tree that compiled it.
-_PLACES = (
-    FOLDER / "libtriton_moonpool.so",
-    FOLDER / "native" / "build" / "libtriton_moonpool.so",
-)
+_PLACES = (FOLDER / "libtriton_moonpool.so", FOLDER / "native" / "build" / "libtriton_moonpool.so")
 
 
 class NotInstallable(MoonpoolError):
@@ -235,17 +232,13 @@ def _backends(backends: Path) -> TritonFinding:
     except NotInstallable as error:
         return TritonFinding("backends", False, str(error))
     if not os.access(backends, os.W_OK):
-        what = (
-            f"{backends} cannot be written to by this user: install as its owner, or use an overlay"
-        )
+        what = f"{backends} cannot be written to by this user: install as its owner, or use an overlay"
         return TritonFinding("backends", None, what)
     return TritonFinding("backends", True, str(backends))
 
 
 def _needed(library: Path) -> list[str] | TritonFinding:
-    ended = subprocess.run(
-        [sys.executable, "-I", "-c", _LOAD, library], capture_output=True, text=True, check=False
-    )
+    ended = subprocess.run([sys.executable, "-I", "-c", _LOAD, library], capture_output=True, text=True, check=False)
     if ended.returncode == 0:
         return ended.stdout.split()
     why = (ended.stderr.strip().splitlines() or [f"it ended with {ended.returncode}"])[-1]
@@ -275,9 +268,7 @@ def _server(server: Path | None, needed: Sequence[str]) -> TritonFinding:
     if missing:
         what = f"{server} is too old, or no server: it has no {', '.join(missing)}"
         return TritonFinding("server", False, what)
-    return TritonFinding(
-        "server", True, f"{server} has all {len(needed)} functions that are needed"
-    )
+    return TritonFinding("server", True, f"{server} has all {len(needed)} functions that are needed")
 
 
 def _installed(backends: Path, library: Path) -> Iterator[TritonFinding]:
@@ -292,9 +283,7 @@ def _installed(backends: Path, library: Path) -> Iterator[TritonFinding]:
         what = "" if is_same else " is of another moonpool or interpreter than this; make it again"
         yield TritonFinding("installed", is_same, f"{folder}{what}")
     if not found:
-        yield TritonFinding(
-            "installed", None, f"not yet for {backends}: `install` or `overlay` does that"
-        )
+        yield TritonFinding("installed", None, f"not yet for {backends}: `install` or `overlay` does that")
 
 
 def _launcher() -> TritonFinding:

@@ -82,9 +82,7 @@ def is_servers_version() -> bool:
         return True
     asks = (found, "-I", "-S", "-c", "import sys; print(*sys.version_info[:2])")
     try:
-        said = subprocess.run(
-            asks, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_S, check=True
-        )
+        said = subprocess.run(asks, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return False
     return said.stdout.split() == [b"%d" % number for number in sys.version_info[:2]]

@@ -55,9 +55,7 @@ class Launcher:
     def __init__(self, peer: LauncherChannel) -> None:
         self._peer = peer
         # The registry brings what stubs share: reactor, metrics, log levels. It holds no models.
-        self._registry = ModelRegistry(
-            ModelRepositories(()), [], BackendDirectory(), 0.0, False, None
-        )
+        self._registry = ModelRegistry(ModelRepositories(()), [], BackendDirectory(), 0.0, False, None)
         self._registry.refuses_control = POLLED
         self._stubs = self._registry.stubs
         self._backend = LentBackend(self._stubs)
@@ -89,11 +87,7 @@ class Launcher:
         except PeerGone:
             _log.debug("the server has ended, or no longer needs this backend")
         finally:
-            in_parallel(
-                lambda each: each.end(finalizes=False),
-                [*self._instances.values()],
-                "moonpool-end",
-            )
+            in_parallel(lambda each: each.end(finalizes=False), [*self._instances.values()], "moonpool-end")
             for served in list(self._models.values()):
                 self._backend.model_finalize(served.model)
             self._registry.close()
@@ -107,12 +101,7 @@ class Launcher:
 
     def _change_log(self, info: bool, warning: bool, error: bool, verbose: bool) -> None:
         self._stubs.change_log(
-            {
-                "log_info": info,
-                "log_warning": warning,
-                "log_error": error,
-                "log_verbose_level": int(verbose),
-            }
+            {"log_info": info, "log_warning": warning, "log_error": error, "log_verbose_level": int(verbose)}
         )
         _log.logger.setLevel(logging.DEBUG if verbose else logging.INFO)
 
@@ -124,9 +113,7 @@ class Launcher:
         except OutOfThreads as error:
             self._peer.send(Word.REFUSED, number, code_of(error), str(error))
 
-    def _load_apart(
-        self, number: int, name: str, version: int, directory: str, config: str, completes: bool
-    ) -> None:
+    def _load_apart(self, number: int, name: str, version: int, directory: str, config: str, completes: bool) -> None:
         model: Model | None = None
         try:
             rules = rules_of(self._backend.name, self._config)
@@ -159,14 +146,7 @@ class Launcher:
     def _start(self, number: int, model: int, name: str, kind: str, device_id: int) -> None:
         served = self._models[model]
         instance = self._instances[number] = LentInstance(
-            self._backend,
-            served.model,
-            number,
-            name,
-            kind,
-            device_id,
-            self._peer,
-            self._stubs.reactor,
+            self._backend, served.model, number, name, kind, device_id, self._peer, self._stubs.reactor
         )
         try:
             _apart("moonpool-start", self._start_apart, number, instance)
@@ -178,13 +158,9 @@ class Launcher:
         if not instance.start():
             self._instances.pop(number, None)
 
-    def _lose(
-        self, number: int, generation: int, is_executing: bool, is_shortage: bool, why: str
-    ) -> None:
+    def _lose(self, number: int, generation: int, is_executing: bool, is_shortage: bool, why: str) -> None:
         if number in self._instances:
-            self._instances[number].lose(
-                generation, is_executing=is_executing, is_shortage=is_shortage, why=why
-            )
+            self._instances[number].lose(generation, is_executing=is_executing, is_shortage=is_shortage, why=why)
 
     def _exceed(self, number: int, generation: int) -> None:
         if number in self._instances:

@@ -134,9 +134,7 @@ class LentInstance(ModelInstance):
         self._broken: tuple[int, BaseException] = _NOTHING_BROKEN
         self._peer = peer
         # The server may offer no way to load the model again, so the instance is always started again.
-        self._supervisor = Supervisor(
-            backend, model, [self], reactor, self._moved, _nothing, goes_on=_always
-        )
+        self._supervisor = Supervisor(backend, model, [self], reactor, self._moved, _nothing, goes_on=_always)
         (self._record,) = self._supervisor.records
 
     @property
@@ -224,9 +222,7 @@ class LentInstance(ModelInstance):
         if generation != self.generation or self._record.machine.state is not _S.READY:
             return
         self.served = served
-        self._supervisor.begin(
-            self._record, partial(self._supervisor.renew, self._record), "recycle"
-        )
+        self._supervisor.begin(self._record, partial(self._supervisor.renew, self._record), "recycle")
 
     def end(self, *, finalizes: bool = True) -> None:
         """End the process for good, and wait. The model finalizes first if `finalizes` is true."""
@@ -320,9 +316,7 @@ class LentBackend(PythonBackend):
         lent.reason = super().explain(lent, error)
         return lent.reason
 
-    def model_instance_execute(
-        self, instance: ModelInstance, requests: Sequence[InferenceRequest]
-    ) -> Link:
+    def model_instance_execute(self, instance: ModelInstance, requests: Sequence[InferenceRequest]) -> Link:
         raise NotImplementedError(f"{instance.name} has its {len(requests)} requests elsewhere")
 
 

@@ -98,26 +98,15 @@ LAUNCHER: dict[IntEnum, Message] = {
     Word.LONG: Message(None, {"size": Int(1, MAX_MESSAGE_BYTES)}),
     # The name that the server has for the backend and the directory that it has found it in, as
     # TRITONBACKEND_BackendArtifacts says; `config`: the JSON text of TRITONBACKEND_BackendConfig.
-    Word.BACKEND: Message(
-        _SHIM, {"name": _NAME, "directory": _NAME, "config": _CONFIG, "server": _NAME}
-    ),
+    Word.BACKEND: Message(_SHIM, {"name": _NAME, "directory": _NAME, "config": _CONFIG, "server": _NAME}),
     # The wanted levels of the log from now on, as in LOGGING of the control channel. The shim itself sends them to
     # stubs that run.
-    Word.LOGGING: Message(
-        _SHIM, {"info": Flag(), "warning": Flag(), "error": Flag(), "verbose": Flag()}
-    ),
+    Word.LOGGING: Message(_SHIM, {"info": Flag(), "warning": Flag(), "error": Flag(), "verbose": Flag()}),
     # Load a version of a model. `directory` is the model's own, with its versions in it; `config` is the JSON text of
     # TRITONBACKEND_ModelConfig; `completes`: the model shall complete it.
     Word.MODEL: Message(
         _SHIM,
-        {
-            "model": _ID,
-            "name": _NAME,
-            "version": Int(1),
-            "directory": _NAME,
-            "config": _CONFIG,
-            "completes": Flag(),
-        },
+        {"model": _ID, "name": _NAME, "version": Int(1), "directory": _NAME, "config": _CONFIG, "completes": Flag()},
     ),
     # `config`: the argument for TRITONBACKEND_ModelSetConfig; nil if nothing has changed.
     # `inputs` and `outputs`: names in the order of their numbers on the work channel, a sequence's controls
@@ -148,8 +137,7 @@ LAUNCHER: dict[IntEnum, Message] = {
     Word.REFUSED: Message(_LAUNCHER, {"number": _ID, "code": _CODE, "message": _TEXT}),
     # `kind` is CPU, GPU, MODEL or AUTO, `device` the GPU's number or 0.
     Word.INSTANCE: Message(
-        _SHIM,
-        {"instance": _ID, "model": _ID, "name": _NAME, "kind": Text(16), "device": Int(0, 65_535)},
+        _SHIM, {"instance": _ID, "model": _ID, "name": _NAME, "kind": Text(16), "device": Int(0, 65_535)}
     ),
     # Comes with five descriptors: the control and calls channels, a pidfd, and the files of the first request region
     # and the first response region. The stub knows both already; regions that the shim makes have numbers from
@@ -168,10 +156,7 @@ LAUNCHER: dict[IntEnum, Message] = {
     ),
     # Comes with one descriptor, the work channel. `has_is_ready`: the stub answers READY. `sandbox`: a text for people
     # about the confinement of the process.
-    Word.STARTED: Message(
-        _LAUNCHER,
-        {"instance": _ID, "generation": Int(1), "has_is_ready": Flag(), "sandbox": _TEXT},
-    ),
+    Word.STARTED: Message(_LAUNCHER, {"instance": _ID, "generation": Int(1), "has_is_ready": Flag(), "sandbox": _TEXT}),
     # Allocate another region for this process, of at least `needed` bytes. `present` bytes are in use in regions of the
     # same writer, a `Side` of `ipc.messages`.
     Word.MEMORY: Message(
@@ -188,9 +173,7 @@ LAUNCHER: dict[IntEnum, Message] = {
     ),
     # A region from MEMORY is empty now. If a contained process may have kept it, it still counts, and the next MEMORY
     # may get it again.
-    Word.RETURNED: Message(
-        _SHIM, {"instance": _ID, "generation": Int(1), "writer": Int(1, 2), "region": _ID}
-    ),
+    Word.RETURNED: Message(_SHIM, {"instance": _ID, "generation": Int(1), "writer": Int(1, 2), "region": _ID}),
     # Comes with one descriptor, of a sealed memfd of this size with all its pages.
     Word.SET_ASIDE: Message(_LAUNCHER, {"question": _ID, "size": Int(1)}),
     # Scrub the error text of a private model: SCRUBBED has the text for clients, and the launcher logs the rest.
@@ -199,14 +182,7 @@ LAUNCHER: dict[IntEnum, Message] = {
     # `is_executing`: it had requests. `why`: how it broke the protocol, "" if it just ended. `is_shortage`: the server
     # has no descriptor, memory or thread for it; `why` says which, and the model is not to blame.
     Word.LOST: Message(
-        _SHIM,
-        {
-            "instance": _ID,
-            "generation": Int(1),
-            "is_executing": Flag(),
-            "is_shortage": Flag(),
-            "why": _TEXT,
-        },
+        _SHIM, {"instance": _ID, "generation": Int(1), "is_executing": Flag(), "is_shortage": Flag(), "why": _TEXT}
     ),
     # A batch takes longer than `execute_timeout_ms`: end the process. LOST still follows when it has ended.
     Word.OVERDUE: Message(_SHIM, {"instance": _ID, "generation": Int(1)}),
@@ -234,13 +210,9 @@ LAUNCHER: dict[IntEnum, Message] = {
     # The instance's process has ended, or the model is unloaded.
     Word.ENDED: Message(_LAUNCHER, {"number": _ID}),
     # The launcher can start stubs. `version` is LAUNCHER_VERSION, `protocol` PROTOCOL_VERSION.
-    Word.HELLO: Message(
-        _LAUNCHER, {"version": _ID, "protocol": _ID, "moonpool": Text(64), "pid": Int(1)}
-    ),
+    Word.HELLO: Message(_LAUNCHER, {"version": _ID, "protocol": _ID, "moonpool": Text(64), "pid": Int(1)}),
     # A line for the server's log, with a level as in LOG of the control channel.
-    Word.NOTE: Message(
-        _LAUNCHER, {"level": Int(0, 3), "message": _TEXT, "file": _NAME, "line": Int(0, 2**31)}
-    ),
+    Word.NOTE: Message(_LAUNCHER, {"level": Int(0, 3), "message": _TEXT, "file": _NAME, "line": Int(0, 2**31)}),
 }
 
 

@@ -24,12 +24,7 @@ from moonpool.runtime.process.terminal import harmless, one_line
 from moonpool.runtime.repository.grants import Grants, quoted
 from moonpool.runtime.repository.loading import HostingRules
 from moonpool.runtime.stubs.output import Budget
-from moonpool.runtime.stubs.start_message import (
-    COMPLETABLE,
-    SCHEDULERS,
-    input_names,
-    output_names,
-)
+from moonpool.runtime.stubs.start_message import COMPLETABLE, SCHEDULERS, input_names, output_names
 from moonpool.runtime.triton.notes import AS_IT_IS, MAX_BYTES
 
 _log = RuntimeLog("moonpool")
@@ -49,10 +44,7 @@ def rules_of(backend: str, backend_config: str) -> HostingRules:
     options = _object(backend_config, "the configuration of the backend").get("cmdline", {})
     level = options.get("sandbox")
     if level is not None and level not in LEVELS:
-        raise ConfigError(
-            f"must be one of {', '.join(LEVELS)}, not {level!r:.80}",
-            field="--backend-config sandbox",
-        )
+        raise ConfigError(f"must be one of {', '.join(LEVELS)}, not {level!r:.80}", field="--backend-config sandbox")
     granted = str(options.get("sandbox-grants", ""))
     # The values of single grants have commas.
     texts = granted.split(";" if ":" in granted else ",")
@@ -78,13 +70,7 @@ class ServedModel:
     """A version of a model, and the server's configuration of it."""
 
     def __init__(
-        self,
-        name: str,
-        version: int,
-        directory: str,
-        config: str,
-        backend_directory: str,
-        limits: ConfigLimits,
+        self, name: str, version: int, directory: str, config: str, backend_directory: str, limits: ConfigLimits
     ) -> None:
         """`config` is the JSON text of TRITONBACKEND_ModelConfig. Raises `ConfigError`, `LoadFailed`,
         `RepositoryError`.
@@ -93,9 +79,7 @@ class ServedModel:
         self._given = _object(config, f"the configuration of model '{name}'")
         limits.check(self._given, Source())
         known = _known("ModelConfig", self._given, "")
-        checked = ModelConfig.from_dict(
-            {**known, "name": name}, partial=True, has_states=True, has_agents=True
-        )
+        checked = ModelConfig.from_dict({**known, "name": name}, partial=True, has_states=True, has_agents=True)
         source = _source(checked, Path(directory), version, Path(backend_directory))
         self.model = Model(checked, ModelOptions.from_parameters(checked), version, source)
         self._before = checked.raw
@@ -122,9 +106,7 @@ class ServedModel:
         """Return the completed configuration for TRITONBACKEND_ModelSetConfig; None if nothing has changed."""
         after = self.model.config.raw
         changes = {
-            name: after[name]
-            for name in (*COMPLETABLE, *SCHEDULERS)
-            if after.get(name) != self._before.get(name)
+            name: after[name] for name in (*COMPLETABLE, *SCHEDULERS) if after.get(name) != self._before.get(name)
         }
         if not changes:
             return None
@@ -211,9 +193,7 @@ def _known(kind: str, message: Any, path: str) -> Any:
     for name, value in message.items():
         if name not in schema:
             if value:
-                _log.warning(
-                    "moonpool does not know %s%s in the configuration of a model", path, name
-                )
+                _log.warning("moonpool does not know %s%s in the configuration of a model", path, name)
             continue
         known[name] = _known_items(schema[name], value, f"{path}{name}.")
     return known

@@ -14,21 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from moonpool.ipc import arena, channel, codec, denials, memory, messages
-from moonpool.ipc.messages import (
-    Flag,
-    Int,
-    ListOf,
-    Maybe,
-    Message,
-    OneOf,
-    Packed,
-    Raw,
-    Real,
-    Row,
-    Spec,
-    Table,
-    Text,
-)
+from moonpool.ipc.messages import Flag, Int, ListOf, Maybe, Message, OneOf, Packed, Raw, Real, Row, Spec, Table, Text
 from moonpool.ipc.tensors import BYTES, ITEMSIZE, LENGTH_BYTES, MAX_ELEMENTS
 from moonpool.runtime.model import budgets
 from moonpool.runtime.process import terminal
@@ -146,12 +132,7 @@ def received() -> dict[IntEnum, Message]:
 
 
 def _all(enum: type[IntEnum]) -> dict[IntEnum, Message]:
-    return {
-        kind: message
-        for _, table in _TABLES.values()
-        for kind, message in table.items()
-        if isinstance(kind, enum)
-    }
+    return {kind: message for _, table in _TABLES.values() for kind, message in table.items() if isinstance(kind, enum)}
 
 
 def camel(name: str) -> str:
@@ -176,9 +157,7 @@ def _kinds(name: str, enum: type[IntEnum]) -> str:
 def _numbers(module: ModuleType) -> dict[str, int]:
     """Return the numbers that a module itself defines."""
     return {
-        name: value
-        for name, value in vars(module).items()
-        if type(value) is int and name.isupper() and name[0] != "_"
+        name: value for name, value in vars(module).items() if type(value) is int and name.isupper() and name[0] != "_"
     }
 
 
@@ -199,29 +178,17 @@ def _constants() -> str:
         for name, value in numbers.items()
     ]
     sizes = ", ".join(str(ITEMSIZE.get(code, 0)) for code in range(max(ITEMSIZE) + 1))
-    lines.append(
-        "// Bytes that an element takes, by its datatype; 0 for BYTES, and for 0, which is none."
-    )
+    lines.append("// Bytes that an element takes, by its datatype; 0 for BYTES, and for 0, which is none.")
     lines.append(f"constexpr std::array<uint8_t, {max(ITEMSIZE) + 1}> kItemBytes = {{{sizes}}};")
     ranges = _ranges(terminal.SHOWN_CODES)
     pairs = ", ".join(f"{{{first}, {last}}}" for first, last in ranges)
-    lines.append(
-        "// Characters that a line of the log shows as escapes, from the first to the last."
-    )
-    lines.append(
-        f"constexpr std::array<std::array<uint32_t, 2>, {len(ranges)}> kShownCodes = {{{{{pairs}}}}};"
-    )
+    lines.append("// Characters that a line of the log shows as escapes, from the first to the last.")
+    lines.append(f"constexpr std::array<std::array<uint32_t, 2>, {len(ranges)}> kShownCodes = {{{{{pairs}}}}};")
     lines += _denials()
     lines.append(f'static_assert(kMaxValues == {codec.MAX_ITEMS}, "as in ipc/codec.py");\n')
-    lines += [
-        "// How many messages one counts as, beside its size.",
-        "constexpr double cost_of(Kind kind) {",
-    ]
+    lines += ["// How many messages one counts as, beside its size.", "constexpr double cost_of(Kind kind) {"]
     lines += ["  switch (kind) {"]
-    lines += [
-        f"    case Kind::{messages.Kind(kind).name}: return {cost};"
-        for kind, cost in budgets.COSTS.items()
-    ]
+    lines += [f"    case Kind::{messages.Kind(kind).name}: return {cost};" for kind, cost in budgets.COSTS.items()]
     lines += ["    default: return 1;", "  }", "}\n"]
     return "\n".join(lines)
 
@@ -294,8 +261,7 @@ class Rows:
 
     def _members(self, name: str, fields: dict[str, Spec]) -> list[str]:
         return [f"struct {name} {{"] + [
-            f"  {self.type(spec, name + camel(field))} {field}{{}};"
-            for field, spec in fields.items()
+            f"  {self.type(spec, name + camel(field))} {field}{{}};" for field, spec in fields.items()
         ]
 
     def type(self, spec: Spec, where: str) -> str:
@@ -358,9 +324,7 @@ class _Specs:
         for kind, message in table.items():
             first = self.placed(list(message.fields.items()))
             sender = int(message.sender or 0)
-            lines.append(
-                f'    {{"{kind.name}", {int(kind)}, {sender}, {first}, {len(message.fields)}}},'
-            )
+            lines.append(f'    {{"{kind.name}", {int(kind)}, {sender}, {first}, {len(message.fields)}}},')
         head = f"constexpr Table<{enum.__name__}, {len(lines)}> k{name} = {{{{{{"
         return "\n".join([head, *lines, "}}, kSpecs};\n"])
 

@@ -73,11 +73,7 @@ if TYPE_CHECKING:
     )
     from moonpool.ipc.cuda.array import DeviceArray
     from moonpool.runtime.hosting.progress import Progress
-    from moonpool.runtime.model.backend import (
-        Backend as Backend,
-        Model as Model,
-        ModelInstance as ModelInstance,
-    )
+    from moonpool.runtime.model.backend import Backend as Backend, Model as Model, ModelInstance as ModelInstance
     from moonpool.runtime.model.request import Response, ResponseAllocator as ResponseAllocator
     from moonpool.runtime.process.sigterm import exit_on_sigterm
     from moonpool.runtime.residency.policy import Resident as Resident

@@ -109,9 +109,7 @@ class DeviceMemory:
                 lease.lane = self.receive(lease.mapping.device.ordinal)
                 self.remember(lease)
 
-    def tensor(
-        self, name: str, datatype: int, shape: tuple[int, ...], lease: DeviceLease, offset: int
-    ) -> DeviceTensor:
+    def tensor(self, name: str, datatype: int, shape: tuple[int, ...], lease: DeviceLease, offset: int) -> DeviceTensor:
         """Make a tensor over a block that the runtime lent."""
         return DeviceTensor.over(name, DeviceArray.over(lease, offset, datatype, shape))
 

@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 def moved(
-    tensors: Sequence[Tensor],
-    memory: Memory,
-    may_name: Callable[[DeviceLease], bool],
-    wish: PreferredMemory | None,
+    tensors: Sequence[Tensor], memory: Memory, may_name: Callable[[DeviceLease], bool], wish: PreferredMemory | None
 ) -> list[Tensor]:
     """Return the tensors in the memory that `wish` names, on a device only in blocks that a message may name.
 
@@ -64,10 +61,7 @@ def _fetched(tensor: DeviceTensor, memory: Memory) -> Tensor:
 
 
 def _named(
-    tensor: DeviceTensor,
-    memory: Memory,
-    may_name: Callable[[DeviceLease], bool],
-    device: int | None,
+    tensor: DeviceTensor, memory: Memory, may_name: Callable[[DeviceLease], bool], device: int | None
 ) -> DeviceTensor:
     """Return the tensor itself if it lies in a block that may be named, else a copy on the device."""
     source = tensor._device_array

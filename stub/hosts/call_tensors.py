@@ -29,9 +29,7 @@ class Placed:
 
     __slots__ = ("_regions", "blocks", "ours", "rows")
 
-    def __init__(
-        self, regions: Regions, tensors: Sequence[Tensor], ours: list[Block] | None = None
-    ) -> None:
+    def __init__(self, regions: Regions, tensors: Sequence[Tensor], ours: list[Block] | None = None) -> None:
         """Place the inputs. Tensors in shared memory stay there, others are copied. Raises `OutOfMemory`, `BadTensor`.
 
         `ours` gets the blocks of this stub's memory that the runtime holds from now on, each when it is held:
@@ -51,8 +49,7 @@ class Placed:
             data = tensor._data
             if len(tensor._shape) > MAX_DIMS:
                 raise BadTensor(
-                    f"input '{tensor._name}' has {len(tensor._shape)} dimensions, and {MAX_DIMS} "
-                    "is the most"
+                    f"input '{tensor._name}' has {len(tensor._shape)} dimensions, and {MAX_DIMS} is the most"
                 )
             if size_of(tensor._name) > LONG:
                 raise BadTensor(f"the name of an input has more than {LONG} bytes")
@@ -108,10 +105,7 @@ def prepared(rows: Sequence[list[Any]]) -> list[CallOutput]:
 
 
 def read_outputs(
-    blocks: Sequence[list[int]],
-    outputs: Sequence[CallOutput],
-    regions: Regions,
-    give_back: Callable[[object], object],
+    blocks: Sequence[list[int]], outputs: Sequence[CallOutput], regions: Regions, give_back: Callable[[object], object]
 ) -> tuple[list[Tensor], list[Callable[[], object]]]:
     """Return the tensors of a reply, and the steps, functions of C, from which on they have the blocks that the
     runtime lent.

@@ -81,9 +81,7 @@ class Call:
 
     __slots__ = ("bell", "inbox", "is_sent", "is_wanted", "keeps", "notify", "number", "withdrawal")
 
-    def __init__(
-        self, number: int, keeps: object, notify: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, number: int, keeps: object, notify: Callable[[], None] | None = None) -> None:
         """Keep `keeps` alive while the call is open. `notify` is called once, when the next answer comes, on any
         thread.
         """

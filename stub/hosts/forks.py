@@ -60,15 +60,7 @@ _NO_STREAMS = (
 )
 # The methods of the stub's host that a fork may call, beside inference.
 _METHODS = frozenset(
-    [
-        "load_model",
-        "unload_model",
-        "is_model_ready",
-        "new_metric",
-        "change_metric",
-        "metric_value",
-        "failure",
-    ]
+    ["load_model", "unload_model", "is_model_ready", "new_metric", "change_metric", "metric_value", "failure"]
 )
 
 
@@ -110,9 +102,7 @@ class ForkBroker:
             if not knock:  # no process holds the other end any more
                 return
             for fd in fds:
-                self._begin(
-                    socket.socket(fileno=fd), self._shelf.serve if knock == _SHARES else _answer
-                )
+                self._begin(socket.socket(fileno=fd), self._shelf.serve if knock == _SHARES else _answer)
 
     def _begin(self, end: socket.socket, answer: Callable[[socket.socket], None]) -> None:
         self._ends.add(end)
@@ -166,9 +156,7 @@ class ForkedHost(Host):
         with self._ask("infer", *_packed_request(request)) as end:
             return _response(*_told(end))
 
-    def ainfer(
-        self, request: InferenceRequest, decoupled: bool
-    ) -> asyncio.Future[InferenceResponse]:
+    def ainfer(self, request: InferenceRequest, decoupled: bool) -> asyncio.Future[InferenceResponse]:
         import asyncio
 
         return asyncio.get_running_loop().run_in_executor(None, self.infer, request, decoupled)
@@ -187,12 +175,7 @@ class ForkedHost(Host):
         return bool(self._call("is_model_ready", name, version))
 
     def new_metric(
-        self,
-        name: str,
-        description: str,
-        kind: int,
-        labels: Mapping[str, str] | None,
-        buckets: Sequence[float] | None,
+        self, name: str, description: str, kind: int, labels: Mapping[str, str] | None, buckets: Sequence[float] | None
     ) -> int:
         return int(self._call("new_metric", name, description, kind, labels, buckets))
 

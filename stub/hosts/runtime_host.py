@@ -46,13 +46,7 @@ class StubHost(Host):
     """Asks the runtime on the calls channel. Any thread may call any method."""
 
     def __init__(
-        self,
-        calls: Calls,
-        regions: Regions,
-        control: Control,
-        instance: str,
-        *,
-        is_compiled: bool = False,
+        self, calls: Calls, regions: Regions, control: Control, instance: str, *, is_compiled: bool = False
     ) -> None:
         """`is_compiled`: usual requests go the way of `_stub_calls.pyx`, if this process has it."""
         self._calls = calls
@@ -120,9 +114,7 @@ class StubHost(Host):
             self._calls.abandon(call)
             raise
 
-    def _asked(
-        self, ask: Callable[[InferenceRequest, list[Call]], Any], request: InferenceRequest
-    ) -> Any:
+    def _asked(self, ask: Callable[[InferenceRequest, list[Call]], Any], request: InferenceRequest) -> Any:
         """Return the response to a usual request, or NotImplemented for any other, which the compiled form leaves
         alone.
         """
@@ -165,11 +157,7 @@ class StubHost(Host):
             self._calls.abandon(call)
 
     def _notify(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        future: asyncio.Future[Answer],
-        waiting: list[Call],
-        decoupled: bool,
+        self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[Answer], waiting: list[Call], decoupled: bool
     ) -> None:
         try:
             loop.call_soon_threadsafe(self._resolve, future, waiting[0], decoupled)
@@ -193,9 +181,7 @@ class StubHost(Host):
                 "pb_utils.InferenceRequest(model_name=...) and its inputs"
             )
 
-    def _send(
-        self, call: Call, request: InferenceRequest, decoupled: bool
-    ) -> InferenceResponse | None:
+    def _send(self, call: Call, request: InferenceRequest, decoupled: bool) -> InferenceResponse | None:
         """Send a request. If it cannot be sent, returns a response with the error."""
         released: list[Any] = []
         ours: list[Block] = []
@@ -235,10 +221,7 @@ class StubHost(Host):
             self._regions.take_back(ours)
 
     def _response(
-        self,
-        call: Call,
-        *steps: Callable[[], object],
-        seen: list[InferenceResponse] | None = None,
+        self, call: Call, *steps: Callable[[], object], seen: list[InferenceResponse] | None = None
     ) -> InferenceResponse:
         """Take the next answer to a call.
 
@@ -259,9 +242,7 @@ class StubHost(Host):
     def _iterator(self, call: Call, failed: InferenceResponse | None) -> ResponseIterator:
         if failed is not None:
             only = iter([failed])
-            return ResponseIterator.over(
-                lambda seen: seen.extend(itertools.islice(only, 1)), _nothing
-            )
+            return ResponseIterator.over(lambda seen: seen.extend(itertools.islice(only, 1)), _nothing)
         calls = self._calls
         # A destructor may abandon the iterator.
         call.prepare()
@@ -272,9 +253,7 @@ class StubHost(Host):
                 is_last = calls.wait(call)[2]
                 self._response(call, partial(is_over.append, is_last), seen=seen)
 
-        return ResponseIterator.over(
-            receive, partial(calls.cancel, call), partial(calls.abandon, call)
-        )
+        return ResponseIterator.over(receive, partial(calls.cancel, call), partial(calls.abandon, call))
 
     # Other models themselves
 
@@ -294,19 +273,12 @@ class StubHost(Host):
     # Metrics
 
     def new_metric(
-        self,
-        name: str,
-        description: str,
-        kind: int,
-        labels: Mapping[str, str] | None,
-        buckets: Sequence[float] | None,
+        self, name: str, description: str, kind: int, labels: Mapping[str, str] | None, buckets: Sequence[float] | None
     ) -> int:
         rows = None if labels is None else list(labels.items())
         texts = [name, description, *itertools.chain.from_iterable(rows or ())]
         if max(len(texts), len(buckets or ()), sum(map(len, texts))) > MAX_METRIC_PARTS:
-            raise TritonModelException(
-                self.failure("the texts, labels or buckets of a metric are too many")
-            )
+            raise TritonModelException(self.failure("the texts, labels or buckets of a metric are too many"))
         try:
             "".join(texts).encode()
         except UnicodeEncodeError as error:

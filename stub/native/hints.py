@@ -116,9 +116,7 @@ def _dim(name: str, dim: object, place: int) -> Dim:
         return None
     if isinstance(dim, str) or (type(dim) is int and dim >= 0):
         return dim
-    raise BadTensor(
-        f"{name}[…]: a dimension is Batch, a number of at least 0, or `:` for any size; not {dim!r}"
-    )
+    raise BadTensor(f"{name}[…]: a dimension is Batch, a number of at least 0, or `:` for any size; not {dim!r}")
 
 
 class Outputs:
@@ -144,21 +142,7 @@ Float32 = TensorType("Float32", "TYPE_FP32", np.dtype(np.float32))
 Float64 = TensorType("Float64", "TYPE_FP64", np.dtype(np.float64))
 Bytes = TensorType("Bytes", "TYPE_STRING", np.dtype(np.object_))
 
-TENSOR_TYPES = (
-    Bool,
-    UInt8,
-    UInt16,
-    UInt32,
-    UInt64,
-    Int8,
-    Int16,
-    Int32,
-    Int64,
-    Float16,
-    Float32,
-    Float64,
-    Bytes,
-)
+TENSOR_TYPES = (Bool, UInt8, UInt16, UInt32, UInt64, Int8, Int16, Int32, Int64, Float16, Float32, Float64, Bytes)
 
 
 def publish() -> None:

@@ -37,9 +37,7 @@ def native_config(model: Callable[..., object], max_batch_size: int = 0) -> Json
         for name, tensor in signature.inputs.items()
         if tensor is not None
     ]
-    outputs = [
-        _tensor_config(name, tensor, size, signature) for name, tensor in signature.outputs.items()
-    ]
+    outputs = [_tensor_config(name, tensor, size, signature) for name, tensor in signature.outputs.items()]
     if inputs:
         config["input"] = inputs
     if outputs:
@@ -115,9 +113,7 @@ def _max_batch_size(model: Callable[..., object], signature: Signature, otherwis
             return otherwise
         return DEFAULT_MAX_BATCH_SIZE if signature.is_batched else 0
     if type(size) is not int or size < 0:
-        raise BadHint(
-            f"{signature.where}: max_batch_size must be an integer of at least 0, not {size!r}"
-        )
+        raise BadHint(f"{signature.where}: max_batch_size must be an integer of at least 0, not {size!r}")
     # A configuration may ask for smaller batches than the model can take.
     return otherwise if 0 < otherwise < size else size
 
@@ -281,28 +277,19 @@ class NativeAdapter(ClassAdapter):
         """
         return self._cut_up(outputs, counts, ()) if counts else [_response(outputs)]
 
-    def _cut_up(
-        self, outputs: dict[str, Any], counts: Sequence[int], sizes: Sequence[int]
-    ) -> list[InferenceResponse]:
+    def _cut_up(self, outputs: dict[str, Any], counts: Sequence[int], sizes: Sequence[int]) -> list[InferenceResponse]:
         pieces = {name: cut(array, counts) for name, array in outputs.items()}
         for name, place in self._cut.items():
             pieces[name] = self._trimmed(name, pieces[name], place, sizes)
-        return [
-            _response({name: piece[index] for name, piece in pieces.items()})
-            for index in range(len(counts))
-        ]
+        return [_response({name: piece[index] for name, piece in pieces.items()}) for index in range(len(counts))]
 
-    def _add_lengths(
-        self, arrays: dict[str, Any], name: str, sizes: Sequence[int], parts: Sequence[Any]
-    ) -> None:
+    def _add_lengths(self, arrays: dict[str, Any], name: str, sizes: Sequence[int], parts: Sequence[Any]) -> None:
         """Add the lengths of all rows of a ragged input, if the model takes them."""
         if name in self._lengths:
             rows = [part.shape[0] for part in parts]
             arrays[self._lengths[name]] = np.repeat(np.array(sizes, np.int64), rows)
 
-    def _trimmed(
-        self, name: str, pieces: Sequence[Any], place: int, sizes: Sequence[int]
-    ) -> list[Any]:
+    def _trimmed(self, name: str, pieces: Sequence[Any], place: int, sizes: Sequence[int]) -> list[Any]:
         """Return the rows of each request without padding. Raises InvalidReturn if the output has none, or another
         one.
         """

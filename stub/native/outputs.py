@@ -44,18 +44,14 @@ class NativeOutputs:
         if not isinstance(returned, dict):
             if len(expected) != 1 or returned is None:
                 raise self._error(
-                    f"returned {_kind(returned)}, and must return a dict with the arrays "
-                    f"{_listed(expected)}"
+                    f"returned {_kind(returned)}, and must return a dict with the arrays {_listed(expected)}"
                 )
             returned = dict.fromkeys(expected, returned)
         if returned.keys() != expected.keys():
             raise self._error(
-                f"returned the outputs {_listed(returned)}, and its configuration has "
-                f"{_listed(expected)}"
+                f"returned the outputs {_listed(returned)}, and its configuration has {_listed(expected)}"
             )
-        return {
-            name: self._array(name, expected[name], value, rows) for name, value in returned.items()
-        }
+        return {name: self._array(name, expected[name], value, rows) for name, value in returned.items()}
 
     def _array(self, name: str, expected: Expected, value: object, rows: int | None) -> Any:
         array = self._converted(name, expected, value)

@@ -50,9 +50,7 @@ class Signature:
     @property
     def ragged(self) -> dict[str, int]:
         """Return the inputs with a Ragged dimension, and the places of these."""
-        found = {
-            name: hints.ragged(tensor) for name, tensor in self.inputs.items() if tensor is not None
-        }
+        found = {name: hints.ragged(tensor) for name, tensor in self.inputs.items() if tensor is not None}
         return {name: place for name, place in found.items() if place is not None}
 
     def take_lengths(self) -> None:
@@ -96,9 +94,7 @@ def signature_of(model: Callable[..., object]) -> Signature:
         if parameter.kind is parameter.VAR_KEYWORD:
             signature.takes_any = True
         elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
-            raise BadHint(
-                f"{where}: '{parameter.name}' cannot be given by name, and inputs always are"
-            )
+            raise BadHint(f"{where}: '{parameter.name}' cannot be given by name, and inputs always are")
         else:
             _add_input(signature, parameter, parameter.empty, names)
     if found.return_annotation is not found.empty:
@@ -107,9 +103,7 @@ def signature_of(model: Callable[..., object]) -> Signature:
     return signature
 
 
-def _add_input(
-    signature: Signature, parameter: object, empty: object, names: Mapping[str, object]
-) -> None:
+def _add_input(signature: Signature, parameter: object, empty: object, names: Mapping[str, object]) -> None:
     name: str = parameter.name  # type: ignore[attr-defined]
     hint: object = parameter.annotation  # type: ignore[attr-defined]
     tensor = None
@@ -162,8 +156,7 @@ def _tensor(hint: object, names: Mapping[str, object], what: str) -> TensorType 
     if hint is np.ndarray or hint is None or origin is dict or _is_any(hint):
         return None
     raise BadHint(
-        f"{what} is {hint!r}; write a moonpool type such as Float32[Batch, 4], or "
-        "numpy.typing's NDArray[numpy.float32]"
+        f"{what} is {hint!r}; write a moonpool type such as Float32[Batch, 4], or numpy.typing's NDArray[numpy.float32]"
     )
 
 

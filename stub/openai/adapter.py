@@ -45,12 +45,7 @@ REQUEST, TEXTS, FILE = "request", "texts", "file"
 EMBEDDING = "embedding"
 """The output of `embed`: a row of numbers for each text."""
 # The outputs of the other methods, which carry pieces.
-_OUTPUTS = {
-    "chat": "chat",
-    "complete": "completion",
-    "rerank": "ranking",
-    "transcribe": "transcription",
-}
+_OUTPUTS = {"chat": "chat", "complete": "completion", "rerank": "ranking", "transcribe": "transcription"}
 
 
 def complete_config(model: type, config: ModelConfig) -> ModelConfig:
@@ -62,18 +57,14 @@ def complete_config(model: type, config: ModelConfig) -> ModelConfig:
     embeds, is_alone = "embed" in methods, methods == ["embed"]
     size: object = getattr(model, "max_batch_size", DEFAULT_MAX_BATCH_SIZE if embeds else 0)
     if type(size) is not int or size < 0:
-        raise BadHint(
-            f"{model.__qualname__}: max_batch_size must be an integer of at least 0, not {size!r}"
-        )
+        raise BadHint(f"{model.__qualname__}: max_batch_size must be an integer of at least 0, not {size!r}")
     configured = config.as_dict()["max_batch_size"]
     config.set_max_batch_size(configured if 0 < configured < size else size)
     names = [] if is_alone else [REQUEST]
     names += [FILE] * ("transcribe" in methods) + [TEXTS] * embeds
     for name in names:
         is_optional = len(names) > 1
-        config.add_input(
-            {"name": name, "data_type": "TYPE_STRING", "dims": [1], "optional": is_optional}
-        )
+        config.add_input({"name": name, "data_type": "TYPE_STRING", "dims": [1], "optional": is_optional})
     for method in methods:
         if method in _OUTPUTS:
             output = {"name": _OUTPUTS[method], "data_type": "TYPE_STRING", "dims": [1]}
@@ -154,15 +145,10 @@ class OpenAIAdapter(ClassAdapter):
 
     def _ask(self, request: InferenceRequest) -> tuple[_Ask, str | None]:
         tensors = {tensor._name: tensor._as_array() for tensor in request._inputs}
-        output = next(
-            (each for each in request._requested_output_names if each in self._methods), ""
-        )
+        output = next((each for each in request._requested_output_names if each in self._methods), "")
         method = self._methods.get(output)
         reply = request.reply()
-        how: dict[str, Any] = {
-            "request_id": request.request_id(),
-            "is_cancelled": lambda: reply.is_cancelled,
-        }
+        how: dict[str, Any] = {"request_id": request.request_id(), "is_cancelled": lambda: reply.is_cancelled}
         body = _only(tensors, REQUEST)
         made = KINDS.get(method or "", OpenAIRequest)(body, **how)
         if isinstance(made, TranscriptionRequest):

@@ -29,15 +29,7 @@ class Delta:
     "length" or "tool_calls", ends the choice. `index` is the choice, from 0 on.
     """
 
-    __slots__ = (
-        "content",
-        "finish_reason",
-        "index",
-        "logprobs",
-        "reasoning_content",
-        "refusal",
-        "tool_calls",
-    )
+    __slots__ = ("content", "finish_reason", "index", "logprobs", "reasoning_content", "refusal", "tool_calls")
 
     def __init__(
         self,
@@ -73,11 +65,7 @@ Piece = Union[str, Delta, Usage]
 
 
 def tool_call(
-    name: str | None = None,
-    arguments: str | Mapping[str, Any] = "",
-    *,
-    call_id: str | None = None,
-    index: int = 0,
+    name: str | None = None, arguments: str | Mapping[str, Any] = "", *, call_id: str | None = None, index: int = 0
 ) -> dict[str, Any]:
     """Return a call of a tool, or a part of one: the first part has `name` and `call_id`, others more `arguments`.
 

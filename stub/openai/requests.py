@@ -27,11 +27,7 @@ class OpenAIRequest(Mapping[str, Any]):
     __slots__ = ("_fields", "_is_cancelled", "_text", "id")
 
     def __init__(
-        self,
-        body: bytes | str | Json,
-        *,
-        request_id: str = "",
-        is_cancelled: Callable[[], bool] = _never,
+        self, body: bytes | str | Json, *, request_id: str = "", is_cancelled: Callable[[], bool] = _never
     ) -> None:
         """Take the body as JSON or as its fields. Tests make requests so, with `ChatRequest({"messages": […]})`."""
         self._text = b"" if isinstance(body, dict) else body

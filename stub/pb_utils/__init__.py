@@ -27,11 +27,7 @@ from moonpool.stub.pb_utils.logger import Logger
 from moonpool.stub.pb_utils.memory import memory_in_use
 from moonpool.stub.pb_utils.metrics import Metric, MetricFamily, MetricKind
 from moonpool.stub.pb_utils.request import InferenceRequest, InferenceTrace
-from moonpool.stub.pb_utils.response import (
-    InferenceResponse,
-    InferenceResponseSender,
-    ResponseIterator,
-)
+from moonpool.stub.pb_utils.response import InferenceResponse, InferenceResponseSender, ResponseIterator
 from moonpool.stub.pb_utils.tensor import MemoryType, PreferredMemory, Tensor
 
 if TYPE_CHECKING:
@@ -193,9 +189,7 @@ def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> 
     return None
 
 
-def get_output_tensor_by_name(
-    inference_response: InferenceResponse, name: str
-) -> Tensor | MaybeNone:
+def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | MaybeNone:
     """Return the response's output of that name, or None."""
     for tensor in inference_response.output_tensors():
         if tensor.name() == name:
@@ -235,14 +229,10 @@ _model_dir = [""]
 
 
 @overload
-def empty(
-    shape: int | Sequence[int], dtype: DTypeLike, device: None = ...
-) -> NDArray[np.generic]: ...
+def empty(shape: int | Sequence[int], dtype: DTypeLike, device: None = ...) -> NDArray[np.generic]: ...
 @overload
 def empty(shape: int | Sequence[int], dtype: DTypeLike, device: int) -> DeviceArray: ...
-def empty(
-    shape: int | Sequence[int], dtype: DTypeLike, device: int | None = None
-) -> NDArray[np.generic] | DeviceArray:
+def empty(shape: int | Sequence[int], dtype: DTypeLike, device: int | None = None) -> NDArray[np.generic] | DeviceArray:
     """Return an array for an output, in memory that the runtime reads without a copy. Triton has no such function.
 
     The array is not initialized. Outside of a stub it is an ordinary array.

@@ -63,14 +63,10 @@ class ModelConfig:
         """Add an output, or complete the one of that name."""
         self._add("output", output, _OUTPUT_KEYS, "'name', 'data_type' and 'dims'")
 
-    def _add(
-        self, kind: str, given: Mapping[str, object], allowed: Iterable[str], listed: str
-    ) -> None:
+    def _add(self, kind: str, given: Mapping[str, object], allowed: Iterable[str], listed: str) -> None:
         where = f"in auto-complete-config function for model '{self._name}'"
         if any(key not in allowed for key in given):
-            raise ValueError(
-                f"{kind} '{given['name']}' {where} contains property other than {listed}."
-            )
+            raise ValueError(f"{kind} '{given['name']}' {where} contains property other than {listed}.")
         if "name" not in given:
             raise ValueError(f"{kind} {where} is missing 'name' property.")
         for key in ("data_type", "dims"):
@@ -96,9 +92,7 @@ class ModelConfig:
                 f"{tensor}: the model expects dims {given['dims']} but the model configuration "
                 f"specifies dims {present['dims']}"
             )
-        if present.get("optional", given.get("optional")) != given.get(
-            "optional", present.get("optional")
-        ):
+        if present.get("optional", given.get("optional")) != given.get("optional", present.get("optional")):
             raise ValueError(
                 f"{tensor}: the model expects optional {given['optional']} but the model "
                 f"configuration specifies optional {present['optional']}"

@@ -87,9 +87,7 @@ class DeviceTensor(Tensor):
         copy: bool | None = None,
     ) -> CapsuleType:
         """Return a capsule by the array API's standard: `stream` is a number, or None for the default one."""
-        return self._device_array.__dlpack__(
-            stream=stream, max_version=max_version, dl_device=dl_device, copy=copy
-        )
+        return self._device_array.__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return DLPack's name for the GPU."""
@@ -114,9 +112,7 @@ class DeviceTensor(Tensor):
 DeviceTensor.__name__ = DeviceTensor.__qualname__ = "Tensor"
 
 
-def from_device(
-    name: str, source: Any, ordinal: int, check: Callable[[Foreign], object]
-) -> DeviceTensor:
+def from_device(name: str, source: Any, ordinal: int, check: Callable[[Foreign], object]) -> DeviceTensor:
     """Make a tensor over the memory of an object, or of a capsule, on a device.
 
     `check` raises Triton's errors for capsules that cannot become a tensor. Raises `TritonModelException`.
@@ -135,9 +131,7 @@ def from_device(
                 check(foreign)
             raise
     if array is None:
-        raise TritonModelException(
-            f"The object for tensor '{name}' has no memory on device {ordinal}."
-        )
+        raise TritonModelException(f"The object for tensor '{name}' has no memory on device {ordinal}.")
     return DeviceTensor.over(name, array)
 
 
@@ -149,9 +143,7 @@ def _in_words(ordinal: int) -> Iterator[None]:
         raise TritonModelException(f"No tensor on device {ordinal}: {error}") from error
 
 
-def empty_array(
-    memory: Memory | None, dims: tuple[int, ...], dtype: np.dtype[np.generic], device: int
-) -> DeviceArray:
+def empty_array(memory: Memory | None, dims: tuple[int, ...], dtype: np.dtype[np.generic], device: int) -> DeviceArray:
     """Allocate the array that `pb_utils.empty` returns for a device. Raises `TritonModelException`."""
     if memory is None:
         raise TritonModelException("There is memory on a device only in a model that is served.")

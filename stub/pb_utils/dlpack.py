@@ -35,9 +35,7 @@ class _Foreign(np.ndarray):
     keeps: Foreign
 
 
-def export(
-    tensor: Tensor, max_version: tuple[int, int] | None = None, copy: bool | None = None
-) -> CapsuleType:
+def export(tensor: Tensor, max_version: tuple[int, int] | None = None, copy: bool | None = None) -> CapsuleType:
     """Return a capsule that keeps the tensor's memory alive.
 
     The capsule has the protocol's first form, "dltensor", unless `max_version` allows a later one. `copy` is as in the
@@ -64,9 +62,7 @@ def export(
     )
 
 
-def _capsule(
-    array: NDArray[np.generic], max_version: tuple[int, int] | None, copy: bool | None
-) -> CapsuleType:
+def _capsule(array: NDArray[np.generic], max_version: tuple[int, int] | None, copy: bool | None) -> CapsuleType:
     if copy:
         array = array.copy()
     if _is_later(max_version):
@@ -134,8 +130,7 @@ def checked(tensor: Foreign) -> int:
         raise TritonModelException(f'DType code "{tensor.code}" is not supported.')
     if not tensor.is_contiguous:
         raise TritonModelException(
-            "DLPack tensor is not contiguous. Only contiguous DLPack tensors that are "
-            "stored in C-Order are supported."
+            "DLPack tensor is not contiguous. Only contiguous DLPack tensors that are stored in C-Order are supported."
         )
     if tensor.size_bytes and not tensor.address:
         raise TritonModelException("DLPack tensor has elements but no memory.")

@@ -113,6 +113,4 @@ def as_text(value: str | bytes) -> str:
     try:
         return value.encode().decode()
     except UnicodeEncodeError:
-        raise TypeError(
-            f"incompatible arguments: a text that has no UTF-8 form: {shown(value)}"
-        ) from None
+        raise TypeError(f"incompatible arguments: a text that has no UTF-8 form: {shown(value)}") from None

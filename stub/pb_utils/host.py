@@ -124,9 +124,7 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
     if not (_is_text(model_name) and _is_text(model_version)):
         signature = "model_name: str, model_version: str = ''"
         raise _bad("is_model_ready", signature, "bool", (model_name, model_version))
-    return current().is_model_ready(
-        _sendable("name of a model", model_name), _sendable("version", model_version)
-    )
+    return current().is_model_ready(_sendable("name of a model", model_name), _sendable("version", model_version))
 
 
 def _is_text(value: object) -> bool:
@@ -150,8 +148,7 @@ def _checked(name: str, files: object) -> dict[str, bytes] | None:
         return None
     if not isinstance(files, dict):
         raise TritonModelException(
-            f"failed to load model '{name}', files should be a dictionary of file paths and file "
-            "contents"
+            f"failed to load model '{name}', files should be a dictionary of file paths and file contents"
         )
     if len(files) > MAX_FILES:
         raise TritonModelException(f"{len(files)} files for a model; {MAX_FILES} is the most")
@@ -159,13 +156,9 @@ def _checked(name: str, files: object) -> dict[str, bytes] | None:
         if not _is_text(path):
             raise TypeError(f"Object of type '{type(path).__name__}' is not an instance of 'str'")
         if not isinstance(content, bytes):
-            raise TypeError(
-                f"Object of type '{type(content).__name__}' is not an instance of 'bytes'"
-            )
+            raise TypeError(f"Object of type '{type(content).__name__}' is not an instance of 'bytes'")
         if len(content) > MAX_FILE_BYTES:
-            raise TritonModelException(
-                f"a file of {len(content)} bytes for a model; {MAX_FILE_BYTES} is the most"
-            )
+            raise TritonModelException(f"a file of {len(content)} bytes for a model; {MAX_FILE_BYTES} is the most")
     return {_sendable("path", path): content for path, content in files.items()}
 
 

@@ -97,9 +97,7 @@ class Logger:
 
 def _log(message: object, level: int) -> None:
     if not isinstance(message, (str, bytes)):
-        raise TypeError(
-            f"log(): incompatible function arguments. message must be a str, not {type(message)}"
-        )
+        raise TypeError(f"log(): incompatible function arguments. message must be a str, not {type(message)}")
     if not _Route.is_wanted[level]:
         return
     if isinstance(message, bytes):

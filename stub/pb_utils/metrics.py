@@ -6,13 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from moonpool.ipc import messages
-from moonpool.stub.pb_utils.errors import (
-    Constant,
-    TritonModelException,
-    as_text,
-    bad_arguments,
-    shown,
-)
+from moonpool.stub.pb_utils.errors import Constant, TritonModelException, as_text, bad_arguments, shown
 from moonpool.stub.pb_utils.host import Host, current
 
 
@@ -74,10 +68,7 @@ class Metric:
         number = _number("increment", self, value)
         kind, known_as = self._open("increment")
         if kind == messages.COUNTER and number < 0:
-            raise _refusal(
-                "increment",
-                "COUNTER can only be incremented monotonically by non-negative values.",
-            )
+            raise _refusal("increment", "COUNTER can only be incremented monotonically by non-negative values.")
         if kind == messages.HISTOGRAM:
             raise _refusal("increment", "HISTOGRAM does not support Increment")
         current().change_metric(known_as, messages.INCREMENT, number)
@@ -167,15 +158,11 @@ class MetricFamily:
         metric._series = series
         return metric
 
-    def _new(
-        self, what: str, labels: Mapping[str, str] | None, buckets: Sequence[float] | None
-    ) -> _Series:
+    def _new(self, what: str, labels: Mapping[str, str] | None, buckets: Sequence[float] | None) -> _Series:
         host = current()
         try:
             if labels is not None and not all(isinstance(each, str) for each in labels.values()):
-                raise TritonModelException(
-                    host.failure("attempt to access JSON non-string as string")
-                )
+                raise TritonModelException(host.failure("attempt to access JSON non-string as string"))
             number = host.new_metric(self._name, self._description, self._kind, labels, buckets)
         except TritonModelException as error:
             raise TritonModelException(f"Error when creating {what}: {error}") from error

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from operator import index
-from typing import (
-    Any,
-    ClassVar,
-    Literal,
-    NoReturn,
-    Protocol,
-    SupportsIndex,
-    TypeVar,
-    Union,
-    overload,
-)
+from typing import Any, ClassVar, Literal, NoReturn, Protocol, SupportsIndex, TypeVar, Union, overload
 
 from moonpool.ipc.codec import unpacked_details
 from moonpool.ipc.messages import NO_DETAILS, Details
@@ -43,12 +33,7 @@ _T = TypeVar("_T")
 # Defaults of the constructor.
 _NO_ID, _ZERO, _LATEST = "", 0, -1
 # The least value and the bits of the integers in which the runtime keeps these.
-_RANGES = {
-    "model_version": (-(1 << 63), 64),
-    "flags": (0, 32),
-    "timeout": (0, 64),
-    "correlation_id": (0, 64),
-}
+_RANGES = {"model_version": (-(1 << 63), 64), "flags": (0, 32), "timeout": (0, 64), "correlation_id": (0, 64)}
 
 
 class InferenceTrace:
@@ -122,9 +107,7 @@ class InferenceRequest(InferenceRequestBase):
     ) -> None:
         self._model_name = _text("model_name", model_name)
         # By identity, since a value that equals a default may still be of a wrong type.
-        self._model_version = (
-            -1 if model_version is _LATEST else _integer("model_version", model_version)
-        )
+        self._model_version = -1 if model_version is _LATEST else _integer("model_version", model_version)
         if (
             request_id is _NO_ID
             and correlation_id is _ZERO
@@ -136,9 +119,7 @@ class InferenceRequest(InferenceRequestBase):
         else:
             self._row = _details_of(request_id, correlation_id, flags, timeout, parameters)
         self._preferred_memory = (
-            None
-            if preferred_memory is _ANYWHERE
-            else _instance("preferred_memory", preferred_memory, PreferredMemory)
+            None if preferred_memory is _ANYWHERE else _instance("preferred_memory", preferred_memory, PreferredMemory)
         )
         self._trace = trace if trace is UNTRACED else _instance("trace", trace, InferenceTrace)
         if type(inputs) is not list:
@@ -157,9 +138,7 @@ class InferenceRequest(InferenceRequestBase):
             if type(tensor) is not Tensor:
                 self._check_input(tensor)
         if "" in self._requested_output_names:
-            raise TritonModelException(
-                f"Requested output name {self._whose()} should not be empty."
-            )
+            raise TritonModelException(f"Requested output name {self._whose()} should not be empty.")
 
     def _check_input(self, tensor: Tensor | None) -> None:
         if tensor is None:
@@ -305,11 +284,7 @@ def _wrong_type(name: str, expected: str, value: object) -> TypeError:
 
 
 def _details_of(
-    request_id: str,
-    correlation_id: CorrelationId,
-    flags: int,
-    timeout: int,
-    parameters: Mapping[str, Parameter] | None,
+    request_id: str, correlation_id: CorrelationId, flags: int, timeout: int, parameters: Mapping[str, Parameter] | None
 ) -> Details:
     return Details(
         _text("request_id", request_id),

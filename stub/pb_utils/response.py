@@ -56,19 +56,13 @@ def checked(parameters: object) -> dict[str, Parameter] | None:
         raise TritonModelException(f"Expect N8pybind114dictE, got {type(parameters)}")
     for key, value in parameters.items():
         if not isinstance(key, str):
-            raise TritonModelException(
-                f"Expect parameters keys to have type str, found type {type(key)}"
-            )
+            raise TritonModelException(f"Expect parameters keys to have type str, found type {type(key)}")
         # Triton takes no floats here. Its text stays as it is.
         if not isinstance(value, (bool, int, float, str)):
-            raise TritonModelException(
-                f"Expect parameters values to have type bool/int/str, found type {type(value)}"
-            )
+            raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
         if isinstance(value, float) and not math.isfinite(value):
             # Parameters travel in JSON, which has neither.
-            raise TritonModelException(
-                f"Expect parameters values to be finite, found {key!r:.80}: {value}"
-            )
+            raise TritonModelException(f"Expect parameters values to be finite, found {key!r:.80}: {value}")
     return dict(parameters)
 
 
@@ -84,9 +78,7 @@ def as_compact_json(parameters: Mapping[str, object] | None) -> str:
     return json.dumps(parameters, separators=(",", ":"), ensure_ascii=False)
 
 
-_SIGNATURE = (
-    "output_tensors: list[Tensor] = [], error: TritonError = None, parameters: object = None"
-)
+_SIGNATURE = "output_tensors: list[Tensor] = [], error: TritonError = None, parameters: object = None"
 
 
 class InferenceResponse(InferenceResponseBase):
@@ -120,10 +112,7 @@ class InferenceResponse(InferenceResponseBase):
 
     @classmethod
     def from_wire(
-        cls,
-        outputs: list[Tensor],
-        error: TritonError | None,
-        parameters: dict[str, Parameter] | None,
+        cls, outputs: list[Tensor], error: TritonError | None, parameters: dict[str, Parameter] | None
     ) -> InferenceResponse:
         """Make a response that came from the runtime. Nothing is checked or copied."""
         response: InferenceResponse = _new(cls)
@@ -173,17 +162,7 @@ class ResponseIterator:
     """
 
     __module__ = "c_python_backend_utils"
-    __slots__ = (
-        "_abandon",
-        "_cancel",
-        "_index",
-        "_is_begun",
-        "_is_over",
-        "_lock",
-        "_missed",
-        "_receive",
-        "_seen",
-    )
+    __slots__ = ("_abandon", "_cancel", "_index", "_is_begun", "_is_over", "_lock", "_missed", "_receive", "_seen")
 
     def __init__(self) -> None:
         raise TypeError("a ResponseIterator comes from exec(decoupled=True)")
@@ -348,8 +327,7 @@ class InferenceResponseSender:
             )
         if reply is None:
             raise TritonModelException(
-                "Unable to send response. Response sender has no reference to the decoupled state of "
-                "the model."
+                "Unable to send response. Response sender has no reference to the decoupled state of the model."
             )
         reply.send(response, final=flags == FINAL)
 
@@ -389,11 +367,7 @@ class ReplyPort:
         at_once(*steps)
 
     def respond(
-        self,
-        reply: Reply,
-        response: InferenceResponse | None,
-        flags: int,
-        *steps: Callable[[], object],
+        self, reply: Reply, response: InferenceResponse | None, flags: int, *steps: Callable[[], object]
     ) -> None:
         """Deliver a response, the flag that it was the last (`FINAL`), or both; or `AGAIN`, which schedules the request
         again.
@@ -475,12 +449,8 @@ class Reply:
                 if not self._port.is_decoupled:
                     _check_count(state, response, final=final)
                 if is_closed:
-                    raise TritonModelException(
-                        "Unable to send response. Response sender has been closed."
-                    )
-                is_sent = self._respond(
-                    state, count + (response is not None), response, FINAL if final else 0
-                )
+                    raise TritonModelException("Unable to send response. Response sender has been closed.")
+                is_sent = self._respond(state, count + (response is not None), response, FINAL if final else 0)
 
     def finish(self, response: InferenceResponse) -> None:
         """Send the last response, unless it was sent already.
@@ -524,9 +494,7 @@ class Reply:
                 is_closed = self._change(state, after, partial(self._port.forget, self))
         return True
 
-    def _respond(
-        self, state: _State, count: int, response: InferenceResponse | None, flags: int
-    ) -> bool:
+    def _respond(self, state: _State, count: int, response: InferenceResponse | None, flags: int) -> bool:
         respond = partial(self._port.respond, self, response, flags)
         return self._change(state, (count, True, bool(flags)), respond)
 
@@ -564,11 +532,8 @@ class Reply:
 def _check_count(state: _State, response: InferenceResponse | None, *, final: bool) -> None:
     count, _, is_closed = state
     if response is not None and count:
-        raise TritonModelException(
-            "Unable to send response. Non-decoupled model cannot send more than one response."
-        )
+        raise TritonModelException("Unable to send response. Non-decoupled model cannot send more than one response.")
     if response is None and final and not count and not is_closed:
         raise TritonModelException(
-            "Unable to send response. Non-decoupled model cannot send complete final before "
-            "sending a response."
+            "Unable to send response. Non-decoupled model cannot send complete final before sending a response."
         )

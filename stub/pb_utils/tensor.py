@@ -40,9 +40,7 @@ class PreferredMemory:
         given: tuple[object, object] = (preferred_memory_type, preferred_device_id)
         if not isinstance(given[0], MemoryType) or not isinstance(given[1], int):
             raise bad_arguments(
-                "PreferredMemory",
-                "preferred_memory_type: MemoryType, preferred_device_id: int = 0",
-                *given,
+                "PreferredMemory", "preferred_memory_type: MemoryType, preferred_device_id: int = 0", *given
             )
         self._memory_type = preferred_memory_type
         self._device_id = preferred_device_id
@@ -75,10 +73,7 @@ def preferred(memory: int, device: int) -> PreferredMemory | None:
 
 
 _new: Any = TensorBase.__new__
-BF16_TO_NUMPY = (
-    "Tensor dtype is BF16 and cannot be converted to NumPy. "
-    "Use to_dlpack() and from_dlpack() instead."
-)
+BF16_TO_NUMPY = "Tensor dtype is BF16 and cannot be converted to NumPy. Use to_dlpack() and from_dlpack() instead."
 
 _UNSUPPORTED = "NumPy dtype is not supported."
 
@@ -125,9 +120,7 @@ class Tensor(TensorBase):
             raise TritonModelException(_UNSUPPORTED)
 
     @classmethod
-    def from_wire(
-        cls, name: str, datatype: int, shape: Sequence[int], buffer: NDArray[np.generic]
-    ) -> Tensor:
+    def from_wire(cls, name: str, datatype: int, shape: Sequence[int], buffer: NDArray[np.generic]) -> Tensor:
         """Make a tensor over memory that came from the runtime. Nothing is checked or copied.
 
         `buffer` is the typed view in its shape; for BYTES and BF16 it is the raw bytes.

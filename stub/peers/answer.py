@@ -17,12 +17,7 @@ from moonpool.stub.pb_utils.request import RELEASE_RESCHEDULE, InferenceRequest
 from moonpool.stub.pb_utils.response import DROPPED, InferenceResponse, Reply, ReplyPort
 from moonpool.stub.peers.batch import Batch
 from moonpool.stub.peers.control import Control
-from moonpool.stub.peers.placement import (
-    NO_OUTPUTS,
-    Placer,
-    error_remark,
-    refusal_remark,
-)
+from moonpool.stub.peers.placement import NO_OUTPUTS, Placer, error_remark, refusal_remark
 
 INTERNAL = CODES.index("INTERNAL")
 
@@ -42,9 +37,7 @@ class Answer(AnswerBase):
         self.remarks: dict[int, list[Any]] = {}
         self.states: dict[int, int] = {}
 
-    def take(
-        self, requests: list[InferenceRequest], responses: Sequence[InferenceResponse | None]
-    ) -> None:
+    def take(self, requests: list[InferenceRequest], responses: Sequence[InferenceResponse | None]) -> None:
         """Place the outputs of each response. A response that cannot be placed becomes an error.
 
         A request without a response stays open, or is scheduled again if the model asked for that.
@@ -110,9 +103,7 @@ class Answer(AnswerBase):
                 reply.fail(message)
                 self.add(NO_OUTPUTS, None, OPEN)
 
-    def give(
-        self,
-    ) -> tuple[list[list[int]], bytes, list[list[Any] | None] | None, list[int] | None]:
+    def give(self) -> tuple[list[list[int]], bytes, list[list[Any] | None] | None, list[int] | None]:
         """Return blocks, layout, remarks and states as ANSWER takes them, and start anew for the next batch."""
         blocks, layouts = self.blocks, self.layouts
         self.blocks, self.layouts = [], []
@@ -136,11 +127,7 @@ class Answer(AnswerBase):
             self.add(NO_OUTPUTS, None, OPEN)
 
     def add(
-        self,
-        layout: bytes,
-        remark: list[Any] | None,
-        state: int = ANSWERED,
-        blocks: list[list[int]] | None = None,
+        self, layout: bytes, remark: list[Any] | None, state: int = ANSWERED, blocks: list[list[int]] | None = None
     ) -> None:
         """Add the outcome of the next request, all of it at once. Takes the blocks out of `blocks`."""
         index = len(self.layouts)
@@ -155,7 +142,9 @@ class Answer(AnswerBase):
 
 
 class Responses(ReplyPort):
-    """Places responses that go apart from ANSWER, and sends them on the control channel. Any thread may call any method."""
+    """Places responses that go apart from ANSWER, and sends them on the control channel. Any thread may call any
+    method.
+    """
 
     def __init__(self, placer: Placer, control: Control, start: dict[str, Any]) -> None:
         self.is_decoupled = bool(start["decoupled"])
@@ -186,27 +175,19 @@ class Responses(ReplyPort):
         return None if known is None else known()
 
     def respond(
-        self,
-        reply: Reply,
-        response: InferenceResponse | None,
-        flags: int,
-        *steps: Callable[[], object],
+        self, reply: Reply, response: InferenceResponse | None, flags: int, *steps: Callable[[], object]
     ) -> None:
         """Send a response. One that cannot be placed reaches the client as an error, as in Triton.
 
         Passes on what a signal handler raises. Then the response is queued, or it has no blocks any more.
         """
         if self.is_forked:
-            raise TritonModelException(
-                "Unable to send response. A process that the model forked cannot send any."
-            )
+            raise TritonModelException("Unable to send response. A process that the model forked cannot send any.")
         blocks: list[list[int]] = []
         layout = remark = None
         try:
             if response is not None:
-                placed, remark = self._placer.answer(
-                    response, reply.wanted, blocks, wish=reply.preferred_memory
-                )
+                placed, remark = self._placer.answer(response, reply.wanted, blocks, wish=reply.preferred_memory)
                 layout = packed_list([placed]) if placed else None
             if blocks:
                 self._placer.publish()

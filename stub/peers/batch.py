@@ -134,9 +134,7 @@ class Batch(BatchBase):
             requests.append(inputs)
         return requests
 
-    def detailed(
-        self, tensors: list[Tensor], details: Details, origin: tuple[ReplyPort, int, int]
-    ) -> InferenceRequest:
+    def detailed(self, tensors: list[Tensor], details: Details, origin: tuple[ReplyPort, int, int]) -> InferenceRequest:
         """Make a request that has details beside its inputs."""
         wanted = self.outputs
         if details.outputs is not None:

@@ -1,9 +1,10 @@
 """Runs the stub's end of the control channel: one thread receives, any thread sends. Gathers changes of metrics, too.
 
-Theory of operation. The control thread handles what the runtime sends at any time: regions, events of devices, blocks that come back,
-cancellations. It never waits for the main thread, because the main thread waits for it when a message names a region that has
-not arrived. All threads send through one queue (`send_queue.py`), so messages keep the order in which each thread put them.
-Responses are queued as they are described, and those that are ready together travel in one packet.
+Theory of operation. The control thread handles what the runtime sends at any time: regions, events of devices, blocks
+that come back, cancellations. It never waits for the main thread, because the main thread waits for it when a message
+names a region that has not arrived. All threads send through one queue (`send_queue.py`), so messages keep the order in
+which each thread put them. Responses are queued as they are described, and those that are ready together travel in one
+packet.
 
 Changes of metrics do not take the queue. A model may change a metric anywhere, also in a finalizer that runs in the
 middle of any of this code, so `add` and `drop` append to deques and wake the sender, and never wait for a lock.
@@ -15,7 +16,8 @@ signal handler of the model's may raise anywhere. So changes leave their deques 
 or into a message, and a message stays until the queue of its own has it. If a finalizer or a handler has flushed
 meanwhile, the sums are others by then (`replacing`), and all of it begins anew.
 
-In a process that the model forked, a thread of the parent may have held these locks at the moment of the fork. `begin` makes new ones.
+In a process that the model forked, a thread of the parent may have held these locks at the moment of the fork. `begin`
+makes new ones.
 
 End: if the runtime is gone, `on_gone` ends the process.
 """
@@ -50,7 +52,8 @@ from moonpool.stub.pb_utils import logger
 from moonpool.stub.peers.regions import Regions
 from moonpool.stub.peers.send_queue import SendQueue
 
-# From so many queued messages on, log lines are left out: while one thread waits for the runtime to read, others go on logging.
+# From so many queued messages on, log lines are left out: while one thread waits for the runtime to read, others go on
+# logging.
 _MANY_WAITING = 1024
 _RESPONSES = int(Kind.RESPONSES)
 _INDIRECT = int(Kind.INDIRECT)
@@ -108,9 +111,7 @@ class Control:
         else:
             self._send_queue.put((row,), *steps)
 
-    def _send_changes(
-        self, changes: list[Row], dropped: list[int], *steps: Callable[[], object]
-    ) -> None:
+    def _send_changes(self, changes: list[Row], dropped: list[int], *steps: Callable[[], object]) -> None:
         self._metrics_queue.put(encode(Kind.METRICS, changes, dropped), *steps)
 
     def send_packet(self, packet: bytes) -> None:
@@ -128,10 +129,7 @@ class Control:
         self.send(*logger.log_message(level, message, file, line))
 
     def listen(
-        self,
-        regions: Regions,
-        cancel: Callable[[int, int], None],
-        handle_other: Callable[[list[Any]], None],
+        self, regions: Regions, cancel: Callable[[int, int], None], handle_other: Callable[[list[Any]], None]
     ) -> None:
         """Start the thread that handles what arrives, until the runtime is gone.
 
@@ -178,7 +176,9 @@ class Control:
 
 
 def _packet_of(items: deque[Any]) -> tuple[bytes, int]:
-    """Make one packet of all responses at the head of the queue, or return the packet there; with the number of items."""
+    """Make one packet of all responses at the head of the queue, or return the packet there; with the number of
+    items.
+    """
     item = items[0]
     if type(item) is bytes:
         return item, 1

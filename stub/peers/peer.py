@@ -37,11 +37,7 @@ class Peer:
     """Serves the runtime. For the main thread of the stub, unless a method says otherwise."""
 
     def __init__(
-        self,
-        conversation: Conversation,
-        control: Channel,
-        start: dict[str, Any],
-        on_gone: Callable[[], None] = _end,
+        self, conversation: Conversation, control: Channel, start: dict[str, Any], on_gone: Callable[[], None] = _end
     ) -> None:
         """`on_gone` is called when the runtime has closed a channel or broken the protocol. From any thread, perhaps
         many times.
@@ -112,10 +108,7 @@ class Peer:
             self.regions.returned.extend((region, offset) for region, offset, _ in blocks)
             count = len(unpack_layout(layout))
             failed = error_remark(INTERNAL, f"the answer to the batch: {error}")
-            remarks = [
-                failed if states is None or states[index] == ANSWERED else None
-                for index in range(count)
-            ]
+            remarks = [failed if states is None or states[index] == ANSWERED else None for index in range(count)]
             none = encode(*[[]] * count)
             self.conversation.send(kind, batch_id, core, held, released, [], none, remarks, states)
 

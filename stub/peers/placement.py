@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from moonpool.ipc.cuda.array import DeviceArray
     from moonpool.ipc.cuda.region import DeviceLease
 
-# An output that lies in a block already is passed on from this size on. To copy a smaller one takes less time than to keep
-# its block beyond the batch, and to tell the runtime so.
+# An output that lies in a block already is passed on from this size on. To copy a smaller one takes less time than to
+# keep its block beyond the batch, and to tell the runtime so.
 PASSED_BYTES = 256 * 1024
 _MAX_TEXT = 65536
 _INTERNAL = CODES.index("INTERNAL")
@@ -216,9 +216,7 @@ class Placer:
             self._regions.take_back(held)
             raise
 
-    def _moved(
-        self, outputs: list[Tensor], passable: Batch | None, wish: PreferredMemory | None
-    ) -> list[Tensor]:
+    def _moved(self, outputs: list[Tensor], passable: Batch | None, wish: PreferredMemory | None) -> list[Tensor]:
         from moonpool.stub.devices.placement import moved
 
         def may_name(lease: DeviceLease) -> bool:
@@ -230,8 +228,7 @@ class Placer:
     def _row(self, tensor: Tensor, data: np.ndarray | DeviceArray) -> list[Any]:
         if len(tensor._shape) > MAX_DIMS:
             raise BadResponse(
-                f"output '{tensor._name}' has {len(tensor._shape)} dimensions, and {MAX_DIMS} is "
-                "the most"
+                f"output '{tensor._name}' has {len(tensor._shape)} dimensions, and {MAX_DIMS} is the most"
             )
         if tensor._datatype != BYTES and data.nbytes != size_bytes(tensor._datatype, tensor._shape):
             raise BadResponse(
@@ -241,9 +238,7 @@ class Placer:
         index = self.indices[tensor._name]
         return [index, tensor._datatype, list(tensor._shape), 0, 0, data.nbytes]
 
-    def _shared(
-        self, tensor: Tensor, passable: Batch | None, ours: list[Block]
-    ) -> Lease | DeviceLease | None:
+    def _shared(self, tensor: Tensor, passable: Batch | None, ours: list[Block]) -> Lease | DeviceLease | None:
         """Return the lease in which a tensor lies, of a block of the batch or of memory from `empty`; else None.
 
         Adds blocks from `empty` to `ours`, as the runtime will hold them, too.
@@ -280,9 +275,7 @@ def refusal_remark(error: Exception) -> list[Any]:
 def checked_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters of a response. Raises `BadResponse` if they cannot travel."""
     if len(parameters) > MAX_PARAMETERS:
-        raise BadResponse(
-            f"the response has {len(parameters)} parameters, and {MAX_PARAMETERS} is the most"
-        )
+        raise BadResponse(f"the response has {len(parameters)} parameters, and {MAX_PARAMETERS} is the most")
     try:
         encode(parameters)
     except LocalProtocolError as error:

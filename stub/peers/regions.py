@@ -1,24 +1,26 @@
-"""Keeps the regions that the runtime has sent, and allocates memory for answers. Maps the memory that clients lend, too.
+"""Keeps the regions that the runtime has sent, and allocates memory for answers. Maps the memory that clients lend,
+too.
 
-Theory of operation. Two locks. `_arrived`, a condition, guards the regions of requests: the control thread adds and removes them, and the main
-thread waits for one if the message that names it was faster on the other channel. `_turn` guards the arenas: any thread that
-has something to send allocates, the main thread retires regions.
+Theory of operation. Two locks. `_arrived`, a condition, guards the regions of requests: the control thread adds and
+removes them, and the main thread waits for one if the message that names it was faster on the other channel. `_turn`
+guards the arenas: any thread that has something to send allocates, the main thread retires regions.
 
-Growth. A thread that needs a larger arena sends GROW and waits on `_granted`, with `_turn` held. So there is one question
-at a time, and the next item of `_granted` is the answer to it: a region, or the text of a refusal. This wait has no deadline, because an
-answer that came after the deadline would be taken for the next one's. The runtime always answers, and when it ends, the
-process ends. A signal handler that raises ends the wait, but not the question: `_growing` has its device until
-its answer was taken in, and the next allocation does that first.
+Growth. A thread that needs a larger arena sends GROW and waits on `_granted`, with `_turn` held. So there is one
+question at a time, and the next item of `_granted` is the answer to it: a region, or the text of a refusal. This wait
+has no deadline, because an answer that came after the deadline would be taken for the next one's. The runtime always
+answers, and when it ends, the process ends. A signal handler that raises ends the wait, but not the question:
+`_growing` has its device until its answer was taken in, and the next allocation does that first.
 
-A signal handler may raise between any two steps here. So what a step takes out of one table goes into another one at once (`at_once`), and a
-block that is allocated for somebody is in that one's list then (`taken`).
+A signal handler may raise between any two steps here. So what a step takes out of one table goes into another one at
+once (`at_once`), and a block that is allocated for somebody is in that one's list then (`taken`).
 
-A collection of garbage may run a destructor of the model's in the middle of an allocation, and that destructor may want memory. The lock is
-an RLock, so this does not hang, but the arena is half changed. `allocate` sees that its own thread has the turn and refuses.
+A collection of garbage may run a destructor of the model's in the middle of an allocation, and that destructor may want
+memory. The lock is an RLock, so this does not hang, but the arena is half changed. `allocate` sees that its own thread
+has the turn and refuses.
 
-Blocks come back through deques and not under the lock: `returned` is appended to by the control thread and by the leases of `empty`,
-whose destructors may run anywhere. The next allocation makes them free. If that came too late, GROW was refused, and blocks
-came along with the refusal, one more attempt is made.
+Blocks come back through deques and not under the lock: `returned` is appended to by the control thread and by the
+leases of `empty`, whose destructors may run anywhere. The next allocation makes them free. If that came too late, GROW
+was refused, and blocks came along with the refusal, one more attempt is made.
 
 Answers mostly want blocks of sizes that others had before. So a block of the first region that came back is not
 released but put aside (`spares`), and the next allocation of its size class has it again; `_stub_port.pyx` does
@@ -91,7 +93,8 @@ class Regions(Overflow):
         self.arena = Arena(self._grow)
         # Blocks that were put aside, by their sizes. Needs the turn.
         self.spares: dict[int, list[Block]] = {}
-        # The device of the GROW whose answer was not taken in yet, and that answer, once it came: one item each, or none.
+        # The device of the GROW whose answer was not taken in yet, and that answer, once it came: one item each, or
+        # none.
         self._growing: deque[int] = deque()
         self._answers: deque[Region | str] = deque()
         # None until memory on a device is first used.
@@ -107,10 +110,10 @@ class Regions(Overflow):
         else:
             self.requests[region_id] = region
 
-    def arrive(
-        self, fd: int, region_id: int, size_bytes: int, writer: int, device: int, handle: bytes
-    ) -> None:
-        """Add a region that came after the handshake; `fd` is -1 if it came without a descriptor. On the control thread."""
+    def arrive(self, fd: int, region_id: int, size_bytes: int, writer: int, device: int, handle: bytes) -> None:
+        """Add a region that came after the handshake; `fd` is -1 if it came without a descriptor. On the control
+        thread.
+        """
         if device != NO_DEVICE:
             self._arrive_on(device, region_id, size_bytes, writer, handle, fd)
             return
@@ -122,9 +125,7 @@ class Regions(Overflow):
         else:
             self._granted.put(region)
 
-    def _arrive_on(
-        self, device: int, region_id: int, size_bytes: int, writer: int, handle: bytes, fd: int
-    ) -> None:
+    def _arrive_on(self, device: int, region_id: int, size_bytes: int, writer: int, handle: bytes, fd: int) -> None:
         from moonpool.stub.devices.memory import adopt
 
         self.on_devices()  # before the region can be found, so that its finder sees that there are devices
@@ -179,7 +180,9 @@ class Regions(Overflow):
         return region
 
     def request_region(self, region_id: int) -> Region:
-        """Return a region with requests. Waits for it if its message was overtaken; raises `RemoteProtocolError` in the end."""
+        """Return a region with requests. Waits for it if its message was overtaken; raises `RemoteProtocolError` in the
+        end.
+        """
         region = self.requests.get(region_id)
         if region is None:
             with self._arrived:
@@ -216,7 +219,8 @@ class Regions(Overflow):
     def _take_answer(self, device: int) -> Region | str:
         """Wait for the answer to GROW, and allocate in the region that came. Needs the turn."""
         if not self._answers:
-            # Without a deadline: see the theory of operation. One call into C, so the answer is in one of the two queues.
+            # Without a deadline: see the theory of operation. One call into C, so the answer is in one of the two
+            # queues.
             self._answers.extend(map(self._granted.get, _WAITING))
         answer = self._answers[0]
         if not isinstance(answer, str):
@@ -236,9 +240,7 @@ class Regions(Overflow):
             if block is not None:
                 if block.holds == 1 and arena.is_first(block.region):
                     aside = self.spares.setdefault(block.size_bytes, [])
-                    at_once(
-                        forget, partial(aside.append, block), partial(setattr, block, "holds", 0)
-                    )
+                    at_once(forget, partial(aside.append, block), partial(setattr, block, "holds", 0))
                 elif block.holds:
                     arena.release(block, forget)
                 else:  # it was put aside before
@@ -257,9 +259,7 @@ class Regions(Overflow):
                 self.arena.release(aside[-1], aside.pop)
         self.spares.clear()
 
-    def allocate(
-        self, size_bytes: int, device: int = NO_DEVICE, taken: list[Block] | None = None
-    ) -> Block:
+    def allocate(self, size_bytes: int, device: int = NO_DEVICE, taken: list[Block] | None = None) -> Block:
         """Allocate a block for an answer. Raises `OutOfMemory` with the runtime's reason.
 
         `taken` gets the block, too: if a signal handler raises, the block is there or was not allocated.
@@ -290,8 +290,8 @@ class Regions(Overflow):
             try:
                 return arena.allocate(size, into)
             except OutOfMemory:
-                # Blocks that clients dropped meanwhile may have come along with the refusal. And what is kept for later may
-                # make room: the runtime reads RETIRE before GROW.
+                # Blocks that clients dropped meanwhile may have come along with the refusal. And what is kept for later
+                # may make room: the runtime reads RETIRE before GROW.
                 came_back = bool(self.returned)
                 self._collect()
                 self._release_spares()
@@ -318,15 +318,14 @@ class Regions(Overflow):
         return block
 
     def hold(self, blocks: Sequence[Block], held: list[Block] | None = None) -> None:
-        """Count the runtime as a further holder of these blocks, until it gives them back. `held` gets each that was counted."""
+        """Count the runtime as a further holder of these blocks, until it gives them back. `held` gets each that was
+        counted.
+        """
         if blocks:
             into = [] if held is None else held
             with self._turn:
                 for block in blocks:
-                    at_once(
-                        partial(setattr, block, "holds", block.holds + 1),
-                        partial(into.append, block),
-                    )
+                    at_once(partial(setattr, block, "holds", block.holds + 1), partial(into.append, block))
 
     def empty(self, size_bytes: int) -> Lease:
         """Allocate a block as a lease for the model."""
@@ -335,7 +334,9 @@ class Regions(Overflow):
         return block.region.lease(block.offset, size_bytes, self.give_back, place)
 
     def empty_on(self, device: int, size_bytes: int) -> DeviceLease:
-        """Allocate a block on a device as a lease for the model. Raises `OutOfMemory`, `CudaUnavailable`, `CudaError`."""
+        """Allocate a block on a device as a lease for the model. Raises `OutOfMemory`, `CudaUnavailable`,
+        `CudaError`.
+        """
         devices = self.on_devices()
         lane = devices.lane(device)
         block = self.allocate(size_bytes, device)
@@ -356,18 +357,15 @@ class Regions(Overflow):
         packet = encode(*message)
         return packet if len(packet) <= MAX_PACKET_BYTES else self.indirect(packet, taken=taken)
 
-    def indirect(
-        self,
-        packet: bytes,
-        most_bytes: int = MAX_STORED_BYTES,
-        taken: list[Block] | None = None,
-    ) -> bytes:
+    def indirect(self, packet: bytes, most_bytes: int = MAX_STORED_BYTES, taken: list[Block] | None = None) -> bytes:
         """Store a message in memory, within the size that the runtime reads. `taken` gets its block."""
         check_size(packet, most_bytes)
         return encode(_INDIRECT, *self.store(packet, taken))
 
     def store(self, packet: bytes, taken: list[Block] | None = None) -> tuple[int, int, int]:
-        """Put a message that is too large for a packet into a block, which the runtime releases after it has copied it."""
+        """Put a message that is too large for a packet into a block, which the runtime releases after it has copied
+        it.
+        """
         block = self.allocate(len(packet), taken=taken)
         block.region.memory()[block.offset : block.offset + len(packet)] = packet
         return block.region.id, block.offset, len(packet)
@@ -376,7 +374,9 @@ class Regions(Overflow):
         return bytes(self.request_region(region).memory()[offset : offset + size_bytes])
 
     def retire_idle(self, idle_s: float) -> None:
-        """Give back the regions in which no answer lies, if they are not kept for later. For the main thread of an idle stub."""
+        """Give back the regions in which no answer lies, if they are not kept for later. For the main thread of an idle
+        stub.
+        """
         with self._turn:
             self._collect()
             for arena in self._arenas():
@@ -384,7 +384,9 @@ class Regions(Overflow):
                 self._retire_idle(arena, arena.first_grown if is_kept else 0)
 
     def _retire_idle(self, arena: Arena, kept: int = 0) -> bool:
-        """Give back idle regions, but not the one of the number `kept`. Returns False if there are none. Needs the turn."""
+        """Give back idle regions, but not the one of the number `kept`. Returns False if there are none. Needs the
+        turn.
+        """
         idle = [region_id for region_id in arena.idle() if region_id != kept]
         for region_id in idle:
             region = arena.region(region_id)
@@ -434,15 +436,7 @@ def _fault_count() -> int:
 class LentRegion(Region):
     """Maps one shared memory object of a client. For the main thread of the stub, but for `close`."""
 
-    __slots__ = (
-        "_address",
-        "_fault_count",
-        "_fd",
-        "_has_all_faults",
-        "_inputs",
-        "_pagemap_fd",
-        "_targets",
-    )
+    __slots__ = ("_address", "_fault_count", "_fd", "_has_all_faults", "_inputs", "_pagemap_fd", "_targets")
 
     def __init__(self, region_id: int, size_bytes: int, fd: int) -> None:
         """Take over `fd`, until `close`."""
@@ -469,9 +463,7 @@ class LentRegion(Region):
                 f"{self.size_bytes} bytes of a client's shared memory cannot be mapped: {error}"
             ) from error
 
-    def lease(
-        self, offset: int, size_bytes: int, give_back: Callable[[object], object], token: object
-    ) -> Lease:
+    def lease(self, offset: int, size_bytes: int, give_back: Callable[[object], object], token: object) -> Lease:
         """Return an input. Raises `RemoteProtocolError`, which is `CutShort` if the object is shorter than it was."""
         if self.buffer is None:
             self.buffer = self._inputs = inputs = self._map(_PRIVATE)
@@ -488,7 +480,9 @@ class LentRegion(Region):
         write_into(self._targets, offset, array)
 
     def renew(self, blocks: list[tuple[int, int]]) -> None:
-        """Drop the model's changes to these blocks (offset, size) at the end of their batch. The model kept none of them."""
+        """Drop the model's changes to these blocks (offset, size) at the end of their batch. The model kept none of
+        them.
+        """
         # A page becomes the process's own by a fault. To look at the pages of a megabyte takes six times as long as to
         # ask for the count.
         count = _fault_count() if self._has_all_faults else 0
@@ -503,7 +497,9 @@ class LentRegion(Region):
         self._fault_count = count
 
     def give_up(self, blocks: list[tuple[int, int]]) -> None:
-        """Leave these blocks (offset, size) to the model, which has kept some of them: give it copies of their pages."""
+        """Leave these blocks (offset, size) to the model, which has kept some of them: give it copies of their
+        pages.
+        """
         inputs, self.buffer, self._inputs = self._inputs, None, None
         self._fault_count = -1
         if inputs is None:

@@ -1,9 +1,10 @@
 """Sends packets to the runtime, from any thread and in order, without making a thread wait for another one.
 
-Theory of operation. `put` appends to a deque, which needs no lock, and then tries to take the turn without blocking. The thread that gets the turn
-sends all packets that are there. The others return at once: their packets are sent by the thread that has the turn. After
-giving up the turn that thread looks at the deque once more, so a packet that came in between is not left behind. Since
-no thread ever blocks for the turn, a destructor may put a packet in the middle of another `put` of the same thread.
+Theory of operation. `put` appends to a deque, which needs no lock, and then tries to take the turn without blocking.
+The thread that gets the turn sends all packets that are there. The others return at once: their packets are sent by the
+thread that has the turn. After giving up the turn that thread looks at the deque once more, so a packet that came in
+between is not left behind. Since no thread ever blocks for the turn, a destructor may put a packet in the middle of
+another `put` of the same thread.
 
 A signal handler may raise anywhere in `put`, above all while the socket is full. An item stays in the deque until its
 packet is sent (`Channel.send_first`). The turn is noted in the call that takes it, so it is given up in any case.
@@ -44,7 +45,8 @@ class SendQueue:
     ) -> None:
         """Take `packet_of`, which returns a packet and the number of items at the head of the queue that it is made of.
 
-        By default the items are packets. `on_gone` is called for each packet that cannot be sent because the runtime is gone.
+        By default the items are packets. `on_gone` is called for each packet that cannot be sent because the runtime is
+        gone.
         """
         self._channel = channel
         self._on_gone = on_gone

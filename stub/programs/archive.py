@@ -78,9 +78,7 @@ def _confine(parent_pid: int, memory_bytes: int, cpu_s: int) -> None:
     try:
         layers.apply(Policy(level=BEST_EFFORT, limits=limits))
     except SandboxRefused as refused:
-        raise _Refused(
-            f"cannot be read, as nothing confines the process that would: {refused}"
-        ) from refused
+        raise _Refused(f"cannot be read, as nothing confines the process that would: {refused}") from refused
 
 
 def _send(pipe: IO[bytes], kind: bytes, data: bytes = b"") -> None:
@@ -177,9 +175,7 @@ def _of_zip(archive: IO[bytes]) -> Iterator[_Member]:
                 content = packed.open(info)
             except NotImplementedError:
                 what = f"'{name[:200]}' is compressed by method {info.compress_type}"
-                raise _Refused(
-                    f"{what}; pack the environment with deflate, as zip does by default"
-                ) from None
+                raise _Refused(f"{what}; pack the environment with deflate, as zip does by default") from None
             mode = info.external_attr >> 16
             with content:
                 if stat.S_ISLNK(mode):

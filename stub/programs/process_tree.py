@@ -33,12 +33,7 @@ _CLONE_PARENT = 0x8000
 
 def main() -> NoReturn:
     """Read the arguments, start the stub, and end."""
-    report_fd, life_fd, user, program = (
-        int(sys.argv[1]),
-        int(sys.argv[2]),
-        sys.argv[3],
-        sys.argv[4:],
-    )
+    report_fd, life_fd, user, program = (int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
     for fd in (report_fd, life_fd):
         os.set_inheritable(fd, False)
     folder = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))

@@ -33,17 +33,7 @@ from contextlib import contextmanager
 
 from moonpool.ipc import syscalls
 from moonpool.ipc.policy import STRICT, Policy
-from moonpool.stub.sandbox import (
-    granted,
-    identity,
-    kernel,
-    landlock,
-    limits,
-    mounts,
-    namespaces,
-    rules,
-    seccomp,
-)
+from moonpool.stub.sandbox import granted, identity, kernel, landlock, limits, mounts, namespaces, rules, seccomp
 from moonpool.stub.sandbox.landlock import pinned_files, usual_files
 from moonpool.stub.sandbox.outcome import Applied, SandboxRefused, refusing
 
@@ -95,9 +85,7 @@ class Contained:
         if self._is_lent:
             self._applied.on.append(granted.LAYER)
         if self._policy.scratch:
-            with refusing(
-                "scratch", "set TMPDIR to a folder of the runtime's that others may pass"
-            ):
+            with refusing("scratch", "set TMPDIR to a folder of the runtime's that others may pass"):
                 os.chdir(self._policy.scratch)
         os.umask(0o077)
         with self._required("no_new_privs"):
@@ -165,9 +153,7 @@ class Contained:
             )
         if not identity.may_change_user():
             raise SandboxRefused(
-                "own_user",
-                "the runtime may not change its user",
-                "give it CAP_SETUID and CAP_SETGID to have it",
+                "own_user", "the runtime may not change its user", "give it CAP_SETUID and CAP_SETGID to have it"
             )
         self._user = self._policy.user
 
@@ -309,12 +295,7 @@ class Contained:
                 f"there is no filter for {machine}",
                 f"use {_MACHINES}, or the level best-effort to go without",
             )
-        _install_filter(
-            self._policy,
-            others_are_safe=self._others_are_safe,
-            scoped=scoped,
-            launches=self._launches,
-        )
+        _install_filter(self._policy, others_are_safe=self._others_are_safe, scoped=scoped, launches=self._launches)
 
 
 def tighten(policy: Policy) -> None:
@@ -341,9 +322,7 @@ def _choose_selector() -> None:
         selectors.DefaultSelector = selectors.PollSelector  # type: ignore[assignment,misc]
 
 
-def _install_filter(
-    policy: Policy, *, others_are_safe: bool, scoped: bool, launches: bool = False
-) -> None:
+def _install_filter(policy: Policy, *, others_are_safe: bool, scoped: bool, launches: bool = False) -> None:
     table = rules.allowed(
         pid=os.getpid(),
         ports=bool(policy.ports),

@@ -124,9 +124,7 @@ class Denials:
             self._is_hooked = True
             sys.addaudithook(_hook_of(self))
         if policy.may_start_processes and not policy.forks and self._to_stub is None:
-            self._from_forks, self._to_stub = socket.socketpair(
-                socket.AF_UNIX, socket.SOCK_SEQPACKET
-            )
+            self._from_forks, self._to_stub = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def tell(self, send: Callable[[bytes], object]) -> None:
         """Report to the runtime from now on. `send` takes a packet for the control channel and may block."""
@@ -194,9 +192,7 @@ class Denials:
             try:
                 # The interrupted code may hold the locks of `threading`.
                 threads.BareThread(self._run)
-            except (
-                RuntimeError
-            ):  # the process may have no more threads; the next `flush` sends the denials
+            except RuntimeError:  # the process may have no more threads; the next `flush` sends the denials
                 self._has_sender = False
 
     def _run(self) -> None:
@@ -274,9 +270,7 @@ class Denials:
 
     def _of_file(self, error: OSError, judge: Judge) -> tuple[int, str] | None:
         # If the error has two paths, the act changes the second one: the new name of a link.
-        paths = [
-            path for path in (error.filename2, error.filename) if isinstance(path, (str, bytes))
-        ]
+        paths = [path for path in (error.filename2, error.filename) if isinstance(path, (str, bytes))]
         if not paths or "open" not in judge.events:
             return None
         if error.errno == errno.EROFS:

@@ -115,8 +115,7 @@ class Granted:
         if self._user is None:
             raise ValueError("an instance that is the runtime's own user has no ids to map")
         namespace = _namespace(
-            _lines("uid_map", self._status.st_uid, self._user),
-            _lines("gid_map", self._status.st_gid, self._user),
+            _lines("uid_map", self._status.st_uid, self._user), _lines("gid_map", self._status.st_gid, self._user)
         )
         try:
             _set(self._tree, 0, _IDMAP, namespace)
@@ -204,9 +203,7 @@ def owned(paths: Iterable[tuple[str, bool]]) -> set[str]:
     return found
 
 
-def opened(
-    paths: Iterable[tuple[str, bool]], user: int | None, own: Container[str] = ()
-) -> list[Granted]:
+def opened(paths: Iterable[tuple[str, bool]], user: int | None, own: Container[str] = ()) -> list[Granted]:
     """Open all paths, outer folders before inner ones. If it raises `SandboxRefused`, none stays open.
 
     `own` are the paths from `owned`. Each path comes with True if it is writable. A path that is named twice is
@@ -254,9 +251,7 @@ def _closed_to_this_process(path: str) -> str:
 
 def _is_the_system_s(path: str) -> bool:
     """Return True if a command that gives all of it to others would break the machine."""
-    return path in (*_SYSTEM_S, *_SYSTEM_S_BELOW) or path.startswith(
-        tuple(f"{place}/" for place in _SYSTEM_S_BELOW)
-    )
+    return path in (*_SYSTEM_S, *_SYSTEM_S_BELOW) or path.startswith(tuple(f"{place}/" for place in _SYSTEM_S_BELOW))
 
 
 def _opened(path: str) -> int:
@@ -281,9 +276,7 @@ def _opened_for(path: str) -> int:
             command = _command("chmod o+x", closed)
             raise SandboxRefused("files", why, f"let others pass: {command}") from error
         if error.errno == errno.ENOSYS:
-            raise SandboxRefused(
-                "files", why, "use Linux 5.6 or later, or grant no paths"
-            ) from error
+            raise SandboxRefused("files", why, "use Linux 5.6 or later, or grant no paths") from error
         raise SandboxRefused("files", why, "make it, or grant it no more") from error
 
 

@@ -15,19 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import FrameType
 from typing import Any, Callable, Optional
 
-from moonpool.ipc.denials import (
-    BIND,
-    CONNECT,
-    EXEC,
-    FORK,
-    KILL,
-    OPEN,
-    RESOLVE,
-    SOCKET,
-    TCP,
-    UNIX,
-    WRITE,
-)
+from moonpool.ipc.denials import BIND, CONNECT, EXEC, FORK, KILL, OPEN, RESOLVE, SOCKET, TCP, UNIX, WRITE
 from moonpool.ipc.policy import Policy
 from moonpool.stub.sandbox import mounts, rules
 from moonpool.stub.sandbox.landlock import USE_DEVICE, WRITE_FILE, usual_files
@@ -96,9 +84,7 @@ class Judge:
             "os.remove": lambda args: self._changes(args[0], args[1]),
             "os.rmdir": lambda args: self._changes(args[0], args[1]),
             "os.truncate": lambda args: self._changes(args[0], -1),
-            "os.rename": lambda args: (
-                self._changes(args[0], args[2]) or self._makes(args[1], args[3])
-            ),
+            "os.rename": lambda args: self._changes(args[0], args[2]) or self._makes(args[1], args[3]),
             "os.link": lambda args: self._makes(args[1], args[3]),
             "os.symlink": lambda args: self._makes(args[1], args[2]),
         }
@@ -132,9 +118,7 @@ class Judge:
             return None
         # Functions that open files by libc give a mode and no flags.
         if flags & _WRITES or (mode and ("+" in mode or mode[0] in "wax")):
-            return self.writes(
-                path, creates=bool(flags & _CREATES) or bool(mode and mode[0] in "wax")
-            )
+            return self.writes(path, creates=bool(flags & _CREATES) or bool(mode and mode[0] in "wax"))
         return self.reads(path)
 
     def _loads(self, args: tuple[Any, ...]) -> Verdict:
@@ -154,11 +138,7 @@ class Judge:
         real = _real(path)
         if real is None or real in self._write:
             return None
-        is_possible = (
-            _is_there(real)
-            or real.startswith(self._hidden)
-            or (creates and _is_there(os.path.dirname(real)))
-        )
+        is_possible = _is_there(real) or real.startswith(self._hidden) or (creates and _is_there(os.path.dirname(real)))
         return (WRITE, real) if is_possible else None
 
     def _changes(self, path: object, folder_fd: int) -> Verdict:
@@ -179,11 +159,7 @@ class Judge:
         if not alternatives:
             return alternatives is not None
         return any(
-            all(
-                (arguments[place] & mask) in values
-                for place, mask, values in conditions
-                if place < len(arguments)
-            )
+            all((arguments[place] & mask) in values for place, mask, values in conditions if place < len(arguments))
             for conditions in alternatives
         )
 
@@ -217,9 +193,7 @@ class Judge:
         if self._ports or not name or _is_number(name):
             return None
         try:
-            port = (
-                socket.getservbyname(port) if isinstance(port, str) and not port.isdigit() else port
-            )
+            port = socket.getservbyname(port) if isinstance(port, str) and not port.isdigit() else port
         except OSError:
             port = None
         return RESOLVE, f"{name}:{port}" if port else name
@@ -289,8 +263,6 @@ def _wraps_descriptor() -> bool:
     The event does not say so, but the caller's frame, a method of Python's class, has the argument.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(
-        "moonpool.stub.sandbox"
-    ):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("moonpool.stub.sandbox"):
         frame = frame.f_back
     return frame is not None and frame.f_locals.get("fileno") is not None

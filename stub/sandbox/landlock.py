@@ -64,9 +64,7 @@ def restrict(version: int, paths: Iterable[tuple[str | int, int]], ports: Iterab
         words.append(_BIND | _CONNECT)
     if version >= KNOWS_SCOPES:
         words.append(_SCOPES)
-    ruleset = kernel.call(
-        "landlock_create_ruleset", struct.pack(f"={len(words)}Q", *words), 8 * len(words), 0
-    )
+    ruleset = kernel.call("landlock_create_ruleset", struct.pack(f"={len(words)}Q", *words), 8 * len(words), 0)
     try:
         for path, rights in paths:
             _allow(ruleset, path, rights & handled)

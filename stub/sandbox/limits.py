@@ -66,9 +66,7 @@ def _limit(which: int, value: int, name: str) -> None:
             value = min(value, hard)
         resource.setrlimit(which, (value, value))
     except (OSError, ValueError, OverflowError) as error:
-        raise SandboxRefused(
-            "limits", f"{name}={value} was refused ({error})", "set another value"
-        ) from error
+        raise SandboxRefused("limits", f"{name}={value} was refused ({error})", "set another value") from error
 
 
 def share_processors(cpus: Sequence[int], nice: int) -> None:

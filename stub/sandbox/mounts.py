@@ -149,10 +149,7 @@ def _open_up(paths: Iterable[str], granted: Iterable[Granted], scratch: str, use
                 fds.append(os.open(path, os.O_PATH | os.O_CLOEXEC))
                 found.setdefault(cover, []).append((path, fds[-1]))
         places = [(each.path, closed_above(each.path, user), each.fd) for each in granted]
-        for cover in (
-            closed_above(scratch, user) if scratch else "",
-            *(cover for _, cover, _ in places),
-        ):
+        for cover in (closed_above(scratch, user) if scratch else "", *(cover for _, cover, _ in places)):
             found.setdefault(cover, [])
         found.pop("", None)
         for cover, below in found.items():

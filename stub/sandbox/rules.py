@@ -102,9 +102,7 @@ getpgid getsid sched_getaffinity sched_getparam sched_getscheduler sched_getattr
 _OF_A_THREAD = "sched_getscheduler sched_getparam sched_getaffinity sched_setaffinity"
 _SCHED_OTHER = 0
 _OF_A_CLOCK = "clock_gettime clock_getres clock_nanosleep timer_create"
-_USUAL = " ".join(
-    (_FILES, _WAITING, _SOCKETS, _MEMORY, _THREADS, _SIGNALS, _TIME, _ABOUT_ITSELF)
-).split()
+_USUAL = " ".join((_FILES, _WAITING, _SOCKETS, _MEMORY, _THREADS, _SIGNALS, _TIME, _ABOUT_ITSELF)).split()
 
 _ATTACKS = """
 ptrace process_vm_readv process_vm_writev kcmp pidfd_getfd bpf perf_event_open userfaultfd
@@ -226,10 +224,7 @@ def _conditional(pid: int) -> dict[str, Alternatives]:
         # gives clocks of threads to no other process.
         **dict.fromkeys(
             _OF_A_CLOCK.split(),
-            (
-                *_one_of_bits(0, _CLOCK_OF_TASK, 0),
-                *_one_of_bits(0, _CLOCK_OF_THREAD, _CLOCK_OF_THREAD),
-            ),
+            (*_one_of_bits(0, _CLOCK_OF_TASK, 0), *_one_of_bits(0, _CLOCK_OF_THREAD, _CLOCK_OF_THREAD)),
         ),
         "personality": _one_of(0, (0xFFFFFFFF,)),
         # Mode 0 only allocates memory; other modes could take it away from under the runtime.
@@ -293,11 +288,7 @@ _IOCTLS = (0x541B, 0x5421, 0x5451, 0x5450, 0x5401, 0x802C542A, 0x5413)
 # nor without a socket of AF_UNIX and SOCK_SEQPACKET with an abstract name, on which other processes could ask it for a
 # descriptor. It may listen, but `accept` is refused, and so is `connect` if no ports are granted.
 _GPU: dict[str, Alternatives] = {
-    "ioctl": (
-        *_one_of(1, (0x30000001, 0x30000002)),
-        ((1, 0xFF00, (0x4600,)),),
-        ((1, ALL_BITS & ~0xFF, (0,)),),
-    ),
+    "ioctl": (*_one_of(1, (0x30000001, 0x30000002)), ((1, 0xFF00, (0x4600,)),), ((1, ALL_BITS & ~0xFF, (0,)),)),
     "memfd_create": (),
     "socket": (((0, ALL_BITS, (1,)), (1, _SOCK_TYPE, (5,))),),
     "bind": (),

@@ -32,16 +32,7 @@ if __name__ == "__main__":
 
 from moonpool.ipc import signals, syscalls  # noqa: E402
 from moonpool.ipc.policy import Policy  # noqa: E402
-from moonpool.stub.sandbox import (  # noqa: E402
-    granted,
-    identity,
-    landlock,
-    limits,
-    mounts,
-    namespaces,
-    rules,
-    seccomp,
-)
+from moonpool.stub.sandbox import granted, identity, landlock, limits, mounts, namespaces, rules, seccomp  # noqa: E402
 from moonpool.stub.sandbox.outcome import SandboxRefused  # noqa: E402
 
 _PATIENCE_S = 10
@@ -218,17 +209,12 @@ def _granted_folders(policy: Policy) -> tuple[str, str]:
     identity.become(policy.user)
     if not folder.is_lent:
         cure = granted.command_to_share("FOLDER")
-        raise NotThere(
-            f"{folder.why_not}; give folders to write to to a user that instances share: {cure}"
-        )
+        raise NotThere(f"{folder.why_not}; give folders to write to to a user that instances share: {cure}")
     folder.check()
     with open(f"{folder.path}/file", "x", encoding="ascii"):
         pass
     where = os.path.dirname(folder.path)
-    return (
-        granted.LAYER,
-        f"an instance writes to a folder as its owner, on the file system of {where}",
-    )
+    return (granted.LAYER, f"an instance writes to a folder as its owner, on the file system of {where}")
 
 
 _TRIALS: dict[str, Callable[[Policy], tuple[str, str]]] = {

@@ -46,9 +46,7 @@ UNTIL_CANCELLED = """
     "threading.Thread(target=run).start()",
 """
 STUBBORN = UNTIL_CANCELLED.format(then="sender.send(y(1)); sender.send(y(2), FINAL)")
-POLITE = UNTIL_CANCELLED.format(
-    then="sender.send(failed('gone', pb_utils.TritonError.CANCELLED), FINAL)"
-)
+POLITE = UNTIL_CANCELLED.format(then="sender.send(failed('gone', pb_utils.TritonError.CANCELLED), FINAL)")
 # Four requests with this code wait for each other before they answer.
 TOGETHER = """
     "barrier = model.__dict__.setdefault('barrier', threading.Barrier(4))",
@@ -76,14 +74,7 @@ CASES = {
     "a loop that was left goes on in the second pass, too": Case(
         f"i = stream({COUNT_TO_4}).exec(decoupled=True)\n"
         "all_of(i), some_of(i, 1), say(next(i)), some_of(i, 1), all_of(i), all_of(i)",
-        [
-            [[0], [1], [2], [3]],
-            [[0]],
-            [1],
-            [[2]],
-            [[3]],
-            [[0], [1], [2], [3]],
-        ],
+        [[[0], [1], [2], [3]], [[0]], [1], [[2]], [[3]], [[0], [1], [2], [3]]],
     ),
     "next and loops share one place": Case(
         f"i = stream({COUNT_TO_4}).exec(decoupled=True)\n"
@@ -122,34 +113,23 @@ async def none():
 asyncio.run(none())""",
         [[True]],
     ),
-    "a timeout without a policy": Case(
-        "timed('timed_alone', 0.01, timeout=5).exec().has_error()", [False]
-    ),
-    "a timeout that overrides nothing": Case(
-        "timed('timed_fixed', 0.01, timeout=5).exec().has_error()", [False]
-    ),
+    "a timeout without a policy": Case("timed('timed_alone', 0.01, timeout=5).exec().has_error()", [False]),
+    "a timeout that overrides nothing": Case("timed('timed_fixed', 0.01, timeout=5).exec().has_error()", [False]),
     "a timeout that is over before an idle instance has the request": Case(
         "timed('timed', -1).exec()\nr = timed('timed', timeout=5).exec()\ntext(r), say(timed('timed', -1).exec())",
         ["Request timeout expired", []],
     ),
     "a timeout that is not for the model": Case(
-        "timed('timed', -1).exec()\nsay(timed('timed', 1.2, timeout=1_000_000).exec())",
-        [[1_000_000]],
+        "timed('timed', -1).exec()\nsay(timed('timed', 1.2, timeout=1_000_000).exec())", [[1_000_000]]
     ),
     "two responses of a model that has one": Case(
-        "say(asking('sends', ['Y'], 'sender.send(y(1)); sender.send(y(2))').exec())",
-        [[1]],
-        is_tritons=False,
+        "say(asking('sends', ['Y'], 'sender.send(y(1)); sender.send(y(2))').exec())", [[1]], is_tritons=False
     ),
     "a response, and an exception": Case(
-        "say(asking('sends', ['Y'], 'sender.send(y(1)); 1 / 0').exec())",
-        [[1]],
-        is_tritons=False,
+        "say(asking('sends', ['Y'], 'sender.send(y(1)); 1 / 0').exec())", [[1]], is_tritons=False
     ),
     "a response, and one that is returned": Case(
-        "say(asking('sends', ['Y'], 'sender.send(y(1)); returned = [y(2)]').exec())",
-        [[1]],
-        is_tritons=False,
+        "say(asking('sends', ['Y'], 'sender.send(y(1)); returned = [y(2)]').exec())", [[1]], is_tritons=False
     ),
     "a second send raises in the model": Case(
         """

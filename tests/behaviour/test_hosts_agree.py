@@ -32,9 +32,7 @@ HOSTS: list[Any] = [
 
 
 @pytest.fixture(scope="module", params=HOSTS)
-def host(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Host, hosts.Ask]]:
+def host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, hosts.Ask]]:
     """One host, and how to ask it."""
     with request.param(tmp_path_factory.mktemp("host")) as ask:
         yield request.param, ask

@@ -144,9 +144,7 @@ class Grpc(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
         if request.name not in MODELS:
             context.abort(grpc.StatusCode.NOT_FOUND, f"there is no '{request.name}'")
-        tensors = [
-            messages.ModelMetadataResponse.TensorMetadata(**t) for t in _tensors(request.name)
-        ]
+        tensors = [messages.ModelMetadataResponse.TensorMetadata(**t) for t in _tensors(request.name)]
         return messages.ModelMetadataResponse(name=request.name, inputs=tensors)
 
     def ModelStatistics(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -196,8 +194,7 @@ def main() -> None:
     http = ThreadingHTTPServer(("127.0.0.1", 0), Http)
     http.daemon_threads = True
     server = grpc.server(
-        ThreadPoolExecutor(8),
-        options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)],
+        ThreadPoolExecutor(8), options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     )
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Grpc(), server)
     port = server.add_insecure_port("127.0.0.1:0")

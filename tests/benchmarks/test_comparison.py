@@ -22,22 +22,8 @@ from moonpool.benchmarks.comparison import (
     paired_change,
     quantile_of_t,
 )
-from moonpool.benchmarks.export import (
-    WRITERS,
-    histogram_lines,
-    rows,
-    trace_events,
-)
-from moonpool.benchmarks.generator.engine import (
-    CANCELLED,
-    COLUMNS,
-    DUE,
-    END,
-    FIRST,
-    OUTCOME,
-    SENT,
-    SUCCEEDED,
-)
+from moonpool.benchmarks.export import WRITERS, histogram_lines, rows, trace_events
+from moonpool.benchmarks.generator.engine import CANCELLED, COLUMNS, DUE, END, FIRST, OUTCOME, SENT, SUCCEEDED
 from moonpool.benchmarks.loads import Rate
 from moonpool.benchmarks.windows import Log, Point, Window, of_runs
 from moonpool.runtime.client.request import MissingPackage
@@ -47,10 +33,7 @@ MS = 1_000_000
 
 def point(p99_us: list[float], rate: float = 100.0) -> dict[str, Any]:
     """A point of a result with a window for each of these latencies."""
-    windows = [
-        {"requests_per_s": rate, "failed": 0, "latency_us": {"p99": each, "p50": each / 2}}
-        for each in p99_us
-    ]
+    windows = [{"requests_per_s": rate, "failed": 0, "latency_us": {"p99": each, "p50": each / 2}} for each in p99_us]
     return {"concurrency": 4, **windows[0], "windows": windows}
 
 
@@ -81,9 +64,7 @@ def test_a_planted_regression_is_found_and_no_other_one() -> None:
     condition = Condition.parse("p99>1.05x")
 
     def failure(slower: float) -> str | None:
-        old, new = (
-            point((generator.normal(1000 * factor, 20, 5)).tolist()) for factor in (1.0, slower)
-        )
+        old, new = (point((generator.normal(1000 * factor, 20, 5)).tolist()) for factor in (1.0, slower))
         return condition.failure(new, changes(old, new))
 
     assert [failure(1.10) is not None for _ in range(20)] == [True] * 20
@@ -171,9 +152,7 @@ def test_a_condition_is_met_or_not(text: str, is_met: bool) -> None:
     assert (Condition.parse(text).failure(new, changes(old, new)) is not None) == is_met
 
 
-@pytest.mark.parametrize(
-    "text", ["p99", "p98>1x", "p99=1x", "p99>x", "p99>-1x", "p99>soon", "failed>nan", ">1x"]
-)
+@pytest.mark.parametrize("text", ["p99", "p98>1x", "p99=1x", "p99>x", "p99>-1x", "p99>soon", "failed>nan", ">1x"])
 def test_conditions_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(BadCondition):
         Condition.parse(text)

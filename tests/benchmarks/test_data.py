@@ -35,9 +35,7 @@ def read(path: Path, value: Any, *inputs: TensorConfig, is_batched: bool = True)
         ({"b64": "AACAPwAAAEA="}, (1, 2)),
     ],
 )
-def test_tensors_have_the_forms_of_perf_analyzer(
-    tmp_path: Path, value: object, shape: tuple[int, ...]
-) -> None:
+def test_tensors_have_the_forms_of_perf_analyzer(tmp_path: Path, value: object, shape: tuple[int, ...]) -> None:
     [found] = read(tmp_path, {"data": [{"X": value}]})
 
     assert found["X"].shape == shape
@@ -48,11 +46,7 @@ def test_texts_and_streams_are_read(tmp_path: Path) -> None:
     value = {"data": [[{"TEXT": ["a", "ü"]}, {"TEXT": ["b"]}], [{"TEXT": {"b64": "AAE="}}]]}
     found = read(tmp_path, value, TEXT, is_batched=False)
 
-    assert [each["TEXT"].tolist() for each in found] == [
-        [b"a", "ü".encode()],
-        [b"b"],
-        [b"\x00\x01"],
-    ]
+    assert [each["TEXT"].tolist() for each in found] == [[b"a", "ü".encode()], [b"b"], [b"\x00\x01"]]
 
 
 @pytest.mark.parametrize(
@@ -95,8 +89,7 @@ def test_an_answer_is_compared_by_its_values() -> None:
 
 
 @pytest.mark.promise(
-    "Measuring (`moonpool bench`)",
-    "Requests can be mixed by weights from files of perf_analyzer and arrays of numpy.",
+    "Measuring (`moonpool bench`)", "Requests can be mixed by weights from files of perf_analyzer and arrays of numpy."
 )
 def test_sources_are_mixed_by_their_weights(tmp_path: Path) -> None:
     folder = tmp_path / "arrays"

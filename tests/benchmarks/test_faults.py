@@ -137,9 +137,7 @@ def test_triton_s_stubs_of_a_model_are_told_from_others(tmp_path: Path) -> None:
     found = "triton_python_backend_stub"
     processes = [stub("m", f"/opt/{found}"), stub("n", found), stub("m", "another_program")]
     try:
-        wait_until(
-            lambda: triton_stubs(os.getpid(), "m") == [processes[0].pid], PATIENCE_S, "the stub"
-        )
+        wait_until(lambda: triton_stubs(os.getpid(), "m") == [processes[0].pid], PATIENCE_S, "the stub")
     finally:
         for process in processes:
             process.kill()

@@ -12,23 +12,8 @@ import pytest
 from moonpool.benchmarks import result as results
 from moonpool.benchmarks.commands.report import title
 from moonpool.benchmarks.loads import Concurrency, Rate
-from moonpool.benchmarks.result import (
-    Incomparable,
-    check_requests,
-    differences,
-    names,
-    ratios,
-    verdict,
-)
-from moonpool.benchmarks.windows import (
-    Point,
-    Split,
-    Window,
-    between,
-    is_stable,
-    merged,
-    sweep,
-)
+from moonpool.benchmarks.result import Incomparable, check_requests, differences, names, ratios, verdict
+from moonpool.benchmarks.windows import Point, Split, Window, between, is_stable, merged, sweep
 from moonpool.runtime.client.request import BadAddress, Endpoint, QuestionTensor, Tls
 
 
@@ -59,8 +44,7 @@ def test_a_poisson_rate_has_its_mean_and_its_spread() -> None:
 
 @pytest.mark.promise(
     "Measuring (`moonpool bench`)",
-    "A figure comes from three windows that agree. If they do not, the report says that it has "
-    "not settled.",
+    "A figure comes from three windows that agree. If they do not, the report says that it has not settled.",
 )
 def test_three_windows_that_agree_are_stable() -> None:
     assert not is_stable([window(100), window(100)], 10)
@@ -101,12 +85,7 @@ def test_a_split_reads_what_protobuf_makes_of_json() -> None:
     stats = {"queue": {"ns": "5000", "count": "1"}, "success": {"count": "1"}}
     split = between({}, {"inference_count": "1", "execution_count": "1", "inference_stats": stats})
 
-    assert split == Split(
-        1,
-        1,
-        1,
-        {"queue": 5000, "compute_input": 0, "compute_infer": 0, "compute_output": 0},
-    )
+    assert split == Split(1, 1, 1, {"queue": 5000, "compute_input": 0, "compute_infer": 0, "compute_output": 0})
 
 
 class Steps:
@@ -142,13 +121,7 @@ def test_subjects_take_turns_until_all_are_stable() -> None:
     log: list[str] = []
     subjects = [Steps("a", [100] * 5, log), Steps("b", [10, 20, 30, 30, 30], log)]
     [[first, second]] = sweep(
-        subjects,
-        [Concurrency(1)],
-        seconds=1.0,
-        warm_up_s=0.0,
-        most_windows=9,
-        stable_percent=5,
-        tell=lambda *_: None,
+        subjects, [Concurrency(1)], seconds=1.0, warm_up_s=0.0, most_windows=9, stable_percent=5, tell=lambda *_: None
     )
 
     assert "".join(log) == "abbaabbaab"
@@ -251,9 +224,7 @@ def about(**changes: object) -> dict[str, object]:
         ({"requests_digest": "b"}, "with other values"),
     ],
 )
-def test_results_of_other_requests_are_not_compared(
-    changes: dict[str, object], reason: str
-) -> None:
+def test_results_of_other_requests_are_not_compared(changes: dict[str, object], reason: str) -> None:
     check_requests(about(), about(processes=2), "file")
 
     with pytest.raises(Incomparable, match=reason.replace("file:", "file was .*:")):
@@ -263,9 +234,10 @@ def test_results_of_other_requests_are_not_compared(
 @pytest.mark.promise("Measuring (`moonpool bench`)", "Results of different requests are not …")
 def test_other_differences_are_named() -> None:
     assert differences(about(), about(date="yesterday", where="there")) == []
-    assert differences(
-        about(), about(processes=2, configuration_fields={"input": "1", "backend": "2"})
-    ) == ["processes of the generator (1 and 2)", "the model's configuration (backend)"]
+    assert differences(about(), about(processes=2, configuration_fields={"input": "1", "backend": "2"})) == [
+        "processes of the generator (1 and 2)",
+        "the model's configuration (backend)",
+    ]
     [untold] = differences(about(), about(configuration_fields=None))
     assert untold.startswith("maybe the model's configuration")
     older = about()
@@ -301,9 +273,7 @@ def test_a_picture_s_title_says_what_differs() -> None:
         ("p99", 0.9, 1.3, "alike"),
     ],
 )
-def test_a_ratio_is_better_or_worse_where_all_windows_agree(
-    name: str, least: float, most: float, word: str
-) -> None:
+def test_a_ratio_is_better_or_worse_where_all_windows_agree(name: str, least: float, most: float, word: str) -> None:
     assert verdict(name, {"least": least, "median": 1.0, "most": most}) == word
 
 
@@ -350,8 +320,7 @@ def test_an_address_is_read(text: str, found: Endpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["localhost:8000", "ftp://a", "http://a:x", "grpc://a/b", "grpcs://a/b", "http://u@a", ""],
+    "text", ["localhost:8000", "ftp://a", "http://a:x", "grpc://a/b", "grpcs://a/b", "http://u@a", ""]
 )
 def test_a_malformed_address_is_refused(text: str) -> None:
     with pytest.raises(BadAddress):

@@ -13,25 +13,11 @@ import numpy as np
 import pytest
 from tests.benchmarks.conftest import Kserve, needs_nghttp2
 
-from moonpool.benchmarks.generator.engine import (
-    CANCELLED,
-    OUTCOME,
-    SUCCEEDED,
-    Cancellation,
-    Generator,
-    Tally,
-    Wire,
-)
+from moonpool.benchmarks.generator.engine import CANCELLED, OUTCOME, SUCCEEDED, Cancellation, Generator, Tally, Wire
 from moonpool.benchmarks.generator.grpc import GrpcWire
 from moonpool.benchmarks.generator.http import HttpWire
 from moonpool.benchmarks.loads import Rate
-from moonpool.runtime.client.request import (
-    METHOD,
-    STREAM_METHOD,
-    Question,
-    QuestionTensor,
-    Unreachable,
-)
+from moonpool.runtime.client.request import METHOD, STREAM_METHOD, Question, QuestionTensor, Unreachable
 
 PATIENCE_S = 60.0
 SECONDS = 0.1
@@ -93,8 +79,7 @@ def test_a_closed_loop_counts_what_was_answered(kserve: Kserve, scheme: str, ele
 
 @pytest.mark.promise(
     "Measuring (`moonpool bench`)",
-    "Requests that a server refuses, hangs up on or never answers are counted by reason, and "
-    "each of them ends.",
+    "Requests that a server refuses, hangs up on or never answers are counted by reason, and each of them ends.",
 )
 def test_refusals_of_a_server_are_counted_by_their_text(kserve: Kserve, scheme: str) -> None:
     pressed = generator(kserve, scheme, question("fails"))
@@ -133,9 +118,7 @@ def test_a_connection_that_is_closed_is_an_error_and_opened_anew(kserve: Kserve)
 
 
 @pytest.mark.parametrize("distribution", ["poisson", "constant"])
-def test_an_open_loop_sends_when_the_time_has_come(
-    kserve: Kserve, scheme: str, distribution: str
-) -> None:
+def test_an_open_loop_sends_when_the_time_has_come(kserve: Kserve, scheme: str, distribution: str) -> None:
     due_ns = Rate(200, distribution).due_ns(0.2, seed=1)
     pressed = generator(kserve, scheme, question("add_sub"))
     try:
@@ -222,9 +205,7 @@ def half_silent(listener: socket.socket) -> Iterator[None]:
             thread.join()
 
 
-@pytest.mark.promise(
-    "Measuring (`moonpool bench`)", "Each request has its own deadline, whatever others do."
-)
+@pytest.mark.promise("Measuring (`moonpool bench`)", "Each request has its own deadline, whatever others do.")
 def test_a_request_fails_at_its_deadline_while_others_are_answered() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, half_silent(listener):
         wire = [lambda: HttpWire(b"GET / HTTP/1.1\r\n\r\n")]
@@ -288,18 +269,9 @@ def test_where_nobody_listens_the_window_ends() -> None:
     [
         (b"SSH-2.0-server\r\n\r\n", "the server's answer is not HTTP: b'ssh-2.0-server'"),
         (b"HTTP/1.1 200 OK\r\n\r\n", "an answer HTTP 200 has neither a Content-Length nor chunks"),
-        (
-            b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nab",
-            "a server sent more than the Content-Length of its answer",
-        ),
-        (
-            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-            "b'zz' is not the size of a chunk",
-        ),
-        (
-            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-99\r\n",
-            "b'-99' is not the size of a chunk",
-        ),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nab", "a server sent more than the Content-Length of its answer"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "b'zz' is not the size of a chunk"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-99\r\n", "b'-99' is not the size of a chunk"),
     ],
 )
 def test_a_malformed_answer_is_an_error_of_its_request(said: bytes, error: str) -> None:
@@ -343,8 +315,7 @@ def pressed_where(said: bytes) -> Tally:
 
 @pytest.mark.promise(
     "Measuring (`moonpool bench`)",
-    "The responses of a stream are counted and timed. A message that only marks the end does "
-    "not count.",
+    "The responses of a stream are counted and timed. A message that only marks the end does not count.",
 )
 @needs_nghttp2
 @pytest.mark.parametrize("count", [0, 1, 5])
@@ -356,9 +327,7 @@ def test_the_responses_of_a_stream_are_counted_and_timed(kserve: Kserve, count: 
     def wire() -> Wire:
         return GrpcWire(endpoint.authority, STREAM_METHOD, message, is_stream=True)
 
-    pressed = Generator(
-        (endpoint.host, endpoint.port), [wire], timeout_s=PATIENCE_S, is_stream=True
-    )
+    pressed = Generator((endpoint.host, endpoint.port), [wire], timeout_s=PATIENCE_S, is_stream=True)
     try:
         tally = pressed.closed_loop(2, SECONDS, time.perf_counter_ns())
     finally:

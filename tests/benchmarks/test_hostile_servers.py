@@ -26,8 +26,7 @@ from moonpool.runtime.client.request import Endpoint, QuestionTensor
 
 pytestmark = pytest.mark.promise(
     "Measuring (`moonpool bench`)",
-    "Whatever a server sends, each request has an outcome, or the error says that it is not the "
-    "protocol.",
+    "Whatever a server sends, each request has an outcome, or the error says that it is not the protocol.",
 )
 
 # Frames have known and unknown kinds, on the connection's stream and on those of requests.
@@ -115,9 +114,7 @@ def saying() -> Iterator[Callable[[Any], MeasuredServer]]:
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as listening:
         thread = threading.Thread(target=listening.serve_forever)
         thread.start()
-        server = MeasuredServer(
-            Endpoint("http", "127.0.0.1", listening.server_address[1]), "m", "", timeout_s=60.0
-        )
+        server = MeasuredServer(Endpoint("http", "127.0.0.1", listening.server_address[1]), "m", "", timeout_s=60.0)
 
         def say(value: Any) -> MeasuredServer:
             said.append(json.dumps(value).encode())
@@ -145,9 +142,7 @@ def saying() -> Iterator[Callable[[Any], MeasuredServer]]:
         {"model_transaction_policy": 5},
     ],
 )
-def test_a_description_that_is_none_is_refused(
-    saying: Callable[[Any], MeasuredServer], value: object
-) -> None:
+def test_a_description_that_is_none_is_refused(saying: Callable[[Any], MeasuredServer], value: object) -> None:
     with pytest.raises(Refused, match=r"does not follow the protocol|gave no JSON object"):
         saying(value).interface()
 
@@ -163,18 +158,14 @@ def test_a_description_that_is_none_is_refused(
         {"outputs": [{"name": "Y", "parameters": {"binary_data_size": "x"}}]},
     ],
 )
-def test_an_answer_that_is_none_is_refused(
-    saying: Callable[[Any], MeasuredServer], value: object
-) -> None:
+def test_an_answer_that_is_none_is_refused(saying: Callable[[Any], MeasuredServer], value: object) -> None:
     inputs = [QuestionTensor.of("X", "FP32", np.zeros(1, np.float32))]
     with pytest.raises(Refused, match="does not follow the protocol"):
         saying(value).prepare(DataMix([RequestData(inputs)]), processes=1, most_connections=1)
 
 
 @pytest.mark.parametrize("value", [{"model_stats": 5}, {"model_stats": {}}])
-def test_statistics_that_are_none_are_refused(
-    saying: Callable[[Any], MeasuredServer], value: dict[str, Any]
-) -> None:
+def test_statistics_that_are_none_are_refused(saying: Callable[[Any], MeasuredServer], value: dict[str, Any]) -> None:
     server = saying(value)
     if value["model_stats"]:
         with pytest.raises(Refused, match="statistics of http"):

@@ -39,9 +39,7 @@ time.sleep(600)
 """
     noted = tmp_path / "pid"
     command = [sys.executable, "-c", program, str(noted)]
-    server = ServerProcess(
-        "it", command, None, tmp_path / "log", lambda: noted.exists() and noted.read_text() != ""
-    )
+    server = ServerProcess("it", command, None, tmp_path / "log", lambda: noted.exists() and noted.read_text() != "")
     pids = server.pid, int(noted.read_text())
     assert not any(map(gone, pids))
     server.close()
@@ -79,13 +77,9 @@ listening.listen()
 
 
 def test_a_body_is_read_and_written_as_the_protocol_has_it() -> None:
-    arrays = {
-        "X": np.arange(6, dtype=np.float32).reshape(2, 3),
-        "TEXT": np.array([["ä", "b" * 300]], object),
-    }
+    arrays = {"X": np.arange(6, dtype=np.float32).reshape(2, 3), "TEXT": np.array([["ä", "b" * 300]], object)}
     tensors = [
-        QuestionTensor.of(name, "BYTES" if array.dtype == object else "FP32", array)
-        for name, array in arrays.items()
+        QuestionTensor.of(name, "BYTES" if array.dtype == object else "FP32", array) for name, array in arrays.items()
     ]
     endpoint = Endpoint("http", "a", 1)
     body = Question("m", "", tensors).as_http(endpoint).partition(b"\r\n\r\n")[2]
@@ -98,20 +92,14 @@ def test_a_body_is_read_and_written_as_the_protocol_has_it() -> None:
     tensors = [QuestionTensor.of(name, "INT32", array) for name, array in many.items()]
     body = Question("m", "", tensors).as_http(endpoint).partition(b"\r\n\r\n")[2]
     assert list(read(body)) == list(many)
-    assert written("m", found).startswith(
-        b'{"model_name": "m", "outputs": [{"name": "X", "datatype"'
-    )
+    assert written("m", found).startswith(b'{"model_name": "m", "outputs": [{"name": "X", "datatype"')
 
 
-def test_an_answer_is_understood_without_the_length_of_its_head(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_answer_is_understood_without_the_length_of_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
     body = written("m", {"Y": np.array([1, 200], np.uint8)})
     client = HttpControlClient(Endpoint("http", "a", 1), (), 1.0)
     monkeypatch.setattr(client, "_ask", lambda *_: ({}, body))
-    [output] = client.infer(
-        Question("m", "", [QuestionTensor.of("X", "INT8", np.zeros(1, np.int8))])
-    )
+    [output] = client.infer(Question("m", "", [QuestionTensor.of("X", "INT8", np.zeros(1, np.int8))]))
 
     assert output.array().tolist() == [1, 200]
 
@@ -126,9 +114,7 @@ def test_a_copy_of_a_model_has_so_many_instances(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").write_text("")
-    (folder / "config.pbtxt").write_text(
-        'backend: "python" instance_group [ { count: 1 }, { count: 2 } ]'
-    )
+    (folder / "config.pbtxt").write_text('backend: "python" instance_group [ { count: 1 }, { count: 2 } ]')
     copy_of_model(folder, tmp_path / "n", 3)
     copy_of_model(folder, tmp_path / "o", None)
 

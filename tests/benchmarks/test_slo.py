@@ -7,15 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moonpool.benchmarks.generator.engine import (
-    CANCELLED,
-    COLUMNS,
-    DUE,
-    END,
-    FIRST,
-    OUTCOME,
-    SUCCEEDED,
-)
+from moonpool.benchmarks.generator.engine import CANCELLED, COLUMNS, DUE, END, FIRST, OUTCOME, SUCCEEDED
 from moonpool.benchmarks.loads import BadLoad, Rate, Schedule, Shape, seconds_of, share_of
 from moonpool.benchmarks.slo import RateSearch, Slo
 from moonpool.benchmarks.windows import Log, Point, Window, joined
@@ -32,13 +24,7 @@ def window(latencies_ms: list[float], first_ms: float = 0, cancelled: int = 0) -
     if first_ms:
         rows[: len(latencies_ms), FIRST] = rows[: len(latencies_ms), DUE] + int(first_ms * 1e6)
     log = Log(rows)
-    return Window(
-        1.0,
-        log.latencies_ns,
-        late_ns=np.zeros(len(rows), np.int64),
-        first_ns=log.first_ns,
-        log=log,
-    )
+    return Window(1.0, log.latencies_ns, late_ns=np.zeros(len(rows), np.int64), first_ns=log.first_ns, log=log)
 
 
 def point(rate: float, latencies_ms: list[float], **more: float) -> Point:
@@ -135,9 +121,7 @@ def test_logs_are_joined_with_one_number_for_each_text() -> None:
     assert rows[:, OUTCOME].tolist() == [SUCCEEDED, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("20ms", 0.02), ("250us", 0.00025), ("2", 2.0), ("1.5 min", 90.0)]
-)
+@pytest.mark.parametrize(("text", "seconds"), [("20ms", 0.02), ("250us", 0.00025), ("2", 2.0), ("1.5 min", 90.0)])
 def test_times_are_read(text: str, seconds: float) -> None:
     assert seconds_of(text) == pytest.approx(seconds)
 

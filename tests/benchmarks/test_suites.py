@@ -90,16 +90,8 @@ def test_a_benchmark_answers_its_question(name: str) -> None:
 
 
 def test_trips_to_a_gpu_are_measured_where_there_is_one(fake: Fake) -> None:
-    found = run(
-        "moonpool.benchmarks.suites.gpu",
-        "--quick",
-        "--json",
-        "-",
-        LD_LIBRARY_PATH=str(fake.library.parent),
-    )
-    figures = {
-        (line["name"], line["column"]) for line in lines_of(found) if line["kind"] == "figure"
-    }
+    found = run("moonpool.benchmarks.suites.gpu", "--quick", "--json", "-", LD_LIBRARY_PATH=str(fake.library.parent))
+    figures = {(line["name"], line["column"]) for line in lines_of(found) if line["kind"] == "figure"}
 
     assert {
         ("there and back, by handle", "1 MB"),

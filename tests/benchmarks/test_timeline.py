@@ -18,14 +18,7 @@ from tests.triton.server import interpreter
 from moonpool.benchmarks.generator.engine import COLUMNS, DUE, END, OUTCOME, SENT, SUCCEEDED
 from moonpool.benchmarks.hosts.kserve import TritonHost
 from moonpool.benchmarks.loads import Concurrency
-from moonpool.benchmarks.timeline import (
-    NoTraces,
-    ServerTrace,
-    paired,
-    read_traces,
-    timeline_events,
-    write_timeline,
-)
+from moonpool.benchmarks.timeline import NoTraces, ServerTrace, paired, read_traces, timeline_events, write_timeline
 from moonpool.benchmarks.windows import Log, Point, Window
 
 MS = 1_000_000
@@ -88,11 +81,7 @@ def test_parts_of_a_request_are_inside_it_and_batches_are_apart() -> None:
         assert [event["name"] for event in callers].count(part) == 3
     assert [event["name"] for event in callers].count("wait to be sent") == 1
     batches = [event for event in events if event["cat" if event["ph"] == "X" else "ph"] == "batch"]
-    sizes = [
-        event["args"]["requests"]
-        for event in batches
-        if event["name"].endswith(("request", "requests"))
-    ]
+    sizes = [event["args"]["requests"] for event in batches if event["name"].endswith(("request", "requests"))]
     assert sizes == [2, 1, 1]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["callers", "batches of m", "batches of child"]
@@ -119,9 +108,7 @@ def test_batches_at_the_same_time_are_on_rows_of_their_own() -> None:
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 20)] * 4), max_size=12), st.randoms())
-def test_traces_are_paired_with_requests_that_they_fit(
-    steps: list[tuple[int, int, int, int]], chance: Any
-) -> None:
+def test_traces_are_paired_with_requests_that_they_fit(steps: list[tuple[int, int, int, int]], chance: Any) -> None:
     # Requests with a trace inside each, so that a pairing of all exists.
     requests, traces = [], []
     for at, before, length, after in steps:
@@ -182,8 +169,7 @@ def test_traces_in_tritons_form_are_read(tmp_path: Path, *, is_closed: bool) -> 
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "{}[", "[1]", '[{"id":1,"timestamps":5}]', '[{"id":[],"model_name":"m"}]', "[" * 9999],
+    "text", ["", "{}[", "[1]", '[{"id":1,"timestamps":5}]', '[{"id":[],"model_name":"m"}]', "[" * 9999]
 )
 def test_a_file_that_has_no_traces_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "traces"
@@ -235,9 +221,7 @@ def test_a_timeline_of_a_server(cli: CommandLine) -> None:
         bench = ("bench", "add_sub", "--url", url, "--concurrency", "1", *QUICK)
         ended = cli(*bench, "--seconds", "0.5", "--timeline", "line.json")
         _, settings = server.get("/v2/trace/setting")
-        refused = cli(
-            "bench", "add_sub", "--url", f"grpc://{server.grpc}", "--timeline", "x", *QUICK
-        )
+        refused = cli("bench", "add_sub", "--url", f"grpc://{server.grpc}", "--timeline", "x", *QUICK)
 
     assert ended.returncode == 0, ended.stderr
     assert "give an http:// address" in refused.stderr
@@ -255,9 +239,7 @@ def test_a_timeline_of_a_tritonserver(cli: CommandLine) -> None:
     options = [f"--trace-config=triton,file={cli.folder / 'traces'}"]
     # A tritonserver that traces dies now and then.
     for _ in range(3):
-        with contextlib.closing(
-            TritonHost(interpreter(), {"add_sub": MODELS / "add_sub"}, options)
-        ) as server:
+        with contextlib.closing(TritonHost(interpreter(), {"add_sub": MODELS / "add_sub"}, options)) as server:
             bench = ("bench", "add_sub", "--url", f"http://127.0.0.1:{server.http_port}", *QUICK)
             ended = cli(*bench, "--concurrency", "2", "--seconds", "0.5", "--timeline", "line.json")
         if "Connection refused" not in ended.stderr:

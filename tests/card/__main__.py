@@ -120,9 +120,7 @@ class Runner:
             left_s = ends - time.monotonic()
             if left_s < 1:
                 for step in steps:
-                    self._add(
-                        stage.name, f"step {step.name}", None, text="left out: no time is left"
-                    )
+                    self._add(stage.name, f"step {step.name}", None, text="left out: no time is left")
                 continue
             self._round(stage, steps, left_s)
 
@@ -163,9 +161,7 @@ class Runner:
                 "; ".join(left.values()),
             )  # fmt: skip
 
-    def _start(
-        self, stage: Stage, step: Step, left_s: float, selector: selectors.BaseSelector
-    ) -> _Running:
+    def _start(self, stage: Stage, step: Step, left_s: float, selector: selectors.BaseSelector) -> _Running:
         limit_s = min(step.limit_s * self._patience, left_s)
         self._say(f"=== {stage.name}: {step.name}, at most {limit_s:.0f} s")
         environment = {
@@ -242,9 +238,7 @@ class Runner:
         _, undying = _kill_all([*pids, *(child for pid in pids for child in _descendants(pid))])
         self._undying |= undying
 
-    def _end(
-        self, stage: Stage, each: _Running, selector: selectors.BaseSelector, before: int
-    ) -> None:
+    def _end(self, stage: Stage, each: _Running, selector: selectors.BaseSelector, before: int) -> None:
         """Record how a step ended."""
         process, limit_s = each.process, each.ends - each.began
         took_s = time.monotonic() - each.began
@@ -259,9 +253,7 @@ class Runner:
         if process.stdout in selector.get_map():
             selector.unregister(process.stdout)
         process.stdout.close()
-        lines = [
-            line for line in results.read(self._folder)[before:] if line["stage"] == stage.name
-        ]
+        lines = [line for line in results.read(self._folder)[before:] if line["stage"] == stage.name]
         if all(line["name"].startswith("step ") for line in lines):
             each.problems.append("recorded nothing")
         if each.problems and each.last_line:

@@ -123,9 +123,7 @@ def _write_onnx(folder: Path) -> str:
     graph = helper.make_graph([node], "g", [infos["A"], infos["B"]], [infos["SUM"]])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     proto.save(model, folder / "model.onnx")
-    return (
-        f"onnxruntime {runtime.__version__} offers {', '.join(runtime.get_available_providers())}"
-    )
+    return f"onnxruntime {runtime.__version__} offers {', '.join(runtime.get_available_providers())}"
 
 
 def _write_torch(folder: Path) -> str:
@@ -306,13 +304,7 @@ def _full() -> str:
             is_told = "memory" in why
             record("an instance that has no room is told so", is_told, expected="memory", text=why)
     kept = _kept_mib(where, before)
-    record(
-        "memory that a full card keeps afterwards",
-        kept <= _MOST_KEPT_MIB,
-        kept,
-        "MiB",
-        f"at most {_MOST_KEPT_MIB}",
-    )
+    record("memory that a full card keeps afterwards", kept <= _MOST_KEPT_MIB, kept, "MiB", f"at most {_MOST_KEPT_MIB}")
     return f"{size / 1e9:.1f} GB each"
 
 
@@ -333,13 +325,7 @@ def _kept_mib(where: Device, before: int) -> float:
 def _rate(gpu: Any, call: Callable[[], object], instances: int) -> None:
     found = [gpu.rate(call, 16, 0.3 * share()) for _ in range(3)]
     words = f"{min(found):.0f} to {max(found):.0f}, 3 windows"
-    record(
-        f"16 callers, {instances} instances",
-        True,
-        round(sorted(found)[1]),
-        "requests/s",
-        text=words,
-    )
+    record(f"16 callers, {instances} instances", True, round(sorted(found)[1]), "requests/s", text=words)
 
 
 PARTS: dict[str, Callable[..., None]] = {

@@ -120,9 +120,7 @@ class Cell:
                 break
         os.write(self._lines_fd, written)
 
-    def judge(
-        self, name: str, outcome: str, expected: str, text: str = "", *, needed: bool = True
-    ) -> None:
+    def judge(self, name: str, outcome: str, expected: str, text: str = "", *, needed: bool = True) -> None:
         """Report whether something works: `outcome` is that it does, or the error's name.
 
         If nothing is expected, any outcome is an answer. `needed` is False for what moonpool can do without.
@@ -144,9 +142,7 @@ class Cell:
         """Load the driver."""
         return Cuda(self._box)
 
-    def helper(
-        self, role: str, guise: str = guises.CHILD, nodes: Sequence[str] = (), **arguments: object
-    ) -> Helper:
+    def helper(self, role: str, guise: str = guises.CHILD, nodes: Sequence[str] = (), **arguments: object) -> Helper:
         """Start another process with this role. Raises `Impossible` if it cannot put on the guise."""
         self._helpers += 1
         own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -32,9 +32,7 @@ from tests.card.cuda import Box
 
 ROOT = Path(__file__).parents[2]
 # Without `site`, which a cell does not need, an interpreter starts twice as fast.
-_PROGRAM = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); from tests.card.cell import main; main()"
-)
+_PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from tests.card.cell import main; main()"
 COMMAND = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(ROOT)]
 # The first context of a machine may take so long.
 _START_S = 10.0

@@ -22,10 +22,7 @@ from moonpool.stub.sandbox import kernel, landlock, layers, seccomp
 
 # The descriptor for `calls.c`, beyond those that a process has by itself.
 CALLS_FD = 200
-PROGRAM = (
-    "import sys; sys.path[:0] = sys.argv.pop(1).split(':'); "
-    "from tests.card.confined import main; main()"
-)
+PROGRAM = "import sys; sys.path[:0] = sys.argv.pop(1).split(':'); from tests.card.confined import main; main()"
 _ERRNO, _KILL_PROCESS, _USER_NOTIF, _RETURN = 0x00050000, 0x80000000, 0x7FC00000, 0x06
 _SET_MODE_FILTER, _NEW_LISTENER = 1, 1 << 3
 
@@ -39,9 +36,7 @@ def asking(program: bytes) -> bytes:
     instruction = seccomp._INSTRUCTION
     refusals = (_ERRNO | errno.EPERM, _KILL_PROCESS)
     return b"".join(
-        instruction.pack(
-            code, true, false, _USER_NOTIF if code == _RETURN and word in refusals else word
-        )
+        instruction.pack(code, true, false, _USER_NOTIF if code == _RETURN and word in refusals else word)
         for code, true, false, word in instruction.iter_unpack(program)
     )
 

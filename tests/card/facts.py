@@ -34,10 +34,7 @@ _PACKAGES = (
     "uvloop", "prometheus_client", *prepared.PACKAGES,
 )  # fmt: skip
 _MODULES = {"python-rapidjson": "rapidjson"}
-_QUERY = (
-    "name,driver_version,memory.used,memory.total,compute_mode,persistence_mode,mig.mode.current,"
-    "pci.bus_id,uuid"
-)
+_QUERY = "name,driver_version,memory.used,memory.total,compute_mode,persistence_mode,mig.mode.current,pci.bus_id,uuid"
 _NODES = ("/dev/nvidia*", "/dev/nvidia-caps/*", "/dev/dri/*")
 _DRIVER_FILES = (
     "/proc/driver/nvidia/version", "/proc/driver/nvidia/params",
@@ -68,9 +65,7 @@ def said(command: list[str], timeout_s: float = 10) -> tuple[int | None, str]:
 
 def used_memory_mib(timeout_s: float = 5) -> tuple[float | None, str]:
     """Return the memory in use on all cards as nvidia-smi tells it, with its words about cards and processes."""
-    status, cards = said(
-        ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"], timeout_s
-    )
+    status, cards = said(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"], timeout_s)
     if status != 0:
         return None, cards
     used = [float(found) for found in re.findall(r"^[^,]+,[^,]+, (\d+) MiB", cards, re.MULTILINE)]
@@ -133,13 +128,8 @@ def _nvidia() -> None:
             if stat.S_ISCHR(found.st_mode):
                 numbers = f"{os.major(found.st_rdev)}:{os.minor(found.st_rdev)}"
                 owner = f"{found.st_uid}:{found.st_gid}"
-                record(
-                    path, True, oct(found.st_mode & 0o7777), text=f"device {numbers}, owner {owner}"
-                )
-    for name, program in (
-        ("MPS", "nvidia-cuda-mps-control"),
-        ("fabric manager", "nv-fabricmanager"),
-    ):
+                record(path, True, oct(found.st_mode & 0o7777), text=f"device {numbers}, owner {owner}")
+    for name, program in (("MPS", "nvidia-cuda-mps-control"), ("fabric manager", "nv-fabricmanager")):
         record(name, True, "installed" if shutil.which(program) else "not installed")
 
 
@@ -240,18 +230,10 @@ def _compiled() -> None:
         model = Path(folder, "model.py")
         model.write_text(_MODEL)
         runtime.load("m", model, config=_CONFIG)
-        mapped = {
-            "runtime": _mapped(os.getpid()),
-            "stub": _mapped(runtime.instances("m")[0]["pid"]),
-        }
+        mapped = {"runtime": _mapped(os.getpid()), "stub": _mapped(runtime.instances("m")[0]["pid"])}
     for process, files in mapped.items():
         record(f"compiled forms in use by a {process}", bool(files) or None, " ".join(files))
-    names = (
-        "ipc._copy",
-        "runtime.schedule._lane",
-        "stub.peers._stub_port",
-        "runtime.server.grpc._http2",
-    )
+    names = ("ipc._copy", "runtime.schedule._lane", "stub.peers._stub_port", "runtime.server.grpc._http2")
     for name in names:
         is_here = bool(glob.glob(f"{prepared.ROOT}/{name.replace('.', '/')}.*so"))
         try:
@@ -286,9 +268,7 @@ _FIRST_LOOK_S = 5.0
 
 
 def _ask(name: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.card.facts", name], start_new_session=True
-    )
+    return subprocess.Popen([sys.executable, "-m", "tests.card.facts", name], start_new_session=True)
 
 
 def main() -> None:

@@ -75,11 +75,7 @@ def _become_a_stranger() -> None:
 def _enter_a_user_namespace() -> None:
     uid, gid = os.geteuid(), os.getegid()
     _unshare("user")
-    for name, line in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{uid} {uid} 1"),
-        ("gid_map", f"{gid} {gid} 1"),
-    ):
+    for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         Path(f"/proc/self/{name}").write_text(line)
 
 

@@ -27,14 +27,7 @@ from tests.card import cuda, results
 from tests.card.nodes import nodes_known
 from tests.card.strict import WORKLOADS
 from tests.e2e.hosting import MODELS, tensor
-from tests.hostile.attacker import (
-    PATIENT,
-    SIGNATURE,
-    Attacker,
-    answers,
-    copied,
-    load_sibling,
-)
+from tests.hostile.attacker import PATIENT, SIGNATURE, Attacker, answers, copied, load_sibling
 
 import moonpool
 from moonpool.ipc.cuda.device import Device, device
@@ -122,9 +115,7 @@ def _load_workload(runtime: moonpool.Runtime, workload: str) -> None:
 def models(*libraries: str) -> None:
     """Load and ask models at `strict`, with these libraries."""
     with nodes_known(), moonpool.Runtime(drain_timeout_s=1) as runtime:
-        _recorded(
-            "memory of the card goes in and out of a model at strict", lambda: _passes(runtime)
-        )
+        _recorded("memory of the card goes in and out of a model at strict", lambda: _passes(runtime))
         if "torch" in libraries:
             _recorded("a model at strict adds and subtracts with torch", lambda: _adds(runtime))
         else:
@@ -166,9 +157,7 @@ def _adds(runtime: moonpool.Runtime) -> None:
     runtime.load("adds", MODELS / "gpu_add_sub_torch.py", config=config)
     inputs = {"INPUT0": X, "INPUT1": np.full_like(X, 2)}
     outputs = runtime.infer("adds", inputs, timeout_s=_ASK_S, outputs_in="cpu")
-    if not np.array_equal(outputs["OUTPUT0"], X + 2) or not np.array_equal(
-        outputs["OUTPUT1"], X - 2
-    ):
+    if not np.array_equal(outputs["OUTPUT0"], X + 2) or not np.array_equal(outputs["OUTPUT1"], X - 2):
         raise ValueError(f"the model sent {outputs}")
 
 
@@ -250,16 +239,12 @@ def _attacker(runtime: moonpool.Runtime, level: str, source: Path) -> Attacker |
     given = {**PATIENT, "SANDBOX": level, "EXECUTE_TIMEOUT_S": limit_s, "ENVIRONMENT": "FAKE_*"}
     config = SIGNATURE | _config(**{f"MOONPOOL_{key}": value for key, value in given.items()})
     name = f"attacker_{level}"
-    if not _recorded(
-        f"a hostile model at {level}", lambda: runtime.load(name, source, config=config)
-    ):
+    if not _recorded(f"a hostile model at {level}", lambda: runtime.load(name, source, config=config)):
         return None
     return Attacker(runtime, name)
 
 
-def _try(
-    attacker: Attacker, level: str, what: str, attempt: str, arguments: Mapping[str, object]
-) -> None:
+def _try(attacker: Attacker, level: str, what: str, attempt: str, arguments: Mapping[str, object]) -> None:
     expected = "done" if level == "off" else "refused"
     name = f"{what}, at {level}"
     try:

@@ -99,9 +99,7 @@ def prepare(folder: Path, python: str) -> None:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     if size > MOST_BYTES:
         raise SystemExit(f"{folder} has {size >> 20} MiB, more than {MOST_BYTES >> 20}")
-    print(
-        f"{folder} has {size / (1 << 20):.1f} MiB: {', '.join(PACKAGES)} for Python {python}, and"
-    )
+    print(f"{folder} has {size / (1 << 20):.1f} MiB: {', '.join(PACKAGES)} for Python {python}, and")
     print("\n".join(sorted(json.loads((folder / "built" / _CHECKSUMS).read_text()))))
 
 
@@ -143,9 +141,7 @@ def _copy_built(target: Path) -> None:
 
 def _is_missing(modules: Iterable[str]) -> str:
     """Return why a compiled file is missing or older than its sources, empty if none is."""
-    program = (
-        "import sys; from moonpool.ipc.extension import load; [load(each) for each in sys.argv[1:]]"
-    )
+    program = "import sys; from moonpool.ipc.extension import load; [load(each) for each in sys.argv[1:]]"
     ended = subprocess.run(
         [sys.executable, "-c", program, *modules],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},

@@ -50,10 +50,7 @@ ATTRIBUTES: tuple[tuple[int, str, int | None], ...] = (
 )
 # What is expected of the ways to share memory, "" where any answer is one. Only a descriptor is what moonpool needs.
 _OPENS: dict[str, dict[str, str]] = {
-    "descriptor": {
-        guise: "" if guise == guises.PIDS_ALONE else WORKS
-        for guise in (guises.SAME, *guises.OTHERS)
-    },
+    "descriptor": {guise: "" if guise == guises.PIDS_ALONE else WORKS for guise in (guises.SAME, *guises.OTHERS)},
     "legacy handle": {
         guises.SAME: REFUSED,
         guises.CHILD: WORKS,
@@ -85,9 +82,7 @@ def functions() -> list[str]:
 
 def timed(share: float) -> Iterator[Cell]:
     """Yield the cells that need the card for themselves."""
-    yield Cell(
-        "driver", "describe", {"attributes": ATTRIBUTES, "functions": functions()}, limit_s=15
-    )
+    yield Cell("driver", "describe", {"attributes": ATTRIBUTES, "functions": functions()}, limit_s=15)
     is_card = share == 1
     sizes = [2 << 20, 1 << 30 if is_card else 4 << 20]
     for kind in ("descriptor", "legacy handle", "pool"):
@@ -112,15 +107,9 @@ def untimed(share: float) -> Iterator[Cell]:
     for kind, expected in _LIVES.items():
         for how in ("freed", "killed"):
             arguments = {"kind": kind, "how": how, "expected": expected}
-            yield Cell(
-                f"{kind} whose maker has {'been ' * (how == 'killed')}{how}", "lives", arguments
-            )
+            yield Cell(f"{kind} whose maker has {'been ' * (how == 'killed')}{how}", "lives", arguments)
     for guise, expected in ((guises.CHILD, ""), (guises.USER, REFUSED), (guises.ALL, REFUSED)):
-        yield Cell(
-            f"descriptor that was not sent, {guise}",
-            "stranger",
-            {"guise": guise, "expected": expected},
-        )
+        yield Cell(f"descriptor that was not sent, {guise}", "stranger", {"guise": guise, "expected": expected})
     yield Cell("descriptor of something else", "guess")
     yield Cell(f"words in memory, {guises.ALL}", "words", {"guise": guises.ALL, "rounds": 5})
     for types, what in ((9, "descriptor and fabric"), (8, "fabric alone")):

@@ -25,9 +25,7 @@ def last_of_each_stage(found: Sequence[Line]) -> list[Line]:
             runs.append([])
         runs[-1].append(line)
     last = {line["stage"]: number for number, run in enumerate(runs) for line in run}
-    return [
-        line for number, run in enumerate(runs) for line in run if last[line["stage"]] == number
-    ]
+    return [line for number, run in enumerate(runs) for line in run if last[line["stage"]] == number]
 
 
 def _is_step(line: Line) -> bool:
@@ -64,22 +62,14 @@ def _stage(name: str, found: Sequence[Line]) -> str:
 def _facts(found: Sequence[Line]) -> list[str]:
     wanted = ("kernel", "python", "CUDA of the driver", "GPU 0", "package torch", "libcuda.so.1")
     by_name = {line["name"]: line for line in found if line["stage"] == "facts"}
-    lines = [
-        f"{name} {_value(by_name[name])}"
-        for name in wanted
-        if name in by_name and by_name[name]["ok"]
-    ]
+    lines = [f"{name} {_value(by_name[name])}" for name in wanted if name in by_name and by_name[name]["ok"]]
     cards = by_name.get("nvidia-smi before", {"text": ""})["text"].splitlines()[:1]
     forms = [
         f"{name.rpartition(' ')[2]}: {line['value'] or 'pure Python'}"
         for name, line in by_name.items()
         if name.startswith("compiled forms in use")
     ]
-    return [
-        f"{'; '.join([*cards, *lines])}.",
-        "",
-        f"Compiled forms in use: {'; '.join(forms) or 'not known'}.",
-    ]
+    return [f"{'; '.join([*cards, *lines])}.", "", f"Compiled forms in use: {'; '.join(forms) or 'not known'}."]
 
 
 def used_before(found: Sequence[Line]) -> float | None:
@@ -94,19 +84,11 @@ def _in_words(used_mib: float | None) -> str:
 
 def summary(found: Sequence[Line], after: tuple[float | None, str]) -> list[str]:
     """Return the lines of the page. `after` is what is in use on the card now."""
-    lines = [
-        "## On a card",
-        "",
-        *_facts(found),
-        "",
-        "| stage | passed | failed | left out | s | first failure |",
-    ]
+    lines = ["## On a card", "", *_facts(found), "", "| stage | passed | failed | left out | s | first failure |"]
     lines.append("| --- | --- | --- | --- | --- | --- |")
     for stage in stages.STAGES[:-1]:
         of_stage = [line for line in found if line["stage"] == stage.name]
-        lines.append(
-            _stage(stage.name, of_stage) if of_stage else f"| {stage.name} | | | | | did not run |"
-        )
+        lines.append(_stage(stage.name, of_stage) if of_stage else f"| {stage.name} | | | | | did not run |")
     used, now = _in_words(used_before(found)), _in_words(after[0])
     words = _cell(after[1].splitlines()[-1] if after[1] else "")
     left = ["", f"In use on the card before: {used}; after: {now} ({words})."]
@@ -118,9 +100,7 @@ def summary(found: Sequence[Line], after: tuple[float | None, str]) -> list[str]
     room = _MOST_LINES - len(lines) - len(left) - len(table) - 1
     for line in figures[:room]:
         mark = {True: "", False: "**missed**", None: "not tried"}[line["ok"]]
-        table.append(
-            f"| {_cell(line['name'])} | {_cell(_value(line))} | {_cell(line['expected'])} | {mark} |"
-        )
+        table.append(f"| {_cell(line['name'])} | {_cell(_value(line))} | {_cell(line['expected'])} | {mark} |")
     if len(figures) > room:
         table.append(f"| {len(figures) - room} more | in {results.NAME} | | |")
     return [*lines, *(table if figures else []), *left]
@@ -137,9 +117,7 @@ def main() -> None:
     else:
         # The driver may keep some pages of its own.
         is_clean = after[0] <= before + 16
-        results.record(
-            "nvidia-smi after", is_clean, after[0], "MiB", f"at most {before + 16:.0f}", after[1]
-        )
+        results.record("nvidia-smi after", is_clean, after[0], "MiB", f"at most {before + 16:.0f}", after[1])
     page = summary(found, after)
     _write(folder, page)
     print("\n".join(page))

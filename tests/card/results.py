@@ -43,12 +43,7 @@ def limit_s() -> float:
 
 
 def record(
-    name: str,
-    ok: bool | None,
-    value: float | str | None = None,
-    unit: str = "",
-    expected: str = "",
-    text: str = "",
+    name: str, ok: bool | None, value: float | str | None = None, unit: str = "", expected: str = "", text: str = ""
 ) -> None:
     """Add a result of this process's stage. `ok` is None for what was skipped or is not supported, which is no
     failure.

@@ -113,9 +113,7 @@ def keep(cell: Cell) -> None:
     select.select([], [], [])
 
 
-def describe(
-    cell: Cell, attributes: Sequence[tuple[int, str, int | None]], functions: Sequence[str]
-) -> None:
+def describe(cell: Cell, attributes: Sequence[tuple[int, str, int | None]], functions: Sequence[str]) -> None:
     """Say what the driver and the card are, as far as the driver tells it."""
     found = cell.driver()
     for call, us in found.start().items():
@@ -166,23 +164,11 @@ def _say_what_sizes(cell: Cell, found: Cuda, kind: str, types: int) -> None:
             sizes.append(found.granularity(types, recommended=recommended))
         except Refused as refused:
             is_needed = kind == "descriptor"
-            cell.say(
-                f"granularity, {kind}",
-                False if is_needed else None,
-                refused.name,
-                text=str(refused),
-            )
+            cell.say(f"granularity, {kind}", False if is_needed else None, refused.name, text=str(refused))
             return
     text = f"least {sizes[0]}, recommended {sizes[1]}"
     expected = str(SMALL_BYTES) if kind == "descriptor" else ""
-    cell.say(
-        f"granularity, {kind}",
-        not expected or sizes[0] == SMALL_BYTES,
-        sizes[0],
-        "bytes",
-        expected,
-        text,
-    )
+    cell.say(f"granularity, {kind}", not expected or sizes[0] == SMALL_BYTES, sizes[0], "bytes", expected, text)
 
 
 def create(cell: Cell, types: int) -> None:
@@ -249,9 +235,7 @@ def _opened(found: Cuda, kind: str, data: bytes, fds: Sequence[int]) -> dict[str
 
     outcome, text = _outcome(open_often)
     if outcome == WORKS:
-        steps = ", ".join(
-            f"{step} {us[0]:.0f} and {us[-1]:.0f}" for step, us in memory.times.items()
-        )
+        steps = ", ".join(f"{step} {us[0]:.0f} and {us[-1]:.0f}" for step, us in memory.times.items())
         first, last = spent(memory.times, 0), spent(memory.times, _ROUNDS - 1)
         text = f"µs of the first and the tenth time: {first:.0f} and {last:.0f}; {steps}"
     answer = {"read and write": [outcome, text]}
@@ -312,16 +296,7 @@ def costs(cell: Cell, kind: str, sizes: Sequence[int]) -> None:
 
 _OPENING = {
     f"opener: {step}"
-    for step in (
-        "sent",
-        "import pool",
-        "import",
-        "reserve",
-        "map",
-        "set access",
-        "open",
-        "first touch",
-    )
+    for step in ("sent", "import pool", "import", "reserve", "map", "set access", "open", "first touch")
 }
 
 
@@ -579,9 +554,7 @@ def killed(cell: Cell, busy_s: float, looks_s: Sequence[float], *, at_once: bool
     if not at_once:
         _record_anew(cell, found, event, other)
         select.select([], [], [], 0.5)
-        _look(
-            cell, "cuStreamQuery after the event was recorded anew", found, "cuStreamQuery", waiting
-        )
+        _look(cell, "cuStreamQuery after the event was recorded anew", found, "cuStreamQuery", waiting)
     _still_works(cell, found)
 
 
@@ -651,12 +624,7 @@ def killed_word(cell: Cell, busy_s: float) -> None:
     is_done = False
     while not is_done and time.monotonic() < began + 2:
         is_done = found.is_ready("cuStreamQuery", waiting)
-    cell.say(
-        "the survivor writes the word itself",
-        is_done,
-        "done" if is_done else "not ready",
-        expected="done",
-    )
+    cell.say("the survivor writes the word itself", is_done, "done" if is_done else "not ready", expected="done")
     _still_works(cell, found)
 
 
@@ -676,13 +644,7 @@ def words(cell: Cell, guise: str, rounds: int) -> None:
     began = time.perf_counter()
     _pass_words(found, stream, memory.address, memory.address + 256, rounds, writes_first=True)
     took_us = (time.perf_counter() - began) * 1e6 / rounds
-    cell.say(
-        "there and back",
-        True,
-        round(took_us, 1),
-        "µs",
-        text=f"{rounds} times, the processor waits once",
-    )
+    cell.say("there and back", True, round(took_us, 1), "µs", text=f"{rounds} times, the processor waits once")
     helper.answer()
 
 
@@ -698,9 +660,7 @@ def echo_words(cell: Cell, talk: Talk, rounds: int) -> None:
     talk.receive()
 
 
-def _pass_words(
-    found: Cuda, stream: c_void_p, mine: int, other: int, rounds: int, *, writes_first: bool
-) -> None:
+def _pass_words(found: Cuda, stream: c_void_p, mine: int, other: int, rounds: int, *, writes_first: bool) -> None:
     for number in range(1, rounds + 1):
         calls = [("cuStreamWriteValue32_v2", mine), ("cuStreamWaitValue32_v2", other)]
         for call, address in calls if writes_first else reversed(calls):
@@ -727,36 +687,14 @@ def pins(cell: Cell, size_bytes: int) -> None:
             cell.say(way, False, text="mmap failed")
             continue
         _copies(cell, found, f"{way}, not registered", address, memory, writes=protection > 1)
-        for flags, expected in (
-            (1, WORKS if protection > 1 else ""),
-            (1 | 8, WORKS if protection == 1 else ""),
-        ):
-            _pin(
-                cell,
-                found,
-                f"{way}, flags {flags}",
-                address,
-                memory,
-                flags,
-                expected,
-                writes=protection > 1,
-            )
+        for flags, expected in ((1, WORKS if protection > 1 else ""), (1 | 8, WORKS if protection == 1 else "")):
+            _pin(cell, found, f"{way}, flags {flags}", address, memory, flags, expected, writes=protection > 1)
 
 
 def _pin(
-    cell: Cell,
-    found: Cuda,
-    name: str,
-    address: int,
-    memory: Memory,
-    flags: int,
-    expected: str,
-    *,
-    writes: bool,
+    cell: Cell, found: Cuda, name: str, address: int, memory: Memory, flags: int, expected: str, *, writes: bool
 ) -> None:
-    outcome, text = _outcome(
-        lambda: found("cuMemHostRegister_v2", address, memory.size_bytes, flags)
-    )
+    outcome, text = _outcome(lambda: found("cuMemHostRegister_v2", address, memory.size_bytes, flags))
     took = f"{found.us / 1000:.1f} ms"
     cell.judge(name, outcome, expected, f"{took}; {text}")
     if outcome != WORKS:
@@ -765,14 +703,10 @@ def _pin(
     found("cuMemHostUnregister", address)
 
 
-def _copies(
-    cell: Cell, found: Cuda, name: str, address: int, memory: Memory, *, writes: bool
-) -> None:
+def _copies(cell: Cell, found: Cuda, name: str, address: int, memory: Memory, *, writes: bool) -> None:
     stream = found.stream()
     ways: dict[str, Callable[[], None]] = {
-        "to the card": lambda: found(
-            "cuMemcpyHtoDAsync_v2", memory.address, address, memory.size_bytes, stream
-        )
+        "to the card": lambda: found("cuMemcpyHtoDAsync_v2", memory.address, address, memory.size_bytes, stream)
     }
     if writes:
         ways["from the card"] = lambda: found(
@@ -803,8 +737,7 @@ def contexts(cell: Cell, counts: Sequence[int]) -> None:
         took_s = time.monotonic() - began
         each = (before - found.free_bytes()) / count / (1 << 20)
         steps = "; ".join(
-            f"{call} {statistics.median(each[call] for each in times) / 1000:.0f} ms"
-            for call in times[0]
+            f"{call} {statistics.median(each[call] for each in times) / 1000:.0f} ms" for call in times[0]
         )
         cell.say(
             f"{count} at once",

@@ -59,21 +59,12 @@ class Virtual(Memory):
 
     def make(self) -> None:
         wanted = cuda.properties(self.handle_type)
-        self._call(
-            "create", "cuMemCreate", byref(self._allocation), self.size_bytes, byref(wanted), 0
-        )
+        self._call("create", "cuMemCreate", byref(self._allocation), self.size_bytes, byref(wanted), 0)
         self._map(cuda.READ_WRITE)
 
     def export(self) -> tuple[bytes, list[int]]:
         fd = c_int()
-        self._call(
-            "export",
-            "cuMemExportToShareableHandle",
-            byref(fd),
-            self._allocation,
-            self.handle_type,
-            0,
-        )
+        self._call("export", "cuMemExportToShareableHandle", byref(fd), self._allocation, self.handle_type, 0)
         return b"", [fd.value]
 
     def open(self, data: bytes, fds: Sequence[int], flags: int) -> None:
@@ -81,13 +72,7 @@ class Virtual(Memory):
         self._import(c_void_p(fds[0]), flags)
 
     def _import(self, handle: object, flags: int) -> None:
-        self._call(
-            "import",
-            "cuMemImportFromShareableHandle",
-            byref(self._allocation),
-            handle,
-            self.handle_type,
-        )
+        self._call("import", "cuMemImportFromShareableHandle", byref(self._allocation), handle, self.handle_type)
         self._map(flags)
 
     def _map(self, flags: int) -> None:
@@ -111,14 +96,7 @@ class Fabric(Virtual):
 
     def export(self) -> tuple[bytes, list[int]]:
         handle = Handle()
-        self._call(
-            "export",
-            "cuMemExportToShareableHandle",
-            byref(handle),
-            self._allocation,
-            self.handle_type,
-            0,
-        )
+        self._call("export", "cuMemExportToShareableHandle", byref(handle), self._allocation, self.handle_type, 0)
         return bytes(handle), []
 
     def open(self, data: bytes, fds: Sequence[int], flags: int) -> None:
@@ -148,9 +126,7 @@ class Legacy(Memory):
     def open(self, data: bytes, fds: Sequence[int], flags: int) -> None:
         del fds, flags
         address = c_uint64()
-        self._call(
-            "open", "cuIpcOpenMemHandle_v2", byref(address), Handle.from_buffer_copy(data), 1
-        )
+        self._call("open", "cuIpcOpenMemHandle_v2", byref(address), Handle.from_buffer_copy(data), 1)
         self.address, self._is_opened = address.value, True
 
     def close(self) -> None:
@@ -172,27 +148,13 @@ class Pool(Memory):
         wanted, address = PoolProperties(1, cuda.DESCRIPTOR, cuda.HERE), c_uint64()
         self._stream = self._driver.stream()
         self._call("create pool", "cuMemPoolCreate", byref(self._pool), byref(wanted))
-        self._call(
-            "create",
-            "cuMemAllocFromPoolAsync",
-            byref(address),
-            self.size_bytes,
-            self._pool,
-            self._stream,
-        )
+        self._call("create", "cuMemAllocFromPoolAsync", byref(address), self.size_bytes, self._pool, self._stream)
         self._driver("cuStreamSynchronize", self._stream)
         self.address = address.value
 
     def export(self) -> tuple[bytes, list[int]]:
         fd, handle = c_int(), Handle()
-        self._call(
-            "export pool",
-            "cuMemPoolExportToShareableHandle",
-            byref(fd),
-            self._pool,
-            cuda.DESCRIPTOR,
-            0,
-        )
+        self._call("export pool", "cuMemPoolExportToShareableHandle", byref(fd), self._pool, cuda.DESCRIPTOR, 0)
         try:
             self._call("export", "cuMemPoolExportPointer", byref(handle), self.address)
         except cuda.Refused:
@@ -203,21 +165,10 @@ class Pool(Memory):
     def open(self, data: bytes, fds: Sequence[int], flags: int) -> None:
         address, access = c_uint64(), Access(cuda.HERE, flags)
         self._call(
-            "import pool",
-            "cuMemPoolImportFromShareableHandle",
-            byref(self._pool),
-            c_void_p(fds[0]),
-            cuda.DESCRIPTOR,
-            0,
+            "import pool", "cuMemPoolImportFromShareableHandle", byref(self._pool), c_void_p(fds[0]), cuda.DESCRIPTOR, 0
         )
         self._call("set access", "cuMemPoolSetAccess", self._pool, byref(access), 1)
-        self._call(
-            "import",
-            "cuMemPoolImportPointer",
-            byref(address),
-            self._pool,
-            byref(Handle.from_buffer_copy(data)),
-        )
+        self._call("import", "cuMemPoolImportPointer", byref(address), self._pool, byref(Handle.from_buffer_copy(data)))
         self.address = address.value
 
     def close(self) -> None:

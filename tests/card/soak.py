@@ -52,10 +52,7 @@ class Soak:
         """
         self._is_over.clear()
         # A caller that waits in the driver must not hold up the results.
-        callers = [
-            threading.Thread(target=self._call, args=(number,), daemon=True)
-            for number in range(_CALLERS)
-        ]
+        callers = [threading.Thread(target=self._call, args=(number,), daemon=True) for number in range(_CALLERS)]
         for each in callers:
             each.start()
         ends = time.monotonic() + seconds
@@ -127,12 +124,7 @@ def held() -> dict[str, float]:
 
 # What may be more at the end: a region that an instance did not need before, a thread and its stack, a line of the
 # allocator's. A descriptor for each stub that was killed would be more.
-_MORE = {
-    "descriptors": 2 * _INSTANCES,
-    "mappings": 200,
-    "GiB of addresses": 4,
-    "MiB of the device": 256,
-}
+_MORE = {"descriptors": 2 * _INSTANCES, "mappings": 200, "GiB of addresses": 4, "MiB of the device": 256}
 
 
 def _settled(before: dict[str, float]) -> dict[str, float]:
@@ -195,12 +187,8 @@ def _report_requests(soak: Soak) -> None:
     record("requests that were answered", counts["answers"] > 0, counts["answers"], "requests",
            text=", ".join(f"{what}: {count}" for what, count in counts.items()))  # fmt: skip
     record("wrong answers", counts["wrong answers"] == 0, counts["wrong answers"], "requests", "0")
-    others = sum(
-        count for what, count in counts.items() if what[0].isupper() and what not in _DEATHS
-    )
-    record(
-        "errors that are no death of a stub", not others, others, "requests", "0", soak.first_error
-    )
+    others = sum(count for what, count in counts.items() if what[0].isupper() and what not in _DEATHS)
+    record("errors that are no death of a stub", not others, others, "requests", "0", soak.first_error)
     record("stubs killed", counts["kills"] > 0, counts["kills"], "stubs")
 
 

@@ -49,14 +49,7 @@ def _stage(name: str, *steps: tuple[str, float]) -> Stage:
     return Stage(
         name,
         tuple(
-            (
-                Step(
-                    f"{name} {argument}".strip(),
-                    f"tests.card.{name}",
-                    tuple(argument.split()),
-                    limit_s,
-                ),
-            )
+            (Step(f"{name} {argument}".strip(), f"tests.card.{name}", tuple(argument.split()), limit_s),)
             for argument, limit_s in steps
         ),
     )
@@ -111,15 +104,7 @@ STAGES = (
         (
             tuple(
                 step
-                for each in (
-                    "onnx",
-                    "torch",
-                    "torch expandable",
-                    "cupy",
-                    "cupy asynchronous",
-                    "cuda_core",
-                    "pipeline",
-                )
+                for each in ("onnx", "torch", "torch expandable", "cupy", "cupy asynchronous", "cuda_core", "pipeline")
                 for (step,) in _stage("breadth", (each, 25)).rounds
             ),
             *_stage("breadth", ("full", 25)).rounds,
@@ -144,9 +129,7 @@ def chosen(names: Sequence[str]) -> list[Stage]:
         elif name in by_name:
             found.append(by_name[name])
         else:
-            raise ValueError(
-                f"There is no stage {name!r}; there are: {' '.join(by_name)}, or a file in tests/."
-            )
+            raise ValueError(f"There is no stage {name!r}; there are: {' '.join(by_name)}, or a file in tests/.")
     if found[-1] != by_name["report"]:
         found.append(by_name["report"])
     return found

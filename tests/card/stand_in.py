@@ -9,17 +9,13 @@ import sys
 
 from tests.card.results import record
 
-_HANGS = (
-    "import signal, os, sys; print('hangs', flush=True); os.close(int(sys.argv[1])); signal.pause()"
-)
+_HANGS = "import signal, os, sys; print('hangs', flush=True); os.close(int(sys.argv[1])); signal.pause()"
 
 
 def _start_one_that_hangs() -> int:
     here, there = os.pipe()
     # It is in another session, and has this process's output open.
-    started = subprocess.Popen(
-        [sys.executable, "-c", _HANGS, str(there)], start_new_session=True, pass_fds=[there]
-    )
+    started = subprocess.Popen([sys.executable, "-c", _HANGS, str(there)], start_new_session=True, pass_fds=[there])
     os.close(there)
     # The kernel has no words of a process for a moment of its start, and these are what the runner records.
     os.read(here, 1)

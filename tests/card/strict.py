@@ -96,16 +96,12 @@ def built(folder: Path) -> Path | None:
 class Confined:
     """A workload in a process of its own, and the kernel's questions about it."""
 
-    def __init__(
-        self, workload: str, how: str, plan: Mapping[str, Any], library: Path | None, folder: Path
-    ) -> None:
+    def __init__(self, workload: str, how: str, plan: Mapping[str, Any], library: Path | None, folder: Path) -> None:
         from tests.card.confined import CALLS_FD, PROGRAM
 
         from moonpool.ipc import syscalls
 
-        self._names = {
-            value: key for key, value in syscalls.numbers(syscalls.this_machine()).items()
-        }
+        self._names = {value: key for key, value in syscalls.numbers(syscalls.this_machine()).items()}
         policy = plan["policy"] if how in ("log", "enforce") else None
         settings = {"workload": workload, "path": str(WORKLOADS), "policy": policy, "how": how}
         environment = dict(plan["environment"])
@@ -332,10 +328,7 @@ def _placed(plan: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     folder.mkdir(mode=0o700)
     if policy.user is not None:
         os.chown(folder, policy.user, policy.user)
-    environment = {
-        key: value.replace(plan["folder"], str(folder))
-        for key, value in plan["environment"].items()
-    }
+    environment = {key: value.replace(plan["folder"], str(folder)) for key, value in plan["environment"].items()}
     changed = policy.changed(scratch=str(folder)).to_json()
     return {**plan, "policy": changed, "environment": environment, "folder": str(folder)}
 
@@ -344,9 +337,7 @@ _LABELS = {"record": "ordinary", "log": "asked about refusals", "enforce": "at s
 _Runs = dict[tuple[str, str], Run]
 
 
-def _ran(
-    names: Sequence[str], plan: Mapping[str, Any], library: Path | None, folder: Path
-) -> _Runs:
+def _ran(names: Sequence[str], plan: Mapping[str, Any], library: Path | None, folder: Path) -> _Runs:
     """Run each workload in all ways, side by side, and record how they ended."""
     started: dict[tuple[str, str], Confined] = {}
     for name in names:
@@ -372,11 +363,7 @@ def _explain_refusals(name: str, run: Run) -> None:
     refused = [call for call in run.calls if call.error in _REFUSALS]
     works = run.outcome == "works"
     results.record(
-        f"{name}, refusals at strict",
-        None if works and refused else not refused,
-        len(refused),
-        "calls",
-        "0",
+        f"{name}, refusals at strict", None if works and refused else not refused, len(refused), "calls", "0"
     )
     for call in refused[:_MOST_RULES]:
         text = f"{_REFUSALS[call.error]}; {'it works without' if works else run.text}"
@@ -393,13 +380,7 @@ def explain(name: str, runs: _Runs, tables: Tables, *, has_calls: bool) -> None:
     if asked is not None:
         bad = False if matters else None
         beyond = asked.asked
-        results.record(
-            f"{name}, system calls beyond the filter",
-            bad if beyond else True,
-            len(beyond),
-            "calls",
-            "0",
-        )
+        results.record(f"{name}, system calls beyond the filter", bad if beyond else True, len(beyond), "calls", "0")
         for call, arguments in [*beyond.items()][:_MOST_RULES]:
             text = "first arguments " + " ".join(f"{each:#x}" for each in arguments)
             results.record(f"{name}, a rule is missing", bad, f'"{call}": ()', text=text)

@@ -89,9 +89,7 @@ class Visit:
         for name in ("PYTHONPATH", "VIRTUAL_ENV", "MOONPOOL_PURE"):
             environment.pop(name, None)
         command = ["bash", ".ci/gpu", str(self.folder), *wanted]
-        ended = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, check=False
-        )
+        ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
         self.said = ended.stdout + ended.stderr
         self.found: Results = results.read(self.folder)
 
@@ -105,8 +103,7 @@ class Visit:
         return [
             f"{line['stage']}: {line['name']}: {line['value']} {line['text']}"
             for line in self.found
-            if line["ok"] is False
-            and (line["stage"] not in FIGURES or line["name"].startswith("step "))
+            if line["ok"] is False and (line["stage"] not in FIGURES or line["name"].startswith("step "))
         ]
 
     def log(self) -> str:
@@ -128,9 +125,7 @@ def whole(bare: Visit, room: Path, tree: Path, python: str, brought: Path) -> Vi
 
 def test_the_prepared_folder_has_the_packages_and_all_that_is_compiled(brought: Path) -> None:
     files = [path for path in brought.rglob("*") if path.is_file()]
-    built = {
-        str(path.relative_to(brought / "built")) for path in (brought / "built").rglob("*.so*")
-    }
+    built = {str(path.relative_to(brought / "built")) for path in (brought / "built").rglob("*.so*")}
     packages = {path.name for path in (brought / "packages").iterdir()}
 
     assert sum(path.stat().st_size for path in files) < 60 << 20
@@ -154,17 +149,10 @@ def test_every_stage_runs_through(whole: Visit) -> None:
 
 
 def test_compiled_forms_and_packages_are_in_use(whole: Visit) -> None:
-    for name in (
-        "ipc._copy",
-        "runtime.schedule._lane",
-        "runtime.server.grpc._http2",
-        "stub.peers._stub_port",
-    ):
+    for name in ("ipc._copy", "runtime.schedule._lane", "runtime.server.grpc._http2", "stub.peers._stub_port"):
         assert whole.ok(f"compiled {name}") is True
     for process, form in (("runtime", "_lane"), ("stub", "_stub_port")):
-        (line,) = [
-            line for line in whole.found if line["name"] == f"compiled forms in use by a {process}"
-        ]
+        (line,) = [line for line in whole.found if line["name"] == f"compiled forms in use by a {process}"]
         assert form in line["value"].split()
     for package in prepared.PACKAGES:
         assert whole.ok(f"package {package}") is True

@@ -66,9 +66,7 @@ def test_all_parts_together_are_one_run_of_the_benchmark(folder: Path) -> None:
     assert json.dumps(lines)
 
 
-def test_what_becomes_of_an_attempt_is_recorded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_becomes_of_an_attempt_is_recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def raises(error: Exception) -> Any:
         raise error
 

@@ -19,13 +19,9 @@ def test_files_that_were_compiled_from_other_sources_are_left_out(
     built.mkdir()
     here = prepared.ROOT / "ipc" / "_copy.abi3.so"
     before = here.read_bytes() if here.exists() else None
-    (built / "checksums.json").write_text(
-        json.dumps({"ipc/_copy.abi3.so": ["moonpool.ipc._copy", "00000000"]})
-    )
+    (built / "checksums.json").write_text(json.dumps({"ipc/_copy.abi3.so": ["moonpool.ipc._copy", "00000000"]}))
 
-    assert prepared.put_into_tree() == [
-        "ipc/_copy.abi3.so was compiled from other sources than this tree's"
-    ]
+    assert prepared.put_into_tree() == ["ipc/_copy.abi3.so was compiled from other sources than this tree's"]
     assert (here.read_bytes() if here.exists() else None) == before
 
 
@@ -52,9 +48,7 @@ def test_a_folder_of_another_tree_s_costs_only_what_is_compiled(
     assert why in said
 
 
-def test_packages_for_another_python_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_for_another_python_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(prepared.VARIABLE, str(tmp_path))
     place = prepared.packages() / "orjson"
     place.mkdir(parents=True)

@@ -55,9 +55,7 @@ def found() -> Found:
 def run(found: Found, *cells: Cell, at_once: int = 4, limit_s: float = 60) -> None:
     """Run cells, and put what they record into `found`, by name."""
 
-    def record(
-        name: str, ok: bool | None, value: object = None, *rest: object, text: str = ""
-    ) -> None:
+    def record(name: str, ok: bool | None, value: object = None, *rest: object, text: str = "") -> None:
         assert name not in found
         found[name] = {"ok": ok, "value": value, "text": text or (rest[2] if rest[2:] else "")}
 
@@ -98,11 +96,7 @@ def test_without_a_driver_every_cell_says_so(found: Found, monkeypatch: pytest.M
     run(
         found,
         Cell("alone", "forks"),
-        Cell(
-            "both",
-            "opens",
-            {"kind": "descriptor", "guise": guises.CHILD, "expected": "works", "needed": True},
-        ),
+        Cell("both", "opens", {"kind": "descriptor", "guise": guises.CHILD, "expected": "works", "needed": True}),
     )
 
     assert [each["ok"] for each in found.values()] == [False, False]
@@ -116,8 +110,7 @@ def test_every_question_has_an_answer(found: Found) -> None:
     chosen = [
         cell
         for name, cell in cells.items()
-        if name not in left_out
-        and not any(name.endswith(f", {each}") for each in guises.OTHERS if each != guises.USER)
+        if name not in left_out and not any(name.endswith(f", {each}") for each in guises.OTHERS if each != guises.USER)
     ]
     run(found, *chosen)
 
@@ -126,14 +119,10 @@ def test_every_question_has_an_answer(found: Found) -> None:
     assert found["driver: functions that moonpool calls"]["value"] == len(probe.functions()) > 40
     if os.geteuid() == 0:
         assert found["descriptor, other user: read and write"]["value"] == "works"
-        assert (
-            found["legacy handle, other user: read and write"]["value"] == "CUDA_ERROR_MAP_FAILED"
-        )
+        assert found["legacy handle, other user: read and write"]["value"] == "CUDA_ERROR_MAP_FAILED"
 
 
-def test_a_reader_that_waits_for_an_event_of_another_process_sees_what_came_before_it(
-    found: Found,
-) -> None:
+def test_a_reader_that_waits_for_an_event_of_another_process_sees_what_came_before_it(found: Found) -> None:
     order = next(cell for cell in probe.untimed(0.1) if cell.name == "event, child")
     run(found, order)
 
@@ -152,9 +141,7 @@ def stage(folder: Path, module: str, *arguments: str) -> list[dict[str, Any]]:
         results.LIMIT_S: "120",
     }
     command = [sys.executable, "-m", f"tests.card.{module}", *arguments]
-    ended = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=170
-    )
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=170)
     assert ended.returncode == 0, ended.stderr
     return [json.loads(line) for line in (folder / results.NAME).read_text().splitlines()]
 

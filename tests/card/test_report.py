@@ -54,11 +54,7 @@ def test_a_stage_that_ran_again_is_reported_as_it_ran_last() -> None:
     second = [line(results.START, "stages"), line("probe", "b")]
     found = report.last_of_each_stage([*first, *second])
 
-    assert [(each["stage"], each["ok"]) for each in found] == [
-        ("facts", True),
-        ("start", True),
-        ("probe", True),
-    ]
+    assert [(each["stage"], each["ok"]) for each in found] == [("facts", True), ("start", True), ("probe", True)]
 
 
 @pytest.mark.slow

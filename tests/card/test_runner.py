@@ -118,11 +118,7 @@ def _state(pid: int) -> str:
 
 
 def test_results_are_whole_if_the_runner_is_killed_at_any_moment(tmp_path: Path) -> None:
-    table: Table = [
-        ("facts", [["quick"]]),
-        ("tests", [["writes", "writes"]]),
-        ("report", [["quick"]]),
-    ]
+    table: Table = [("facts", [["quick"]]), ("tests", [["writes", "writes"]]), ("report", [["quick"]])]
     for kill_after in random.sample(range(205), 5):
         folder = tmp_path / str(kill_after)
         folder.mkdir()
@@ -179,9 +175,7 @@ def test_a_stage_that_hangs_is_killed_and_the_next_one_runs(tmp_path: Path, name
     found = run(tmp_path, [(name, rounds), (after, [["quick"]])])
     have_ended(pids_in(found))
 
-    of_stage = [
-        line for line in found if line["stage"] == name and line["name"].startswith("step ")
-    ]
+    of_stage = [line for line in found if line["stage"] == name and line["name"].startswith("step ")]
     killed = [line for line in of_stage if "killed at its limit" in line["text"]]
     assert len(killed) == len(rounds)
     assert len(of_stage) == sum(map(len, rounds))
@@ -211,10 +205,7 @@ def test_a_step_that_lacks_a_package_is_a_failure_that_says_so(tmp_path: Path) -
 
 def test_stages_for_which_no_time_is_left_are_left_out_and_the_report_runs(tmp_path: Path) -> None:
     found = run(
-        tmp_path,
-        [("figures", [["hangs"]]), ("soak", [["quick"]]), ("report", [["quick"]])],
-        total_s=61.0,
-        limit_s=60.0,
+        tmp_path, [("figures", [["hangs"]]), ("soak", [["quick"]]), ("report", [["quick"]])], total_s=61.0, limit_s=60.0
     )
 
     assert steps(found)["soak 0"] == (None, "left out: no time is left")

@@ -45,15 +45,11 @@ def test_a_file_of_tests_is_a_stage_and_the_report_is_always_the_last_one() -> N
 
 
 @pytest.mark.slow
-def test_the_stage_of_tests_has_all_cases_for_a_card_and_they_are_found_without_the_packages() -> (
-    None
-):
+def test_the_stage_of_tests_has_all_cases_for_a_card_and_they_are_found_without_the_packages() -> None:
     # All folders are looked through with what this machine has, and the named ones without the packages.
     command = [sys.executable, "-m", "pytest"]
     options = ["-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    everywhere = subprocess.run(
-        [*command, *options], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    everywhere = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     (tests,) = [stage for stage in stages.STAGES if stage.name == "tests"]
     named = [step.name for each in tests.rounds for step in each]
     without = said(f"import pytest; sys.exit(pytest.main({[*options, *named]!r}))")

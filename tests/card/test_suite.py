@@ -64,20 +64,13 @@ def results_of(folder: Path, share: float, limit_s: float = 10.0) -> dict[str, t
         results.LIMIT_S: str(limit_s),
     }
     command = [sys.executable, "-m", "tests.card.suite", str(folder)]
-    ended = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    return {
-        line["name"].rpartition("::")[2]: (line["ok"], line["text"])
-        for line in results.read(folder)
-    }
+    return {line["name"].rpartition("::")[2]: (line["ok"], line["text"]) for line in results.read(folder)}
 
 
 @pytest.mark.slow
-def test_a_case_that_hangs_and_a_file_that_cannot_be_imported_cost_no_other_case_its_result(
-    tmp_path: Path,
-) -> None:
+def test_a_case_that_hangs_and_a_file_that_cannot_be_imported_cost_no_other_case_its_result(tmp_path: Path) -> None:
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "test_ends.py").write_text(ENDS)
     (tmp_path / "test_broken.py").write_text("import package_that_no_machine_has\n")
@@ -104,8 +97,4 @@ def test_a_tenth_of_the_time_is_for_every_tenth_case(tmp_path: Path) -> None:
     found = results_of(tmp_path, share=0.1)
 
     assert found[f"{tmp_path}: cases"] == (True, "")
-    assert set(found) - {f"{tmp_path}: cases"} == {
-        "test_first",
-        "test_of_many[8]",
-        "test_of_many[18]",
-    }
+    assert set(found) - {f"{tmp_path}: cases"} == {"test_first", "test_of_many[8]", "test_of_many[18]"}

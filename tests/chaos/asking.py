@@ -34,12 +34,7 @@ ECHO = MODELS / "echo.py"
 CAST: list[tuple[str, str, Config, int]] = [
     *((name, "soak.py", SOAK | kind | OFTEN, 1) for name, kind in MODELS_BY_KIND.items()),
     ("sums", "sequences.py", sequences(2, max_sequence_idle_microseconds=5_000_000) | OFTEN, 1),
-    (
-        "wide",
-        "echo.py",
-        {"input": [tensor("X", "FP32", -1)], "output": [tensor("OUT_X", "FP32", -1)], **RETRIED},
-        2,
-    ),
+    ("wide", "echo.py", {"input": [tensor("X", "FP32", -1)], "output": [tensor("OUT_X", "FP32", -1)], **RETRIED}, 2),
     (
         "strings",
         "echo.py",
@@ -59,12 +54,7 @@ def load_all(runtime: moonpool.Runtime, seed: int) -> None:
         level = ("standard", "strict")[number % 2]
         sandbox = options(SANDBOX=level, SANDBOX_MODELS="plain, stream")
         parameters = config["parameters"] | sandbox["parameters"]
-        runtime.load(
-            name,
-            MODELS / file,
-            config=config | {"parameters": parameters},
-            instances=instances,
-        )
+        runtime.load(name, MODELS / file, config=config | {"parameters": parameters}, instances=instances)
 
 
 def few(dice: random.Random) -> NDArray[np.float32]:
@@ -80,8 +70,7 @@ class Crowd:
         self._runtime, self._tally, self._seed = runtime, tally, seed
         self._stop = threading.Event()
         self._threads = [
-            threading.Thread(target=self._caller, args=(number,), name=f"caller {number}")
-            for number in range(THREADS)
+            threading.Thread(target=self._caller, args=(number,), name=f"caller {number}") for number in range(THREADS)
         ]
         self._threads.append(threading.Thread(target=self._loop, name="callers in a loop"))
         self.errors: list[BaseException] = []

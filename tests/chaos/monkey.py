@@ -101,9 +101,7 @@ class Monkey:
 
     def _stop_it(self, victim: Victim) -> None:
         victim.tell(signal.SIGSTOP)
-        until_s = (
-            time.monotonic() + self._dice.choice((0.005, 0.05, 0.3, 3.0)) * self._dice.random()
-        )
+        until_s = time.monotonic() + self._dice.choice((0.005, 0.05, 0.3, 3.0)) * self._dice.random()
         self._later.append((until_s, lambda: victim.tell(signal.SIGCONT), victim))
 
     def _starve(self, victim: Victim) -> None:

@@ -40,14 +40,7 @@ SETTLED_S = 120.0
 GROWTH_BYTES = 32 << 20
 GROWTH_BLOCKS = 10_000
 # A stub must reject all of these packets.
-MALFORMED = (
-    b"\xc1",
-    b"\x90",
-    b"\x93\x63\xc0\xc0",
-    b"\x94\x05\x01\x90",
-    b"\xa5hello",
-    b"\x91" * 500,
-)
+MALFORMED = (b"\xc1", b"\x90", b"\x93\x63\xc0\xc0", b"\x94\x05\x01\x90", b"\xa5hello", b"\x91" * 500)
 
 
 def feed(runtime: moonpool.Runtime, dice: random.Random) -> bool:
@@ -83,9 +76,7 @@ def counted(runtime: moonpool.Runtime, model: str) -> int:
     return int(found["success"]["count"] + found["fail"]["count"])
 
 
-def lap(
-    runtime: moonpool.Runtime, seed: int, seconds: float, spared: frozenset[int]
-) -> tuple[Tally, Monkey]:
+def lap(runtime: moonpool.Runtime, seed: int, seconds: float, spared: frozenset[int]) -> tuple[Tally, Monkey]:
     """Do everything at once for so many seconds, and check the outcomes."""
     tally = Tally()
     before = {name: counted(runtime, name) for name in COUNTED}

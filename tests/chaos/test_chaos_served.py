@@ -33,12 +33,7 @@ READINGS = 20
 GROWTH_BYTES = 32 << 20
 CALLERS = 4
 MODELS = ("standard", "strict")
-OPTIONS = {
-    "MAX_RESTARTS": "1000000",
-    "RESTART_BACKOFF_S": "0",
-    "RESTART_BACKOFF_MAX_S": "0",
-    "EXECUTE_TIMEOUT_S": "1",
-}
+OPTIONS = {"MAX_RESTARTS": "1000000", "RESTART_BACKOFF_S": "0", "RESTART_BACKOFF_MAX_S": "0", "EXECUTE_TIMEOUT_S": "1"}
 
 Ask = Callable[[str, list[float]], list[float]]
 

@@ -249,9 +249,7 @@ def main() -> None:
     container.make_files()
     if "readinessProbe" not in container.spec:
         sys.exit(subprocess.run(container.command(), env=container.environment()).returncode)
-    process = subprocess.Popen(
-        container.command(), env=container.environment(), stdout=sys.stderr.fileno()
-    )
+    process = subprocess.Popen(container.command(), env=container.environment(), stdout=sys.stderr.fileno())
     sys.stdout.write(json.dumps(Kubelet(container, process).watch()))
 
 

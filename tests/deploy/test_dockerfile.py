@@ -21,11 +21,7 @@ import pytest
 from tests.deploy.manifests import DEPLOY
 
 ROOT = DEPLOY.parent
-LEFT_OUT = {
-    "MOONPOOL_BUILD_EXTENSIONS": "0",
-    "PIP_NO_DEPS": "1",
-    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-}
+LEFT_OUT = {"MOONPOOL_BUILD_EXTENSIONS": "0", "PIP_NO_DEPS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 pytestmark = [
     pytest.mark.skipif(not DEPLOY.is_dir(), reason="only the tests are here, not the Dockerfile"),
@@ -129,9 +125,7 @@ def test_its_commands_make_the_program(tmp_path: Path) -> None:
 
     folders = {"ipc", "runtime", "stub"}
     missing = {
-        f"moonpool/{path.relative_to(ROOT)}"
-        for folder in folders
-        for path in (ROOT / folder).rglob("*.py")
+        f"moonpool/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")
     } - packed
     assert missing == set()
     (entry,) = (json.loads(step.text) for step in all_steps if step.name == "ENTRYPOINT")

@@ -19,9 +19,7 @@ from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.server.options.sources import add_flags, given, read_options
 from moonpool.runtime.server.options.table import ServerOptions
 
-pytestmark = pytest.mark.skipif(
-    not DEPLOY.is_dir(), reason="only the tests are here, not the manifests"
-)
+pytestmark = pytest.mark.skipif(not DEPLOY.is_dir(), reason="only the tests are here, not the manifests")
 MANIFESTS = dict(all_manifests())
 EACH_POD = pytest.mark.parametrize("pod", PODS.values(), ids=PODS)
 
@@ -77,9 +75,7 @@ def _at(manifest: Manifest, path: str) -> tuple[Any, Any]:
         ("ScaledObject", "spec.triggers.0.metadata.threshold", 8),
     ],
 )
-def test_a_manifest_with_a_wrong_field_is_not(
-    kind: str, path: str, value: object, definitions: schemas.Schema
-) -> None:
+def test_a_manifest_with_a_wrong_field_is_not(kind: str, path: str, value: object, definitions: schemas.Schema) -> None:
     wrong = copy.deepcopy(manifest(kind))
     parent, key = _at(wrong, path)
     parent[key] = value
@@ -93,13 +89,9 @@ def test_objects_mean_the_same_pods() -> None:
     ports = {each["name"] for each in deployed_pod()["containers"][0]["ports"]}
     services = [each for each in MANIFESTS.values() if each["kind"] == "Service"]
     selected = [each["spec"]["selector"] for each in services] + [
-        manifest(kind)["spec"]["selector"]["matchLabels"]
-        for kind in ("Deployment", "PodDisruptionBudget")
+        manifest(kind)["spec"]["selector"]["matchLabels"] for kind in ("Deployment", "PodDisruptionBudget")
     ]
-    scaled = [
-        manifest(kind)["spec"]["scaleTargetRef"]["name"]
-        for kind in ("HorizontalPodAutoscaler", "ScaledObject")
-    ]
+    scaled = [manifest(kind)["spec"]["scaleTargetRef"]["name"] for kind in ("HorizontalPodAutoscaler", "ScaledObject")]
 
     assert [each for each in selected if each != labels] == []
     assert {port["targetPort"] for each in services for port in each["spec"]["ports"]} <= ports
@@ -125,8 +117,7 @@ def test_the_server_knows_its_options(pod: Callable[[], Manifest]) -> None:
 
 @EACH_POD
 @pytest.mark.promise(
-    "Past one machine",
-    "The grace period of the pods is longer than everything that the end of the server may take.",
+    "Past one machine", "The grace period of the pods is longer than everything that the end of the server may take."
 )
 def test_the_grace_period_is_longer_than_the_end(pod: Callable[[], Manifest]) -> None:
     spec = pod()
@@ -152,9 +143,7 @@ def test_prometheus_can_read_the_queries(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yml"
     lines = "".join(f"      - {{ record: 'a:b', expr: '{query}' }}\n" for query in queries())
     rules.write_text(f"groups:\n  - name: queries\n    rules:\n{lines}")
-    checked = subprocess.run(
-        ["promtool", "check", "rules", str(rules)], capture_output=True, text=True, check=False
-    )
+    checked = subprocess.run(["promtool", "check", "rules", str(rules)], capture_output=True, text=True, check=False)
 
     assert checked.returncode == 0, checked.stderr
 

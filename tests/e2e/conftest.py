@@ -133,17 +133,10 @@ def conda(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(package, root, symlinks=True, copy_function=os.link)
     site_packages = root / "lib" / version / "site-packages"
     site_packages.mkdir()
-    (root / "lib" / version / "dist-packages").symlink_to(
-        "site-packages"
-    )  # the folder that Debian's Python searches
+    (root / "lib" / version / "dist-packages").symlink_to("site-packages")  # the folder that Debian's Python searches
     (package / "info").mkdir()
     (package / "info" / "files").write_text("\n".join(names))
-    record = {
-        "name": "python",
-        "version": version.removeprefix("python"),
-        "url": "",
-        "files": names,
-    }
+    record = {"name": "python", "version": version.removeprefix("python"), "url": "", "files": names}
     (root / "conda-meta").mkdir()
     (root / "conda-meta" / "history").touch()
     (root / "conda-meta" / f"{version}.json").write_text(

@@ -31,11 +31,7 @@ ECHO: Config = {"input": [tensor("X", "FP32", -1)], "output": [tensor("OUT_X", "
 
 @contextlib.contextmanager
 def hosted(
-    runtime: moonpool.Runtime,
-    name: str,
-    source: Path,
-    config: Mapping[str, Any],
-    instances: int | None = None,
+    runtime: moonpool.Runtime, name: str, source: Path, config: Mapping[str, Any], instances: int | None = None
 ) -> Iterator[None]:
     """Load a model, and unload it in the end."""
     runtime.load(name, source, config=config, instances=instances)

@@ -53,9 +53,7 @@ class Soak:
 
     async def parameters(self, model: str, number: int) -> None:
         given: dict[str, bool | int | float | str] = {"number": number, "text": "moon", "is": True}
-        response = await self.runtime.arequest(
-            model, self.inputs(model, "ok"), parameters=given, timeout_s=60.0
-        )
+        response = await self.runtime.arequest(model, self.inputs(model, "ok"), parameters=given, timeout_s=60.0)
         expect(response.outputs["Y"].ravel(), X * 2)
         if response.parameters != given:
             raise AssertionError(f"{given} came back as {response.parameters}")

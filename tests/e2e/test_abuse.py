@@ -12,10 +12,7 @@ from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 import moonpool
 from moonpool import ModelError
 
-CONFIG: Config = {
-    "input": [tensor("CODE", "STRING", -1)],
-    "output": [tensor("SAID", "STRING", -1)],
-}
+CONFIG: Config = {"input": [tensor("CODE", "STRING", -1)], "output": [tensor("SAID", "STRING", -1)]}
 FINE = "[said('fine')]"
 
 
@@ -78,14 +75,10 @@ RETURNS: dict[str, str] = {
 }
 
 
-@pytest.mark.promise(
-    "Abuse", "If a value that a model returns cannot be sent, its request gets an error."
-)
+@pytest.mark.promise("Abuse", "If a value that a model returns cannot be sent, its request gets an error.")
 @pytest.mark.usefixtures("wrong")
 @pytest.mark.parametrize("code", RETURNS, ids=range(len(RETURNS)))
-def test_a_value_that_cannot_be_sent_is_an_error_of_its_request(
-    runtime: moonpool.Runtime, code: str
-) -> None:
+def test_a_value_that_cannot_be_sent_is_an_error_of_its_request(runtime: moonpool.Runtime, code: str) -> None:
     before = pid(runtime)
 
     with pytest.raises(ModelError) as caught:

@@ -11,10 +11,7 @@ from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 
 import moonpool
 
-CONFIG: Config = {
-    "input": [tensor("CODE", "STRING", -1)],
-    "output": [tensor("SAID", "STRING", -1)],
-}
+CONFIG: Config = {"input": [tensor("CODE", "STRING", -1)], "output": [tensor("SAID", "STRING", -1)]}
 VALUES = (
     "None", "True", "0", "-1", "3.5", "2**31", "2**63", "2**64", "2**70", "float('nan')", "''", "'x'",
     "b'x'", "b'\\xff'", "'\\ud800'", "'a\\0b'", "'x' * 10**6", "[]", "[None]", "['x']", "[3]", "()", "{}",
@@ -111,8 +108,7 @@ def evaluating(runtime: moonpool.Runtime) -> Iterator[object]:
 
 
 @pytest.mark.promise(
-    "Abuse",
-    "Every wrong value in every argument of `pb_utils` is refused or accepted, and does no harm.",
+    "Abuse", "Every wrong value in every argument of `pb_utils` is refused or accepted, and does no harm."
 )
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_wrong_value_is_refused_or_taken_and_no_more(

@@ -12,10 +12,7 @@ from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 import moonpool
 from moonpool import ModelError
 
-CONFIG: Config = {
-    "input": [tensor("CODE", "STRING", -1)],
-    "output": [tensor("SAID", "STRING", -1)],
-}
+CONFIG: Config = {"input": [tensor("CODE", "STRING", -1)], "output": [tensor("SAID", "STRING", -1)]}
 STREAMS: Config = {"model_transaction_policy": {"decoupled": True}}
 # This code asks another model to run a piece of code.
 ASK = """

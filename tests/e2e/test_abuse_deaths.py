@@ -197,19 +197,13 @@ def marked(mark: str) -> list[int]:
 def test_a_runtime_may_be_killed_at_any_message() -> None:
     mark = str(uuid.uuid4())  # all its stubs have this in their environment
     paths = [str(Path(__file__).parents[2]), *sys.path]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "MOONPOOL_TEST_MARK": mark,
-    }
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "MOONPOOL_TEST_MARK": mark}
     code = -9
     count = 0
     while code == -9:
         count += KILL_STRIDE
         arguments = [sys.executable, "-c", PROGRAM, str(count)]
-        done = subprocess.run(
-            arguments, env=environment, capture_output=True, timeout=60, check=False
-        )
+        done = subprocess.run(arguments, env=environment, capture_output=True, timeout=60, check=False)
         code = done.returncode
         assert code in (0, -9), done.stderr.decode()
         wait_until(lambda: not marked(mark), PATIENCE_S, "the stubs' end")

@@ -124,10 +124,7 @@ CASES: dict[str, list[str]] = {
 @pytest.mark.usefixtures("wrong")
 @pytest.mark.parametrize(
     "code",
-    [
-        pytest.param(code, marks=pytest.mark.needs("processes")) if "os.fork" in code else code
-        for code in CASES
-    ],
+    [pytest.param(code, marks=pytest.mark.needs("processes")) if "os.fork" in code else code for code in CASES],
     ids=range(len(CASES)),
 )
 def test_every_stream_ends_and_the_process_lives(runtime: moonpool.Runtime, code: str) -> None:
@@ -165,9 +162,7 @@ signal.setitimer(signal.ITIMER_REAL, 0)
 """
 
 
-@pytest.mark.promise(
-    "Responses at any time", "A signal handler of a model may raise at any point of `send`: …"
-)
+@pytest.mark.promise("Responses at any time", "A signal handler of a model may raise at any point of `send`: …")
 @pytest.mark.usefixtures("wrong")
 def test_a_send_that_a_handler_interrupts_is_made_once(
     runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
@@ -180,9 +175,7 @@ def test_a_send_that_a_handler_interrupts_is_made_once(
 
 
 @pytest.mark.usefixtures("wrong")
-def test_many_threads_send_to_one_request_and_one_of_them_ends_it(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_many_threads_send_to_one_request_and_one_of_them_ends_it(runtime: moonpool.Runtime) -> None:
     code = """
 def run(number):
     for _ in range(20):
@@ -209,9 +202,7 @@ for t in threads: t.join()
 
 @pytest.mark.promise("Abuse", "A stream ends whatever the model …")
 @pytest.mark.usefixtures("wrong")
-def test_thousands_of_senders_stay_open_and_are_ended_in_any_order(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_thousands_of_senders_stay_open_and_are_ended_in_any_order(runtime: moonpool.Runtime) -> None:
     keep = SENDER + "KEPT.setdefault('open', []).append(s); s.send(said('open'))"
     patience_s = 150.0  # for all of them, on a busy machine
     streams = [runtime.stream("wrong", {"CODE": [keep]}, timeout_s=patience_s) for _ in range(2100)]
@@ -229,10 +220,7 @@ def test_thousands_of_senders_stay_open_and_are_ended_in_any_order(
     assert do(runtime, FINE) == ["fine"]
 
 
-@pytest.mark.promise(
-    "Abuse",
-    "When a process dies or a model is unloaded, all its open streams end.",
-)
+@pytest.mark.promise("Abuse", "When a process dies or a model is unloaded, all its open streams end.")
 @pytest.mark.parametrize(
     ("death", "words"),
     [
@@ -243,9 +231,7 @@ def test_thousands_of_senders_stay_open_and_are_ended_in_any_order(
     ],
 )
 @pytest.mark.usefixtures("wrong")
-def test_a_process_that_dies_ends_all_its_open_streams(
-    runtime: moonpool.Runtime, death: str, words: str
-) -> None:
+def test_a_process_that_dies_ends_all_its_open_streams(runtime: moonpool.Runtime, death: str, words: str) -> None:
     keep = SENDER + "KEPT.setdefault('open', []).append(s); s.send(said('open'))"
     streams = [runtime.stream("wrong", {"CODE": [keep]}, timeout_s=60.0) for _ in range(20)]
     for stream in streams:

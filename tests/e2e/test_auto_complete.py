@@ -63,12 +63,7 @@ def completion(runtime: moonpool.Runtime, tmp_path: Path) -> Iterator[Completion
     [
         ("c.set_max_batch_size(8)", "", "max_batch_size", 8),
         ('c.as_dict()["max_batch_size"] = 2', "max_batch_size: 8", "max_batch_size", 2),
-        (
-            'c.set_model_transaction_policy({"decoupled": True})',
-            "",
-            "model_transaction_policy",
-            {"decoupled": True},
-        ),
+        ('c.set_model_transaction_policy({"decoupled": True})', "", "model_transaction_policy", {"decoupled": True}),
         (
             'c.as_dict()["model_transaction_policy"] = {"decoupled": False}',
             "model_transaction_policy { decoupled: true }",
@@ -94,14 +89,8 @@ def test_a_mistake_of_the_file_is_told_with_its_place(completion: Completion) ->
     ("change", "text"),
     [
         ("return", "auto_complete_config function in model 'm' must return a valid pb.ModelConfig"),
-        (
-            'c.as_dict()["x"] = object()',
-            "TypeError: Object of type object is not JSON serializable",
-        ),
-        (
-            'c.as_dict()["parameters"] = {"a": {"string_value": "x" * (1 << 22)}}',
-            "and 4194304 is the most",
-        ),
+        ('c.as_dict()["x"] = object()', "TypeError: Object of type object is not JSON serializable"),
+        ('c.as_dict()["parameters"] = {"a": {"string_value": "x" * (1 << 22)}}', "and 4194304 is the most"),
         ("raise KeyError('k')", "KeyError: 'k'\n\nAt:\n"),
         ("import sys; sys.exit(3)", "SystemExit: 3\n\nAt:\n"),
         ('c.as_dict()["max_batch_size"] = float("nan")', "max_batch_size: must be an integer"),
@@ -110,10 +99,7 @@ def test_a_mistake_of_the_file_is_told_with_its_place(completion: Completion) ->
             "input[0].dims: model input 'X' dimension must be integer >= 1, or -1 to indicate a "
             "variable-size dimension for m (said by auto_complete_config)",
         ),
-        (
-            'c.as_dict()["input"][0]["data_type"] = "TYPE_INVALID"',
-            "model input 'X' must specify 'data_type' for m",
-        ),
+        ('c.as_dict()["input"][0]["data_type"] = "TYPE_INVALID"', "model input 'X' must specify 'data_type' for m"),
     ],
 )
 def test_a_mistake_in_it_fails_the_load(completion: Completion, change: str, text: str) -> None:
@@ -124,12 +110,9 @@ def test_a_mistake_in_it_fails_the_load(completion: Completion, change: str, tex
 
 @pytest.mark.promise(
     "The sandbox: grants",
-    "A configuration that a model completes in `auto_complete_config` needs the grants of a "
-    "written one.",
+    "A configuration that a model completes in `auto_complete_config` needs the grants of a written one.",
 )
-@pytest.mark.promise(
-    "Hostile models", "A configuration that a model completes needs the grants of one that …"
-)
+@pytest.mark.promise("Hostile models", "A configuration that a model completes needs the grants of one that …")
 def test_a_contained_model_completes_nothing_that_needs_a_grant(tmp_path: Path) -> None:
     change = 'c.as_dict()["sequence_batching"] = {"max_sequence_idle_microseconds": 10**15}'
     asked = f"m:SEQUENCE_IDLE_US={10**15}"

@@ -78,11 +78,7 @@ def runtime(tmp_path: Path) -> Iterator[moonpool.Runtime]:
     gated = chain(["floods", "holds"])
     write_ensemble(tmp_path, "gated", gated, more=LIMIT)
     file = tmp_path / "gated" / "config.pbtxt"
-    file.write_text(
-        file.read_text().replace(
-            "ensemble_scheduling {", "ensemble_scheduling { max_inflight_requests: 2"
-        )
-    )
+    file.write_text(file.read_text().replace("ensemble_scheduling {", "ensemble_scheduling { max_inflight_requests: 2"))
     with moonpool.Runtime(tmp_path) as runtime:
         yield runtime
 
@@ -95,18 +91,14 @@ def test_a_stream_that_nobody_reads_ends(runtime: moonpool.Runtime, tmp_path: Pa
     runtime.load("floods")
     with runtime.stream("floods", {"X": X}) as stream:
         wait_until(lambda: was_cancelled(tmp_path))
-        with pytest.raises(
-            BacklogFull, match="MOONPOOL_BACKLOG_BYTES of model 'floods' allows 1048576"
-        ):
+        with pytest.raises(BacklogFull, match="MOONPOOL_BACKLOG_BYTES of model 'floods' allows 1048576"):
             for _ in stream:
                 pass
         assert list(stream) == []
 
 
 @pytest.mark.parametrize("name", ["slow", "gated"])
-def test_an_ensemble_whose_step_is_too_slow_ends(
-    runtime: moonpool.Runtime, tmp_path: Path, name: str
-) -> None:
+def test_an_ensemble_whose_step_is_too_slow_ends(runtime: moonpool.Runtime, tmp_path: Path, name: str) -> None:
     held = tmp_path / "holds" / "1" / "HELD"
     held.touch()
     runtime.load(name)
@@ -118,19 +110,11 @@ def test_an_ensemble_whose_step_is_too_slow_ends(
     assert runtime.infer("holds", {"X": X})["Y"].tolist() == X.tolist()
 
 
-def test_a_client_that_reads_no_events_is_given_up(
-    runtime: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_a_client_that_reads_no_events_is_given_up(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     runtime.load("floods")
     body = json.dumps({"X": X.tolist()}).encode()
-    head = (
-        b"POST /v2/models/floods/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
-        % len(body)
-    )
-    with (
-        Serving(runtime) as serving,
-        socket.create_connection(("127.0.0.1", serving.port)) as client,
-    ):
+    head = b"POST /v2/models/floods/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with Serving(runtime) as serving, socket.create_connection(("127.0.0.1", serving.port)) as client:
         client.sendall(head + body)
         wait_until(lambda: was_cancelled(tmp_path))
 
@@ -154,9 +138,7 @@ def test_the_largest_ends_if_too_much_waits_for_all(monkeypatch: pytest.MonkeyPa
 
 def test_small_backlogs_count_together_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
-    backlogs = [
-        ResponseBacklog("m", 1 << 40, lambda error: ended.append(str(error))) for _ in range(200)
-    ]
+    backlogs = [ResponseBacklog("m", 1 << 40, lambda error: ended.append(str(error))) for _ in range(200)]
     monkeypatch.setattr(backlog, "_MOST_BYTES", 10 << 20)
     for each in backlogs:
         each.came_bytes += 100 << 10

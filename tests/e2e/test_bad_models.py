@@ -111,9 +111,7 @@ REFUSED = {
 
 @pytest.mark.usefixtures("returns")
 @pytest.mark.parametrize("how", REFUSED)
-def test_a_response_that_cannot_be_one_is_an_error_of_the_request(
-    runtime: moonpool.Runtime, how: str
-) -> None:
+def test_a_response_that_cannot_be_one_is_an_error_of_the_request(runtime: moonpool.Runtime, how: str) -> None:
     before = runtime.instances("returns")
 
     with pytest.raises(ModelError) as caught:
@@ -168,9 +166,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 @pytest.mark.promise("Containment", "The output of a model …")
 @pytest.mark.usefixtures("unruly")
-def test_a_model_that_prints_100_mb_is_heard_in_part(
-    runtime: moonpool.Runtime, lines: Callable[[], list[str]]
-) -> None:
+def test_a_model_that_prints_100_mb_is_heard_in_part(runtime: moonpool.Runtime, lines: Callable[[], list[str]]) -> None:
     do(runtime, "print_100_mb")
 
     wait_until(lambda: any("lines were left out: too many a second" in x for x in lines()), 60.0)
@@ -231,9 +227,7 @@ def test_control_characters_are_escaped_and_no_line_is_another_model_s(
         "break_modules",
     ],
 )
-def test_a_process_that_the_model_turned_upside_down_serves_on_and_ends(
-    runtime: moonpool.Runtime, how: str
-) -> None:
+def test_a_process_that_the_model_turned_upside_down_serves_on_and_ends(runtime: moonpool.Runtime, how: str) -> None:
     with hosted(runtime, "unruly", MODELS / "unruly.py", NUMBER):
         pid = runtime.instances("unruly")[0]["pid"]
         do(runtime, how)
@@ -247,9 +241,7 @@ def test_a_process_that_the_model_turned_upside_down_serves_on_and_ends(
 
 
 @pytest.mark.usefixtures("unruly")
-def test_a_model_that_closes_all_its_descriptors_is_ended_and_comes_back(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_model_that_closes_all_its_descriptors_is_ended_and_comes_back(runtime: moonpool.Runtime) -> None:
     restarts = runtime.instances("unruly")[0]["restarts"]
     # In memory its answer is whole before it finds that it cannot ring any more.
     with contextlib.suppress(StubDied):
@@ -260,19 +252,14 @@ def test_a_model_that_closes_all_its_descriptors_is_ended_and_comes_back(
 
 
 @pytest.mark.usefixtures("unruly")
-def test_deep_recursion_and_warnings_as_errors_are_the_model_s_own(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_deep_recursion_and_warnings_as_errors_are_the_model_s_own(runtime: moonpool.Runtime) -> None:
     assert do(runtime, "deep") == 10_000
     with pytest.raises(ModelError, match="UserWarning: on purpose"):
         do(runtime, "warn")
     assert do(runtime, "answer") == 0
 
 
-@pytest.mark.promise(
-    "Containment",
-    "The child processes of a model end with it, unless they leave its session.",
-)
+@pytest.mark.promise("Containment", "The child processes of a model end with it, unless they leave its session.")
 @pytest.mark.needs("processes")
 @pytest.mark.parametrize("how", ["child", "child_with_our_descriptors"])
 @pytest.mark.parametrize("end", ["unload", "death"])

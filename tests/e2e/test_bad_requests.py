@@ -15,28 +15,13 @@ from tests.e2e.hosting import ECHO, MODELS, Config, hosted, same, tensor
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool import (
-    InvalidRequest,
-    LoadFailed,
-    ModelNotFound,
-    ModelUnavailable,
-    RepositoryError,
-    RuntimeClosed,
-)
+from moonpool import InvalidRequest, LoadFailed, ModelNotFound, ModelUnavailable, RepositoryError, RuntimeClosed
 
 ECHO_FILE = MODELS / "echo.py"
 PAIR: Config = {
     "max_batch_size": 4,
-    "input": [
-        tensor("A", "FP32", 3),
-        tensor("B", "INT32", -1),
-        tensor("C", "STRING", 1) | {"optional": True},
-    ],
-    "output": [
-        tensor("OUT_A", "FP32", 3),
-        tensor("OUT_B", "INT32", -1),
-        tensor("OUT_C", "STRING", 1),
-    ],
+    "input": [tensor("A", "FP32", 3), tensor("B", "INT32", -1), tensor("C", "STRING", 1) | {"optional": True}],
+    "output": [tensor("OUT_A", "FP32", 3), tensor("OUT_B", "INT32", -1), tensor("OUT_C", "STRING", 1)],
 }
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
 B = np.arange(8, dtype=np.int32).reshape(2, 4)
@@ -55,27 +40,17 @@ X = np.arange(24, dtype=np.float32)
 REFUSED: dict[str, tuple[Mapping[Any, Any], str]] = {
     "a name that is no text": ({"A": A, "B": B, 7: A}, "unexpected inference input '7'"),
     "None": ({"A": A, "B": None}, "input 'B' for model 'pair' is None"),
-    "None for an optional input": (
-        {"A": A, "B": B, "C": None},
-        "input 'C' for model 'pair' is None",
-    ),
-    "text that is no Unicode": (
-        {"A": A, "B": B, "C": np.array([["\ud800"], ["x"]], object)},
-        "(model 'pair')",
-    ),
+    "None for an optional input": ({"A": A, "B": B, "C": None}, "input 'C' for model 'pair' is None"),
+    "text that is no Unicode": ({"A": A, "B": B, "C": np.array([["\ud800"], ["x"]], object)}, "(model 'pair')"),
     "a dtype that no datatype has": (
         {"A": A.astype(np.complex64), "B": B},
         "tensor 'A' has dtype complex64, which no datatype has; pass the real and imaginary parts",
     ),
     "another byte order": (
         {"A": A.astype(">f4"), "B": B},
-        "tensor 'A' has dtype >f4, which no datatype has; convert it first: "
-        "array.astype('float32')",
+        "tensor 'A' has dtype >f4, which no datatype has; convert it first: array.astype('float32')",
     ),
-    "fields": (
-        {"A": np.zeros((2, 3), [("x", "f4"), ("y", "f4")]), "B": B},
-        "pass one array for each field",
-    ),
+    "fields": ({"A": np.zeros((2, 3), [("x", "f4"), ("y", "f4")]), "B": B}, "pass one array for each field"),
     "no rows": (
         {"A": np.zeros((0, 3), np.float32), "B": np.zeros((0, 1), np.int32)},
         "inference request batch-size must be > 0 for 'pair'",
@@ -90,21 +65,13 @@ REFUSED: dict[str, tuple[Mapping[Any, Any], str]] = {
     ),
     "a dictionary": ({"A": {}, "B": B}, "must be a numpy array, not dict"),
     "a ragged list": ({"A": [[1, 2, 3], [4]], "B": B}, "cannot be made an array"),
-    "a list of numbers that are too large": (
-        {"A": A, "B": [[2**40] * 4] * 2},
-        "cannot be made an array",
-    ),
+    "a list of numbers that are too large": ({"A": A, "B": [[2**40] * 4] * 2}, "cannot be made an array"),
 }
 
 
-@pytest.mark.promise(
-    "Requests",
-    "A request that does not fit the model is refused before it is sent.",
-)
+@pytest.mark.promise("Requests", "A request that does not fit the model is refused before it is sent.")
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_request_that_does_not_fit_is_refused_before_it_is_sent(
-    runtime: moonpool.Runtime, name: str
-) -> None:
+def test_a_request_that_does_not_fit_is_refused_before_it_is_sent(runtime: moonpool.Runtime, name: str) -> None:
     inputs, words = REFUSED[name]
     before = runtime.statistics("pair")["execution_count"]
 
@@ -149,12 +116,8 @@ def test_an_output_that_is_asked_for_twice_comes_once(runtime: moonpool.Runtime)
     assert list(outputs) == ["OUT_A"]
 
 
-@pytest.mark.parametrize(
-    "parameters", [{"x": None}, {"x": [1]}, {1: "x"}, {"x": b"bytes"}, {"x": np.float32(1)}]
-)
-def test_parameters_that_are_no_scalars_are_refused(
-    runtime: moonpool.Runtime, parameters: dict[Any, Any]
-) -> None:
+@pytest.mark.parametrize("parameters", [{"x": None}, {"x": [1]}, {1: "x"}, {"x": b"bytes"}, {"x": np.float32(1)}])
+def test_parameters_that_are_no_scalars_are_refused(runtime: moonpool.Runtime, parameters: dict[Any, Any]) -> None:
     with pytest.raises(InvalidRequest, match="must be a string with a bool, int, float or str"):
         runtime.infer("pair", {"A": A, "B": B}, parameters=parameters, timeout_s=60.0)
 

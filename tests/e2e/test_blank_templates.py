@@ -62,10 +62,7 @@ class TritonPythonModel:
         answer = np.array([json.dumps(said)], object)
         return [pb_utils.InferenceResponse([pb_utils.Tensor("SAID", answer)])]
 """
-SIGNATURE: Config = {
-    "input": [tensor("DO", "STRING", 1)],
-    "output": [tensor("SAID", "STRING", 1)],
-}
+SIGNATURE: Config = {"input": [tensor("DO", "STRING", 1)], "output": [tensor("SAID", "STRING", 1)]}
 FORGIVING: dict[str, object] = {"RESTART_WINDOW_S": 0.001, "RESTART_BACKOFF_S": 0}
 TEMPLATE = b"moonpool_blank_template"
 # Zero in tests, so that none leaves a template behind.
@@ -126,9 +123,7 @@ def templates() -> list[int]:
     "`MOONPOOL_PREFORK` is `no`. The fork is a child of the runtime, as a stub that was started.",
 )
 @pytest.mark.parametrize("level", ["off", "standard"])
-def test_a_fork_is_what_a_started_stub_is(
-    runtime: moonpool.Runtime, file: Path, level: str
-) -> None:
+def test_a_fork_is_what_a_started_stub_is(runtime: moonpool.Runtime, file: Path, level: str) -> None:
     with hosted(runtime, "m", file, config(SANDBOX=level), instances=2):
         (template,) = templates()
         forked = ask(runtime)
@@ -142,17 +137,7 @@ def test_a_fork_is_what_a_started_stub_is(
     assert forked["program"][1].endswith("boot.py")
     assert forked["program"][2] == "triton_python_backend_stub"
     assert forked["program"][3] in ("m_0_0", "m_0_1")
-    same = (
-        "parent",
-        "folder",
-        "blas",
-        "blocked",
-        "thread",
-        "processors",
-        "nice",
-        "collects",
-        "robust",
-    )
+    same = ("parent", "folder", "blas", "blocked", "thread", "processors", "nice", "collects", "robust")
     assert {key: forked[key] for key in same} == {key: started[key] for key in same}
     assert forked["parent"] == os.getpid()
     assert forked["robust"][0]
@@ -177,12 +162,9 @@ def test_others_are_started(runtime: moonpool.Runtime, file: Path, more: dict[st
 
 
 @pytest.mark.promise(
-    "Forked instances",
-    "The end of a template costs the next start the time of another one, and nothing else.",
+    "Forked instances", "The end of a template costs the next start the time of another one, and nothing else."
 )
-def test_the_end_of_a_template_costs_nothing_but_a_start(
-    runtime: moonpool.Runtime, file: Path
-) -> None:
+def test_the_end_of_a_template_costs_nothing_but_a_start(runtime: moonpool.Runtime, file: Path) -> None:
     with hosted(runtime, "m", file, config()):
         (template,) = templates()
         before = ask(runtime)["pid"]
@@ -212,10 +194,7 @@ def test_a_template_that_stands_still_is_replaced(
 
 @pytest.mark.promise("Forked instances", "At `off` and `standard`, a stub is forked …")
 def test_a_fork_that_dies_is_forked_again_and_its_end_is_known(
-    runtime: moonpool.Runtime,
-    file: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    runtime: moonpool.Runtime, file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hosted(runtime, "m", file, config(**FORGIVING)), monkeypatch.context() as patches:
         patches.setattr(KEEP_S, 1000.0)
@@ -237,8 +216,7 @@ def _pid_of_another(runtime: moonpool.Runtime, pid: int) -> int:
 
 
 @pytest.mark.promise(
-    "Forked instances",
-    "A fork has the variables, the folder and the limits that a stub would be started with.",
+    "Forked instances", "A fork has the variables, the folder and the limits that a stub would be started with."
 )
 def test_a_fork_has_the_variables_and_the_folder_of_its_start(
     runtime: moonpool.Runtime, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -271,9 +249,7 @@ def test_tests_of_pytest_have_one_template(
 
 
 @pytest.mark.promise("Forked instances", "All runtimes of a process share its templates.")
-def test_runtimes_share_templates_until_the_last_has_no_fork(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runtimes_share_templates_until_the_last_has_no_fork(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KEEP_S, 1000.0)
     with moonpool.Runtime() as one:
         one.load("m", file, config=config())
@@ -290,9 +266,7 @@ def test_runtimes_share_templates_until_the_last_has_no_fork(
     wait_until(lambda: not is_running(template))
 
 
-def test_what_the_closed_runtime_was_to_end_another_one_ends(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_closed_runtime_was_to_end_another_one_ends(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KEEP_S, 1000.0)
     with moonpool.Runtime() as one:
         one.load("m", file, config=config())
@@ -339,9 +313,7 @@ def test_a_fork_has_the_processors_of_its_start(runtime: moonpool.Runtime, file:
         assert ask(runtime)["processors"] == sorted(before)
 
 
-def test_a_fork_outlives_the_thread_that_loaded_its_model(
-    runtime: moonpool.Runtime, file: Path
-) -> None:
+def test_a_fork_outlives_the_thread_that_loaded_its_model(runtime: moonpool.Runtime, file: Path) -> None:
     load = threading.Thread(target=lambda: runtime.load("m", file, config=config()))
     load.start()
     load.join()
@@ -360,9 +332,7 @@ def test_forks_draw_different_random_numbers(runtime: moonpool.Runtime, file: Pa
         assert one["global number"] != other["global number"]
 
 
-@pytest.mark.promise(
-    "Forked instances", "A template is ended when the last of its forks has been gone for a minute."
-)
+@pytest.mark.promise("Forked instances", "A template is ended when the last of its forks has been gone for a minute.")
 def test_a_template_without_forks_is_ended(
     runtime: moonpool.Runtime, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

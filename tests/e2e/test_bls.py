@@ -24,25 +24,16 @@ CALLER: Config = {
     "input": [tensor("DO", "STRING", 1), tensor("X", "FP32", -1)],
     "output": [tensor("Y", "FP32", -1), tensor("SAID", "STRING", 1)],
 }
-CALLEE: Config = {
-    "input": [tensor("X", "FP32", -1)],
-    "output": [tensor("Y", "FP32", -1), tensor("SAID", "STRING", 1)],
-}
+CALLEE: Config = {"input": [tensor("X", "FP32", -1)], "output": [tensor("Y", "FP32", -1), tensor("SAID", "STRING", 1)]}
 SQUARE: Config = {"input": [tensor("X", "FP32", -1)], "output": [tensor("Y", "FP32", -1)]}
 # With a queue policy, requests may have a timeout.
 HASTY: Config = {
     "max_batch_size": 0,
     "dynamic_batching": {
-        "default_queue_policy": {
-            "allow_timeout_override": True,
-            "default_timeout_microseconds": 3_600_000_000,
-        }
+        "default_queue_policy": {"allow_timeout_override": True, "default_timeout_microseconds": 3_600_000_000}
     },
 }
-WORDS: Config = {
-    "input": [tensor("WORDS", "STRING", -1, -1)],
-    "output": [tensor("OUT_WORDS", "STRING", -1, -1)],
-}
+WORDS: Config = {"input": [tensor("WORDS", "STRING", -1, -1)], "output": [tensor("OUT_WORDS", "STRING", -1, -1)]}
 X = np.arange(4, dtype=np.float32)
 PATIENCE_S = 60.0
 
@@ -66,9 +57,7 @@ def models(runtime: moonpool.Runtime) -> Iterator[None]:
         runtime.unload(name)
 
 
-def do(
-    runtime: moonpool.Runtime, name: str, x: NDArray[Any] = X, model: str = "caller", **told: Any
-) -> Any:
+def do(runtime: moonpool.Runtime, name: str, x: NDArray[Any] = X, model: str = "caller", **told: Any) -> Any:
     """Return the model's report on an action: its text if there is one, else its numbers."""
     asked = {"DO": [name + json.dumps(told)], "X": x}
     outputs = runtime.infer(model, asked, timeout_s=PATIENCE_S)
@@ -107,9 +96,7 @@ def test_a_coroutine_that_is_cancelled_withdraws_its_request(runtime: moonpool.R
 
 
 def test_threads_of_a_model_ask_at_the_same_time(runtime: moonpool.Runtime) -> None:
-    assert do(runtime, "in_threads", threads=8, times=50).tolist() == [
-        50 * sum(i * i for i in range(8))
-    ]
+    assert do(runtime, "in_threads", threads=8, times=50).tolist() == [50 * sum(i * i for i in range(8))]
 
 
 @pytest.mark.promise("Requests between models", "A model may call other …")
@@ -165,8 +152,7 @@ def test_a_child_that_dies_while_it_waits_harms_nobody(runtime: moonpool.Runtime
 
 @pytest.mark.promise(
     "Requests between models",
-    "Errors of a call are in its response, with Triton's texts where Triton has some, and with "
-    "their codes.",
+    "Errors of a call are in its response, with Triton's texts where Triton has some, and with their codes.",
 )
 @pytest.mark.promise(
     "Readiness",
@@ -178,8 +164,7 @@ def test_a_child_that_dies_while_it_waits_harms_nobody(runtime: moonpool.Runtime
     [
         (
             {"model": "nobody"},
-            "NOT_FOUND: Model nobody - Error when running inference: Request for unknown model: "
-            "'nobody' is not found",
+            "NOT_FOUND: Model nobody - Error when running inference: Request for unknown model: 'nobody' is not found",
         ),
         (
             {"model_version": 7},
@@ -263,9 +248,7 @@ class TritonPythonModel:
 
 
 def test_a_model_cannot_ask_while_it_finalizes(
-    runtime: moonpool.Runtime,
-    model_file: Callable[[str], Path],
-    caplog: pytest.LogCaptureFixture,
+    runtime: moonpool.Runtime, model_file: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"), hosted(runtime, "ends", model_file(FINALIZES), SQUARE):
         pass
@@ -303,15 +286,11 @@ def test_a_model_asks_itself(runtime: moonpool.Runtime) -> None:
 )
 def test_a_model_that_waits_for_itself_is_ended_by_its_timeout(runtime: moonpool.Runtime) -> None:
     # Both instances are waiting, and the third request finds none.
-    assert do(runtime, "recursive", depth=2, timeout=200_000) == (
-        "UNAVAILABLE: Request timeout expired"
-    )
+    assert do(runtime, "recursive", depth=2, timeout=200_000) == ("UNAVAILABLE: Request timeout expired")
 
 
 @pytest.mark.promise("Requests between models", "Calls of models that wait …")
-def test_models_that_wait_for_each_other_are_let_go_when_the_client_leaves(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_models_that_wait_for_each_other_are_let_go_when_the_client_leaves(runtime: moonpool.Runtime) -> None:
     # Both instances are waiting, the third request finds none, and none of them has a timeout.
     asked = {"DO": ['recursive{"depth": 2}'], "X": X}
     with pytest.raises(moonpool.RequestTimedOut):
@@ -339,8 +318,7 @@ def test_a_reply_is_good_for_the_next_request(runtime: moonpool.Runtime, size: i
 
 @pytest.mark.promise(
     "Requests between models",
-    "Large tensors go from model to model without a copy. Responses stay valid after the model "
-    "that sent them is gone.",
+    "Large tensors go from model to model without a copy. Responses stay valid after the model that sent them is gone.",
 )
 @pytest.mark.needs("shared memory")
 def test_large_memory_that_is_handed_on_and_back_is_the_same(runtime: moonpool.Runtime) -> None:
@@ -349,9 +327,7 @@ def test_large_memory_that_is_handed_on_and_back_is_the_same(runtime: moonpool.R
 
 
 @pytest.mark.promise("Requests between models", "Large tensors go from model …")
-def test_replies_stay_valid_when_the_model_that_gave_them_is_gone(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_replies_stay_valid_when_the_model_that_gave_them_is_gone(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "keeper", MODELS / "caller.py", CALLER):
         with hosted(runtime, "brief", MODELS / "square.py", SQUARE):
             asked = {"DO": ['keep{"size": 262144, "model": "brief"}'], "X": X}
@@ -404,9 +380,7 @@ def test_a_call_ends_with_the_process_that_made_it(runtime: moonpool.Runtime) ->
         hosted(runtime, "short", MODELS / "caller.py", CALLER),
     ):
         failed = runtime.submit("short", {"DO": ['once{"model": "waits"}'], "X": X})
-        dispatcher = (
-            runtime._models.find("short").supervisor.records[0].instance.state._call_dispatcher
-        )
+        dispatcher = runtime._models.find("short").supervisor.records[0].instance.state._call_dispatcher
         wait_until(lambda: dispatcher.open_calls == 1)
         pid = runtime.instances("short")[0]["pid"]
         os.kill(pid, signal.SIGKILL)
@@ -425,9 +399,7 @@ def test_a_runtime_is_closed_while_models_ask_each_other() -> None:
         runtime.load("square", MODELS / "square.py", config=SQUARE)
         # The only instance waits for itself, without end.
         stuck = runtime.submit("caller", {"DO": ['recursive{"depth": 1}'], "X": X})
-        dispatcher = (
-            runtime._models.find("caller").supervisor.records[0].instance.state._call_dispatcher
-        )
+        dispatcher = runtime._models.find("caller").supervisor.records[0].instance.state._call_dispatcher
         wait_until(lambda: dispatcher.open_calls == 1)
         pid = runtime.instances("caller")[0]["pid"]
     wait_until(stuck.done)
@@ -435,9 +407,7 @@ def test_a_runtime_is_closed_while_models_ask_each_other() -> None:
 
 
 @pytest.mark.promise("Requests between models", "Calls end with the process …")
-def test_a_model_is_unloaded_while_another_asks_it(
-    runtime: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_a_model_is_unloaded_while_another_asks_it(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     go = tmp_path / "go"
     runtime.load("gone", MODELS / "callee.py", config=callee(f"until {go}"))
     asked = {"DO": ['once{"model": "gone"}'], "X": X}

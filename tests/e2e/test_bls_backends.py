@@ -27,9 +27,7 @@ CALLER: Config = {
 @pytest.mark.usefixtures("undisturbed")
 def test_an_answer_that_is_not_an_array_is_an_error(tmp_path: Path) -> None:
     """A backend that answers with anything."""
-    backend = Recorder(
-        execute=lambda _, requests: [Response({"Y": cast(Any, "no array")}) for _ in requests]
-    )
+    backend = Recorder(execute=lambda _, requests: [Response({"Y": cast(Any, "no array")}) for _ in requests])
     with Runtime(backends=[backend]) as runtime:
         (tmp_path / "1").mkdir()
         (tmp_path / "1" / "model.py").touch()

@@ -39,9 +39,7 @@ def do(runtime: moonpool.Runtime, name: str, *x: float, **told: Any) -> Any:
 @pytest.mark.promise("Requests between models", "A call may have any …")
 @pytest.mark.parametrize("size", [4, 50_000])
 @pytest.mark.parametrize("count", [2, 3, 200])
-def test_responses_come_in_order_and_are_seen_again(
-    runtime: moonpool.Runtime, count: int, size: int
-) -> None:
+def test_responses_come_in_order_and_are_seen_again(runtime: moonpool.Runtime, count: int, size: int) -> None:
     seen, again = json.loads(do(runtime, "streamed", count, size=size))
     # The last response has no tensors.
     assert seen == [[i] for i in range(count)] + [[]]
@@ -76,9 +74,7 @@ def test_a_model_with_many_responses_must_be_asked_for_them(runtime: moonpool.Ru
 
 def test_a_stream_ends_with_the_model_that_read_it(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "brief", MODELS / "caller.py", CALLER | options(RETRY="no")):
-        dispatcher = (
-            runtime._models.find("brief").supervisor.records[0].instance.state._call_dispatcher
-        )
+        dispatcher = runtime._models.find("brief").supervisor.records[0].instance.state._call_dispatcher
         asked = {"DO": ['iterated{"model": "endless"}'], "X": np.ones(2, np.float32)}
         future = runtime.submit("brief", asked)
         wait_until(lambda: dispatcher.open_calls == 1)

@@ -124,12 +124,7 @@ def skip_without(library: str) -> None:
 @pytest.mark.parametrize(
     ("library", "method"),
     # joblib has a method of its own.
-    [
-        (library, method)
-        for library in LIBRARIES
-        for method in METHODS
-        if library != "joblib" or method == "spawn"
-    ],
+    [(library, method) for library in LIBRARIES for method in METHODS if library != "joblib" or method == "spawn"],
 )
 def test_children_import_the_model(runtime: moonpool.Runtime, library: str, method: str) -> None:
     skip_without(library)
@@ -163,9 +158,7 @@ def square(x):
 
 @pytest.mark.promise("Models", "Processes that a model starts by fork …")
 @pytest.mark.needs("processes")
-def test_children_of_a_native_model_import_it_too(
-    runtime: moonpool.Runtime, tmp_path: Path, virtual: Path
-) -> None:
+def test_children_of_a_native_model_import_it_too(runtime: moonpool.Runtime, tmp_path: Path, virtual: Path) -> None:
     file = tmp_path / "square.py"
     file.write_text(NATIVE)
     config = {"parameters": {"EXECUTION_ENV_PATH": {"string_value": str(virtual)}}}

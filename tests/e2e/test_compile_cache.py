@@ -18,10 +18,7 @@ from moonpool.runtime.isolation import plan
 from moonpool.runtime.repository.folder_cache import cache_root
 
 FILE = MODELS / "evaluate.py"
-SIGNATURE: Config = {
-    "input": [tensor("CODE", "STRING", -1)],
-    "output": [tensor("SAID", "STRING", -1)],
-}
+SIGNATURE: Config = {"input": [tensor("CODE", "STRING", -1)], "output": [tensor("SAID", "STRING", -1)]}
 # Appends to a file where PyTorch would keep what it compiles, and says what is there then.
 KEEPS = (
     "(lambda f: (__import__('os').makedirs(f, exist_ok=True), open(f + '/kept', 'a').write('x'), "
@@ -47,9 +44,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[moonpoo
     "What a model's libraries compile is kept for its next process, also at `strict`, and no other model sees it.",
 )
 @pytest.mark.parametrize("level", ["standard", "strict"])
-def test_what_is_compiled_is_kept_for_the_model_alone(
-    runtime: moonpool.Runtime, level: str
-) -> None:
+def test_what_is_compiled_is_kept_for_the_model_alone(runtime: moonpool.Runtime, level: str) -> None:
     config = SIGNATURE | options(COMPILE_CACHE="yes", SANDBOX=level)
     for name in ("one", "other"):
         runtime.load(name, FILE, config=config, instances=2)
@@ -72,8 +67,7 @@ def test_what_is_compiled_is_kept_for_the_model_alone(
 
 
 @pytest.mark.promise(
-    "Environments",
-    "What is compiled for files that a client brings is kept for the next load of the same files.",
+    "Environments", "What is compiled for files that a client brings is kept for the next load of the same files."
 )
 def test_files_that_a_client_brings_have_one_folder(runtime: moonpool.Runtime) -> None:
     config = SIGNATURE | options(COMPILE_CACHE="yes")
@@ -97,9 +91,7 @@ def test_a_contained_model_needs_a_grant() -> None:
         runtime.load("m", FILE, config=SIGNATURE | options(COMPILE_CACHE="yes"))
 
 
-def test_a_cache_that_others_may_write_into_is_refused(
-    runtime: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_a_cache_that_others_may_write_into_is_refused(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     (tmp_path / "cache" / "moonpool" / "compiled").mkdir(parents=True)
     (tmp_path / "cache" / "moonpool" / "compiled").chmod(0o777)
 

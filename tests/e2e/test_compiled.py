@@ -56,12 +56,7 @@ def file(tmp_path: Path) -> Path:
     ],
 )
 def test_the_operator_chooses_the_form(
-    runtime: moonpool.Runtime,
-    file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    pure: str,
-    level: str,
-    expected: bool,
+    runtime: moonpool.Runtime, file: Path, monkeypatch: pytest.MonkeyPatch, pure: str, level: str, expected: bool
 ) -> None:
     if expected:
         pytest.importorskip("moonpool.stub.peers._stub_port")
@@ -93,20 +88,10 @@ def test_a_stub_of_another_python_loads_compiled_code(
 
 @pytest.mark.parametrize("level", ["standard", "strict"])
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("MOONPOOL_PURE", "yes"),
-        ("MOONPOOL_LOOK_US", "-1"),
-        ("MOONPOOL_LOOK_US", "1001"),
-    ],
+    ("name", "value"), [("MOONPOOL_PURE", "yes"), ("MOONPOOL_LOOK_US", "-1"), ("MOONPOOL_LOOK_US", "1001")]
 )
 def test_a_variable_with_a_wrong_value_is_refused(
-    runtime: moonpool.Runtime,
-    file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    value: str,
-    level: str,
+    runtime: moonpool.Runtime, file: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, level: str
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=rf"{name}: must be .* not '{value}'"):

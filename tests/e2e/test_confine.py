@@ -18,8 +18,7 @@ from moonpool.stub.sandbox import landlock
 
 pytestmark = pytest.mark.promise(
     "Layers of the sandbox",
-    "An interpreter of a model's environment runs nothing before it is confined, and stays "
-    "confined.",
+    "An interpreter of a model's environment runs nothing before it is confined, and stays confined.",
 )
 
 if landlock.abi() < landlock.KNOWS_TRUNCATE:
@@ -101,12 +100,8 @@ def test_it_runs_inside_the_sandbox_from_its_first_instruction_on(
     assert "MOONPOOL_HANDED_ON" not in caplog.text
 
 
-def test_its_libraries_are_none_of_the_launcher_s(
-    runtime: moonpool.Runtime, tmp_path: Path, model: Path
-) -> None:
-    config = environment(
-        tmp_path, f'#!/bin/sh\nunset LD_LIBRARY_PATH\nexec {sys.executable} "$@"\n'
-    )
+def test_its_libraries_are_none_of_the_launcher_s(runtime: moonpool.Runtime, tmp_path: Path, model: Path) -> None:
+    config = environment(tmp_path, f'#!/bin/sh\nunset LD_LIBRARY_PATH\nexec {sys.executable} "$@"\n')
     # The shell does not need these libraries. Python would not start with such files in their place.
     for name in ("libm.so.6", "libpthread.so.0", "libdl.so.2"):
         (tmp_path / "environment" / "lib" / name).write_bytes(b"\x7fELF and nothing else")

@@ -44,10 +44,7 @@ def together(runtime: moonpool.Runtime, how: str, count: int) -> list[int]:
     return [int(future.result(60.0).outputs["Y"][0]) for future in futures]
 
 
-@pytest.mark.promise(
-    "Responses at any time",
-    "Coroutines of successive batches overlap, up to the allowed number.",
-)
+@pytest.mark.promise("Responses at any time", "Coroutines of successive batches overlap, up to the allowed number.")
 def test_batches_of_one_instance_overlap(runtime: moonpool.Runtime) -> None:
     ask(runtime, "reset")
     assert max(together(runtime, "meet", 2)) == 2
@@ -63,19 +60,14 @@ def test_no_more_batches_overlap_than_are_allowed(runtime: moonpool.Runtime) -> 
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        (
-            "fail",
-            "Failed to process the request.s. for model 'coroutines_0'.*raised in a coroutine",
-        ),
+        ("fail", "Failed to process the request.s. for model 'coroutines_0'.*raised in a coroutine"),
         ("leave", "SystemExit: 3"),
         ("wrong", "Expected an 'InferenceResponse' object in the execute function return list"),
         ("nothing", "without a last response"),
         ("sender_of_a_task_that_raises", "without a last response"),
     ],
 )
-def test_a_coroutine_that_fails_ends_its_requests(
-    runtime: moonpool.Runtime, how: str, words: str
-) -> None:
+def test_a_coroutine_that_fails_ends_its_requests(runtime: moonpool.Runtime, how: str, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         ask(runtime, how)
     assert ask(runtime, "reset") == 0
@@ -86,10 +78,7 @@ def test_a_task_that_outlives_execute_may_answer(runtime: moonpool.Runtime) -> N
 
 
 def test_decoupled_coroutines_take_turns(runtime: moonpool.Runtime) -> None:
-    streams = [
-        runtime.stream("streaming", {"N": np.array([n], np.int32)}, timeout_s=60.0)
-        for n in (200, 3, 100)
-    ]
+    streams = [runtime.stream("streaming", {"N": np.array([n], np.int32)}, timeout_s=60.0) for n in (200, 3, 100)]
     taken = [[int(r.outputs["Y"][0]) for r in responses] for responses in streams]
     assert taken == [list(range(n)) for n in (200, 3, 100)]
 

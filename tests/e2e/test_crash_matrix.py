@@ -108,10 +108,7 @@ def finalize_cases() -> Iterator[Case]:
     yield Case("atexit", "SystemExit", None, "SystemExit: on purpose")
 
 
-SIGNATURE: Config = {
-    "input": [tensor("COMMAND", "STRING", 1)],
-    "output": [tensor("PID", "INT64", 1)],
-}
+SIGNATURE: Config = {"input": [tensor("COMMAND", "STRING", 1)], "output": [tensor("PID", "INT64", 1)]}
 # The model may die once in each case, and restarts at once.
 PATIENT = {"ENVIRONMENT": "FAULT_AT", "RESTART_WINDOW_S": 0.001, "MEMORY_LIMIT_BYTES": "8G"}
 
@@ -146,8 +143,7 @@ def command(runtime: moonpool.Runtime, model: str, words: str) -> int:
 )
 @pytest.mark.promise(
     "Lifecycle",
-    "A model that hangs in load, execute or finalize is ended at its limit, and the log shows "
-    "where it hung.",
+    "A model that hangs in load, execute or finalize is ended at its limit, and the log shows where it hung.",
 )
 @pytest.mark.usefixtures("victims")
 @pytest.mark.parametrize("case", [*load_cases(), *execute_cases(), *finalize_cases()], ids=str)
@@ -182,9 +178,7 @@ def ends_in_load(runtime: moonpool.Runtime, case: Case, monkeypatch: pytest.Monk
         assert "dies.py" in caught.value.traceback
 
 
-def ends_in_execute(
-    runtime: moonpool.Runtime, case: Case, caplog: pytest.LogCaptureFixture
-) -> None:
+def ends_in_execute(runtime: moonpool.Runtime, case: Case, caplog: pytest.LogCaptureFixture) -> None:
     model = "hanged" if case.way in HANGS else "victim"
     before = command(runtime, model, "answer")
     restarts = runtime.instances(model)[0]["restarts"]
@@ -209,10 +203,7 @@ def ends_in_execute(
 
 
 def ends_in_finalize(
-    runtime: moonpool.Runtime,
-    case: Case,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    runtime: moonpool.Runtime, case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("FAULT_AT", f"{case.place}:{case.way}")
     config = SIGNATURE | options(**PATIENT, FINALIZE_TIMEOUT_S=1 if case.way in HANGS else 60)

@@ -101,8 +101,7 @@ def test_many_changes_cost_little_and_none_is_lost(runtime: moonpool.Runtime, ru
 
 
 @pytest.mark.promise(
-    "Metrics",
-    "Instances and models share a metric, which ends with the last family and process that has it.",
+    "Metrics", "Instances and models share a metric, which ends with the last family and process that has it."
 )
 def test_instances_and_models_share_a_metric(runtime: moonpool.Runtime, run: Run) -> None:
     with hosted(runtime, "other", MODELS / "talks.py", CODE):
@@ -179,9 +178,7 @@ def test_threads_are_heard_while_no_request_runs(runtime: moonpool.Runtime, run:
 
 @pytest.mark.promise("Metrics", "Changes from threads, finalizers and forks …")
 @pytest.mark.needs("processes")
-def test_forks_count_too_and_their_end_is_not_the_metrics(
-    runtime: moonpool.Runtime, run: Run
-) -> None:
+def test_forks_count_too_and_their_end_is_not_the_metrics(runtime: moonpool.Runtime, run: Run) -> None:
     said = run(
         f"family = {COUNTER.format('n')}; metric = family.Metric(); metric.increment(1)\n"
         "def child():\n"
@@ -244,10 +241,7 @@ def test_a_model_cannot_have_all_metrics(runtime: moonpool.Runtime, run: Run) ->
         ("{'a': 'x' * 5000}", "a label's name and value have at most 4096 characters"),
         ("{f'a{n}': 'x' for n in range(65)}", "a metric has at most 64 labels, not 65"),
         ("{'a': 'x' * 10**7}", "the texts, labels or buckets of a metric are too many"),
-        (
-            "{f'a{n}': 'x' for n in range(70_000)}",
-            "the texts, labels or buckets of a metric are too many",
-        ),
+        ("{f'a{n}': 'x' for n in range(70_000)}", "the texts, labels or buckets of a metric are too many"),
         ("buckets=[1.0] * 70_000", "Unexpected buckets found"),
         ("{'a': chr(0xd800)}", "the texts of a metric must have a UTF-8 form: 'utf-8' codec"),
     ],
@@ -285,15 +279,10 @@ def test_metrics_may_be_made_and_used_from_initialize_to_finalize(
     assert lines(runtime, "n") == []
 
 
-def test_the_model_of_the_page_counts(
-    runtime: moonpool.Runtime, model_file: Callable[[str], Path]
-) -> None:
+def test_the_model_of_the_page_counts(runtime: moonpool.Runtime, model_file: Callable[[str], Path]) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (block,) = [block for block in blocks if block.startswith("# words/1/model.py")]
-    config: Config = {
-        "input": [tensor("TEXT", "STRING", 1)],
-        "output": [tensor("COUNT", "INT64", 1)],
-    }
+    config: Config = {"input": [tensor("TEXT", "STRING", 1)], "output": [tensor("COUNT", "INT64", 1)]}
     with hosted(runtime, "words", model_file(block), config):
         text = np.array([b"three words here"], np.object_)
         assert runtime.infer("words", {"TEXT": text})["COUNT"].tolist() == [3]

@@ -64,9 +64,7 @@ def open_requests(runtime: moonpool.Runtime) -> int:
 )
 @pytest.mark.parametrize("how", ["count", "last_with_flag", "in_thread"])
 @pytest.mark.parametrize("n", [1, 2, 1000])
-def test_responses_come_in_the_order_in_which_they_were_sent(
-    runtime: moonpool.Runtime, how: str, n: int
-) -> None:
+def test_responses_come_in_the_order_in_which_they_were_sent(runtime: moonpool.Runtime, how: str, n: int) -> None:
     assert values(stream(runtime, how, n)) == list(range(n))
 
 
@@ -80,8 +78,7 @@ def test_responses_of_several_threads_all_arrive_before_the_last(runtime: moonpo
 
 @pytest.mark.promise(
     "Responses at any time",
-    "Responses may come before, while and after `execute` returns, also in models that are not "
-    "decoupled.",
+    "Responses may come before, while and after `execute` returns, also in models that are not decoupled.",
 )
 def test_a_response_may_come_after_execute_has_returned(runtime: moonpool.Runtime) -> None:
     first = stream(runtime, "keep")
@@ -113,13 +110,10 @@ def test_memory_for_large_responses_is_given_back(runtime: moonpool.Runtime) -> 
 
 @pytest.mark.promise(
     "Responses at any time",
-    "A request whose sender is dropped, or whose thread, task or coroutine raises, ends with an "
-    "error.",
+    "A request whose sender is dropped, or whose thread, task or coroutine raises, ends with an error.",
 )
 @pytest.mark.parametrize("n", [0, 3])
-def test_a_sender_that_is_dropped_ends_its_request_with_an_error(
-    runtime: moonpool.Runtime, n: int
-) -> None:
+def test_a_sender_that_is_dropped_ends_its_request_with_an_error(runtime: moonpool.Runtime, n: int) -> None:
     responses = stream(runtime, "drop_after", n)
     assert [int(next(responses).outputs["Y"][0]) for _ in range(n)] == list(range(n))
     with pytest.raises(ModelError, match="without a last response to this request"):
@@ -127,16 +121,12 @@ def test_a_sender_that_is_dropped_ends_its_request_with_an_error(
     assert list(responses) == []
 
 
-def test_a_request_whose_sender_was_never_asked_for_ends_with_an_error(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_request_whose_sender_was_never_asked_for_ends_with_an_error(runtime: moonpool.Runtime) -> None:
     with pytest.raises(ModelError, match="or never asked for"):
         next(stream(runtime, "nothing"))
 
 
-def test_a_sender_that_only_a_cycle_keeps_ends_its_request_when_that_is_collected(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_sender_that_only_a_cycle_keeps_ends_its_request_when_that_is_collected(runtime: moonpool.Runtime) -> None:
     with pytest.raises(ModelError, match="its response sender was dropped"):
         next(stream(runtime, "cycle"))
 
@@ -149,9 +139,7 @@ def test_a_sender_that_was_kept_and_forgotten_ends_its_request(runtime: moonpool
 
 
 @pytest.mark.parametrize("n", [0, 2])
-def test_an_exception_ends_the_request_after_its_responses(
-    runtime: moonpool.Runtime, n: int
-) -> None:
+def test_an_exception_ends_the_request_after_its_responses(runtime: moonpool.Runtime, n: int) -> None:
     responses = stream(runtime, "raise_after", n)
     assert [int(next(responses).outputs["Y"][0]) for _ in range(n)] == list(range(n))
     with pytest.raises(ModelError, match="raised on purpose"):
@@ -166,9 +154,7 @@ def test_a_thread_that_raises_ends_its_request(runtime: moonpool.Runtime) -> Non
         next(responses)
 
 
-def test_an_error_between_responses_is_raised_and_the_next_one_follows(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_an_error_between_responses_is_raised_and_the_next_one_follows(runtime: moonpool.Runtime) -> None:
     responses = stream(runtime, "error_between")
     assert int(next(responses).outputs["Y"][0]) == 0
     with pytest.raises(ModelError, match="not this one") as caught:
@@ -227,10 +213,7 @@ def endless(runtime: moonpool.Runtime, **options: Any) -> ResponseStream:
     return responses
 
 
-@pytest.mark.promise(
-    "Responses at any time",
-    "If a caller ends a stream early, in whatever way, the model learns it.",
-)
+@pytest.mark.promise("Responses at any time", "If a caller ends a stream early, in whatever way, the model learns it.")
 @pytest.mark.parametrize("how", ["close", "with", "drop"])
 def test_ending_a_stream_early_tells_the_model(runtime: moonpool.Runtime, how: str) -> None:
     responses = endless(runtime)
@@ -263,9 +246,7 @@ def test_a_stream_whose_time_is_over_tells_the_model(runtime: moonpool.Runtime) 
     wait_until(lambda: open_requests(runtime) == 0, what="the model to notice")
 
 
-def test_a_stream_whose_time_is_over_gives_no_response_that_came_before(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_stream_whose_time_is_over_gives_no_response_that_came_before(runtime: moonpool.Runtime) -> None:
     responses = stream(runtime, "count", 100)
     next(responses)
     wait_until(lambda: responses._waiter.waiting)
@@ -285,8 +266,7 @@ def test_a_stream_of_a_model_with_one_response_has_one(runtime: moonpool.Runtime
 
 @pytest.mark.promise(
     "Responses at any time",
-    "When a stub dies, its open requests fail, after all responses that it had sent were "
-    "delivered.",
+    "When a stub dies, its open requests fail, after all responses that it had sent were delivered.",
 )
 def test_open_requests_fail_when_their_stub_dies(runtime: moonpool.Runtime) -> None:
     second = endless(runtime)
@@ -321,8 +301,7 @@ def test_thousands_of_requests_may_be_open(runtime: moonpool.Runtime) -> None:
 
 @pytest.mark.promise(
     "Responses at any time",
-    "If many callers leave at the same time, the model learns of each one, even if it reads "
-    "slowly.",
+    "If many callers leave at the same time, the model learns of each one, even if it reads slowly.",
 )
 def test_a_model_is_told_of_all_who_leave_at_the_same_time(runtime: moonpool.Runtime) -> None:
     """Let more callers leave than a socket can hold messages, while the stub does not read."""

@@ -41,10 +41,7 @@ class TritonPythonModel:
 CONFIG: Config = {"input": [tensor("X", "FP32", -1)], "output": [tensor("Y", "FP32", -1)]}
 
 
-@pytest.mark.promise(
-    "DLPack",
-    "A capsule keeps its memory, that of a request included, and can be used once.",
-)
+@pytest.mark.promise("DLPack", "A capsule keeps its memory, that of a request included, and can be used once.")
 @pytest.mark.parametrize("size", [0, 4, 100_000])
 def test_a_capsule_keeps_its_request_s_memory_until_it_goes(
     runtime: moonpool.Runtime, model_file: Callable[[str], Path], size: int

@@ -90,16 +90,11 @@ BODIES = {
         "    request.add_done_callback(lambda f: print('answered', f.result(), flush=True))\n"
         "    print('asked', flush=True)\n    wait_for_a_signal()\n"
     ),
-    "in a request": (
-        "with moonpool.exit_on_sigterm(), loaded() as runtime:\n"
-        "    runtime.infer('model', {'X': X})\n"
-    ),
+    "in a request": ("with moonpool.exit_on_sigterm(), loaded() as runtime:\n    runtime.infer('model', {'X': X})\n"),
     "in a finalize": "with load() as runtime:\n" + WAITS,
     "in a close": CALLS.format("runtime.close()"),
     "in an unload": CALLS.format("runtime.unload('model')"),
-    "in a later close": CALLS.format(
-        "threading.Thread(target=runtime.close).start(); runtime.close()"
-    ),
+    "in a later close": CALLS.format("threading.Thread(target=runtime.close).start(); runtime.close()"),
 }
 
 
@@ -161,8 +156,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
 
 @pytest.mark.promise(
     "Lifecycle",
-    "No stub outlives a program that was killed. A program that gets a signal to end finalizes "
-    "its models first.",
+    "No stub outlives a program that was killed. A program that gets a signal to end finalizes its models first.",
 )
 def test_no_stub_outlives_a_program_that_was_killed(start: Callable[[str], Program]) -> None:
     program = start("inside with")

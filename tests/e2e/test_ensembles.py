@@ -83,9 +83,7 @@ def write_all(folder: Path) -> None:
         outputs=TEXT,
     )
     write_ensemble(folder, "three", chain(["adds", "adds", "adds"]))
-    write_ensemble(
-        folder, "grouped", chain([f"group{number}" for number in range(3)]), more=batching
-    )
+    write_ensemble(folder, "grouped", chain([f"group{number}" for number in range(3)]), more=batching)
     for number in range(3):
         write_model(folder, f"group{number}", more="max_batch_size: 64 dynamic_batching {}")
     write_ensemble(folder, "hundred", chain(["adds"] * 100))
@@ -95,9 +93,7 @@ def write_all(folder: Path) -> None:
     write_ensemble(folder, "failing", chain(["adds", "fails"]))
     write_ensemble(folder, "wordy", chain(["tells", "words"]), outputs=(Io("B", "STRING", "1"),))
     write_ensemble(folder, "mixed", chain(["batched", "adds", "batched"]), more=batching)
-    write_ensemble(
-        folder, "branches", [*chain(["adds"]), *chain(["fails"], "A", "C")], outputs=(*B, Io("C"))
-    )
+    write_ensemble(folder, "branches", [*chain(["adds"]), *chain(["fails"], "A", "C")], outputs=(*B, Io("C")))
 
 
 @pytest.fixture(scope="module")
@@ -126,14 +122,8 @@ class TestRequests:
     def test_each_step_gets_what_the_one_before_gave(self, runtime: moonpool.Runtime) -> None:
         assert runtime.infer("three", {"A": X})["B"].tolist() == [5, 8, 9]
         assert runtime.infer("three", {"A": X}, timeout_s=TIMEOUT_S)["B"].tolist() == [5, 8, 9]
-        assert runtime.submit("three", {"A": X}).result(TIMEOUT_S).outputs["B"].tolist() == [
-            5,
-            8,
-            9,
-        ]
-        assert [each.outputs["B"].tolist() for each in runtime.stream("three", {"A": X})] == [
-            [5, 8, 9]
-        ]
+        assert runtime.submit("three", {"A": X}).result(TIMEOUT_S).outputs["B"].tolist() == [5, 8, 9]
+        assert [each.outputs["B"].tolist() for each in runtime.stream("three", {"A": X})] == [[5, 8, 9]]
 
     def test_event_loops_and_threads_may_ask_it(self, runtime: moonpool.Runtime) -> None:
         async def ask() -> list[Any]:
@@ -143,9 +133,7 @@ class TestRequests:
         assert asyncio.run(ask()) == [[5 + n, 8 + n, 9 + n] for n in range(20)]
         got: list[Any] = []
         threads = [
-            threading.Thread(
-                target=lambda: got.append(runtime.infer("three", {"A": X})["B"].tolist())
-            )
+            threading.Thread(target=lambda: got.append(runtime.infer("three", {"A": X})["B"].tolist()))
             for _ in range(8)
         ]
         for thread in threads:
@@ -154,9 +142,7 @@ class TestRequests:
             thread.join()
         assert got == [[5, 8, 9]] * 8
 
-    def test_steps_of_requests_in_one_event_loop_share_batches(
-        self, runtime: moonpool.Runtime
-    ) -> None:
+    def test_steps_of_requests_in_one_event_loop_share_batches(self, runtime: moonpool.Runtime) -> None:
         async def ask() -> None:
             asked = (runtime.ainfer("grouped", {"A": X[None] + n}) for n in range(24))
             assert [each["B"].tolist() for each in await asyncio.gather(*asked)] == [
@@ -170,11 +156,7 @@ class TestRequests:
         assert executions(runtime, "group2") - before < 12
 
     def test_a_hundred_steps_are_no_more_than_three(self, runtime: moonpool.Runtime) -> None:
-        assert runtime.infer("hundred", {"A": X}, timeout_s=TIMEOUT_S)["B"].tolist() == [
-            102,
-            105,
-            106,
-        ]
+        assert runtime.infer("hundred", {"A": X}, timeout_s=TIMEOUT_S)["B"].tolist() == [102, 105, 106]
 
     def test_strings_stay_strings(self, runtime: moonpool.Runtime) -> None:
         (told,) = runtime.infer("wordy", {"A": X})["B"].tolist()
@@ -187,9 +169,7 @@ class TestRequests:
             def __init__(self) -> None:
                 self.asked: list[tuple[str, str, tuple[int, ...]]] = []
 
-            def alloc(
-                self, name: str, datatype: str, shape: Any, size_bytes: int, userp: object
-            ) -> Any:
+            def alloc(self, name: str, datatype: str, shape: Any, size_bytes: int, userp: object) -> Any:
                 assert userp is None
                 self.asked.append((name, datatype, shape))
                 return bytearray(size_bytes)
@@ -202,9 +182,7 @@ class TestRequests:
 
 
 @pytest.mark.needs("shared memory")
-@pytest.mark.promise(
-    "Ensembles", "A tensor goes from stub to stub without a copy where both may share memory."
-)
+@pytest.mark.promise("Ensembles", "A tensor goes from stub to stub without a copy where both may share memory.")
 def test_a_large_tensor_is_lent_from_stub_to_stub(tmp_path: Path) -> None:
     for name in ("first", "second"):
         write_model(tmp_path, name, inputs=ANY[0], outputs=ANY[1])
@@ -278,17 +256,13 @@ class TestInTheMiddle:
             assert future.cancel()
             before = runtime.statistics("adds")["inference_count"]
             held.unlink()
-            wait_until(
-                lambda: not in_flight(runtime, "held", "holds", "adds"), what="the steps to end"
-            )
+            wait_until(lambda: not in_flight(runtime, "held", "holds", "adds"), what="the steps to end")
 
             assert runtime.statistics("adds")["inference_count"] == before
             assert runtime.statistics("held")["inference_stats"]["fail"]["count"] == 2
             assert runtime.infer("held", {"A": X})["B"].tolist() == [5, 8, 9]
 
-    def test_a_model_that_is_unloaded_finishes_the_requests_of_its_ensemble(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_model_that_is_unloaded_finishes_the_requests_of_its_ensemble(self, tmp_path: Path) -> None:
         with holding(tmp_path) as (runtime, held):
             futures = [runtime.submit("held", {"A": X}) for _ in range(5)]
             wait_until(lambda: in_flight(runtime, "holds") > 0, what="a step to begin")
@@ -297,9 +271,7 @@ class TestInTheMiddle:
                 runtime.infer("held", {"A": X})
             held.unlink()
 
-            assert [each.result(TIMEOUT_S).outputs["B"].tolist() for each in futures] == [
-                [5, 8, 9]
-            ] * 5
+            assert [each.result(TIMEOUT_S).outputs["B"].tolist() for each in futures] == [[5, 8, 9]] * 5
 
     def test_no_more_requests_than_allowed_are_in_a_step(self, tmp_path: Path) -> None:
         limited = "max_inflight_requests: 2"
@@ -307,17 +279,13 @@ class TestInTheMiddle:
         write_model(tmp_path, "holds", HOLDS)
         write_ensemble(tmp_path, "held", chain(["adds", "holds", "adds"]))
         file = tmp_path / "held" / "config.pbtxt"
-        file.write_text(
-            file.read_text().replace("ensemble_scheduling {", f"ensemble_scheduling {{ {limited}")
-        )
+        file.write_text(file.read_text().replace("ensemble_scheduling {", f"ensemble_scheduling {{ {limited}"))
         held = tmp_path / "holds" / "1" / "HELD"
         held.touch()
         with moonpool.Runtime(tmp_path) as runtime:
             futures = [runtime.submit("held", {"A": X}) for _ in range(50)]
             try:
-                wait_until(
-                    lambda: runtime.statistics("adds")["inference_count"] >= 2, what="two to be in"
-                )
+                wait_until(lambda: runtime.statistics("adds")["inference_count"] >= 2, what="two to be in")
                 assert in_flight(runtime, "holds") <= 2
                 assert in_flight(runtime, "held") == 50
                 # Those that wait at the gate may leave, and those that are behind it may.
@@ -326,20 +294,14 @@ class TestInTheMiddle:
                 held.unlink()
             rest = [each for each in futures if not each.cancelled()]
 
-            assert [each.result(TIMEOUT_S).outputs["B"].tolist() for each in rest] == [
-                [5, 8, 9]
-            ] * 46
+            assert [each.result(TIMEOUT_S).outputs["B"].tolist() for each in rest] == [[5, 8, 9]] * 46
             wait_until(lambda: not in_flight(runtime, "held", "holds", "adds"), what="the end")
 
 
 @pytest.mark.slow
-@pytest.mark.promise(
-    "Ensembles", "Of ten thousand requests at once, each has an outcome, and nothing stays behind."
-)
+@pytest.mark.promise("Ensembles", "Of ten thousand requests at once, each has an outcome, and nothing stays behind.")
 def test_ten_thousand_requests_at_once_all_have_an_outcome(tmp_path: Path) -> None:
-    slow = ADDS.replace(
-        "        responses = []", "        time.sleep(0.005)\n        responses = []"
-    )
+    slow = ADDS.replace("        responses = []", "        time.sleep(0.005)\n        responses = []")
     batching = "max_batch_size: 64 dynamic_batching { }"
     write_model(tmp_path, "adds", more=batching)
     write_model(tmp_path, "slow", "import time\n" + slow, more=batching)
@@ -395,10 +357,7 @@ class TestStatistics:
             runtime.infer("failing", {"A": X})
 
         assert runtime.statistics("failing")["inference_stats"]["fail"]["count"] == before + 1
-        assert (
-            'nv_inference_request_failure{model="failing",reason="OTHER",version="1"}'
-            in runtime.metrics()
-        )
+        assert 'nv_inference_request_failure{model="failing",reason="OTHER",version="1"}' in runtime.metrics()
 
 
 class TestLoading:
@@ -412,10 +371,7 @@ class TestLoading:
             assert runtime.is_ready("outer")
             runtime.unload("adds")
             assert runtime.models() == {}
-            assert (
-                runtime.why_not_ready("outer")
-                == "Request for unknown model: 'outer' has no available versions"
-            )
+            assert runtime.why_not_ready("outer") == "Request for unknown model: 'outer' has no available versions"
             runtime.load("adds")
             assert sorted(runtime.models()) == ["adds", "outer", "three"]
             assert runtime.infer("outer", {"A": X})["B"].tolist() == [6, 9, 10]
@@ -424,8 +380,7 @@ class TestLoading:
             assert sorted(runtime.models()) == ["adds", "three"]
 
     @pytest.mark.promise(
-        "Ensembles",
-        "Unloading an ensemble with its dependents takes the models along that were loaded for it alone.",
+        "Ensembles", "Unloading an ensemble with its dependents takes the models along that were loaded for it alone."
     )
     def test_models_that_were_loaded_for_it_alone_go_with_it(self, repository: Path) -> None:
         with moonpool.Runtime(repository, models=["failing"]) as runtime:
@@ -445,9 +400,7 @@ class TestLoading:
              "with error: version 1 is at UNAVAILABLE state: Internal: ValueError: no"),
         ],
     )  # fmt: skip
-    def test_members_that_cannot_be_had_fail_the_load(
-        self, tmp_path: Path, steps: list[str], what: str
-    ) -> None:
+    def test_members_that_cannot_be_had_fail_the_load(self, tmp_path: Path, steps: list[str], what: str) -> None:
         write_model(tmp_path, "adds")
         write_model(tmp_path, "broken", "raise ValueError('no')")
         write_ensemble(tmp_path, "e", steps)
@@ -550,9 +503,7 @@ class TestLoading:
             assert runtime.config("three").decoupled
             assert len(list(runtime.stream("three", {"A": np.ones(3, np.float32)}))) == 1
 
-    def test_an_ensemble_comes_from_a_dictionary_and_from_a_folder(
-        self, tmp_path: Path, repository: Path
-    ) -> None:
+    def test_an_ensemble_comes_from_a_dictionary_and_from_a_folder(self, tmp_path: Path, repository: Path) -> None:
         write_ensemble(tmp_path, "mine", chain(["adds", "adds"]))
         with moonpool.Runtime(repository, models=["adds"]) as runtime:
             runtime.load("mine", tmp_path / "mine")

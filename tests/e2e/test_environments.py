@@ -21,10 +21,7 @@ from moonpool import BadEnvironment, LoadFailed
 from moonpool.runtime.repository import environment
 
 FILE = MODELS / "evaluate.py"
-SIGNATURE: Config = {
-    "input": [tensor("CODE", "STRING", -1)],
-    "output": [tensor("SAID", "STRING", -1)],
-}
+SIGNATURE: Config = {"input": [tensor("CODE", "STRING", -1)], "output": [tensor("SAID", "STRING", -1)]}
 
 
 def said(runtime: moonpool.Runtime, code: str, model: str = "m") -> Any:
@@ -98,9 +95,7 @@ class TestEnvironments:
 
         assert ask("sys.prefix", env_path("./env")) == str(virtual)
 
-    def test_the_models_directory_can_hold_it(
-        self, runtime: moonpool.Runtime, virtual: Path, tmp_path: Path
-    ) -> None:
+    def test_the_models_directory_can_hold_it(self, runtime: moonpool.Runtime, virtual: Path, tmp_path: Path) -> None:
         version = tmp_path / "m" / "1"
         version.mkdir(parents=True)
         shutil.copy(FILE, version / "model.py")
@@ -149,16 +144,11 @@ def pack_zip(root: Path, path: Path) -> None:
 class TestPacked:
     @pytest.mark.promise(
         "Environments",
-        "A packed environment is unpacked once for all instances, models and runtimes, and "
-        "never used half unpacked.",
+        "A packed environment is unpacked once for all instances, models and runtimes, and never used half unpacked.",
     )
     @pytest.mark.parametrize(
         ("kind", "name", "pack"),
-        [
-            ("virtual", "env.tar.gz", pack_tar),
-            ("virtual", "env.zip", pack_zip),
-            ("conda", "env.tar", pack_tar),
-        ],
+        [("virtual", "env.tar.gz", pack_tar), ("virtual", "env.zip", pack_zip), ("conda", "env.tar", pack_tar)],
     )
     def test_it_is_unpacked_once_for_all_instances_and_models(
         self,
@@ -172,10 +162,7 @@ class TestPacked:
         pack(request.getfixturevalue(kind), tmp_path / name)
         config = SIGNATURE | env_path(tmp_path / name)
 
-        with (
-            hosted(runtime, "one", FILE, config, instances=2),
-            hosted(runtime, "other", FILE, config),
-        ):
+        with hosted(runtime, "one", FILE, config, instances=2), hosted(runtime, "other", FILE, config):
             places = {said(runtime, "sys.prefix", model) for model in ("one", "other", "one")}
             (place,) = places
             cache = environment.EnvironmentCache().root
@@ -235,9 +222,7 @@ class TestPath:
         (tmp_path / "colorsys.py").write_text("MINE = True\n")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
-        first, where, mine = ask(
-            "(sys.path[0], __import__('from_pythonpath').WHERE, __import__('colorsys').MINE)"
-        )
+        first, where, mine = ask("(sys.path[0], __import__('from_pythonpath').WHERE, __import__('colorsys').MINE)")
 
         assert first == str(tmp_path)
         assert where == str(tmp_path / "from_pythonpath.py")
@@ -282,9 +267,7 @@ class TestVariables:
         "the log lists the names of what it does not see.",
     )
     @pytest.mark.parametrize("level", ["off", "standard"])
-    def test_all_are_seen_as_in_triton(
-        self, ask: Ask, monkeypatch: pytest.MonkeyPatch, level: str
-    ) -> None:
+    def test_all_are_seen_as_in_triton(self, ask: Ask, monkeypatch: pytest.MonkeyPatch, level: str) -> None:
         monkeypatch.setenv("MY_ENV", "there")
 
         seen = ask("dict(os.environ)", options(SANDBOX=level))
@@ -351,16 +334,11 @@ class TestVariables:
         for number in range(300):
             monkeypatch.setenv(f"MY_{number:03}_{'X' * 200}", "")
         file = model_file(
-            "import os\n"
-            "class TritonPythonModel:\n"
-            "    def execute(self, requests): return os.environ['MY_ENV']\n"
+            "import os\nclass TritonPythonModel:\n    def execute(self, requests): return os.environ['MY_ENV']\n"
         )
         caplog.set_level("INFO", logger="moonpool")
         config = SIGNATURE | options(SANDBOX=level)
-        with (
-            hosted(runtime, "m", file, config, instances=2),
-            pytest.raises(moonpool.ModelError, match=words),
-        ):
+        with hosted(runtime, "m", file, config, instances=2), pytest.raises(moonpool.ModelError, match=words):
             said(runtime, "")
         lines = [text for text in caplog.messages if "does not see" in text]
         assert len(lines) == (1 if level == "strict" else 0)
@@ -382,8 +360,7 @@ class TestVariables:
             runtime.load("m", file, config=SIGNATURE)
 
     @pytest.mark.promise(
-        "Environments",
-        "No variable leads a model's own interpreter to the packages of the runtime's.",
+        "Environments", "No variable leads a model's own interpreter to the packages of the runtime's."
     )
     def test_an_environment_of_its_own_leads_to_no_other_interpreter(
         self, ask: Ask, virtual: Path, monkeypatch: pytest.MonkeyPatch
@@ -398,9 +375,7 @@ class TestVariables:
         assert seen["MY_ENV"] == "there"
 
     @pytest.mark.parametrize("name", ["PYTHONHASHSEED", "OMP_NUM_THREADS", "TZ"])
-    def test_variables_of_libraries_are_seen(
-        self, ask: Ask, monkeypatch: pytest.MonkeyPatch, name: str
-    ) -> None:
+    def test_variables_of_libraries_are_seen(self, ask: Ask, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         monkeypatch.setenv(name, "3")
 
         assert ask(f"os.environ['{name}']") == "3"

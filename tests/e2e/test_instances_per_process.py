@@ -57,10 +57,7 @@ class TritonPythonModel:
     def finalize(self):
         open(f"{FOLDER}/ended{self.name}", "w").close()
 """
-CONFIG = {
-    "input": [tensor("CODE", "STRING", 1)],
-    "output": [tensor("SAID", "STRING", 1)],
-}
+CONFIG = {"input": [tensor("CODE", "STRING", 1)], "output": [tensor("SAID", "STRING", 1)]}
 NAMES = ["m_0", "m_0.1", "m_0.2"]
 
 
@@ -76,9 +73,7 @@ def runtime(request: pytest.FixtureRequest, model: Path) -> Iterator[moonpool.Ru
     given = options(INSTANCES_PER_PROCESS=COUNT, SANDBOX=request.param, RESTART_BACKOFF_S=0)
     if request.param == "strict":
         model.parent.chmod(0o777)
-        given["parameters"] |= options(SANDBOX_PATHS=f"rw:{model.parent}", SANDBOX_MODELS="m")[
-            "parameters"
-        ]
+        given["parameters"] |= options(SANDBOX_PATHS=f"rw:{model.parent}", SANDBOX_MODELS="m")["parameters"]
     with moonpool.Runtime(sandbox_grants=["m"]) as runtime:
         runtime.load("m", model, config=CONFIG | given)
         yield runtime
@@ -111,9 +106,7 @@ def test_instances_of_one_process_execute_at_the_same_time(runtime: moonpool.Run
     assert len(runtime.instances("m")) == 1
 
 
-@pytest.mark.promise(
-    "Responses at any time", "An error of one instance of a process is that of its batch alone."
-)
+@pytest.mark.promise("Responses at any time", "An error of one instance of a process is that of its batch alone.")
 def test_an_error_is_that_of_its_batch(runtime: moonpool.Runtime) -> None:
     bad, good = ask(runtime, "raise"), [ask(runtime, "say") for _ in range(5)]
 
@@ -139,9 +132,7 @@ def test_all_of_a_process_end_together(runtime: moonpool.Runtime) -> None:
     assert pid not in {each[1] for each in found}
 
 
-def test_all_are_asked_if_they_are_ready_and_finalized(
-    runtime: moonpool.Runtime, model: Path
-) -> None:
+def test_all_are_asked_if_they_are_ready_and_finalized(runtime: moonpool.Runtime, model: Path) -> None:
     assert runtime.is_ready("m")
     (model.parent / f"busy{NAMES[1]}").touch()
     assert not runtime.is_ready("m")
@@ -192,10 +183,7 @@ def test_no_object_is_finalized_while_one_executes(tmp_path: Path) -> None:
 
 def test_a_load_fails_if_one_of_them_cannot_be_initialized(model: Path) -> None:
     (model.parent / "fails").touch()
-    with (
-        moonpool.Runtime() as runtime,
-        pytest.raises(moonpool.LoadFailed, match="ValueError: on purpose"),
-    ):
+    with moonpool.Runtime() as runtime, pytest.raises(moonpool.LoadFailed, match="ValueError: on purpose"):
         runtime.load("m", model, config=CONFIG | options(INSTANCES_PER_PROCESS=COUNT))
 
 

@@ -14,17 +14,11 @@ from tests.other_pythons import WHY_NONE, made
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool import (
-    BadEnvironment,
-    LoadFailed,
-)
+from moonpool import BadEnvironment, LoadFailed
 from moonpool.runtime.stubs import handle as stub_handle
 
 FILE = MODELS / "dies.py"
-SIGNATURE: Config = {
-    "input": [tensor("COMMAND", "STRING", 1)],
-    "output": [tensor("PID", "INT64", 1)],
-}
+SIGNATURE: Config = {"input": [tensor("COMMAND", "STRING", 1)], "output": [tensor("PID", "INT64", 1)]}
 
 
 def ask(runtime: moonpool.Runtime, command: str = "answer") -> int:
@@ -63,10 +57,7 @@ INTERPRETERS: dict[str, tuple[Callable[[Path], object], str]] = {
         program(b"#!/bin/sh\necho no luck today >&2\nexit 1\n"),
         "its last words were: no luck today",
     ),
-    "a program that never ends": (
-        program(b"#!/bin/sh\nexec sleep 1000\n"),
-        "was not ready in time",
-    ),
+    "a program that never ends": (program(b"#!/bin/sh\nexec sleep 1000\n"), "was not ready in time"),
 }
 
 
@@ -104,9 +95,7 @@ def python_without_numpy() -> str:
 
 
 @pytest.mark.promise("Lifecycle", "If a stub does not …")
-def test_an_interpreter_without_numpy_is_told_to_have_none(
-    runtime: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_an_interpreter_without_numpy_is_told_to_have_none(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     python = python_without_numpy()
     config = environment(tmp_path, lambda path: path.symlink_to(python))
 
@@ -128,8 +117,7 @@ ENVIRONMENTS = made()
 
 @pytest.mark.promise(
     "Environments",
-    "A model runs under any Python from 3.9 up, whichever runs the runtime, with all that "
-    "models can do.",
+    "A model runs under any Python from 3.9 up, whichever runs the runtime, with all that models can do.",
 )
 @pytest.mark.skipif(not ENVIRONMENTS, reason=WHY_NONE)
 @pytest.mark.parametrize("path", ENVIRONMENTS, ids=lambda path: path.name)

@@ -36,8 +36,7 @@ CONFIG = {
 
 
 @pytest.mark.promise(
-    "Requests",
-    "A signal handler may raise at any point of the end of a stream: a second close ends the request.",
+    "Requests", "A signal handler may raise at any point of the end of a stream: a second close ends the request."
 )
 def test_a_close_that_is_interrupted_ends_the_request(tmp_path: Path) -> None:
     file = tmp_path / "model.py"

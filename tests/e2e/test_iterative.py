@@ -41,9 +41,7 @@ class Client:
         self.runtime = runtime
         self._log = folder / "log"
 
-    def send(
-        self, steps: int, request_id: str = "r", timeout_s: float = PATIENCE_S, **more: Any
-    ) -> ResponseStream:
+    def send(self, steps: int, request_id: str = "r", timeout_s: float = PATIENCE_S, **more: Any) -> ResponseStream:
         options = {key: more.pop(key) for key in ("correlation_id", "flags") if key in more}
         return self.runtime.stream(
             "m",
@@ -79,10 +77,7 @@ def serve(runtime: moonpool.Runtime, tmp_path: Path) -> Serve:
     return served
 
 
-ITERATIVE = [
-    {"iterative_sequence": True},
-    {"iterative_sequence": True, "oldest": {"max_candidate_sequences": 2}},
-]
+ITERATIVE = [{"iterative_sequence": True}, {"iterative_sequence": True, "oldest": {"max_candidate_sequences": 2}}]
 every_strategy = pytest.mark.parametrize("batching", ITERATIVE)
 
 
@@ -143,9 +138,7 @@ def test_a_generation_may_have_an_id_of_its_own_for_as_long_as_it_lasts(serve: S
 
 
 def test_a_generation_is_not_idle_however_long_it_takes(serve: Serve) -> None:
-    with serve(
-        is_decoupled=True, iterative_sequence=True, max_sequence_idle_microseconds=1
-    ) as client:
+    with serve(is_decoupled=True, iterative_sequence=True, max_sequence_idle_microseconds=1) as client:
         assert len(client.ask(200)) == 200
 
 
@@ -153,8 +146,7 @@ def test_a_generation_is_not_idle_however_long_it_takes(serve: Serve) -> None:
 
 
 @pytest.mark.promise(
-    "Sequences",
-    "A caller who leaves, a death and an unload each end the loop of a rescheduled request.",
+    "Sequences", "A caller who leaves, a death and an unload each end the loop of a rescheduled request."
 )
 @every_strategy
 @pytest.mark.parametrize("is_decoupled", [False, True])
@@ -185,9 +177,7 @@ def test_a_client_whose_time_is_over_ends_the_loop(serve: Serve, *, is_decoupled
 
 @pytest.mark.promise("Sequences", "A caller who leaves, a death …")
 def test_generations_end_with_their_process_and_say_so(serve: Serve) -> None:
-    with serve(
-        is_decoupled=True, iterative_sequence=True, oldest={"preferred_batch_size": [1]}
-    ) as client:
+    with serve(is_decoupled=True, iterative_sequence=True, oldest={"preferred_batch_size": [1]}) as client:
         others = [client.send(FOR_EVER, f"r{i}") for i in range(2)]
         for stream in others:
             next(stream)  # the next process would go on with one that has not begun
@@ -274,10 +264,7 @@ class TritonPythonModel:
 @pytest.mark.promise("Sequences", "A rescheduled request goes to …")
 @every_strategy
 def test_coroutines_reschedule_too(
-    runtime: moonpool.Runtime,
-    model_file: Callable[[str], Path],
-    batching: dict[str, Any],
-    tmp_path: Path,
+    runtime: moonpool.Runtime, model_file: Callable[[str], Path], batching: dict[str, Any], tmp_path: Path
 ) -> None:
     with hosted(runtime, "m", model_file(COROUTINE), config(is_decoupled=True, **batching)):
         client = Client(runtime, tmp_path)
@@ -320,11 +307,7 @@ class TritonPythonModel:
 
 @every_strategy
 def test_a_model_may_ask_for_a_generation(
-    serve: Serve,
-    runtime: moonpool.Runtime,
-    model_file: Callable[[str], Path],
-    batching: dict[str, Any],
-    tmp_path: Path,
+    serve: Serve, runtime: moonpool.Runtime, model_file: Callable[[str], Path], batching: dict[str, Any], tmp_path: Path
 ) -> None:
     caller = config(is_decoupled=False) | {"output": [tensor("Y", "FP32", -1)]}
     with serve(is_decoupled=True, **batching):

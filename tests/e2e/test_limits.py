@@ -22,10 +22,7 @@ from moonpool.runtime.isolation.cgroups import GROUPS, Groups
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
 FILE = MODELS / "greedy.py"
-SIGNATURE: Config = {
-    "input": [tensor("COMMAND", "STRING", 1)],
-    "output": [tensor("SAID", "STRING", 1)],
-}
+SIGNATURE: Config = {"input": [tensor("COMMAND", "STRING", 1)], "output": [tensor("SAID", "STRING", 1)]}
 MIB = 1 << 20
 # Address space that an interpreter with numpy needs in any case.
 MEMORY = 1024 * MIB
@@ -79,16 +76,12 @@ def test_a_model_that_wants_too_much_memory_is_told_its_limit_and_serves_on(
             expected = StubDied
         with pytest.raises(expected) as raised:
             ask(runtime, f"keep:{2 * MEMORY}")
-        assert f"reached its memory limit of {MEMORY} bytes (MOONPOOL_MEMORY_LIMIT_BYTES)" in str(
-            raised.value
-        )
+        assert f"reached its memory limit of {MEMORY} bytes (MOONPOOL_MEMORY_LIMIT_BYTES)" in str(raised.value)
         assert ask(runtime, f"keep:{MIB}") == "done"
 
 
 @pytest.mark.parametrize("limit", [16 * MIB, 48 * MIB])
-def test_a_limit_that_is_too_small_for_a_start_is_named(
-    runtime: moonpool.Runtime, folder: Path, limit: int
-) -> None:
+def test_a_limit_that_is_too_small_for_a_start_is_named(runtime: moonpool.Runtime, folder: Path, limit: int) -> None:
     """Neither limit is enough for numpy; with a little more it depends on its threads."""
     with pytest.raises(LoadFailed) as raised:
         runtime.load("greedy", folder, config=greedy(MEMORY_LIMIT_BYTES=limit))
@@ -103,9 +96,7 @@ def test_a_model_that_opens_too_many_descriptors_is_told_its_limit(
     with hosted(runtime, "greedy", folder, greedy(SANDBOX=level, OPEN_FILES=64)):
         with pytest.raises(ModelError) as raised:
             ask(runtime, "descriptors:100")
-        assert "its descriptor limit of 64 open descriptors (MOONPOOL_OPEN_FILES)" in str(
-            raised.value
-        )
+        assert "its descriptor limit of 64 open descriptors (MOONPOOL_OPEN_FILES)" in str(raised.value)
 
 
 @pytest.mark.promise("Limits", "If an instance asks for …")
@@ -136,13 +127,9 @@ def test_a_model_that_fills_its_scratch_folder_is_refused_or_ended(
 
 
 @pytest.mark.promise(
-    "Limits",
-    "An instance runs on its processors only. Processors that the runtime does not have are "
-    "refused at load.",
+    "Limits", "An instance runs on its processors only. Processors that the runtime does not have are refused at load."
 )
-def test_a_model_runs_on_the_processors_that_it_is_given(
-    runtime: moonpool.Runtime, folder: Path
-) -> None:
+def test_a_model_runs_on_the_processors_that_it_is_given(runtime: moonpool.Runtime, folder: Path) -> None:
     (cpu, *_) = sorted(os.sched_getaffinity(0))
     for level in ("standard", "strict"):
         with hosted(runtime, "greedy", folder, greedy(SANDBOX=level, CPUS=cpu)):
@@ -150,17 +137,13 @@ def test_a_model_runs_on_the_processors_that_it_is_given(
 
 
 @pytest.mark.promise("Limits", "An instance runs on its …")
-def test_processors_that_the_runtime_has_not_are_refused(
-    runtime: moonpool.Runtime, folder: Path
-) -> None:
+def test_processors_that_the_runtime_has_not_are_refused(runtime: moonpool.Runtime, folder: Path) -> None:
     with pytest.raises(LoadFailed) as raised:
         runtime.load("greedy", folder, config=greedy(CPUS="0,4095"))
     assert "MOONPOOL_CPUS names 4095, on which this runtime may not run" in str(raised.value)
 
 
-def test_a_weight_becomes_nice_where_there_is_no_group(
-    runtime: moonpool.Runtime, folder: Path
-) -> None:
+def test_a_weight_becomes_nice_where_there_is_no_group(runtime: moonpool.Runtime, folder: Path) -> None:
     with hosted(runtime, "greedy", folder, greedy(CPU_WEIGHT=33)):
         said = int(ask(runtime, "nice"))
         group = GROUPS.make({}, 33)
@@ -173,9 +156,7 @@ def test_a_weight_becomes_nice_where_there_is_no_group(
             assert session.read_text().endswith(f" nice {said}\n")
 
 
-def test_an_instance_is_the_first_to_go_where_memory_runs_out(
-    runtime: moonpool.Runtime, folder: Path
-) -> None:
+def test_an_instance_is_the_first_to_go_where_memory_runs_out(runtime: moonpool.Runtime, folder: Path) -> None:
     with hosted(runtime, "greedy", folder, greedy()):
         pid = runtime.instances("greedy")[0]["pid"]
         assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "500"
@@ -197,8 +178,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[Groups]:
 
 @pytest.mark.promise(
     "Limits",
-    "An instance is in its control group before any code of the model runs. The processes that "
-    "it started end with it.",
+    "An instance is in its control group before any code of the model runs. The processes that it started end with it.",
 )
 @pytest.mark.parametrize("level", ["standard", "strict"])
 def test_an_instance_is_in_a_group_of_its_own_with_all_that_it_starts(
@@ -210,9 +190,7 @@ def test_an_instance_is_in_a_group_of_its_own_with_all_that_it_starts(
         (shown,) = runtime.instances("greedy")
         assert shown["sandbox"]["layers"][-1].startswith("cgroup:")
         (line,) = [
-            line
-            for line in Path(f"/proc/{shown['pid']}/cgroup").read_text().splitlines()
-            if line.startswith("0::")
+            line for line in Path(f"/proc/{shown['pid']}/cgroup").read_text().splitlines() if line.startswith("0::")
         ]
         place = groups._find()
         assert place is not None
@@ -231,13 +209,10 @@ def test_an_instance_is_in_a_group_of_its_own_with_all_that_it_starts(
 
 @pytest.mark.promise(
     "Limits",
-    "Under load from four callers, real instances are recycled as often as the option says, and "
-    "every answer is right.",
+    "Under load from four callers, real instances are recycled as often as the option says, and every answer is right.",
 )
 @pytest.mark.parametrize("instances", [1, 2])
-def test_instances_are_recycled_under_load_and_every_answer_is_right(
-    runtime: moonpool.Runtime, instances: int
-) -> None:
+def test_instances_are_recycled_under_load_and_every_answer_is_right(runtime: moonpool.Runtime, instances: int) -> None:
     callers, each_asks, limit = 4, 60, 40
     wrong: list[object] = []
 
@@ -291,9 +266,7 @@ def test_a_recycled_instance_is_forked_from_the_template_where_there_is_one(
 
 
 @pytest.mark.promise(
-    "Limits",
-    "An instance whose resident memory grows over its limit is recycled; one that begins over "
-    "it is not.",
+    "Limits", "An instance whose resident memory grows over its limit is recycled; one that begins over it is not."
 )
 def test_an_instance_whose_memory_grows_is_recycled(
     runtime: moonpool.Runtime, folder: Path, monkeypatch: pytest.MonkeyPatch

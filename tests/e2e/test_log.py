@@ -49,8 +49,7 @@ def lines(runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture) -> list[s
     messages = [record for record in caplog.records if record.name == "moonpool.stub"]
     caplog.clear()
     return [
-        f"{record.levelname[0]} {record.getMessage().removeprefix('[talks_0] ').split(' (')[0]}"
-        for record in messages
+        f"{record.levelname[0]} {record.getMessage().removeprefix('[talks_0] ').split(' (')[0]}" for record in messages
     ]
 
 
@@ -79,9 +78,7 @@ def test_levels_change_while_a_model_runs(
 
     # A change is on its way to the stub beside the requests, and may arrive a moment after the next of them.
     runtime.log_settings(log_info=False, log_error=False, log_verbose_level=1)
-    wait_until(
-        lambda: said() == ["W Logger 1", "D Logger 3", "W talks: logging 1", "D talks: logging 3"]
-    )
+    wait_until(lambda: said() == ["W Logger 1", "D Logger 3", "W talks: logging 1", "D talks: logging 3"])
 
     runtime.log_settings(log_warning=False, log_verbose_level=0)
     wait_until(lambda: said() == [])
@@ -102,12 +99,7 @@ def test_a_stub_that_is_started_later_has_the_settings_of_that_moment(
 
 def test_verbose_is_a_setting_like_the_others(runtime: moonpool.Runtime) -> None:
     with moonpool.Runtime(verbose=True) as loud:
-        assert loud.log_settings() == {
-            "log_info": True,
-            "log_warning": True,
-            "log_error": True,
-            "log_verbose_level": 1,
-        }
+        assert loud.log_settings() == {"log_info": True, "log_warning": True, "log_error": True, "log_verbose_level": 1}
     assert runtime.log_settings()["log_verbose_level"] == 0
     assert runtime.log_settings(log_verbose_level=3)["log_verbose_level"] == 3
     assert runtime.log_settings(log_verbose_level=0)["log_verbose_level"] == 0
@@ -117,10 +109,7 @@ def test_verbose_is_a_setting_like_the_others(runtime: moonpool.Runtime) -> None
     ("changes", "error"),
     [
         ({"log_info": 1}, "log_info must be true or false, not 1"),
-        (
-            {"log_verbose_level": True},
-            "log_verbose_level must be a whole number from 0 on, not True",
-        ),
+        ({"log_verbose_level": True}, "log_verbose_level must be a whole number from 0 on, not True"),
         ({"log_verbose_level": -1}, "log_verbose_level must be a whole number from 0 on, not -1"),
         ({"log_file": "x"}, "no setting is called 'log_file'"),
     ],
@@ -163,10 +152,7 @@ def test_a_model_is_heard_from_wherever_it_speaks(
     assert lines(runtime, caplog) == ["I heard"]
 
 
-@pytest.mark.promise(
-    "Log",
-    "Messages of any kind, size and number harm neither the log nor other models.",
-)
+@pytest.mark.promise("Log", "Messages of any kind, size and number harm neither the log nor other models.")
 def test_messages_of_any_kind_and_size_do_no_harm(
     runtime: moonpool.Runtime, say: Say, caplog: pytest.LogCaptureFixture
 ) -> None:

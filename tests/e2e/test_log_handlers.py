@@ -73,9 +73,7 @@ def handled_by(handler: Stuck) -> Iterator[None]:
 @pytest.mark.promise("Log", "Records of the runtime are …")
 @pytest.mark.promise("Log", "A handler that raises …")
 @pytest.mark.parametrize("handler", [Stuck(), Raising()], ids=lambda each: type(each).__name__)
-def test_models_are_served_and_come_back_whatever_a_handler_does(
-    tmp_path: Path, handler: Stuck
-) -> None:
+def test_models_are_served_and_come_back_whatever_a_handler_does(tmp_path: Path, handler: Stuck) -> None:
     file = tmp_path / "model.py"
     file.write_text(MODEL)
     with handled_by(handler):

@@ -18,8 +18,7 @@ class Raises:
         raise ValueError("first\\nERROR:root:forged\\x1b[31m" + "x" * 2000)
 """
 BRIEF = (
-    "[m_0] Failed to process the request(s) for model 'm_0', message: ValueError: "
-    "first\\nERROR:root:forged\\x1b[31mxxx"
+    "[m_0] Failed to process the request(s) for model 'm_0', message: ValueError: first\\nERROR:root:forged\\x1b[31mxxx"
 )
 
 
@@ -33,11 +32,7 @@ BRIEF = (
     ],
 )
 def test_an_exception_of_a_contained_model_is_one_line_of_the_log(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    level: str,
-    option: dict[str, str],
-    is_brief: bool,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, level: str, option: dict[str, str], is_brief: bool
 ) -> None:
     file = tmp_path / "raises.py"
     file.write_text(RAISES)

@@ -8,15 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.e2e.hosting import (
-    MODELS,
-    Config,
-    hosted,
-    is_running,
-    open_to_all,
-    options,
-    tensor,
-)
+from tests.e2e.hosting import MODELS, Config, hosted, is_running, open_to_all, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.e2e.test_prefork import MARKS
 from tests.waiting import wait_until
@@ -82,11 +74,7 @@ def pids(runtime: moonpool.Runtime) -> list[int]:
 )
 @pytest.mark.parametrize(("fault", "words"), LIES.items(), ids=list(LIES))
 def test_where_a_template_lies_an_instance_is_started_without_it(
-    runtime: moonpool.Runtime,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    fault: str,
-    words: str,
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str, words: str
 ) -> None:
     monkeypatch.setenv("FAULT_IN_TEMPLATE", fault)
     if fault == "says nothing":

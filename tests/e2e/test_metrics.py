@@ -25,15 +25,10 @@ def of(runtime: moonpool.Runtime, name: str) -> dict[str, float]:
 
 
 @pytest.mark.promise(
-    "Metrics",
-    "Every model has Triton's metrics, and those that models make are shown as Triton shows them.",
+    "Metrics", "Every model has Triton's metrics, and those that models make are shown as Triton shows them."
 )
-def test_every_model_has_tritons_metrics(
-    runtime: moonpool.Runtime, model_file: Callable[[str], Path]
-) -> None:
-    raises = model_file(
-        "class TritonPythonModel:\n    def execute(self, requests):\n        raise ValueError\n"
-    )
+def test_every_model_has_tritons_metrics(runtime: moonpool.Runtime, model_file: Callable[[str], Path]) -> None:
+    raises = model_file("class TritonPythonModel:\n    def execute(self, requests):\n        raise ValueError\n")
     with hosted(runtime, "good", MODELS / "echo.py", ECHO), hosted(runtime, "bad", raises, ECHO):
         for _ in range(3):
             runtime.infer("good", X)

@@ -83,10 +83,7 @@ def comes_back(runtime: moonpool.Runtime, pid: int) -> None:
     assert pid_of(runtime) != pid
 
 
-@pytest.mark.promise(
-    "Containment",
-    "A second answer to a batch is never taken as the answer to another batch.",
-)
+@pytest.mark.promise("Containment", "A second answer to a batch is never taken as the answer to another batch.")
 @pytest.mark.usefixtures("rogue")
 def test_a_second_answer_is_not_taken_for_the_next_batch(runtime: moonpool.Runtime) -> None:
     ask(runtime, "answers twice")
@@ -141,8 +138,7 @@ def answers_again(runtime: moonpool.Runtime) -> None:
 
 @pytest.mark.usefixtures("instead_of_the_stub")
 def test_a_stub_that_floods_the_log_is_heard_in_part_and_cut_off_at_its_time_limit(
-    runtime: moonpool.Runtime,
-    caplog: pytest.LogCaptureFixture,
+    runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)  # otherwise the output of models does not go to the log
     limits = options(**SEEN, EXECUTE_TIMEOUT_S=1, LOG_LINES_PER_S=5)
@@ -160,13 +156,8 @@ def test_a_stub_that_floods_the_log_is_heard_in_part_and_cut_off_at_its_time_lim
 @pytest.mark.usefixtures("instead_of_the_stub")
 def test_metrics_can_be_read_while_a_stub_floods_with_them(runtime: moonpool.Runtime) -> None:
     limits = options(**SEEN, EXECUTE_TIMEOUT_S=1)
-    with (
-        hosted(runtime, "flood", MODELS / "echo.py", SIGNATURE | limits),
-        ThreadPoolExecutor(1) as pool,
-    ):
-        asked = pool.submit(
-            runtime.infer, "flood", {"X": X}, request_id="floods with metrics", timeout_s=60.0
-        )
+    with hosted(runtime, "flood", MODELS / "echo.py", SIGNATURE | limits), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(runtime.infer, "flood", {"X": X}, request_id="floods with metrics", timeout_s=60.0)
         while not asked.done():
             assert 'nv_inference_count{model="sibling",version="1"}' in runtime.metrics()
         with pytest.raises(ExecuteTimedOut):
@@ -176,23 +167,16 @@ def test_metrics_can_be_read_while_a_stub_floods_with_them(runtime: moonpool.Run
 
 @pytest.mark.promise(
     "What a stub says",
-    "Lines that are dropped cost nothing, long ones count as several, and none is longer than "
-    "64 Ki characters.",
+    "Lines that are dropped cost nothing, long ones count as several, and none is longer than 64 Ki characters.",
 )
 @pytest.mark.usefixtures("instead_of_the_stub")
 def test_a_stub_that_prints_nothing_but_ends_of_lines_delays_nobody_for_long(
-    runtime: moonpool.Runtime,
-    caplog: pytest.LogCaptureFixture,
+    runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     limits = options(**SEEN, EXECUTE_TIMEOUT_S=1, LOG_LINES_PER_S=5)
-    with (
-        hosted(runtime, "flood", MODELS / "echo.py", SIGNATURE | limits),
-        ThreadPoolExecutor(1) as pool,
-    ):
-        asked = pool.submit(
-            runtime.infer, "flood", {"X": X}, request_id="floods its output", timeout_s=60.0
-        )
+    with hosted(runtime, "flood", MODELS / "echo.py", SIGNATURE | limits), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(runtime.infer, "flood", {"X": X}, request_id="floods its output", timeout_s=60.0)
         while not asked.done():
             assert 'nv_inference_count{model="sibling",version="1"}' in runtime.metrics()
         with pytest.raises(ExecuteTimedOut):
@@ -204,8 +188,7 @@ def test_a_stub_that_prints_nothing_but_ends_of_lines_delays_nobody_for_long(
 
 @pytest.mark.promise(
     "What a stub says",
-    "A stub may have 4096 calls open, each under a number of its own, and leaves no timer "
-    "behind for any of them.",
+    "A stub may have 4096 calls open, each under a number of its own, and leaves no timer behind for any of them.",
 )
 @pytest.mark.usefixtures("instead_of_the_stub")
 def test_a_stub_may_not_ask_more_than_it_may_have_open(
@@ -221,9 +204,7 @@ def test_a_stub_may_not_ask_more_than_it_may_have_open(
 
 
 @pytest.mark.usefixtures("rogue")
-def test_a_stub_that_closes_its_control_channel_and_lives_on_is_ended(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_stub_that_closes_its_control_channel_and_lives_on_is_ended(runtime: moonpool.Runtime) -> None:
     pid = pid_of(runtime)
 
     with pytest.raises(StubDied, match="closed its control channel"):
@@ -234,9 +215,7 @@ def test_a_stub_that_closes_its_control_channel_and_lives_on_is_ended(
 
 @pytest.mark.promise("Containment", "Running out of memory is an …")
 @pytest.mark.usefixtures("rogue")
-def test_a_stub_that_asks_for_more_memory_than_there_is_is_refused(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_stub_that_asks_for_more_memory_than_there_is_is_refused(runtime: moonpool.Runtime) -> None:
     pid = pid_of(runtime)
 
     for _ in range(3):
@@ -248,9 +227,7 @@ def test_a_stub_that_asks_for_more_memory_than_there_is_is_refused(
 
 @pytest.mark.promise("GPUs in the runtime", "A stub that lies about events …")
 @pytest.mark.usefixtures("rogue")
-def test_a_stub_that_asks_for_memory_of_a_device_that_is_not_there_is_refused(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_stub_that_asks_for_memory_of_a_device_that_is_not_there_is_refused(runtime: moonpool.Runtime) -> None:
     pid = pid_of(runtime)
 
     words = "no driver|no GPU|device 4000 cannot be used|handles no memory of devices"
@@ -266,20 +243,15 @@ def test_a_stub_that_asks_for_memory_of_a_device_that_is_not_there_is_refused(
     "later of each client that left.",
 )
 @pytest.mark.usefixtures("instead_of_the_stub")
-def test_a_stub_that_is_behind_with_hearing_who_has_left_can_be_told_what_it_must(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_stub_that_is_behind_with_hearing_who_has_left_can_be_told_what_it_must(runtime: moonpool.Runtime) -> None:
     config: Config = {"input": [tensor("X", "FP32", -1)], "output": SIGNATURE["output"]}
     count, large = 400, np.zeros(1 << 16, np.float32)
 
     async def leave() -> None:
         waiting = [
-            asyncio.ensure_future(runtime.ainfer("late", {"X": X}, request_id="leaves it open"))
-            for _ in range(count)
+            asyncio.ensure_future(runtime.ainfer("late", {"X": X}, request_id="leaves it open")) for _ in range(count)
         ]
-        await asyncio.to_thread(
-            wait_until, lambda: runtime.statistics("late")["execution_count"] == count, 60.0
-        )
+        await asyncio.to_thread(wait_until, lambda: runtime.statistics("late")["execution_count"] == count, 60.0)
         for each in waiting:
             each.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -335,10 +307,7 @@ STARTS = {
 @pytest.mark.parametrize(("fault", "words"), STARTS.items(), ids=list(STARTS))
 @pytest.mark.usefixtures("instead_of_the_stub")
 def test_a_stub_that_does_not_start_as_agreed_fails_the_load(
-    runtime: moonpool.Runtime,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
-    words: str,
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch, fault: str, words: str
 ) -> None:
     monkeypatch.setenv("FAULT_AT_START", fault)
     limits = options(**SEEN, LOAD_TIMEOUT_S=1 if "in time" in words else 60)
@@ -352,9 +321,7 @@ def test_a_stub_that_does_not_start_as_agreed_fails_the_load(
 
 
 @pytest.mark.usefixtures("rogue")
-def test_a_stub_cannot_ask_for_more_instances_than_the_configuration_has(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_stub_cannot_ask_for_more_instances_than_the_configuration_has(runtime: moonpool.Runtime) -> None:
     """Let `misbehave.py` complete every configuration with 64 instances."""
     assert len(runtime.instances("rogue")) == 1
 
@@ -375,10 +342,7 @@ def peak_bytes(act: Callable[[], object]) -> int:
     return most() - before
 
 
-@pytest.mark.promise(
-    "The sandbox: `strict`",
-    "The runtime copies only the beginning of a load that was not granted.",
-)
+@pytest.mark.promise("The sandbox: `strict`", "The runtime copies only the beginning of a load that was not granted.")
 @pytest.mark.promise(
     "Containment",
     "The runtime reads the beginning of a message in a stub's memory before it copies the rest. "

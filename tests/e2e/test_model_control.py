@@ -37,9 +37,7 @@ class TritonPythonModel:
 """
 CONFIG = 'json.dumps({"backend": "python", "max_batch_size": 4})'
 LOAD = "Failed to load model: Failed to process the request for model 'asker_0', message: "
-READY = (
-    "Failed to check model readiness: Failed to process the request for model 'asker_0', message: "
-)
+READY = "Failed to check model readiness: Failed to process the request for model 'asker_0', message: "
 POLL = f"TritonModelException: {LOAD}failed to load 'target', failed to poll from model repository"
 
 
@@ -74,9 +72,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def runtime(
-    repository: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[moonpool.Runtime]:
+def runtime(repository: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[moonpool.Runtime]:
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     with moonpool.Runtime(repository, models=["asker"]) as runtime:
         yield runtime
@@ -121,15 +117,11 @@ def test_a_model_loads_looks_at_and_unloads_another(runtime: moonpool.Runtime) -
     wait_until(lambda: ask(runtime, 'pb_utils.is_model_ready("target")') == ["False"])
     # As in Triton, none of these is an error.
     assert ask(
-        runtime,
-        'pb_utils.unload_model("target")',
-        'pb_utils.unload_model("nobody", unload_dependents=True)',
+        runtime, 'pb_utils.unload_model("target")', 'pb_utils.unload_model("nobody", unload_dependents=True)'
     ) == ["None", "None"]
 
 
-def test_a_loaded_model_is_loaded_again_only_if_it_was_changed(
-    runtime: moonpool.Runtime, repository: Path
-) -> None:
+def test_a_loaded_model_is_loaded_again_only_if_it_was_changed(runtime: moonpool.Runtime, repository: Path) -> None:
     load = 'pb_utils.load_model("target")'
     assert ask(runtime, load) == ["None"]
     before = pid(runtime, "target")
@@ -140,15 +132,8 @@ def test_a_loaded_model_is_loaded_again_only_if_it_was_changed(
     assert pid(runtime, "target") != before
 
 
-def test_a_configuration_replaces_the_one_in_the_repository(
-    runtime: moonpool.Runtime, repository: Path
-) -> None:
-    write(
-        repository,
-        "target",
-        EVALUATOR,
-        'backend: "python" parameters { key: "a" value { string_value: "b" } }',
-    )
+def test_a_configuration_replaces_the_one_in_the_repository(runtime: moonpool.Runtime, repository: Path) -> None:
+    write(repository, "target", EVALUATOR, 'backend: "python" parameters { key: "a" value { string_value: "b" } }')
     assert ask(runtime, f'pb_utils.load_model("target", {CONFIG})') == ["None"]
     config = runtime.config("target")
     assert (config.max_batch_size, dict(config.parameters)) == (4, {})
@@ -170,9 +155,7 @@ def test_a_model_is_made_of_files(runtime: moonpool.Runtime, temporary: Path) ->
     assert ask(runtime, "pb_utils.get_model_dir()", model="made")[0].endswith("/made/1'")
     big = '{"file:1/model.py": open(pb_utils.get_model_dir() + "/model.py", "rb").read(), "file:1/weights": bytes(3_000_000)}'
     assert ask(runtime, f'pb_utils.load_model("made", "{{}}", {big})') == ["None"]
-    assert ask(runtime, 'os.path.getsize(pb_utils.get_model_dir() + "/weights")', model="made") == [
-        "3000000"
-    ]
+    assert ask(runtime, 'os.path.getsize(pb_utils.get_model_dir() + "/weights")', model="made") == ["3000000"]
 
 
 @pytest.mark.promise("Backends", "A model can load, unload …")
@@ -254,9 +237,7 @@ def test_a_model_is_made_of_files(runtime: moonpool.Runtime, temporary: Path) ->
         ),
     ],
 )
-def test_an_impossible_load_is_refused_in_tritons_words(
-    unchanged: moonpool.Runtime, code: str, text: str
-) -> None:
+def test_an_impossible_load_is_refused_in_tritons_words(unchanged: moonpool.Runtime, code: str, text: str) -> None:
     (said,) = ask(unchanged, code)
     assert said.startswith(text)
     assert list(unchanged.models()) == ["asker"]
@@ -269,9 +250,7 @@ def test_an_impossible_load_is_refused_in_tritons_words(
 )
 def test_a_model_gives_no_other_more_than_it_has(unchanged: moonpool.Runtime) -> None:
     level = unchanged.instances("asker")[0]["sandbox"]["level"]
-    refused = {
-        "MOONPOOL_SANDBOX": ("off", f"a model in the sandbox '{level}' cannot load one in 'off'")
-    }
+    refused = {"MOONPOOL_SANDBOX": ("off", f"a model in the sandbox '{level}' cannot load one in 'off'")}
     if level == "strict":
         words = "a model in the sandbox 'strict' cannot set this for another"
         refused["MOONPOOL_ENVIRONMENT"] = ("SECRET", words)
@@ -293,9 +272,7 @@ def test_models_are_loaded_in_initialize(runtime: moonpool.Runtime, repository: 
 
 
 @pytest.mark.promise("Backends", "If models would wait for …")
-def test_a_model_that_loads_itself_in_initialize_is_told(
-    runtime: moonpool.Runtime, repository: Path
-) -> None:
+def test_a_model_that_loads_itself_in_initialize_is_told(runtime: moonpool.Runtime, repository: Path) -> None:
     write(repository, "starter", EVALUATOR, at_start('pb_utils.load_model("starter")'))
     runtime.load("starter")
     (said,) = ask(runtime, "self.said", model="starter")
@@ -303,8 +280,7 @@ def test_a_model_that_loads_itself_in_initialize_is_told(
 
 
 @pytest.mark.promise(
-    "Backends",
-    "If models would wait for each other's loads, they get an error instead, and nothing hangs.",
+    "Backends", "If models would wait for each other's loads, they get an error instead, and nothing hangs."
 )
 def test_models_that_load_each_other_are_told(runtime: moonpool.Runtime, repository: Path) -> None:
     for name, other in (("a", "b"), ("b", "c"), ("c", "a")):
@@ -329,9 +305,7 @@ def test_a_model_unloads_itself_while_it_executes(runtime: moonpool.Runtime) -> 
         ask(runtime, "1")
 
 
-def test_a_model_loads_its_own_successor_while_it_executes(
-    runtime: moonpool.Runtime, repository: Path
-) -> None:
+def test_a_model_loads_its_own_successor_while_it_executes(runtime: moonpool.Runtime, repository: Path) -> None:
     before = pid(runtime, "asker")
     write(repository, "asker", EVALUATOR + "\n# changed")
     said = ask(runtime, 'pb_utils.load_model("asker")', 'pb_utils.is_model_ready("asker")')

@@ -67,9 +67,7 @@ VIEWS: dict[str, NDArray[Any]] = {
 @pytest.mark.usefixtures("keeper")
 @pytest.mark.parametrize("how", VIEWS)
 @pytest.mark.parametrize("in_place", [False, True], ids=["copied in", "written in place"])
-def test_a_view_of_an_input_is_a_good_output(
-    runtime: moonpool.Runtime, how: str, in_place: bool
-) -> None:
+def test_a_view_of_an_input_is_a_good_output(runtime: moonpool.Runtime, how: str, in_place: bool) -> None:
     x = X.copy()
     if in_place:
         x = runtime.empty("keeper", "X", X.shape)
@@ -96,9 +94,7 @@ def test_two_outputs_may_share_their_memory(runtime: moonpool.Runtime, how: str)
 
 
 @pytest.mark.usefixtures("keeper")
-def test_inputs_that_a_model_keeps_stay_what_they_were_and_are_given_back_in_the_end(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_inputs_that_a_model_keeps_stay_what_they_were_and_are_given_back_in_the_end(runtime: moonpool.Runtime) -> None:
     ones = np.ones((100, 4), np.float32)
     size = shared_bytes(runtime)
 
@@ -123,10 +119,7 @@ def test_one_tensor_given_twice_is_refused(runtime: moonpool.Runtime) -> None:
         handle(runtime, "one tensor twice", X)
 
 
-@pytest.mark.promise(
-    "Requests",
-    "Regions that were added because the first one was too small are given back.",
-)
+@pytest.mark.promise("Requests", "Regions that were added because the first one was too small are given back.")
 @pytest.mark.usefixtures("keeper")
 def test_memory_grows_for_what_is_large_and_is_given_back(runtime: moonpool.Runtime) -> None:
     wait_until(lambda: shared_bytes(runtime) == 8192, 60.0)

@@ -9,16 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.ensemble_repositories import (
-    ADDS,
-    REPEATS,
-    Io,
-    chain,
-    ensemble_text,
-    step,
-    write_ensemble,
-    write_model,
-)
+from tests.ensemble_repositories import ADDS, REPEATS, Io, chain, ensemble_text, step, write_ensemble, write_model
 
 import moonpool
 from moonpool.runtime.errors import BacklogFull
@@ -44,10 +35,7 @@ HOLDS = ADDS.replace("import triton", "import os, time\nimport triton").replace(
 def through(names: list[str]) -> list[str]:
     """Return steps of ensembles with one input A and one output B, one after the other."""
     between = ["A", *(f"t{number}" for number in range(1, len(names))), "B"]
-    return [
-        step(name, {"A": between[number]}, {"B": between[number + 1]})
-        for number, name in enumerate(names)
-    ]
+    return [step(name, {"A": between[number]}, {"B": between[number + 1]}) for number, name in enumerate(names)]
 
 
 @pytest.fixture
@@ -57,9 +45,7 @@ def runtime(tmp_path: Path) -> Iterator[moonpool.Runtime]:
         yield runtime
 
 
-def test_requests_of_ensembles_in_ensembles_have_a_limit_together(
-    runtime: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_requests_of_ensembles_in_ensembles_have_a_limit_together(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     write_ensemble(tmp_path, "ten", chain(["adds"] * 10))
     write_ensemble(tmp_path, "three", through(["ten"] * 3))
     write_ensemble(tmp_path, "four", through(["ten"] * 4))
@@ -87,9 +73,7 @@ def test_ensembles_nest_only_so_deep(runtime: moonpool.Runtime, tmp_path: Path) 
     # Nor may the model at the bottom become one.
     write_model(tmp_path, "below")
     below = step("below", {"X": "X"}, {"Y": "Y"})
-    (tmp_path / "adds" / "config.pbtxt").write_text(
-        ensemble_text([below]).replace('"A"', '"X"').replace('"B"', '"Y"')
-    )
+    (tmp_path / "adds" / "config.pbtxt").write_text(ensemble_text([below]).replace('"A"', '"X"').replace('"B"', '"Y"'))
     with pytest.raises(moonpool.LoadFailed, match="nested more than 16 deep in 'e16'"):
         runtime.load("adds")
     assert runtime.infer("e16", {"A": X})["B"].tolist() == (X + 1).tolist()

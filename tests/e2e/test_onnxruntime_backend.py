@@ -15,9 +15,7 @@ import moonpool
 pytestmark = [
     missing("onnx", "onnxruntime"),
     pytest.mark.promise(
-        "Backends",
-        "An ONNX graph is served without a configuration; one that contradicts the graph is "
-        "refused.",
+        "Backends", "An ONNX graph is served without a configuration; one that contradicts the graph is refused."
     ),
 ]
 
@@ -60,22 +58,15 @@ def test_a_graph_needs_no_configuration(runtime: moonpool.Runtime) -> None:
     # All tensors begin with a variable dimension: that is the batch.
     assert config.max_batch_size == 4
     assert config.dynamic_batching is not None
-    assert tensors(runtime, "add_sub") == dict.fromkeys(
-        ["A", "B", "SUM", "DIFFERENCE"], ("FP32", (3,))
-    )
+    assert tensors(runtime, "add_sub") == dict.fromkeys(["A", "B", "SUM", "DIFFERENCE"], ("FP32", (3,)))
     outputs = runtime.infer("add_sub", BOTH, timeout_s=60.0)
     assert outputs["SUM"].tolist() == (A + 1).tolist()
     assert outputs["DIFFERENCE"].tolist() == (A - 1).tolist()
 
 
-def test_the_platform_names_the_backend_and_requests_are_joined(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_the_platform_names_the_backend_and_requests_are_joined(runtime: moonpool.Runtime) -> None:
     futures = [
-        runtime.submit(
-            "by_platform",
-            {"A": np.full((rows, 3), rows, np.float32), "B": np.ones((rows, 3), np.float32)},
-        )
+        runtime.submit("by_platform", {"A": np.full((rows, 3), rows, np.float32), "B": np.ones((rows, 3), np.float32)})
         for rows in (1, 2, 3)
     ]
     for rows, future in zip((1, 2, 3), futures, strict=True):
@@ -95,14 +86,8 @@ def test_the_configuration_overrides_the_graph(runtime: moonpool.Runtime) -> Non
     assert list(runtime.infer("narrow", BOTH, timeout_s=60.0)) == ["SUM"]
 
 
-def test_shapes_that_only_the_data_decides_and_scalars_are_answered(
-    runtime: moonpool.Runtime,
-) -> None:
-    assert tensors(runtime, "nonzero") == {
-        "X": ("FP32", (4,)),
-        "Y": ("INT64", (1, -1)),
-        "S": ("FP32", (1,)),
-    }
+def test_shapes_that_only_the_data_decides_and_scalars_are_answered(runtime: moonpool.Runtime) -> None:
+    assert tensors(runtime, "nonzero") == {"X": ("FP32", (4,)), "Y": ("INT64", (1, -1)), "S": ("FP32", (1,))}
     for values in ([1, 0, 0, 2], [0, 0, 0, 0], [1, 2, 3, 4]):
         x = np.array(values, np.float32)
         outputs = runtime.infer("nonzero", {"X": x}, timeout_s=60.0)
@@ -121,9 +106,7 @@ def test_a_graph_of_fixed_size_is_served_without_batches(runtime: moonpool.Runti
     assert runtime.infer("fixed", {"X": np.array([1, -2])}, timeout_s=60.0)["Y"].tolist() == [-1, 2]
 
 
-def test_options_of_onnx_runtime_are_taken_from_the_configuration(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_options_of_onnx_runtime_are_taken_from_the_configuration(runtime: moonpool.Runtime) -> None:
     assert runtime.infer("tuned", BOTH, timeout_s=60.0)["SUM"].tolist() == (A + 1).tolist()
 
 
@@ -201,9 +184,7 @@ def test_a_graph_has_states_that_grow_each_in_its_sequence(runtime: moonpool.Run
         for place, x in enumerate(values):
             flags = (place == 0) | (place == len(values) - 1) << 1
             inputs = {"X": np.array([[x]], np.float32)}
-            outputs = runtime.infer(
-                "history", inputs, timeout_s=60.0, correlation_id=which, flags=flags
-            )
+            outputs = runtime.infer("history", inputs, timeout_s=60.0, correlation_id=which, flags=flags)
             assert outputs["SUM"].tolist() == outputs["NOW"].sum(1, keepdims=True).tolist()
             rows += outputs["NOW"].tolist()
         return rows
@@ -213,11 +194,7 @@ def test_a_graph_has_states_that_grow_each_in_its_sequence(runtime: moonpool.Run
         found = list(threads.map(asked, (7, 8, 9), ([1, 2, 4], [5], [6, 0])))
 
     # The first value comes from the file.
-    assert found == [
-        [[10, 1], [10, 1, 2], [10, 1, 2, 4]],
-        [[10, 5]],
-        [[10, 6], [10, 6, 0]],
-    ]
+    assert found == [[[10, 1], [10, 1, 2], [10, 1, 2, 4]], [[10, 5]], [[10, 6], [10, 6, 0]]]
 
 
 @pytest.mark.promise(
@@ -226,10 +203,7 @@ def test_a_graph_has_states_that_grow_each_in_its_sequence(runtime: moonpool.Run
 )
 @pytest.mark.parametrize("level", ["standard", "strict"])
 def test_the_log_has_no_word_of_the_backend(
-    repository: Path,
-    level: str,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
+    repository: Path, level: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for path in (repository, *repository.rglob("*")):
         path.chmod(0o755)  # a contained instance may be another user

@@ -93,9 +93,7 @@ def asked(runtime: moonpool.Runtime, model: str, path: object) -> list[str]:
     "Options that the operator sets of a model go before what its configuration says, option by "
     "option, and so do parameters and plain values in a program's `load`.",
 )
-def test_a_stranger_s_model_has_what_the_program_says_and_not_what_it_asks_for(
-    models: Path, data: Path
-) -> None:
+def test_a_stranger_s_model_has_what_the_program_says_and_not_what_it_asks_for(models: Path, data: Path) -> None:
     greedy = write(models, "greedy", MOONPOOL_SANDBOX_PATHS="/")
     plain = write(models, "plain", MOONPOOL_SANDBOX="off", color="red", shape="round")
     with moonpool.Runtime(sandbox="strict") as runtime:
@@ -104,10 +102,7 @@ def test_a_stranger_s_model_has_what_the_program_says_and_not_what_it_asks_for(
         runtime.load("plain", plain)
         assert asked(runtime, "plain", data) == ["refused", "red"]
 
-        options: Mapping[str, str | float] = {
-            "MOONPOOL_SANDBOX_PATHS": str(data),
-            "MOONPOOL_OPEN_FILES": 64,
-        }
+        options: Mapping[str, str | float] = {"MOONPOOL_SANDBOX_PATHS": str(data), "MOONPOOL_OPEN_FILES": 64}
         runtime.load("plain", plain, options=options, parameters={"color": "blue"})
         assert asked(runtime, "plain", data) == ["data", "blue"]
         assert runtime.config("plain").parameters == {
@@ -123,9 +118,7 @@ def test_a_stranger_s_model_has_what_the_program_says_and_not_what_it_asks_for(
         assert asked(runtime, "greedy", "/etc/passwd") == ["refused", ""]
 
 
-def test_a_level_that_a_load_sets_is_set_also_where_nothing_else_has_changed(
-    models: Path, data: Path
-) -> None:
+def test_a_level_that_a_load_sets_is_set_also_where_nothing_else_has_changed(models: Path, data: Path) -> None:
     folder = write(models, "m")
     with moonpool.Runtime() as runtime:
         for level, said in (("standard", "data"), ("strict", "refused")):
@@ -174,9 +167,7 @@ def test_the_options_of_a_load_hold_even_if_it_failed(models: Path, data: Path) 
 
 
 @pytest.mark.promise("The server (`moonpool serve`)", "Options that the operator sets of …")
-def test_options_by_name_are_there_for_what_a_runtime_loads_itself(
-    models: Path, data: Path
-) -> None:
+def test_options_by_name_are_there_for_what_a_runtime_loads_itself(models: Path, data: Path) -> None:
     write(models, "one")
     write(models, "two")
     said = {
@@ -190,19 +181,14 @@ def test_options_by_name_are_there_for_what_a_runtime_loads_itself(
 
 
 @pytest.mark.promise("The sandbox: grants", "A client or …")
-def test_a_model_that_loads_others_gives_its_files_none_of_their_grants(
-    models: Path, data: Path
-) -> None:
+def test_a_model_that_loads_others_gives_its_files_none_of_their_grants(models: Path, data: Path) -> None:
     """Check that code which another model loads under the name does not get the model's grants."""
     config = '{"backend": "python", "parameters": {"MOONPOOL_SANDBOX": {"string_value": "strict"}}}'
     files = '{"file:1/model.py": b"class TritonPythonModel: pass"}'
     bad = LOADS.replace("load_model(name)", f"load_model(name, {config!r}, {files})")
     write(models, "m")
     write(models, "loads", bad)
-    said = {
-        "m": {"MOONPOOL_SANDBOX_PATHS": str(data)},
-        "loads": {"MOONPOOL_SANDBOX_MODELS": "m"},
-    }
+    said = {"m": {"MOONPOOL_SANDBOX_PATHS": str(data)}, "loads": {"MOONPOOL_SANDBOX_MODELS": "m"}}
     with moonpool.Runtime(models, sandbox="strict", model_options=said) as runtime:
         with pytest.raises(moonpool.ModelError, match="cannot set this for another"):
             asked(runtime, "loads", "m")

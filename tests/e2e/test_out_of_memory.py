@@ -27,10 +27,7 @@ pytestmark = [
 MIB = 1 << 20
 # Enough for the interpreter with numpy, and little else.
 LIMIT = 768 * MIB
-SIGNATURE: Config = {
-    "input": [tensor("X", "FP32", 1)],
-    "output": [tensor("Y", "FP32", 1)],
-}
+SIGNATURE: Config = {"input": [tensor("X", "FP32", 1)], "output": [tensor("Y", "FP32", 1)]}
 LIBRARY = """
 #include <cstdlib>
 #include <cstring>
@@ -70,8 +67,7 @@ ENDS = {
     "an abort without a word": ("library.aborts()", "was killed by SIGABRT"),
     "an exception in Python": ("np.ones(1 << 40)", "MemoryError"),
     "an exception that hides another": (
-        "\\n    try:\\n        bytes(1 << 40)\\n    except MemoryError:\\n"
-        "        raise ValueError('cannot work')",
+        "\\n    try:\\n        bytes(1 << 40)\\n    except MemoryError:\\n        raise ValueError('cannot work')",
         "ValueError: cannot work",
     ),
     "OpenBLAS's last words": (

@@ -24,10 +24,7 @@ pytestmark = pytest.mark.promise(
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "ENVIRONMENTS.md"
-SIGNATURE: Config = {
-    "input": [tensor("CODE", "STRING", -1)],
-    "output": [tensor("SAID", "STRING", -1)],
-}
+SIGNATURE: Config = {"input": [tensor("CODE", "STRING", -1)], "output": [tensor("SAID", "STRING", -1)]}
 
 
 def commands() -> list[str]:
@@ -39,9 +36,7 @@ def commands() -> list[str]:
 
 def kinds(command: str) -> list[str]:
     """Return the fixtures of a command's environments: `conda`, `virtual` or both."""
-    return {"venv-pack": ["virtual"], "conda-pack": ["conda"]}.get(
-        command.split()[0], ["virtual", "conda"]
-    )
+    return {"venv-pack": ["virtual"], "conda-pack": ["conda"]}.get(command.split()[0], ["virtual", "conda"])
 
 
 def programs(command: str) -> list[str]:
@@ -63,15 +58,9 @@ def test_the_page_has_a_command_for_each_tool() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("command", "kind"), [(command, kind) for command in commands() for kind in kinds(command)]
-)
+@pytest.mark.parametrize(("command", "kind"), [(command, kind) for command in commands() for kind in kinds(command)])
 def test_a_model_runs_in_what_the_command_packs(
-    runtime: moonpool.Runtime,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    command: str,
-    kind: str,
+    runtime: moonpool.Runtime, request: pytest.FixtureRequest, tmp_path: Path, command: str, kind: str
 ) -> None:
     # The packers are installed beside the interpreter of the tests.
     path = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
@@ -82,9 +71,7 @@ def test_a_model_runs_in_what_the_command_packs(
     # The documented commands expect a folder of this name. It is a copy, because conda-pack finds nothing through a
     # link.
     subprocess.run(["cp", "-a", source, tmp_path / "env"], check=True)
-    subprocess.run(
-        ["bash", "-euc", command], cwd=tmp_path, env={**os.environ, "PATH": path}, check=True
-    )
+    subprocess.run(["bash", "-euc", command], cwd=tmp_path, env={**os.environ, "PATH": path}, check=True)
     # From here on, only the archive exists.
     shutil.rmtree(tmp_path / "env")
     (archive,) = tmp_path.glob("env.*")

@@ -21,10 +21,7 @@ import moonpool
 from moonpool import LoadFailed, ModelError, ModelUnavailable, StubDied
 
 FILE = MODELS / "preforked.py"
-SIGNATURE: Config = {
-    "input": [tensor("DO", "STRING", 1)],
-    "output": [tensor("SAID", "STRING", 1)],
-}
+SIGNATURE: Config = {"input": [tensor("DO", "STRING", 1)], "output": [tensor("SAID", "STRING", 1)]}
 SEEN = "MARKS, AT_IMPORT, AT_INITIALIZE, WEIGHTS"
 FORGIVING = {"RESTART_WINDOW_S": 0.001}
 BOTH = pytest.mark.parametrize("prefork", ["imports", "initialize"])
@@ -168,9 +165,7 @@ def test_every_instance_has_regions_of_its_own(runtime: moonpool.Runtime, prefor
 
 
 @pytest.mark.promise("Forked instances", "With `MOONPOOL_PREFORK` instances are forked from …")
-def test_weights_are_in_memory_once(
-    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_in_memory_once(runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     size_bytes = 64 << 20
     monkeypatch.setenv("WEIGHTS", str(size_bytes))
 
@@ -202,9 +197,7 @@ def test_instances_do_not_draw_the_same_numbers(runtime: moonpool.Runtime, prefo
 
 @pytest.mark.promise("Forked instances", "Forks draw different random numbers, keep …")
 @BOTH
-def test_metrics_that_initialize_makes_are_those_of_every_instance(
-    runtime: moonpool.Runtime, prefork: str
-) -> None:
+def test_metrics_that_initialize_makes_are_those_of_every_instance(runtime: moonpool.Runtime, prefork: str) -> None:
     with hosted(runtime, "m", FILE, config(prefork), instances=2):
         for _ in range(6):
             ask(runtime, "count")
@@ -238,18 +231,13 @@ def test_the_children_of_an_instance_end_with_it(runtime: moonpool.Runtime) -> N
 
 def status(pid: int, *names: str) -> list[str]:
     text = Path(f"/proc/{pid}/status").read_text()
-    return [
-        " ".join(re.findall(rf"^{name}:\s*(.*)$", text, re.MULTILINE)[0].split()) for name in names
-    ]
+    return [" ".join(re.findall(rf"^{name}:\s*(.*)$", text, re.MULTILINE)[0].split()) for name in names]
 
 
 @pytest.mark.promise(
-    "Forked instances",
-    "At `strict` a fork has all layers of its template, one filter more, and may not fork.",
+    "Forked instances", "At `strict` a fork has all layers of its template, one filter more, and may not fork."
 )
-def test_at_strict_a_fork_is_as_confined_as_its_template_and_may_not_fork(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_at_strict_a_fork_is_as_confined_as_its_template_and_may_not_fork(runtime: moonpool.Runtime) -> None:
     seen = ("Uid", "Gid", "CapEff", "CapBnd", "NoNewPrivs", "Seccomp")
     with hosted(runtime, "m", FILE, config("imports", "strict"), instances=2):
         of_template = status(template(runtime), *seen)
@@ -270,8 +258,7 @@ def test_at_strict_a_fork_is_as_confined_as_its_template_and_may_not_fork(
 
 
 @pytest.mark.promise(
-    "Forked instances",
-    "Models that ask others, decoupled ones and moonpool's own kind are forked as well.",
+    "Forked instances", "Models that ask others, decoupled ones and moonpool's own kind are forked as well."
 )
 def test_a_forked_model_asks_others(runtime: moonpool.Runtime) -> None:
     caller: Config = {
@@ -340,9 +327,7 @@ class Model:
     "is killed, all instances come back from another one. Under load every request has one "
     "outcome.",
 )
-@pytest.mark.parametrize(
-    ("do", "words"), [("exit 7", "exited with 7"), ("die", "was killed by SIGSEGV")]
-)
+@pytest.mark.parametrize(("do", "words"), [("exit 7", "exited with 7"), ("die", "was killed by SIGSEGV")])
 def test_how_an_instance_died_is_said_and_another_is_forked(
     runtime: moonpool.Runtime, marks: Path, do: str, words: str
 ) -> None:
@@ -360,11 +345,7 @@ def test_how_an_instance_died_is_said_and_another_is_forked(
 @LEVELS
 @BOTH
 def test_when_the_template_is_killed_all_come_back_from_another_one(
-    runtime: moonpool.Runtime,
-    marks: Path,
-    prefork: str,
-    level: str,
-    caplog: pytest.LogCaptureFixture,
+    runtime: moonpool.Runtime, marks: Path, prefork: str, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hosted(runtime, "m", FILE, config(prefork, level), instances=3):
         before, first, imports = template(runtime), pids(runtime), count(marks, "imports")
@@ -378,8 +359,7 @@ def test_when_the_template_is_killed_all_come_back_from_another_one(
 
 @pytest.mark.promise("Forked instances", "An instance that dies is …")
 @pytest.mark.parametrize(
-    ("prefork", "level"),
-    [("imports", "standard"), ("initialize", "standard"), ("initialize", "strict")],
+    ("prefork", "level"), [("imports", "standard"), ("initialize", "standard"), ("initialize", "strict")]
 )
 def test_every_request_has_one_outcome_while_instances_and_template_are_killed(
     runtime: moonpool.Runtime, prefork: str, level: str
@@ -435,10 +415,7 @@ def test_instances_start_without_a_template_that_does_not_come_back(
         wait_until(lambda: given_up in caplog.text, 60.0)
 
 
-@pytest.mark.promise(
-    "Forked instances",
-    "Unload ends the template, also one that hangs; a reload has another one.",
-)
+@pytest.mark.promise("Forked instances", "Unload ends the template, also one that hangs; a reload has another one.")
 def test_unload_leaves_no_process(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "m", FILE, config("imports"), instances=2):
         all_pids = [template(runtime), *pids(runtime)]
@@ -460,10 +437,7 @@ def test_a_reload_has_a_template_of_its_own(runtime: moonpool.Runtime, marks: Pa
 
 @pytest.mark.promise("Forked instances", "If a template does not …")
 def test_a_model_with_threads_is_started_without_a_template(
-    runtime: moonpool.Runtime,
-    marks: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    runtime: moonpool.Runtime, marks: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("AT_IMPORT", "thread")
     with hosted(runtime, "m", FILE, config("imports"), instances=2):
@@ -481,19 +455,11 @@ def test_a_model_with_threads_is_started_without_a_template(
     "runtime are refused there, and the error says what to do.",
 )
 @pytest.mark.parametrize(
-    ("way", "words"),
-    [("exit", "exited with 3"), ("raise", "ValueError: on purpose"), ("hang", "not ready in time")],
+    ("way", "words"), [("exit", "exited with 3"), ("raise", "ValueError: on purpose"), ("hang", "not ready in time")]
 )
-@pytest.mark.parametrize(
-    ("place", "prefork"), [("AT_IMPORT", "imports"), ("AT_INITIALIZE", "initialize")]
-)
+@pytest.mark.parametrize(("place", "prefork"), [("AT_IMPORT", "imports"), ("AT_INITIALIZE", "initialize")])
 def test_a_template_that_cannot_be_made_fails_the_load_in_the_models_words(
-    runtime: moonpool.Runtime,
-    monkeypatch: pytest.MonkeyPatch,
-    place: str,
-    prefork: str,
-    way: str,
-    words: str,
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch, place: str, prefork: str, way: str, words: str
 ) -> None:
     monkeypatch.setenv(place, way)
     limit = {"LOAD_TIMEOUT_S": 2} if way == "hang" else {}

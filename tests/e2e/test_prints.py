@@ -86,9 +86,7 @@ def run(folder: Path, setting: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("setting", ["", "logging.basicConfig()"])
-def test_without_a_log_that_takes_it_print_is_on_the_standard_output(
-    folder: Path, setting: str
-) -> None:
+def test_without_a_log_that_takes_it_print_is_on_the_standard_output(folder: Path, setting: str) -> None:
     lines, errors = run(folder, setting)
     assert lines[0] == "begins"
     assert lines[-1] == "ends"
@@ -98,10 +96,7 @@ def test_without_a_log_that_takes_it_print_is_on_the_standard_output(
 
 @pytest.mark.parametrize(
     "setting",
-    [
-        "logging.basicConfig(level='INFO')",
-        "logging.getLogger('moonpool').addHandler(logging.StreamHandler())",
-    ],
+    ["logging.basicConfig(level='INFO')", "logging.getLogger('moonpool').addHandler(logging.StreamHandler())"],
 )
 def test_with_a_log_print_is_there_and_nowhere_else(folder: Path, setting: str) -> None:
     if "addHandler" in setting:
@@ -196,9 +191,7 @@ finally:
 json.dump(said, sys.stdout)
 """
 Step = tuple[list[str], str]
-needs_a_kernel = pytest.mark.skipif(
-    not importlib.util.find_spec("ipykernel"), reason="ipykernel is not installed"
-)
+needs_a_kernel = pytest.mark.skipif(not importlib.util.find_spec("ipykernel"), reason="ipykernel is not installed")
 
 
 def notebook(folder: Path, *steps: Step) -> list[list[str]]:
@@ -259,11 +252,7 @@ def test_prints_appear_below_the_cell_that_asked_the_model(folder: Path) -> None
 @needs_a_kernel
 def test_later_prints_appear_below_the_cell_of_that_moment(folder: Path) -> None:
     _, late, slow, _ = notebook(
-        folder,
-        ([BEGIN], ""),
-        (["ask(1)", "ask(101)"], "later: 101\n"),
-        ([SLOW], ""),
-        (["runtime.close()"], ""),
+        folder, ([BEGIN], ""), (["ask(1)", "ask(101)"], "later: 101\n"), ([SLOW], ""), (["runtime.close()"], "")
     )
     # What is printed between two cells appears below the earlier one.
     assert late == ["asks 1\n[m_0] has 1\n", "asks 101\n[m_0] has 101\n[m_0] later: 101\n"]

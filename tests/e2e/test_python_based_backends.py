@@ -101,9 +101,7 @@ def said(runtime: moonpool.Runtime, model: str, output: str = "SAID") -> dict[st
     return found
 
 
-def test_a_backend_s_file_serves_all_its_models(
-    runtime: moonpool.Runtime, folders: tuple[Path, Path]
-) -> None:
+def test_a_backend_s_file_serves_all_its_models(runtime: moonpool.Runtime, folders: tuple[Path, Path]) -> None:
     repository, backends = folders
     for model, version in (("one", "1"), ("two", "3")):
         found = said(runtime, model)
@@ -132,9 +130,7 @@ def test_models_import_from_the_backend_and_from_the_python_backend_but_not_from
     assert found["helpers"] == ["beside the backend", "for all"]
 
 
-def test_each_instance_is_a_process_of_its_own_and_the_backend_has_its_own_name(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_each_instance_is_a_process_of_its_own_and_the_backend_has_its_own_name(runtime: moonpool.Runtime) -> None:
     pids = [one["pid"] for model in ("one", "two") for one in runtime.instances(model)]
     assert len(set(pids)) == 3
     assert runtime.config("two").backend == "speaker"
@@ -145,9 +141,7 @@ def test_the_configuration_may_name_another_file_of_the_backend(runtime: moonpoo
     assert Path(said(runtime, "other", "SAID_BY_OTHER")["file"]).name == "other.py"
 
 
-def test_a_backend_of_the_user_s_goes_before_one_that_is_built_in(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_backend_of_the_user_s_goes_before_one_that_is_built_in(runtime: moonpool.Runtime) -> None:
     assert said(runtime, "onnx")["helpers"] == ["another", "for all"]
     assert runtime.config("onnx").backend == "onnxruntime"
 
@@ -159,8 +153,7 @@ def test_a_backend_that_is_not_there_is_told_with_where_was_looked(
         runtime.load("unknown")
     text = str(caught.value)
     assert text.startswith(
-        "unable to find backend library for backend 'nobody_s', try specifying runtime on the "
-        "model configuration."
+        "unable to find backend library for backend 'nobody_s', try specifying runtime on the model configuration."
     )
     assert str(folders[1] / "nobody_s" / "model.py") in text
     assert "there are: onnxruntime, python, pytorch, speaker.) Run such a model in a triton" in text
@@ -178,13 +171,10 @@ def test_commands_take_the_directory(folders: tuple[Path, Path], tmp_path: Path)
 
 @pytest.mark.promise(
     "Backends",
-    "An absent backend directory is a warning; a model that needs it does not load, and its "
-    "error names the directory.",
+    "An absent backend directory is a warning; a model that needs it does not load, and its error names the directory.",
 )
 class TestADirectoryOfBackendsThatIsNotThere:
-    def test_it_is_a_warning_where_no_model_needs_it(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_it_is_a_warning_where_no_model_needs_it(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         with moonpool.Runtime(backend_directory=tmp_path / "none") as runtime:
             runtime.load("echo", MODELS / "echo.py", config=ECHO)
             said = runtime.infer("echo", {"X": np.ones(2, np.float32)}, timeout_s=60.0)
@@ -207,9 +197,7 @@ class TestADirectoryOfBackendsThatIsNotThere:
 
         text = str(caught.value)
         assert f"There is no {late}/speaker/model.py" in text
-        absent = (
-            f"; there is no backend directory {late}; there are: onnxruntime, python, pytorch.)"
-        )
+        absent = f"; there is no backend directory {late}; there are: onnxruntime, python, pytorch.)"
         assert absent in text
 
     def test_a_file_is_no_directory(self, tmp_path: Path, folders: tuple[Path, Path]) -> None:
@@ -221,30 +209,22 @@ class TestADirectoryOfBackendsThatIsNotThere:
         ):
             runtime.load("unknown")
 
-    def test_a_command_says_so_of_a_model_that_needs_it(
-        self, folders: tuple[Path, Path], tmp_path: Path
-    ) -> None:
+    def test_a_command_says_so_of_a_model_that_needs_it(self, folders: tuple[Path, Path], tmp_path: Path) -> None:
         repository, _ = folders
         directory = tmp_path / "none"
-        ended = CommandLine(tmp_path)(
-            "infer", repository, "one", "--backend-directory", directory, "--input", "X=[1]"
-        )
+        ended = CommandLine(tmp_path)("infer", repository, "one", "--backend-directory", directory, "--input", "X=[1]")
 
         assert ended.returncode != 0
         assert f"there is no backend directory {directory}" in ended.stderr
 
 
-def test_a_backend_written_against_the_interface_goes_before_both(
-    folders: tuple[Path, Path],
-) -> None:
+def test_a_backend_written_against_the_interface_goes_before_both(folders: tuple[Path, Path]) -> None:
     repository, backends = folders
     speaker = Recorder("speaker")
     config = {
         "input": [{"name": "X", "data_type": "TYPE_FP32", "dims": [-1]}],
         "output": [{"name": "Y", "data_type": "TYPE_FP32", "dims": [-1]}],
     }
-    with moonpool.Runtime(
-        repository, models=[], backends=[speaker], backend_directory=backends
-    ) as runtime:
+    with moonpool.Runtime(repository, models=[], backends=[speaker], backend_directory=backends) as runtime:
         runtime.load("one", config=config)
         assert runtime.infer("one", X, timeout_s=60.0)["Y"].shape == (1,)

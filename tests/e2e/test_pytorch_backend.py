@@ -18,8 +18,7 @@ pytestmark = [
     missing("torch"),
     pytest.mark.promise(
         "Backends",
-        "TorchScript and exported programs are served, tensors found by index, name or order, "
-        "and inputs not copied.",
+        "TorchScript and exported programs are served, tensors found by index, name or order, and inputs not copied.",
     ),
 ]
 
@@ -53,14 +52,9 @@ def infer(runtime: moonpool.Runtime, model: str, **inputs: object) -> dict[str, 
 
 
 @pytest.mark.parametrize("loaded", ["indexed"], indirect=True)
-def test_tensors_are_found_by_index_and_requests_are_joined(
-    runtime: moonpool.Runtime, loaded: str
-) -> None:
+def test_tensors_are_found_by_index_and_requests_are_joined(runtime: moonpool.Runtime, loaded: str) -> None:
     futures = [
-        runtime.submit(
-            loaded,
-            {"INPUT__1": np.ones((n, 3), np.float32), "INPUT__0": np.full_like(THREES[:n], n)},
-        )
+        runtime.submit(loaded, {"INPUT__1": np.ones((n, 3), np.float32), "INPUT__0": np.full_like(THREES[:n], n)})
         for n in (1, 2, 3)
     ]
     for n, future in zip((1, 2, 3), futures, strict=True):
@@ -78,18 +72,12 @@ def test_tensors_are_found_by_index_and_requests_are_joined(
 def test_inputs_are_found_by_the_names_of_the_arguments_and_outputs_in_order(
     runtime: moonpool.Runtime, loaded: str
 ) -> None:
-    assert infer(runtime, loaded, b=B, a=A) == {
-        "SUM": (A + B).tolist(),
-        "DIFFERENCE": (A - B).tolist(),
-    }
+    assert infer(runtime, loaded, b=B, a=A) == {"SUM": (A + B).tolist(), "DIFFERENCE": (A - B).tolist()}
 
 
 @pytest.mark.parametrize("loaded", ["dicts"], indirect=True)
 def test_a_dict_of_tensors_goes_in_and_out_by_name(runtime: moonpool.Runtime, loaded: str) -> None:
-    assert infer(runtime, loaded, A=A[None], B=B[None]) == {
-        "PRODUCT": [(A * B).tolist()],
-        "SUM": [(A + B).tolist()],
-    }
+    assert infer(runtime, loaded, A=A[None], B=B[None]) == {"PRODUCT": [(A * B).tolist()], "SUM": [(A + B).tolist()]}
 
 
 @pytest.mark.parametrize("loaded", ["in_place"], indirect=True)
@@ -134,10 +122,7 @@ def test_an_exported_program_is_known_by_its_file_and_takes_its_arguments_by_nam
     runtime: moonpool.Runtime, loaded: str
 ) -> None:
     assert runtime.config(loaded).backend == "pytorch"
-    assert infer(runtime, loaded, a=A, b=B) == {
-        "OUTPUT__0": (A + B).tolist(),
-        "OUTPUT__1": (A - B).tolist(),
-    }
+    assert infer(runtime, loaded, a=A, b=B) == {"OUTPUT__0": (A + B).tolist(), "OUTPUT__1": (A - B).tolist()}
 
 
 @pytest.mark.parametrize("loaded", ["exported_dicts"], indirect=True)
@@ -146,9 +131,7 @@ def test_an_exported_program_may_take_a_dict(runtime: moonpool.Runtime, loaded: 
 
 
 @pytest.mark.parametrize("loaded", ["misbehaves"], indirect=True)
-def test_a_failed_batch_has_its_error_and_the_next_is_answered(
-    runtime: moonpool.Runtime, loaded: str
-) -> None:
+def test_a_failed_batch_has_its_error_and_the_next_is_answered(runtime: moonpool.Runtime, loaded: str) -> None:
     before = runtime.instances(loaded)
     for what, text in (
         (1, "AssertionError: one is too many"),
@@ -196,9 +179,7 @@ def test_a_module_has_states_and_controls_of_its_sequences(runtime: moonpool.Run
     "Requests of different shapes are joined into one flat tensor, with the inputs that describe the batch, and flat outputs are cut as they were.",
 )
 @pytest.mark.parametrize("loaded", ["ragged"], indirect=True)
-def test_a_module_gets_requests_of_different_shapes_as_one_tensor(
-    runtime: moonpool.Runtime, loaded: str
-) -> None:
+def test_a_module_gets_requests_of_different_shapes_as_one_tensor(runtime: moonpool.Runtime, loaded: str) -> None:
     given = [np.full((1, size), size, np.float32) for size in (4, 1, 3)]
     futures = [runtime.submit(loaded, {"x": array}) for array in given]
 
@@ -211,17 +192,13 @@ def test_a_module_gets_requests_of_different_shapes_as_one_tensor(
 
 @pytest.mark.promise("Sequences", "A model gets the states of …")
 @pytest.mark.parametrize("loaded", ["history"], indirect=True)
-def test_a_module_has_states_that_grow_each_in_its_sequence(
-    runtime: moonpool.Runtime, loaded: str
-) -> None:
+def test_a_module_has_states_that_grow_each_in_its_sequence(runtime: moonpool.Runtime, loaded: str) -> None:
     def asked(which: int, values: list[float]) -> list[tuple[list[float], float]]:
         found = []
         for place, x in enumerate(values):
             flags = (place == 0) | (place == len(values) - 1) << 1
             inputs = {"x": np.array([[x]], np.float32)}
-            outputs = runtime.infer(
-                loaded, inputs, timeout_s=60.0, correlation_id=which, flags=flags
-            )
+            outputs = runtime.infer(loaded, inputs, timeout_s=60.0, correlation_id=which, flags=flags)
             assert outputs["sum"].tolist() == outputs["now"].sum(1, keepdims=True).tolist()
             found.append((outputs["now"].tolist()[0], float(outputs["more"][0, 0])))
         return found
@@ -230,20 +207,13 @@ def test_a_module_has_states_that_grow_each_in_its_sequence(
     with ThreadPoolExecutor(3) as threads:
         found = list(threads.map(asked, (7, 8, 9), ([1, 2, 4], [5], [6, 1])))
 
-    assert found == [
-        [([0, 1], 1), ([0, 1, 2], 3), ([0, 1, 2, 4], 7)],
-        [([0, 5], 5)],
-        [([0, 6], 6), ([0, 6, 1], 7)],
-    ]
+    assert found == [[([0, 1], 1), ([0, 1, 2], 3), ([0, 1, 2, 4], 7)], [([0, 5], 5)], [([0, 6], 6), ([0, 6, 1], 7)]]
 
 
 @pytest.mark.promise("Backends", "The backends that come with moonpool …")
 @pytest.mark.parametrize("level", ["standard", "strict"])
 def test_the_log_has_no_word_of_the_backend(
-    repository: Path,
-    level: str,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
+    repository: Path, level: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for path in (repository, *repository.rglob("*")):
         path.chmod(0o755)  # a contained instance may be another user

@@ -84,10 +84,7 @@ def test_a_model_that_gets_its_rows_stacked_gets_one_shape_at_a_time(tmp_path: P
         "max_batch_size": 4,
         "input": [tensor("X", allow_ragged_batch=True)],
         "output": [tensor("ROWS")],
-        "dynamic_batching": {
-            "preferred_batch_size": [2],
-            "max_queue_delay_microseconds": 10_000_000,
-        },
+        "dynamic_batching": {"preferred_batch_size": [2], "max_queue_delay_microseconds": 10_000_000},
     }
     with moonpool.Runtime() as runtime:
         runtime.load("native", tmp_path / "native.py", config=config)

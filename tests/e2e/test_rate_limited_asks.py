@@ -46,9 +46,7 @@ def needs(count: int = 1, **resources: int) -> dict[str, Any]:
 
 
 @contextmanager
-def limited(
-    folder: Path, groups: Mapping[str, dict[str, Any]], *given: str
-) -> Iterator[moonpool.Runtime]:
+def limited(folder: Path, groups: Mapping[str, dict[str, Any]], *given: str) -> Iterator[moonpool.Runtime]:
     file = folder / "asks.py"
     file.write_text(ASKS)
     strings = {"input": [tensor("X", "STRING", 1)], "output": [tensor("Y", "STRING", 1)]}
@@ -72,12 +70,7 @@ def ask(runtime: moonpool.Runtime, first: str, others: str) -> str:
     [
         ({"a": needs(R=1), "b": needs(R=1)}, "a", "b", ["'a'", "'b'", "model 'a' keeps"]),
         # Through a model that needs something else.
-        (
-            {"a": needs(R=1), "b": needs(S=1)},
-            "a",
-            "b a",
-            ["'b' to model 'a'", "models 'a', 'b' keep"],
-        ),
+        ({"a": needs(R=1), "b": needs(S=1)}, "a", "b a", ["'b' to model 'a'", "models 'a', 'b' keep"]),
         (
             {"a": needs(R=1), "b": needs(S=1), "c": needs(T=1)},
             "a",
@@ -121,9 +114,7 @@ def test_two_models_that_ask_each_other_at_once_both_go_on(tmp_path: Path) -> No
     """Two requests that wait for each other: the later one is refused, whichever that is."""
     with limited(tmp_path, {"a": needs(R=1), "b": needs(S=1)}) as runtime:
         for _ in range(10):
-            futures = [
-                runtime.submit(first, {"X": [other]}) for first, other in (("a", "b"), ("b", "a"))
-            ]
+            futures = [runtime.submit(first, {"X": [other]}) for first, other in (("a", "b"), ("b", "a"))]
             errors = [future.exception(30.0) for future in futures]
             assert None in errors
             assert all("would wait for ever" in str(each) for each in errors if each is not None)

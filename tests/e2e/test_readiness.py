@@ -54,10 +54,7 @@ def tell(runtime: moonpool.Runtime) -> Iterator[Tell]:
         ("np.bool_(True)", "is_ready() must return a boolean value"),
         ("1 / 0", "Model 'moody_0' is not ready: ZeroDivisionError: division by zero"),
         ("exit('no')", "Model 'moody_0' is not ready: SystemExit: no"),
-        (
-            "exec('raise ValueError(chr(0xd800) * 10**6)')",
-            "Model 'moody_0' is not ready: ValueError",
-        ),
+        ("exec('raise ValueError(chr(0xd800) * 10**6)')", "Model 'moody_0' is not ready: ValueError"),
     ],
 )
 def test_a_model_says_itself_whether_it_is_ready(
@@ -72,27 +69,19 @@ def test_a_model_says_itself_whether_it_is_ready(
     assert runtime.is_ready("moody")
 
 
-@pytest.mark.promise(
-    "Readiness",
-    "A check that hangs delays neither requests nor an unload, and all who ask share it.",
-)
+@pytest.mark.promise("Readiness", "A check that hangs delays neither requests nor an unload, and all who ask share it.")
 def test_a_check_that_hangs_holds_up_nothing_and_is_shared(
     runtime: moonpool.Runtime, tell: Tell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readiness, "TIMEOUT_S", 0.2)
     tell("hang")
 
-    assert runtime.why_not_ready("moody") == (
-        "Timed out waiting for user-defined is_ready() response"
-    )
+    assert runtime.why_not_ready("moody") == ("Timed out waiting for user-defined is_ready() response")
     assert runtime.why_not_ready("moody") == "Timed out waiting for in-flight is_ready() response"
     assert tell("") == "1 moody_0"
     monkeypatch.setattr(readiness, "TIMEOUT_S", 60.0)
     answers: list[str | None] = []
-    askers = [
-        threading.Thread(target=lambda: answers.append(runtime.why_not_ready("moody")))
-        for _ in range(3)
-    ]
+    askers = [threading.Thread(target=lambda: answers.append(runtime.why_not_ready("moody"))) for _ in range(3)]
     for asker in askers:
         asker.start()
     tell("False")
@@ -104,9 +93,7 @@ def test_a_check_that_hangs_holds_up_nothing_and_is_shared(
 
 
 @pytest.mark.promise("Readiness", "A check that hangs delays …")
-def test_a_model_whose_check_hangs_can_be_unloaded(
-    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_check_hangs_can_be_unloaded(runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "TIMEOUT_S", 0.1)
     with hosted(runtime, "moody", MODELS / "moody.py", HOW):
         runtime.infer("moody", {"HOW": np.array([b"hang"], np.object_)})
@@ -115,13 +102,8 @@ def test_a_model_whose_check_hangs_can_be_unloaded(
     assert "has no available versions" in (runtime.why_not_ready("moody") or "")
 
 
-@pytest.mark.promise(
-    "Readiness",
-    "A process that ends in its check is not ready until it was started anew.",
-)
-def test_a_process_that_ends_in_its_check_is_not_ready(
-    runtime: moonpool.Runtime, tell: Tell
-) -> None:
+@pytest.mark.promise("Readiness", "A process that ends in its check is not ready until it was started anew.")
+def test_a_process_that_ends_in_its_check_is_not_ready(runtime: moonpool.Runtime, tell: Tell) -> None:
     tell("die")
 
     assert runtime.why_not_ready("moody") == "Stub process 'moody_0' is not healthy."
@@ -130,16 +112,12 @@ def test_a_process_that_ends_in_its_check_is_not_ready(
 
 
 @pytest.mark.promise("Readiness", "All instances of the model are asked.")
-def test_all_instances_are_asked_and_one_that_is_not_ready_is_enough(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_all_instances_are_asked_and_one_that_is_not_ready_is_enough(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "moody", MODELS / "moody.py", HOW, instances=2):
         said = runtime.infer("moody", {"HOW": np.array([b"False"], np.object_)})["SAID"][0]
         name = bytes(said).decode().split()[1]
 
-        assert runtime.why_not_ready("moody") == (
-            f"Model '{name}' is not ready (user-defined check failed)."
-        )
+        assert runtime.why_not_ready("moody") == (f"Model '{name}' is not ready (user-defined check failed).")
 
 
 def test_a_model_without_a_check_is_not_asked(runtime: moonpool.Runtime) -> None:
@@ -150,11 +128,7 @@ def test_a_model_without_a_check_is_not_asked(runtime: moonpool.Runtime) -> None
 def test_moonpools_own_kind_may_have_a_check_too(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     file = tmp_path / "shy.py"
     file.write_text(
-        "class Shy:\n"
-        "    def __call__(self, X):\n"
-        "        return X\n"
-        "    def is_ready(self):\n"
-        "        return False\n"
+        "class Shy:\n    def __call__(self, X):\n        return X\n    def is_ready(self):\n        return False\n"
     )
     config = {"input": [tensor("X", "FP32", -1)], "output": [tensor("Y", "FP32", -1)]}
     with hosted(runtime, "shy", file, config):

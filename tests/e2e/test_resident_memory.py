@@ -56,9 +56,7 @@ def sent(runtime: moonpool.Runtime, kind: str) -> NDArray[np.uint8]:
 )
 @pytest.mark.parametrize("level", ["standard", "strict"])
 @pytest.mark.parametrize("kind", ["heap", "outputs", "inputs", "callers"])
-def test_a_model_that_holds_much_leaves_no_room_for_another_one(
-    tmp_path: Path, kind: str, level: str
-) -> None:
+def test_a_model_that_holds_much_leaves_no_room_for_another_one(tmp_path: Path, kind: str, level: str) -> None:
     file = tmp_path / "model.py"
     file.write_text(HOLDS)
     resident = moonpool.Resident(memory=HELD_BYTES, least_stay_s=0.0)

@@ -16,10 +16,7 @@ from moonpool import ModelError, RequestTimedOut
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
-RULES: Config = {
-    "input": [tensor("HOW", "STRING", 1)],
-    "output": [tensor("TEXTS", "STRING", -1)],
-}
+RULES: Config = {"input": [tensor("HOW", "STRING", 1)], "output": [tensor("TEXTS", "STRING", -1)]}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,26 +32,19 @@ def ask(runtime: moonpool.Runtime, how: str, timeout_s: float = 30.0) -> list[st
 
 @pytest.mark.promise("Responses at any time", "Responses may come before, while and …")
 @pytest.mark.parametrize(
-    ("how", "said"),
-    [("good", "good"), ("apart", "apart"), ("late", "apart"), ("unused", "returned")],
+    ("how", "said"), [("good", "good"), ("apart", "apart"), ("late", "apart"), ("unused", "returned")]
 )
-def test_the_response_may_be_sent_or_returned(
-    runtime: moonpool.Runtime, how: str, said: str
-) -> None:
+def test_the_response_may_be_sent_or_returned(runtime: moonpool.Runtime, how: str, said: str) -> None:
     assert ask(runtime, how) == [said]
 
 
-def test_a_response_without_the_last_flag_is_an_error_when_the_sender_is_dropped(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_response_without_the_last_flag_is_an_error_when_the_sender_is_dropped(runtime: moonpool.Runtime) -> None:
     with pytest.raises(ModelError, match="its response sender was dropped"):
         ask(runtime, "without_final")
 
 
 @pytest.mark.promise("Responses at any time", "If a caller gives up, its request is cancelled.")
-def test_a_client_that_does_not_wait_any_more_is_a_cancelled_request(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_client_that_does_not_wait_any_more_is_a_cancelled_request(runtime: moonpool.Runtime) -> None:
     # Long enough for the request to reach the model, on a busy machine too.
     with pytest.raises(RequestTimedOut):
         ask(runtime, "wait_cancelled", timeout_s=2.0)
@@ -75,9 +65,7 @@ def test_a_future_that_is_cancelled_is_a_cancelled_request(runtime: moonpool.Run
     wait_until(sees_it, 30.0, "a cancelled request in the model")
 
 
-def test_a_response_before_the_end_of_its_batch_leaves_nobody_waiting(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_response_before_the_end_of_its_batch_leaves_nobody_waiting(runtime: moonpool.Runtime) -> None:
     """The callers drive each other's batches, and one may leave with its response when it has just been appointed."""
 
     def longest_s(_: int) -> float:
@@ -102,7 +90,5 @@ def test_the_model_knows_which_trace_its_request_is_part_of(runtime: moonpool.Ru
     ):
         for context in ("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "", None):
             for parameters in ({}, {"through": "other"}):
-                response = runtime.request(
-                    "traced", {}, trace_context=context, parameters=parameters
-                )
+                response = runtime.request("traced", {}, trace_context=context, parameters=parameters)
                 assert response.outputs["TRACE"].tolist() == [repr(context).encode()]

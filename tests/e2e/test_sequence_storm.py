@@ -59,9 +59,7 @@ class Storm:
                 self._count(type(error).__name__)
                 return  # nobody knows any more what the model has of the sequence
             self._count("answered")
-            found = float(
-                str(response.outputs["Y"].item(), "utf-8").partition('"sum": ')[2].split(",")[0]
-            )
+            found = float(str(response.outputs["Y"].item(), "utf-8").partition('"sum": ')[2].split(",")[0])
             if found != wanted:
                 self.wrong.append(f"sequence {which}: {found} and not {wanted}")
 
@@ -72,9 +70,7 @@ class Storm:
 
 @pytest.mark.promise("Sequences", "The requests of a sequence go …")
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
-def test_every_sum_is_right_in_a_storm_and_nothing_is_left(
-    runtime: moonpool.Runtime, strategy: dict[str, Any]
-) -> None:
+def test_every_sum_is_right_in_a_storm_and_nothing_is_left(runtime: moonpool.Runtime, strategy: dict[str, Any]) -> None:
     made = config(max_batch_size=2, max_sequence_idle_microseconds=3_000_000, **strategy)
     made |= UNTIRING
     with hosted(runtime, "m", MODELS / "sequences.py", made, 3):
@@ -86,12 +82,7 @@ def test_every_sum_is_right_in_a_storm_and_nothing_is_left(
         assert storm.counts["answered"] > 100, storm.counts
         assert storm.counts["StubDied"]
         assert storm.counts["RequestTimedOut"]
-        assert set(storm.counts) <= {
-            "answered",
-            "RequestTimedOut",
-            "StubDied",
-            SequenceLost.__name__,
-        }
+        assert set(storm.counts) <= {"answered", "RequestTimedOut", "StubDied", SequenceLost.__name__}
         check_empty(runtime)
 
 

@@ -28,10 +28,7 @@ Told = dict[str, Any]
 
 CONTROLS = [
     {"name": "START", "control": [{"kind": "CONTROL_SEQUENCE_START", "fp32_false_true": [0, 1]}]},
-    {
-        "name": "END",
-        "control": [{"kind": "CONTROL_SEQUENCE_END", "bool_false_true": [False, True]}],
-    },
+    {"name": "END", "control": [{"kind": "CONTROL_SEQUENCE_END", "bool_false_true": [False, True]}]},
     {"name": "READY", "control": [{"kind": "CONTROL_SEQUENCE_READY", "int32_false_true": [0, 7]}]},
     {"name": "ID", "control": [{"kind": "CONTROL_SEQUENCE_CORRID", "data_type": "TYPE_UINT64"}]},
 ]
@@ -133,9 +130,7 @@ def test_every_sequence_has_its_own_state_however_many_there_are(
 
 
 @pytest.mark.promise("Sequences", "The requests of a sequence go …")
-def test_requests_sent_one_after_the_other_arrive_so_without_waiting_for_answers(
-    serve: Serve,
-) -> None:
+def test_requests_sent_one_after_the_other_arrive_so_without_waiting_for_answers(serve: Serve) -> None:
     with serve() as client:
         streams = [client.send("text-s", 1)] + [client.send("text-", n) for n in range(2, 30)]
         sums = [told(stream)["sum"] for stream in [*streams, client.send("text-e", 0)]]
@@ -164,10 +159,7 @@ class TritonPythonModel:
 """
 
 
-@pytest.mark.promise(
-    "Sequences",
-    "With sequences, coroutines of a model that is not decoupled do not overlap.",
-)
+@pytest.mark.promise("Sequences", "With sequences, coroutines of a model that is not decoupled do not overlap.")
 def test_coroutines_of_a_sequence_do_not_overlap(
     runtime: moonpool.Runtime, model_file: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -182,10 +174,7 @@ def test_coroutines_of_a_sequence_do_not_overlap(
 
 def test_a_client_may_not_give_a_control_input(serve: Serve) -> None:
     x = np.ones((1, 1), np.float32)
-    with (
-        serve() as client,
-        pytest.raises(moonpool.InvalidRequest, match="unexpected inference input 'START'"),
-    ):
+    with serve() as client, pytest.raises(moonpool.InvalidRequest, match="unexpected inference input 'START'"):
         client.runtime.infer("m", {"X": x, "START": x}, correlation_id=1, flags=1)
 
 
@@ -203,9 +192,7 @@ def example(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_sums_of_the_page_are_right(
-    runtime: moonpool.Runtime, tmp_path: Path, strategy: dict[str, Any]
-) -> None:
+def test_the_sums_of_the_page_are_right(runtime: moonpool.Runtime, tmp_path: Path, strategy: dict[str, Any]) -> None:
     made = config(**strategy) | {"output": [tensor("SUM", "FP32", 1)]}
     caller: dict[str, Any] = {}
     exec(example("ask_sums.py", tmp_path).read_text(), caller)
@@ -248,10 +235,7 @@ class Sums:
 """
 
 
-@pytest.mark.promise(
-    "Sequences",
-    "Native models learn from control inputs to which sequences their rows belong.",
-)
+@pytest.mark.promise("Sequences", "Native models learn from control inputs to which sequences their rows belong.")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_moonpools_own_models_get_sequences_by_control_inputs(
     runtime: moonpool.Runtime, model_file: Callable[[str], Path], strategy: dict[str, Any]
@@ -370,9 +354,7 @@ def test_sequences_over_the_slots_wait_until_one_ends_or_is_idle_for_too_long(se
             client.ask("2")
 
 
-def test_a_sequence_that_starts_while_it_is_there_is_warned_of(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sequence_that_starts_while_it_is_there_is_warned_of(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     with serve() as client, caplog.at_level(logging.WARNING, "moonpool"):
         assert [client.ask(each)["sum"] for each in ("1s", "1a", "1s", "1a")] == [1, 2, 1, 2]
     assert (
@@ -381,9 +363,7 @@ def test_a_sequence_that_starts_while_it_is_there_is_warned_of(
     ) in caplog.text
 
 
-def test_nothing_of_a_sequence_batcher_is_without_effect(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_of_a_sequence_batcher_is_without_effect(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "moonpool"), serve(control_input=CONTROLS) as client:
         client.ask("1s")
     assert "has no effect" not in caplog.text
@@ -417,9 +397,7 @@ def test_a_model_may_ask_a_model_with_sequences(
     with serve(), hosted(runtime, "forwards", model_file(FORWARDS), forwards):
         sums = []
         for flags in (START, 0, END):
-            found = runtime.infer(
-                "forwards", x, timeout_s=PATIENCE_S, correlation_id=9, flags=flags
-            )
+            found = runtime.infer("forwards", x, timeout_s=PATIENCE_S, correlation_id=9, flags=flags)
             sums.append(json.loads(found["Y"].item())["sum"])
         assert sums == [1, 2, 3]
         with pytest.raises(moonpool.ModelError, match="sequence 9 to model 'm' must specify"):
@@ -440,8 +418,7 @@ def test_a_request_whose_caller_left_is_not_executed(serve: Serve) -> None:
 
 @pytest.mark.promise(
     "Sequences",
-    "An unload serves the requests that wait behind running sequences, even if nobody ends "
-    "those sequences.",
+    "An unload serves the requests that wait behind running sequences, even if nobody ends those sequences.",
 )
 def test_unloading_serves_the_backlog_though_nobody_ends_the_sequences(
     runtime: moonpool.Runtime, tmp_path: Path
@@ -491,9 +468,7 @@ def test_a_sequence_whose_process_is_killed_while_it_is_idle_is_lost(serve: Serv
         wait_until(lambda: client.runtime.instances("m")[0]["restarts"] == 1)
 
 
-def test_a_request_that_starts_a_sequence_can_be_tried_again(
-    runtime: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_a_request_that_starts_a_sequence_can_be_tried_again(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     made = config() | {"parameters": {"MOONPOOL_RETRY": {"string_value": "yes"}}}
     with hosted(runtime, "m", MODELS / "sequences.py", made):
         client = Client(runtime, tmp_path)

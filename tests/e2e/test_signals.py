@@ -61,10 +61,7 @@ with moonpool.Runtime() as runtime:
     runtime.load("model", sys.argv[1], config=config)
     print(runtime.infer("model", {"X": np.zeros(1, np.float32)})["SEEN"][0].decode())
 """
-SIGNATURE: Config = {
-    "input": [tensor("X", "FP32", 1)],
-    "output": [tensor("SEEN", "STRING", 1)],
-}
+SIGNATURE: Config = {"input": [tensor("X", "FP32", 1)], "output": [tensor("SEEN", "STRING", 1)]}
 
 
 def seen_by_a_model(folder: Path, **values: object) -> Any:
@@ -72,10 +69,7 @@ def seen_by_a_model(folder: Path, **values: object) -> Any:
     (folder / "model.py").write_text(MODEL)
     config = {**SIGNATURE, **options(ENVIRONMENT="STARTS", **values)}
     ended = subprocess.run(
-        [
-            *(sys.executable, "-c", PROGRAM, str(folder / "model.py")),
-            *map(json.dumps, (IGNORED, BLOCKED, config)),
-        ],
+        [*(sys.executable, "-c", PROGRAM, str(folder / "model.py")), *map(json.dumps, (IGNORED, BLOCKED, config))],
         env={**os.environ, "PYTHONPATH": SOURCE},
         stdout=subprocess.PIPE,
         timeout=PATIENCE_S,
@@ -103,9 +97,7 @@ def test_a_stub_starts_with_default_dispositions(tmp_path: Path, level: str, pre
 
 
 @pytest.mark.promise("Lifecycle", "A stub, and each program …")
-def test_programs_of_a_model_have_default_dispositions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_of_a_model_have_default_dispositions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARTS", "yes")
 
     assert seen_by_a_model(tmp_path, SANDBOX="off")["child"] == PYTHONS_OWN["ignored"]

@@ -82,10 +82,7 @@ class Scale:
     async def wake(self):
         self.factor, self.wakes = 2.0, self.wakes + 1
 """
-CONFIG: dict[str, Any] = {
-    "input": [tensor("PLAN", "STRING", 1)],
-    "output": [tensor("SAID", "STRING", 1)],
-}
+CONFIG: dict[str, Any] = {"input": [tensor("PLAN", "STRING", 1)], "output": [tensor("SAID", "STRING", 1)]}
 
 
 def written(folder: Path, *, weights: int = 1, is_async: bool = False) -> Path:
@@ -267,9 +264,7 @@ class HostMemoryAsGpu:
         found = {}
         for entry in Path("/proc").glob("[0-9]*/statm"):
             with contextlib.suppress(OSError):
-                found[int(entry.parent.name)] = (
-                    int(entry.read_text().split()[1]) * resource.getpagesize()
-                )
+                found[int(entry.parent.name)] = int(entry.read_text().split()[1]) * resource.getpagesize()
         return found
 
     def close(self) -> None:
@@ -286,10 +281,7 @@ def test_memory_of_gpus_is_freed_without_an_end(
     monkeypatch.setattr(residents, "GpuMetrics", HostMemoryAsGpu)
     # Room for the weights of one model and for two processes.
     resident = moonpool.Resident(gpu_memory=300 * MIB, least_stay_s=0.0)
-    with (
-        caplog.at_level(logging.INFO, "moonpool"),
-        moonpool.Runtime(resident=resident) as runtime,
-    ):
+    with caplog.at_level(logging.INFO, "moonpool"), moonpool.Runtime(resident=resident) as runtime:
         for name in ("a", "b"):
             file = written(tmp_path / name, weights=128 * MIB)
             runtime.load(name, file, config=CONFIG)

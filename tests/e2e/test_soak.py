@@ -18,9 +18,7 @@ from tests.waiting import wait_until
 import moonpool
 
 pytestmark = pytest.mark.promise(
-    "Abuse",
-    "Thirty thousand requests of all kinds leave memory, descriptors, regions and tables as "
-    "they were.",
+    "Abuse", "Thirty thousand requests of all kinds leave memory, descriptors, regions and tables as they were."
 )
 
 REQUESTS = 30_000
@@ -47,17 +45,13 @@ class Figures:
             self.shared_bytes[name] = int(record.instance.state.link.size_bytes())
             self.open[name] = len(hosted.scheduler.open_requests) + hosted.scheduler.queued
         self.alive = alive(runtime)
-        self.objects = Counter(
-            f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects()
-        )
+        self.objects = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
 
     @property
     def ours(self) -> dict[str, int]:
         """Count objects of this process by class, for classes of moonpool and asyncio."""
         return {
-            name: count
-            for name, count in self.objects.items()
-            if name.startswith(("moonpool", "asyncio", "_asyncio"))
+            name: count for name, count in self.objects.items() if name.startswith(("moonpool", "asyncio", "_asyncio"))
         }
 
     def __str__(self) -> str:
@@ -128,8 +122,6 @@ def test_thirty_thousand_requests_of_all_kinds_leave_nothing(
         wait_until(lambda: alive(runtime) <= before.alive)
         grown = {name: n - before.ours.get(name, 0) for name, n in after.ours.items()}
         # Layouts of batches are remembered, a bounded number of them.
-        assert {
-            name: n for name, n in grown.items() if n > 100 and not name.startswith(REMEMBERED)
-        } == {}
+        assert {name: n for name, n in grown.items() if n > 100 and not name.startswith(REMEMBERED)} == {}
         for name, size in after.rss_bytes.items():
             assert size - before.rss_bytes[name] < GROWTH_BYTES, name

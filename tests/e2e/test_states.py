@@ -62,9 +62,7 @@ class Client:
     def used_bytes(self) -> int:
         return int(self.scheduler._queue.states.used_bytes)
 
-    def send(
-        self, which: int, x: float, flags: int = 0, how: str = "", *, held: bool = False
-    ) -> ResponseStream:
+    def send(self, which: int, x: float, flags: int = 0, how: str = "", *, held: bool = False) -> ResponseStream:
         parameters = {"answer": how, **({"gate": str(self.gate)} if held else {})}
         stream = self.runtime.stream(
             "m",
@@ -170,9 +168,7 @@ def test_states_have_a_limit_and_are_freed_with_their_sequences(serve: Serve) ->
         wait_until(lambda: client.used_bytes == initial_bytes, PATIENCE_S, "the state to be freed")
 
 
-def test_versions_of_a_model_share_the_limit_of_their_states(
-    runtime: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_versions_of_a_model_share_the_limit_of_their_states(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     folder = tmp_path / "models" / "m"
     for version in "12":
         (folder / version).mkdir(parents=True)
@@ -186,9 +182,7 @@ def test_versions_of_a_model_share_the_limit_of_their_states(
 
     with hosted(runtime, "m", folder, made):
         huge(1)
-        with pytest.raises(
-            MoonpoolError, match=r"in all its versions, .*MOONPOOL_STATE_LIMIT_BYTES"
-        ):
+        with pytest.raises(MoonpoolError, match=r"in all its versions, .*MOONPOOL_STATE_LIMIT_BYTES"):
             huge(2)
 
 
@@ -204,9 +198,7 @@ def test_the_state_of_a_sequence_that_times_out_is_freed(serve: Serve) -> None:
         wait_until(lambda: client.used_bytes == initial_bytes, PATIENCE_S, "the state to be freed")
 
 
-def test_a_sequence_starts_with_the_value_of_a_file(
-    runtime: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_a_sequence_starts_with_the_value_of_a_file(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     initial = {"name": "i", "data_type": "TYPE_FP32", "dims": [1], "data_file": "five"}
     folder = tmp_path / "models" / "m"
     (folder / "1").mkdir(parents=True)
@@ -235,18 +227,14 @@ def test_an_initial_state_says_how_large_a_variable_one_is(serve: Serve) -> None
         assert client.ask(7, 1, START | END, "grow") == [0, 0, 0]
 
 
-def test_a_state_that_is_an_output_too_reaches_clients_that_want_it(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_state_that_is_an_output_too_reaches_clients_that_want_it(runtime: moonpool.Runtime) -> None:
     made = config()
     made["output"].append(tensor("TOTAL_OUT", "FP32", 1))
     x = {"X": np.ones((1, 1), np.float32)}
     with hosted(runtime, "m", MODELS / "states.py", made):
 
         def ask(flags: int, outputs: list[str] | None = None) -> dict[str, Any]:
-            return runtime.infer(
-                "m", x, timeout_s=PATIENCE_S, correlation_id=7, flags=flags, outputs=outputs
-            )
+            return runtime.infer("m", x, timeout_s=PATIENCE_S, correlation_id=7, flags=flags, outputs=outputs)
 
         assert ask(START)["TOTAL_OUT"].tolist() == [[1]]
         assert set(ask(0, ["Y"])) == {"Y"}
@@ -259,14 +247,10 @@ def test_a_client_may_not_name_a_state(serve: Serve) -> None:
         with pytest.raises(MoonpoolError, match="unexpected inference input 'TOTAL_IN'"):
             client.runtime.infer("m", {"X": x, "TOTAL_IN": x}, correlation_id=1, flags=START)
         with pytest.raises(MoonpoolError, match="unexpected inference output 'TOTAL_OUT'"):
-            client.runtime.infer(
-                "m", {"X": x}, outputs=["TOTAL_OUT"], correlation_id=1, flags=START
-            )
+            client.runtime.infer("m", {"X": x}, outputs=["TOTAL_OUT"], correlation_id=1, flags=START)
 
 
-SURVIVES = options(
-    STATE_SURVIVES="yes", RESTART_BACKOFF_S=0, RESTART_BACKOFF_MAX_S=0, MAX_RESTARTS=1000
-)
+SURVIVES = options(STATE_SURVIVES="yes", RESTART_BACKOFF_S=0, RESTART_BACKOFF_MAX_S=0, MAX_RESTARTS=1000)
 
 
 @pytest.mark.promise(
@@ -347,9 +331,7 @@ class Totals:
 """
 
 
-def test_a_native_model_has_parameters_and_results_for_states(
-    runtime: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_a_native_model_has_parameters_and_results_for_states(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     (tmp_path / "totals.py").write_text(NATIVE)
     made = {"sequence_batching": {"state": [{**STATE, "dims": [1]}]}}
     with hosted(runtime, "m", tmp_path / "totals.py", made):
@@ -357,9 +339,7 @@ def test_a_native_model_has_parameters_and_results_for_states(
         assert [each.name for each in (*config.inputs, *config.outputs)] == ["X", "Y"]
 
         def ask(which: int, x: float, flags: int = 0) -> float:
-            outputs = runtime.infer(
-                "m", {"X": [[x]]}, timeout_s=PATIENCE_S, correlation_id=which, flags=flags
-            )
+            outputs = runtime.infer("m", {"X": [[x]]}, timeout_s=PATIENCE_S, correlation_id=which, flags=flags)
             assert list(outputs) == ["Y"]
             return float(outputs["Y"][0, 0])
 

@@ -50,15 +50,9 @@ def rogue(
     "The log has no traceback of it and stays small, also in tritonserver. If a stub makes a "
     "request that is not granted, it gets an error as the answer.",
 )
-@pytest.mark.parametrize(
-    ("channel", "kind"), [pytest.param(*each, id=each[1].name) for each in channels()]
-)
+@pytest.mark.parametrize(("channel", "kind"), [pytest.param(*each, id=each[1].name) for each in channels()])
 def test_strange_contents_are_no_error_of_the_runtimes_own(
-    runtime: moonpool.Runtime,
-    rogue: str,
-    channel: str,
-    kind: Kind,
-    caplog: pytest.LogCaptureFixture,
+    runtime: moonpool.Runtime, rogue: str, channel: str, kind: Kind, caplog: pytest.LogCaptureFixture
 ) -> None:
     reasons = []
     for packet in packets(channel, kind):

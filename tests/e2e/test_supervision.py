@@ -21,21 +21,12 @@ from tests.leaks import Holdings
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool import (
-    ExecuteTimedOut,
-    ModelUnavailable,
-    RequestTimedOut,
-    Response,
-    StubDied,
-)
+from moonpool import ExecuteTimedOut, ModelUnavailable, RequestTimedOut, Response, StubDied
 from moonpool.ipc.channel import Channel
 from moonpool.runtime.stubs import handle as handles
 
 FILE = MODELS / "dies.py"
-SIGNATURE: Config = {
-    "input": [tensor("COMMAND", "STRING", 1)],
-    "output": [tensor("PID", "INT64", 1)],
-}
+SIGNATURE: Config = {"input": [tensor("COMMAND", "STRING", 1)], "output": [tensor("PID", "INT64", 1)]}
 SEEN = {"ENVIRONMENT": "FAULT_AT"}
 FORGIVING = {**SEEN, "RESTART_WINDOW_S": 0.001}
 
@@ -83,9 +74,7 @@ def ended(runtime: moonpool.Runtime, pid: int) -> None:
 # Death and return
 
 
-def test_the_end_of_a_process_that_is_known_late_does_not_count_for_the_next_one(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_the_end_of_a_process_that_is_known_late_does_not_count_for_the_next_one(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "victim", FILE, SIGNATURE):
         (record,) = runtime._models.find("victim").supervisor.records
         first = record.instance.state
@@ -118,12 +107,9 @@ def test_a_death_while_idle_is_noticed_and_mended_without_a_request(
 
 
 @pytest.mark.promise(
-    "Requests",
-    "A request that was sent to a process which died before it took it goes to the next one.",
+    "Requests", "A request that was sent to a process which died before it took it goes to the next one."
 )
-def test_a_request_that_a_process_never_took_goes_to_the_next_one(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_request_that_a_process_never_took_goes_to_the_next_one(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "victim", FILE, SIGNATURE):
         pid = ask(runtime)
         if type(link_of(runtime, "victim").conversation.channel) is Channel:
@@ -135,9 +121,7 @@ def test_a_request_that_a_process_never_took_goes_to_the_next_one(
         assert pid_from(sent) != pid
 
 
-def test_an_instance_that_dies_too_often_is_given_up_and_says_why(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_an_instance_that_dies_too_often_is_given_up_and_says_why(runtime: moonpool.Runtime) -> None:
     limits = options(MAX_RESTARTS=2, RESTART_BACKOFF_S=0.01)
     with hosted(runtime, "victim", FILE, SIGNATURE | limits):
         for _ in range(3):
@@ -197,10 +181,7 @@ def starting(runtime: moonpool.Runtime, former: int) -> int | None:
     return int(instance["pid"]) if is_other else None
 
 
-@pytest.mark.promise(
-    "Lifecycle",
-    "After twenty deaths, no process, descriptor or thread is left behind.",
-)
+@pytest.mark.promise("Lifecycle", "After twenty deaths, no process, descriptor or thread is left behind.")
 def test_twenty_deaths_leave_nothing_behind(runtime: moonpool.Runtime) -> None:
     def counts() -> tuple[int, int, int]:
         now = Holdings()
@@ -242,9 +223,7 @@ def test_queued_requests_survive_the_death_of_the_instance(runtime: moonpool.Run
 
 
 @pytest.mark.promise("Lifecycle", "A death is noticed at …")
-def test_siblings_of_a_dead_instance_serve_on(
-    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_siblings_of_a_dead_instance_serve_on(runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     with hosted(runtime, "victim", FILE, SIGNATURE | options(**FORGIVING), instances=2):
         monkeypatch.setenv("FAULT_AT", "initialize:hang")
         dead = kill(runtime)
@@ -257,9 +236,7 @@ def test_siblings_of_a_dead_instance_serve_on(
         assert runtime.is_ready("victim")
 
 
-def test_an_idempotent_request_is_tried_once_more(
-    runtime: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_an_idempotent_request_is_tried_once_more(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     once = f"execute:once {tmp_path / 'first'}"
     with hosted(runtime, "victim", FILE, SIGNATURE | options(**FORGIVING, RETRY="yes")):
         before = ask(runtime)
@@ -285,9 +262,7 @@ def test_a_request_that_took_too_long_is_not_tried_once_more(runtime: moonpool.R
 
 
 @pytest.mark.promise("Lifecycle", "A model that hangs in …")
-def test_where_a_model_hung_is_in_the_log(
-    runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_a_model_hung_is_in_the_log(runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "moonpool")
     limits = options(EXECUTE_TIMEOUT_S=1)
     with hosted(runtime, "victim", FILE, SIGNATURE | limits), pytest.raises(ExecuteTimedOut):
@@ -297,9 +272,7 @@ def test_where_a_model_hung_is_in_the_log(
     assert "in execute" in caplog.text
 
 
-def test_a_caller_who_leaves_a_hanging_model_harms_nobody(
-    runtime: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_a_caller_who_leaves_a_hanging_model_harms_nobody(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     with hosted(runtime, "victim", FILE, SIGNATURE, instances=1):
         go = tmp_path / "go"
         with pytest.raises(RequestTimedOut):
@@ -364,9 +337,7 @@ def test_unload_waits_for_what_ends(runtime: moonpool.Runtime, tmp_path: Path) -
     assert pid_from(executing) == pid_from(queued)
 
 
-def test_unload_does_not_wait_for_a_restart(
-    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unload_does_not_wait_for_a_restart(runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime.load("victim", FILE, config=SIGNATURE | options(**FORGIVING, LOAD_TIMEOUT_S=1000))
     monkeypatch.setenv("FAULT_AT", "initialize:hang")
     former = kill(runtime)
@@ -410,8 +381,7 @@ def no_descriptors() -> Iterator[None]:
 
 @pytest.mark.promise(
     "Lifecycle",
-    "A start that fails for want of descriptors, memory or processes is tried again and is no "
-    "death of the model.",
+    "A start that fails for want of descriptors, memory or processes is tried again and is no death of the model.",
 )
 def test_a_start_for_which_the_runtime_has_no_descriptors_is_no_death_of_the_model(
     runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
@@ -473,9 +443,7 @@ def test_a_stub_that_waits_for_a_reactor_that_does_nothing_waits_for_a_limited_t
         runtime._models.stubs.reactor.call_soon(lambda: held.wait(60.0))
         monkeypatch.setattr(handles, "_REACTOR_S", 0.01)
         try:
-            with pytest.raises(
-                moonpool.MoonpoolError, match=r"\[echo_0\] .* has done nothing for 0.01 s"
-            ):
+            with pytest.raises(moonpool.MoonpoolError, match=r"\[echo_0\] .* has done nothing for 0.01 s"):
                 stub._on_reactor(print)
         finally:
             held.set()

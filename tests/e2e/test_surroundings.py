@@ -47,8 +47,7 @@ def run(code: str, folder: Path, **streams: object) -> subprocess.CompletedProce
 
 
 @pytest.mark.promise(
-    "Lifecycle",
-    "Models load and instances start again after the working folder of the runtime was deleted.",
+    "Lifecycle", "Models load and instances start again after the working folder of the runtime was deleted."
 )
 @pytest.mark.parametrize("prefork", ["no", "blank"])
 def test_a_runtime_outlives_its_working_folder(tmp_path: Path, prefork: str) -> None:

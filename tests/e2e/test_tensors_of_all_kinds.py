@@ -13,11 +13,7 @@ from numpy.typing import NDArray
 from tests.e2e.hosting import ECHO, MODELS, Config, hosted, options, same, tensor
 
 import moonpool
-from moonpool import (
-    ConfigError,
-    InvalidRequest,
-    OutOfMemory,
-)
+from moonpool import ConfigError, InvalidRequest, OutOfMemory
 
 ECHO_FILE = MODELS / "echo.py"
 ARRAYS: dict[str, NDArray[Any]] = {
@@ -61,8 +57,7 @@ def shaped(*dims: int) -> Config:
 
 @pytest.mark.promise(
     "Requests",
-    "Every datatype comes back as it was sent, at any shape of up to 32 dimensions and from any "
-    "layout in memory.",
+    "Every datatype comes back as it was sent, at any shape of up to 32 dimensions and from any layout in memory.",
 )
 @pytest.mark.parametrize("name", ARRAYS)
 def test_every_datatype_comes_back_as_it_was(runtime: moonpool.Runtime, name: str) -> None:
@@ -80,9 +75,7 @@ def test_all_datatypes_travel_together(runtime: moonpool.Runtime) -> None:
 @pytest.mark.promise("Requests", "Every datatype comes back as it …")
 @pytest.mark.parametrize("name", ARRAYS)
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (5, 0)], ids=str)
-def test_tensors_of_nothing_keep_their_shape(
-    runtime: moonpool.Runtime, name: str, shape: tuple[int, ...]
-) -> None:
+def test_tensors_of_nothing_keep_their_shape(runtime: moonpool.Runtime, name: str, shape: tuple[int, ...]) -> None:
     array = np.zeros(shape, ARRAYS[name].dtype)
 
     assert same(runtime.infer("types", {name: array}, timeout_s=60.0)["OUT_" + name], array)
@@ -157,9 +150,7 @@ def test_there_may_not_be_33_dimensions(runtime: moonpool.Runtime) -> None:
         runtime.load("deeper", ECHO_FILE, config=shaped(*[1] * 33))
 
 
-def test_a_scalar_is_a_row_where_the_model_batches_and_dims_are_1(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_scalar_is_a_row_where_the_model_batches_and_dims_are_1(runtime: moonpool.Runtime) -> None:
     with pytest.raises(InvalidRequest, match=r"Expected \[-1\], got \[\]"):
         runtime.infer("echo", {"X": np.float32(1)}, timeout_s=60.0)
     assert runtime.infer("echo", {"X": [1]}, timeout_s=60.0)["OUT_X"].tolist() == [1]
@@ -168,9 +159,7 @@ def test_a_scalar_is_a_row_where_the_model_batches_and_dims_are_1(
 # Memory
 
 
-def test_a_tensor_over_the_limit_of_the_regions_is_refused_and_the_model_serves_on(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_a_tensor_over_the_limit_of_the_regions_is_refused_and_the_model_serves_on(runtime: moonpool.Runtime) -> None:
     before = runtime.instances("small")
     for _ in range(3):
         with pytest.raises(OutOfMemory, match="1048576 are allowed; raise MOONPOOL_REGION_LIMIT"):
@@ -181,9 +170,7 @@ def test_a_tensor_over_the_limit_of_the_regions_is_refused_and_the_model_serves_
     assert runtime.instances("small") == before
 
 
-def test_responses_that_nobody_drops_end_in_an_error_and_dropping_them_ends_that(
-    runtime: moonpool.Runtime,
-) -> None:
+def test_responses_that_nobody_drops_end_in_an_error_and_dropping_them_ends_that(runtime: moonpool.Runtime) -> None:
     x = np.zeros(1 << 16, np.float32)
     kept: list[NDArray[Any]] = []
 

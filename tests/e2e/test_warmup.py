@@ -24,16 +24,10 @@ WARMED = MODELS / "warmed.py"
 
 
 def given(datatype: str = "FP32", *dims: int, **how: object) -> dict[str, Any]:
-    return {
-        "data_type": f"TYPE_{datatype}",
-        "dims": list(dims or (1,)),
-        **(how or {"zero_data": True}),
-    }
+    return {"data_type": f"TYPE_{datatype}", "dims": list(dims or (1,)), **(how or {"zero_data": True})}
 
 
-def sample(
-    name: str = "S", *, batch_size: int = 1, count: int = 0, **inputs: Any
-) -> dict[str, Any]:
+def sample(name: str = "S", *, batch_size: int = 1, count: int = 0, **inputs: Any) -> dict[str, Any]:
     made = inputs or {"X": given()}
     return {"name": name, "batch_size": batch_size, "count": count, "inputs": made}
 
@@ -63,11 +57,7 @@ class Warmed:
 
     @property
     def batches(self) -> list[Any]:
-        return [
-            ast.literal_eval(line.removeprefix("execute "))
-            for line in self.lines
-            if line.startswith("execute")
-        ]
+        return [ast.literal_eval(line.removeprefix("execute ")) for line in self.lines if line.startswith("execute")]
 
 
 @pytest.fixture
@@ -83,9 +73,7 @@ ZERO = {"X": [[0.0]]}
     "Every instance executes the warm-up samples of its model before it is ready: `batch_size` requests of one row in one batch, "
     "`count` times, and none of them counts in the statistics.",
 )
-def test_every_instance_executes_the_samples_before_it_is_ready(
-    runtime: moonpool.Runtime, warmed: Warmed
-) -> None:
+def test_every_instance_executes_the_samples_before_it_is_ready(runtime: moonpool.Runtime, warmed: Warmed) -> None:
     config = warmed.config(sample(batch_size=3, count=2), sample("T"), sample("U", batch_size=0))
     with hosted(runtime, "m", WARMED, config, instances=2):
         assert sorted(map(len, warmed.batches)) == [1, 1, 3, 3, 3, 3]
@@ -103,17 +91,13 @@ def test_a_warmed_model_serves(runtime: moonpool.Runtime, warmed: Warmed) -> Non
         assert warmed.batches == [[ZERO], [{"X": [[1.0]]}]]
 
 
-def test_a_model_without_batches_is_warmed_up_with_several_requests(
-    runtime: moonpool.Runtime, warmed: Warmed
-) -> None:
+def test_a_model_without_batches_is_warmed_up_with_several_requests(runtime: moonpool.Runtime, warmed: Warmed) -> None:
     with hosted(runtime, "m", WARMED, warmed.config(sample(batch_size=2), max_batch_size=0)):
         assert warmed.batches == [[{"X": [0.0]}] * 2]
 
 
 @pytest.mark.promise("Models", "Every instance executes the warm-up …")
-def test_an_instance_is_warmed_up_after_each_restart(
-    runtime: moonpool.Runtime, warmed: Warmed
-) -> None:
+def test_an_instance_is_warmed_up_after_each_restart(runtime: moonpool.Runtime, warmed: Warmed) -> None:
     with hosted(runtime, "m", WARMED, warmed.config(sample())):
         (record,) = runtime._models.find("m").supervisor.records
         pid = int(warmed.log.read_text().split()[1])
@@ -124,17 +108,14 @@ def test_an_instance_is_warmed_up_after_each_restart(
 
 
 @pytest.mark.parametrize("prefork", ["imports", "initialize"])
-def test_an_instance_that_is_forked_is_warmed_up(
-    runtime: moonpool.Runtime, warmed: Warmed, prefork: str
-) -> None:
+def test_an_instance_that_is_forked_is_warmed_up(runtime: moonpool.Runtime, warmed: Warmed, prefork: str) -> None:
     config = warmed.config(sample(), parameters={"MOONPOOL_PREFORK": prefork})
     with hosted(runtime, "m", WARMED, config, instances=2):
         assert warmed.batches == [[ZERO], [ZERO]]
 
 
 @pytest.mark.promise(
-    "Models",
-    "The load of a model fails if it answers a warm-up request with an error, and the error names the sample.",
+    "Models", "The load of a model fails if it answers a warm-up request with an error, and the error names the sample."
 )
 @pytest.mark.parametrize("more", [{}, {"model_transaction_policy": {"decoupled": True}}])
 @pytest.mark.parametrize(
@@ -145,10 +126,7 @@ def test_an_instance_that_is_forked_is_warmed_up(
             "failed to run warmup sample 'S': Failed to process the request(s) for model 'm_0', message: ValueError: on purpose",
         ),
         ("refuse", "failed to run warmup sample 'S': no 0; no 1; "),
-        (
-            "die",
-            "failed to run warmup sample 'S': Stub process 'm_0' is not healthy. It exited with 7 during execute",
-        ),
+        ("die", "failed to run warmup sample 'S': Stub process 'm_0' is not healthy. It exited with 7 during execute"),
     ],
 )
 def test_a_failure_fails_the_load_and_names_the_sample(
@@ -165,10 +143,7 @@ def test_a_failure_fails_the_load_and_names_the_sample(
 
 @pytest.mark.parametrize(
     ("does", "text"),
-    [
-        ("refuse later", "failed to run warmup sample 'S': late; "),
-        ("die later", "failed to run warmup sample 'S': "),
-    ],
+    [("refuse later", "failed to run warmup sample 'S': late; "), ("die later", "failed to run warmup sample 'S': ")],
 )
 def test_a_decoupled_model_is_warm_when_it_has_sent_its_last_response(
     runtime: moonpool.Runtime, warmed: Warmed, does: str, text: str
@@ -182,24 +157,15 @@ def test_a_decoupled_model_is_warm_when_it_has_sent_its_last_response(
     assert str(caught.value).startswith(text)
 
 
-def test_a_warmup_takes_no_longer_than_a_load_may(
-    runtime: moonpool.Runtime, warmed: Warmed
-) -> None:
+def test_a_warmup_takes_no_longer_than_a_load_may(runtime: moonpool.Runtime, warmed: Warmed) -> None:
     config = warmed.config(
-        sample(),
-        does="hang",
-        parameters={"MOONPOOL_LOAD_TIMEOUT_S": "2", "MOONPOOL_FINALIZE_TIMEOUT_S": "1"},
+        sample(), does="hang", parameters={"MOONPOOL_LOAD_TIMEOUT_S": "2", "MOONPOOL_FINALIZE_TIMEOUT_S": "1"}
     )
     with pytest.raises(LoadFailed, match="took longer than 2 s to start and to warm up"):
         runtime.load("m", WARMED, config=config)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "text"),
-    [
-        ({"Z": given()}, "unexpected inference input 'Z' for model 'm'"),
-    ],
-)
+@pytest.mark.parametrize(("inputs", "text"), [({"Z": given()}, "unexpected inference input 'Z' for model 'm'")])
 def test_data_that_does_not_fit_is_refused(
     runtime: moonpool.Runtime, warmed: Warmed, tmp_path: Path, inputs: dict[str, Any], text: str
 ) -> None:
@@ -211,9 +177,7 @@ def test_data_that_does_not_fit_is_refused(
     assert warmed.lines == []
 
 
-def test_a_batch_larger_than_the_model_takes_is_refused(
-    runtime: moonpool.Runtime, warmed: Warmed
-) -> None:
+def test_a_batch_larger_than_the_model_takes_is_refused(runtime: moonpool.Runtime, warmed: Warmed) -> None:
     with pytest.raises(LoadFailed, match=r"'S': (batch size 5 for 'm_0', max allowed is 4; ){5}"):
         runtime.load("m", WARMED, config=warmed.config(sample(batch_size=5)))
 
@@ -227,17 +191,11 @@ def write(folder: Path, **files: bytes) -> Path:
     return folder
 
 
-def test_data_may_come_from_files_and_be_random(
-    runtime: moonpool.Runtime, warmed: Warmed, tmp_path: Path
-) -> None:
-    folder = write(
-        tmp_path / "repository" / "m", f=np.array([7, 8], np.float32).tobytes(), s=b"\1\0\0\0a"
-    )
+def test_data_may_come_from_files_and_be_random(runtime: moonpool.Runtime, warmed: Warmed, tmp_path: Path) -> None:
+    folder = write(tmp_path / "repository" / "m", f=np.array([7, 8], np.float32).tobytes(), s=b"\1\0\0\0a")
     config = warmed.config(
         sample(
-            X=given(input_data_file="f"),
-            T=given("STRING", input_data_file="s"),
-            I=given("INT32", random_data=True),
+            X=given(input_data_file="f"), T=given("STRING", input_data_file="s"), I=given("INT32", random_data=True)
         ),
         sample(X=given(random_data=True), T=given("STRING", random_data=True), I=given("INT32")),
         input=[tensor("X", "FP32", 1), tensor("T", "STRING", 1), tensor("I", "INT32", 1)],
@@ -271,8 +229,7 @@ def test_the_strings_of_a_sample_are_counted_once_for_a_batch(
 
 
 @pytest.mark.promise(
-    "Containment",
-    "A warm-up file is read by the runtime, and no link may lead it out of the model's folder.",
+    "Containment", "A warm-up file is read by the runtime, and no link may lead it out of the model's folder."
 )
 @pytest.mark.parametrize("name", ["link", "../../secret", "missing", "fifo"])
 def test_no_file_outside_of_the_folder_is_read(
@@ -322,9 +279,7 @@ def in_background() -> Any:
     "Models",
     "The data of warm-up samples takes memory for one sample at a time, and all samples together are no larger than `MOONPOOL_REGION_LIMIT_BYTES`.",
 )
-def test_all_samples_together_have_a_limit_that_names_its_option(
-    runtime: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_all_samples_together_have_a_limit_that_names_its_option(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     limit = {"parameters": {"MOONPOOL_REGION_LIMIT_BYTES": "3M"}}
     with hosted(runtime, "m", quiet(tmp_path), large(3, 1 << 20) | limit):
         pass
@@ -359,12 +314,5 @@ def quiet(folder: Path) -> Path:
 
 
 def large(count: int, size_bytes: int) -> dict[str, Any]:
-    samples = [
-        sample(f"S{number}", X=given("FP32", size_bytes // 4, random_data=True))
-        for number in range(count)
-    ]
-    return {
-        "input": [tensor("X", "FP32", -1)],
-        "output": [tensor("Y", "FP32", -1)],
-        "model_warmup": samples,
-    }
+    samples = [sample(f"S{number}", X=given("FP32", size_bytes // 4, random_data=True)) for number in range(count)]
+    return {"input": [tensor("X", "FP32", -1)], "output": [tensor("Y", "FP32", -1)], "model_warmup": samples}

@@ -86,18 +86,13 @@ asked = st.builds(
 
 
 @pytest.fixture(scope="module")
-def models(
-    runtime: moonpool.Runtime, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[moonpool.Runtime]:
+def models(runtime: moonpool.Runtime, tmp_path_factory: pytest.TempPathFactory) -> Iterator[moonpool.Runtime]:
     folder = tmp_path_factory.mktemp("models")
     files = {}
     for name, is_usual in (("usual", True), ("unusual", False)):
         files[name] = folder / f"{name}.py"
         files[name].write_text(f"USUAL = {is_usual}\n{MODEL}")
-    with (
-        hosted(runtime, "usual", files["usual"], CONFIG),
-        hosted(runtime, "unusual", files["unusual"], CONFIG),
-    ):
+    with hosted(runtime, "usual", files["usual"], CONFIG), hosted(runtime, "unusual", files["unusual"], CONFIG):
         # The memory for arrays in place is there for as long as the models.
         for name in files:
             array = runtime.empty(name, "X", (1, 2))
@@ -132,9 +127,7 @@ async def asked_by_tasks(ask: Callable[[], Any]) -> Any:
     return outcomes[-1]
 
 
-def outcome_of(
-    runtime: moonpool.Runtime, model: str, each: Asked, **options: Any
-) -> dict[str, NDArray[Any]] | str:
+def outcome_of(runtime: moonpool.Runtime, model: str, each: Asked, **options: Any) -> dict[str, NDArray[Any]] | str:
     """Send a request, and return its outputs, or the text of its error."""
     try:
         inputs = {} if each.form == "missing" else {"X": array_of(runtime, model, each)}
@@ -189,9 +182,7 @@ def counts(runtime: moonpool.Runtime, model: str) -> Any:
 
 @settings(max_examples=25)
 @given(st.lists(asked, min_size=1, max_size=12))
-def test_the_quick_way_and_the_long_way_give_the_same(
-    models: moonpool.Runtime, requests: list[Asked]
-) -> None:
+def test_the_quick_way_and_the_long_way_give_the_same(models: moonpool.Runtime, requests: list[Asked]) -> None:
     kept: list[tuple[int, Any, Any]] = []
     for number, each in enumerate(requests):
         usual = outcome_of(models, "usual", each)

@@ -33,9 +33,7 @@ def test_a_load_that_failed_keeps_no_files() -> None:
     kept = weakref.ref(files)
     with moonpool.Runtime() as runtime:
         with pytest.raises(moonpool.MoonpoolError):
-            runtime._models.load(
-                Wanted("m", files=files, config={"max_batch_size": -1}, is_whole=True)
-            )
+            runtime._models.load(Wanted("m", files=files, config={"max_batch_size": -1}, is_whole=True))
         del files
         gc.collect()
         assert kept() is None

@@ -165,12 +165,7 @@ def send_fds(end: socket.socket, packet: bytes) -> None:
 
 def with_descriptors(peer: Peer) -> None:
     send_fds(peer.control, encode(Kind.LOG, 0, "with descriptors", "", 0))
-    send_fds(
-        peer.work,
-        encode(
-            Kind.ANSWER, peer.batch, NO_CORE, [], [], [], encode(*[[]] * peer.count), None, None
-        ),
-    )
+    send_fds(peer.work, encode(Kind.ANSWER, peer.batch, NO_CORE, [], [], [], encode(*[[]] * peer.count), None, None))
 
 
 def responses(*rows: tuple[object, ...]) -> Fault:
@@ -185,9 +180,7 @@ def responses(*rows: tuple[object, ...]) -> Fault:
 
 def from_the_request(peer: Peer) -> None:
     block = [peer.requests_region, 0, 16]
-    peer.tell(
-        Kind.RESPONSES, [[peer.batch, 0, FINAL, [block], encode([[0, FP32, [4], 0, 0, 16]]), None]]
-    )
+    peer.tell(Kind.RESPONSES, [[peer.batch, 0, FINAL, [block], encode([[0, FP32, [4], 0, 0, 16]]), None]])
 
 
 def control_indirect_twice(peer: Peer) -> None:
@@ -211,10 +204,7 @@ def stored(say: Callable[[Peer], socket.socket]) -> Fault:
 
 def an_error_in_a_block(peer: Peer) -> None:
     remark = [None, [1, "no"]]
-    peer.tell(
-        Kind.RESPONSES,
-        [[peer.batch, 0, FINAL, [[peer.answers_region, 0, 16]], None, remark]],
-    )
+    peer.tell(Kind.RESPONSES, [[peer.batch, 0, FINAL, [[peer.answers_region, 0, 16]], None, remark]])
 
 
 def states(*values: object) -> Fault:
@@ -408,9 +398,7 @@ def observes_beyond(peer: Peer) -> None:
     """Send more observations in one message than it may have, in two rows."""
     peer.calls.send(encode(Kind.NEW_METRIC, 1, "rogue_seconds", "", 2, [], [1.0]))
     metric = calls_codec(Side.STUB).decode(peer.calls.recv(MAX_PACKET_BYTES))[3]["metric"]
-    peer.tell(
-        Kind.METRICS, [[metric, OBSERVE, 0.5, 1], [metric, OBSERVE, 0.5, MAX_OBSERVATIONS]], []
-    )
+    peer.tell(Kind.METRICS, [[metric, OBSERVE, 0.5, 1], [metric, OBSERVE, 0.5, MAX_OBSERVATIONS]], [])
 
 
 def logs_many_lines(peer: Peer) -> None:
@@ -490,18 +478,7 @@ def tells_of_many_denials(peer: Peer) -> None:
     peer.tell(Kind.DENIALS, [[0, 1, str(number)] for number in range(18)])
 
 
-STRANGE_NAMES = [
-    "",
-    "a b",
-    "0x",
-    "x" * 10_000,
-    "\u00e9",
-    "a\0b",
-    "__a",
-    "nv_inference_count",
-    "le",
-    "strange",
-]
+STRANGE_NAMES = ["", "a b", "0x", "x" * 10_000, "\u00e9", "a\0b", "__a", "nv_inference_count", "le", "strange"]
 STRANGE_LABELS: list[object] = [
     None,
     [],
@@ -515,15 +492,7 @@ STRANGE_LABELS: list[object] = [
     [["a\0", "b\0"]],
 ]
 NO_NUMBER, NO_END = float("nan"), float("inf")
-STRANGE_BUCKETS: list[object] = [
-    None,
-    [],
-    [NO_NUMBER],
-    [NO_END, -NO_END],
-    [2.0, 1.0],
-    [1.0, 1.0],
-    [-1.0] * 1000,
-]
+STRANGE_BUCKETS: list[object] = [None, [], [NO_NUMBER], [NO_END, -NO_END], [2.0, 1.0], [1.0, 1.0], [-1.0] * 1000]
 
 
 def asks_for_strange_metrics(peer: Peer) -> None:
@@ -620,9 +589,7 @@ FAULTS: dict[str, Fault] = {
     "the runtime's part": lambda peer: peer.say(Kind.FINALIZE),
     "a log line for work": lambda peer: peer.say(Kind.LOG, 0, "hello", "", 0),
     "another batch": lambda peer: peer.answer(batch=peer.batch + 1),
-    "a response too many": lambda peer: peer.answer(
-        responses=[[[], None, None]] * (peer.count + 1)
-    ),
+    "a response too many": lambda peer: peer.answer(responses=[[[], None, None]] * (peer.count + 1)),
     "no responses": lambda peer: peer.answer(responses=[]),
     "a remark too many": lambda peer: raw_answer(peer, b"\x91\x90", [None] * 2),
     "a malformed remark": lambda peer: raw_answer(peer, b"\x91\x90", [[None, [9, "none"]]]),
@@ -640,9 +607,7 @@ FAULTS: dict[str, Fault] = {
     "more than was lent": lambda peer: peer.answer(
         [[peer.blocks[0][0], peer.blocks[0][1], 1 << 20]], [[0, FP32, [1 << 18], 0, 0, 1 << 20]]
     ),
-    "an indirect message beyond": lambda peer: peer.say(
-        Kind.INDIRECT, peer.answers_region, 0, 1 << 40
-    ),
+    "an indirect message beyond": lambda peer: peer.say(Kind.INDIRECT, peer.answers_region, 0, 1 << 40),
     "an indirect message in an indirect one": indirect_twice,
     "an answer that bursts": stored(lambda peer: peer.work),
     "a notice that bursts": stored(lambda peer: peer.control),
@@ -650,9 +615,7 @@ FAULTS: dict[str, Fault] = {
     "an answer that is too large": a_large(Kind.ANSWER, lambda peer: peer.work, (1 << 26) + 1),
     "a notice that is too large": a_large(Kind.LOG, lambda peer: peer.control, (1 << 26) + 1),
     "a call that is too large": a_large(Kind.INFER, lambda peer: peer.calls, (1 << 24) + 1),
-    "a word of what is let go of that lies in memory": a_large(
-        Kind.LET_GO, lambda peer: peer.calls, 16
-    ),
+    "a word of what is let go of that lies in memory": a_large(Kind.LET_GO, lambda peer: peer.calls, 16),
     "a layout that bursts": lambda peer: raw_answer(peer, b"\x91\xdc\x40\x00" + b"\x90" * 0x4000),
     "blocks that hold nothing": lambda peer: peer.answer([[peer.answers_region, 0, 16]]),
     "keeps its input a thousand times": lambda peer: peer.answer(held=[peer.blocks[0][:2]] * 1000),
@@ -676,13 +639,9 @@ FAULTS: dict[str, Fault] = {
     "an event unasked": lambda peer: peer.tell(Kind.EVENT, 0, b""),
     "an event of the wrong size": lambda peer: peer.tell(Kind.EVENT, 0, bytes(65)),
     "retires what is none": lambda peer: peer.tell(Kind.RETIRE, HUGE),
-    "an indirect notice beyond": lambda peer: peer.tell(
-        Kind.INDIRECT, peer.answers_region, 0, 1 << 40
-    ),
+    "an indirect notice beyond": lambda peer: peer.tell(Kind.INDIRECT, peer.answers_region, 0, 1 << 40),
     "an indirect notice in an indirect one": control_indirect_twice,
-    "changes a metric that there never was": lambda peer: peer.tell(
-        Kind.METRICS, [[1, 0, 1.0, 1]], []
-    ),
+    "changes a metric that there never was": lambda peer: peer.tell(Kind.METRICS, [[1, 0, 1.0, 1]], []),
     "drops a metric that there never was": lambda peer: peer.tell(Kind.METRICS, [], [HUGE]),
     "a whole number for a metric": lambda peer: peer.tell(Kind.METRICS, [[1, 0, 1, 1]], []),
     "observes more than it may": observes_beyond,
@@ -697,9 +656,7 @@ FAULTS: dict[str, Fault] = {
     "ends what had no response": responses((None, 0, FINAL, [], None, None)),
     "responds twice": responses((None, 0, 0, [], EMPTY, None), (None, 0, 0, [], EMPTY, None)),
     "responds with two in one": responses((None, 0, FINAL, [], b"\x92\x90\x90", None)),
-    "responds with an unknown block": responses(
-        (None, 0, FINAL, [], encode([[0, FP32, [4], 0, 0, 16]]), None)
-    ),
+    "responds with an unknown block": responses((None, 0, FINAL, [], encode([[0, FP32, [4], 0, 0, 16]]), None)),
     "responds from the request": from_the_request,
     "responds with an error in a block": an_error_in_a_block,
     "a state too many": states(0, 0),
@@ -716,16 +673,12 @@ FAULTS: dict[str, Fault] = {
     "a call beyond its block": lambda peer: peer.call(offset=8),
     "a call from an unknown block": lambda peer: peer.call(block=1),
     "a call with blocks of nothing": lambda peer: peer.calls.send(
-        encode(
-            Kind.INFER, 1, "sibling", -1, False, 0, (), [[peer.answers_region, 0, 16]], (), (), None
-        )
+        encode(Kind.INFER, 1, "sibling", -1, False, 0, (), [[peer.answers_region, 0, 16]], (), (), None)
     ),
     "a call of no shape": lambda peer: peer.call(shape=(5,)),
     "a huge call of nothing": lambda peer: peer.call(shape=(0, HUGE, HUGE), size=0),
     "a call that lets go of what it has not": lambda peer: peer.call(released=[[HUGE, 0]]),
-    "lets go of what it has not": lambda peer: peer.calls.send(
-        encode(Kind.LET_GO, [[peer.requests_region, 1 << 16]])
-    ),
+    "lets go of what it has not": lambda peer: peer.calls.send(encode(Kind.LET_GO, [[peer.requests_region, 1 << 16]])),
     "lets go twice": lets_go_twice,
     "an indirect call in an indirect one": indirect_call,
     "floods calls": flood_calls,
@@ -779,9 +732,7 @@ STARTS: dict[str, Fault] = {
     "never says anything": lambda _: hang(),
     "closes both channels": closing("work", "control"),
     "says garbage": lambda peer: peer.work.send(b"\xc1"),
-    "answers what was not asked": lambda peer: peer.say(
-        Kind.ANSWER, 1, NO_CORE, [], [], [], b"\x90", None, None
-    ),
+    "answers what was not asked": lambda peer: peer.say(Kind.ANSWER, 1, NO_CORE, [], [], [], b"\x90", None, None),
     "completes instead of loading": lambda peer: peer.say(Kind.COMPLETED, "{}", False),
     "loads instead of completing": lambda peer: peer.say(Kind.LOADED, {}),
     "completes with no JSON": lambda peer: peer.say(Kind.COMPLETED, "{", False),
@@ -792,9 +743,7 @@ STARTS: dict[str, Fault] = {
     "completes and answers": completing(
         lambda peer: peer.say(Kind.ANSWER, 1, NO_CORE, [], [], [], b"\x90", None, None)
     ),
-    "fails with an error of exec that is none": lambda peer: peer.say(
-        Kind.FAILED, EXEC_FAILED, "0013" + "9" * 30, ""
-    ),
+    "fails with an error of exec that is none": lambda peer: peer.say(Kind.FAILED, EXEC_FAILED, "0013" + "9" * 30, ""),
     "dies": lambda _: os.kill(os.getpid(), signal.SIGKILL),
 }
 

@@ -59,9 +59,7 @@ def test_known_inputs_do_no_harm(name: str) -> None:
 
 
 @EVERY_TARGET
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_variants_of_known_inputs_do_no_harm(name: str, data: st.DataObject) -> None:
     TARGETS[name](data.draw(near(name)))

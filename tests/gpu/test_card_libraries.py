@@ -46,23 +46,13 @@ def model_library(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def load(
-    host: Host,
-    name: str,
-    file: str,
-    inputs: str,
-    outputs: str,
-    *,
-    kind: str = "GPU",
-    callee: str = "",
-) -> None:
+def load(host: Host, name: str, file: str, inputs: str, outputs: str, *, kind: str = "GPU", callee: str = "") -> None:
     """A model whose inputs stay where they are; the names of its tensors are in `inputs` and `outputs`."""
     parameters = {"FORCE_CPU_ONLY_INPUT_TENSORS": "no", "callee": callee}
     config = {
         "input": [tensor(each, "FP32", -1) for each in inputs.split()],
         "output": [
-            tensor(each, "STRING", 1) if each == "SEEN" else tensor(each, "FP32", -1)
-            for each in outputs.split()
+            tensor(each, "STRING", 1) if each == "SEEN" else tensor(each, "FP32", -1) for each in outputs.split()
         ],
         "instance_group": [{"kind": f"KIND_{kind}"}],
         "parameters": {key: {"string_value": value} for key, value in parameters.items()},
@@ -92,9 +82,7 @@ def test_a_model_of_one_library_and_a_caller_of_another_share_arrays(
         assert (library.values(difference) == A - B).all()
 
 
-def test_an_answer_can_be_the_next_input(
-    card_host: Host, library: Library, model_library: str
-) -> None:
+def test_an_answer_can_be_the_next_input(card_host: Host, library: Library, model_library: str) -> None:
     load_add_sub(card_host, model_library)
     total: Any = library.array(A)
     b = library.array(B)
@@ -117,9 +105,7 @@ def test_outputs_on_the_gpu_come_in_ordinary_memory_where_that_is_wanted(
     assert (outputs["OUTPUT1"] == A - B).all()
 
 
-def test_memory_of_the_runtime_s_that_a_library_fills_is_not_copied(
-    card_host: Host, library: Library
-) -> None:
+def test_memory_of_the_runtime_s_that_a_library_fills_is_not_copied(card_host: Host, library: Library) -> None:
     card_host.load()
     with library.on_stream(0):
         x = library.take(card_host.runtime.empty("m", "X", A.shape, device=0))
@@ -154,9 +140,7 @@ def test_late_work_of_a_caller_s_stream_is_waited_for_on_the_card(
             assert (total == step + B).all()
 
 
-def test_a_pipeline_goes_through_both_kinds_of_memory(
-    card_host: Host, library: Library, model_library: str
-) -> None:
+def test_a_pipeline_goes_through_both_kinds_of_memory(card_host: Host, library: Library, model_library: str) -> None:
     load_add_sub(card_host, model_library)
     load(card_host, "pipeline", "gpu_pipeline.py", "X", "Y", kind="CPU", callee="add_sub")
 
@@ -169,9 +153,7 @@ def test_a_pipeline_goes_through_both_kinds_of_memory(
     assert (library.values(library.take(outputs["OUTPUT0"])) == A + B).all()
 
 
-def test_tensors_stay_on_the_gpu_from_model_to_model(
-    card_host: Host, library: Library, model_library: str
-) -> None:
+def test_tensors_stay_on_the_gpu_from_model_to_model(card_host: Host, library: Library, model_library: str) -> None:
     load_add_sub(card_host, model_library)
     outputs = "OUTPUT0 OUTPUT1 SEEN"
     load(card_host, "asks", "gpu_bls.py", "INPUT0 INPUT1", outputs, callee="add_sub")
@@ -183,9 +165,7 @@ def test_tensors_stay_on_the_gpu_from_model_to_model(
     assert (library.values(library.take(found["OUTPUT1"])) == A - B).all()
 
 
-def test_a_stub_has_one_context_which_its_library_shares(
-    card_host: Host, library: Library, model_library: str
-) -> None:
+def test_a_stub_has_one_context_which_its_library_shares(card_host: Host, library: Library, model_library: str) -> None:
     load(card_host, "contexts", f"gpu_context_{model_library}.py", "X", "IS_SHARED")
 
     said = card_host.runtime.infer("contexts", {"X": library.array(A)}, timeout_s=120)

@@ -64,12 +64,9 @@ def full(left_bytes: int) -> Iterator[None]:
 
 @pytest.mark.promise(
     "Device memory",
-    "A device that is full is an error of the request that needed memory; the instance lives "
-    "and goes on.",
+    "A device that is full is an error of the request that needed memory; the instance lives and goes on.",
 )
-def test_a_device_that_is_full_is_an_error_of_the_request_and_the_instance_lives(
-    host: Host,
-) -> None:
+def test_a_device_that_is_full_is_an_error_of_the_request_and_the_instance_lives(host: Host) -> None:
     host.load()
     large = np.zeros(32 * MIB, np.float32)
     y, _ = host.infer(Foreign(VALUES), "add")
@@ -89,10 +86,7 @@ def test_a_device_that_is_full_is_an_error_of_the_request_and_the_instance_lives
     assert process_of(host) == process
 
 
-@pytest.mark.promise(
-    "Device memory",
-    "Bytes on a device stay valid if a stub that has them is killed.",
-)
+@pytest.mark.promise("Device memory", "Bytes on a device stay valid if a stub that has them is killed.")
 def test_bytes_outlive_a_stub_that_is_killed_while_it_has_them(host: Host) -> None:
     host.load()
     x = host.on_device(VALUES)
@@ -114,8 +108,7 @@ def test_bytes_outlive_a_stub_that_is_killed_while_it_has_them(host: Host) -> No
 
 
 @pytest.mark.promise(
-    "Device memory",
-    "Many instances share a device, and many requests leave no descriptor and no memory behind.",
+    "Device memory", "Many instances share a device, and many requests leave no descriptor and no memory behind."
 )
 def test_many_instances_share_a_device(host: Host) -> None:
     # Each context takes some hundred MiB of a card.
@@ -129,9 +122,7 @@ def test_many_instances_share_a_device(host: Host) -> None:
         assert (on_host(future.result(60).outputs["Y"]) == VALUES + i + 1).all()
 
 
-def test_a_process_without_descriptors_left_gets_an_error_and_goes_on(
-    environment: dict[str, str] | None,
-) -> None:
+def test_a_process_without_descriptors_left_gets_an_error_and_goes_on(environment: dict[str, str] | None) -> None:
     words = run(
         """
         import os, resource
@@ -220,9 +211,7 @@ def test_numpy_gets_no_tensor_of_the_device_unless_the_model_asks_for_copies(hos
 
 
 @pytest.mark.promise(
-    "Device memory",
-    "Inputs on a device stay there, or come in ordinary memory, as FORCE_CPU_ONLY_INPUT_TENSORS "
-    "says.",
+    "Device memory", "Inputs on a device stay there, or come in ordinary memory, as FORCE_CPU_ONLY_INPUT_TENSORS says."
 )
 @pytest.mark.parametrize("force", ["yes", "no"])
 def test_a_model_gets_inputs_where_its_configuration_says(host: Host, force: str) -> None:

@@ -46,17 +46,13 @@ PROGRAM = """
 MODEL = str(MODELS / "on_device.py")
 
 
-def test_the_runtime_has_no_context_until_it_handles_memory_of_the_device(
-    environment: dict[str, str] | None,
-) -> None:
+def test_the_runtime_has_no_context_until_it_handles_memory_of_the_device(environment: dict[str, str] | None) -> None:
     said = run(PROGRAM, MODEL, environment=environment)
 
     assert said == "[False, 2.0, 2.0, 2.0, 2.0, False] True"
 
 
-def test_without_a_gpu_that_can_be_seen_the_load_fails_and_says_why(
-    environment: dict[str, str] | None,
-) -> None:
+def test_without_a_gpu_that_can_be_seen_the_load_fails_and_says_why(environment: dict[str, str] | None) -> None:
     hidden = {**(environment or os.environ), "CUDA_VISIBLE_DEVICES": ""}
 
     said = run(PROGRAM, MODEL, environment=hidden)

@@ -79,9 +79,7 @@ def test_an_array_tells_what_it_is_and_copies_itself(gpu: Device) -> None:
 
 
 @pytest.mark.parametrize("max_version", [None, (1, 0), (1, 1)])
-def test_a_capsule_is_read_as_what_was_put_into_it(
-    gpu: Device, max_version: tuple[int, int] | None
-) -> None:
+def test_a_capsule_is_read_as_what_was_put_into_it(gpu: Device, max_version: tuple[int, int] | None) -> None:
     array = array_of(np.arange(6, dtype=np.float32).reshape(2, 3), gpu)
 
     again = DeviceArray.of(array.__dlpack__(max_version=max_version))
@@ -143,8 +141,7 @@ def test_bf16_goes_by_dlpack_alone(gpu: Device) -> None:
 
 @pytest.mark.promise(
     "Device memory",
-    "An array that is not contiguous, or has no datatype of moonpool's, is refused, and the "
-    "error says what to do.",
+    "An array that is not contiguous, or has no datatype of moonpool's, is refused, and the error says what to do.",
 )
 @pytest.mark.parametrize(
     ("changes", "reason"),
@@ -157,9 +154,7 @@ def test_bf16_goes_by_dlpack_alone(gpu: Device) -> None:
     ],
     ids=["strides", "shape", "complex", "byte order", "mask"],
 )
-def test_an_interface_that_is_no_tensor_is_refused(
-    gpu: Device, changes: dict[str, Any], reason: str
-) -> None:
+def test_an_interface_that_is_no_tensor_is_refused(gpu: Device, changes: dict[str, Any], reason: str) -> None:
     array = array_of(np.zeros((2, 3), np.float32), gpu)
 
     with pytest.raises(BadTensor, match=reason):
@@ -220,9 +215,7 @@ def test_a_capsule_is_used_once(gpu: Device) -> None:
         ({"dl_device": (2, 1)}, "is on device 0"),
     ],
 )
-def test_an_impossible_capsule_is_refused(
-    gpu: Device, arguments: dict[str, Any], reason: str
-) -> None:
+def test_an_impossible_capsule_is_refused(gpu: Device, arguments: dict[str, Any], reason: str) -> None:
     array = array_of(np.zeros(2, np.float32), gpu)
 
     with pytest.raises(BufferError, match=reason):
@@ -296,9 +289,7 @@ def test_a_consumer_without_a_stream_gets_the_default_one(region: DeviceRegion) 
     lane.close()
 
 
-def test_a_consumer_that_wants_no_order_does_not_wait_and_is_waited_for(
-    region: DeviceRegion,
-) -> None:
+def test_a_consumer_that_wants_no_order_does_not_wait_and_is_waited_for(region: DeviceRegion) -> None:
     lane = DeviceLane(region.device)
     array = DeviceArray.over(block(region, lane), 0, UINT8, (SIZE,))
     capsule = array.__dlpack__(stream=-1)
@@ -317,9 +308,7 @@ def test_a_consumer_that_wants_no_order_does_not_wait_and_is_waited_for(
     "The driver is given a stream's handle until the holder of an array that was taken on it "
     "releases the array, and no longer. CuPy's streams live that long.",
 )
-def test_a_reader_s_stream_is_named_until_he_lets_go_and_may_be_destroyed_then(
-    region: DeviceRegion,
-) -> None:
+def test_a_reader_s_stream_is_named_until_he_lets_go_and_may_be_destroyed_then(region: DeviceRegion) -> None:
     lane, stream = DeviceLane(region.device), region.device.new_stream()
     array = DeviceArray.over(block(region, lane), 0, UINT8, (SIZE,))
     assert array.lease is not None
@@ -431,9 +420,7 @@ def test_a_library_is_asked_for_the_stream_that_it_works_on(
 ) -> None:
     stream = region.device.new_stream()
     current = types.SimpleNamespace(cuda_stream=stream, ptr=stream)
-    cuda = types.SimpleNamespace(
-        current_stream=lambda _: current, get_current_stream=lambda _: current
-    )
+    cuda = types.SimpleNamespace(current_stream=lambda _: current, get_current_stream=lambda _: current)
     monkeypatch.setitem(sys.modules, package, types.SimpleNamespace(cuda=cuda))
     kind = type("Tensor", (Producer,), {"__module__": f"{package}._core"})
 

@@ -56,8 +56,7 @@ def test_a_region_of_another_size_or_device_is_not_adopted(fake: Fake) -> None:
 
 @pytest.mark.promise(
     "Device memory",
-    "A device that is full, and a process that has no descriptors left, get an error and go on "
-    "(fake driver).",
+    "A device that is full, and a process that has no descriptors left, get an error and go on (fake driver).",
 )
 def test_a_device_that_is_full_says_so_and_goes_on(fake: Fake) -> None:
     words = fake.run(

@@ -22,18 +22,13 @@ from moonpool.ipc.errors import CudaError, CudaUnavailable, OutOfMemory
 def test_a_machine_without_a_driver_has_no_devices(tmp_path: Path) -> None:
     with driven_by(str(tmp_path / "libcuda.so.1")):
         assert device_count() == 0
-        with pytest.raises(
-            CudaUnavailable, match=r"no driver of NVIDIA here .* 525 or later.* KIND_CPU"
-        ):
+        with pytest.raises(CudaUnavailable, match=r"no driver of NVIDIA here .* 525 or later.* KIND_CPU"):
             device(0)
 
 
 def test_a_driver_that_lacks_a_function_is_too_old() -> None:
     # libc exists and is not a driver.
-    with (
-        driven_by("libc.so.6"),
-        pytest.raises(CudaUnavailable, match=r"too old: .*cuGetErrorName.* 525 or later"),
-    ):
+    with driven_by("libc.so.6"), pytest.raises(CudaUnavailable, match=r"too old: .*cuGetErrorName.* 525 or later"):
         api.load()
 
 
@@ -52,9 +47,7 @@ def test_a_driver_that_is_too_old_is_told_by_its_version(fake: Fake) -> None:
         FAKE_CUDA_VERSION=11_080,
     )
 
-    assert re.search(
-        r"KIND_GPU but no GPUs are available: .* is of CUDA 11\.8, and .* 525 or later", words
-    )
+    assert re.search(r"KIND_GPU but no GPUs are available: .* is of CUDA 11\.8, and .* 525 or later", words)
     assert "\n" not in words
 
 
@@ -71,14 +64,10 @@ SHARES = """
     """
 
 
-def test_memory_is_shared_in_the_way_that_the_driver_allows_whatever_it_says_of_itself(
-    fake: Fake,
-) -> None:
+def test_memory_is_shared_in_the_way_that_the_driver_allows_whatever_it_says_of_itself(fake: Fake) -> None:
     assert fake.run(SHARES) == "True 0"
     assert fake.run(SHARES, FAKE_CUDA_NO_DESCRIPTORS=1).startswith("False 64 its driver has no")
-    refused = (
-        "cuMemExportToShareableHandle: operation not supported (CUDA_ERROR_NOT_SUPPORTED, 801)"
-    )
+    refused = "cuMemExportToShareableHandle: operation not supported (CUDA_ERROR_NOT_SUPPORTED, 801)"
     assert fake.run(SHARES, FAKE_CUDA_NO_EXPORT=1) == f"False 64 {refused}"
 
 
@@ -166,10 +155,7 @@ def _has_context() -> bool:
     return bool(is_active.value)
 
 
-@pytest.mark.promise(
-    "Device memory",
-    "The context is the primary one of the device, which other libraries share.",
-)
+@pytest.mark.promise("Device memory", "The context is the primary one of the device, which other libraries share.")
 def test_a_device_shares_the_primary_context(gpu: Device) -> None:
     context = c_void_p()
     gpu.driver.cuDevicePrimaryCtxRetain(byref(context), gpu.ordinal)
@@ -192,9 +178,7 @@ def test_a_refusal_names_the_function_the_reason_and_the_number(gpu: Device) -> 
     with pytest.raises(CudaError) as caught:
         gpu.driver.cuDeviceGet(byref(c_int()), 4096)
 
-    assert str(caught.value) == (
-        "cuDeviceGet: invalid device ordinal (CUDA_ERROR_INVALID_DEVICE, 101)"
-    )
+    assert str(caught.value) == ("cuDeviceGet: invalid device ordinal (CUDA_ERROR_INVALID_DEVICE, 101)")
     assert (caught.value.name, caught.value.number) == ("CUDA_ERROR_INVALID_DEVICE", 101)
 
 
@@ -314,13 +298,8 @@ def test_the_numbers_are_those_of_nvidia_s_header() -> None:
     attributes, results = header.CUdevice_attribute, header.CUresult
 
     assert api.HAS_UNIFIED_ADDRESSES == attributes.CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING
-    assert (
-        api.HAS_VIRTUAL_MEMORY == attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-    )
-    assert (
-        api.HAS_DESCRIPTORS
-        == attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
-    )
+    assert api.HAS_VIRTUAL_MEMORY == attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+    assert api.HAS_DESCRIPTORS == attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
     assert api.POINTER_KIND == header.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
     assert api.POINTER_DEVICE == header.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     assert api.DEVICE_MEMORY == header.CUmemorytype.CU_MEMORYTYPE_DEVICE
@@ -332,7 +311,4 @@ def test_the_numbers_are_those_of_nvidia_s_header() -> None:
         header.CUevent_flags.CU_EVENT_INTERPROCESS,
     )
     assert api.NON_BLOCKING == header.CUstream_flags.CU_STREAM_NON_BLOCKING
-    assert (api.LEGACY_STREAM, api.PER_THREAD_STREAM) == (
-        header.CU_STREAM_LEGACY,
-        header.CU_STREAM_PER_THREAD,
-    )
+    assert (api.LEGACY_STREAM, api.PER_THREAD_STREAM) == (header.CU_STREAM_LEGACY, header.CU_STREAM_PER_THREAD)

@@ -66,10 +66,7 @@ def test_a_stub_whose_device_has_failed_is_started_anew(fake_host: FakeHost) -> 
     with pytest.raises(moonpool.MoonpoolError):
         fake_host.infer(x, "fault")
 
-    wait_until(
-        lambda: fake_host.runtime.instances("m")[0]["pid"] not in (None, process),
-        what="another instance",
-    )
+    wait_until(lambda: fake_host.runtime.instances("m")[0]["pid"] not in (None, process), what="another instance")
     wait_until(lambda: fake_host.runtime.is_ready("m"), what="the instance to be ready")
     y, _ = fake_host.infer(Foreign(VALUES), "add")
     assert (y.to_host() == VALUES + 1).all()

@@ -44,9 +44,7 @@ def test_work_is_late_so_that_what_is_not_ordered_shows(region: DeviceRegion, st
     assert peek(region) == 7
 
 
-def test_a_stream_waits_for_another_one_and_nobody_else_does(
-    region: DeviceRegion, stream: int
-) -> None:
+def test_a_stream_waits_for_another_one_and_nobody_else_does(region: DeviceRegion, stream: int) -> None:
     other = region.device.new_stream()
     fill(region, 7, stream)
     waits = host_waits(region.device)
@@ -60,9 +58,7 @@ def test_a_stream_waits_for_another_one_and_nobody_else_does(
     region.device.close_stream(other)
 
 
-def test_publish_comes_after_the_named_streams(
-    region: DeviceRegion, lane: DeviceLane, stream: int
-) -> None:
+def test_publish_comes_after_the_named_streams(region: DeviceRegion, lane: DeviceLane, stream: int) -> None:
     fill(region, 7, stream)
 
     lane.publish([stream])
@@ -71,9 +67,7 @@ def test_publish_comes_after_the_named_streams(
     assert peek(region) == 7
 
 
-def test_publish_comes_after_the_streams_of_dropped_leases(
-    region: DeviceRegion, lane: DeviceLane, stream: int
-) -> None:
+def test_publish_comes_after_the_streams_of_dropped_leases(region: DeviceRegion, lane: DeviceLane, stream: int) -> None:
     lease = block(region, lane)
     lease.use(stream)
     fill(region, 7, stream)
@@ -147,9 +141,7 @@ def test_a_lane_follows_another_one(region: DeviceRegion, lane: DeviceLane) -> N
     assert peek(region) == 7
 
 
-def test_publishing_waits_where_events_are_not_shared(
-    region: DeviceRegion, lane: DeviceLane
-) -> None:
+def test_publishing_waits_where_events_are_not_shared(region: DeviceRegion, lane: DeviceLane) -> None:
     lane.meet(b"")
     fill(region, 7, lane.stream)
 
@@ -161,9 +153,7 @@ def test_publishing_waits_where_events_are_not_shared(
 
 @pytest.mark.promise("Device memory", "A peer sees bytes that were …")
 @pytest.mark.usefixtures("very_late")
-def test_publishing_does_not_wait_where_events_are_shared(
-    region: DeviceRegion, lane: DeviceLane
-) -> None:
+def test_publishing_does_not_wait_where_events_are_shared(region: DeviceRegion, lane: DeviceLane) -> None:
     waits = host_waits(region.device)
     fill(region, 7, lane.stream)
 
@@ -194,9 +184,7 @@ def test_a_handle_that_is_no_event_s_is_refused(lane: DeviceLane, handle: bytes)
     lane.publish()
 
 
-def test_copies_from_and_to_ordinary_memory_wait_unless_told_not_to(
-    region: DeviceRegion, lane: DeviceLane
-) -> None:
+def test_copies_from_and_to_ordinary_memory_wait_unless_told_not_to(region: DeviceRegion, lane: DeviceLane) -> None:
     there = np.arange(SIZE, dtype=np.uint8)
     back = np.zeros(SIZE, np.uint8)
 
@@ -206,9 +194,7 @@ def test_copies_from_and_to_ordinary_memory_wait_unless_told_not_to(
     assert back.tolist() == there.tolist()
 
 
-def test_a_copy_into_pinned_memory_is_done_after_finish(
-    region: DeviceRegion, lane: DeviceLane
-) -> None:
+def test_a_copy_into_pinned_memory_is_done_after_finish(region: DeviceRegion, lane: DeviceLane) -> None:
     shared = SharedRegion.create(8, 1 << 16)
     assert region.device.pin(shared)
     assert region.device.pin(shared)
@@ -227,9 +213,7 @@ def test_a_copy_into_pinned_memory_is_done_after_finish(
         here.driver.cuMemHostUnregister(address)
 
 
-def test_a_kept_source_is_released_when_the_copy_is_done(
-    region: DeviceRegion, lane: DeviceLane
-) -> None:
+def test_a_kept_source_is_released_when_the_copy_is_done(region: DeviceRegion, lane: DeviceLane) -> None:
     class Source:
         """Something to be kept."""
 
@@ -263,12 +247,9 @@ def test_the_stream_of_a_lane_lives_as_long_as_leases_that_used_it(region: Devic
 
 @pytest.mark.promise(
     "Device memory",
-    "Memory is unmapped when all that was queued for it is done, and nobody waits for that "
-    "(fake driver).",
+    "Memory is unmapped when all that was queued for it is done, and nobody waits for that (fake driver).",
 )
-def test_memory_is_unmapped_when_all_that_was_queued_for_it_is_done(
-    fake_region: DeviceRegion,
-) -> None:
+def test_memory_is_unmapped_when_all_that_was_queued_for_it_is_done(fake_region: DeviceRegion) -> None:
     region, lane = fake_region, DeviceLane(fake_region.device)
     here, address = region.device, region.address
     lease = block(region, lane)
@@ -290,9 +271,7 @@ def _is_mapped(address: int) -> bool:
     return f"{address:x}" in starts
 
 
-def test_a_stream_that_was_destroyed_too_early_breaks_nobody_else_s_work(
-    fake_region: DeviceRegion,
-) -> None:
+def test_a_stream_that_was_destroyed_too_early_breaks_nobody_else_s_work(fake_region: DeviceRegion) -> None:
     """The fake driver notices the destroyed stream. A real one takes any address for a stream."""
     region, lane = fake_region, DeviceLane(fake_region.device)
     destroyed = region.device.new_stream()

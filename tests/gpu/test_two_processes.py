@@ -119,9 +119,7 @@ def peer_of() -> Iterator[Callable[..., Peer]]:
     "is written to after the peer has read it; nobody waits on the processor for that.",
 )
 @pytest.mark.usefixtures("very_late")
-def test_a_peer_sees_the_bytes_after_it_received(
-    region: DeviceRegion, peer_of: Callable[..., Peer]
-) -> None:
+def test_a_peer_sees_the_bytes_after_it_received(region: DeviceRegion, peer_of: Callable[..., Peer]) -> None:
     peer = peer_of(region)
     peer.lane.meet(peer.handle)
 
@@ -153,8 +151,7 @@ def test_a_released_block_is_written_after_the_peer_has_read_it(
 
 @pytest.mark.promise(
     "Device memory",
-    "Where two processes cannot share events, both wait for their own work before they send "
-    "(fake driver).",
+    "Where two processes cannot share events, both wait for their own work before they send (fake driver).",
 )
 def test_both_wait_where_one_cannot_open_the_other_s_event(
     fake_region: DeviceRegion, peer_of: Callable[..., Peer]
@@ -191,8 +188,7 @@ def test_a_peer_of_another_user_gets_the_memory_and_the_order(
 
 @pytest.mark.promise(
     "Device memory",
-    "Memory outlives a peer that is killed with it open, and a peer that is killed at work "
-    "holds up no other one.",
+    "Memory outlives a peer that is killed with it open, and a peer that is killed at work holds up no other one.",
 )
 def test_memory_outlives_the_peer_that_was_killed_with_it_open(
     region: DeviceRegion, peer_of: Callable[..., Peer]
@@ -251,13 +247,8 @@ def test_a_wait_for_a_peer_that_died_at_work_ends_with_an_error(
     end.join()
 
 
-@pytest.mark.promise(
-    "Device memory",
-    "If a device can share memory by the older handles only, those are used.",
-)
-def test_memory_of_the_older_kind_is_opened_once_by_its_handle(
-    gpu: Device, peer_of: Callable[..., Peer]
-) -> None:
+@pytest.mark.promise("Device memory", "If a device can share memory by the older handles only, those are used.")
+def test_memory_of_the_older_kind_is_opened_once_by_its_handle(gpu: Device, peer_of: Callable[..., Peer]) -> None:
     gpu.why_no_descriptors = "this test has none"
     region = DeviceRegion.create(7, SIZE, gpu)
     assert (region.fd, len(region.handle)) == (-1, 64)

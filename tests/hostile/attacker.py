@@ -15,10 +15,7 @@ from tests.e2e.hosting import ECHO, MODELS, Config, options, tensor
 import moonpool
 
 FOLDER = MODELS / "attacker"
-SIGNATURE: Config = {
-    "input": [tensor("ATTEMPT", "STRING", 1)],
-    "output": [tensor("SAID", "STRING", 1)],
-}
+SIGNATURE: Config = {"input": [tensor("ATTEMPT", "STRING", 1)], "output": [tensor("SAID", "STRING", 1)]}
 # As many deaths as there are attempts, each with a restart at once.
 PATIENT: Mapping[str, object] = {"RESTART_WINDOW_S": 0.001}
 X = np.arange(4, dtype=np.float32)
@@ -89,13 +86,7 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def load_attacker(
-    runtime: moonpool.Runtime,
-    level: str,
-    source: Path,
-    name: str = "",
-    **settings: object,
-) -> Attacker:
+def load_attacker(runtime: moonpool.Runtime, level: str, source: Path, name: str = "", **settings: object) -> Attacker:
     """Load it at this level, with these options of a model."""
     name = name or f"attacker_{level}".replace("-", "_")
     config = SIGNATURE | options(**{"SANDBOX": level, **PATIENT, **settings})

@@ -23,10 +23,7 @@ OTHERS = ("COV", "PYTEST")
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="this user is one without rights")
 
 
-@pytest.mark.promise(
-    "The sandbox: `strict`",
-    "All this holds as root and for a user without rights.",
-)
+@pytest.mark.promise("The sandbox: `strict`", "All this holds as root and for a user without rights.")
 @pytest.mark.promise(
     "Hostile models",
     "At `strict` every attack of the suite fails, as root and as a user without rights, and "

@@ -212,9 +212,7 @@ def test_proc_has_the_processes_of_the_model_alone(runtime: moonpool.Runtime, fo
     assert found(runtime, "fork", SEES, "sees") == "9"
 
 
-def test_an_error_names_the_calls_that_the_model_has_already(
-    runtime: moonpool.Runtime, folder: Path
-) -> None:
+def test_an_error_names_the_calls_that_the_model_has_already(runtime: moonpool.Runtime, folder: Path) -> None:
     """The value of an option replaces the one before."""
     with pytest.raises(moonpool.ModelError) as caught:
         found(runtime, "fork", USES["program"], granted(runtime, folder, "unix"))
@@ -254,9 +252,7 @@ found = 9
     "Seeing sandboxes",
     "What a process that a model started was refused is counted for the instance, and named where a batch then exceeds its time.",
 )
-def test_what_a_child_was_refused_is_named_at_the_deadline(
-    runtime: moonpool.Runtime, folder: Path
-) -> None:
+def test_what_a_child_was_refused_is_named_at_the_deadline(runtime: moonpool.Runtime, folder: Path) -> None:
     granted = options(SANDBOX="strict", SANDBOX_SYSCALLS="fork")["parameters"]
     limit = options(EXECUTE_TIMEOUT_S=0.2)["parameters"]
     runtime.load("late", folder, config=CONFIG | {"parameters": granted})
@@ -271,16 +267,12 @@ def test_what_a_child_was_refused_is_named_at_the_deadline(
         runtime.load("late", folder, config=CONFIG | {"parameters": granted | limit})
         with pytest.raises(moonpool.ExecuteTimedOut) as caught:
             asked.result(60.0)
-        assert "make a socket of Unix: MOONPOOL_SANDBOX_SYSCALLS=unix would allow it" in str(
-            caught.value
-        )
+        assert "make a socket of Unix: MOONPOOL_SANDBOX_SYSCALLS=unix would allow it" in str(caught.value)
     finally:
         runtime.unload("late")
 
 
-@pytest.mark.promise(
-    "Layers of the sandbox", "A model that may fork passes descriptors between its processes …"
-)
+@pytest.mark.promise("Layers of the sandbox", "A model that may fork passes descriptors between its processes …")
 @pytest.mark.parametrize("use", ["descriptor", "descriptor of a child"])
 def test_a_child_and_the_model_pass_descriptors_to_each_other(
     runtime: moonpool.Runtime, folder: Path, use: str
@@ -345,13 +337,7 @@ def test_without_mounts_of_its_own_it_takes_grants(folder: Path, is_root: bool) 
     """The last one needs another process as well."""
     if is_root and closed_above(os.path.realpath(sys.base_prefix), users.LAST):
         pytest.skip("without mounts its user could not reach this interpreter")
-    program = [
-        sys.executable,
-        "-c",
-        WITHOUT_NAMESPACES,
-        str(folder),
-        f"moonpool_hostile_{os.getpid()}",
-    ]
+    program = [sys.executable, "-c", WITHOUT_NAMESPACES, str(folder), f"moonpool_hostile_{os.getpid()}"]
     paths = [str(Path(__file__).parents[2]), *sys.path]
     ended = subprocess.run(
         lesser_kernel.command(program, unshare=errno.EPERM),

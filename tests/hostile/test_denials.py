@@ -40,9 +40,7 @@ LAST_ACTS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def gains(
-    attacker: Attacker, act: Callable[[], Outcome], last: str = "kill"
-) -> tuple[Outcome, dict[str, int]]:
+def gains(attacker: Attacker, act: Callable[[], Outcome], last: str = "kill") -> tuple[Outcome, dict[str, int]]:
     """Return the outcome of an act, and the denials that it led to. Another denial after it shows that all were
     counted.
 
@@ -80,9 +78,7 @@ def gains(
         ("kill", "processes.signal_to", {"pid": 1}),
     ],
 )
-def test_refusals_are_counted_by_kind(
-    attackers: Attackers, kind: str, what: str, arguments: dict[str, object]
-) -> None:
+def test_refusals_are_counted_by_kind(attackers: Attackers, kind: str, what: str, arguments: dict[str, object]) -> None:
     attacker = attackers("strict")
 
     last = "write" if kind == "kill" else "kill"
@@ -120,10 +116,7 @@ def test_allowed_acts_and_missing_files_are_not_counted(attackers: Attackers) ->
 
 
 def test_it_is_told_in_the_log_which_option_would_allow_it(
-    runtime: moonpool.Runtime,
-    model_folder: Path,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
+    runtime: moonpool.Runtime, model_folder: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     file = tmp_path / "weights"
     file.touch()
@@ -204,9 +197,7 @@ def written(folder: Path, initialize: str = "pass") -> Path:
 
 
 @pytest.fixture(scope="module")
-def raises(
-    runtime: moonpool.Runtime, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], str]:
+def raises(runtime: moonpool.Runtime, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """The error of a model that does this."""
     runtime.load("raises", written(tmp_path_factory.mktemp("raises") / "raises"), config=CONFIG)
 
@@ -220,8 +211,7 @@ def raises(
 
 @pytest.mark.promise(
     "Seeing sandboxes",
-    "If the sandbox refused an act of a model, its error ends with the option that would "
-    "allow the act.",
+    "If the sandbox refused an act of a model, its error ends with the option that would allow the act.",
 )
 @pytest.mark.parametrize(
     ("code", "option"),
@@ -270,9 +260,7 @@ def test_to_read_is_not_what_allows_a_change(raises: Callable[[str], str]) -> No
         assert "ro:" not in raises(code)
 
 
-def test_the_error_of_a_load_ends_with_the_option_too(
-    runtime: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_the_error_of_a_load_ends_with_the_option_too(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     folder = written(tmp_path / "no_load", "self.weights = open('/etc/passwd').read()")
     with pytest.raises(moonpool.LoadFailed) as caught:
         runtime.load("no_load", folder, config=CONFIG)
@@ -286,9 +274,7 @@ def test_the_error_of_a_load_ends_with_the_option_too(
 
 
 def test_a_flood_of_refusals_is_counted_and_told_seldom(
-    runtime: moonpool.Runtime,
-    tmp_path_factory: pytest.TempPathFactory,
-    caplog: pytest.LogCaptureFixture,
+    runtime: moonpool.Runtime, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "moonpool")
     # A process that exists, since a missing one is no refusal.
@@ -324,8 +310,7 @@ LIE = "/etc/x\n[another_0] READY\x1b[2J\u2028; MOONPOOL_SANDBOX=off would allow 
 
 
 @pytest.mark.promise(
-    "Seeing sandboxes",
-    "A stub cannot forge lines, fill memory or change a decision by its reports of refusals.",
+    "Seeing sandboxes", "A stub cannot forge lines, fill memory or change a decision by its reports of refusals."
 )
 def test_lies_about_refusals_forge_nothing_and_fill_nothing(
     runtime: moonpool.Runtime, model_folder: Path, caplog: pytest.LogCaptureFixture
@@ -337,9 +322,7 @@ def test_lies_about_refusals_forge_nothing_and_fill_nothing(
         pid = attacker.pid
         rows: list[list[object]] = [[0, 2**32 - 1, LIE]]
         attacker.finds("protocol.tell_denials", rows=rows)
-        attacker.finds(
-            "protocol.tell_denials", rows=[[4, 1, f"host:{'9' * 999}"], [8, 1, "x" * 1024]]
-        )
+        attacker.finds("protocol.tell_denials", rows=[[4, 1, f"host:{'9' * 999}"], [8, 1, "x" * 1024]])
         for number in range(40):
             many = [[number % 9, 1, f"/{number}/{text}"] for text in range(17)]
             attacker.finds("protocol.tell_denials", rows=many, times=25)
@@ -349,9 +332,7 @@ def test_lies_about_refusals_forge_nothing_and_fill_nothing(
         assert 0 < len(lines) <= 20
         assert all(line.isprintable() and line.startswith("[lies_0] ") for line in lines)
         assert len(latest(attacker)) <= MOST_TEXTS
-        assert all(
-            each.text.isprintable() and each.option.isprintable() for each in latest(attacker)
-        )
+        assert all(each.text.isprintable() and each.option.isprintable() for each in latest(attacker))
         assert counts(attacker)["open"] >= 2**32 - 1
         assert attacker.pid == pid
     finally:
@@ -430,12 +411,8 @@ def test_names_are_looked_for_nowhere(attackers: Attackers) -> None:
 # Grants and templates
 
 
-def test_granted_acts_are_not_counted_and_those_beside_them_are(
-    runtime: moonpool.Runtime, model_folder: Path
-) -> None:
-    attacker = load_attacker(
-        runtime, "strict", model_folder, "granted", SANDBOX_PORTS="1", SANDBOX_SYSCALLS="fork"
-    )
+def test_granted_acts_are_not_counted_and_those_beside_them_are(runtime: moonpool.Runtime, model_folder: Path) -> None:
+    attacker = load_attacker(runtime, "strict", model_folder, "granted", SANDBOX_PORTS="1", SANDBOX_SYSCALLS="fork")
     try:
         _, gained = gains(attacker, lambda: attacker.tries("network.tcp", port=1))
         assert gained == {}

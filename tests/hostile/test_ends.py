@@ -78,12 +78,9 @@ def test_a_model_that_never_answers_is_ended_at_its_deadline(
 
 
 @pytest.mark.promise(
-    "The sandbox: `standard`",
-    "A model that always dies is given up. Deaths leave no process and no descriptor behind.",
+    "The sandbox: `standard`", "A model that always dies is given up. Deaths leave no process and no descriptor behind."
 )
-def test_a_model_that_always_dies_is_given_up(
-    runtime: moonpool.Runtime, model_folder: Path, level: str
-) -> None:
+def test_a_model_that_always_dies_is_given_up(runtime: moonpool.Runtime, model_folder: Path, level: str) -> None:
     settings = {"RESTART_WINDOW_S": 60, "MAX_RESTARTS": 2, "RESTART_BACKOFF_S": 0}
     attacker = load_attacker(runtime, level, model_folder, "dying", **settings)
     try:
@@ -126,12 +123,9 @@ threading.Event().wait()
 
 
 @pytest.mark.promise(
-    "The sandbox: `standard`",
-    "No model outlives a runtime that was killed, even if it asked the kernel for that.",
+    "The sandbox: `standard`", "No model outlives a runtime that was killed, even if it asked the kernel for that."
 )
-def test_a_model_does_not_outlive_a_runtime_that_was_killed(
-    model_folder: Path, tmp_path: Path, level: str
-) -> None:
+def test_a_model_does_not_outlive_a_runtime_that_was_killed(model_folder: Path, tmp_path: Path, level: str) -> None:
     paths = [str(Path(__file__).parents[2]), *sys.path]
     names = shm_names()
     program = subprocess.Popen(

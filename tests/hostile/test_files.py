@@ -23,9 +23,7 @@ WEIGHTS = {"path": "$weights"}
 CROSSING = (*UNCHANGED, "EXDEV")
 
 
-def change(
-    what: str, arguments: Mapping[str, object] | None = None, off: tuple[str, ...] = ("done",)
-) -> Attempt:
+def change(what: str, arguments: Mapping[str, object] | None = None, off: tuple[str, ...] = ("done",)) -> Attempt:
     """An attempt to change something."""
     return Attempt(what, arguments or {}, UNCHANGED, off)
 
@@ -112,9 +110,7 @@ def scene(
     "`..`, `/proc/self/root`, another working directory.",
 )
 @pytest.mark.parametrize("attempt", READS)
-def test_a_model_reads_nothing_that_is_not_its_own(
-    attackers: Attackers, scene: dict[str, Any], attempt: str
-) -> None:
+def test_a_model_reads_nothing_that_is_not_its_own(attackers: Attackers, scene: dict[str, Any], attempt: str) -> None:
     outcome = made(attackers("strict"), READS[attempt], scene)
 
     assert outcome.word in READS[attempt].strict, outcome
@@ -136,9 +132,7 @@ def test_a_model_changes_nothing_outside_its_scratch_folder(
 
 @pytest.mark.promise("Hostile models", "The same attacks succeed without a …")
 @pytest.mark.parametrize("attempt", [name for name, each in (READS | WRITES).items() if each.off])
-def test_without_a_sandbox_files_are_within_reach(
-    attackers: Attackers, scene: dict[str, Any], attempt: str
-) -> None:
+def test_without_a_sandbox_files_are_within_reach(attackers: Attackers, scene: dict[str, Any], attempt: str) -> None:
     outcome = made(attackers("off"), (READS | WRITES)[attempt], scene)
 
     assert outcome.word in (READS | WRITES)[attempt].off, outcome
@@ -164,9 +158,7 @@ def kept_by(attacker: Attacker) -> Path:
 
 
 @pytest.mark.promise("The sandbox: `strict`", "The scratch folder …")
-def test_the_scratch_folder_is_private_and_goes_with_the_process(
-    attackers: Attackers,
-) -> None:
+def test_the_scratch_folder_is_private_and_goes_with_the_process(attackers: Attackers) -> None:
     attacker = attackers("strict")
     kept = kept_by(attacker)
     outcome = attacker.tries("self.crash", how="exit")

@@ -91,8 +91,7 @@ def ended(attacker: Attacker) -> None:
     before = attacker.pid
     os.kill(before, signal.SIGKILL)
     wait_until(
-        lambda: attacker.runtime.instances(attacker.name)[0]["pid"] not in (before, None),
-        what="another process",
+        lambda: attacker.runtime.instances(attacker.name)[0]["pid"] not in (before, None), what="another process"
     )
 
 
@@ -129,8 +128,7 @@ def test_instances_and_restarts_share_a_folder_that_was_granted_to_be_written(
 
 @pytest.mark.promise(
     "Layers of the sandbox",
-    "A model reads a folder that was granted for reading as its owner does, and changes "
-    "nothing in it.",
+    "A model reads a folder that was granted for reading as its owner does, and changes nothing in it.",
 )
 @pytest.mark.parametrize(("owner", "mode"), FOLDERS)
 def test_a_folder_that_was_granted_to_be_read_is_read_as_its_owner_reads_it(
@@ -203,22 +201,14 @@ SET_IDS = (0o4755, 0o2755, 0o6711)
     "programs and devices that are in it already give the instance nothing.",
 )
 @pytest.mark.parametrize("mode", SET_IDS)
-def test_no_program_is_made_that_gives_others_the_owner_s_rights(
-    lent: tuple[Path, Attacker], mode: int
-) -> None:
+def test_no_program_is_made_that_gives_others_the_owner_s_rights(lent: tuple[Path, Attacker], mode: int) -> None:
     folder, borrower = lent
     new = f"{folder}/new"
 
     assert borrower.tries("files.set_mode", path=f"{folder}/file", mode=mode).word == "EPERM"
     assert borrower.tries("files.make_with_mode", path=new, mode=mode).word == "EPERM"
-    assert borrower.tries("files.make_with_old_call", path=new, mode=mode).word in (
-        "EPERM",
-        "OSError",
-    )
-    assert (
-        borrower.tries("files.make_unnamed_with_mode", folder=str(folder), mode=mode).word
-        == "EPERM"
-    )
+    assert borrower.tries("files.make_with_old_call", path=new, mode=mode).word in ("EPERM", "OSError")
+    assert borrower.tries("files.make_unnamed_with_mode", folder=str(folder), mode=mode).word == "EPERM"
 
     assert [path.name for path in folder.iterdir()] == ["file"]
     assert not (folder / "file").stat().st_mode & 0o6000
@@ -246,9 +236,7 @@ def test_the_grant_of_a_call_does_not_take_that_off(make: Make, load: Load) -> N
 
 
 @pytest.mark.promise("Layers of the sandbox", "In a granted folder, an …")
-def test_a_call_that_hides_its_mode_is_not_granted_beside_a_lent_folder(
-    make: Make, load: Load, is_root: bool
-) -> None:
+def test_a_call_that_hides_its_mode_is_not_granted_beside_a_lent_folder(make: Make, load: Load, is_root: bool) -> None:
     if not is_root:
         pytest.skip("this user lends nothing")
     folder = make(ROOT)
@@ -329,8 +317,7 @@ def test_names_lead_nowhere_outside(make: Make, load: Load) -> None:
 
 
 @pytest.mark.promise(
-    "Layers of the sandbox",
-    "A pipe or a socket in a granted folder, or under a granted name, makes nothing wait.",
+    "Layers of the sandbox", "A pipe or a socket in a granted folder, or under a granted name, makes nothing wait."
 )
 def test_nobody_waits_for_pipes_and_sockets(make: Make, load: Load) -> None:
     folder = make(ROOT)
@@ -363,9 +350,7 @@ def test_files_of_other_users_in_the_folder_stay_theirs(make: Make, load: Load) 
     "A granted path is no link and lies behind none. So a model that may write to a folder above "
     "it cannot lead the grant elsewhere.",
 )
-def test_a_folder_that_another_model_replaced_by_a_link_is_not_granted(
-    make: Make, load: Load
-) -> None:
+def test_a_folder_that_another_model_replaced_by_a_link_is_not_granted(make: Make, load: Load) -> None:
     outer, secret = make(ROOT), make(ROOT, 0o700)
     inner = outer / "inner"
     inner.mkdir()
@@ -412,10 +397,7 @@ def test_nested_grants_have_each_their_own_owner(make: Make, load: Load) -> None
     assert owner_of(outer / "write" / "file") == (78, 78)
     assert model.tries("files.read", path=f"{outer}/closed/file").word == "EACCES"
     for name in ("file", "read/file"):
-        assert model.tries("files.open_to_write", path=f"{outer}/{name}").word in (
-            "EACCES",
-            "EROFS",
-        )
+        assert model.tries("files.open_to_write", path=f"{outer}/{name}").word in ("EACCES", "EROFS")
 
 
 @pytest.mark.promise("Layers of the sandbox", "The rights that a granted …")
@@ -544,8 +526,7 @@ def open_model_folder() -> Iterator[Path]:
 
 
 @pytest.mark.promise(
-    "Layers of the sandbox",
-    "If a grant cannot work, the load fails, and the error has the command that cures it.",
+    "Layers of the sandbox", "If a grant cannot work, the load fails, and the error has the command that cures it."
 )
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
 @pytest.mark.parametrize("what", LACKS)
@@ -553,9 +534,7 @@ def open_model_folder() -> Iterator[Path]:
 def test_where_no_ids_are_mapped_the_load_fails_with_the_command_that_cures_it(
     make: Make, open_model_folder: Path, what: str, mode: int
 ) -> None:
-    if what in ("namespaces", "mounts") and closed_above(
-        os.path.realpath(sys.base_prefix), SOMEBODY
-    ):
+    if what in ("namespaces", "mounts") and closed_above(os.path.realpath(sys.base_prefix), SOMEBODY):
         pytest.skip("every interpreter here lies in a folder that is closed to others")
     folder = make(ROOT, mode)
 
@@ -580,9 +559,7 @@ def test_where_no_ids_are_mapped_the_load_fails_with_the_command_that_cures_it(
 def test_nothing_is_lent_without_the_filter(make: Make, open_model_folder: Path) -> None:
     folder = make(ROOT)
 
-    (why,) = shared(
-        open_model_folder, folder, f"rw:{folder}", {"seccomp": errno.EINVAL}, level="best-effort"
-    )
+    (why,) = shared(open_model_folder, folder, f"rw:{folder}", {"seccomp": errno.EINVAL}, level="best-effort")
 
     assert "seccomp: " in why
     assert shared(open_model_folder, folder, f"rw:{folder}", level="best-effort") == [5, 6]
@@ -637,9 +614,7 @@ def test_a_folder_on_what_is_mounted_read_only_fails_the_load(make: Make, load: 
 
 @pytest.mark.promise("Layers of the sandbox", "If a grant cannot work, the …")
 @pytest.mark.parametrize("grant", ["", "rw:"])
-def test_a_folder_that_its_owner_closed_to_himself_fails_the_load(
-    make: Make, load: Load, grant: str
-) -> None:
+def test_a_folder_that_its_owner_closed_to_himself_fails_the_load(make: Make, load: Load, grant: str) -> None:
     folder = make(os.geteuid(), 0o500 if grant else 0o300)
 
     with pytest.raises(moonpool.LoadFailed, match="let its owner do so") as failed:
@@ -651,9 +626,7 @@ def test_a_folder_that_its_owner_closed_to_himself_fails_the_load(
 
 @pytest.mark.promise("Layers of the sandbox", "If a grant cannot work, the …")
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
-@pytest.mark.parametrize(
-    ("grant", "mode", "command"), [("", 0o700, "chmod -R o+rX"), ("rw:", 0o755, "chown -R 65534")]
-)
+@pytest.mark.parametrize(("grant", "mode", "command"), [("", 0o700, "chmod -R o+rX"), ("rw:", 0o755, "chown -R 65534")])
 def test_for_a_user_without_rights_too_the_load_fails_with_the_command(
     make: Make, open_model_folder: Path, grant: str, mode: int, command: str
 ) -> None:
@@ -692,9 +665,7 @@ def test_no_error_has_a_command_that_would_break_the_machine(load: Load, path: s
     with pytest.raises(moonpool.LoadFailed) as caught:
         load("greedy", path)
 
-    assert f"cannot {'write to' if path[3:] == '/dev/kmsg' else 'share'} {path[3:]}" in str(
-        caught.value
-    )
+    assert f"cannot {'write to' if path[3:] == '/dev/kmsg' else 'share'} {path[3:]}" in str(caught.value)
     assert " -R " not in str(caught.value)
 
 

@@ -47,10 +47,7 @@ class TritonPythonModel:
             responses.append(pb_utils.InferenceResponse([said]))
         return responses
 """
-SIGNATURE: Config = {
-    "input": [tensor("ACT", "STRING", 2)],
-    "output": [tensor("SAID", "STRING", 1)],
-}
+SIGNATURE: Config = {"input": [tensor("ACT", "STRING", 2)], "output": [tensor("SAID", "STRING", 1)]}
 
 
 class Controller:
@@ -77,14 +74,10 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_ensemble(folder, "pipe", chain(["first", "second"]), A, B)
     write_ensemble(folder, "outer", [_step_of("pipe")], A, B)
     write_model(folder, "raises", "import nothing_of_this_name\n" + ADDS)
-    write_model(
-        folder, "wrong", more='parameters { key: "MOONPOOL_PIN" value { string_value: "x" } }'
-    )
+    write_model(folder, "wrong", more='parameters { key: "MOONPOOL_PIN" value { string_value: "x" } }')
     write_model(folder, "no_file")
     (folder / "no_file" / "1" / "model.py").unlink()
-    write_model(
-        folder, "fails", ADDS.replace("        responses = []", "        raise OSError(__file__)")
-    )
+    write_model(folder, "fails", ADDS.replace("        responses = []", "        raise OSError(__file__)"))
     return folder
 
 
@@ -112,9 +105,7 @@ def refuses(name: str) -> str:
     "Hostile models",
     "A grant for a model covers this model and no other: not the members of an ensemble, and not the ensembles that depend on it.",
 )
-def test_what_goes_or_comes_with_a_model_needs_a_grant_of_its_own(
-    hosts: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_what_goes_or_comes_with_a_model_needs_a_grant_of_its_own(hosts: moonpool.Runtime, tmp_path: Path) -> None:
     controller = Controller(hosts, tmp_path, "controller", "pipe, first, alone")
     hosts.load("outer")
     loaded = set(hosts.models())
@@ -137,9 +128,7 @@ def test_what_goes_or_comes_with_a_model_needs_a_grant_of_its_own(
     assert controller.tries("unload", "alone") == "done"
 
 
-def test_with_grants_for_all_of_them_they_go_together(
-    hosts: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_with_grants_for_all_of_them_they_go_together(hosts: moonpool.Runtime, tmp_path: Path) -> None:
     controller = Controller(hosts, tmp_path, "controller", "pipe, first, second, o*")
 
     assert controller.tries("load", "outer") == "done"
@@ -157,14 +146,10 @@ def test_with_grants_for_all_of_them_they_go_together(
     "What a stub says",
     "A contained model reads no folder of the machine in the errors of what it asks for, and neither does a client of a server.",
 )
-def test_errors_of_what_it_asks_for_have_no_folders(
-    hosts: moonpool.Runtime, repository: Path, tmp_path: Path
-) -> None:
+def test_errors_of_what_it_asks_for_have_no_folders(hosts: moonpool.Runtime, repository: Path, tmp_path: Path) -> None:
     controller = Controller(hosts, tmp_path, "controller", "*")
     hosts.load("fails")
-    said = {
-        name: controller.tries("load", name) for name in ("raises", "wrong", "no_file", "unknown")
-    }
+    said = {name: controller.tries("load", name) for name in ("raises", "wrong", "no_file", "unknown")}
     said["fails"] = controller.tries("ask", "fails")
     said["absent"] = controller.tries("ask", "absent")
 

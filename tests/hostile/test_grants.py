@@ -33,16 +33,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def granted(runtime: moonpool.Runtime, model_folder: Path, data: Path) -> Iterator[Attacker]:
     paths = f"{data}/readable, rw:{data}/writable"
-    yield load_attacker(
-        runtime, "strict", model_folder, "granted", SANDBOX_PATHS=paths, SANDBOX_SYSCALLS="fork"
-    )
+    yield load_attacker(runtime, "strict", model_folder, "granted", SANDBOX_PATHS=paths, SANDBOX_SYSCALLS="fork")
     runtime.unload("granted")
 
 
 @pytest.mark.promise("The sandbox: grants", "What is granted works, and nothing beside it does.")
-def test_a_granted_folder_can_be_read_and_one_that_is_granted_so_written(
-    granted: Attacker, data: Path
-) -> None:
+def test_a_granted_folder_can_be_read_and_one_that_is_granted_so_written(granted: Attacker, data: Path) -> None:
     assert granted.finds("files.read", path=f"{data}/readable/file") == 4
     assert granted.finds("files.read", path=f"{data}/writable/file") == 4
     assert granted.tries("files.create", path=f"{data}/writable/new").word == "done"
@@ -108,14 +104,9 @@ def loading(runtime: moonpool.Runtime, model_folder: Path) -> Iterator[Attacker]
 
 @pytest.mark.promise("The sandbox: `strict`", "It asks, loads …")
 @pytest.mark.parametrize("how", LOOSER)
-def test_a_model_cannot_load_one_that_may_do_more(
-    runtime: moonpool.Runtime, loading: Attacker, how: str
-) -> None:
+def test_a_model_cannot_load_one_that_may_do_more(runtime: moonpool.Runtime, loading: Attacker, how: str) -> None:
     outcome = loading.tries(
-        "protocol.load_model",
-        name="loaded",
-        config=config_of(**LOOSER[how]),
-        file="class TritonPythonModel: pass",
+        "protocol.load_model", name="loaded", config=config_of(**LOOSER[how]), file="class TritonPythonModel: pass"
     )
 
     assert outcome.word not in ("done", "died"), outcome
@@ -161,9 +152,7 @@ def test_an_ensemble_of_its_own_making_asks_nobody_else_for_a_model(
         }
         return json.dumps(config)
 
-    refused = loading.tries(
-        "protocol.load_model", name="loaded", config=through("sibling"), file=""
-    )
+    refused = loading.tries("protocol.load_model", name="loaded", config=through("sibling"), file="")
     granted = loading.tries("protocol.load_model", name="loaded", config=through("loaded"), file="")
 
     assert "does not let it ask for model 'sibling'" in refused.text
@@ -197,11 +186,7 @@ instance_group [{ kind: KIND_CPU }]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     repository = tmp_path_factory.mktemp("repository")
-    parameters = {
-        **GREEDY,
-        "lower": 'MOONPOOL_SANDBOX" value: { string_value: "off',
-        "trusted": GREEDY["paths"],
-    }
+    parameters = {**GREEDY, "lower": 'MOONPOOL_SANDBOX" value: { string_value: "off', "trusted": GREEDY["paths"]}
     for name, parameter in parameters.items():
         folder = repository / name
         shutil.copytree(FOLDER, folder / "1", ignore=shutil.ignore_patterns("__pycache__"))
@@ -223,9 +208,7 @@ def asked(server: RunningServer, model: str, what: str, **arguments: object) -> 
 
 @pytest.mark.promise("The sandbox: grants", "Where the operator …")
 @pytest.mark.parametrize("what", GREEDY)
-def test_under_a_server_s_level_no_model_opens_its_own_door(
-    server: RunningServer, what: str
-) -> None:
+def test_under_a_server_s_level_no_model_opens_its_own_door(server: RunningServer, what: str) -> None:
     status, _ = server.get(f"/v2/models/{what}/ready")
 
     assert status != 200
@@ -233,8 +216,7 @@ def test_under_a_server_s_level_no_model_opens_its_own_door(
 
 
 @pytest.mark.promise(
-    "The sandbox: grants",
-    "A configuration that asks for less than the server's level gets the server's.",
+    "The sandbox: grants", "A configuration that asks for less than the server's level gets the server's."
 )
 def test_a_model_that_asks_for_less_is_in_the_server_s_level(server: RunningServer) -> None:
     assert asked(server, "lower", "files.read", path="/etc/passwd")["refused"] == "EACCES"

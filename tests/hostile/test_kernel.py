@@ -91,9 +91,7 @@ def test_a_call_that_only_an_attacker_makes_ends_the_process(
     outcome = attackers("strict").tries("kernel.with_bad", name=name)
 
     assert outcome.died is not None, outcome
-    assert "was killed by SIGSYS: it made a system call that its sandbox does not allow" in (
-        outcome.died
-    )
+    assert "was killed by SIGSYS: it made a system call that its sandbox does not allow" in (outcome.died)
     assert "SIGSYS" in caplog.text
     assert attackers("strict").finds("kernel.make", name="getpid") > 0
 

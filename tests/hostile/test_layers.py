@@ -79,12 +79,9 @@ def test_two_instances_are_two_users(
 
 
 @pytest.mark.promise(
-    "The sandbox: `standard`",
-    "A model gains no privileges by running a program, and leaves no core file.",
+    "The sandbox: `standard`", "A model gains no privileges by running a program, and leaves no core file."
 )
-def test_at_standard_a_model_gets_no_privileges_and_leaves_no_core(
-    attackers: Attackers,
-) -> None:
+def test_at_standard_a_model_gets_no_privileges_and_leaves_no_core(attackers: Attackers) -> None:
     seen = status(attackers("standard").pid)
 
     assert seen["NoNewPrivs"] == "1"
@@ -122,11 +119,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def loaded(
-    level: str,
-    folder: Path,
-    refusals: Mapping[str, int] | None = None,
-    *,
-    has_capabilities: bool = True,
+    level: str, folder: Path, refusals: Mapping[str, int] | None = None, *, has_capabilities: bool = True
 ) -> dict[str, Any]:
     """Load the attacker at this level in a runtime whose kernel refuses these calls, and return its report."""
     paths = [str(Path(__file__).parents[2]), *sys.path]
@@ -147,10 +140,7 @@ def loaded(
     return found
 
 
-MISSING = {
-    "landlock": {"landlock_create_ruleset": errno.ENOSYS},
-    "seccomp": {"seccomp": errno.EINVAL},
-}
+MISSING = {"landlock": {"landlock_create_ruleset": errno.ENOSYS}, "seccomp": {"seccomp": errno.EINVAL}}
 
 
 @pytest.mark.promise(
@@ -193,9 +183,7 @@ def test_strict_goes_without_namespaces_and_says_so(is_root: bool) -> None:
 
 
 @pytest.mark.promise("The sandbox: `strict`", "It is never …")
-def test_a_root_without_rights_has_no_users_to_give_and_serves(
-    model_folder: Path, is_root: bool
-) -> None:
+def test_a_root_without_rights_has_no_users_to_give_and_serves(model_folder: Path, is_root: bool) -> None:
     """Some containers take these rights from root."""
     if not is_root:
         pytest.skip("this user has none to lose")
@@ -218,16 +206,7 @@ except OSError:
     pass
 {rest}
 """
-HIJACKED = [
-    "_ctypes",
-    "ctypes",
-    "json",
-    "msgpack",
-    "resource",
-    "sitecustomize",
-    "struct",
-    "usercustomize",
-]
+HIJACKED = ["_ctypes", "ctypes", "json", "msgpack", "resource", "sitecustomize", "struct", "usercustomize"]
 
 
 @pytest.fixture
@@ -244,14 +223,10 @@ def hijacking(model_folder: Path, tmp_path: Path) -> Callable[[], bool]:
 
 
 @pytest.mark.promise(
-    "The sandbox: `standard`",
-    "Files in a model's directory cannot replace modules that its process imports before it.",
+    "The sandbox: `standard`", "Files in a model's directory cannot replace modules that its process imports before it."
 )
 def test_files_of_a_model_hide_nothing_that_its_process_imports_first(
-    runtime: moonpool.Runtime,
-    hijacking: Callable[[], bool],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    runtime: moonpool.Runtime, hijacking: Callable[[], bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The runtime's working directory is not on the path either.
     monkeypatch.chdir(tmp_path / "hijacking" / "1")
@@ -266,10 +241,7 @@ def test_files_of_a_model_hide_nothing_that_its_process_imports_first(
 
 @pytest.mark.promise("The sandbox: `strict`", "The layers are …")
 def test_a_thread_that_was_there_before_the_sandbox_fails_the_load(
-    runtime: moonpool.Runtime,
-    model_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    runtime: moonpool.Runtime, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Landlock would not hold it."""
     tmp_path.chmod(0o755)
@@ -297,17 +269,10 @@ os._exit(1)
 """
 
 
-@pytest.mark.promise(
-    "The sandbox: grants",
-    "An interpreter that a model brings is confined before it begins.",
-)
+@pytest.mark.promise("The sandbox: grants", "An interpreter that a model brings is confined before it begins.")
 @pytest.mark.parametrize("level", ["off", "strict"])
 def test_an_interpreter_that_a_model_brings_is_confined_before_it_begins(
-    runtime: moonpool.Runtime,
-    model_folder: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    level: str,
+    runtime: moonpool.Runtime, model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, level: str
 ) -> None:
     python = tmp_path / "environment" / "bin" / "python"
     python.parent.mkdir(parents=True)

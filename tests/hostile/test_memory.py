@@ -22,23 +22,16 @@ LEVELS = ["standard", "strict"]
 
 
 @pytest.fixture(scope="module", params=LEVELS)
-def limited(
-    request: pytest.FixtureRequest, runtime: moonpool.Runtime, model_folder: Path
-) -> Iterator[Attacker]:
+def limited(request: pytest.FixtureRequest, runtime: moonpool.Runtime, model_folder: Path) -> Iterator[Attacker]:
     """One that may have a gibibyte."""
     name = f"limited_{request.param}"
     yield load_attacker(runtime, request.param, model_folder, name, MEMORY_LIMIT_BYTES=GIB)
     runtime.unload(name)
 
 
-@pytest.mark.promise(
-    "The sandbox: `standard`",
-    "If a memory limit is set, it holds, and the error names it.",
-)
+@pytest.mark.promise("The sandbox: `standard`", "If a memory limit is set, it holds, and the error names it.")
 @pytest.mark.parametrize("how", ["allocate", "allocate_in_pieces"])
-def test_memory_has_an_end_that_is_named(
-    runtime: moonpool.Runtime, limited: Attacker, how: str
-) -> None:
+def test_memory_has_an_end_that_is_named(runtime: moonpool.Runtime, limited: Attacker, how: str) -> None:
     # In a cgroup the kernel ends the process. Otherwise an allocation fails.
     outcome = limited.tries(f"memory.{how}", count_bytes=4 * GIB)
 
@@ -55,10 +48,7 @@ def test_memory_that_is_shared_is_counted(limited: Attacker) -> None:
     assert outcome.word in ("ENOMEM", "died"), outcome
 
 
-@pytest.mark.promise(
-    "The sandbox: `strict`",
-    "It gets no memory that no limit counts: memfds, System V, locked pages.",
-)
+@pytest.mark.promise("The sandbox: `strict`", "It gets no memory that no limit counts: memfds, System V, locked pages.")
 @pytest.mark.parametrize("how", ["memory_file", "system_v"])
 def test_memory_that_nobody_counts_is_not_given(attackers: Attackers, how: str) -> None:
     assert attackers("strict").tries(f"memory.{how}", count_bytes=MIB).word == "EPERM"
@@ -79,9 +69,7 @@ def hoarder(runtime: moonpool.Runtime, model_folder: Path) -> Iterator[Attacker]
     "says that it no longer uses the memory.",
 )
 @pytest.mark.promise("Containment", "All shared memory that a contained …")
-def test_shared_memory_that_was_given_back_and_kept_is_counted(
-    runtime: moonpool.Runtime, hoarder: Attacker
-) -> None:
+def test_shared_memory_that_was_given_back_and_kept_is_counted(runtime: moonpool.Runtime, hoarder: Attacker) -> None:
     before = len(os.listdir("/proc/self/fd"))
     pid = hoarder.pid
 
@@ -124,9 +112,7 @@ def test_a_stack_that_overflows_is_the_model_s_own(attackers: Attackers, level: 
 
 
 @pytest.mark.promise("The sandbox: `strict`", "It starts no …")
-def test_threads_have_an_end(
-    runtime: moonpool.Runtime, attackers: Attackers, model_folder: Path
-) -> None:
+def test_threads_have_an_end(runtime: moonpool.Runtime, attackers: Attackers, model_folder: Path) -> None:
     attacker = load_attacker(runtime, "strict", model_folder, "threading", TASK_LIMIT=32)
     try:
         assert attacker.finds("processes.start_threads", count=8) == 8
@@ -142,9 +128,7 @@ def test_threads_have_an_end(
 @pytest.fixture(scope="module")
 def cramped(runtime: moonpool.Runtime, model_folder: Path) -> Iterator[Attacker]:
     """One that has eight mebibytes of scratch."""
-    yield load_attacker(
-        runtime, "strict", model_folder, "cramped", SCRATCH_BYTES=8 * MIB, RECYCLE_REQUESTS=1000
-    )
+    yield load_attacker(runtime, "strict", model_folder, "cramped", SCRATCH_BYTES=8 * MIB, RECYCLE_REQUESTS=1000)
     runtime.unload("cramped")
 
 
@@ -170,9 +154,7 @@ def test_empty_files_have_an_end(cramped: Attacker) -> None:
 
 
 @pytest.mark.promise("The sandbox: `strict`", "The scratch folder …")
-def test_a_full_scratch_folder_is_the_instance_s_own(
-    cramped: Attacker, attackers: Attackers
-) -> None:
+def test_a_full_scratch_folder_is_the_instance_s_own(cramped: Attacker, attackers: Attackers) -> None:
     cramped.finds("files.fill_and_keep", count_bytes=7 * MIB)
 
     assert attackers("strict").finds("files.fill", count_bytes=4 * MIB) == 4 * MIB
@@ -211,9 +193,7 @@ with moonpool.Runtime() as runtime:
 
 
 @pytest.mark.promise("The sandbox: `standard`", "A model can …")
-def test_shared_memory_of_others_may_be_full(
-    tmp_path: Path, model_folder: Path, is_root: bool
-) -> None:
+def test_shared_memory_of_others_may_be_full(tmp_path: Path, model_folder: Path, is_root: bool) -> None:
     """Whoever fills /dev/shm takes nothing from a region, and a folder that cannot be made is an error."""
     if not is_root:
         pytest.skip("only root may mount what is to be filled")

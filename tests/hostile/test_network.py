@@ -103,17 +103,14 @@ def test_there_is_no_network(attackers: Attackers, scene: dict[str, Any], attemp
 
 @pytest.mark.promise("Hostile models", "The same attacks succeed without a …")
 @pytest.mark.parametrize("attempt", [name for name, each in ATTEMPTS.items() if each.off])
-def test_without_a_sandbox_there_is_a_network(
-    attackers: Attackers, scene: dict[str, Any], attempt: str
-) -> None:
+def test_without_a_sandbox_there_is_a_network(attackers: Attackers, scene: dict[str, Any], attempt: str) -> None:
     outcome = made(attackers("off"), ATTEMPTS[attempt], scene)
 
     assert outcome.word in ATTEMPTS[attempt].off, outcome
 
 
 @pytest.mark.promise(
-    "The sandbox: `strict`",
-    "Its sockets are pairs between its own threads, and take no program for the kernel to run.",
+    "The sandbox: `strict`", "Its sockets are pairs between its own threads, and take no program for the kernel to run."
 )
 def test_a_socket_takes_no_program_for_the_kernel(attackers: Attackers) -> None:
     assert attackers("strict").tries("network.filter_a_socket").word == "EPERM"

@@ -64,10 +64,7 @@ class TritonPythonModel:
                 leave(int(mebibytes))
         return [pb_utils.InferenceResponse([]) for _ in requests]
 """
-SIGNATURE: Config = {
-    "input": [tensor("MEBIBYTES", "INT32", -1)],
-    "output": [tensor("Y", "INT32", 1)],
-}
+SIGNATURE: Config = {"input": [tensor("MEBIBYTES", "INT32", -1)], "output": [tensor("Y", "INT32", 1)]}
 WAYS = {
     "processes that were granted": {"SANDBOX_SYSCALLS": "fork"},
     "a template": {"PREFORK": "imports"},
@@ -85,9 +82,7 @@ def name() -> str:
 @pytest.fixture
 def folder(tmp_path: Path, name: str) -> Path:
     (tmp_path / "repository" / "leaving" / "1").mkdir(parents=True)
-    (tmp_path / "repository" / "leaving" / "1" / "model.py").write_text(
-        MODEL.replace("{name!r}", repr(name))
-    )
+    (tmp_path / "repository" / "leaving" / "1" / "model.py").write_text(MODEL.replace("{name!r}", repr(name)))
     return tmp_path / "repository" / "leaving"
 
 
@@ -113,9 +108,7 @@ def bytes_of(pids: list[int]) -> int:
     return total
 
 
-def load(
-    runtime: moonpool.Runtime, folder: Path, level: str = "strict", **settings: object
-) -> None:
+def load(runtime: moonpool.Runtime, folder: Path, level: str = "strict", **settings: object) -> None:
     config = SIGNATURE | options(**{"SANDBOX": level, **PATIENT, **settings})
     runtime.load("leaving", folder, config=config)
 
@@ -181,8 +174,7 @@ def test_nothing_is_left_of_a_server_that_was_killed(folder: Path, name: str, wa
     )
     (folder / "config.pbtxt").write_text(
         'backend: "python"\ninput [{ name: "MEBIBYTES" data_type: TYPE_INT32 dims: [-1] }]\n'
-        'output [{ name: "Y" data_type: TYPE_INT32 dims: [1] }]\ninstance_group [{ kind: KIND_CPU }]\n'
-        + lines
+        'output [{ name: "Y" data_type: TYPE_INT32 dims: [1] }]\ninstance_group [{ kind: KIND_CPU }]\n' + lines
     )
     with running(folder.parent, "--sandbox=strict", "--sandbox-grants=leaving") as server:
         assert left(name)
@@ -193,17 +185,10 @@ def test_nothing_is_left_of_a_server_that_was_killed(folder: Path, name: str, wa
 
 
 @pytest.mark.promise("The sandbox: `strict`", "If it may …")
-@pytest.mark.promise(
-    "Layers of the sandbox",
-    "The memory of a contained model's processes is limited together.",
-)
+@pytest.mark.promise("Layers of the sandbox", "The memory of a contained model's processes is limited together.")
 @pytest.mark.parametrize("way", WAYS)
 def test_memory_is_limited_over_all_of_them(
-    runtime: moonpool.Runtime,
-    folder: Path,
-    name: str,
-    caplog: pytest.LogCaptureFixture,
-    way: str,
+    runtime: moonpool.Runtime, folder: Path, name: str, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
     load(runtime, folder, MEMORY_LIMIT_BYTES=400 * MIB, **WAYS[way])
     try:
@@ -246,9 +231,7 @@ with moonpool.Runtime() as runtime:
 def test_without_namespaces_they_end_by_their_user_or_there_are_none(
     folder: Path, name: str, level: str, is_root: bool
 ) -> None:
-    program = lesser_kernel.command(
-        [sys.executable, "-c", ELSEWHERE, str(folder), name, level], unshare=1
-    )
+    program = lesser_kernel.command([sys.executable, "-c", ELSEWHERE, str(folder), name, level], unshare=1)
     paths = [str(Path(__file__).parents[2]), *sys.path]
 
     ended = subprocess.run(

@@ -36,8 +36,7 @@ def _secret() -> Iterator[None]:
 
 
 @pytest.mark.promise(
-    "The sandbox: `strict`",
-    "It sees the variables of the environment that are harmless or were granted to it.",
+    "The sandbox: `strict`", "It sees the variables of the environment that are harmless or were granted to it."
 )
 def test_secrets_of_the_environment_stay_in_the_runtime(attackers: Attackers, level: str) -> None:
     seen = attackers(level).finds("self.environment")
@@ -51,9 +50,7 @@ def test_secrets_of_the_environment_stay_in_the_runtime(attackers: Attackers, le
     "The sandbox: `standard`",
     "A model inherits its three channels, its output and two regions, and no other descriptor.",
 )
-def test_a_model_inherits_its_channels_and_its_output_and_nothing_else(
-    attackers: Attackers, level: str
-) -> None:
+def test_a_model_inherits_its_channels_and_its_output_and_nothing_else(attackers: Attackers, level: str) -> None:
     found = attackers(level).finds("self.descriptors")
 
     assert [found[str(fd)] for fd in range(3)] == ["c", "p", "p"]
@@ -172,9 +169,7 @@ def test_a_model_s_figures_do_not_pass_for_another_s(
 
 
 @pytest.mark.promise("The sandbox: `standard`", "Prints and log …")
-def test_metrics_of_a_model_have_an_end(
-    runtime: moonpool.Runtime, attackers: Attackers, level: str
-) -> None:
+def test_metrics_of_a_model_have_an_end(runtime: moonpool.Runtime, attackers: Attackers, level: str) -> None:
     outcome = attackers(level).tries("protocol.make_metrics", count=100_000)
 
     assert outcome.word != "done", outcome

@@ -37,23 +37,17 @@ ATTEMPTS = {
     "writing the runtime's memory": Attempt(
         "processes.write_memory", {"pid": "$parent", "address": "$address", "text": SECRET}
     ),
-    "a descriptor of the runtime": Attempt(
-        "processes.take_descriptor", {"pid": "$parent", "fd": "$fd"}
-    ),
+    "a descriptor of the runtime": Attempt("processes.take_descriptor", {"pid": "$parent", "fd": "$fd"}),
     "a descriptor of the runtime by its path": Attempt(
         "processes.take_descriptor_by_path", {"pid": "$parent", "fd": "$fd"}
     ),
     "the runtime's environment": Attempt("processes.read_environment", PARENT),
     "a sibling's environment": Attempt("processes.read_environment", SIBLING),
-    "the runtime's command line": Attempt(
-        "processes.read_of_process", PARENT | {"name": "cmdline"}
-    ),
+    "the runtime's command line": Attempt("processes.read_of_process", PARENT | {"name": "cmdline"}),
     "the runtime's maps": Attempt("processes.read_of_process", PARENT | {"name": "maps"}),
     "the runtime's status": Attempt("processes.read_of_process", PARENT | {"name": "status"}),
     "the runtime's descriptors": Attempt("processes.list_of_process", PARENT | {"name": "fd"}),
-    "the runtime's working directory": Attempt(
-        "processes.list_of_process", PARENT | {"name": "cwd"}
-    ),
+    "the runtime's working directory": Attempt("processes.list_of_process", PARENT | {"name": "cwd"}),
     "all processes": Attempt("processes.list_processes"),
     "comparing with the runtime": Attempt("processes.compare", PARENT),
     "a limit of the runtime": Attempt("processes.limit", PARENT),
@@ -68,9 +62,7 @@ ATTEMPTS = {
     "a vfork": Attempt("processes.vfork"),
     "a spawn": Attempt("processes.spawn"),
     "a clone that is no thread": Attempt("processes.clone_without_thread"),
-    "a clone3 that is no thread": Attempt(
-        "processes.clone3_process", strict=("ENOSYS", "EPERM", "killed")
-    ),
+    "a clone3 that is no thread": Attempt("processes.clone3_process", strict=("ENOSYS", "EPERM", "killed")),
     "another program": Attempt("processes.execute_program", off=()),
     "a program of memory": Attempt("processes.execute_memory", off=()),
     "root": Attempt("processes.become_root", off=()),
@@ -107,9 +99,7 @@ def scene(runtime: moonpool.Runtime, tmp_path_factory: pytest.TempPathFactory) -
     "command line, trace none, signal none, and change no limit, priority or processor.",
 )
 @pytest.mark.parametrize("attempt", ATTEMPTS)
-def test_nothing_of_other_processes_is_within_reach(
-    attackers: Attackers, scene: dict[str, Any], attempt: str
-) -> None:
+def test_nothing_of_other_processes_is_within_reach(attackers: Attackers, scene: dict[str, Any], attempt: str) -> None:
     outcome = made(attackers("strict"), ATTEMPTS[attempt], scene)
 
     assert outcome.word in ATTEMPTS[attempt].strict, outcome
@@ -153,8 +143,7 @@ def nobody_s_pid() -> int:
 
 
 @pytest.mark.promise(
-    "The sandbox: `strict`",
-    "No call tells it whether a process with a given number exists. It may ask about itself.",
+    "The sandbox: `strict`", "No call tells it whether a process with a given number exists. It may ask about itself."
 )
 @pytest.mark.promise("Layers of the sandbox", "A process may name only itself …")
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -172,9 +161,7 @@ def test_a_model_learns_of_no_number_whether_it_is_a_process(
 
 
 @pytest.mark.parametrize("question", [each for each in QUESTIONS if each not in FOR_OWNERS])
-def test_without_a_sandbox_a_model_learns_it(
-    attackers: Attackers, scene: dict[str, Any], question: str
-) -> None:
+def test_without_a_sandbox_a_model_learns_it(attackers: Attackers, scene: dict[str, Any], question: str) -> None:
     pids = [scene["sibling"], nobody_s_pid()]
 
     there, absent = attackers("off").finds("processes.ask_about", question=question, pids=pids)
@@ -282,8 +269,7 @@ TRACING = [
 
 @pytest.mark.promise(
     "The sandbox: `strict`",
-    "Once a runtime serves such a model, no process of the runtime's user can inspect the "
-    "runtime or the model.",
+    "Once a runtime serves such a model, no process of the runtime's user can inspect the runtime or the model.",
 )
 def test_a_runtime_of_untrusted_models_is_closed_to_trusted_ones_too(
     runtime: moonpool.Runtime, attackers: Attackers, scene: dict[str, Any], is_root: bool

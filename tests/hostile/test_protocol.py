@@ -86,17 +86,12 @@ def test_a_second_answer_is_one_too_many(attackers: Attackers, level: str) -> No
     assert attacker.finds("kernel.make", name="getpid") == attacker.pid
 
 
-REGIONS = {
-    "truncate_region": ("EPERM",),
-    "grow_region": ("EPERM", "EFBIG"),
-    "seal_region": ("EPERM", "EACCES"),
-}
+REGIONS = {"truncate_region": ("EPERM",), "grow_region": ("EPERM", "EFBIG"), "seal_region": ("EPERM", "EACCES")}
 
 
 @pytest.mark.promise(
     "The sandbox: `standard`",
-    "A model can neither truncate nor enlarge shared memory, so reading it kills nobody. The "
-    "memory has no name.",
+    "A model can neither truncate nor enlarge shared memory, so reading it kills nobody. The memory has no name.",
 )
 @pytest.mark.parametrize("what", REGIONS)
 def test_shared_memory_stays_as_it_was_made(attackers: Attackers, level: str, what: str) -> None:
@@ -112,13 +107,8 @@ def test_beyond_a_region_there_is_nothing(attackers: Attackers, level: str) -> N
     assert outcome.raised == "ValueError", outcome
 
 
-@pytest.mark.promise(
-    "The sandbox: `standard`",
-    "The runtime reads memory that a model may change only once.",
-)
-def test_lengths_that_change_while_they_are_read_harm_nobody(
-    attackers: Attackers, level: str
-) -> None:
+@pytest.mark.promise("The sandbox: `standard`", "The runtime reads memory that a model may change only once.")
+def test_lengths_that_change_while_they_are_read_harm_nobody(attackers: Attackers, level: str) -> None:
     attacker = attackers(level)
     ends = [attacker.tries("protocol.flip_answers", seconds=60.0).word]
     deadline = Deadline(30.0)
@@ -138,8 +128,7 @@ def test_lengths_that_change_while_they_are_read_harm_nobody(
 
 
 @pytest.mark.promise(
-    "The sandbox: `standard`",
-    "Descriptors that a model sends reach nobody; flags that it sets on its own are its own.",
+    "The sandbox: `standard`", "Descriptors that a model sends reach nobody; flags that it sets on its own are its own."
 )
 def test_descriptors_that_are_sent_reach_nobody(attackers: Attackers, level: str) -> None:
     attacker = attackers(level)
@@ -156,9 +145,7 @@ def test_descriptors_that_are_sent_reach_nobody(attackers: Attackers, level: str
 
 
 @pytest.mark.promise("The sandbox: `standard`", "Descriptors that a …")
-def test_flags_of_descriptors_are_the_stub_s_own(
-    runtime: moonpool.Runtime, attackers: Attackers, level: str
-) -> None:
+def test_flags_of_descriptors_are_the_stub_s_own(runtime: moonpool.Runtime, attackers: Attackers, level: str) -> None:
     attackers(level).tries("protocol.change_flags")
 
     assert answers(runtime)
@@ -171,8 +158,7 @@ def words(text: str) -> NDArray[np.float32]:
 
 
 @pytest.mark.promise(
-    "The sandbox: `strict`",
-    "It cannot see memory with requests of another model, also where it may ask that model.",
+    "The sandbox: `strict`", "It cannot see memory with requests of another model, also where it may ask that model."
 )
 def test_another_model_s_requests_are_in_no_memory_that_this_one_sees(
     runtime: moonpool.Runtime, model_folder: Path, level: str

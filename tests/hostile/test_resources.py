@@ -29,11 +29,7 @@ SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE = 7, 8, 32, 33
 NOT_GIVEN: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "watches of epoll": ("resources.epoll_watches", {}, "done"),
     "watches of inotify": ("resources.inotify", {}, "done"),
-    "watches of fanotify": (
-        "kernel.make",
-        {"name": "fanotify_init", "arguments": [0x200, 0]},
-        None,
-    ),
+    "watches of fanotify": ("kernel.make", {"name": "fanotify_init", "arguments": [0x200, 0]}, None),
     "notifications of folders": ("resources.notification", {}, "done"),
     "leases": ("resources.lease", {}, "done"),
     "locks of descriptions": ("resources.locked_bytes_of_descriptions", {"most": 1000}, "done"),
@@ -64,8 +60,7 @@ NOT_GIVEN: dict[str, tuple[str, dict[str, Any], str | None]] = {
 
 @pytest.mark.promise(
     "The sandbox: `strict`",
-    "It gets little or nothing of what the kernel counts for all processes of a user, or for "
-    "nobody.",
+    "It gets little or nothing of what the kernel counts for all processes of a user, or for nobody.",
 )
 @pytest.mark.promise(
     "Layers of the sandbox",
@@ -91,9 +86,7 @@ def test_without_a_sandbox_there_are_some(attackers: Attackers, what: str) -> No
 
 
 @pytest.mark.promise("Layers of the sandbox", "Locks on parts of files …")
-def test_locks_on_files_that_nobody_else_writes_are_none_in_the_kernel(
-    attackers: Attackers,
-) -> None:
+def test_locks_on_files_that_nobody_else_writes_are_none_in_the_kernel(attackers: Attackers) -> None:
     """The kernel counts them for nobody. A filter cannot count them, so it answers, and the kernel makes none."""
 
     def held(level: str) -> int:

@@ -78,17 +78,14 @@ def test_without_a_sandbox_it_is_everybody_s(attackers: Attackers, secret: Path)
 @pytest.fixture(scope="module")
 def cramped(runtime: moonpool.Runtime, model_folder: Path) -> Iterator[Attacker]:
     """One that has eight mebibytes of scratch."""
-    attacker = load_attacker(
-        runtime, "strict", model_folder, "cramped_sharing", SCRATCH_BYTES=8 * MIB
-    )
+    attacker = load_attacker(runtime, "strict", model_folder, "cramped_sharing", SCRATCH_BYTES=8 * MIB)
     yield attacker
     runtime.unload("cramped_sharing")
 
 
 @pytest.mark.promise("The sandbox: `strict`", "In `/dev/shm` it …")
 @pytest.mark.promise(
-    "Layers of the sandbox",
-    "Shared memory and the scratch folder have one limit together, in bytes and in files.",
+    "Layers of the sandbox", "Shared memory and the scratch folder have one limit together, in bytes and in files."
 )
 def test_shared_memory_and_scratch_have_one_limit(strict: Attacker, cramped: Attacker) -> None:
     del strict  # skips where there is none
@@ -144,9 +141,7 @@ def test_a_model_that_may_fork_reaches_no_service(
     attackers("off").finds("sharing.connect_unix", path=service)
 
 
-def test_the_grant_of_unix_sockets_is_for_nothing_else(
-    runtime: moonpool.Runtime, model_folder: Path
-) -> None:
+def test_the_grant_of_unix_sockets_is_for_nothing_else(runtime: moonpool.Runtime, model_folder: Path) -> None:
     granted = load_attacker(runtime, "strict", model_folder, "unix", SANDBOX_SYSCALLS="unix")
     try:
         assert granted.finds("sharing.own_service") == "x"
@@ -161,17 +156,11 @@ def test_the_grant_of_unix_sockets_is_for_nothing_else(
         runtime.unload("unix")
 
 
+@pytest.mark.promise("The sandbox: `strict`", "What a process that it forked sends to its stub harms nobody else.")
 @pytest.mark.promise(
-    "The sandbox: `strict`",
-    "What a process that it forked sends to its stub harms nobody else.",
+    "Layers of the sandbox", "Whatever a process that a model forked sends to its stub harms that model alone."
 )
-@pytest.mark.promise(
-    "Layers of the sandbox",
-    "Whatever a process that a model forked sends to its stub harms that model alone.",
-)
-def test_forks_that_send_nonsense_harm_nobody_else(
-    runtime: moonpool.Runtime, model_folder: Path
-) -> None:
+def test_forks_that_send_nonsense_harm_nobody_else(runtime: moonpool.Runtime, model_folder: Path) -> None:
     forking = load_attacker(runtime, "strict", model_folder, "nonsense", SANDBOX_SYSCALLS="fork")
     try:
         pid = forking.pid

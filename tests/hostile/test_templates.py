@@ -45,20 +45,12 @@ def inside(pid: int) -> int:
     return next(int(line.split()[-1]) for line in lines if line.startswith("NSpid:"))
 
 
-REACHES = [
-    "signal_to",
-    "signal_to_thread",
-    "signal_by_descriptor",
-    "slow_down",
-    "prioritise_io",
-    "limit",
-]
+REACHES = ["signal_to", "signal_to_thread", "signal_by_descriptor", "slow_down", "prioritise_io", "limit"]
 
 
 @pytest.mark.promise(
     "The sandbox: `strict`",
-    "An instance forked from a template cannot reach the template or its siblings, and cannot "
-    "fork.",
+    "An instance forked from a template cannot reach the template or its siblings, and cannot fork.",
 )
 @pytest.mark.parametrize("what", REACHES)
 def test_the_template_and_the_other_instance_are_out_of_reach(

@@ -61,12 +61,7 @@ def values(spec: Spec) -> st.SearchStrategy[Any]:
     if isinstance(spec, Real):
         return st.floats()
     if isinstance(spec, Table):
-        scalars = (
-            st.booleans()
-            | st.integers(-(2**63), 2**64 - 1)
-            | st.floats()
-            | st.text("aß", max_size=3)
-        )
+        scalars = st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text("aß", max_size=3)
         return st.dictionaries(st.text("abc", max_size=4), scalars, max_size=3)
     if isinstance(spec, ListOf):
         return st.lists(values(spec.item), max_size=3)
@@ -101,9 +96,7 @@ def plain(spec: Spec, number: int = 0, real: float = 0.0, text: str = "") -> Any
     return found[type(spec)]
 
 
-def with_one_changed(
-    spec: Spec, change: Callable[[Spec], Iterable[Any]], whole: Any
-) -> Iterator[Any]:
+def with_one_changed(spec: Spec, change: Callable[[Spec], Iterable[Any]], whole: Any) -> Iterator[Any]:
     """Yield the values of a list, of a row, or of a field that may be missing, with one part of them changed."""
     if isinstance(spec, ListOf):
         yield from ([each] for each in change(spec.item))
@@ -146,11 +139,7 @@ def message_fits(table: dict[Kind, Message], us: Side, fields: Any) -> bool:
     if type(fields) is not list or not fields or type(fields[0]) is not int:
         return False
     message = table.get(fields[0])  # type: ignore[call-overload]
-    return (
-        message is not None
-        and message.sender is not us
-        and fits(Row(kind=Int(), **message.fields), fields)
-    )
+    return message is not None and message.sender is not us and fits(Row(kind=Int(), **message.fields), fields)
 
 
 def refused(codec: Codec, packet: bytes) -> str:

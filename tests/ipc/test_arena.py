@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    invariant,
-    multiple,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 from tests.heap_region import HeapRegion
 
 from moonpool.ipc import arena as arenas
@@ -78,9 +70,7 @@ class ArenaMachine(RuleBasedStateMachine):
         return longest
 
     def stamp(self, block: Block, number: int) -> None:
-        block.region.memory()[block.offset : block.offset + block.size_bytes] = (
-            bytes([number]) * block.size_bytes
-        )
+        block.region.memory()[block.offset : block.offset + block.size_bytes] = bytes([number]) * block.size_bytes
 
     @rule(target=blocks, size_bytes=SIZES)
     def allocate(self, size_bytes: int) -> Block:

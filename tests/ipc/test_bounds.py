@@ -19,12 +19,7 @@ pytestmark = pytest.mark.promise(
 )
 
 VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats()
-    | st.text()
-    | st.binary(max_size=300),
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(max_size=300),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=40,
 )

@@ -41,9 +41,7 @@ def test_decoding_undoes_encoding(array: NDArray[np.object_]) -> None:
 
 @given(STRING_ARRAYS)
 def test_elements_travel_in_c_order_however_the_array_lies(array: NDArray[np.object_]) -> None:
-    assert encode_bytes(array.T) == encode_bytes(
-        np.ascontiguousarray(array.T).reshape(array.T.shape)
-    )
+    assert encode_bytes(array.T) == encode_bytes(np.ascontiguousarray(array.T).reshape(array.T.shape))
 
 
 @given(st.lists(st.binary(max_size=300), max_size=300))
@@ -54,9 +52,7 @@ def test_encoding_follows_the_plain_definition(payloads: list[bytes]) -> None:
 def test_other_elements_travel_as_the_text_of_their_str() -> None:
     array = strings(1, None, 2.5, "é", b"\xff", np.bytes_(b"x\0y"), np.str_("z"), [1, 2])
 
-    assert encode_bytes(array) == wire(
-        b"1", b"None", b"2.5", "é".encode(), b"\xff", b"x\0y", b"z", b"[1, 2]"
-    )
+    assert encode_bytes(array) == wire(b"1", b"None", b"2.5", "é".encode(), b"\xff", b"x\0y", b"z", b"[1, 2]")
 
 
 def test_an_s_array_loses_trailing_nuls_as_in_numpy() -> None:
@@ -111,9 +107,7 @@ def test_a_subclass_cannot_lie_about_its_length() -> None:
     assert encode_bytes(strings(Boaster(b"abc"))) == wire(b"abc")
 
 
-def test_an_element_that_its_length_field_cannot_hold_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_element_that_its_length_field_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "MAX_STRING_BYTES", 3)
 
     assert encode_bytes(strings(b"123"))
@@ -144,21 +138,11 @@ BEYOND = "Invalid bytes tensor data: string extends beyond buffer"
         (b"", (2,), "expected 2 strings for inference input 'X', got 0"),
         (wire(b"ab"), (2, 2), "expected 4 strings for inference input 'X', got 1"),
         (wire(b""), (2**59,), f"expected {2**59} strings for inference input 'X', got 1"),
-        (
-            wire(b"ab", b"c", b"d"),
-            (1,),
-            "unexpected number of string elements 2 for inference input 'X', expecting 1",
-        ),
-        (
-            wire(b"ab"),
-            (0,),
-            "unexpected number of string elements 1 for inference input 'X', expecting 0",
-        ),
+        (wire(b"ab", b"c", b"d"), (1,), "unexpected number of string elements 2 for inference input 'X', expecting 1"),
+        (wire(b"ab"), (0,), "unexpected number of string elements 1 for inference input 'X', expecting 0"),
     ],
 )
-def test_a_malformed_buffer_is_refused_in_triton_s_words(
-    data: bytes, shape: tuple[int, ...], text: str
-) -> None:
+def test_a_malformed_buffer_is_refused_in_triton_s_words(data: bytes, shape: tuple[int, ...], text: str) -> None:
     with pytest.raises(BadTensor) as caught:
         decode_bytes(data, shape, "X")
 
@@ -206,12 +190,7 @@ def test_a_buffer_decodes_by_the_definition_or_raises_bad_tensor(data: bytes, co
 
 
 @pytest.mark.parametrize(
-    "buffer",
-    [
-        bytearray(wire(b"ab", b"c")),
-        memoryview(wire(b"ab", b"c")),
-        np.frombuffer(wire(b"ab", b"c"), np.uint8),
-    ],
+    "buffer", [bytearray(wire(b"ab", b"c")), memoryview(wire(b"ab", b"c")), np.frombuffer(wire(b"ab", b"c"), np.uint8)]
 )
 def test_any_kind_of_buffer_is_decoded(buffer: memoryview) -> None:
     assert decode_bytes(buffer, (2,)).tolist() == [b"ab", b"c"]

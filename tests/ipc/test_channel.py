@@ -115,9 +115,7 @@ def test_the_end_of_the_peer_comes_after_its_last_packet(ends: Ends, receive: Re
 
 
 @in_every_way
-def test_a_peer_that_ends_with_packets_unread_is_heard_to_the_end(
-    ends: Ends, receive: Receive
-) -> None:
+def test_a_peer_that_ends_with_packets_unread_is_heard_to_the_end(ends: Ends, receive: Receive) -> None:
     ours, theirs = ends
     ours.send(b"never read")
     theirs.send(b"last")
@@ -165,9 +163,7 @@ def test_the_death_of_the_peers_process_is_told() -> None:
     ],
     ids=["send", "send_waiting", "send_fds", "wait", *RECEIVES],
 )
-def test_a_channel_that_this_side_closed_says_so(
-    ends: Ends, use: Callable[[Channel], object]
-) -> None:
+def test_a_channel_that_this_side_closed_says_so(ends: Ends, use: Callable[[Channel], object]) -> None:
     ours, _ = ends
     ours.close()
     ours.close()

@@ -47,9 +47,7 @@ pytestmark = pytest.mark.usefixtures("_either_msgpack")
 @EVERY_ROW
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_every_message_of_the_tables_arrives_as_it_was(
-    channel: str, kind: Kind, data: st.DataObject
-) -> None:
+def test_every_message_of_the_tables_arrives_as_it_was(channel: str, kind: Kind, data: st.DataObject) -> None:
     message = data.draw(messages(channel, kind))
     packet = encode(*message)
     codec = receiver(channel, kind)
@@ -61,10 +59,7 @@ def test_every_message_of_the_tables_arrives_as_it_was(
         assert fits(Row(kind=Int(), **TABLES[channel][kind].fields), received)
 
 
-@pytest.mark.promise(
-    "The wire",
-    "Limits of texts are in bytes of UTF-8. A text is cut between two characters.",
-)
+@pytest.mark.promise("The wire", "Limits of texts are in bytes of UTF-8. A text is cut between two characters.")
 @pytest.mark.parametrize("letter", ["a", "é", "€", "😀"])
 def test_texts_are_limited_by_their_bytes(letter: str) -> None:
     message = Message(Side.STUB, {"text": Text(120)})
@@ -124,9 +119,7 @@ def test_a_message_with_one_thing_wrong_is_judged_as_the_table_says(
 ) -> None:
     message = data.draw(messages(channel, kind))
     path = data.draw(st.sampled_from(list(places(message))))
-    how = data.draw(
-        st.sampled_from(["replaced", "replaced", "wrapped", "left out", "doubled", "added to"])
-    )
+    how = data.draw(st.sampled_from(["replaced", "replaced", "wrapped", "left out", "doubled", "added to"]))
     packet = msgpack.packb(spoilt(message, path, how, data.draw(JUNK)))
     codec = receiver(channel, kind)
     codec._checks[int(kind)] = compile_check(kind, TABLES[channel][kind])
@@ -159,9 +152,7 @@ def test_a_field_may_be_called_as_what_leads_every_message() -> None:
      (OneOf(Int(0, 1), Text(1)), 1, 2), (OneOf(Int(0, 1), Text(1)), "x", "xx")],
     ids=["text", "raw", "list", "table", "high", "low", "one of, number", "one of, text"],
 )  # fmt: skip
-def test_a_bound_is_the_last_thing_that_is_allowed(
-    spec: Spec, most: object, beyond: object
-) -> None:
+def test_a_bound_is_the_last_thing_that_is_allowed(spec: Spec, most: object, beyond: object) -> None:
     check = compile_check(Kind.LOG, Message(None, {"it": spec}))
     check([21, most])
 
@@ -241,15 +232,10 @@ def test_each_form_of_msgpack_gets_a_packer_that_threads_may_share() -> None:
     plain = dict(os.environ, MSGPACK_PUREPYTHON="1")
 
     assert subprocess.check_output(command, text=True).split() == ["msgpack._cmsgpack", "False"]
-    assert subprocess.check_output(command, text=True, env=plain).split() == [
-        "msgpack.fallback",
-        "True",
-    ]
+    assert subprocess.check_output(command, text=True, env=plain).split() == ["msgpack.fallback", "True"]
 
 
-def test_a_process_that_is_to_be_copied_makes_all_checks_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_that_is_to_be_copied_makes_all_checks_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "_compiled", {})
     codec.compile_checks(Side.STUB)
     monkeypatch.setattr(codec, "_compile", None)  # a call would fail

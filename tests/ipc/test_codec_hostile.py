@@ -6,15 +6,7 @@ import msgpack
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.ipc.described import (
-    EVERY_ROW,
-    ROWS,
-    TABLES,
-    message_fits,
-    messages,
-    receiver,
-    refused,
-)
+from tests.ipc.described import EVERY_ROW, ROWS, TABLES, message_fits, messages, receiver, refused
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import Codec, compile_check, encode
@@ -25,8 +17,7 @@ pytestmark = [
     pytest.mark.usefixtures("_either_msgpack"),
     pytest.mark.promise(
         "Containment",
-        "Only packets that the tables describe are accepted. Any other packet causes an "
-        "error, and nothing else.",
+        "Only packets that the tables describe are accepted. Any other packet causes an error, and nothing else.",
     ),
 ]
 

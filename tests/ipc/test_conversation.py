@@ -16,13 +16,7 @@ from tests.ipc.described import messages
 from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
 from moonpool.ipc.codec import encode
 from moonpool.ipc.conversation import Conversation, Overflow
-from moonpool.ipc.errors import (
-    LocalProtocolError,
-    OutOfMemory,
-    PeerGone,
-    ProtocolError,
-    RemoteProtocolError,
-)
+from moonpool.ipc.errors import LocalProtocolError, OutOfMemory, PeerGone, ProtocolError, RemoteProtocolError
 from moonpool.ipc.messages import NO_CORE, WORK, Kind, Side
 
 pytestmark = pytest.mark.promise("Containment", "Only packets that the tables describe …")
@@ -157,17 +151,7 @@ def allowed_after(said: Kind | None) -> frozenset[Kind]:
 
 
 def test_a_whole_life_in_order(pair: Pair) -> None:
-    life = [
-        "CONFINED",
-        "START",
-        "LOADED",
-        "EXECUTE",
-        "ANSWER",
-        "EXECUTE",
-        "ANSWER",
-        "FINALIZE",
-        "FINALIZED",
-    ]
+    life = ["CONFINED", "START", "LOADED", "EXECUTE", "ANSWER", "EXECUTE", "ANSWER", "FINALIZE", "FINALIZED"]
 
     for name in life:
         message = least(Kind[name])
@@ -210,9 +194,7 @@ def test_a_refusal_tells_whose_turn_it_is(confined: Pair) -> None:
 
     with pytest.raises(RemoteProtocolError) as refused:
         confined.runtime.accept(encode(*least(Kind.ANSWER)))
-    assert str(refused.value) == (
-        "ANSWER came out of turn; COMPLETED or FAILED or LOADED may come next"
-    )
+    assert str(refused.value) == ("ANSWER came out of turn; COMPLETED or FAILED or LOADED may come next")
     with pytest.raises(LocalProtocolError, match="COMPLETED or FAILED or LOADED may come next"):
         confined.stub.send(*least(Kind.ANSWER))
 

@@ -25,11 +25,7 @@ from moonpool.runtime.model.config.options import ModelOptions
 
 pytestmark = pytest.mark.promise("Seeing sandboxes", "If the sandbox refused an act …")
 
-PATHS, PORTS, CALLS = (
-    "MOONPOOL_SANDBOX_PATHS",
-    "MOONPOOL_SANDBOX_PORTS",
-    "MOONPOOL_SANDBOX_SYSCALLS",
-)
+PATHS, PORTS, CALLS = ("MOONPOOL_SANDBOX_PATHS", "MOONPOOL_SANDBOX_PORTS", "MOONPOOL_SANDBOX_SYSCALLS")
 
 
 @pytest.mark.promise("Seeing sandboxes", "If an error or the …")

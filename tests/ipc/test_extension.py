@@ -54,9 +54,7 @@ def test_each_source_counts(name: str) -> None:
     "The tree",
     "What was compiled from other sources than those beside it is left out, and the log says how to compile it again.",
 )
-def test_what_is_older_than_its_sources_is_left_out(
-    other: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_older_than_its_sources_is_left_out(other: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "moonpool"):
         assert extension.load_if_there(other) is None
     assert [record.getMessage() for record in caplog.records] == [
@@ -67,9 +65,7 @@ def test_what_is_older_than_its_sources_is_left_out(
         extension.load(other)
 
 
-def test_what_has_the_types_of_one_that_is_left_out_is_left_out_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_has_the_types_of_one_that_is_left_out_is_left_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
     lane, statistics = "moonpool.runtime.schedule._lane", "moonpool.runtime.observe._statistics"
     pytest.importorskip(lane, reason="moonpool was built without extensions")
     if not extension.checksum(lane):
@@ -79,9 +75,7 @@ def test_what_has_the_types_of_one_that_is_left_out_is_left_out_too(
         extension.load(lane)
 
 
-def test_what_has_no_sources_beside_it_is_taken(
-    other: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_no_sources_beside_it_is_taken(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "sources", lambda _: [])
     assert extension.load(other) is sys.modules[other]
 
@@ -92,12 +86,9 @@ def test_what_is_not_compiled_is_missing_without_a_word(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(
-    ("value", "is_wanted"),
-    [("", True), ("0", True), ("contained", True), ("1", False), ("yes", False)],
+    ("value", "is_wanted"), [("", True), ("0", True), ("contained", True), ("1", False), ("yes", False)]
 )
-def test_the_operator_may_do_without(
-    monkeypatch: pytest.MonkeyPatch, value: str, is_wanted: bool
-) -> None:
+def test_the_operator_may_do_without(monkeypatch: pytest.MonkeyPatch, value: str, is_wanted: bool) -> None:
     monkeypatch.setenv(extension.PURE, value)
     assert extension.is_wanted() is is_wanted
     if value == "yes":

@@ -57,9 +57,7 @@ def test_nothing_is_known_where_nothing_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_group_counts_what_it_may_still_use_and_its_idle_cache(
-    tmp_path: Path, version: int
-) -> None:
+def test_a_group_counts_what_it_may_still_use_and_its_idle_cache(tmp_path: Path, version: int) -> None:
     _machine(tmp_path, "0::/app\n" if version == 2 else "9:cpu:/x\n4:memory,cpu:/app\n")
     path = "app" if version == 2 else "memory/app"
     cache = "inactive_file" if version == 2 else "total_inactive_file"

@@ -86,10 +86,7 @@ DEVICE: dict[str, Callable[[], Region]] = {
 EVERY = [
     *(pytest.param((make, None), id=name) for name, make in HOST.items()),
     *(pytest.param((make, "fake"), id=f"{name}, fake") for name, make in DEVICE.items()),
-    *(
-        pytest.param((make, "card"), id=name, marks=pytest.mark.gpu)
-        for name, make in DEVICE.items()
-    ),
+    *(pytest.param((make, "card"), id=name, marks=pytest.mark.gpu) for name, make in DEVICE.items()),
 ]
 
 
@@ -173,9 +170,7 @@ ARRAYS: dict[str, np.ndarray] = {
 
 
 @pytest.mark.parametrize("small_bytes", [0, 16384], ids=["as a large one", "as a small one"])
-def test_an_array_is_written_in_c_order(
-    region: Region, small_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_array_is_written_in_c_order(region: Region, small_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moonpool.ipc.region._SMALL", small_bytes)
     for name, array in ARRAYS.items():
         region.write(0, np.zeros(region.size_bytes, np.uint8))
@@ -197,9 +192,7 @@ def test_a_lease_is_the_bytes_of_its_block(host_region: Region, returned: Return
     assert lease[:4].tobytes() == b"moon"
 
 
-def test_writes_through_a_view_of_a_lease_are_in_the_region(
-    host_region: Region, returned: Returns
-) -> None:
+def test_writes_through_a_view_of_a_lease_are_in_the_region(host_region: Region, returned: Returns) -> None:
     lease = host_region.lease(64, 32, returned, "block")
     tensor = np.ndarray((2, 2), np.float32, lease, 16)
 
@@ -224,9 +217,7 @@ def test_a_lease_of_nothing_at_the_end_is_a_lease(region: Region, returned: Retu
     assert returned.tokens == ["empty"]
 
 
-def test_a_lease_beyond_the_region_is_refused_and_gives_nothing_back(
-    region: Region, returned: Returns
-) -> None:
+def test_a_lease_beyond_the_region_is_refused_and_gives_nothing_back(region: Region, returned: Returns) -> None:
     for offset, size_bytes in [(0, 1), (0, 9), (-8, 9), (2**62, 64), (64, 2**62)]:
         with pytest.raises(TypeError):
             region.lease(region.size_bytes + offset, size_bytes, returned, "block")
@@ -235,13 +226,8 @@ def test_a_lease_beyond_the_region_is_refused_and_gives_nothing_back(
     assert returned.tokens == []
 
 
-@pytest.mark.promise(
-    "Requests",
-    "An output's memory is released once, when its last view is collected.",
-)
-def test_a_lease_gives_its_block_back_once_when_it_is_dropped(
-    region: Region, returned: Returns
-) -> None:
+@pytest.mark.promise("Requests", "An output's memory is released once, when its last view is collected.")
+def test_a_lease_gives_its_block_back_once_when_it_is_dropped(region: Region, returned: Returns) -> None:
     token = (ID, 64)
     lease = region.lease(64, 64, returned, token)
     assert returned.tokens == []
@@ -297,9 +283,7 @@ def test_views_of_views_hold_the_block(
     assert returned.tokens == ["block"]
 
 
-def test_slices_and_copies_of_a_lease_give_nothing_back(
-    host_region: Region, returned: Returns
-) -> None:
+def test_slices_and_copies_of_a_lease_give_nothing_back(host_region: Region, returned: Returns) -> None:
     lease = host_region.lease(0, 64, returned, "block")
     copy = lease.copy()
     total = lease + lease
@@ -314,9 +298,7 @@ def test_slices_and_copies_of_a_lease_give_nothing_back(
     assert returned.tokens == ["block"]
 
 
-def test_a_lease_in_a_reference_cycle_comes_back_with_the_collector(
-    region: Region, returned: Returns
-) -> None:
+def test_a_lease_in_a_reference_cycle_comes_back_with_the_collector(region: Region, returned: Returns) -> None:
     cycle: list[object] = [region.lease(0, 64, returned, "block")]
     cycle.append(cycle)
     del cycle
@@ -327,9 +309,7 @@ def test_a_lease_in_a_reference_cycle_comes_back_with_the_collector(
 
 def test_a_lease_may_be_dropped_by_another_thread(region: Region) -> None:
     dropped_by: list[object] = []
-    box: list[object] = [
-        region.lease(0, 64, lambda _: dropped_by.append(threading.current_thread()), "block")
-    ]
+    box: list[object] = [region.lease(0, 64, lambda _: dropped_by.append(threading.current_thread()), "block")]
     thread = threading.Thread(target=box.clear)
     thread.start()
     thread.join()
@@ -337,9 +317,7 @@ def test_a_lease_may_be_dropped_by_another_thread(region: Region) -> None:
     assert dropped_by == [thread]
 
 
-def test_views_dropped_by_many_threads_give_the_block_back_once(
-    region: Region, returned: Returns
-) -> None:
+def test_views_dropped_by_many_threads_give_the_block_back_once(region: Region, returned: Returns) -> None:
     lease = region.lease(0, 64, returned, "block")
     boxes = [[viewed(lease, np.uint8, 64 - i, i), viewed(lease, np.uint8, 4, i)] for i in range(8)]
     del lease
@@ -395,9 +373,7 @@ def test_the_memory_of_a_lease_stays_valid_after_close(region: Region, returned:
     assert returned.tokens == ["block"]
 
 
-def test_a_lease_may_be_written_to_after_its_region_was_closed(
-    host_region: Region, returned: Returns
-) -> None:
+def test_a_lease_may_be_written_to_after_its_region_was_closed(host_region: Region, returned: Returns) -> None:
     tensor = viewed(host_region.lease(64, 64, returned, "block"), np.int64, 8)
     host_region.close()
     gc.collect()
@@ -417,9 +393,7 @@ def test_a_plain_view_of_a_closed_region_stays_valid(host_region: Region) -> Non
     assert int(view.sum()) == SIZE_BYTES
 
 
-def test_the_lease_of_an_array_is_found_through_all_its_views(
-    host_region: Region, returned: Returns
-) -> None:
+def test_the_lease_of_an_array_is_found_through_all_its_views(host_region: Region, returned: Returns) -> None:
     lease = host_region.lease(64, 64, returned, "block")
     tensor = np.ndarray((4,), np.float32, lease, 16)
     plain = lease[4:].view(np.ndarray)

@@ -94,8 +94,7 @@ def test_all_of_a_region_is_allocated_when_it_is_made(region: SharedRegion) -> N
 
 
 @pytest.mark.promise(
-    "Containment",
-    "Shared memory has no name in `/dev/shm`, and is gone when its processes have ended.",
+    "Containment", "Shared memory has no name in `/dev/shm`, and is gone when its processes have ended."
 )
 def test_a_region_has_no_name_in_dev_shm() -> None:
     before = set(os.listdir("/dev/shm"))
@@ -183,10 +182,7 @@ def test_running_into_a_limit_is_a_clean_error_that_leaves_nothing_open() -> Non
 
 # Without the check, the kernel would allocate until it kills a process. The limit of the test protects the machine if
 # the check fails.
-@pytest.mark.promise(
-    "Containment",
-    "Running out of memory is an error when memory is asked for, not a signal later.",
-)
+@pytest.mark.promise("Containment", "Running out of memory is an error when memory is asked for, not a signal later.")
 @pytest.mark.parametrize("size_bytes", [2**50, 2**62, 2**63, 2**80])
 def test_more_than_the_machine_has_is_refused_before_it_is_taken(size_bytes: int) -> None:
     said = _child(
@@ -338,18 +334,10 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedRegion]:
 
 @pytest.mark.parametrize("offset", [0, 1, 63])
 @pytest.mark.parametrize("start", [0, 17])
-@pytest.mark.parametrize(
-    "size_bytes",
-    [1, 64, 1087, 16447, 99_999, *((1 << 20) + more for more in (-1, 0, 1, 63, 64))],
-)
+@pytest.mark.parametrize("size_bytes", [1, 64, 1087, 16447, 99_999, *((1 << 20) + more for more in (-1, 0, 1, 63, 64))])
 @pytest.mark.parametrize("is_large", [False, True])
 def test_a_copy_in_cpp_copies_just_these_bytes(
-    copied: SharedRegion,
-    size_bytes: int,
-    start: int,
-    offset: int,
-    is_large: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    copied: SharedRegion, size_bytes: int, start: int, offset: int, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_large:
         past_caches = importlib.import_module("moonpool.ipc._copy").copy_past_caches
@@ -374,9 +362,7 @@ def test_a_copy_in_cpp_copies_just_these_bytes(
     ],
     ids=["transposed", "backwards", "with gaps", "broadcast", "of a type without buffers"],
 )
-def test_an_array_that_is_no_plain_buffer_is_copied_by_numpy(
-    copied: SharedRegion, array: np.ndarray
-) -> None:
+def test_an_array_that_is_no_plain_buffer_is_copied_by_numpy(copied: SharedRegion, array: np.ndarray) -> None:
     copied.write(64, array)
     assert bytes(copied.memory())[64 : 64 + array.nbytes] == array.tobytes()
 

@@ -23,11 +23,7 @@ TEXTS = np.array([1, "two"], object)
 
 @pytest.mark.parametrize(
     "act",
-    [
-        lambda: encode(Kind.READY, 1),
-        lambda: CODEC.decode(REPLY),
-        lambda: encode_bytes(TEXTS, "X"),
-    ],
+    [lambda: encode(Kind.READY, 1), lambda: CODEC.decode(REPLY), lambda: encode_bytes(TEXTS, "X")],
     ids=["encode", "decode", "text"],
 )
 @pytest.mark.parametrize("error", [TimeoutError, ValueError, KeyError])

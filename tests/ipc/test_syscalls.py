@@ -30,18 +30,14 @@ def test_numbers_are_those_of_the_kernel_s_headers(machine: str) -> None:
         pytest.skip(f"{header} is not here")
     found = {
         _OTHERWISE.get(name, name): int(number)
-        for name, number in re.findall(
-            r"#define __NR(?:3264)?_(\w+)\s+(\d+)\s*$", header.read_text(), re.MULTILINE
-        )
+        for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\s*$", header.read_text(), re.MULTILINE)
     }
     ours = syscalls.numbers(machine)
 
     wrong = {
         name: (number, ours.get(name))
         for name, number in found.items()
-        if name not in _OF_NO_MACHINE | _OF_OTHERS
-        and number not in _OF_32_BITS
-        and ours.get(name) != number
+        if name not in _OF_NO_MACHINE | _OF_OTHERS and number not in _OF_32_BITS and ours.get(name) != number
     }
     assert wrong == {}
 
@@ -55,16 +51,12 @@ def test_an_unknown_machine_has_the_numbers_that_all_have() -> None:
 
 def test_every_name_in_the_rules_is_a_call_of_some_machine() -> None:
     known = {name for machine in syscalls.ARCHITECTURES for name in syscalls.numbers(machine)}
-    named = rules.allowed(
-        pid=1, ports=True, metadata=True, forks=True, signals_are_scoped=True, launches=True
-    )
+    named = rules.allowed(pid=1, ports=True, metadata=True, forks=True, signals_are_scoped=True, launches=True)
 
     assert {*named, *rules.KILLED, *rules.ABSENT} - known == set()
 
 
 def test_nothing_is_both_allowed_and_an_attack() -> None:
-    named = rules.allowed(
-        pid=1, ports=True, metadata=True, forks=True, signals_are_scoped=True, launches=True
-    )
+    named = rules.allowed(pid=1, ports=True, metadata=True, forks=True, signals_are_scoped=True, launches=True)
 
     assert set(named) & rules.KILLED == set()

@@ -71,9 +71,7 @@ def test_every_spelling_of_a_native_integer_is_known() -> None:
         (np.dtype(np.longdouble), "one of BOOL, UINT8"),
     ],
 )
-def test_a_dtype_without_a_datatype_is_refused_with_advice(
-    dtype: np.dtype[np.generic], advice: str
-) -> None:
+def test_a_dtype_without_a_datatype_is_refused_with_advice(dtype: np.dtype[np.generic], advice: str) -> None:
     with pytest.raises(BadTensor, match=f"tensor 'INPUT0' has.*{advice}"):
         tensors.code_of(dtype, "INPUT0")
 
@@ -99,9 +97,7 @@ def test_ml_dtypes_is_imported_only_when_a_bf16_tensor_is_met() -> None:
     assert subprocess.run([sys.executable, "-I", "-c", program], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("shape", "count"), [((), 1), ((0,), 0), ((3, 4), 12), ((1,) * 32, 1), ((5, 0, 2**40), 0)]
-)
+@pytest.mark.parametrize(("shape", "count"), [((), 1), ((0,), 0), ((3, 4), 12), ((1,) * 32, 1), ((5, 0, 2**40), 0)])
 def test_a_good_shape_gives_its_number_of_elements(shape: tuple[int, ...], count: int) -> None:
     assert tensors.check_shape(shape) == count
     assert tensors.element_count(shape) == count
@@ -162,9 +158,7 @@ def test_a_view_of_memory_that_must_not_change_is_read_only() -> None:
     assert not tensors.view(bytes(4), 0, tensors.CODES["INT32"], (1,)).flags.writeable
 
 
-@pytest.mark.parametrize(
-    ("offset", "shape"), [(0, (5,)), (13, (1,)), (17, (0,)), (-4, (1,)), (2**70, (1,))]
-)
+@pytest.mark.parametrize(("offset", "shape"), [(0, (5,)), (13, (1,)), (17, (0,)), (-4, (1,)), (2**70, (1,))])
 def test_a_view_beyond_its_memory_is_refused(offset: int, shape: tuple[int, ...]) -> None:
     with pytest.raises(BadTensor, match=r"FP32 tensor of shape .* does not lie within its memory"):
         tensors.view(bytearray(16), offset, tensors.CODES["FP32"], shape)

@@ -20,10 +20,7 @@ KEPT = []
 def request(x, model="square", name="X", output="Y", **options):
     inputs = [pb_utils.Tensor(name, x)] if isinstance(x, np.ndarray) else x
     return pb_utils.InferenceRequest(
-        model_name=model,
-        inputs=inputs,
-        requested_output_names=[output] if output else [],
-        **options,
+        model_name=model, inputs=inputs, requested_output_names=[output] if output else [], **options
     )
 
 
@@ -106,9 +103,7 @@ def in_pool(x, processes):
 
 def _ask_and_put(x, depth, queue):
     if depth:
-        process = multiprocessing.get_context("fork").Process(
-            target=_ask_and_put, args=(x, depth - 1, queue)
-        )
+        process = multiprocessing.get_context("fork").Process(target=_ask_and_put, args=(x, depth - 1, queue))
         process.start()
         process.join()
     queue.put(once(x).tolist())

@@ -76,8 +76,5 @@ async def nothing(request):
 
 class TritonPythonModel:
     async def execute(self, requests):
-        how = [
-            pb_utils.get_input_tensor_by_name(request, "HOW").as_numpy()[0].decode()
-            for request in requests
-        ]
+        how = [pb_utils.get_input_tensor_by_name(request, "HOW").as_numpy()[0].decode() for request in requests]
         return [await globals()[name](request) for name, request in zip(how, requests)]

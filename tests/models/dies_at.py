@@ -65,9 +65,7 @@ def until_cancelled(sender):
 def ask(how):
     """Ask the other model; returns the texts of its responses."""
     tensor = pb_utils.Tensor("HOW", np.array([how.encode()], np.object_))
-    request = pb_utils.InferenceRequest(
-        inputs=[tensor], requested_output_names=["SAID"], model_name="other"
-    )
+    request = pb_utils.InferenceRequest(inputs=[tensor], requested_output_names=["SAID"], model_name="other")
     return [
         response.output_tensors()[0].as_numpy()[0]
         for response in request.exec(decoupled=True)
@@ -98,9 +96,9 @@ class TritonPythonModel:
             elif how == "ask lost":
                 # The iterator is dropped unread, so the runtime learns that nobody wants the rest.
                 tensor = pb_utils.Tensor("HOW", np.array([b"until cancelled"], np.object_))
-                pb_utils.InferenceRequest(
-                    inputs=[tensor], requested_output_names=["SAID"], model_name="other"
-                ).exec(decoupled=True).cancel()
+                pb_utils.InferenceRequest(inputs=[tensor], requested_output_names=["SAID"], model_name="other").exec(
+                    decoupled=True
+                ).cancel()
             elif how == "error":
                 raise ValueError("on purpose")
             elif how in ("late", "until cancelled"):

@@ -7,9 +7,6 @@ class TritonPythonModel:
     def execute(self, requests):
         responses = []
         for request in requests:
-            outputs = [
-                pb_utils.Tensor("OUT_" + tensor.name(), tensor.as_numpy())
-                for tensor in request.inputs()
-            ]
+            outputs = [pb_utils.Tensor("OUT_" + tensor.name(), tensor.as_numpy()) for tensor in request.inputs()]
             responses.append(pb_utils.InferenceResponse(outputs))
         return responses

@@ -14,10 +14,7 @@ def text_of(error):
 class TritonPythonModel:
     def initialize(self, args):
         self.names = {"args": args, "kept": {}}
-        exec(
-            "import json, locale, os, sys, numpy as np, triton_python_backend_utils as pb_utils",
-            self.names,
-        )
+        exec("import json, locale, os, sys, numpy as np, triton_python_backend_utils as pb_utils", self.names)
 
     def execute(self, requests):
         responses = []

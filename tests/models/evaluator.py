@@ -13,15 +13,7 @@ import triton_python_backend_utils as pb_utils
 
 
 def said(expression, model):
-    names = {
-        "pb_utils": pb_utils,
-        "c": c,
-        "np": np,
-        "json": json,
-        "os": os,
-        "self": model,
-        "threading": threading,
-    }
+    names = {"pb_utils": pb_utils, "c": c, "np": np, "json": json, "os": os, "self": model, "threading": threading}
     try:
         return repr(eval(expression, names))
     except BaseException as error:

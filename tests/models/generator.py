@@ -50,15 +50,11 @@ class TritonPythonModel:
         }
         rank = len(self.outputs["text_output"]["dims"]) + (self.config["max_batch_size"] > 0)
         tensors = [
-            pb_utils.Tensor(name, value.reshape((1,) * rank))
-            for name, value in values.items()
-            if name in self.outputs
+            pb_utils.Tensor(name, value.reshape((1,) * rank)) for name, value in values.items() if name in self.outputs
         ]
         return pb_utils.InferenceResponse(tensors)
 
 
 def _plain(value):
-    values = [
-        each.decode() if isinstance(each, bytes) else each for each in value.reshape(-1).tolist()
-    ]
+    values = [each.decode() if isinstance(each, bytes) else each for each in value.reshape(-1).tolist()]
     return values

@@ -19,16 +19,10 @@ class TritonPythonModel:
             return [self.answer(request) for request in requests]
 
     def answer(self, request):
-        a, b = (
-            on_gpu(pb_utils.get_input_tensor_by_name(request, name))
-            for name in ("INPUT0", "INPUT1")
-        )
+        a, b = (on_gpu(pb_utils.get_input_tensor_by_name(request, name)) for name in ("INPUT0", "INPUT1"))
         place = pb_utils.empty(a.shape, a.dtype, device=self.number)
         cupy.add(a, b, out=cupy.from_dlpack(place))
-        outputs = [
-            pb_utils.Tensor.from_dlpack("OUTPUT0", place),
-            pb_utils.Tensor.from_dlpack("OUTPUT1", a - b),
-        ]
+        outputs = [pb_utils.Tensor.from_dlpack("OUTPUT0", place), pb_utils.Tensor.from_dlpack("OUTPUT1", a - b)]
         return pb_utils.InferenceResponse(outputs)
 
 

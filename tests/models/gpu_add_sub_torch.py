@@ -18,9 +18,6 @@ class TritonPythonModel:
                 torch.from_dlpack(pb_utils.get_input_tensor_by_name(request, name)).to(self.device)
                 for name in ("INPUT0", "INPUT1")
             )
-            outputs = [
-                pb_utils.Tensor.from_dlpack("OUTPUT0", a + b),
-                pb_utils.Tensor.from_dlpack("OUTPUT1", a - b),
-            ]
+            outputs = [pb_utils.Tensor.from_dlpack("OUTPUT0", a + b), pb_utils.Tensor.from_dlpack("OUTPUT1", a - b)]
             responses.append(pb_utils.InferenceResponse(outputs))
         return responses

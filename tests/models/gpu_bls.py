@@ -24,9 +24,7 @@ class TritonPythonModel:
             model_name=self.callee,
             inputs=request.inputs(),
             requested_output_names=["OUTPUT0", "OUTPUT1"],
-            preferred_memory=pb_utils.PreferredMemory(
-                pb_utils.TRITONSERVER_MEMORY_GPU, self.number
-            ),
+            preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_GPU, self.number),
         ).exec()
         if response.has_error():
             return response

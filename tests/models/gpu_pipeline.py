@@ -20,10 +20,7 @@ class TritonPythonModel:
 
     def answer(self, request):
         x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
-        inputs = [
-            pb_utils.Tensor("INPUT0", 2 * x),
-            pb_utils.Tensor("INPUT1", np.ones_like(x)),
-        ]
+        inputs = [pb_utils.Tensor("INPUT0", 2 * x), pb_utils.Tensor("INPUT1", np.ones_like(x))]
         response = pb_utils.InferenceRequest(
             model_name=self.callee,
             inputs=inputs,
@@ -32,9 +29,7 @@ class TritonPythonModel:
         ).exec()
         if response.has_error():
             return response
-        total, difference = (
-            pb_utils.get_output_tensor_by_name(response, name) for name in ("OUTPUT0", "OUTPUT1")
-        )
+        total, difference = (pb_utils.get_output_tensor_by_name(response, name) for name in ("OUTPUT0", "OUTPUT1"))
         assert total.is_cpu()
         assert difference.is_cpu()
         y = total.as_numpy() + difference.as_numpy()

@@ -11,14 +11,8 @@ class TritonPythonModel:
         return [self.answer(request) for request in requests]
 
     def answer(self, request):
-        a, b = (
-            self.on_gpu(pb_utils.get_input_tensor_by_name(request, name))
-            for name in ("INPUT0", "INPUT1")
-        )
-        outputs = [
-            pb_utils.Tensor.from_dlpack("OUTPUT0", b),
-            pb_utils.Tensor.from_dlpack("OUTPUT1", a),
-        ]
+        a, b = (self.on_gpu(pb_utils.get_input_tensor_by_name(request, name)) for name in ("INPUT0", "INPUT1"))
+        outputs = [pb_utils.Tensor.from_dlpack("OUTPUT0", b), pb_utils.Tensor.from_dlpack("OUTPUT1", a)]
         return pb_utils.InferenceResponse(outputs)
 
     def on_gpu(self, tensor):

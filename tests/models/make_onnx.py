@@ -27,10 +27,7 @@ def write(name, nodes, inputs, outputs, initializers=(), config=""):
 
 ADD = [h.make_node("Add", ["A", "B"], ["SUM"]), h.make_node("Sub", ["A", "B"], ["DIFFERENCE"])]
 ROWS = ["N", 3]
-BOTH = (
-    [("A", T.FLOAT, ROWS), ("B", T.FLOAT, ROWS)],
-    [("SUM", T.FLOAT, ROWS), ("DIFFERENCE", T.FLOAT, ROWS)],
-)
+BOTH = ([("A", T.FLOAT, ROWS), ("B", T.FLOAT, ROWS)], [("SUM", T.FLOAT, ROWS), ("DIFFERENCE", T.FLOAT, ROWS)])
 # No configuration at all; the graph batches.
 write("add_sub", ADD, *BOTH)
 write(
@@ -39,12 +36,7 @@ write(
     *BOTH,
     config='platform: "onnxruntime_onnx" max_batch_size: 16 dynamic_batching { max_queue_delay_microseconds: 2000000 preferred_batch_size: 6 }',
 )
-write(
-    "whole",
-    ADD,
-    *BOTH,
-    config='backend: "onnxruntime" input [ { name: "A" data_type: TYPE_FP32 dims: [ -1, 3 ] } ]',
-)
+write("whole", ADD, *BOTH, config='backend: "onnxruntime" input [ { name: "A" data_type: TYPE_FP32 dims: [ -1, 3 ] } ]')
 write("narrow", ADD, *BOTH, config='backend: "onnxruntime" output [ { name: "SUM" } ]')
 write(
     "contradicted",
@@ -52,20 +44,10 @@ write(
     *BOTH,
     config='backend: "onnxruntime" input [ { name: "A" data_type: TYPE_INT32 dims: [ 3 ] }, { name: "B" } ]',
 )
-write(
-    "misnamed",
-    ADD,
-    *BOTH,
-    config='backend: "onnxruntime" input [ { name: "C" data_type: TYPE_FP32 dims: [ 3 ] } ]',
-)
+write("misnamed", ADD, *BOTH, config='backend: "onnxruntime" input [ { name: "C" data_type: TYPE_FP32 dims: [ 3 ] } ]')
 FIXED = [("X", T.INT64, [2])], [("Y", T.INT64, [2])]
 write("fixed", [h.make_node("Neg", ["X"], ["Y"])], *FIXED)
-write(
-    "fixed_batches",
-    [h.make_node("Neg", ["X"], ["Y"])],
-    *FIXED,
-    config='backend: "onnxruntime" max_batch_size: 2',
-)
+write("fixed_batches", [h.make_node("Neg", ["X"], ["Y"])], *FIXED, config='backend: "onnxruntime" max_batch_size: 2')
 write(
     "texts",
     [h.make_node("Identity", ["X"], ["Y"])],
@@ -136,9 +118,7 @@ DESCRIBED = "".join(
     for name, (kind, type, _) in BATCH_INPUTS.items()
 )
 FLOATS = [h.make_node("Cast", [name], [f"{name}_f"], to=T.FLOAT) for name in BATCH_INPUTS][:-1]
-FLATTENED = [
-    h.make_node("Reshape", [f"{name}_f", "any"], [f"{name}_flat"]) for name in BATCH_INPUTS
-][:-1]
+FLATTENED = [h.make_node("Reshape", [f"{name}_f", "any"], [f"{name}_flat"]) for name in BATCH_INPUTS][:-1]
 RAGGED = """backend: "onnxruntime" max_batch_size: 8
 input [ { name: "X" data_type: TYPE_FP32 dims: [ -1, 2 ] allow_ragged_batch: true } ]
 output [ { name: "Y" data_type: TYPE_FP32 dims: [ -1, 2 ] }, { name: "SHOWN" data_type: TYPE_FP32 dims: [ -1 ] } ]
@@ -159,10 +139,7 @@ write(
         h.make_node("Div", ["column", "column"], ["ones"]),
         h.make_node("MatMul", ["ones", "row"], ["SHOWN"]),
     ],
-    [
-        ("X", T.FLOAT, ["N"]),
-        *((name, type, shape) for name, (_, type, shape) in BATCH_INPUTS.items()),
-    ],
+    [("X", T.FLOAT, ["N"]), *((name, type, shape) for name, (_, type, shape) in BATCH_INPUTS.items())],
     [("Y", T.FLOAT, ["N"]), ("SHOWN", T.FLOAT, ["R", "K"])],
     [
         h.make_tensor("any", T.INT64, [1], [-1]),

@@ -112,13 +112,7 @@ THREADS = 'parameters [ { key: "INTRA_OP_THREAD_COUNT" value { string_value: "1"
 one("indexed", AddSub(), *INDEXED, BATCH)
 one("by_argument", AddSub(), [("b", *F3), ("a", *F3)], [("SUM", *F3), ("DIFFERENCE", *F3)], THREADS)
 one("too_many", AddSub(), [(f"INPUT__{i}", *F3) for i in range(3)], [("OUTPUT__0", *F3)])
-one(
-    "dicts",
-    Named(),
-    [("A", *F3), ("B", *F3)],
-    [("PRODUCT", *F3), ("SUM", *F3)],
-    "max_batch_size: 4",
-)
+one("dicts", Named(), [("A", *F3), ("B", *F3)], [("PRODUCT", *F3), ("SUM", *F3)], "max_batch_size: 4")
 one("half", Twice(), [("x", "BF16", "-1")], [("y", "BF16", "-1")])
 one("in_place", Twice(), [("x", "FP32", "-1")], [("y", "FP32", "-1")])
 one("texts", Twice(), [("x", "STRING", "-1")], [("y", "FP32", "-1")])
@@ -162,13 +156,9 @@ traced.save(
 )
 
 batch = torch.export.Dim("batch", min=1, max=8)
-program = torch.export.export(
-    Linear().eval(), (torch.ones(2, 3),), dynamic_shapes={"x": {0: batch}}
-)
+program = torch.export.export(Linear().eval(), (torch.ones(2, 3),), dynamic_shapes={"x": {0: batch}})
 torch.export.save(
-    program,
-    folder("exported", config([("x", *F3)], [("y", "FP32", "2")], "max_batch_size: 8"))
-    / "model.pt2",
+    program, folder("exported", config([("x", *F3)], [("y", "FP32", "2")], "max_batch_size: 8")) / "model.pt2"
 )
 program = torch.export.export(AddSub(), (torch.ones(3), torch.ones(3)))
 # The configuration names no backend, because the file is enough.
@@ -176,14 +166,9 @@ torch.export.save(
     program,
     folder(
         "exported_two",
-        config([("b", *F3), ("a", *F3)], [("OUTPUT__0", *F3), ("OUTPUT__1", *F3)]).replace(
-            'backend: "pytorch"', ""
-        ),
+        config([("b", *F3), ("a", *F3)], [("OUTPUT__0", *F3), ("OUTPUT__1", *F3)]).replace('backend: "pytorch"', ""),
     )
     / "model.pt2",
 )
 program = torch.export.export(Named(), ({"A": torch.ones(3), "B": torch.ones(3)},))
-torch.export.save(
-    program,
-    folder("exported_dicts", config([("A", *F3), ("B", *F3)], [("SUM", *F3)])) / "model.pt2",
-)
+torch.export.save(program, folder("exported_dicts", config([("A", *F3), ("B", *F3)], [("SUM", *F3)])) / "model.pt2")

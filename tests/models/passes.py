@@ -5,10 +5,7 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
-        return [
-            pb_utils.InferenceResponse([passed(tensor) for tensor in request.inputs()])
-            for request in requests
-        ]
+        return [pb_utils.InferenceResponse([passed(tensor) for tensor in request.inputs()]) for request in requests]
 
 
 def passed(tensor):

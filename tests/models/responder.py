@@ -174,9 +174,7 @@ def long_error(request):
 def give_input_later(request):
     sender = request.get_response_sender()
     x = pb_utils.get_input_tensor_by_name(request, "N").as_numpy()
-    KEPT["later"] = lambda: sender.send(
-        pb_utils.InferenceResponse([pb_utils.Tensor("Y", x)]), flags=FINAL
-    )
+    KEPT["later"] = lambda: sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("Y", x)]), flags=FINAL)
 
 
 def give_now(request):

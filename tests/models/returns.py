@@ -39,12 +39,8 @@ RETURNS = {
     "a parameter too large": lambda: [response(parameters={"x": 2**70})],
     "a parameter that is no Unicode": lambda: [response(parameters={"x": "\ud800"})],
     "parameters": lambda: [response(parameters={"x": 1, "y": "z", "w": True})],
-    "an error without Unicode": lambda: [
-        pb_utils.InferenceResponse(error=pb_utils.TritonError("\ud800 on purpose"))
-    ],
-    "an error of a megabyte": lambda: [
-        pb_utils.InferenceResponse(error=pb_utils.TritonError("on purpose " * 100_000))
-    ],
+    "an error without Unicode": lambda: [pb_utils.InferenceResponse(error=pb_utils.TritonError("\ud800 on purpose"))],
+    "an error of a megabyte": lambda: [pb_utils.InferenceResponse(error=pb_utils.TritonError("on purpose " * 100_000))],
     "an error beside outputs": lambda: [response(error=pb_utils.TritonError("on purpose"))],
 }
 

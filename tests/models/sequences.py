@@ -58,8 +58,7 @@ class TritonPythonModel:
             "sum": self.sums[which],
             "x": x,
             "controls": {
-                name: [str(array.dtype), list(array.shape), str(array.ravel()[0])]
-                for name, array in tensors.items()
+                name: [str(array.dtype), list(array.shape), str(array.ravel()[0])] for name, array in tensors.items()
             },
         }
 

@@ -148,9 +148,7 @@ class TritonPythonModel:
         if how != b"ask":
             return self.answer(request)
         x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
-        answers = await asyncio.gather(
-            *(request_to("plain", b"ok", x).async_exec() for _ in range(2))
-        )
+        answers = await asyncio.gather(*(request_to("plain", b"ok", x).async_exec() for _ in range(2)))
         y = sum(taken(answer) for answer in answers) / 2
         return pb_utils.InferenceResponse([pb_utils.Tensor("Y", y)])
 
@@ -171,9 +169,7 @@ class TritonPythonModel:
                 answers.cancel()
                 y = x * 2
             else:
-                outputs = [
-                    taken(each) for each in answers if each.has_error() or each.output_tensors()
-                ]
+                outputs = [taken(each) for each in answers if each.has_error() or each.output_tensors()]
                 y = sum(outputs) / len(outputs)
         return pb_utils.InferenceResponse([pb_utils.Tensor("Y", y)])
 

@@ -33,10 +33,7 @@ class TritonPythonModel:
             if request.is_cancelled():
                 self.cancelled += 1
                 break
-            outputs = [
-                pb_utils.Tensor("text_output", text),
-                pb_utils.Tensor("told", np.array([told.encode()], object)),
-            ]
+            outputs = [pb_utils.Tensor("text_output", text), pb_utils.Tensor("told", np.array([told.encode()], object))]
             sender.send(pb_utils.InferenceResponse(outputs))
             said += 1
         sender.send(flags=FINAL)

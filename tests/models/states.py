@@ -52,11 +52,7 @@ class TritonPythonModel:
         elif how == "place":
             before += x
             total = before
-        told = {
-            "before": before.ravel().tolist()[:4],
-            "batch": len(requests),
-            "instance": self.instance,
-        }
+        told = {"before": before.ravel().tolist()[:4], "batch": len(requests), "instance": self.instance}
         tensors = [pb_utils.Tensor("Y", np.array([json.dumps(told)], object).reshape(x.shape))]
         if how != "keep":
             tensors.append(pb_utils.Tensor("TOTAL_OUT", total))

@@ -16,6 +16,4 @@ class TritonPythonModel:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"process {os.getpid()}"))
         given = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
         text = "x" * int(request.request_id() or 0)
-        return pb_utils.InferenceResponse(
-            [pb_utils.Tensor("OUT_X", given)], parameters={"text": text}
-        )
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUT_X", given)], parameters={"text": text})

@@ -44,9 +44,7 @@ def in_thread(action):
 
 def everything():
     """Log one message of each level, in both ways."""
-    for number, say in enumerate(
-        (Logger.log_info, Logger.log_warn, Logger.log_error, Logger.log_verbose)
-    ):
+    for number, say in enumerate((Logger.log_info, Logger.log_warn, Logger.log_error, Logger.log_verbose)):
         say(f"Logger {number}")
     for number, level in enumerate((logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)):
         log.log(level, f"logging {number}")

@@ -12,10 +12,7 @@ def answer(request):
         context = repr(request.trace().get_context()).encode()
         return pb_utils.InferenceResponse([pb_utils.Tensor("TRACE", np.array([context], object))])
     asked = pb_utils.InferenceRequest(
-        model_name=through,
-        requested_output_names=["TRACE"],
-        inputs=[],
-        trace=request.trace(),
+        model_name=through, requested_output_names=["TRACE"], inputs=[], trace=request.trace()
     )
     return asked.exec()
 

@@ -23,10 +23,7 @@ class TritonPythonModel:
             log.write(f"{self._name} {os.getpid()} {what}\n")
 
     def execute(self, requests):
-        shown = [
-            {tensor.name(): tensor.as_numpy().tolist() for tensor in request.inputs()}
-            for request in requests
-        ]
+        shown = [{tensor.name(): tensor.as_numpy().tolist() for tensor in request.inputs()} for request in requests]
         self._note(f"execute {shown!r}")
         if self._does == "raise":
             raise ValueError("on purpose")

@@ -8,15 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
-from moonpool.openai import (
-    BadRequest,
-    ChatRequest,
-    CompletionRequest,
-    Delta,
-    RerankRequest,
-    Usage,
-    tool_call,
-)
+from moonpool.openai import BadRequest, ChatRequest, CompletionRequest, Delta, RerankRequest, Usage, tool_call
 
 from moonpool import Batch, Float32
 
@@ -81,9 +73,7 @@ class Writer:
             yield Delta("so", logprobs={"content": [{"token": "so", "logprob": -0.5}]})
             yield Delta(" it is", logprobs={"content": [{"token": " it is", "logprob": -1.5}]})
         elif what == "tells":
-            yield repr(
-                (request.id, request.temperature, request.stop, request.max_tokens, sorted(request))
-            )
+            yield repr((request.id, request.temperature, request.stop, request.max_tokens, sorted(request)))
         else:
             for word in said.split(" "):
                 yield word + " "

@@ -12,9 +12,7 @@ KEPT = {}
 
 
 def said(text):
-    return pb_utils.InferenceResponse(
-        [pb_utils.Tensor("SAID", np.array([text.encode()], np.object_))]
-    )
+    return pb_utils.InferenceResponse([pb_utils.Tensor("SAID", np.array([text.encode()], np.object_))])
 
 
 class TritonPythonModel:

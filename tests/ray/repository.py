@@ -82,7 +82,9 @@ _WAITS = """
             for each in requests
         ]
 """
-_STEP = '{ model_name: "double" model_version: -1 input_map { key: "X" value: "%s" } output_map { key: "Y" value: "%s" } }'
+_STEP = (
+    '{ model_name: "double" model_version: -1 input_map { key: "X" value: "%s" } output_map { key: "Y" value: "%s" } }'
+)
 _X = 'input [ { name: "X" data_type: TYPE_FP32 dims: [ %s ] } ]\n'
 _Y = 'output [ { name: "Y" data_type: TYPE_FP32 dims: [ %s ] } %s]\n'
 _PID = ', { name: "PID" data_type: TYPE_INT64 dims: [ 1 ] } '

@@ -16,18 +16,9 @@ from moonpool.ray.autoscaling import BUSY, PRESSURE, decide, queue_policy
 )
 @pytest.mark.parametrize(
     ("replicas", "pressure", "busy", "decision"),
-    [
-        (2, 1.5, 1.0, 3),
-        (2, 9.0, 1.0, 4),
-        (4, 1.01, 1.0, 5),
-        (4, 0.8, 0.1, 4),
-        (4, 0.1, 0.2, 3),
-        (4, 0.1, 0.6, 4),
-    ],
+    [(2, 1.5, 1.0, 3), (2, 9.0, 1.0, 4), (4, 1.01, 1.0, 5), (4, 0.8, 0.1, 4), (4, 0.1, 0.2, 3), (4, 0.1, 0.6, 4)],
 )
-def test_replicas_follow_the_time_in_queues(
-    replicas: int, pressure: float, busy: float, decision: int
-) -> None:
+def test_replicas_follow_the_time_in_queues(replicas: int, pressure: float, busy: float, decision: int) -> None:
     assert decide(replicas, [pressure] * replicas, [busy] * replicas, 0, 10) == decision
 
 
@@ -58,10 +49,7 @@ def test_the_policy_reads_what_replicas_have_reported() -> None:
 
 def test_the_policy_knows_no_reports_at_first() -> None:
     context = SimpleNamespace(
-        aggregated_metrics=None,
-        target_num_replicas=1,
-        total_queued_requests=None,
-        total_num_requests=1.0,
+        aggregated_metrics=None, target_num_replicas=1, total_queued_requests=None, total_num_requests=1.0
     )
 
     assert queue_policy(context) == (1, {})

@@ -78,9 +78,7 @@ def test_binary_tensors_are_inferred(service: Service) -> None:
     described["parameters"] = {"binary_data_size": X.nbytes}
     outputs = [{"name": "Y", "parameters": {"binary_data": True}}]
     text = json.dumps({"inputs": [described], "outputs": outputs}).encode()
-    reply = http(
-        service, "POST", "/v2/models/double/infer", text + X.tobytes(), {HEADER: str(len(text))}
-    )
+    reply = http(service, "POST", "/v2/models/double/infer", text + X.tobytes(), {HEADER: str(len(text))})
 
     length = dict(reply.headers)[b"Inference-Header-Content-Length"]
     assert np.frombuffer(reply.body[int(length) :], np.float32).tolist() == [2.0, 4.0]
@@ -94,9 +92,7 @@ def test_errors_have_the_codes_and_texts_of_a_port(service: Service) -> None:
 
 
 def test_a_body_over_the_limit_is_refused(service: Service) -> None:
-    reply = http(
-        service, "POST", "/v2/models/double/infer", b"x" * 100, limits=HttpLimits(body_bytes=99)
-    )
+    reply = http(service, "POST", "/v2/models/double/infer", b"x" * 100, limits=HttpLimits(body_bytes=99))
 
     assert reply.status == 413
 
@@ -161,9 +157,7 @@ def test_an_rpc_fails_with_its_status(service: Service) -> None:
 
 
 def test_a_request_of_a_stream_gets_its_responses_and_a_status(service: Service) -> None:
-    *replies, status = rpc(
-        service, "ModelStreamInfer", infer_request("repeats", np.array([3], np.float32))
-    )
+    *replies, status = rpc(service, "ModelStreamInfer", infer_request("repeats", np.array([3], np.float32)))
 
     found = [service_pb2.ModelStreamInferResponse.FromString(each.message) for each in replies]
     values = [np.frombuffer(r.infer_response.raw_output_contents[0], np.float32)[0] for r in found]

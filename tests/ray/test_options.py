@@ -51,15 +51,12 @@ def derived(folder: Path, config: str, options: Options | None = None) -> dict[s
         ),
     ],
 )
-def test_ongoing_requests_follow_from_instances_and_batches(
-    tmp_path: Path, config: str, ongoing: int
-) -> None:
+def test_ongoing_requests_follow_from_instances_and_batches(tmp_path: Path, config: str, ongoing: int) -> None:
     assert derived(tmp_path, config)["max_ongoing_requests"] == ongoing
 
 
 @pytest.mark.promise(
-    "Ray Serve",
-    "Queue size, GPUs, processors and memory of a replica follow from the configuration of its models.",
+    "Ray Serve", "Queue size, GPUs, processors and memory of a replica follow from the configuration of its models."
 )
 def test_queues_and_resources_follow_from_the_configuration(tmp_path: Path) -> None:
     chosen = derived(
@@ -110,19 +107,14 @@ def test_what_is_live_changes_what_is_derived(tmp_path: Path) -> None:
     assert derived(tmp_path, "", options)["max_ongoing_requests"] == 100
 
 
-@pytest.mark.promise(
-    "Ray Serve", "The members of an ensemble are in the replica that has the ensemble."
-)
+@pytest.mark.promise("Ray Serve", "The members of an ensemble are in the replica that has the ensemble.")
 def test_an_ensemble_counts_with_its_members(tmp_path: Path) -> None:
     limit = 'parameters { key: "MOONPOOL_MEMORY_LIMIT_BYTES" value: { string_value: "1M" } }'
     group = "max_batch_size: 16 instance_group [ { count: 4 kind: KIND_CPU } ]"
     written(tmp_path, "member", f"{group}\n{limit}")
     step = '{ model_name: "member" model_version: -1 input_map { key: "X" value: "X" } output_map { key: "Y" value: "Y" } }'
     written(
-        tmp_path,
-        "ensemble",
-        f"max_batch_size: 16\nensemble_scheduling {{ step [ {step} ] }}",
-        'platform: "ensemble"',
+        tmp_path, "ensemble", f"max_batch_size: 16\nensemble_scheduling {{ step [ {step} ] }}", 'platform: "ensemble"'
     )
 
     chosen = deployment_options([prepared(tmp_path, "ensemble")], Options())

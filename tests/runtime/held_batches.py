@@ -91,9 +91,7 @@ class HoldingBackend(Recorder):
         super().model_instance_finalize(instance)
         instance.state.close()
 
-    def model_instance_execute(
-        self, instance: ModelInstance, requests: Sequence[InferenceRequest]
-    ) -> Any:
+    def model_instance_execute(self, instance: ModelInstance, requests: Sequence[InferenceRequest]) -> Any:
         held: HeldBatch = instance.state
         held.requests = requests
         self.batches.append((held, held.values))
@@ -124,9 +122,7 @@ class HoldingBackend(Recorder):
 def holding(folder: Path, **changes: Any) -> Iterator[tuple[HoldingBackend, Runtime]]:
     """Make a runtime with the model `m`, which has one instance unless `changes` say otherwise."""
     backend = HoldingBackend()
-    with Runtime(
-        backends=[backend], drain_timeout_s=changes.pop("drain_timeout_s", 30.0)
-    ) as runtime:
+    with Runtime(backends=[backend], drain_timeout_s=changes.pop("drain_timeout_s", 30.0)) as runtime:
         runtime.load("m", folder, config=config(backend="holding", **changes))
         try:
             yield backend, runtime

@@ -37,9 +37,7 @@ def interrupt() -> None:
     raise Interrupted
 
 
-def interrupted_once(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, after: bool = False
-) -> None:
+def interrupted_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, after: bool = False) -> None:
     """Let a method raise, before or after its work, at the next call by the main thread."""
     method: Callable[..., Any] = getattr(owner, name)
     left = [None]
@@ -121,12 +119,8 @@ class RaisesAt:
 
     def _counts(self, frame: FrameType) -> bool:
         name = frame.f_code.co_name
-        is_destructor = name == "__del__" or (
-            frame.f_back and frame.f_back.f_code.co_name == "__del__"
-        )
-        return (self._in_destructors or not is_destructor) and frame.f_code.co_filename.startswith(
-            self._within
-        )
+        is_destructor = name == "__del__" or (frame.f_back and frame.f_back.f_code.co_name == "__del__")
+        return (self._in_destructors or not is_destructor) and frame.f_code.co_filename.startswith(self._within)
 
     def _see(self, frame: FrameType, event: str, _: object) -> None:
         if event in ("call", "c_return") and self._counts(frame):

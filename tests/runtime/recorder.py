@@ -36,11 +36,7 @@ class Recorder(Backend):
     """
 
     def __init__(
-        self,
-        name: str = "recorder",
-        *,
-        failures: Mapping[Call, BaseException] | None = None,
-        execute: Execute = echo,
+        self, name: str = "recorder", *, failures: Mapping[Call, BaseException] | None = None, execute: Execute = echo
     ) -> None:
         super().__init__(name)
         self.calls: list[Call] = []
@@ -77,9 +73,7 @@ class Recorder(Backend):
     def model_instance_finalize(self, instance: ModelInstance) -> None:
         self._call("model_instance_finalize", _numbered(instance))
 
-    def model_instance_execute(
-        self, instance: ModelInstance, requests: Sequence[InferenceRequest]
-    ) -> Any:
+    def model_instance_execute(self, instance: ModelInstance, requests: Sequence[InferenceRequest]) -> Any:
         self._call("model_instance_execute", _numbered(instance))
         return self.execute(instance, requests)
 

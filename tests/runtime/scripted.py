@@ -88,15 +88,7 @@ class Peer(Overflow):
     ) -> None:
         number = self.batch if batch is None else batch
         self.conversation.send(
-            Kind.ANSWER,
-            number,
-            core,
-            held,
-            released,
-            blocks,
-            encode(*map(list, rows)),
-            remarks,
-            None,
+            Kind.ANSWER, number, core, held, released, blocks, encode(*map(list, rows)), remarks, None
         )
 
     def store(self, packet: bytes) -> tuple[int, int, int]:

@@ -72,12 +72,7 @@ OF_OPTIONS: Mapping[str, list[Any]] = {
     "outputs_in": [5, "tpu"],
 }
 OF_INFER = {**OF_MODEL, "inputs": [5, None], "timeout_s": TIMES, **OF_OPTIONS}
-OF_EMPTY = {
-    **OF_MODEL,
-    "name": ["Z"],
-    "shape": [None, "ab", -1, (2, "3"), (1.5,)],
-    "device": ["0", -1],
-}
+OF_EMPTY = {**OF_MODEL, "name": ["Z"], "shape": [None, "ab", -1, (2, "3"), (1.5,)], "device": ["0", -1]}
 OF_TESTING: Mapping[str, list[Any]] = {
     "source": [5],
     "name": [5],
@@ -114,15 +109,12 @@ def named(call: Callable[..., object]) -> set[str]:
         if any(each.name == "options" and each.kind is each.VAR_KEYWORD for each in found)
         else {}
     )
-    return {each.name for each in found if each.kind is not each.VAR_KEYWORD} - {
-        "self",
-        "_sharing",
-    } | set(options) - {"userp"}
+    return {each.name for each in found if each.kind is not each.VAR_KEYWORD} - {"self", "_sharing"} | set(options) - {
+        "userp"
+    }
 
 
-def check(
-    call: Callable[..., object], right: Mapping[str, Any], wrong: Mapping[str, list[Any]]
-) -> None:
+def check(call: Callable[..., object], right: Mapping[str, Any], wrong: Mapping[str, list[Any]]) -> None:
     """Call a function with each wrong value, all else being right.
 
     The error is moonpool's or ValueError, and names the argument.
@@ -186,9 +178,7 @@ def test_wrong_names_and_versions_are_named(runtime: moonpool.Runtime, way: str)
 
 
 @pytest.mark.parametrize("load", [testing.load, testing.load_in_stub])
-def test_wrong_arguments_of_a_model_in_a_test_are_named(
-    load: Callable[..., testing.LoadedModel], file: Path
-) -> None:
+def test_wrong_arguments_of_a_model_in_a_test_are_named(load: Callable[..., testing.LoadedModel], file: Path) -> None:
     check(load, {"source": file}, OF_TESTING)
 
 
@@ -201,9 +191,7 @@ def test_wrong_details_of_a_request_in_a_test_are_named() -> None:
         return model.infer(testing.request(X, **details))
 
     wrong: dict[str, list[Any]] = {
-        name: OF_OPTIONS[name]
-        for name in OF_OPTIONS
-        if name in inspect.signature(testing.Request).parameters
+        name: OF_OPTIONS[name] for name in OF_OPTIONS if name in inspect.signature(testing.Request).parameters
     }
     wrong |= {"timeout_us": WHOLE, "cancel_after": WHOLE}
     with testing.load(Scale) as model:
@@ -214,9 +202,7 @@ def test_wrong_details_of_a_request_in_a_test_are_named() -> None:
 
 
 def test_an_option_that_a_request_has_not_is_named(runtime: moonpool.Runtime) -> None:
-    with pytest.raises(
-        TypeError, match="no option 'priorty' of a request; did you mean \"priority\""
-    ):
+    with pytest.raises(TypeError, match="no option 'priorty' of a request; did you mean \"priority\""):
         runtime.infer("scale", X, priorty=1)  # type: ignore[call-arg]
 
 
@@ -227,9 +213,7 @@ def test_the_model_that_was_meant_is_named_in_the_program_alone(runtime: moonpoo
         lambda: runtime.unload("scael"),
         lambda: runtime.empty("scael", "X", (2, 3)),
     ):
-        with pytest.raises(
-            moonpool.ModelNotFound, match=r"'scael' is not .*; did you mean \"scale\"\?$"
-        ) as raised:
+        with pytest.raises(moonpool.ModelNotFound, match=r"'scael' is not .*; did you mean \"scale\"\?$") as raised:
             ask()
         # A reader elsewhere may not know which models there are.
         assert "did you mean" not in raised.value.public_text()

@@ -28,8 +28,7 @@ PATIENCE_S = 60.0
 pytestmark = [
     pytest.mark.skipif(not PAGE.is_file(), reason="the documents are not in the wheel"),
     pytest.mark.promise(
-        "The package",
-        "The examples on the page for programs of one's own run, and its tables are true.",
+        "The package", "The examples on the page for programs of one's own run, and its tables are true."
     ),
 ]
 
@@ -76,9 +75,7 @@ async def asked(app: Any, *bodies: object) -> list[tuple[int, Any]]:
     async def say(message: Any) -> None:
         await told.put(message["type"])
 
-    living = asyncio.ensure_future(
-        app({"type": "lifespan", "asgi": {}, "state": {}}, events.get, say)
-    )
+    living = asyncio.ensure_future(app({"type": "lifespan", "asgi": {}, "state": {}}, events.get, say))
     await events.put({"type": "lifespan.startup"})
     assert await told.get() == "lifespan.startup.complete"
     answers = []

@@ -79,11 +79,7 @@ def test_a_record_tells_where_and_when_it_was_logged_and_is_handled_elsewhere(ke
     (record,) = kept.records
     assert plain.created <= record.created <= after.created
     assert (record.name, record.levelname, record.msg) == (NAME, "ERROR", "%s went %s")
-    assert (record.pathname, record.funcName, record.threadName) == (
-        __file__,
-        "act",
-        "one that logs",
-    )
+    assert (record.pathname, record.funcName, record.threadName) == (__file__, "act", "one that logs")
     assert record.lineno == act.__code__.co_firstlineno + 1
     assert record.exc_info == (ValueError, error, None)
     assert record.__dict__["is_mine"]
@@ -119,9 +115,7 @@ def test_nobody_waits_for_a_handler_that_is_stuck_and_what_is_dropped_is_counted
         logging.getLogger("moonpool").removeHandler(kept)
 
 
-@pytest.mark.promise(
-    "Log", "A handler that raises anything costs no more than the record, and is reported once."
-)
+@pytest.mark.promise("Log", "A handler that raises anything costs no more than the record, and is reported once.")
 @pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit(1)], ids=repr)
 def test_a_handler_that_raises_costs_its_record_and_is_reported_once(
     kept: Kept, capsys: pytest.CaptureFixture[str], error: BaseException
@@ -233,9 +227,7 @@ def test_nobody_waits_while_the_program_sets_up_its_logging(kept: Kept) -> None:
     assert kept.texts == ["meanwhile"]
 
 
-def test_where_no_thread_can_be_started_whoever_flushes_writes(
-    kept: Kept, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_thread_can_be_started_whoever_flushes_writes(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -318,9 +310,7 @@ log.error("lost")
     [(FORKS, "of the child\n"), (ENDS, "0\n1\n2\n"), (ENDS_STUCK, "first\n")],
     ids=["fork", "end", "end while stuck"],
 )
-def test_a_fork_and_the_end_of_a_program_wait_for_no_handler_for_ever(
-    program: str, output: str
-) -> None:
+def test_a_fork_and_the_end_of_a_program_wait_for_no_handler_for_ever(program: str, output: str) -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", HEAD + program]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
 

@@ -33,10 +33,7 @@ def test_a_whole_chat(runtime: moonpool.Runtime) -> None:
 
     assert answer["choices"][0]["message"]["content"] == "one two"
     assert answer["usage"]["total_tokens"] == 5
-    assert (
-        asyncio.run(runtime.achat("writer", said("a b")))["choices"][0]["message"]["content"]
-        == "a b "
-    )
+    assert asyncio.run(runtime.achat("writer", said("a b")))["choices"][0]["message"]["content"] == "a b "
 
 
 @pytest.mark.promise("OpenAI", "`Runtime.chat` and `embed` ask the same models …")

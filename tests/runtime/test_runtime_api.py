@@ -27,9 +27,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     one = "instance_group [ { kind: KIND_CPU count: 1 } ]"
     write_model(folder, "add", 1, config=f"{CONFIG} dynamic_batching {{}} {one}")
-    write_model(
-        folder, "versions", 1, 2, 10, config=f"{CONFIG} version_policy {{ all {{}} }} {one}"
-    )
+    write_model(folder, "versions", 1, 2, 10, config=f"{CONFIG} version_policy {{ all {{}} }} {one}")
     return folder
 
 
@@ -43,9 +41,7 @@ def runtime(repository: Path) -> Iterator[Runtime]:
 
 
 @pytest.mark.promise(
-    "Requests",
-    "Requests from threads, event loops and futures get the same answers, and each caller gets "
-    "its own.",
+    "Requests", "Requests from threads, event loops and futures get the same answers, and each caller gets its own."
 )
 def test_every_way_to_ask_gives_the_same_answer(runtime: Runtime) -> None:
     async def ask() -> list[Any]:
@@ -69,9 +65,7 @@ def test_every_way_to_ask_gives_the_same_answer(runtime: Runtime) -> None:
 
 def test_a_request_may_want_some_outputs_and_say_things(runtime: Runtime) -> None:
     parameters: dict[str, bool | int | float | str] = {"text": "a", "number": 3, "yes": True}
-    response = runtime.request(
-        "add", rows(1), outputs=["SUM"], request_id="first", parameters=parameters
-    )
+    response = runtime.request("add", rows(1), outputs=["SUM"], request_id="first", parameters=parameters)
     assert set(response.outputs) == {"SUM"}
     assert response.request_id == "first"
     assert response.parameters == {"id": "first", **parameters}
@@ -220,17 +214,12 @@ def test_many_callers_of_many_kinds_get_their_own_answers(runtime: Runtime) -> N
 
         answers[first] = asyncio.run(main())
 
-    threads = [
-        threading.Thread(target=way, args=(1000 * i,))
-        for i, way in enumerate([by_thread, by_loop] * 4)
-    ]
+    threads = [threading.Thread(target=way, args=(1000 * i,)) for i, way in enumerate([by_thread, by_loop] * 4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE_S)
-    assert answers == {
-        1000 * i: [1000 * i + j + 1 for j in range(count)] for i in range(len(threads))
-    }
+    assert answers == {1000 * i: [1000 * i + j + 1 for j in range(count)] for i in range(len(threads))}
     assert runtime.instances("add")[0]["restarts"] == 0
 
 

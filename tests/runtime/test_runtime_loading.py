@@ -40,9 +40,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     one = "instance_group [ { kind: KIND_CPU count: 1 } ]"
     write_model(folder, "add", 1, config=f"{CONFIG} dynamic_batching {{}} {one}")
-    write_model(
-        folder, "versions", 1, 2, 10, config=f"{CONFIG} version_policy {{ all {{}} }} {one}"
-    )
+    write_model(folder, "versions", 1, 2, 10, config=f"{CONFIG} version_policy {{ all {{}} }} {one}")
     return folder
 
 
@@ -136,10 +134,7 @@ def test_a_model_of_moonpools_own_kind_is_called_once_for_a_batch(native: Path) 
 
 
 def test_a_class_is_loaded_from_its_file() -> None:
-    config = {
-        "input": [tensor("X", "FP32", -1)],
-        "output": [tensor("OUTPUT0", "FP32", -1)],
-    }
+    config = {"input": [tensor("X", "FP32", -1)], "output": [tensor("OUTPUT0", "FP32", -1)]}
     with Runtime() as runtime:
         runtime.load("squarer", _square(), config=config)
         outputs = runtime.infer("squarer", {"X": np.array([3, 4], np.float32)})
@@ -225,10 +220,7 @@ def test_what_is_no_source_of_a_model_is_named() -> None:
 
 
 def test_two_runtimes_know_nothing_of_each_other(repository: Path) -> None:
-    with (
-        Runtime(repository, models=["add"]) as one,
-        Runtime(repository / ".." / repository.name) as other,
-    ):
+    with Runtime(repository, models=["add"]) as one, Runtime(repository / ".." / repository.name) as other:
         assert one.models() == {"add": [1]}
         assert one.instances("add")[0]["pid"] != other.instances("add")[0]["pid"]
         x = one.empty("add", "A", (1, 2))

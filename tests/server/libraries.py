@@ -14,8 +14,5 @@ __all__ = ["_gevent_is_there", "_grpc_is_there"]
 @pytest.fixture(scope="session", autouse=True)
 def _gevent_is_there() -> None:
     """Use tritonclient's library once."""
-    with (
-        tritonclient.http.InferenceServerClient("127.0.0.1:1") as client,
-        contextlib.suppress(OSError),
-    ):
+    with tritonclient.http.InferenceServerClient("127.0.0.1:1") as client, contextlib.suppress(OSError):
         client.is_server_live()

@@ -29,9 +29,7 @@ instance_group [{ kind: KIND_CPU }]
 BAD = "raise ValueError('boom')\n"
 
 
-def write(
-    repository: Path, name: str, text: str = ECHO, config: str = CONFIG, *, version: int = 1
-) -> Path:
+def write(repository: Path, name: str, text: str = ECHO, config: str = CONFIG, *, version: int = 1) -> Path:
     """Write a model, or write it anew so that a poll sees a change, and return its file."""
     file = repository / name / str(version) / "model.py"
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -34,9 +34,7 @@ _STARTED = {
 }
 _OPEN = re.compile(r"Ready|Listening, but not ready")
 # No test may depend on variables of the machine.
-_ENVIRONMENT = {
-    name: text for name, text in os.environ.items() if not name.startswith("MOONPOOL_SERVE_")
-}
+_ENVIRONMENT = {name: text for name, text in os.environ.items() if not name.startswith("MOONPOOL_SERVE_")}
 # Set for a whole run, where pytest runs.
 forks: Forks | None = None
 
@@ -87,9 +85,7 @@ class RunningServer:
 
     def wait_for(self, text: str, timeout_s: float = 60.0) -> None:
         """Wait until its log has this text."""
-        wait_until(
-            lambda: text in self.text() or self.process.poll() is not None, timeout_s, repr(text)
-        )
+        wait_until(lambda: text in self.text() or self.process.poll() is not None, timeout_s, repr(text))
         assert text in self.text(), f"the server ended without {text!r}:\n{self.text()}"
 
     def tell(self, number: signal.Signals) -> None:
@@ -111,10 +107,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def _started(
-    arguments: Sequence[str],
-    log: IO[bytes],
-    variables: Mapping[str, str] | None,
-    before: Sequence[str],
+    arguments: Sequence[str], log: IO[bytes], variables: Mapping[str, str] | None, before: Sequence[str]
 ) -> subprocess.Popen[bytes] | Forked:
     if forks is not None and not variables and not before:
         words = ["serve", *arguments]
@@ -146,10 +139,7 @@ def starting(
         ports = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
         if shares_memory:
             ports.append("--allow-client-shm=true")
-        with (
-            open(path, "wb") as log,
-            _started([*ports, *map(str, arguments)], log, variables, before) as process,
-        ):
+        with open(path, "wb") as log, _started([*ports, *map(str, arguments)], log, variables, before) as process:
             try:
                 yield RunningServer(process, path)
             finally:
@@ -172,13 +162,9 @@ def running(
 
     `serves` are the services that it is to have; `before` and `shares_memory` are as for `starting`.
     """
-    with starting(
-        *arguments, variables=variables, before=before, shares_memory=shares_memory
-    ) as server:
+    with starting(*arguments, variables=variables, before=before, shares_memory=shares_memory) as server:
         wait_until(
-            lambda: set(serves) <= set(server.ports) or server.process.poll() is not None,
-            60.0,
-            "the server to start",
+            lambda: set(serves) <= set(server.ports) or server.process.poll() is not None, 60.0, "the server to start"
         )
         assert server.process.poll() is None, f"the server did not start:\n{server.text()}"
         # The server writes this line when it accepts requests, even if some models are missing.

@@ -61,9 +61,7 @@ def shown(server: RunningServer, protocol: str) -> int:
     """Return how many connections the metrics show."""
     with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=TIMEOUT_S) as found:
         text = found.read().decode()
-    number = re.search(
-        rf'moonpool_frontend_open_connections\{{protocol="{protocol}"\}} (\d+)', text
-    )
+    number = re.search(rf'moonpool_frontend_open_connections\{{protocol="{protocol}"\}} (\d+)', text)
     assert number is not None
     return int(number[1])
 
@@ -112,9 +110,7 @@ def test_the_log_says_who_was_refused(server: RunningServer) -> None:
 
 
 @TOGETHER
-def test_a_second_of_refusals_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_second_of_refusals_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(clients, "_LOG_S", 0.01)
 
     async def refuse() -> None:

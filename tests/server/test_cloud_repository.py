@@ -135,9 +135,7 @@ def states(control: RepositoryControl) -> dict[str, str]:
     return {each["name"]: each.get("state", "") for each in control.index()}
 
 
-@pytest.mark.promise(
-    "Repositories in the cloud", "A runtime and a server take an address where they take a folder."
-)
+@pytest.mark.promise("Repositories in the cloud", "A runtime and a server take an address where they take a folder.")
 def test_a_runtime_loads_all_models_of_an_address(store: Store) -> None:
     store.write("good", version=3)
     with moonpool.Runtime(store.url) as runtime:
@@ -153,9 +151,7 @@ def test_a_runtime_loads_all_models_of_an_address(store: Store) -> None:
     "MOONPOOL_ENVIRONMENT names them.",
 )
 @pytest.mark.parametrize("level", ["off", "standard", "strict"])
-def test_no_model_sees_the_credentials(
-    store: Store, monkeypatch: pytest.MonkeyPatch, level: str
-) -> None:
+def test_no_model_sees_the_credentials(store: Store, monkeypatch: pytest.MonkeyPatch, level: str) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "secret-of-the-test")
     monkeypatch.setenv("PYTHON_HARMLESS", "seen")
     store.write("tells", TELLS, TELLS_CONFIG)
@@ -214,9 +210,7 @@ def test_models_stay_while_the_store_does_not_answer(
     assert caplog.text.count("its models are unchanged: s3://127.0.0.1") == 1
 
 
-@pytest.mark.promise(
-    "Repositories in the cloud", "One model that cannot be copied does not stop the others."
-)
+@pytest.mark.promise("Repositories in the cloud", "One model that cannot be copied does not stop the others.")
 @pytest.mark.parametrize(
     ("path", "text"),
     [
@@ -263,9 +257,7 @@ def test_models_are_loaded_and_unloaded_on_demand(store: Store, runtime: moonpoo
     assert runtime.config("late").max_batch_size == 2
 
 
-def test_the_copy_of_a_replaced_model_may_go_when_it_is_unloaded(
-    store: Store, runtime: moonpool.Runtime
-) -> None:
+def test_the_copy_of_a_replaced_model_may_go_when_it_is_unloaded(store: Store, runtime: moonpool.Runtime) -> None:
     cache = runtime._models.repositories._clouds[0]._copies._cache
     runtime.load("good")
     store.write("good", ECHO + "\n")
@@ -277,10 +269,7 @@ def test_the_copy_of_a_replaced_model_may_go_when_it_is_unloaded(
 
 @pytest.mark.parametrize(
     ("path", "text"),
-    [
-        ("nothing-here", "there is nothing at s3://"),
-        (f"{BUCKET}/nothing", "there is nothing at s3://"),
-    ],
+    [("nothing-here", "there is nothing at s3://"), (f"{BUCKET}/nothing", "there is nothing at s3://")],
 )
 def test_an_address_with_nothing_is_refused(store: Store, path: str, text: str) -> None:
     with pytest.raises(RepositoryError, match=text):
@@ -290,9 +279,7 @@ def test_an_address_with_nothing_is_refused(store: Store, path: str, text: str) 
 def test_a_store_that_is_not_there_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.port
     monkeypatch.setattr(cloud_store, "_PAUSES_S", (0.0,))
-    with pytest.raises(
-        RepositoryError, match=r"s3://127\.0\.0\.1:1/b cannot be read: .*[Cc]onnect"
-    ):
+    with pytest.raises(RepositoryError, match=r"s3://127\.0\.0\.1:1/b cannot be read: .*[Cc]onnect"):
         moonpool.Runtime("s3://127.0.0.1:1/b")
 
 
@@ -300,9 +287,7 @@ def test_a_store_that_is_not_there_is_named(store: Store, monkeypatch: pytest.Mo
     "Repositories in the cloud",
     "`Runtime.load` takes the address of one model where it takes a folder, and copies nothing again while the ETags stay.",
 )
-def test_one_model_is_loaded_from_its_address(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_model_is_loaded_from_its_address(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHON_HARMLESS", "seen")
     store.write("tells", TELLS, TELLS_CONFIG)
     with moonpool.Runtime() as runtime:

@@ -10,17 +10,12 @@ from moonpool.runtime.server import listening
 from moonpool.runtime.server.listening import Connections
 from moonpool.runtime.server.options.table import ServerOptions
 
-pytestmark = pytest.mark.promise(
-    "The server (`moonpool serve`)", "Clients that connect and stay leave …"
-)
+pytestmark = pytest.mark.promise("The server (`moonpool serve`)", "Clients that connect and stay leave …")
 
 NO_LIMIT = resource.RLIM_INFINITY
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "All ports together take at most …",
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "All ports together take at most …")
 @pytest.mark.parametrize("limit", [256, 1024, 20_000])
 def test_half_is_left_to_models(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
@@ -57,9 +52,7 @@ def test_all_ports_together_have_the_connections_that_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, most: int, then: Connections
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (NO_LIMIT, NO_LIMIT))
-    options = ServerOptions(
-        http_max_connections=700, grpc_max_connections=300, max_connections=most
-    )
+    options = ServerOptions(http_max_connections=700, grpc_max_connections=300, max_connections=most)
 
     assert listening.connections(options) == then
 

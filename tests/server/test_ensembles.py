@@ -38,18 +38,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_ensemble(folder, "three", chain(["adds"] * 3))
     write_ensemble(folder, "stream", chain(["repeats", "adds"]))
     write_ensemble(
-        folder,
-        "large",
-        chain(["wide", "wide"]),
-        inputs=(Io("A", dims="-1"),),
-        outputs=(Io("B", dims="-1"),),
+        folder, "large", chain(["wide", "wide"]), inputs=(Io("A", dims="-1"),), outputs=(Io("B", dims="-1"),)
     )
-    write_ensemble(
-        folder,
-        "two",
-        [*chain(["adds"]), step("adds", {"X": "A"}, {"Y": "C"})],
-        outputs=(Io("B"), Io("C")),
-    )
+    write_ensemble(folder, "two", [*chain(["adds"]), step("adds", {"X": "A"}, {"Y": "C"})], outputs=(Io("B"), Io("C")))
     return folder
 
 
@@ -133,9 +124,7 @@ def test_grpc_serves_an_ensemble_as_any_model(server: RunningServer) -> None:
 def test_large_tensors_pass(server: RunningServer) -> None:
     count = 1_000_000
     raw = np.arange(count, dtype=np.float32)
-    with grpc.insecure_channel(
-        server.grpc, options=[("grpc.max_receive_message_length", 1 << 30)]
-    ) as channel:
+    with grpc.insecure_channel(server.grpc, options=[("grpc.max_receive_message_length", 1 << 30)]) as channel:
         request = pb.ModelInferRequest(model_name="large")
         request.inputs.add(name="A", datatype="FP32", shape=[count])
         request.raw_input_contents.append(raw.tobytes())
@@ -165,9 +154,7 @@ def test_a_client_unloads_an_ensemble_with_its_models(server: RunningServer) -> 
     for name in ("three", "stream", "large", "two", "sorts_too", "sorts_itself"):
         change(name, "load")
     status, body = post(
-        server,
-        "/v2/repository/models/three/load",
-        parameters={"config": json.dumps({"platform": "ensemble"})},
+        server, "/v2/repository/models/three/load", parameters={"config": json.dumps({"platform": "ensemble"})}
     )
     assert status == 500
     assert "ensemble scheduling must be set for ensemble three" in body["error"]
@@ -211,11 +198,7 @@ def test_a_traced_request_has_a_child_for_each_step(repository: Path, tmp_path: 
         assert "COMPUTE_START" in marks[row["id"]]
         assert marks[row["id"]][-1] == "REQUEST_END"
     (stream,) = (number for number, name in names.items() if name == "stream")
-    assert sorted(row["model_name"] for row in heads if row.get("parent_id") == stream) == [
-        "adds",
-        "adds",
-        "repeats",
-    ]
+    assert sorted(row["model_name"] for row in heads if row.get("parent_id") == stream) == ["adds", "adds", "repeats"]
 
 
 def test_check_draws_the_steps(repository: Path) -> None:

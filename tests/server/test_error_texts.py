@@ -15,9 +15,7 @@ from tests.server.repositories import CONFIG, ECHO, write
 from tests.server.running import RunningServer, running
 from tests.waiting import wait_until
 
-pytestmark = [
-    pytest.mark.promise("The sandbox: `strict`", "Its error texts …"),
-]
+pytestmark = [pytest.mark.promise("The sandbox: `strict`", "Its error texts …")]
 
 RAISES = ECHO.replace(
     "        return [",
@@ -39,8 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     for name, level in LEVELS.items():
         parameters = {"MOONPOOL_SANDBOX": level, "MOONPOOL_RESTART_WINDOW_S": "0.001"}
         written = "".join(
-            f'parameters {{ key: "{key}" value {{ string_value: "{text}" }} }}\n'
-            for key, text in parameters.items()
+            f'parameters {{ key: "{key}" value {{ string_value: "{text}" }} }}\n' for key, text in parameters.items()
         )
         write(models, name, RAISES, CONFIG + written)
     with running(models) as server:
@@ -88,9 +85,7 @@ WAYS: dict[str, Any] = {
 
 @pytest.mark.promise("What a stub says", "The text of a confined model's …")
 @pytest.mark.parametrize("way", WAYS)
-def test_a_confined_model_s_error_tells_nothing_of_the_machine(
-    server: RunningServer, way: str
-) -> None:
+def test_a_confined_model_s_error_tells_nothing_of_the_machine(server: RunningServer, way: str) -> None:
     text = WAYS[way](server, "confined", 1)
 
     assert "no file weights.bin at 0x…" in text
@@ -110,14 +105,11 @@ def test_a_plain_model_s_error_is_as_in_triton(server: RunningServer, way: str) 
 
 @pytest.mark.promise(
     "What a stub says",
-    "The last words of a process, and how it broke the protocol, appear in the log and on "
-    "the page only.",
+    "The last words of a process, and how it broke the protocol, appear in the log and on the page only.",
 )
 @pytest.mark.parametrize("model", LEVELS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_process_s_last_words_are_for_the_log(
-    server: RunningServer, way: str, model: str
-) -> None:
+def test_a_process_s_last_words_are_for_the_log(server: RunningServer, way: str, model: str) -> None:
     wait_until(lambda: server.get(f"/v2/models/{model}/ready")[0] == 200)
 
     text = WAYS[way](server, model, 2)

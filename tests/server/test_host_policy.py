@@ -36,9 +36,7 @@ TELLS_CONFIG = """
 backend: "python" instance_group [{ kind: KIND_CPU }]
 input [{ name: "IN" data_type: TYPE_FP32 dims: [1] }] output [{ name: "CPUS" data_type: TYPE_INT32 dims: [-1] }]
 """
-BODY = json.dumps(
-    {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [1]}]}
-).encode()
+BODY = json.dumps({"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [1]}]}).encode()
 
 
 def group(count: int, policy: str = "") -> dict[str, Any]:
@@ -96,9 +94,7 @@ def test_settings_of_one_policy_are_joined() -> None:
     assert read_host_policies([]) == {}
 
 
-@pytest.mark.skipif(
-    not Path("/sys/devices/system/node/node0").is_dir(), reason="the kernel shows no NUMA nodes"
-)
+@pytest.mark.skipif(not Path("/sys/devices/system/node/node0").is_dir(), reason="the kernel shows no NUMA nodes")
 def test_a_node_stands_for_its_processors() -> None:
     cpus = _cpus(Path("/sys/devices/system/node/node0/cpulist").read_text().strip())
     if set(cpus) <= set(CPUS):

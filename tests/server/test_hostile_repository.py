@@ -129,11 +129,7 @@ def huge_model(bad: Path) -> None:
     ],
 )
 def test_a_broken_folder_harms_itself_alone_and_is_logged_once(
-    runtime: moonpool.Runtime,
-    models: Path,
-    caplog: pytest.LogCaptureFixture,
-    make: Callable[[Path], None],
-    why: str,
+    runtime: moonpool.Runtime, models: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], None], why: str
 ) -> None:
     control = RepositoryControl(runtime, mode="poll")
     control.poll()
@@ -188,9 +184,7 @@ def test_links_in_a_model_are_not_followed_when_it_is_looked_for_changes(
     "Links to models and versions are followed, and changes behind them are seen; other links "
     "are not followed when a poll looks for changes.",
 )
-def test_links_that_operators_set_are_followed_and_changes_behind_them_seen(
-    models: Path, tmp_path: Path
-) -> None:
+def test_links_that_operators_set_are_followed_and_changes_behind_them_seen(models: Path, tmp_path: Path) -> None:
     write(tmp_path / "store", "linked")
     write(tmp_path / "store", "versions", version=7)
     (models / "linked").symlink_to(tmp_path / "store" / "linked")
@@ -213,14 +207,10 @@ def test_links_that_operators_set_are_followed_and_changes_behind_them_seen(
 
 @pytest.mark.promise(
     "The model repository of a server",
-    "If a repository cannot be read, its models stay as they are, and the other repositories "
-    "are polled.",
+    "If a repository cannot be read, its models stay as they are, and the other repositories are polled.",
 )
 def test_a_repository_that_cannot_be_read_keeps_its_models_and_no_others(
-    models: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "more", "third")
     with moonpool.Runtime([models, tmp_path / "more"], models=()) as runtime:
@@ -251,8 +241,7 @@ def test_a_model_with_too_many_files_is_refused(
 
 
 @pytest.mark.promise(
-    "The model repository of a server",
-    "The files of a load are bounded in number, depth and length of their paths.",
+    "The model repository of a server", "The files of a load are bounded in number, depth and length of their paths."
 )
 @pytest.mark.parametrize(
     ("files", "why"),
@@ -265,11 +254,7 @@ def test_a_model_with_too_many_files_is_refused(
     ],
 )
 def test_files_of_a_load_that_cannot_be_are_refused(
-    runtime: moonpool.Runtime,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    files: dict[str, bytes],
-    why: str,
+    runtime: moonpool.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes], why: str
 ) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
@@ -289,12 +274,9 @@ class TritonPythonModel:
 
 
 @pytest.mark.promise(
-    "The model repository of a server",
-    "A model that never ends loading does not stop polls for the others.",
+    "The model repository of a server", "A model that never ends loading does not stop polls for the others."
 )
-def test_a_model_that_never_ends_loading_keeps_no_poll_from_the_others(
-    runtime: moonpool.Runtime, models: Path
-) -> None:
+def test_a_model_that_never_ends_loading_keeps_no_poll_from_the_others(runtime: moonpool.Runtime, models: Path) -> None:
     timeout = 'parameters { key: "MOONPOOL_LOAD_TIMEOUT_S" value { string_value: "none" } }'
     for number in range(3):
         write(models, f"bad{number}", NEVER_LOADS, f"{CONFIG}\n{timeout}")

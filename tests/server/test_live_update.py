@@ -34,9 +34,7 @@ backend: "python"
 input [{ name: "IN" data_type: TYPE_FP32 dims: [1] }]
 instance_group [{ count: COUNT kind: KIND_CPU }]
 """
-BODY = json.dumps(
-    {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [1]}]}
-).encode()
+BODY = json.dumps({"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [1]}]}).encode()
 
 
 def count(number: int) -> str:

@@ -27,24 +27,18 @@ def lines(options: LogOptions, *messages: tuple[int, str], is_table: bool = Fals
 
 
 @pytest.mark.promise(
-    "The server (`moonpool serve`)",
-    "A line of the log has Triton's form, or is JSON; nobody can forge one.",
+    "The server (`moonpool serve`)", "A line of the log has Triton's form, or is JSON; nobody can forge one."
 )
 def test_a_line_has_triton_s_form() -> None:
     (line,) = lines(LogOptions(), (logging.WARNING, "watch out"))
 
-    assert re.fullmatch(
-        rf"W\d{{4}} \d\d:\d\d:\d\d\.\d{{6}} {os.getpid()} test_log_lines\.py:\d+\] watch out", line
-    )
+    assert re.fullmatch(rf"W\d{{4}} \d\d:\d\d:\d\d\.\d{{6}} {os.getpid()} test_log_lines\.py:\d+\] watch out", line)
 
 
 @pytest.mark.promise(
-    "The server (`moonpool serve`)",
-    "A malformed record for the log does not fail the code that logs it.",
+    "The server (`moonpool serve`)", "A malformed record for the log does not fail the code that logs it."
 )
-def test_a_malformed_log_record_does_not_fail_its_caller(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_malformed_log_record_does_not_fail_its_caller(capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
     with logged(ServerLog(LogOptions(), stream)):
         LOG.warning("%d", "no number")
@@ -58,9 +52,7 @@ def test_a_malformed_log_record_does_not_fail_its_caller(
 def test_times_may_be_iso_8601() -> None:
     (line,) = lines(LogOptions(log_format="ISO8601"), (logging.ERROR, "bad"))
 
-    assert re.fullmatch(
-        rf"\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\dZ E {os.getpid()} test_log_lines\.py:\d+\] bad", line
-    )
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\dZ E {os.getpid()} test_log_lines\.py:\d+\] bad", line)
 
 
 def test_a_line_may_be_json() -> None:
@@ -137,14 +129,8 @@ def test_settings_change_while_it_is_used(tmp_path: Path) -> None:
         LOG.info("still there")
         assert log.update(log_file="", log_info=False) == LogOptions(log_info=False)
         LOG.warning("here again")
-    assert [line.partition("] ")[2] for line in file.read_text().splitlines()] == [
-        "there",
-        "still there",
-    ]
-    assert [line.partition("] ")[2] for line in stream.getvalue().splitlines()] == [
-        "here",
-        "here again",
-    ]
+    assert [line.partition("] ")[2] for line in file.read_text().splitlines()] == ["there", "still there"]
+    assert [line.partition("] ")[2] for line in stream.getvalue().splitlines()] == ["here", "here again"]
 
 
 def test_a_log_that_cannot_be_written_harms_nobody() -> None:

@@ -82,9 +82,7 @@ def test_readiness_is_that_of_the_version(metadata: Metadata) -> None:
     assert [metadata.model_ready(*each) for each in ready] == [True, True, *[False] * 4]
 
 
-def test_statistics_are_of_one_version_or_of_all(
-    metadata: Metadata, runtime: moonpool.Runtime
-) -> None:
+def test_statistics_are_of_one_version_or_of_all(metadata: Metadata, runtime: moonpool.Runtime) -> None:
     runtime.infer("two", {"IN": np.ones((3, 4), np.float32)}, version=1)
 
     (one,) = metadata.statistics("two", "1")["model_stats"]

@@ -30,10 +30,7 @@ def test_a_model_is_configured_by_the_file_of_that_name(tmp_path: Path) -> None:
     named(tmp_path, CONFIG.replace("max_batch_size: 4", "max_batch_size: 3"))
     named(tmp_path, "this is not read", "a100")
     with running(tmp_path, "--model-config-name=h100") as server:
-        sizes = {
-            name: server.get(f"/v2/models/{name}/config")[1]["max_batch_size"]
-            for name in ("m", "other")
-        }
+        sizes = {name: server.get(f"/v2/models/{name}/config")[1]["max_batch_size"] for name in ("m", "other")}
     assert sizes == {"m": 3, "other": 4}
 
 

@@ -31,16 +31,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(server: RunningServer, model: str, path: Path) -> str:
     """Return the contents of a file as the model reads it, or "refused"."""
     inputs = [{"name": "PATH", "datatype": "BYTES", "shape": [1], "data": [str(path)]}]
-    status, reply = server.get(
-        f"/v2/models/{model}/infer", "POST", json.dumps({"inputs": inputs}).encode()
-    )
+    status, reply = server.get(f"/v2/models/{model}/infer", "POST", json.dumps({"inputs": inputs}).encode())
     assert status == 200, reply
     return str(reply["outputs"][0]["data"][0])
 
 
-def load(
-    server: RunningServer, model: str, config: dict[str, Any] | None = None, file: str = ""
-) -> tuple[int, Any]:
+def load(server: RunningServer, model: str, config: dict[str, Any] | None = None, file: str = "") -> tuple[int, Any]:
     parameters: dict[str, object] = {}
     if config is not None:
         parameters["config"] = json.dumps({"backend": "python", **TENSORS, **config})
@@ -80,9 +76,7 @@ def again(server: RunningServer, mode: str) -> None:
 
 @pytest.mark.promise("The sandbox: grants", "A grant of …")
 @pytest.mark.parametrize("mode", ["poll", "explicit"])
-def test_a_new_version_has_no_more_than_was_granted(
-    tmp_path: Path, folder: Path, mode: str
-) -> None:
+def test_a_new_version_has_no_more_than_was_granted(tmp_path: Path, folder: Path, mode: str) -> None:
     write(tmp_path, "stranger", MOONPOOL_SANDBOX_PATHS=f"{folder}/granted")
     flags = (
         "--sandbox=strict",
@@ -115,21 +109,16 @@ def test_a_new_version_has_no_more_than_was_granted(
 
 
 @pytest.mark.promise(
-    "The sandbox: grants",
-    "A value that the operator sets holds for every version, whatever its configuration says.",
+    "The sandbox: grants", "A value that the operator sets holds for every version, whatever its configuration says."
 )
-def test_a_value_that_the_operator_sets_is_that_of_every_version(
-    tmp_path: Path, folder: Path
-) -> None:
+def test_a_value_that_the_operator_sets_is_that_of_every_version(tmp_path: Path, folder: Path) -> None:
     write(tmp_path, "stranger", MOONPOOL_SANDBOX_PATHS="/etc")
     option = f"--model-option=stranger:MOONPOOL_SANDBOX_PATHS={folder}/granted"
     with running(tmp_path, "--sandbox=strict", option, *MODES["explicit"]) as server:
         for number in range(2):
             assert asked(server, "stranger", folder / "granted") == "granted"
             assert asked(server, "stranger", folder / "other") == "refused"
-            write(
-                tmp_path, "stranger", f"{OPENS}\n# {number}", MOONPOOL_SANDBOX_PATHS=f"rw:{folder}"
-            )
+            write(tmp_path, "stranger", f"{OPENS}\n# {number}", MOONPOOL_SANDBOX_PATHS=f"rw:{folder}")
             assert load(server, "stranger")[0] == 200
 
 
@@ -154,12 +143,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[R
 
 @pytest.mark.promise("The sandbox: grants", "A client or …")
 @pytest.mark.promise("The server (`moonpool serve`)", "Options that the operator set stay …")
-def test_a_client_s_configuration_overrules_nothing_that_the_operator_set(
-    server: RunningServer, folder: Path
-) -> None:
-    config = parameters(
-        MOONPOOL_SANDBOX="off", MOONPOOL_SANDBOX_PATHS=f"rw:{folder}", MOONPOOL_LOG_LINES_PER_S="99"
-    )
+def test_a_client_s_configuration_overrules_nothing_that_the_operator_set(server: RunningServer, folder: Path) -> None:
+    config = parameters(MOONPOOL_SANDBOX="off", MOONPOOL_SANDBOX_PATHS=f"rw:{folder}", MOONPOOL_LOG_LINES_PER_S="99")
     assert load(server, "m", config)[0] == 200
 
     assert asked(server, "m", folder / "granted") == "granted"
@@ -175,9 +160,7 @@ def test_a_client_s_configuration_overrules_nothing_that_the_operator_set(
 
 @pytest.mark.promise("The sandbox: grants", "A client or …")
 @pytest.mark.parametrize("name", ["m", "whole"])
-def test_a_client_s_configuration_asks_for_no_more(
-    server: RunningServer, folder: Path, name: str
-) -> None:
+def test_a_client_s_configuration_asks_for_no_more(server: RunningServer, folder: Path, name: str) -> None:
     for greedy in (
         parameters(MOONPOOL_SANDBOX_PORTS="443"),
         parameters(MOONPOOL_MEMORY_LIMIT_BYTES="64T"),
@@ -228,18 +211,11 @@ MOONPOOL_THREADS = 2
 
 
 @pytest.mark.promise("The server (`moonpool serve`)", "An exact name takes precedence …")
-def test_the_command_line_overrides_the_environment_and_that_the_file_option_by_option(
-    tmp_path: Path,
-) -> None:
+def test_the_command_line_overrides_the_environment_and_that_the_file_option_by_option(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     file.write_text(FILE)
-    arguments = {
-        "config": [str(file)],
-        "model-option": ["one:MOONPOOL_THREADS=3", "*:MOONPOOL_RETRY=yes"],
-    }
-    environment = {
-        "MOONPOOL_SERVE_MODEL_OPTION": "one:MOONPOOL_THREADS=4;one:MOONPOOL_OPEN_FILES=9"
-    }
+    arguments = {"config": [str(file)], "model-option": ["one:MOONPOOL_THREADS=3", "*:MOONPOOL_RETRY=yes"]}
+    environment = {"MOONPOOL_SERVE_MODEL_OPTION": "one:MOONPOOL_THREADS=4;one:MOONPOOL_OPEN_FILES=9"}
 
     options, _ = read_options(arguments, environment)
 
@@ -269,9 +245,7 @@ def test_the_command_line_overrides_the_environment_and_that_the_file_option_by_
         ('[models.a]\nMOONPOOL_SANDBOX_PATHS = ["/a", "/b"]', "with commas between several"),
     ],
 )
-def test_a_mistake_in_the_file_is_an_error_with_its_place(
-    tmp_path: Path, text: str, what: str
-) -> None:
+def test_a_mistake_in_the_file_is_an_error_with_its_place(tmp_path: Path, text: str, what: str) -> None:
     file = tmp_path / "server.toml"
     file.write_text(text)
 
@@ -283,9 +257,7 @@ def test_a_mistake_in_the_file_is_an_error_with_its_place(
 def test_the_file_is_heard_by_a_server(tmp_path: Path, folder: Path) -> None:
     write(tmp_path / "models", "one")
     file = tmp_path / "server.toml"
-    file.write_text(
-        '[models."o*"]\nMOONPOOL_SANDBOX = "strict"\n[models.none]\nMOONPOOL_THREADS = 1'
-    )
+    file.write_text('[models."o*"]\nMOONPOOL_SANDBOX = "strict"\n[models.none]\nMOONPOOL_THREADS = 1')
     with running(tmp_path / "models", f"--config={file}") as server:
         assert asked(server, "one", folder / "other") == "refused"
         assert "options are set for model 'none'" in server.text()

@@ -129,9 +129,7 @@ def test_every_flag_of_tritonserver_is_known() -> None:
 
 
 def test_the_table_and_the_options_are_the_same() -> None:
-    assert [option.attribute for option in OPTIONS.values()] == [
-        field.name for field in fields(ServerOptions)
-    ]
+    assert [option.attribute for option in OPTIONS.values()] == [field.name for field in fields(ServerOptions)]
 
 
 def test_the_page_has_every_option_as_it_is() -> None:
@@ -213,11 +211,7 @@ def test_booleans_are_read_as_triton_reads_them(text: str) -> None:
         ("exit-timeout-secs", "", "must be a whole number"),
         ("model-namespacing", "true", "--model-namespacing cannot be true: models of the same"),
         ("allow-sagemaker", "true", "there is no SageMaker endpoint"),
-        (
-            "rate-limit-resource",
-            "R",
-            "--rate-limit-resource option format is '<resource_name>:<count>:<device>' or",
-        ),
+        ("rate-limit-resource", "R", "--rate-limit-resource option format is '<resource_name>:<count>:<device>' or"),
         ("rate-limit", "always", "--rate-limit: must be off or execution_count"),
         ("http-header-forward-pattern", "(", "must be a regular expression"),
         ("sandbox", "x", "must be off, standard, best-effort or strict"),

@@ -68,11 +68,7 @@ def test_idle_clients_of_grpc_take_no_descriptor_that_http_or_a_stub_needs(
     flags = []
     if tls:
         key, certificate = self_signed(tmp_path)
-        flags = [
-            "--grpc-use-ssl=true",
-            f"--grpc-server-cert={certificate}",
-            f"--grpc-server-key={key}",
-        ]
+        flags = ["--grpc-use-ssl=true", f"--grpc-server-cert={certificate}", f"--grpc-server-key={key}"]
     limited = ("prlimit", f"--nofile={LIMIT}:{LIMIT}")
     with starting(tmp_path / "models", *flags, before=limited) as server:
         server.wait_for("Ready", 60.0)
@@ -90,9 +86,7 @@ def test_idle_clients_of_grpc_take_no_descriptor_that_http_or_a_stub_needs(
         assert "Too many open files" not in server.text()
 
 
-def test_half_handshakes_with_http_take_no_descriptor_that_grpc_or_a_stub_needs(
-    tmp_path: Path,
-) -> None:
+def test_half_handshakes_with_http_take_no_descriptor_that_grpc_or_a_stub_needs(tmp_path: Path) -> None:
     write(tmp_path / "models", "echo")
     key, certificate = self_signed(tmp_path)
     flags = [f"--http-server-cert={certificate}", f"--http-server-key={key}"]

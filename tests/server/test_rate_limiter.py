@@ -59,9 +59,7 @@ def test_no_more_execute_at_once_than_resources_allow(tmp_path: Path) -> None:
         with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
             answers: queue.Queue[Any] = queue.Queue()
             for name in "ab" * 40:
-                client.async_infer(
-                    name, [given], lambda result, error: answers.put((result, error))
-                )
+                client.async_infer(name, [given], lambda result, error: answers.put((result, error)))
             with ThreadPoolExecutor(4) as threads:
                 times = list(threads.map(ask, "ab" * 40))
             for _ in range(80):
@@ -82,9 +80,7 @@ def test_no_more_execute_at_once_than_resources_allow(tmp_path: Path) -> None:
         (["--rate-limit-resource=R:1"], True),
     ],
 )
-def test_a_model_that_could_never_execute_is_not_served(
-    tmp_path: Path, flags: list[str], *, is_ready: bool
-) -> None:
+def test_a_model_that_could_never_execute_is_not_served(tmp_path: Path, flags: list[str], *, is_ready: bool) -> None:
     write(tmp_path, "m", config=CONFIG % 2, text=TIMES)
     with running(tmp_path, "--exit-on-error=false", *flags) as server:
         assert (server.get("/v2/models/m/ready")[0] == 200) == is_ready

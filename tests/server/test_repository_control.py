@@ -61,19 +61,13 @@ def test_the_index_follows_a_model_through_its_life(control: RepositoryControl) 
     assert control.index(ready_only=True) == [control.index()[0]]
     control.unload("good")
     wait_until(lambda: state(control, "good") == "UNAVAILABLE")
-    assert control.index()[0] == {
-        "name": "good",
-        "version": "1",
-        "state": "UNAVAILABLE",
-        "reason": "unloaded",
-    }
+    assert control.index()[0] == {"name": "good", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"}
     assert control.index(ready_only=True) == []
 
 
 @pytest.mark.promise(
     "The model repository of a server",
-    "An unload returns at once. From then on new requests do not find the model, and it "
-    "finishes those that it has.",
+    "An unload returns at once. From then on new requests do not find the model, and it finishes those that it has.",
 )
 def test_an_unload_returns_at_once_and_from_then_on_nobody_finds_the_model(
     control: RepositoryControl, runtime: moonpool.Runtime
@@ -88,9 +82,7 @@ def test_an_unload_returns_at_once_and_from_then_on_nobody_finds_the_model(
 
 
 @pytest.mark.promise("The model repository of a server", "The index has every version with …")
-def test_why_a_load_failed_is_told_and_stays_in_the_index(
-    control: RepositoryControl, models: Path
-) -> None:
+def test_why_a_load_failed_is_told_and_stays_in_the_index(control: RepositoryControl, models: Path) -> None:
     write(models, "bad", BAD)
     with pytest.raises(LoadFailed, match="load failed for model 'bad': version 1 is at ") as raised:
         control.load("bad")
@@ -114,13 +106,7 @@ def test_why_a_load_failed_is_told_and_stays_in_the_index(
     ],
 )
 def test_a_load_that_cannot_be_says_why(
-    control: RepositoryControl,
-    runtime: moonpool.Runtime,
-    models: Path,
-    name: str,
-    config: str,
-    code: str,
-    text: str,
+    control: RepositoryControl, runtime: moonpool.Runtime, models: Path, name: str, config: str, code: str, text: str
 ) -> None:
     (models / "empty").mkdir()
     (models / "empty" / "config.pbtxt").write_text(CONFIG)
@@ -167,23 +153,17 @@ def test_a_load_may_bring_its_configuration_and_its_files(
 
 
 @pytest.mark.promise(
-    "The model repository of a server",
-    "Clients and models load and unload only in the mode `explicit`.",
+    "The model repository of a server", "Clients and models load and unload only in the mode `explicit`."
 )
 @pytest.mark.parametrize("mode", ["none", "poll"])
-def test_clients_and_models_control_nothing_unless_the_mode_is_explicit(
-    runtime: moonpool.Runtime, mode: str
-) -> None:
+def test_clients_and_models_control_nothing_unless_the_mode_is_explicit(runtime: moonpool.Runtime, mode: str) -> None:
     control = RepositoryControl(runtime, mode=mode)
     for act in (control.load, control.unload):
         with pytest.raises(ModelUnavailable, match="explicit model load / unload is not allowed"):
             act("good")
 
 
-@pytest.mark.promise(
-    "The model repository of a server",
-    "A model that is in two repositories is served from neither.",
-)
+@pytest.mark.promise("The model repository of a server", "A model that is in two repositories is served from neither.")
 def test_a_name_in_two_repositories_is_served_from_neither(models: Path, tmp_path: Path) -> None:
     for name in ("good", "third"):
         write(tmp_path / "more", name)
@@ -192,11 +172,7 @@ def test_a_name_in_two_repositories_is_served_from_neither(models: Path, tmp_pat
         assert not control.load_all()
         assert runtime.models() == {"other": [1], "third": [1]}
         assert entry(control, "good") == [
-            {
-                "name": "good",
-                "state": "UNAVAILABLE",
-                "reason": "model appears in two or more repositories",
-            }
+            {"name": "good", "state": "UNAVAILABLE", "reason": "model appears in two or more repositories"}
         ]
 
 
@@ -205,9 +181,7 @@ def test_a_name_in_two_repositories_is_served_from_neither(models: Path, tmp_pat
     "A poll loads what is new or has changed, and unloads models that are gone. If the "
     "new files of a model cannot be loaded, the old ones go on serving.",
 )
-def test_a_poll_loads_what_is_new_or_changed_and_unloads_what_is_gone(
-    runtime: moonpool.Runtime, models: Path
-) -> None:
+def test_a_poll_loads_what_is_new_or_changed_and_unloads_what_is_gone(runtime: moonpool.Runtime, models: Path) -> None:
     control = RepositoryControl(runtime, mode="poll")
     control.poll()
     first = runtime.instances("good")[0]["pid"]
@@ -223,10 +197,7 @@ def test_a_poll_loads_what_is_new_or_changed_and_unloads_what_is_gone(
     wait_until(lambda: state(control, "other") == "UNAVAILABLE")
 
 
-@pytest.mark.promise(
-    "The model repository of a server",
-    "The log says once that a model is gone from the repository.",
-)
+@pytest.mark.promise("The model repository of a server", "The log says once that a model is gone from the repository.")
 def test_a_missing_model_is_logged_once(
     models: Path, runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -245,10 +216,7 @@ def test_a_missing_model_is_logged_once(
     assert caplog.text.count("'good' is gone from the repository") == 2
 
 
-@pytest.mark.promise(
-    "The model repository of a server",
-    "A poll that fails is logged, and the next one follows.",
-)
+@pytest.mark.promise("The model repository of a server", "A poll that fails is logged, and the next one follows.")
 def test_a_poll_that_nobody_foresaw_to_fail_is_logged(
     runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -262,12 +230,9 @@ def test_a_poll_that_nobody_foresaw_to_fail_is_logged(
 
 
 @pytest.mark.promise(
-    "The model repository of a server",
-    "The index lists directories whose names are not UTF-8, with the bytes escaped.",
+    "The model repository of a server", "The index lists directories whose names are not UTF-8, with the bytes escaped."
 )
-def test_the_index_has_directories_whose_names_are_no_text(
-    models: Path, control: RepositoryControl
-) -> None:
+def test_the_index_has_directories_whose_names_are_no_text(models: Path, control: RepositoryControl) -> None:
     (models / os.fsdecode(b"m\xff")).mkdir()
     assert [each["name"] for each in control.index()] == ["good", "m\\udcff", "other"]
 
@@ -307,12 +272,9 @@ def test_a_failed_model_is_tried_again_after_a_change_or_on_demand(
 
 @pytest.mark.promise(
     "The model repository of a server",
-    "With strict readiness, a server is ready only while every version that should be "
-    "loaded serves.",
+    "With strict readiness, a server is ready only while every version that should be loaded serves.",
 )
-def test_strict_readiness_is_that_all_that_was_wanted_serves(
-    runtime: moonpool.Runtime, models: Path
-) -> None:
+def test_strict_readiness_is_that_all_that_was_wanted_serves(runtime: moonpool.Runtime, models: Path) -> None:
     control = RepositoryControl(runtime)
     strict, lax = Metadata(runtime), Metadata(runtime, strict_readiness=False)
     write(models, "bad", BAD)

@@ -91,9 +91,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     write(repository, "incomplete", INCOMPLETE, 'backend: "python"')
     write(repository, "both", "", BOTH)
     on_demand = ("--model-control-mode=demand", "--resident-models=1", "--resident-memory=1T")
-    patient = [
-        f"--model-option={name}:MOONPOOL_RESTART_BACKOFF_S=30" for name in ("broken", "dies")
-    ]
+    patient = [f"--model-option={name}:MOONPOOL_RESTART_BACKOFF_S=30" for name in ("broken", "dies")]
     with running(repository, *on_demand, *patient) as server:
         yield server
 
@@ -101,9 +99,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 def ask(server: RunningServer, name: str, value: float = 1.0) -> list[float]:
     """Ask a model over HTTP."""
     given = {"name": "IN", "datatype": "FP32", "shape": [1, 4], "data": [value] * 4}
-    status, said = server.get(
-        f"/v2/models/{name}/infer", "POST", json.dumps({"inputs": [given]}).encode()
-    )
+    status, said = server.get(f"/v2/models/{name}/infer", "POST", json.dumps({"inputs": [given]}).encode())
     assert status == 200, said
     data: list[float] = said["outputs"][0]["data"]
     return data
@@ -155,9 +151,7 @@ def test_a_request_over_each_protocol_starts_a_model(server: RunningServer) -> N
     "The members of an ensemble, and models that a model asks, are started for its requests, and count with it as one if nothing else can go.",
 )
 @pytest.mark.parametrize("name", ["both", "asks"])
-def test_ensembles_and_models_that_ask_models_get_their_members(
-    server: RunningServer, name: str
-) -> None:
+def test_ensembles_and_models_that_ask_models_get_their_members(server: RunningServer, name: str) -> None:
     assert ask(server, name, 5) == [5] * 4
 
 
@@ -176,12 +170,8 @@ def test_many_callers_of_many_models_lose_no_request(server: RunningServer) -> N
     "A request to a model that cannot be started on demand gets status 503 with the reason and `Retry-After`, and over gRPC UNAVAILABLE.",
 )
 @pytest.mark.parametrize(("name", "why"), [("broken", "no weights"), ("dies", "dies_0_0")])
-def test_a_model_that_cannot_be_started_is_refused_with_the_reason(
-    server: RunningServer, name: str, why: str
-) -> None:
-    body = json.dumps(
-        {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1, 4], "data": [1] * 4}]}
-    ).encode()
+def test_a_model_that_cannot_be_started_is_refused_with_the_reason(server: RunningServer, name: str, why: str) -> None:
+    body = json.dumps({"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1, 4], "data": [1] * 4}]}).encode()
     for _ in range(2):  # the first one waits for the start, the second comes in the pause after it
         with pytest.raises(urllib.error.HTTPError) as raised:
             urllib.request.urlopen(f"http://{server.http}/v2/models/{name}/infer", body, timeout=60)

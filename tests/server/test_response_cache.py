@@ -24,17 +24,12 @@ CACHED = CONFIG + "response_cache { enable: true }"
     "The server (`moonpool serve`)",
     "`--cache-config=local,size=…` keeps responses of models with `response_cache`, for clients of both protocols.",
 )
-@pytest.mark.parametrize(
-    "flag", ["--cache-config=local,size=1048576", "--response-cache-byte-size=1048576"]
-)
+@pytest.mark.parametrize("flag", ["--cache-config=local,size=1048576", "--response-cache-byte-size=1048576"])
 def test_clients_of_both_protocols_share_the_cache(tmp_path: Path, flag: str) -> None:
     write(tmp_path, "m", config=CACHED)
     data = np.arange(4, dtype=np.float32).reshape(1, 4)
     with running(tmp_path, flag) as server:
-        clients: list[tuple[Any, str]] = [
-            (tritonclient.http, server.http),
-            (tritonclient.grpc, server.grpc),
-        ]
+        clients: list[tuple[Any, str]] = [(tritonclient.http, server.http), (tritonclient.grpc, server.grpc)]
         for module, address in clients * 2:
             with module.InferenceServerClient(address) as client:
                 given = module.InferInput("IN", [1, 4], "FP32")
@@ -60,14 +55,8 @@ def test_clients_of_both_protocols_share_the_cache(tmp_path: Path, flag: str) ->
         ),
         ({"cache_config": ("local,size",)}, "No cache specified."),
         ({"cache_config": ("redis,host=x",)}, "there is no cache 'redis', only 'local'"),
-        (
-            {"cache_config": ("local,size=1", "redis,host=x")},
-            "there is no cache 'redis', only 'local'",
-        ),
-        (
-            {"cache_config": ("local,sze=1",)},
-            "the cache 'local' has the setting 'size', and no other",
-        ),
+        ({"cache_config": ("local,size=1", "redis,host=x")}, "there is no cache 'redis', only 'local'"),
+        ({"cache_config": ("local,sze=1",)}, "the cache 'local' has the setting 'size', and no other"),
         ({"cache_config": ("local,size=0",)}, "size must be a number of bytes above 0, not '0'"),
         ({"cache_config": ("local,size=-5",)}, "size must be a number of bytes above 0"),
         ({"cache_config": ("local,size=abc",)}, "size must be a number of bytes above 0"),

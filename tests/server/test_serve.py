@@ -37,16 +37,13 @@ def test_it_serves_and_says_so_in_triton_s_words(models: Path) -> None:
         text = server.text()
     assert re.search(r"^\| good  \| 1       \| READY  \|$", text, re.MULTILINE)
     assert re.search(
-        r"^I\d{4} [\d:.]{15} \d+ \w+\.py:\d+\] Started HTTPService at 127\.0\.0\.1:\d+$",
-        text,
-        re.MULTILINE,
+        r"^I\d{4} [\d:.]{15} \d+ \w+\.py:\d+\] Started HTTPService at 127\.0\.0\.1:\d+$", text, re.MULTILINE
     )
     assert "Only this machine is served" in text
 
 
 @pytest.mark.promise(
-    "The server (`moonpool serve`)",
-    "A server whose standard streams were closed serves, and ends in order.",
+    "The server (`moonpool serve`)", "A server whose standard streams were closed serves, and ends in order."
 )
 def test_a_server_needs_no_standard_streams(models: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
@@ -61,8 +58,7 @@ def test_a_server_needs_no_standard_streams(models: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.promise(
-    "The server (`moonpool serve`)",
-    "Clients that connect and stay leave models the descriptors that they need.",
+    "The server (`moonpool serve`)", "Clients that connect and stay leave models the descriptors that they need."
 )
 def test_clients_leave_models_the_descriptors_that_they_need(models: Path) -> None:
     few = ("bash", "-c", 'ulimit -n 256; exec "$@"', "bash")
@@ -72,10 +68,7 @@ def test_clients_leave_models_the_descriptors_that_they_need(models: Path) -> No
         # all.
         for what in ("http-max-connections is 16384", "grpc-max-connections is 8192"):
             room = 73 if what.startswith("http") else 36
-            assert (
-                f"--{what}, and the limit of open files (ulimit -n) allows {room}\n"
-                in server.text()
-            )
+            assert f"--{what}, and the limit of open files (ulimit -n) allows {room}\n" in server.text()
         _, shown = server.get("/v2/moonpool/overview")
         with contextlib.ExitStack() as stack:
             for port in ("http", "metrics"):
@@ -128,10 +121,7 @@ def test_each_probe_of_an_instance_that_is_down_is_logged_in_todays_words(models
         assert count() == before + 6
 
 
-@pytest.mark.promise(
-    "Readiness",
-    "If the file of a model is missing, the log has the line of Triton's stub.",
-)
+@pytest.mark.promise("Readiness", "If the file of a model is missing, the log has the line of Triton's stub.")
 def test_a_model_file_that_is_missing_is_logged_in_tritons_words(models: Path) -> None:
     file = models / "good" / "1" / "model.py"
     with running(models, "--model-control-mode=explicit") as server:
@@ -143,8 +133,7 @@ def test_a_model_file_that_is_missing_is_logged_in_tritons_words(models: Path) -
 
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
-    "SIGTERM and SIGINT end it in order, with exit code 0. A second one ends it at once, "
-    "and its models with it.",
+    "SIGTERM and SIGINT end it in order, with exit code 0. A second one ends it at once, and its models with it.",
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_in_order(models: Path, number: signal.Signals) -> None:
@@ -191,8 +180,7 @@ def test_a_hangup_stays_ignored_where_the_parent_ignored_it(models: Path, is_ign
 
 
 @pytest.mark.promise(
-    "The server (`moonpool serve`)",
-    "If a port is taken, the server ends with exit code 1 before it loads a model.",
+    "The server (`moonpool serve`)", "If a port is taken, the server ends with exit code 1 before it loads a model."
 )
 @pytest.mark.promise("The server (`moonpool serve`)", "An error about a certificate, a …")
 def test_a_port_that_is_taken_is_told_before_any_model_is_loaded(models: Path) -> None:
@@ -209,8 +197,7 @@ def test_a_port_that_is_taken_is_told_before_any_model_is_loaded(models: Path) -
 
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
-    "A model that cannot be loaded ends the start with exit code 1, unless "
-    "`--exit-on-error=false` is given.",
+    "A model that cannot be loaded ends the start with exit code 1, unless `--exit-on-error=false` is given.",
 )
 @pytest.mark.promise(
     "The model repository of a server",
@@ -223,9 +210,7 @@ def test_a_model_that_cannot_be_loaded_ends_it_unless_that_is_wanted(models: Pat
         assert server.wait() == 1
         assert "creating server: Internal - failed to load all models" in server.text()
         assert re.search(
-            r"^\| bad   \| 1       \| UNAVAILABLE: Internal: ValueError: boom",
-            server.text(),
-            re.MULTILINE,
+            r"^\| bad   \| 1       \| UNAVAILABLE: Internal: ValueError: boom", server.text(), re.MULTILINE
         )
         assert re.search(
             r"To serve the others, add --exit-on-error=false; to load no others, "
@@ -290,10 +275,7 @@ def test_a_configuration_that_cannot_be_used_keeps_no_server_from_being_ready(mo
         assert server.get("/v2/models/good/ready")[0] == 200
 
 
-@pytest.mark.promise(
-    "The server (`moonpool serve`)",
-    "A load that never ends does not keep the server from ending.",
-)
+@pytest.mark.promise("The server (`moonpool serve`)", "A load that never ends does not keep the server from ending.")
 def test_a_load_does_not_keep_it_from_ending(models: Path) -> None:
     write(models, "slow", SLOW_TO_LOAD)
     with starting(models) as server:
@@ -308,9 +290,7 @@ def test_a_load_does_not_keep_it_from_ending(models: Path) -> None:
 )
 def test_a_server_whose_log_nobody_reads_serves_and_ends(models: Path, tmp_path: Path) -> None:
     # More than a pipe holds.
-    write(
-        models, "loud", ECHO.replace("return", "print(('x' * 100 + chr(10)) * 900)\n        return")
-    )
+    write(models, "loud", ECHO.replace("return", "print(('x' * 100 + chr(10)) * 900)\n        return"))
     pipe, said = tmp_path / "pipe", b""
     os.mkfifo(pipe)
     fd = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -337,8 +317,7 @@ def test_a_server_whose_log_nobody_reads_serves_and_ends(models: Path, tmp_path:
 
 
 @pytest.mark.promise(
-    "The server (`moonpool serve`)",
-    "A terminal shows which models are loading, among the lines of the log.",
+    "The server (`moonpool serve`)", "A terminal shows which models are loading, among the lines of the log."
 )
 def test_a_terminal_shows_what_is_being_loaded(models: Path) -> None:
     ours, theirs = pty.openpty()

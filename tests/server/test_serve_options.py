@@ -70,12 +70,9 @@ def test_a_command_line_that_is_wrong_says_what_is_meant(models: Path, said: Sai
 
 
 @pytest.mark.promise(
-    "The server (`moonpool serve`)",
-    "An error about a certificate, a key or an address names its flag or its port.",
+    "The server (`moonpool serve`)", "An error about a certificate, a key or an address names its flag or its port."
 )
-def test_errors_about_certificates_name_their_flags(
-    models: Path, tmp_path: Path, said: Said
-) -> None:
+def test_errors_about_certificates_name_their_flags(models: Path, tmp_path: Path, said: Said) -> None:
     key, certificate = self_signed(tmp_path)
     (tmp_path / "other").mkdir()
     other, _ = self_signed(tmp_path / "other")
@@ -109,9 +106,7 @@ def test_mistakes_in_other_places_are_named(models: Path, tmp_path: Path, said: 
     assert (code, "there is no directory" in text) == (1, True), text
 
 
-def test_a_package_that_is_missing_is_named(
-    models: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_is_missing_is_named(models: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvloop", None)
     code, text = said(models)
     assert code == 1

@@ -23,9 +23,7 @@ from tests.server.repositories import CONFIG, ECHO, write
 from tests.server.running import RunningServer, running, starting
 from tests.waiting import wait_until
 
-BODY = json.dumps(
-    {"inputs": [{"name": "IN", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
-).encode()
+BODY = json.dumps({"inputs": [{"name": "IN", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}).encode()
 # The model prints that it executes, and executes until the test lets it end.
 WAITS = ECHO.replace(
     "        return [",
@@ -140,10 +138,7 @@ def test_clients_control_the_models_where_the_mode_is_explicit(models: Path) -> 
         wait_until(lambda: server.get("/v2/health/ready")[0] == 200)
 
 
-@pytest.mark.promise(
-    "The server (`moonpool serve`)",
-    "No request is lost while a changed model is replaced.",
-)
+@pytest.mark.promise("The server (`moonpool serve`)", "No request is lost while a changed model is replaced.")
 def test_a_model_is_replaced_without_a_request_being_lost(models: Path) -> None:
     answers: list[tuple[int, Any]] = []
     enough = threading.Event()
@@ -236,11 +231,7 @@ def test_headers_are_handed_on_to_models_where_that_is_wanted(models: Path) -> N
         simple = json.dumps({"IN": [1, 2, 3, 4]}).encode()
         told: list[dict[str, str]] = []
         for path, body in (("/infer", BODY), ("/infer", BODY), ("/generate", simple)):
-            headers = {
-                "X-Who": f"me{len(told)}",
-                "Y-Other": "no",
-                "Content-Type": "application/json",
-            }
+            headers = {"X-Who": f"me{len(told)}", "Y-Other": "no", "Content-Type": "application/json"}
             request = urllib.request.Request(url + path, body, headers)
             with urllib.request.urlopen(request, timeout=60) as response:
                 said = json.load(response)
@@ -277,9 +268,7 @@ def test_both_protocols_may_speak_tls(models: Path, tmp_path: Path) -> None:
     for_grpc = (f"--grpc-server-cert={certificate}", f"--grpc-server-key={key}")
     with running(models, "--grpc-use-ssl=true", *for_grpc) as server:
         name = f"localhost:{server.ports['grpc']}"
-        with grpc_client.InferenceServerClient(
-            name, ssl=True, root_certificates=str(certificate)
-        ) as client:
+        with grpc_client.InferenceServerClient(name, ssl=True, root_certificates=str(certificate)) as client:
             assert client.is_server_ready(client_timeout=30)
 
 

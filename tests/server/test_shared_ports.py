@@ -34,9 +34,7 @@ backend: "python"
 input [{ name: "IN" data_type: TYPE_FP32 dims: [1] }]
 output [{ name: "PID" data_type: TYPE_INT64 dims: [1] }]
 """
-BODY = json.dumps(
-    {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [1]}]}
-).encode()
+BODY = json.dumps({"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [1]}]}).encode()
 SHARED = ("--reuse-http-port=true", "--reuse-grpc-port=true")
 # A client connects again after so many requests.
 REQUESTS = 5

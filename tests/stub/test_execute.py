@@ -10,9 +10,7 @@ from moonpool.stub.pb_utils.errors import InvalidReturn
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.response import InferenceResponse
 
-pytestmark = pytest.mark.promise(
-    "Models", "`triton_python_backend_utils` has the names, types, exceptions …"
-)
+pytestmark = pytest.mark.promise("Models", "`triton_python_backend_utils` has the names, types, exceptions …")
 
 
 def requests(count: int) -> list[InferenceRequest]:

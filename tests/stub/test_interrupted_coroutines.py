@@ -28,9 +28,7 @@ async def nothing() -> None:
     """Do nothing."""
 
 
-def test_an_interrupt_at_any_point_of_a_start_leaves_room_for_the_next_one(
-    coroutines: Coroutines,
-) -> None:
+def test_an_interrupt_at_any_point_of_a_start_leaves_room_for_the_next_one(coroutines: Coroutines) -> None:
     ended: list[object] = []
     made: list[Coroutine[None, None, None]] = []
 

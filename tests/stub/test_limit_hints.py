@@ -12,12 +12,7 @@ from moonpool.ipc.policy import Policy
 from moonpool.stub import report
 from moonpool.stub.report import describe
 
-LIMITS = {
-    "memory_bytes": 1 << 28,
-    "tasks": 64,
-    "open_files": 32,
-    "file_bytes": 1 << 20,
-}
+LIMITS = {"memory_bytes": 1 << 28, "tasks": 64, "open_files": 32, "file_bytes": 1 << 20}
 MEMORY = "reached its memory limit of 268435456 bytes (MOONPOOL_MEMORY_LIMIT_BYTES)"
 TASKS = "reached its task limit of 64 processes and threads (MOONPOOL_TASK_LIMIT)"
 FILES = "reached its descriptor limit of 32 open descriptors (MOONPOOL_OPEN_FILES)"
@@ -29,10 +24,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "policy", Policy(limits=LIMITS))
 
 
-@pytest.mark.promise(
-    "Limits",
-    "An error that a limit causes names the limit and the option that sets it.",
-)
+@pytest.mark.promise("Limits", "An error that a limit causes names the limit and the option that sets it.")
 @pytest.mark.parametrize(
     ("error", "limit"),
     [

@@ -127,9 +127,7 @@ def test_the_version_may_be_an_ordinary_package(tmp_path: Path) -> None:
 
 def test_another_file_name_is_honoured(tmp_path: Path) -> None:
     write(tmp_path / "m" / "7", other="class TritonPythonModel: pass")
-    model = load_triton(
-        "other.py", str(tmp_path / "m" / "7"), str(tmp_path / "m"), str(tmp_path / "backend")
-    )
+    model = load_triton("other.py", str(tmp_path / "m" / "7"), str(tmp_path / "m"), str(tmp_path / "backend"))
 
     assert model.__module__ == "7.other"
 
@@ -178,9 +176,7 @@ def test_a_file_without_the_class_is_told_what_it_has(tmp_path: Path, source: st
     error = refusal(tmp_path)
 
     assert error.stage == "class"
-    assert str(error).startswith(
-        "AttributeError: module '1.model' has no attribute 'TritonPythonModel'"
-    )
+    assert str(error).startswith("AttributeError: module '1.model' has no attribute 'TritonPythonModel'")
     assert "it defines Other" in str(error)
 
 
@@ -218,10 +214,7 @@ def test_a_class_or_function_can_be_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "names"),
-    [
-        ("class A:\n  def __call__(self): 1\nclass B:\n  def __call__(self): 1", "A, B"),
-        ("class A: pass", "none"),
-    ],
+    [("class A:\n  def __call__(self): 1\nclass B:\n  def __call__(self): 1", "A, B"), ("class A: pass", "none")],
 )
 def test_none_and_several_are_refused(tmp_path: Path, source: str, names: str) -> None:
     write(tmp_path, mine=source)

@@ -68,9 +68,7 @@ def test_the_model_written_for_triton_runs(tmp_path: Path) -> None:
     config = model_class.auto_complete_config(ModelConfig('{"name": "add_sub"}'))
     model = model_class()
     model.initialize({"model_config": json.dumps(config.as_dict())})
-    good, bad = model.execute(
-        [request(INPUT0=ROWS, INPUT1=ROWS), request(INPUT0=ROWS * 1000, INPUT1=ROWS)]
-    )
+    good, bad = model.execute([request(INPUT0=ROWS, INPUT1=ROWS), request(INPUT0=ROWS * 1000, INPUT1=ROWS)])
 
     assert good.output_tensors()[0].as_numpy().tolist() == [[6] * 4] * 2
     assert bad.error().message() == "too large"
@@ -119,9 +117,7 @@ def test_the_first_native_model_runs(tmp_path: Path) -> None:
     }
 
 
-def test_the_native_model_with_a_configuration_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_native_model_with_a_configuration_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, "NATIVE_MODELS.md")
     adapter = serve(tmp_path / "scale.py", parameters={"factor": {"string_value": "2"}})
     (response,) = adapter.execute([request(X=ROWS)])

@@ -17,9 +17,7 @@ PATH = "/models/m/1/model.py"
 
 def raised_by(source: str) -> BaseException:
     """Return the exception of a model whose `execute` calls `inner`, a function with the body `source`."""
-    code: CodeType = compile(
-        f"def inner():\n    {source}\n\ndef execute():\n    inner()\n", PATH, "exec"
-    )
+    code: CodeType = compile(f"def inner():\n    {source}\n\ndef execute():\n    inner()\n", PATH, "exec")
     space: dict[str, Any] = {"Tensor": Tensor, "np": np}
     exec(code, space)
     try:
@@ -33,8 +31,7 @@ def raised_by(source: str) -> BaseException:
 
 def test_the_client_is_told_type_message_and_place_innermost_first() -> None:
     assert describe(raised_by("undefined_name")) == (
-        "NameError: name 'undefined_name' is not defined\n\n"
-        f"At:\n  {PATH}(2): inner\n  {PATH}(5): execute\n"
+        f"NameError: name 'undefined_name' is not defined\n\nAt:\n  {PATH}(2): inner\n  {PATH}(5): execute\n"
     )
 
 

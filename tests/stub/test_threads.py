@@ -14,8 +14,7 @@ from moonpool.stub.coroutines import Coroutines
 
 pytestmark = pytest.mark.promise(
     "Chaos",
-    "If a thread of moonpool's own fails in a stub, as when memory runs out, the stub ends, and "
-    "nobody waits for it.",
+    "If a thread of moonpool's own fails in a stub, as when memory runs out, the stub ends, and nobody waits for it.",
 )
 
 

@@ -14,8 +14,7 @@ import moonpool
 from moonpool import testing
 
 pytestmark = pytest.mark.promise(
-    "Testing models",
-    "A model gets the same responses and facts of other models in a test's process as in a stub.",
+    "Testing models", "A model gets the same responses and facts of other models in a test's process as in a stub."
 )
 
 EXAMPLES = Path(moonpool.__path__[0]) / "examples" / "models"
@@ -168,9 +167,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object
     loads: list[Callable[..., testing.LoadedModel]] = [testing.load, testing.load_in_stub]
     found: dict[str, dict[str, object]] = {}
     for load in loads:
-        with load(
-            folder / "asker.py", config=CONFIG, models={**models, "count": folder / "count"}
-        ) as model:
+        with load(folder / "asker.py", config=CONFIG, models={**models, "count": folder / "count"}) as model:
             found[load.__name__] = {code: _said(model, code) for code in SNIPPETS}
     return found
 

@@ -16,10 +16,7 @@ from moonpool import testing
 
 pytestmark = [
     pytest.mark.promise("Testing models", "If a runtime would refuse …"),
-    pytest.mark.promise(
-        "Testing models",
-        "A test of a model need not change for the model to run in a stub.",
-    ),
+    pytest.mark.promise("Testing models", "A test of a model need not change for the model to run in a stub."),
 ]
 
 ROW = np.array([[1, 2]], np.float32)
@@ -152,9 +149,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, s
 
 @pytest.mark.parametrize("wish", WISHES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_outcome_is_the_same(
-    outcomes: dict[tuple[str, str, str], object], kind: str, wish: str
-) -> None:
+def test_the_outcome_is_the_same(outcomes: dict[tuple[str, str, str], object], kind: str, wish: str) -> None:
     assert outcomes["load", kind, wish] == outcomes["load_in_stub", kind, wish]
 
 
@@ -183,9 +178,7 @@ def test_readiness_is_the_same(file: Path, ready: str) -> None:
     assert (said[0] is None) == (ready == "True")
 
 
-def test_requests_that_do_not_fit_are_refused(
-    load: Callable[..., testing.LoadedModel], file: Path
-) -> None:
+def test_requests_that_do_not_fit_are_refused(load: Callable[..., testing.LoadedModel], file: Path) -> None:
     with load(file, name="m", config=CONFIG) as model:
         for inputs in ({"WISH": ROW}, {"OTHER": [["a"]]}, {"WISH": [["a"]] * 5}, {"WISH": ["a"]}):
             with pytest.raises(moonpool.InvalidRequest):
@@ -220,9 +213,7 @@ def test_a_model_reads_the_same_of_a_request(file: Path) -> None:
     said = []
     for load in (testing.load, testing.load_in_stub):
         with load(file, name="m", config=CONFIG) as model:
-            said.append(
-                [model.infer(each).parameters for each in (request, {"WISH": [["details"]]})]
-            )
+            said.append([model.infer(each).parameters for each in (request, {"WISH": [["details"]]})])
 
     assert said[0] == said[1]
     assert "traceparent" in str(said[0][0]["said"])
@@ -241,9 +232,7 @@ def test_batches_and_streams(load: Callable[..., testing.LoadedModel], file: Pat
             assert len(model.responses(request)) == count
 
 
-def test_a_client_may_go_away_while_it_waits(
-    load: Callable[..., testing.LoadedModel], file: Path
-) -> None:
+def test_a_client_may_go_away_while_it_waits(load: Callable[..., testing.LoadedModel], file: Path) -> None:
     request = testing.request({"WISH": [["nothing until cancelled"]]})
     with load(file, name="m", config=DECOUPLED) as model:
         found: list[object] = []
@@ -256,9 +245,7 @@ def test_a_client_may_go_away_while_it_waits(
         assert found == [[]]
 
 
-def test_the_models_own_version_is_chosen(
-    load: Callable[..., testing.LoadedModel], tmp_path: Path
-) -> None:
+def test_the_models_own_version_is_chosen(load: Callable[..., testing.LoadedModel], tmp_path: Path) -> None:
     for version in (1, 2):
         folder = tmp_path / "m" / str(version)
         folder.mkdir(parents=True)

@@ -66,8 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "adds" / "2").mkdir()
     (folder / "adds" / "2" / "model.py").write_text(ADDS.replace("x + 1", "x + 100"))
     (folder / "adds" / "config.pbtxt").write_text(
-        (folder / "adds" / "config.pbtxt").read_text()
-        + "version_policy { specific { versions: [1] } }"
+        (folder / "adds" / "config.pbtxt").read_text() + "version_policy { specific { versions: [1] } }"
     )
     return folder
 
@@ -97,23 +96,15 @@ def responses_of(load: Loads, path: Path, request: Any) -> list[Any]:
         ("second", {"A": X}, [{"B": [102, 105, 106]}]),
         ("failing", {"A": X}, [("in ensemble 'failing', not today", "NOT_FOUND")]),
         ("branches", testing.request({"A": X}, outputs=["B"]), [{"B": [3, 6, 7]}]),
-        (
-            "streams",
-            {"A": [1, 2, 3]},
-            [{"B": [2, 3, 4]}, {"B": [3, 4, 5]}],
-        ),
+        ("streams", {"A": [1, 2, 3]}, [{"B": [2, 3, 4]}, {"B": [3, 4, 5]}]),
     ],
 )
-def test_it_answers_as_in_a_runtime(
-    folder: Path, load: Loads, name: str, request_: Any, expected: list[Any]
-) -> None:
+def test_it_answers_as_in_a_runtime(folder: Path, load: Loads, name: str, request_: Any, expected: list[Any]) -> None:
     assert responses_of(load, folder / name, request_) == expected
 
 
 def test_the_models_get_the_details_of_the_request(folder: Path) -> None:
-    request = testing.request(
-        {"A": X}, request_id="me", parameters={"a": 1}, correlation_id=7, flags=1
-    )
+    request = testing.request({"A": X}, request_id="me", parameters={"a": 1}, correlation_id=7, flags=1)
     found = [
         responses_of(load, folder / name, request)
         for name in ("telling", "wordy")
@@ -133,8 +124,7 @@ def test_a_request_that_does_not_fit_is_refused(folder: Path, load: Loads) -> No
 
 
 @pytest.mark.promise(
-    "Ensembles",
-    "An ensemble whose models do not fit together is not loaded, and the error has Triton's text.",
+    "Ensembles", "An ensemble whose models do not fit together is not loaded, and the error has Triton's text."
 )
 @pytest.mark.parametrize(
     ("name", "what"),
@@ -148,9 +138,7 @@ def test_a_request_that_does_not_fit_is_refused(folder: Path, load: Loads) -> No
         ),
     ],
 )
-def test_models_that_do_not_fit_are_refused(
-    folder: Path, load: Loads, name: str, what: str
-) -> None:
+def test_models_that_do_not_fit_are_refused(folder: Path, load: Loads, name: str, what: str) -> None:
     with pytest.raises(LoadFailed) as caught:
         load(folder / name)
     assert str(caught.value) == what
@@ -168,9 +156,7 @@ def test_a_stream_may_be_left(folder: Path) -> None:
 
 
 def test_the_model_that_raised_is_the_cause(tmp_path: Path) -> None:
-    write_model(
-        tmp_path, "raises", ADDS.replace("x = ", "raise KeyError('mine')\n            x = ")
-    )
+    write_model(tmp_path, "raises", ADDS.replace("x = ", "raise KeyError('mine')\n            x = "))
     write_ensemble(tmp_path, "e", chain(["raises"]))
     with testing.load_ensemble(tmp_path / "e") as model:
         with pytest.raises(ModelError, match=r"in ensemble 'e', .*KeyError") as caught:

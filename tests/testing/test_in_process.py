@@ -38,9 +38,7 @@ def y(array: Any = ROW) -> pb_utils.InferenceResponse:
     return pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.asarray(array))])
 
 
-def load(
-    execute: Callable[..., object], config: dict[str, Any] = CONFIG, **options: Any
-) -> testing.InProcessModel:
+def load(execute: Callable[..., object], config: dict[str, Any] = CONFIG, **options: Any) -> testing.InProcessModel:
     """A model that is nothing but its `execute`, which gets the requests."""
 
     class TritonPythonModel:
@@ -95,10 +93,7 @@ def test_neighbours_are_each_models_own(tmp_path: Path) -> None:
         said = f"NAME = {name!r}\n"
         files = {"model.py": code, "helper.py": said, "other.py": said, "late.py": said}
         write(tmp_path / name / "1", files)
-    with (
-        testing.load(tmp_path / "a", config=CONFIG) as a,
-        testing.load(tmp_path / "b", config=CONFIG) as b,
-    ):
+    with testing.load(tmp_path / "a", config=CONFIG) as a, testing.load(tmp_path / "b", config=CONFIG) as b:
         for _ in range(2):
             for name, model in {"a": a, "b": b}.items():
                 (response,) = model.responses(X=ROW)
@@ -108,9 +103,7 @@ def test_neighbours_are_each_models_own(tmp_path: Path) -> None:
 
 def test_a_model_is_imported_anew_each_time(tmp_path: Path) -> None:
     for limit in (3, 5):
-        write(
-            tmp_path, {"scale.py": "class Scale:\n    def __call__(self, X):\n        return X\n"}
-        )
+        write(tmp_path, {"scale.py": "class Scale:\n    def __call__(self, X):\n        return X\n"})
         config = {**CONFIG, "max_batch_size": limit}
         with testing.load(tmp_path / "scale.py", config=config) as model:
             assert model.config.max_batch_size == limit
@@ -274,10 +267,7 @@ def test_an_exception_of_the_model_is_the_cause_of_the_error() -> None:
 
 
 def test_a_model_may_not_end_the_program() -> None:
-    with (
-        load(lambda _: sys.exit(3)) as model,
-        pytest.raises(moonpool.ModelError, match="SystemExit: 3"),
-    ):
+    with load(lambda _: sys.exit(3)) as model, pytest.raises(moonpool.ModelError, match="SystemExit: 3"):
         model.infer(X=ROW)
 
 
@@ -295,8 +285,7 @@ def test_a_load_that_fails_says_where_and_leaves_nothing(stage: str, tmp_path: P
         "import": "raise ValueError('no')",
         "auto_complete_config": "class TritonPythonModel:\n"
         "    def auto_complete_config(config): raise ValueError('no')",
-        "initialize": "class TritonPythonModel:\n"
-        "    def initialize(self, args): raise ValueError('no')",
+        "initialize": "class TritonPythonModel:\n    def initialize(self, args): raise ValueError('no')",
     }
     path = list(sys.path)
     write(tmp_path / "m" / "1", {"model.py": f"# TritonPythonModel\n{lines[stage]}\n"})
@@ -454,9 +443,7 @@ def test_a_model_of_a_python_based_backend_answers(tmp_path: Path) -> None:
     )
     of_model = {"m/config.pbtxt": 'backend: "echo"', "m/1/data": ""}
     write(tmp_path, {"backends/echo/model.py": code, **of_model})
-    with testing.load(
-        tmp_path / "m", config=CONFIG, backend_directory=tmp_path / "backends"
-    ) as model:
+    with testing.load(tmp_path / "m", config=CONFIG, backend_directory=tmp_path / "backends") as model:
         assert model.infer(X=ROW)["Y"].tolist() == ROW.tolist()
 
 
@@ -469,10 +456,7 @@ def test_a_coroutine_that_still_waits_ends_with_the_model() -> None:
         finally:
             ended.append(True)
 
-    with (
-        load(execute, timeout_s=0.5) as model,
-        pytest.raises(moonpool.RequestTimedOut),
-    ):
+    with load(execute, timeout_s=0.5) as model, pytest.raises(moonpool.RequestTimedOut):
         model.infer(X=ROW)
     assert ended == [True]
 

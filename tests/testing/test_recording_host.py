@@ -18,8 +18,7 @@ pytestmark = [
     pytest.mark.promise("Readiness", "A model that asks a model …"),
     pytest.mark.promise(
         "Testing models",
-        "Functions, models and directories stand for other models; model control and metrics "
-        "can be read.",
+        "Functions, models and directories stand for other models; model control and metrics can be read.",
     ),
 ]
 
@@ -72,9 +71,7 @@ def test_a_function_stands_for_another_model() -> None:
         assert [tensor.name() for tensor in request.inputs()] == ["a"]
 
 
-def test_the_models_of_directories_may_ask_each_other(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_models_of_directories_may_ask_each_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "middle.py").write_text(MIDDLE)
 
     def ask(_: object) -> object:
@@ -120,10 +117,7 @@ def test_a_loaded_model_stands_for_another_model() -> None:
         response: Any = to("add_sub", INPUT0=ROW, INPUT1=ROW).exec()
         return response.output_tensors()[1].as_numpy()
 
-    with (
-        testing.load(EXAMPLES / "add_sub") as add_sub,
-        asker(ask, {"add_sub": add_sub}) as model,
-    ):
+    with testing.load(EXAMPLES / "add_sub") as add_sub, asker(ask, {"add_sub": add_sub}) as model:
         assert model.infer(X=ROW)["Y"].tolist() == [[0, 0, 0, 0]]
 
 
@@ -176,9 +170,7 @@ def test_a_generator_stands_for_a_decoupled_model() -> None:
         assert model.infer(X=ROW)["Y"].tolist() == [[3, 6, 9, 12]]
     with asker(ask, {"double": lambda a: {"Z": a}}) as model:
         (response,) = model.responses(X=ROW)
-        assert (
-            response.error is not None
-        )  # the model's assert failed, because there is one response only
+        assert response.error is not None  # the model's assert failed, because there is one response only
     with asker(doubled, {"double": counts}) as model:
         (response,) = model.responses(X=ROW)
         assert response.error is not None
@@ -195,9 +187,7 @@ def test_requests_to_other_models_may_be_awaited() -> None:
             calls: Any = [to("double", a=r.inputs()[0].as_numpy()).async_exec() for r in requests]
             answers = await asyncio.gather(*calls)
             return [
-                pb_utils.InferenceResponse(
-                    [pb_utils.Tensor("Y", answer.output_tensors()[0].as_numpy())]
-                )
+                pb_utils.InferenceResponse([pb_utils.Tensor("Y", answer.output_tensors()[0].as_numpy())])
                 for answer in answers
             ]
 
@@ -216,9 +206,7 @@ def test_models_are_loaded_and_unloaded() -> None:
         seen.append(pb_utils.is_model_ready("double"))
         pb_utils.load_model("double", config="{}", files={"file:1/model.py": b"code"})
         seen.append(pb_utils.is_model_ready("double"))
-        with pytest.raises(
-            pb_utils.TritonModelException, match=r"Failed to load model: .*'other' in the `models`"
-        ):
+        with pytest.raises(pb_utils.TritonModelException, match=r"Failed to load model: .*'other' in the `models`"):
             pb_utils.load_model("other")
         seen.append(pb_utils.is_model_ready("other"))
         return ROW

@@ -23,10 +23,7 @@ pytestmark = pytest.mark.promise(
 START, END = 1, 2
 CONTROLS = [
     {"name": "START", "control": [{"kind": "CONTROL_SEQUENCE_START", "fp32_false_true": [0, 1]}]},
-    {
-        "name": "END",
-        "control": [{"kind": "CONTROL_SEQUENCE_END", "bool_false_true": [False, True]}],
-    },
+    {"name": "END", "control": [{"kind": "CONTROL_SEQUENCE_END", "bool_false_true": [False, True]}]},
     {"name": "READY", "control": [{"kind": "CONTROL_SEQUENCE_READY", "int32_false_true": [0, 7]}]},
     {"name": "ID", "control": [{"kind": "CONTROL_SEQUENCE_CORRID", "data_type": "TYPE_UINT64"}]},
 ]
@@ -49,9 +46,7 @@ def request(which: int, x: float, flags: int = 0) -> testing.Request:
 OLDEST = {"oldest": {"max_candidate_sequences": 4}, "control_input": CONTROLS}
 
 
-@pytest.mark.parametrize(
-    "batching", [{}, {"control_input": CONTROLS}, OLDEST], ids=["plain", "controls", "oldest"]
-)
+@pytest.mark.parametrize("batching", [{}, {"control_input": CONTROLS}, OLDEST], ids=["plain", "controls", "oldest"])
 def test_a_model_is_told_where_in_its_sequence_a_request_is(batching: dict[str, Any]) -> None:
     def said(load: Callable[..., testing.LoadedModel]) -> Iterator[Any]:
         with load(MODELS / "sequences.py", name="m", config=config(**batching)) as model:
@@ -76,9 +71,7 @@ def test_requests_of_different_sequences_are_one_batch() -> None:
         batch = [request(7, 1, START), request(8, 2, START), request(7, 3), request(9, 4, START)]
         told = [json.loads(response["Y"][0, 0]) for response in model.infer_batch(batch)]
 
-        assert [each["batch"] for each in told] == [["7", "8", "9"]] * 2 + [["7"]] + [
-            ["7", "8", "9"]
-        ]
+        assert [each["batch"] for each in told] == [["7", "8", "9"]] * 2 + [["7"]] + [["7", "8", "9"]]
         # Sequence 8 keeps its place, and somebody else's is empty.
         (last,) = model.infer_batch([request(8, 1)])
         assert json.loads(last["Y"][0, 0])["place"] == 1
@@ -133,17 +126,13 @@ class TritonPythonModel:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_rescheduled_request_comes_again(
-    load: Callable[..., testing.LoadedModel], tmp_path: Path
-) -> None:
+def test_a_rescheduled_request_comes_again(load: Callable[..., testing.LoadedModel], tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(ITERATIVE)
     with load(tmp_path / "model.py", config=config(iterative_sequence=True)) as model:
         assert model.infer(X=np.ones((1, 1), np.float32))["Y"].tolist() == [[b"[1, 0, 0]"]]
 
 
-STATES = [
-    {"input_name": "TOTAL_IN", "output_name": "TOTAL_OUT", "data_type": "TYPE_FP32", "dims": [1]}
-]
+STATES = [{"input_name": "TOTAL_IN", "output_name": "TOTAL_OUT", "data_type": "TYPE_FP32", "dims": [1]}]
 
 
 @pytest.mark.promise("Sequences", "A model gets the states of …")
@@ -154,9 +143,7 @@ def test_a_model_gets_the_states_of_its_sequences() -> None:
                 response = model.infer(each)
                 assert list(response.outputs) == ["Y"]
                 yield json.loads(response["Y"].flat[0])["before"]
-            wrong = testing.request(
-                {"X": [[1.0]]}, correlation_id=7, parameters={"answer": "shape"}
-            )
+            wrong = testing.request({"X": [[1.0]]}, correlation_id=7, parameters={"answer": "shape"})
             with pytest.raises(moonpool.MoonpoolError, match="state 'TOTAL_OUT' of model 'm' has"):
                 model.infer(wrong)
             yield json.loads(model.infer(request(7, 1))["Y"].flat[0])["before"]

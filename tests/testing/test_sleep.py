@@ -112,13 +112,10 @@ def test_a_model_without_both_hooks_cannot_sleep(load: Load) -> None:
 
 
 @pytest.mark.promise(
-    "Testing models",
-    "After a Ctrl-C while a hook of the model runs, the hook has ended, and the model answers again.",
+    "Testing models", "After a Ctrl-C while a hook of the model runs, the hook has ended, and the model answers again."
 )
 @pytest.mark.parametrize("hook", ["sleep", "wake"])
-def test_an_interrupt_while_a_hook_runs_leaves_a_model_that_answers(
-    load: Load, tmp_path: Path, hook: str
-) -> None:
+def test_an_interrupt_while_a_hook_runs_leaves_a_model_that_answers(load: Load, tmp_path: Path, hook: str) -> None:
     begun, ended = tmp_path / "begun", tmp_path / "ended"
     with load(HELD.format(hook=hook, other={"sleep": "wake", "wake": "sleep"}[hook])) as model:
         assert ask(model) == 1

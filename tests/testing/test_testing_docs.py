@@ -13,9 +13,7 @@ import pytest
 
 import moonpool
 
-pytestmark = pytest.mark.promise(
-    "Testing models", "The tests in the document on testing models pass."
-)
+pytestmark = pytest.mark.promise("Testing models", "The tests in the document on testing models pass.")
 
 PACKAGE = Path(moonpool.__path__[0])
 PAGE = Path(__file__).parents[2] / "docs" / "TESTING_MODELS.md"
@@ -38,11 +36,7 @@ def run(folder: Path, *arguments: str) -> str:
     ended = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(PACKAGE.parent),
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        },
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         check=False,

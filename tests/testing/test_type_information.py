@@ -20,8 +20,7 @@ import moonpool
 from moonpool.stub.native import hints
 
 pytestmark = pytest.mark.promise(
-    "Testing models",
-    "Type checkers know the names that models import, and find mistakes in their use.",
+    "Testing models", "Type checkers know the names that models import, and find mistakes in their use."
 )
 
 ROOT = Path(__file__).parents[2]
@@ -285,8 +284,7 @@ def pyright(python: str, folder: Path, *, strict: bool) -> list[str]:
     found = json.loads(ended.stdout)
     assert found["summary"]["filesAnalyzed"] > 0
     return [
-        f"{Path(each['file']).name}:{each['range']['start']['line'] + 1} "
-        f"{each.get('rule', '')}: {each['message']}"
+        f"{Path(each['file']).name}:{each['range']['start']['line'] + 1} {each.get('rule', '')}: {each['message']}"
         for each in found["generalDiagnostics"]
         if each["severity"] == "error"
     ]
@@ -298,9 +296,7 @@ def readme() -> tuple[str, str, str]:
     if not page.exists():
         pytest.skip("the documents are not here")
     text = page.read_text(encoding="utf-8")
-    model, program, hosts = re.findall(
-        r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL
-    )
+    model, program, hosts = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     return model, program, hosts
 
 
@@ -311,9 +307,7 @@ def readme() -> tuple[str, str, str]:
 )
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("mypy"), reason="mypy is not installed")
-def test_mypy_accepts_a_user_s_program_and_the_examples_of_the_readme(
-    python: str, tmp_path: Path
-) -> None:
+def test_mypy_accepts_a_user_s_program_and_the_examples_of_the_readme(python: str, tmp_path: Path) -> None:
     accepted = ["Success: no issues found in 4 source files"]
 
     assert mypy(python, tmp_path, PROGRAM, *readme()) == accepted
@@ -350,9 +344,7 @@ def hinted(hints: list[str]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("mypy"), reason="mypy is not installed")
-def test_the_page_says_which_hints_mypy_refuses_and_what_to_write_for_them(
-    python: str, tmp_path: Path
-) -> None:
+def test_the_page_says_which_hints_mypy_refuses_and_what_to_write_for_them(python: str, tmp_path: Path) -> None:
     path = ROOT / "docs" / "NATIVE_MODELS.md"
     if not path.exists():
         pytest.skip("the documents are not here")
@@ -373,9 +365,7 @@ def test_the_page_says_which_hints_mypy_refuses_and_what_to_write_for_them(
 
 @pytest.mark.promise("The package", "mypy and pyright, both at their …")
 @pytest.mark.slow
-def test_pyright_accepts_a_user_s_program_and_the_examples_of_the_readme(
-    python: str, tmp_path: Path
-) -> None:
+def test_pyright_accepts_a_user_s_program_and_the_examples_of_the_readme(python: str, tmp_path: Path) -> None:
     names = ("program.py", "scale.py", "use.py", "hosts.py")
     for name, text in zip(names, (PROGRAM, *readme()), strict=True):
         (tmp_path / name).write_text(text)
@@ -387,9 +377,7 @@ def test_pyright_accepts_a_user_s_program_and_the_examples_of_the_readme(
     (tmp_path / "triton_model.py").write_text(MODEL)
     (tmp_path / "program.py").write_text(WRONG_PROGRAM)
     mistakes = pyright(python, tmp_path, strict=False)
-    assert [mistake.split()[0] for mistake in mistakes] == [
-        f"program.py:{line}" for line in (3, 4, 5)
-    ]
+    assert [mistake.split()[0] for mistake in mistakes] == [f"program.py:{line}" for line in (3, 4, 5)]
 
 
 @pytest.mark.promise(
@@ -418,9 +406,7 @@ def test_help_begins_with_use_and_fits_what_a_person_reads() -> None:
 
 
 @pytest.mark.promise(
-    "The package",
-    "`help(moonpool)` begins with lines that work when they are pasted, and is short enough to "
-    "read.",
+    "The package", "`help(moonpool)` begins with lines that work when they are pasted, and is short enough to read."
 )
 def test_the_lines_of_use_in_the_help_work(tmp_path: Path) -> None:
     text = (moonpool.__doc__ or "").split("\n\n`Runtime", 1)[0]

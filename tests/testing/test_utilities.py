@@ -73,9 +73,7 @@ def test_a_module_of_tritons_that_can_be_imported_stays(
     assert sys.modules[name] is module
 
 
-def test_a_module_of_tritons_that_is_there_already_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_module_of_tritons_that_is_there_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, NAMES[1], sys)
     with testing.utilities():
         assert import_module(NAMES[1]) is sys
@@ -136,10 +134,7 @@ def test_a_run_that_needs_no_model_loads_nothing_of_moonpool(tmp_path: Path) -> 
 
 
 def test_an_ordinary_program_does_not_find_the_names() -> None:
-    program = (
-        "import importlib.util, moonpool.testing\n"
-        f"print([importlib.util.find_spec(name) for name in {NAMES!r}])"
-    )
+    program = f"import importlib.util, moonpool.testing\nprint([importlib.util.find_spec(name) for name in {NAMES!r}])"
     ended = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": SOURCE},
@@ -152,9 +147,7 @@ def test_an_ordinary_program_does_not_find_the_names() -> None:
 
 
 def test_an_installed_moonpool_names_its_plug_in() -> None:
-    installed = [
-        found for found in metadata.distributions(name="moonpool") if found.read_text("RECORD")
-    ]
+    installed = [found for found in metadata.distributions(name="moonpool") if found.read_text("RECORD")]
     if not installed:
         pytest.skip("moonpool is not installed here")
 

@@ -36,11 +36,7 @@ BROKEN: dict[str, str] = {
     "initialize_raises_model_exception": _method(
         "initialize(self, args)", "raise pb_utils.TritonModelException('on purpose')"
     ),
-    "initialize_raises_deep": _method(
-        "initialize(self, args)",
-        "def deeper(): undefined_name",
-        "deeper()",
-    ),
+    "initialize_raises_deep": _method("initialize(self, args)", "def deeper(): undefined_name", "deeper()"),
     "initialize_raises_from": _method(
         "initialize(self, args)",
         "try: 1 / 0",
@@ -57,16 +53,10 @@ BROKEN: dict[str, str] = {
     "input_without_name": _completes("config.add_input({'data_type': 'TYPE_FP32', 'dims': [4]})"),
     "input_without_datatype": _completes("config.add_input({'name': 'Z', 'dims': [4]})"),
     "input_without_dims": _completes("config.add_input({'name': 'Z', 'data_type': 'TYPE_FP32'})"),
-    "input_with_more": _completes(
-        "config.add_input({'name': 'Z', 'data_type': 'TYPE_FP32', 'dims': [4], 'more': 1})"
-    ),
+    "input_with_more": _completes("config.add_input({'name': 'Z', 'data_type': 'TYPE_FP32', 'dims': [4], 'more': 1})"),
     "nameless_input_with_more": _completes("config.add_input({'more': 1})"),
-    "input_of_another_datatype": _completes(
-        "config.add_input({'name': 'X', 'data_type': 'TYPE_INT32', 'dims': [4]})"
-    ),
-    "input_of_other_dims": _completes(
-        "config.add_input({'name': 'X', 'data_type': 'TYPE_FP32', 'dims': [16]})"
-    ),
+    "input_of_another_datatype": _completes("config.add_input({'name': 'X', 'data_type': 'TYPE_INT32', 'dims': [4]})"),
+    "input_of_other_dims": _completes("config.add_input({'name': 'X', 'data_type': 'TYPE_FP32', 'dims': [16]})"),
     "input_becomes_optional": _completes(
         "config.add_input({'name': 'X', 'data_type': 'TYPE_FP32', 'dims': [4], 'optional': True})"
     ),
@@ -79,9 +69,7 @@ BROKEN: dict[str, str] = {
     "output_of_another_datatype": _completes(
         "config.add_output({'name': 'Y', 'data_type': 'TYPE_INT32', 'dims': [4]})"
     ),
-    "output_of_other_dims": _completes(
-        "config.add_output({'name': 'Y', 'data_type': 'TYPE_FP32', 'dims': [16]})"
-    ),
+    "output_of_other_dims": _completes("config.add_output({'name': 'Y', 'data_type': 'TYPE_FP32', 'dims': [16]})"),
     "policy_with_more": _completes("config.set_model_transaction_policy({'more': True})"),
     "input_is_no_dict": _completes("config.add_input(None)"),
 }

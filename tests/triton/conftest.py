@@ -46,9 +46,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         if side is None or not side.has_died:
             break
         with item.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-            sys.stderr.write(
-                f"\ntritonserver died in {item.nodeid}:\n{side.server.log()[-4000:]}\n"
-            )
+            sys.stderr.write(f"\ntritonserver died in {item.nodeid}:\n{side.server.log()[-4000:]}\n")
         side.restart()
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
     for report in reports:
@@ -69,9 +67,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def both(
-    repository: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Both]:
+def both(repository: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Both]:
     """Both sides, with the zoo loaded."""
     with asked(repository, tmp_path_factory.mktemp("server")) as triton:
         request.session.stash.setdefault(SIDES, {})["both"] = triton

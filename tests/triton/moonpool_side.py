@@ -42,9 +42,7 @@ class MoonpoolSide:
 
     def __init__(self, repository: Path, **options: Any) -> None:
         """`options` are further ones of the runtime."""
-        self._runtime = moonpool.Runtime(
-            repository, models=[], backend_directory=BACKENDS, **options
-        )
+        self._runtime = moonpool.Runtime(repository, models=[], backend_directory=BACKENDS, **options)
         self._lines = _Lines()
         self._heard = 0
         self._logger = logging.getLogger("moonpool.stub")

@@ -205,9 +205,7 @@ def recorded(method: Callable[P, T]) -> Callable[P, T]:
             return method(*args, **options)
         words = [repr(shortened(_plain(each))) for each in args[1:]]
         words += [f"{name}={shortened(value)!r}" for name, value in sorted(options.items())]
-        answer: T = recording.ask(
-            f"{method.__name__}({', '.join(words)})", lambda: method(*args, **options)
-        )
+        answer: T = recording.ask(f"{method.__name__}({', '.join(words)})", lambda: method(*args, **options))
         return answer
 
     return asked
@@ -223,9 +221,7 @@ def _plain(value: Any) -> Any:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--record", type=Path, help="a folder; asks a tritonserver, and writes its answers there"
-    )
+    parser.addoption("--record", type=Path, help="a folder; asks a tritonserver, and writes its answers there")
 
 
 def pytest_configure(config: pytest.Config) -> None:

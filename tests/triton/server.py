@@ -61,16 +61,9 @@ class TritonServer:
     """The process, its ports and its log. `models` are loaded from `repository`, others when asked for."""
 
     def __init__(
-        self,
-        python: Path,
-        repository: Path,
-        folder: Path,
-        models: Sequence[str] = (),
-        options: Sequence[str] = (),
+        self, python: Path, repository: Path, folder: Path, models: Sequence[str] = (), options: Sequence[str] = ()
     ) -> None:
-        facts = subprocess.run(
-            [python, "-c", _FACTS], capture_output=True, text=True, check=True
-        ).stdout.splitlines()
+        facts = subprocess.run([python, "-c", _FACTS], capture_output=True, text=True, check=True).stdout.splitlines()
         if not facts[0]:
             pytest.fail(f"nvidia-pytriton is not installed beside {python}", pytrace=False)
         self._package, self._libraries, self._version = Path(facts[0]), facts[1], facts[2]
@@ -97,9 +90,7 @@ class TritonServer:
         ports = [each.getsockname()[1] for each in self._reserved]
         self.http_port, self.grpc_port, self.metrics_port = ports
         with open(self.log_file, "wb") as log:
-            self._process = subprocess.Popen(
-                self._command(), env=self._environment(), stdout=log, stderr=log, cwd="/"
-            )
+            self._process = subprocess.Popen(self._command(), env=self._environment(), stdout=log, stderr=log, cwd="/")
         process = self._process
 
         def has_started() -> bool:
@@ -122,9 +113,7 @@ class TritonServer:
         shutil.copytree(wheel / "backends", self._backends)
         shutil.copytree(BACKENDS, self._backends, dirs_exist_ok=True)
         stub = "triton_python_backend_stub"
-        shutil.copy(
-            wheel / "python_backend_stubs" / self._version / stub, self._backends / "python"
-        )
+        shutil.copy(wheel / "python_backend_stubs" / self._version / stub, self._backends / "python")
 
     def _command(self) -> list[str]:
         return [
@@ -214,11 +203,7 @@ def _stubs(regions: str) -> list[int]:
 
 @contextmanager
 def running(
-    python: Path,
-    repository: Path,
-    folder: Path,
-    models: Sequence[str] = (),
-    options: Sequence[str] = (),
+    python: Path, repository: Path, folder: Path, models: Sequence[str] = (), options: Sequence[str] = ()
 ) -> Iterator[TritonServer]:
     """A server, ready, which is ended afterwards. `options` are further ones of its command line."""
     server = TritonServer(python, repository, folder, models, options)

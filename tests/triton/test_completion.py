@@ -61,9 +61,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_model_changes_the_same_of_its_configuration(
-    both: Both, repository: Path, name: str
-) -> None:
+def test_a_model_changes_the_same_of_its_configuration(both: Both, repository: Path, name: str) -> None:
     change, config = CHANGES[name]
     folder = repository / f"changes_{name}"
     (folder / "1").mkdir(parents=True, exist_ok=True)
@@ -73,10 +71,7 @@ def test_a_model_changes_the_same_of_its_configuration(
     inputs = {"X": np.zeros(shape, np.float32)}
 
     with both.hosted(folder.name):
-        theirs, ours = (
-            json.loads(_text(side.infer(folder.name, inputs)))
-            for side in (both.triton, both.moonpool)
-        )
+        theirs, ours = (json.loads(_text(side.infer(folder.name, inputs))) for side in (both.triton, both.moonpool))
 
     assert ours == theirs
 

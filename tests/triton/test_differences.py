@@ -13,8 +13,7 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.promise(
         "Fidelity",
-        "Where moonpool differs on purpose, the table in FIDELITY says how, and a test "
-        "checks that it still differs.",
+        "Where moonpool differs on purpose, the table in FIDELITY says how, and a test checks that it still differs.",
     ),
 ]
 
@@ -93,15 +92,9 @@ asking("returns", ["Y"], error).exec()""",
         "Response(list[], TritonError(__ErrorCode.CANCELLED, 'mine'))",
     ),
     Difference(
-        'asking("batch", ["Y"]).exec().error().code()',
-        "<__ErrorCode.INTERNAL: 1>",
-        "<__ErrorCode.INVALID_ARG: 3>",
+        'asking("batch", ["Y"]).exec().error().code()', "<__ErrorCode.INTERNAL: 1>", "<__ErrorCode.INVALID_ARG: 3>"
     ),
-    Difference(
-        f"{REQUEST}, correlation_id=-1)",
-        "builtins.RuntimeError: Unable to cast",
-        "builtins.TypeError",
-    ),
+    Difference(f"{REQUEST}, correlation_id=-1)", "builtins.RuntimeError: Unable to cast", "builtins.TypeError"),
 ]
 
 
@@ -122,22 +115,14 @@ UNKNOWN = "Request for unknown model: 'nothing_of_that_name' is not found"
 NEWER_TEXTS = [
     newer(f"{NOTHING}.exec().error().message()", "nothing_of_that_name", UNKNOWN),
     newer(
-        f"async def bad(): return await {NOTHING}.async_exec()\n"
-        "import asyncio; asyncio.run(bad()).error().message()",
+        f"async def bad(): return await {NOTHING}.async_exec()\nimport asyncio; asyncio.run(bad()).error().message()",
         "nothing_of_that_name",
         UNKNOWN,
     ),
     newer(
-        f"[r.error().message() for r in {NOTHING}.exec(decoupled=True)]",
-        "nothing_of_that_name",
-        UNKNOWN,
-        in_list=True,
+        f"[r.error().message() for r in {NOTHING}.exec(decoupled=True)]", "nothing_of_that_name", UNKNOWN, in_list=True
     ),
-    newer(
-        'asking("", ["Y"]).exec().error().message()',
-        "",
-        "Request for unknown model: '' is not found",
-    ),
+    newer('asking("", ["Y"]).exec().error().message()', "", "Request for unknown model: '' is not found"),
     newer(
         'asking("batch", ["Y"], model_version=7).exec().error().message()',
         "batch",
@@ -169,9 +154,7 @@ def test_a_difference_is_what_it_is_said_to_be(both: Both, difference: Differenc
 
 
 @pytest.mark.parametrize("difference", OF_THE_CORE, ids=lambda difference: difference.code[:100])
-def test_a_difference_of_the_core_is_what_it_is_said_to_be(
-    both: Both, difference: Difference
-) -> None:
+def test_a_difference_of_the_core_is_what_it_is_said_to_be(both: Both, difference: Difference) -> None:
     theirs, ours = both.said(difference.code)
 
     assert theirs.startswith(difference.theirs)
@@ -206,18 +189,14 @@ SURVIVED = {
     ),
     "a metric whose name it cannot have": (
         'pb_utils.MetricFamily("with space", "d", pb_utils.MetricFamily.COUNTER)',
-        MODEL_EXCEPTION
-        + "Error when creating MetricFamily: Failed to process the request for model "
+        MODEL_EXCEPTION + "Error when creating MetricFamily: Failed to process the request for model "
         "'snippets_0_0', message: Invalid metric name",
     ),
     "a loop that is cancelled, which is newer than this Triton": (
         'asking("streams", ["Y"], "sender.send(y(1), FINAL)").exec(decoupled=True).cancel()',
         "None",
     ),
-    "is_cancelled of a request of the model's making": (
-        f"{REQUEST}).is_cancelled()",
-        "False",
-    ),
+    "is_cancelled of a request of the model's making": (f"{REQUEST}).is_cancelled()", "False"),
 }
 
 
@@ -245,9 +224,7 @@ def test_an_exception_after_the_last_response_harms_nobody(both: Both, after: st
 
 
 @pytest.mark.promise("Responses at any time", "If a model that is …")
-@pytest.mark.parametrize(
-    "after", ["sender.send(y(2))", "raise ValueError('on purpose')", "returned = [y(2)]"]
-)
+@pytest.mark.parametrize("after", ["sender.send(y(2))", "raise ValueError('on purpose')", "returned = [y(2)]"])
 def test_an_answer_that_was_sent_stands(both: Both, after: str) -> None:
     inputs = code_of(f"sender.send(y(1))\n{after}")
 

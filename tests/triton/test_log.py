@@ -9,8 +9,7 @@ from tests.triton.both import Both
 pytestmark = [
     pytest.mark.triton,
     pytest.mark.promise(
-        "Fidelity",
-        "The lines that models log are those of a real Triton: text, level, file and line.",
+        "Fidelity", "The lines that models log are those of a real Triton: text, level, file and line."
     ),
 ]
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.triton.both import Both
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.promise("Metrics", "Every model has Triton's metrics, and …"),
-]
+pytestmark = [pytest.mark.triton, pytest.mark.promise("Metrics", "Every model has Triton's metrics, and …")]
 
 MADE = """
 F = pb_utils.MetricFamily

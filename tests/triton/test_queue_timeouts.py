@@ -10,10 +10,7 @@ import pytest
 from tests.triton.answers import Failure
 from tests.triton.both import Both, agree
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.promise("Requests between models", "The timeout of a request, from …"),
-]
+pytestmark = [pytest.mark.triton, pytest.mark.promise("Requests between models", "The timeout of a request, from …")]
 
 # These models have different queue policies. The timeout of a request counts only if it may override the policy's.
 POLICIES = ["timed", "timed_fixed", "timed_free", "timed_delayed", "timed_not", "timed_alone"]
@@ -86,9 +83,7 @@ def test_a_model_asks_another_one(both: Both, model: str, timeout_us: int) -> No
 
 
 def test_a_model_asks_others_that_are_busy(both: Both) -> None:
-    theirs, ours = both.said(
-        f"models, timeouts_us = {POLICIES}, {TIMEOUTS_US}" + REQUEST + ASKS_BUSY_ONES
-    )
+    theirs, ours = both.said(f"models, timeouts_us = {POLICIES}, {TIMEOUTS_US}" + REQUEST + ASKS_BUSY_ONES)
 
     assert agree(theirs, ours), (theirs, ours)
     expired = re.findall(r"list\['(\w+ \d+)', '[^']*expired'\]", ours)

@@ -7,10 +7,7 @@ import pytest
 from tests.triton.answers import Failure, Inputs
 from tests.triton.both import Both
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.promise("Fidelity", "Whatever `execute` returns, raises or …"),
-]
+pytestmark = [pytest.mark.triton, pytest.mark.promise("Fidelity", "Whatever `execute` returns, raises or …")]
 
 
 def code(*lines: str) -> Inputs:
@@ -23,19 +20,14 @@ ONE = {
     "a response, then the flag": ["sender.send(y(1))", "sender.send(flags=FINAL)"],
     "by name": ["sender.send(response=y(1), flags=FINAL)"],
     "an error": ["sender.send(failed(), FINAL)"],
-    "an error with a code": [
-        "sender.send(failed('gone', pb_utils.TritonError.NOT_FOUND), FINAL)",
-    ],
+    "an error with a code": ["sender.send(failed('gone', pb_utils.TritonError.NOT_FOUND), FINAL)"],
     "a response without outputs": ["sender.send(pb_utils.InferenceResponse([]), FINAL)"],
     "strings": [
         "t = pb_utils.Tensor('T', np.array([b'a', b''], object))",
         "sender.send(pb_utils.InferenceResponse([t]), FINAL)",
     ],
     "None in a list": ["sender.send(y(1), FINAL)", "returned = [None]"],
-    "from a thread": [
-        "thread = threading.Thread(target=lambda: sender.send(y(1), FINAL))",
-        "thread.start()",
-    ],
+    "from a thread": ["thread = threading.Thread(target=lambda: sender.send(y(1), FINAL))", "thread.start()"],
     "another sender of the request": ["request.get_response_sender().send(y(1), FINAL)"],
     "a second response": [
         "sender.send(y(1))",
@@ -70,11 +62,7 @@ ONE = {
         "attempt(own.get_response_sender().send, flags=5)",
         "sender.send(y(1), FINAL)",
     ],
-    "is_cancelled": [
-        "attempt(sender.is_cancelled)",
-        "attempt(request.is_cancelled)",
-        "sender.send(y(1), FINAL)",
-    ],
+    "is_cancelled": ["attempt(sender.is_cancelled)", "attempt(request.is_cancelled)", "sender.send(y(1), FINAL)"],
 }
 WRONG_TYPES = {
     "send an error": "sender.send(pb_utils.TritonError('x'))",
@@ -124,22 +112,11 @@ def test_arguments_of_wrong_types_are_type_errors(both: Both, model: str, name: 
 
 MANY = {
     "three": ["for i in range(3): sender.send(y(i))", "sender.send(flags=FINAL)"],
-    "three, the last one with the flag": [
-        "for i in range(2): sender.send(y(i))",
-        "sender.send(y(2), FINAL)",
-    ],
+    "three, the last one with the flag": ["for i in range(2): sender.send(y(i))", "sender.send(y(2), FINAL)"],
     "none": ["sender.send(flags=FINAL)"],
     "a hundred": ["for i in range(100): sender.send(y(i))", "sender.send(flags=FINAL)"],
-    "large ones": [
-        "for i in range(5): sender.send(y(*range(20_000)))",
-        "sender.send(flags=FINAL)",
-    ],
-    "an error between": [
-        "sender.send(y(1))",
-        "sender.send(failed())",
-        "sender.send(y(2))",
-        "sender.send(flags=FINAL)",
-    ],
+    "large ones": ["for i in range(5): sender.send(y(*range(20_000)))", "sender.send(flags=FINAL)"],
+    "an error between": ["sender.send(y(1))", "sender.send(failed())", "sender.send(y(2))", "sender.send(flags=FINAL)"],
     "an error at the end": ["sender.send(y(1))", "sender.send(failed('the end'), FINAL)"],
     "from a thread, after execute": [
         "def run():",
@@ -166,10 +143,7 @@ def test_a_decoupled_model_sends_as_many_as_it_likes(both: Both, name: str) -> N
 RETURNED_AND_SENT = {
     "returned, and sent later": ["model.kept = sender", "returned = [y(1)]"],
     "a sender whose request was answered": ["attempt(model.kept.send, y(1))", "returned = [y(2)]"],
-    "a sender whose request failed": [
-        "model.kept = sender",
-        "raise ValueError('on purpose')",
-    ],
+    "a sender whose request failed": ["model.kept = sender", "raise ValueError('on purpose')"],
     "it is closed": ["attempt(model.kept.send, y(1))", "returned = [y(3)]"],
 }
 
@@ -189,9 +163,7 @@ AWAITS = {
         "    sender.send(y(1), FINAL)",
         "model.task = asyncio.create_task(later())",
     ],
-    "in another thread": [
-        "await asyncio.get_running_loop().run_in_executor(None, sender.send, y(1), FINAL)",
-    ],
+    "in another thread": ["await asyncio.get_running_loop().run_in_executor(None, sender.send, y(1), FINAL)"],
 }
 
 
@@ -229,9 +201,7 @@ def test_a_decoupled_model_needs_a_stream(both: Both) -> None:
     theirs = both.triton.infer("streams", inputs)
     ours = both.moonpool.infer("streams", inputs)
 
-    assert theirs == Failure(
-        "UNSUPPORTED", "ModelInfer RPC doesn't support models with decoupled transaction policy"
-    )
+    assert theirs == Failure("UNSUPPORTED", "ModelInfer RPC doesn't support models with decoupled transaction policy")
     assert isinstance(ours, Failure)
     assert ours.text.startswith("model 'streams' is decoupled: ")
 

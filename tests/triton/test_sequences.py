@@ -17,9 +17,7 @@ from tests.triton.recording import RECORDING
 pytestmark = [
     pytest.mark.triton,
     pytest.mark.promise(
-        "Sequences",
-        "In sequences and with rescheduled requests, the model and its callers see the same as "
-        "in Triton.",
+        "Sequences", "In sequences and with rescheduled requests, the model and its callers see the same as in Triton."
     ),
     pytest.mark.promise("Fidelity", "Sequences are served as in a real Triton."),
 ]
@@ -107,11 +105,7 @@ BATCHERS = [
     ("direct { minimum_slot_utilization: 0.75 max_queue_delay_microseconds: 1000 }" + CONTROLS, 4),
     ("direct { } max_sequence_idle_microseconds: 3600000000", 6),
     ("oldest { max_candidate_sequences: 5 }" + CONTROLS, 4),
-    (
-        "oldest { max_candidate_sequences: 8 preferred_batch_size: [ 2 ] } "
-        "max_sequence_idle_microseconds: 3600000000",
-        2,
-    ),
+    ("oldest { max_candidate_sequences: 8 preferred_batch_size: [ 2 ] } max_sequence_idle_microseconds: 3600000000", 2),
     ("oldest { max_candidate_sequences: 8 }" + CONTROLS, 0),
 ]
 TEXTS = """
@@ -143,10 +137,7 @@ def test_rescheduled_requests_come_again_alike(both: Both, tmp_path: Path, numbe
     asked = ("", "7", "7s", "", "7")
     for side, name in ((both.triton, "theirs"), (both.moonpool, "ours")):
         log = tmp_path / name
-        outcomes = [
-            ask(side, f"iterative_{number}", request, 1, 3, parameters={"log": str(log)})
-            for request in asked
-        ]
+        outcomes = [ask(side, f"iterative_{number}", request, 1, 3, parameters={"log": str(log)}) for request in asked]
         found.append(([said_briefly(each) for each in outcomes], side.text_of(str(log))))
     assert found[0] == found[1]
 
@@ -184,14 +175,9 @@ WRONG = {
 }
 
 
-@pytest.mark.promise(
-    "Sequences",
-    "Errors in a request of a sequence, or in the configuration, have Triton's texts.",
-)
+@pytest.mark.promise("Sequences", "Errors in a request of a sequence, or in the configuration, have Triton's texts.")
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_batcher_is_refused_in_the_same_words(
-    both: Both, repository: Path, name: str
-) -> None:
+def test_a_wrong_batcher_is_refused_in_the_same_words(both: Both, repository: Path, name: str) -> None:
     model = "wrong_" + name.replace(" ", "_")
     write(repository, model, "sequences.py", WRONG[name])
     assert both.triton.load(model) is not None
@@ -208,9 +194,7 @@ USELESS = {
 }
 
 
-def test_a_batcher_that_does_nothing_useful_in_triton_is_refused(
-    both: Both, repository: Path
-) -> None:
+def test_a_batcher_that_does_nothing_useful_in_triton_is_refused(both: Both, repository: Path) -> None:
     names = {name: "useless_" + name.replace(" ", "_") for name in USELESS}
     for name, model in names.items():
         write(repository, model, "sequences.py", USELESS[name])

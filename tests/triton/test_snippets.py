@@ -12,8 +12,7 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.promise(
         "Fidelity",
-        "A model gets from `triton_python_backend_utils` the values and exceptions that it gets "
-        "in a real Triton.",
+        "A model gets from `triton_python_backend_utils` the values and exceptions that it gets in a real Triton.",
     ),
 ]
 

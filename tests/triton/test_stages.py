@@ -16,8 +16,7 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.promise(
         "Fidelity",
-        "Loads fail for the same reasons as in a real Triton, and the completed configurations "
-        "are the same.",
+        "Loads fail for the same reasons as in a real Triton, and the completed configurations are the same.",
     ),
 ]
 

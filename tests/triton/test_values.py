@@ -15,8 +15,7 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.promise(
         "Fidelity",
-        "Tensors, batches, parameters, facts of a request and refusals of wrong requests are "
-        "those of a real Triton.",
+        "Tensors, batches, parameters, facts of a request and refusals of wrong requests are those of a real Triton.",
     ),
 ]
 
@@ -42,14 +41,7 @@ def test_numbers_come_back(both: Both, datatype: str, shape: tuple[int, int]) ->
     assert answer.outputs == {f"OUT_{datatype}": output_of(array)}
 
 
-STRINGS = [
-    [b""],
-    [b"a", b"", b"ccc"],
-    [b"\0\xff\n"],
-    ["ä\U0001f600".encode()],
-    [b"x" * 100_000],
-    [],
-]
+STRINGS = [[b""], [b"a", b"", b"ccc"], [b"\0\xff\n"], ["ä\U0001f600".encode()], [b"x" * 100_000], []]
 
 
 @pytest.mark.parametrize("strings", STRINGS, ids=lambda strings: repr(strings)[:20])
@@ -130,9 +122,7 @@ def test_a_batch_is_answered_by_rows(both: Both, rows: int) -> None:
 @pytest.mark.promise("Requests", "If a configuration has a `reshape`, …")
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("length", [0, 1, 5])
-def test_tensors_have_the_shapes_that_a_reshape_gives_them(
-    both: Both, rows: int, length: int
-) -> None:
+def test_tensors_have_the_shapes_that_a_reshape_gives_them(both: Both, rows: int, length: int) -> None:
     texts = [[[b"a"], [b"bc"]]] * rows
     inputs = {
         "GRID": np.arange(rows * 6, dtype=np.int32).reshape(rows, 6),

@@ -27,8 +27,7 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.promise(
         "Watching a server",
-        "Metrics, statistics, traces and settings are those of a real Triton for the same "
-        "requests.",
+        "Metrics, statistics, traces and settings are those of a real Triton for the same requests.",
     ),
 ]
 TIMEOUT_S = 60
@@ -116,9 +115,7 @@ class Side:
             shown = self.stub.TraceSetting(request, timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             return error.code().name, error.details()
-        return {
-            name: list(each.value) for name, each in shown.settings.items() if name != "trace_file"
-        }
+        return {name: list(each.value) for name, each in shown.settings.items() if name != "trace_file"}
 
     def set_log(self, **changes: bool | int | str) -> Any:
         request = pb.LogSettingsRequest()
@@ -150,9 +147,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side
     repository = write(folder / "repository", *models)
     shutil.copytree(repository / "doubles", repository / "tagged")
     with open(repository / "tagged" / "config.pbtxt", "a") as config:
-        config.write(
-            'metric_tags { key: "team" value: "blue" } metric_tags { key: "a" value: "x" }'
-        )
+        config.write('metric_tags { key: "team" value: "blue" } metric_tags { key: "a" value: "x" }')
     shutil.copytree(repository / "doubles", repository / "crowded")
     (repository / "crowded" / "1" / "model.py").write_text(CROWDED)
     with open(repository / "crowded" / "config.pbtxt", "a") as config:
@@ -170,9 +165,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side
                 Side(copy, server.ports["grpc"], server.ports["metrics"], ours),
             )
             for name in (*models, "tagged", "crowded"):
-                both[0].stub.RepositoryModelLoad(
-                    pb.RepositoryModelLoadRequest(model_name=name), timeout=TIMEOUT_S
-                )
+                both[0].stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name=name), timeout=TIMEOUT_S)
             yield both
             for side in both:
                 side.channel.close()
@@ -183,11 +176,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side
 def test_the_same_requests_count_the_same(sides: tuple[Side, Side]) -> None:
     told = []
     for side in sides:
-        outcomes = [
-            side.infer("doubles", 1),
-            side.infer("doubles", 13),
-            side.infer("doubles", 2, 3),
-        ]
+        outcomes = [side.infer("doubles", 1), side.infer("doubles", 13), side.infer("doubles", 2, 3)]
         assert outcomes == [True, False, True]
         # Triton counts a batch when its requests have been answered.
         wait_until(lambda side=side: side.statistics()["executionCount"] == "3", TIMEOUT_S)  # type: ignore[misc]
@@ -272,9 +261,7 @@ SETTINGS: list[tuple[str, dict[str, list[str]]]] = [
 
 
 def test_trace_settings_are_answered_and_refused_alike(sides: tuple[Side, Side]) -> None:
-    theirs, ours = (
-        [side.set_trace(model, **changes) for model, changes in SETTINGS] for side in sides
-    )
+    theirs, ours = ([side.set_trace(model, **changes) for model, changes in SETTINGS] for side in sides)
 
     for asked, their, our in zip(SETTINGS, theirs, ours, strict=True):
         assert our == their, asked
@@ -319,9 +306,7 @@ def test_traces_tell_the_same_of_the_same_requests(sides: tuple[Side, Side]) -> 
 
 
 def _models(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(
-        (each for each in entries if "model_name" in each), key=lambda each: int(each["id"])
-    )
+    return sorted((each for each in entries if "model_name" in each), key=lambda each: int(each["id"]))
 
 
 def _activities(entries: list[dict[str, Any]]) -> dict[int, Counter[str]]:

@@ -17,16 +17,7 @@ import grpc
 import numpy as np
 import pytest
 from google.protobuf.json_format import MessageToDict
-from tests.triton.answers import (
-    Answer,
-    Failure,
-    Inputs,
-    LogLine,
-    Outcome,
-    Output,
-    Parameter,
-    datatype_of,
-)
+from tests.triton.answers import Answer, Failure, Inputs, LogLine, Outcome, Output, Parameter, datatype_of
 from tests.triton.recording import RECORDING, Recording, recorded
 from tests.triton.server import TritonServer, interpreter, running
 from tests.waiting import wait_until
@@ -41,8 +32,7 @@ Chosen = Callable[[list[LogLine]], list[LogLine] | None]
 LOAD_TIMEOUT_S = 300.0
 # `I1121 19:19:08.019713 6297 model.py:12] "text"`; a stub that is not connected yet has no quotes.
 _LINE = re.compile(
-    r"^([IWEF])\d{4} [\d:.]+ \d+ (model\.py:\d+)\]  ?(?:\"(.*?)\"|([^\"\n]+))$",
-    re.DOTALL | re.MULTILINE,
+    r"^([IWEF])\d{4} [\d:.]+ \d+ (model\.py:\d+)\]  ?(?:\"(.*?)\"|([^\"\n]+))$", re.DOTALL | re.MULTILINE
 )
 
 
@@ -95,9 +85,7 @@ class TritonSide:
 
     def _load(self, model: str) -> Failure | None:
         with _failures() as failed:
-            self._stub.RepositoryModelLoad(
-                pb.RepositoryModelLoadRequest(model_name=model), timeout=LOAD_TIMEOUT_S
-            )
+            self._stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name=model), timeout=LOAD_TIMEOUT_S)
             self.loaded.add(model)
         return _load_failure(failed[0]) if failed else None
 
@@ -108,10 +96,7 @@ class TritonSide:
         found = {} if self._server is None else self._load_all(models)
         if self.recording is None:
             return found
-        return {
-            name: self.recording.ask(f"load({name!r})", functools.partial(found.get, name))
-            for name in models
-        }
+        return {name: self.recording.ask(f"load({name!r})", functools.partial(found.get, name)) for name in models}
 
     def _load_all(self, models: Sequence[str]) -> dict[str, Failure | None]:
         for tries in range(3):
@@ -130,9 +115,7 @@ class TritonSide:
         if self._server is None:
             return
         self.loaded.discard(model)
-        self._stub.RepositoryModelUnload(
-            pb.RepositoryModelUnloadRequest(model_name=model), timeout=TIMEOUT_S
-        )
+        self._stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name=model), timeout=TIMEOUT_S)
         wait_until(lambda: self._state(model) != "UNLOADING", TIMEOUT_S, f"{model} to be unloaded")
 
     def unload_all(self, models: Sequence[str]) -> None:
@@ -260,9 +243,7 @@ def _without_times(shown: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in shown.items() if name not in ("ns", "last_inference")}
 
 
-def at_once(
-    infer: Callable[[str, Inputs], Outcome], model: str, requests: Sequence[Inputs]
-) -> list[Outcome]:
+def at_once(infer: Callable[[str, Inputs], Outcome], model: str, requests: Sequence[Inputs]) -> list[Outcome]:
     """Send requests at the same time, and return their outcomes."""
     with ThreadPoolExecutor(len(requests)) as threads:
         return list(threads.map(infer, [model] * len(requests), requests))
@@ -397,7 +378,6 @@ def _answer(response: Any) -> Answer:
         for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)
     }
     parameters = {
-        key: getattr(value, value.WhichOneof("parameter_choice"))
-        for key, value in response.parameters.items()
+        key: getattr(value, value.WhichOneof("parameter_choice")) for key, value in response.parameters.items()
     }
     return Answer(outputs, parameters, response.id)

@@ -68,13 +68,7 @@ def full(spec: Spec) -> Any:
     if isinstance(spec, Maybe):
         return full(spec.item)
     scalars = {"": True, "ß": -(2**63), "c": 2**64 - 1, "d": 0.5, "e": "€", "f": -1}
-    plain: dict[type, Any] = {
-        Text: "aß€\U0001f600",
-        Raw: b"\0\xff",
-        Flag: True,
-        Real: -1.5,
-        Table: scalars,
-    }
+    plain: dict[type, Any] = {Text: "aß€\U0001f600", Raw: b"\0\xff", Flag: True, Real: -1.5, Table: scalars}
     return plain[type(spec)]
 
 
@@ -120,29 +114,13 @@ def packets(kind: IntEnum, message: Message) -> Iterator[bytes]:
 
 def damaged(kind: IntEnum, message: Message) -> Iterator[bytes]:
     """Make packets that are no message, or none of a known kind."""
-    yield from (
-        b"",
-        b"\x90",
-        b"\xc0",
-        b"\xc1",
-        b"\x91",
-        b"\x91\xa1",
-        b"\x91\xdc",
-        b"\xdd\xff\xff\xff\xff",
-    )
+    yield from (b"", b"\x90", b"\xc0", b"\xc1", b"\x91", b"\x91\xa1", b"\x91\xdc", b"\xdd\xff\xff\xff\xff")
     yield from (b"\x91\x7f", b"\x91\xff", b"\x91\xcb" + bytes(8), b"\x91\xc3", b"\x80")
     whole = encode(kind, *map(full, message.fields.values()))
     yield whole[:1] + b"\xcc" + whole[1:2] + whole[2:]  # the kind in a longer form than necessary
     yield whole[:1] + b"\xd3" + bytes(7) + whole[1:2] + whole[2:]
     text = "aß€\U0001f600".encode()
-    for other in (
-        b"\xff",
-        b"\xc0\xaf",
-        b"\xed\xa0\x80",
-        b"\xf4\x90\x80\x80",
-        b"\xe2\x82",
-        b"\xf0\x80\x80\x80",
-    ):
+    for other in (b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xe2\x82", b"\xf0\x80\x80\x80"):
         yield whole.replace(text, other.ljust(len(text), b"a"))
     yield whole.replace(text, b"\xc3\xbf\xef\xbf\xbf\xf4\x8f\xbf\xbf".ljust(len(text), b"a"))
     for extension in (b"\xd4\x05\0", b"\xd6\xff\0\0\0\0", b"\xc1"):

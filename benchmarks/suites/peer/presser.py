@@ -65,10 +65,7 @@ class Case(NamedTuple):
             return [self.tensors()]
         dtype = _DTYPES[self.datatype]
         return [
-            [
-                QuestionTensor.of(name, self.datatype, np.array(numbers, dtype))
-                for name, numbers in request.items()
-            ]
+            [QuestionTensor.of(name, self.datatype, np.array(numbers, dtype)) for name, numbers in request.items()]
             for request in self.values
         ]
 
@@ -76,9 +73,7 @@ class Case(NamedTuple):
         """Ones."""
         dtype = _DTYPES[self.datatype]
         return [
-            QuestionTensor.of(
-                name, self.datatype, np.ones((1, size) if self.is_batched else size, dtype)
-            )
+            QuestionTensor.of(name, self.datatype, np.ones((1, size) if self.is_batched else size, dtype))
             for name, size in self.shapes.items()
         ]
 
@@ -147,11 +142,7 @@ class PerfAnalyzer:
     def _run(self, command: Sequence[str | Path], seconds: float) -> float:
         """Run the command; return the share of a core that it takes in the middle of its windows."""
         with subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=self._environment(),
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self._environment()
         ) as running:
             try:
                 looks = []
@@ -211,10 +202,7 @@ class Own:
         if window.failed or not len(window.latencies_ns):
             raise Failed(f"requests failed: {window.errors.most_common(1)}")
         return Sample(
-            window.requests_per_s,
-            window.latency_us(50),
-            window.latency_us(99),
-            window.generator_share or 0.0,
+            window.requests_per_s, window.latency_us(50), window.latency_us(99), window.generator_share or 0.0
         )
 
 
@@ -258,18 +246,14 @@ def press_in_turns(
             sample = pressed.press(case, server.port(case.protocol), seconds)
             after = server.busy_by_process_s()
             answered = max(1, server.answered(case.model) - answered)
-            main_us, *others_us = (
-                1e6 * (busy_s - before.get(pid, 0.0)) / answered for pid, busy_s in after.items()
-            )
+            main_us, *others_us = (1e6 * (busy_s - before.get(pid, 0.0)) / answered for pid, busy_s in after.items())
             if turn >= 0:
                 times = main_us + sum(others_us), max(main_us, *others_us, 0.0), main_us
                 found[name].append(Row(*sample[:3], *times))
     return found
 
 
-def report_rows(
-    report: Report, name: str, found: Mapping[str, Sequence[Row]], shown: Mapping[str, Shown]
-) -> None:
+def report_rows(report: Report, name: str, found: Mapping[str, Sequence[Row]], shown: Mapping[str, Shown]) -> None:
     """Report the figures of each side, and of two sides the ratios of the first over the second."""
     for field, each in shown.items():
         for side, rows in found.items():

@@ -11,13 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from moonpool.benchmarks.generator.engine import Generator, Wire
-from moonpool.benchmarks.hosts.kserve import (
-    TRITON_PYTHON,
-    KserveHost,
-    MoonpoolHost,
-    TritonFiles,
-    TritonHost,
-)
+from moonpool.benchmarks.hosts.kserve import TRITON_PYTHON, KserveHost, MoonpoolHost, TritonFiles, TritonHost
 from moonpool.benchmarks.hosts.process import with_moonpool
 from moonpool.benchmarks.suites.hosted import folders_of
 from moonpool.benchmarks.suites.report import Report
@@ -80,9 +74,7 @@ class EchoProcess:
         self._process.stdout.close()  # type: ignore[union-attr]
 
 
-def report_echoes(
-    report: Report, clients: Mapping[str, EchoProcess], what: Mapping[str, str], quick: bool
-) -> None:
+def report_echoes(report: Report, clients: Mapping[str, EchoProcess], what: Mapping[str, str], quick: bool) -> None:
     """Measure all servers in turns. `what` says what each does; the first is shown over the others that do the same."""
     seconds = 0.05 if quick else 1.0
     cases = {kind: partial(client.rates, seconds) for kind, client in clients.items()}
@@ -97,9 +89,7 @@ def report_echoes(
         if what[kind] == what[first]:
             ratio = rates[first].over(rates[kind])
             report.ratio(f"{first} over {kind}", ratio, column="rate")
-    report.note(
-        "The client is moonpool bench's generator, and takes its part of the same processors."
-    )
+    report.note("The client is moonpool bench's generator, and takes its part of the same processors.")
 
 
 class Served(KserveHost):

@@ -89,9 +89,7 @@ def end_queues(process: Any, asked: Any, answered: Any) -> None:
         queue.join_thread()
 
 
-def serve_queues(
-    asked: Queue[tuple[Floats, Floats] | None], answered: Queue[tuple[Floats, Floats]]
-) -> None:
+def serve_queues(asked: Queue[tuple[Floats, Floats] | None], answered: Queue[tuple[Floats, Floats]]) -> None:
     """Serve in the other process."""
     while (inputs := asked.get()) is not None:
         answered.put(add_sub(*inputs))

@@ -23,9 +23,7 @@ class TritonHttp(Peer):
             raise Unavailable(f"{error}; pip install tritonclient[http]") from error
         self._clients = threading.local()
         models = folders_of(("add_sub",))
-        self._server = TritonHost(
-            Path(sys.executable), models, ("--pinned-memory-pool-byte-size=0",)
-        )
+        self._server = TritonHost(Path(sys.executable), models, ("--pinned-memory-pool-byte-size=0",))
 
     def _client(self) -> Any:
         client = getattr(self._clients, "client", None)

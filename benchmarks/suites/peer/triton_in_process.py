@@ -29,15 +29,7 @@ class TritonInProcess(Peer):
             raise Unavailable("its caller is a C program, and there is no C compiler (cc)")
         program = self._files.folder / "caller"
         libraries = f"-Wl,-rpath,{self._files.libraries}"
-        command: list[str | Path] = [
-            compiler,
-            "-O2",
-            "-o",
-            program,
-            _SOURCE,
-            self._files.library,
-            libraries,
-        ]
+        command: list[str | Path] = [compiler, "-O2", "-o", program, _SOURCE, self._files.library, libraries]
         link = ["-Wl,--allow-shlib-undefined", "-lpthread"]
         built = subprocess.run([*command, *link], capture_output=True, text=True, check=False)
         if built.returncode:

@@ -50,9 +50,7 @@ def ensemble_scheduling(raw: Raw, source: Source) -> EnsembleScheduling | None:
     if raw["platform"] != ENSEMBLE:
         if scheduling is None:
             return None
-        what = (
-            f"ensemble scheduling cannot be set for model '{name}' whose platform is not {ENSEMBLE}"
-        )
+        what = f"ensemble scheduling cannot be set for model '{name}' whose platform is not {ENSEMBLE}"
         source.mistake(_PATH, what)
         return None
     if scheduling is None:
@@ -157,9 +155,7 @@ class _Flow:
 
     def _why_unwritten(self, output: str, ready: set[str]) -> str:
         what = f"output '{output}' for ensemble '{self._name}' is not written"
-        needed = (
-            _tensors(self._steps[self._writer[output]].inputs) if output in self._writer else ()
-        )
+        needed = _tensors(self._steps[self._writer[output]].inputs) if output in self._writer else ()
         missing = [tensor for tensor in needed if tensor not in ready and tensor != output]
         if missing:
             what += f": at least one of its depending tensors, '{missing[0]}', is not connected"

@@ -52,9 +52,7 @@ class ConfigLimits:
         for text in texts:
             name, _, number = text.partition("=")
             if name not in names or not re.fullmatch("[0-9]{1,10}", number):
-                raise ValueError(
-                    f"must be one of {', '.join(names)} and a number, such as items=9999"
-                )
+                raise ValueError(f"must be one of {', '.join(names)} and a number, such as items=9999")
             if not 0 < int(number) <= _LARGEST:
                 raise ValueError(f"{name} must be a number from 1 to {_LARGEST}")
             changes[name] = int(number)
@@ -63,9 +61,7 @@ class ConfigLimits:
     def check_size(self, size_bytes: int, file: str | None = None) -> None:
         """Raise `ConfigError` for a text of a configuration that is too long to be read."""
         if size_bytes > self.config_bytes:
-            raise ConfigError(
-                f"is longer than {self.config_bytes} bytes{self.advice('config_bytes')}", file=file
-            )
+            raise ConfigError(f"is longer than {self.config_bytes} bytes{self.advice('config_bytes')}", file=file)
 
     def check(self, raw: Mapping[str, object], source: Source) -> None:
         """Raise `ConfigError` for lists and numbers that are too large. `raw` may be wrong in any other way."""
@@ -77,9 +73,7 @@ class ConfigLimits:
                 raise source.error(path, f"is nested more than {_DEEPEST} deep")
             if isinstance(value, Mapping):
                 self._check_count(path, len(value), source)
-                inner = [
-                    (f"{path}.{key}" if path else str(key), each) for key, each in value.items()
-                ]
+                inner = [(f"{path}.{key}" if path else str(key), each) for key, each in value.items()]
             elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
                 self._check_count(path, len(value), source)
                 inner = [(f"{path}[{index}]", each) for index, each in enumerate(value)]
@@ -88,9 +82,7 @@ class ConfigLimits:
             waiting += [(where, each, depth + 1) for where, each in reversed(inner)]
         batching = raw.get("dynamic_batching")
         levels = batching.get("priority_levels") if isinstance(batching, Mapping) else None
-        self._check_number(
-            "dynamic_batching.priority_levels", "priority_levels", levels, "levels", source
-        )
+        self._check_number("dynamic_batching.priority_levels", "priority_levels", levels, "levels", source)
         sequences = raw.get("sequence_batching")
         if isinstance(sequences, Mapping):
             oldest, path = sequences.get("oldest"), "max_batch_size"
@@ -111,9 +103,7 @@ class ConfigLimits:
         """Raise `ConfigError` if the version policy picks more versions than may be loaded."""
         self._check("version_policy", "versions", count, "versions", source)
 
-    def check_instances(
-        self, groups: Sequence[InstanceGroup], versions: int, source: Source
-    ) -> None:
+    def check_instances(self, groups: Sequence[InstanceGroup], versions: int, source: Source) -> None:
         """Raise `ConfigError` if the groups of so many versions have too many instances."""
         total = 0
         for index, group in enumerate(groups):

@@ -30,11 +30,7 @@ _DEADLINES = {
     "MOONPOOL_SLEEP_TIMEOUT_S": "sleep_timeout_s",
     "MOONPOOL_WAKE_TIMEOUT_S": "wake_timeout_s",
 }
-_BATCHING_FIELDS = (
-    "max_queue_delay_microseconds",
-    "default_queue_policy",
-    "priority_queue_policy",
-)
+_BATCHING_FIELDS = ("max_queue_delay_microseconds", "default_queue_policy", "priority_queue_policy")
 
 
 def fixed_part(raw: Raw) -> Raw:

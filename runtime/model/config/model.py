@@ -104,9 +104,7 @@ class DynamicBatching:
     priority_levels: int = 0
     default_priority_level: int = 0
     default_queue_policy: QueuePolicy = QueuePolicy()
-    priority_queue_policies: Mapping[int, QueuePolicy] = field(
-        default_factory=lambda: MappingProxyType({})
-    )
+    priority_queue_policies: Mapping[int, QueuePolicy] = field(default_factory=lambda: MappingProxyType({}))
 
     def queue_policy(self, priority_level: int) -> QueuePolicy:
         return self.priority_queue_policies.get(priority_level, self.default_queue_policy)
@@ -119,9 +117,7 @@ class DynamicBatching:
     @property
     def rejects_late(self) -> bool:
         """True if a request may be rejected because it has waited too long."""
-        return any(
-            each.default_timeout_us and each.timeout_action == "REJECT" for each in self.policies
-        )
+        return any(each.default_timeout_us and each.timeout_action == "REJECT" for each in self.policies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +143,7 @@ FILENAMES = {PYTHON_BACKEND: MODEL_FILENAME, "onnxruntime": "model.onnx", "pytor
 # The backends of moonpool that run a library's own format. They act on fields that Triton's Python backend ignores.
 _OF_LIBRARIES = FILENAMES.keys() - {PYTHON_BACKEND}
 # Files of backends that moonpool does not have. With their names the error says which backend is missing, as in Triton.
-FILENAMES_ELSEWHERE = {
-    "tensorrt": "model.plan",
-    "tensorflow": "model.savedmodel",
-    "openvino": "model.xml",
-}
+FILENAMES_ELSEWHERE = {"tensorrt": "model.plan", "tensorflow": "model.savedmodel", "openvino": "model.xml"}
 _PLATFORMS = {
     "onnxruntime_onnx": "onnxruntime",
     "pytorch_libtorch": "pytorch",
@@ -266,9 +258,7 @@ _ACTED_ON: dict[str, frozenset[str]] = {
     **{name: frozenset(MESSAGES[name]) for name in MESSAGES if name.startswith("ModelSequence")},
     **{name: frozenset(MESSAGES[name]) for name in MESSAGES if name.startswith("ModelMetrics")},
     **{name: frozenset(MESSAGES[name]) for name in MESSAGES if name.startswith("ModelEnsembling")},
-    "ModelInstanceGroup": frozenset(
-        ["name", "kind", "count", "gpus", "rate_limiter", "host_policy"]
-    ),
+    "ModelInstanceGroup": frozenset(["name", "kind", "count", "gpus", "rate_limiter", "host_policy"]),
     "ModelRateLimiter": frozenset(MESSAGES["ModelRateLimiter"]),
     "ModelRateLimiter.Resource": frozenset(MESSAGES["ModelRateLimiter.Resource"]),
     "ModelParameter": frozenset(["string_value"]),
@@ -290,9 +280,7 @@ def remarks(raw: Mapping[str, object]) -> list[Remark]:
     """Return what the log and `moonpool check` say of a configuration that can be used."""
     found = [Remark(field, "has no effect in moonpool") for field in unused_fields(raw)]
     full = normalise(raw)
-    if unfilled := [
-        key for key, value in full["parameters"].items() if in_strings(value["string_value"])
-    ]:
+    if unfilled := [key for key, value in full["parameters"].items() if in_strings(value["string_value"])]:
         shown = ", ".join(unfilled[:_MOST_UNFILLED])
         shown += f" and {len(unfilled) - _MOST_UNFILLED} more" * (len(unfilled) > _MOST_UNFILLED)
         what = f"has values that look like places of a template that is not filled in: {shown}"
@@ -353,7 +341,7 @@ _FILLED_IN = {
         "output_pinned_memory": {"enable": True},
         "gather_kernel_buffer_threshold": 0,
         "eager_batching": False,
-    },
+    }
 }
 
 
@@ -478,18 +466,11 @@ def _check_batch_tensors(raw: Raw, source: Source, *, partial: bool) -> None:
                 what = f"unknown source input name '{sources[0]}'"
                 source.mistake(f"{path}.source_input", what + suffix)
             elif side == "batch_output":
-                _check_scattered(
-                    given["target_name"], inputs[sources[0]], outputs, path, raw, source
-                )
+                _check_scattered(given["target_name"], inputs[sources[0]], outputs, path, raw, source)
 
 
 def _check_scattered(
-    targets: Sequence[str],
-    from_: Raw,
-    outputs: Mapping[str, Raw],
-    path: str,
-    raw: Raw,
-    source: Source,
+    targets: Sequence[str], from_: Raw, outputs: Mapping[str, Raw], path: str, raw: Raw, source: Source
 ) -> None:
     """Check the outputs of a batch that are cut as the input `from_` is."""
     suffix = f" for {raw['name']}"
@@ -574,9 +555,7 @@ _OF_TENSORRT = {
 }
 
 
-def _tensor(
-    io: Raw, raw: Raw, prefix: str, path: str, source: Source, *, partial: bool
-) -> TensorConfig:
+def _tensor(io: Raw, raw: Raw, prefix: str, path: str, source: Source, *, partial: bool) -> TensorConfig:
     suffix = f" for {raw['name']}"
     if not io["name"]:
         raise source.error(f"{path}.name", f"{prefix}must specify 'name'{suffix}")
@@ -604,9 +583,7 @@ def _tensor(
     )
 
 
-def _dims(
-    dims: Sequence[int], prefix: str, path: str, source: Source, suffix: str
-) -> tuple[int, ...]:
+def _dims(dims: Sequence[int], prefix: str, path: str, source: Source, suffix: str) -> tuple[int, ...]:
     if any(dim < 1 and dim != -1 for dim in dims):
         what = f"{prefix} must be integer >= 1, or -1 to indicate a variable-size dimension"
         raise source.error(path, what + suffix)
@@ -619,9 +596,7 @@ def _reshape(io: Raw, raw: Raw, prefix: str, path: str, source: Source) -> tuple
     path, suffix = f"{path}.reshape", f" for {raw['name']}"
     shape = io["reshape"]["shape"]
     if not shape and raw["max_batch_size"] == 0:
-        what = (
-            "cannot have empty reshape for non-batching model as scalar tensors are not supported"
-        )
+        what = "cannot have empty reshape for non-batching model as scalar tensors are not supported"
         raise source.error(path, f"{prefix}{what}{suffix}")
     result = _dims(shape, f"{prefix}reshape dimensions", path, source, suffix)
     if len(result) >= MAX_DIMS:
@@ -667,9 +642,7 @@ def _instance_groups(raw: Raw, source: Source) -> tuple[InstanceGroup, ...]:
         return ()
     if not raw["instance_group"]:
         return (InstanceGroup(raw["name"], "AUTO"),)
-    groups = [
-        _group(index, group, raw, source) for index, group in enumerate(raw["instance_group"])
-    ]
+    groups = [_group(index, group, raw, source) for index, group in enumerate(raw["instance_group"])]
     names = [group.name for group in groups]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -701,8 +674,7 @@ def _group(index: int, group: Raw, raw: Raw, source: Source) -> InstanceGroup:
 def _rate_limits(group: Raw) -> RateLimits:
     limits = group.get("rate_limiter") or {}
     resources = tuple(
-        RateLimitResource(each["name"], each["global"], each["count"])
-        for each in limits.get("resources", ())
+        RateLimitResource(each["name"], each["global"], each["count"]) for each in limits.get("resources", ())
     )
     return RateLimits(resources, limits.get("priority", 0))
 
@@ -718,13 +690,7 @@ def _lacking(error: ConfigError) -> ConfigError:
 
 
 def _placed(
-    group: InstanceGroup,
-    index: int,
-    present: Sequence[int],
-    model: str,
-    source: Source,
-    *,
-    why_none: str = "",
+    group: InstanceGroup, index: int, present: Sequence[int], model: str, source: Source, *, why_none: str = ""
 ) -> InstanceGroup:
     """Place a group on a machine with the GPUs `present`: replace AUTO, and name the GPUs."""
     kind = group.kind
@@ -753,8 +719,7 @@ def _with_groups(raw: Raw, groups: Sequence[InstanceGroup]) -> Raw:
     blank: Raw = {"secondary_devices": [], "profile": [], "passive": False, "host_policy": ""}
     given = raw["instance_group"] or [blank] * len(groups)
     decided = [
-        {"name": group.name, "kind": f"KIND_{group.kind}", "count": group.count}
-        | {"gpus": list(group.gpus)}
+        {"name": group.name, "kind": f"KIND_{group.kind}", "count": group.count} | {"gpus": list(group.gpus)}
         for group in groups
     ]
     merged = [{**old, **new} for old, new in zip(given, decided, strict=True)]
@@ -826,9 +791,7 @@ def _check_ordering(batching: DynamicBatching, path: str, source: Source, suffix
         policies[f"{path}.priority_queue_policy[{level}]"] = policy
     for where, policy in policies.items():
         if policy.timeout_action == "DELAY" and policy.default_timeout_us != 0:
-            what = (
-                "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true"
-            )
+            what = "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true"
             source.mistake(f"{where}.timeout_action", what + suffix)
 
 
@@ -921,17 +884,13 @@ class ModelConfig:
             outputs=_once(_tensors(full, "output", source, partial=partial)),
             instance_groups=groups,
             dynamic_batching=_dynamic_batching(full, source, partial=partial),
-            sequence_batching=sequence_batching(
-                full, source, partial=partial, has_states=has_states
-            ),
+            sequence_batching=sequence_batching(full, source, partial=partial, has_states=has_states),
             version_policy=_version_policy(full, source),
             warmup=warmup_samples(full, source),
             response_cache=_response_cache(full, source),
             checksums=() if has_agents else checksums(full, source),
             default_model_filename=full["default_model_filename"],
-            parameters=MappingProxyType(
-                {key: value["string_value"] for key, value in full["parameters"].items()}
-            ),
+            parameters=MappingProxyType({key: value["string_value"] for key, value in full["parameters"].items()}),
             decoupled=policy.get("decoupled", False),
             raw=_with_groups(full, groups),
             source=source,
@@ -969,8 +928,7 @@ class ModelConfig:
         AUTO.
         """
         groups = tuple(
-            group if group.kind == "MODEL" else replace(group, kind="CPU", gpus=())
-            for group in self.instance_groups
+            group if group.kind == "MODEL" else replace(group, kind="CPU", gpus=()) for group in self.instance_groups
         )
         return replace(self, instance_groups=groups, raw=_with_groups(self.raw, groups))
 
@@ -984,7 +942,5 @@ class ModelConfig:
         groups = list(self.instance_groups)
         for index, group in enumerate(self.instance_groups):
             with part():
-                groups[index] = _placed(
-                    group, index, present, self.name, self.source, why_none=why_none
-                )
+                groups[index] = _placed(group, index, present, self.name, self.source, why_none=why_none)
         return replace(self, instance_groups=tuple(groups), raw=_with_groups(self.raw, groups))

@@ -171,9 +171,7 @@ def read_host_policies(texts: Iterable[str]) -> HostPolicies:
         name, _, rest = text.partition(",")
         setting, equals, value = rest.partition("=")
         if not (name and equals and value):
-            raise ValueError(
-                f"must be <policy>,<setting>=<value>, such as cpu,cpu-cores=0-3, not {text!r:.80}"
-            )
+            raise ValueError(f"must be <policy>,<setting>=<value>, such as cpu,cpu-cores=0-3, not {text!r:.80}")
         if setting not in ("cpu-cores", "numa-node"):
             raise ValueError(f"has the settings cpu-cores and numa-node, not {setting!r:.60}")
         cpus = set(_cpus(value) if setting == "cpu-cores" else _of_node(value))
@@ -248,8 +246,7 @@ RANGE = OptionKind("range, none", _or_none(_range))
 LOG_ERRORS = OptionKind("full, line", _choice({"full": "full", "line": "line"}))
 MILLISECONDS = OptionKind("milliseconds", _milliseconds)
 PREFORK = OptionKind(
-    "no, blank, imports, initialize",
-    _choice({word: word for word in ("no", "blank", "imports", "initialize")}),
+    "no, blank, imports, initialize", _choice({word: word for word in ("no", "blank", "imports", "initialize")})
 )
 
 
@@ -356,11 +353,7 @@ class ModelOptions:
         limit may change.
         """
         limit_s = self.execute_timeout_s or math.inf
-        return max(
-            _LEAST_CHECK_S,
-            limit_s / _CHECKS_PER_LIMIT,
-            min(limit_s, 1.0) if is_idle else 0.0,
-        )
+        return max(_LEAST_CHECK_S, limit_s / _CHECKS_PER_LIMIT, min(limit_s, 1.0) if is_idle else 0.0)
 
     @property
     def template(self) -> str:
@@ -380,15 +373,11 @@ class ModelOptions:
             what = f"is smaller than MOONPOOL_REGION_BYTES ({self.region_bytes}) for {config.name}"
             config.source.mistake("parameters[MOONPOOL_REGION_LIMIT_BYTES]", what)
         if self.instances_per_process > 1 and config.sequence_batching is not None:
-            what = (
-                f"cannot be above 1 for {config.name}, whose sequences belong to one instance each"
-            )
+            what = f"cannot be above 1 for {config.name}, whose sequences belong to one instance each"
             config.source.mistake("parameters[MOONPOOL_INSTANCES_PER_PROCESS]", what)
         if self.restart_backoff_s > self.restart_backoff_max_s:
             what = f"is less than MOONPOOL_RESTART_BACKOFF_S ({self.restart_backoff_s:g} s)"
-            config.source.mistake(
-                "parameters[MOONPOOL_RESTART_BACKOFF_MAX_S]", f"{what} for {config.name}"
-            )
+            config.source.mistake("parameters[MOONPOOL_RESTART_BACKOFF_MAX_S]", f"{what} for {config.name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,25 +486,14 @@ OPTIONS = (
         COUNT,
         "More restarts of an instance than this within the window make the model unavailable until somebody loads it again, or for a minute if nobody can.",
     ),
-    Option(
-        "MOONPOOL_RESTART_WINDOW_S",
-        "restart_window_s",
-        SECONDS,
-        "The window in which restarts are counted.",
-    ),
+    Option("MOONPOOL_RESTART_WINDOW_S", "restart_window_s", SECONDS, "The window in which restarts are counted."),
     Option(
         "MOONPOOL_RESTART_BACKOFF_S",
         "restart_backoff_s",
         PAUSE,
-        "The pause before the second restart; it doubles with each further one. The first restart"
-        " follows at once.",
+        "The pause before the second restart; it doubles with each further one. The first restart follows at once.",
     ),
-    Option(
-        "MOONPOOL_RESTART_BACKOFF_MAX_S",
-        "restart_backoff_max_s",
-        PAUSE,
-        "The longest pause before a restart.",
-    ),
+    Option("MOONPOOL_RESTART_BACKOFF_MAX_S", "restart_backoff_max_s", PAUSE, "The longest pause before a restart."),
     Option(
         "MOONPOOL_RETRY",
         "retry",
@@ -541,12 +519,7 @@ OPTIONS = (
         THREADS,
         "The most descriptors that an instance's process may have open. At strict 256 by default.",
     ),
-    Option(
-        "MOONPOOL_CPUS",
-        "cpus",
-        CPUS,
-        "The processors that an instance may run on, such as 0-3,5.",
-    ),
+    Option("MOONPOOL_CPUS", "cpus", CPUS, "The processors that an instance may run on, such as 0-3,5."),
     Option(
         "MOONPOOL_CPU_WEIGHT",
         "cpu_weight",
@@ -587,10 +560,7 @@ OPTIONS = (
         " ENVIRONMENTS.md.",
     ),
     Option(
-        "MOONPOOL_REGION_BYTES",
-        "region_bytes",
-        SIZE,
-        "Shared memory that an instance starts with in each direction.",
+        "MOONPOOL_REGION_BYTES", "region_bytes", SIZE, "Shared memory that an instance starts with in each direction."
     ),
     Option(
         "MOONPOOL_REGION_LIMIT_BYTES",
@@ -757,9 +727,7 @@ def look_us() -> int:
     """
     text = os.environ.get(LOOK_US) or "30"
     if not re.fullmatch(r"[0-9]{1,4}", text) or int(text) > _MOST_LOOK_US:
-        raise ConfigError(
-            f"must be a number from 0 to {_MOST_LOOK_US}, not {text!r}", field=LOOK_US
-        )
+        raise ConfigError(f"must be a number from 0 to {_MOST_LOOK_US}, not {text!r}", field=LOOK_US)
     return int(text)
 
 
@@ -862,9 +830,7 @@ def read_model_option(text: str) -> ModelOption:
 def model_option(pattern: str, key: str, value: str) -> ModelOption:
     """Check the parts of an option. Raises ValueError."""
     if not _PATTERN.fullmatch(pattern):
-        raise ValueError(
-            "must begin with the name of a model, in which * stands for any characters"
-        )
+        raise ValueError("must begin with the name of a model, in which * stands for any characters")
     check_option(key, value)
     return ModelOption(pattern, key, value.strip())
 
@@ -891,9 +857,7 @@ def _near(key: str) -> str:
 def check_level(level: str | None) -> str | None:
     """Return a level of the sandbox, or None for no level. Raises ValueError if there is no such level."""
     if level is not None and level not in LEVELS:
-        raise ValueError(
-            f"sandbox must be {', '.join(LEVELS[:-1])} or {LEVELS[-1]}, not {level!r:.80}"
-        )
+        raise ValueError(f"sandbox must be {', '.join(LEVELS[:-1])} or {LEVELS[-1]}, not {level!r:.80}")
     return level
 
 
@@ -910,9 +874,7 @@ class OperatorOptions:
     def by_model(cls, models: Mapping[str, Mapping[str, object]]) -> OperatorOptions:
         """Take options by model or pattern, then by key, as a program gives them. Raises `ConfigError`."""
         given = []
-        for pattern, options in OF_LOAD.map(
-            "model_options", models, "a map of models to their options"
-        ).items():
+        for pattern, options in OF_LOAD.map("model_options", models, "a map of models to their options").items():
             for key, value in _texts(f"model_options[{pattern}]", options).items():
                 try:
                     given.append(model_option(pattern, key, value))
@@ -944,9 +906,7 @@ def by_pattern(given: Iterable[ModelOption]) -> dict[str, dict[str, str]]:
 
 
 def said_in_a_load(
-    sandbox: str | None,
-    options: Mapping[str, object] | None,
-    parameters: Mapping[str, object] | None,
+    sandbox: str | None, options: Mapping[str, object] | None, parameters: Mapping[str, object] | None
 ) -> dict[str, str] | None:
     """Join the options and parameters that a program gives in a load; None if it gives none. Raises `ConfigError`."""
     if sandbox is None and options is None and parameters is None:
@@ -965,9 +925,7 @@ def said_in_a_load(
     own = _texts("parameters", {} if parameters is None else parameters)
     for key in own:
         if key in _BY_KEY or key.upper().startswith(PREFIX):
-            what = (
-                "is an option of moonpool and no parameter of the model's own: give it in options="
-            )
+            what = "is an option of moonpool and no parameter of the model's own: give it in options="
             raise ConfigError(what, field=f"parameters[{key}]")
     return own | given
 

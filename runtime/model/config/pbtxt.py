@@ -15,31 +15,9 @@ from typing import Any
 
 from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.model import normalise
-from moonpool.runtime.model.config.schema import (
-    MESSAGES,
-    Raw,
-    exclusive,
-    is_type,
-    refusal,
-    suggestion,
-)
-from moonpool.runtime.model.config.source import (
-    ConfigError,
-    Source,
-    field_at,
-    fields,
-    is_noted,
-    steps,
-    token_at,
-)
-from moonpool.runtime.model.config.templates import (
-    Fill,
-    TextSpan,
-    cleared,
-    not_filled_in,
-    places,
-    type_of,
-)
+from moonpool.runtime.model.config.schema import MESSAGES, Raw, exclusive, is_type, refusal, suggestion
+from moonpool.runtime.model.config.source import ConfigError, Source, field_at, fields, is_noted, steps, token_at
+from moonpool.runtime.model.config.templates import Fill, TextSpan, cleared, not_filled_in, places, type_of
 from moonpool.runtime.process.files import open_file
 
 # Each wrong field costs one more parsing of the text, of so many characters in all.
@@ -56,10 +34,7 @@ def read(path: str | Path) -> Raw:
 
 
 def read_with_source(
-    path: str | Path,
-    within: Path | None = None,
-    limits: ConfigLimits | None = None,
-    fill: Fill | None = None,
+    path: str | Path, within: Path | None = None, limits: ConfigLimits | None = None, fill: Fill | None = None
 ) -> tuple[Raw, Source]:
     """Read a file as `read` does, and return the lines of its fields, too, for errors that are found later.
 
@@ -70,9 +45,7 @@ def read_with_source(
     return parse(_text(Path(path), within, limits), str(path), limits, fill)
 
 
-def parse(
-    text: str, file: str, limits: ConfigLimits | None = None, fill: Fill | None = None
-) -> tuple[Raw, Source]:
+def parse(text: str, file: str, limits: ConfigLimits | None = None, fill: Fill | None = None) -> tuple[Raw, Source]:
     """Parse the text of a configuration; `file` only names it in errors. `fill` has values for places of a template."""
     from google.protobuf import json_format
 

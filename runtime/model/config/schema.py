@@ -169,16 +169,12 @@ FIELDS = read_fields(_FIELDS)
 ENUMS: dict[str, list[str]] = read_table(_ENUMS)
 # The types of fields by their names. A scalar of a group may be absent, and has a `?`.
 MESSAGES: dict[str, dict[str, str]] = {
-    message: {
-        row.name: row.type + "?" * (bool(row.group) and row.type not in FIELDS) for row in rows
-    }
+    message: {row.name: row.type + "?" * (bool(row.group) and row.type not in FIELDS) for row in rows}
     for message, rows in FIELDS.items()
 }
 # At most one of these fields of a message may be set. No message has several groups.
 ONE_OF: dict[str, tuple[str, ...]] = {
-    message: names
-    for message, rows in FIELDS.items()
-    if len(names := tuple(row.name for row in rows if row.group)) > 1
+    message: names for message, rows in FIELDS.items() if len(names := tuple(row.name for row in rows if row.group)) > 1
 }
 
 
@@ -374,11 +370,7 @@ def _plain(type_: str, value: object) -> object:
     if type_ == "bool":
         return value if isinstance(value, bool) else None
     # Half a surrogate pair cannot be sent to a model.
-    return (
-        value
-        if isinstance(value, str) and value.encode(errors="ignore").decode() == value
-        else None
-    )
+    return value if isinstance(value, str) and value.encode(errors="ignore").decode() == value else None
 
 
 def _refuse(source: Source, path: str, wanted: str, value: object) -> NoReturn:

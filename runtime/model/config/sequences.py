@@ -129,9 +129,7 @@ def _controls(batching: Raw, raw: Raw, source: Source) -> tuple[SequenceControl,
             what = f"sequence batching control tensor '{name}' is an input of the model{suffix}"
             source.mistake(f"{path}.name", what)
         if name in names or len(given["control"]) > 1:
-            what = (
-                f"sequence batching control tensor '{name}' is specified for multiple control kinds"
-            )
+            what = f"sequence batching control tensor '{name}' is specified for multiple control kinds"
             source.mistake(f"{path}.control", what + suffix)
         names.add(name)
         for control in given["control"]:
@@ -179,9 +177,7 @@ def _id_control(name: str, control: Raw, suffix: str, path: str, source: Source)
     return SequenceControl(name, "CORRID", "BYTES" if datatype == "STRING" else datatype)
 
 
-def _states(
-    batching: Raw, raw: Raw, source: Source, *, has_states: bool
-) -> tuple[SequenceState, ...]:
+def _states(batching: Raw, raw: Raw, source: Source, *, has_states: bool) -> tuple[SequenceState, ...]:
     """Read the states. A tritonserver that keeps them has checked them, and takes some that nobody else could serve."""
     if has_states:
         return tuple(_state(given) for given in batching["state"])
@@ -262,9 +258,7 @@ def _check_initial(given: Raw, path: str, source: Source) -> None:
         raise source.error(f"{path}.dims", what)
     for dim, expected in zip(ours, wanted, strict=True):
         if dim == -1:
-            what = (
-                f"'initial_state' field for state input name '{name}' contains variable dimensions."
-            )
+            what = f"'initial_state' field for state input name '{name}' contains variable dimensions."
             raise source.error(f"{path}.dims", what)
         # Triton takes a value of any size where the state's is variable, but tells the model that it has one element.
         if dim < 1 or expected not in (-1, dim):

@@ -31,9 +31,7 @@ class ConfigError(MoonpoolError):
     code = "INVALID_ARG"
     _fault = "setup"
 
-    def __init__(
-        self, what: str, *, field: str = "", file: str | None = None, line: int | None = None
-    ) -> None:
+    def __init__(self, what: str, *, field: str = "", file: str | None = None, line: int | None = None) -> None:
         place = ":".join(str(part) for part in (file, line) if part is not None)
         # A configuration may have names and values of any length, and logs and clients get the text.
         parts = (place, _cut(field, _LONGEST_FIELD), _cut(what, _LONGEST_WHAT))

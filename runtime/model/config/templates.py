@@ -73,11 +73,7 @@ def places(text: str) -> list[TextSpan]:
     found = {place.start: place for place in signs}
     for path, offset, is_key in fields(plain):
         end = offset + len(token_at(plain, offset))
-        if (
-            is_key
-            or len(found) >= _MOST_PLACES
-            or bisect(starts, end - 1) > bisect(starts, offset - 1)
-        ):
+        if is_key or len(found) >= _MOST_PLACES or bisect(starts, end - 1) > bisect(starts, offset - 1):
             continue
         if place := _value(plain, offset, path):
             found[place.start] = place
@@ -186,10 +182,7 @@ class Fill:
         return "".join([*parts, text[end:]])
 
     def _places(self, text: str) -> list[TextSpan]:
-        strings = (
-            TextSpan(each.start(), each.end(), each["dollar"].strip())
-            for each in _DOLLAR.finditer(text)
-        )
+        strings = (TextSpan(each.start(), each.end(), each["dollar"].strip()) for each in _DOLLAR.finditer(text))
         return sorted({*strings, *places(text)}, key=lambda place: place.start)
 
 

@@ -74,9 +74,7 @@ def warmup_samples(raw: Raw, source: Source) -> tuple[WarmupSample, ...]:
 def _input(name: str, given: Raw, path: str, source: Source) -> WarmupInput:
     dims, datatype = tuple(given["dims"]), given["data_type"].removeprefix("TYPE_")
     if any(dim < 0 for dim in dims):
-        what = (
-            f"warmup setting expects all variable-size dimensions are specified for input '{name}'"
-        )
+        what = f"warmup setting expects all variable-size dimensions are specified for input '{name}'"
         raise source.error(f"{path}.dims", what)
     # 16 bytes are more than an element of any datatype has.
     if prod(dims) * 16 > _MOST_BYTES:

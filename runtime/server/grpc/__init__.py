@@ -19,7 +19,9 @@ _BUNDLED = Path(__file__).with_name(_LIBRARY)
 
 
 class MissingHttp2(MoonpoolError):
-    """There is no HTTP/2 for gRPC, since nghttp2 or the extension that opens it is missing. The text says what to install."""
+    """There is no HTTP/2 for gRPC, since nghttp2 or the extension that opens it is missing. The text says what to
+    install.
+    """
 
     code = "UNAVAILABLE"
 

@@ -16,9 +16,7 @@ class Session:
     (COMING, stream, first bytes of a large message, its size). A client gets a HEAD for the trailers, too.
     """
 
-    def __init__(
-        self, max_message_bytes: int, compresses: bool, is_client: bool = False
-    ) -> None: ...
+    def __init__(self, max_message_bytes: int, compresses: bool, is_client: bool = False) -> None: ...
     def feed(self, buffer: memoryview | bytes, size: int, /) -> tuple[list[tuple[Any, ...]], bool]:
         """Read so many bytes of a buffer; return the events, and whether all was read. Raises ConnectionError.
 

@@ -1,13 +1,14 @@
 """One RPC as its handler sees it, and the RPCs of a server that have not ended.
 
-Theory of operation. A call belongs to the thread of the server's event loop, where its transport reports what the client does. Handlers
-may use it on any thread: a method that is called elsewhere has the loop call it again, so the flags need no lock, and calls of one
-thread keep their order. Once the loop is closed, all calls have ended with their connections, and what a thread still sends is dropped.
+Theory of operation. A call belongs to the thread of the server's event loop, where its transport reports what the
+client does. Handlers may use it on any thread: a method that is called elsewhere has the loop call it again, so the
+flags need no lock, and calls of one thread keep their order. Once the loop is closed, all calls have ended with their
+connections, and what a thread still sends is dropped.
 
-A call ends once. `_is_over` is set together with the decision to send a status (`_put`), or when the client has gone, or its deadline
-has passed (`end_early`). Later messages and statuses do nothing. `end_early` calls what `when_gone` asked for, where handlers cancel
-the request in the scheduler. The transport calls `OpenCalls.ended` once it has nothing more to do with the call, also after a status was sent:
-so a drain waits until the last byte is on its way.
+A call ends once. `_is_over` is set together with the decision to send a status (`_put`), or when the client has gone,
+or its deadline has passed (`end_early`). Later messages and statuses do nothing. `end_early` calls what `when_gone`
+asked for, where handlers cancel the request in the scheduler. The transport calls `OpenCalls.ended` once it has nothing
+more to do with the call, also after a status was sent: so a drain waits until the last byte is on its way.
 """
 
 from __future__ import annotations
@@ -61,14 +62,10 @@ class GrpcCall:
         "received_ns",
     )
 
-    def __init__(
-        self, calls: OpenCalls, method: bytes, metadata: Metadata, timeout_s: float | None
-    ) -> None:
+    def __init__(self, calls: OpenCalls, method: bytes, metadata: Metadata, timeout_s: float | None) -> None:
         self.begin(calls, method, metadata, timeout_s)
 
-    def begin(
-        self, calls: OpenCalls, method: bytes, metadata: Metadata, timeout_s: float | None
-    ) -> None:
+    def begin(self, calls: OpenCalls, method: bytes, metadata: Metadata, timeout_s: float | None) -> None:
         """Begin a call, which ends early after `timeout_s` seconds. On the loop's thread."""
         self._calls = calls
         self.method = method
@@ -91,9 +88,7 @@ class GrpcCall:
         """Do as `receive` says. On the loop's thread."""
         raise NotImplementedError
 
-    def _transmit(
-        self, message: Message | None, status: Status | None, sent: Callable[[], object] | None
-    ) -> None:
+    def _transmit(self, message: Message | None, status: Status | None, sent: Callable[[], object] | None) -> None:
         """Send a message, a status or both, and call `sent` when the message has left. On the loop's thread."""
         raise NotImplementedError
 
@@ -179,9 +174,7 @@ class GrpcCall:
             return False
         return True
 
-    def _put(
-        self, message: Message | None, status: Status | None, sent: Callable[[], object] | None
-    ) -> None:
+    def _put(self, message: Message | None, status: Status | None, sent: Callable[[], object] | None) -> None:
         if _running_loop() is not self._calls.loop:
             self._hand_over(self._put, message, status, sent)
         elif not self._is_over:
@@ -230,11 +223,7 @@ class OpenCalls:
     """OpenCalls the handlers of RPCs, and knows those that have not ended. For the loop's thread."""
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        methods: Mapping[bytes, Method],
-        options: GrpcOptions,
-        meter: Meter,
+        self, loop: asyncio.AbstractEventLoop, methods: Mapping[bytes, Method], options: GrpcOptions, meter: Meter
     ) -> None:
         """`methods` are found by their paths. `meter` counts how calls end."""
         self.loop = loop

@@ -1,26 +1,29 @@
 """Connections of clients that speak gRPC: bytes come in, RPCs go to their handlers, messages and statuses go out.
 
-Theory of operation. A connection, its session and its calls belong to the thread of the event loop. The session (`_http2.cpp`) does
-HTTP/2 without I/O: `_feed` gives it what came, and calls what its events are about; `_flush` writes what it has for the client. What is
-sent while events are handled leaves with one flush after the last of them; what is sent at other times leaves in the loop's next turn,
-together with all that was sent in this one.
+Theory of operation. A connection, its session and its calls belong to the thread of the event loop. The session
+(`_http2.cpp`) does HTTP/2 without I/O: `_feed` gives it what came, and calls what its events are about; `_flush` writes
+what it has for the client. What is sent while events are handled leaves with one flush after the last of them; what is
+sent at other times leaves in the loop's next turn, together with all that was sent in this one.
 
-Large messages. When one begins to come, its handler may choose the memory for it (`coming`). What is taken so is bounded for each connection
-and for all of them, as a client may announce more than it sends; beyond the bounds, messages are received into memory of no special kind,
-which the kernel gives only as bytes come. Large responses leave as views.
+Large messages. When one begins to come, its handler may choose the memory for it (`coming`). What is taken so is
+bounded for each connection and for all of them, as a client may announce more than it sends; beyond the bounds,
+messages are received into memory of no special kind, which the kernel gives only as bytes come. Large responses leave
+as views.
 
-Back-pressure. While the transport is paused, as the client does not read, nothing is taken out of the session: messages wait there once,
-as the objects that they are, and `sent` of a call is not called. In the other direction a call receives one message, and what comes behind it
-stays in the session until `receive` asks for the next one; the client's window ends soon. A message from the session that was held there
-is handed out in the loop's next turn: a handler that asks for the next one at once would otherwise pile up on the stack.
+Back-pressure. While the transport is paused, as the client does not read, nothing is taken out of the session: messages
+wait there once, as the objects that they are, and `sent` of a call is not called. In the other direction a call
+receives one message, and what comes behind it stays in the session until `receive` asks for the next one; the client's
+window ends soon. A message from the session that was held there is handed out in the loop's next turn: a handler that
+asks for the next one at once would otherwise pile up on the stack.
 
-Hostile clients. The session has budgets and limits of its own; when it is over, the connection is closed behind what it has to say. `look`,
-once a second, refills the budgets, and ends connections that do not greet, do not answer pings, take nothing of what waits for them, or are too old,
-and calls whose large messages do not come. Pings that come
-too often count as strikes, as in gRPC's own server.
+Hostile clients. The session has budgets and limits of its own; when it is over, the connection is closed behind what it
+has to say. `look`, once a second, refills the budgets, and ends connections that do not greet, do not answer pings,
+take nothing of what waits for them, or are too old, and calls whose large messages do not come. Pings that come too
+often count as strikes, as in gRPC's own server.
 
-Order of closing. However a connection ends, the transport calls `connection_lost` once, which ends all calls early. A connection that drains
-sends GOAWAY, and closes when its last call has ended. One that is closing is aborted if its client does not take the last bytes.
+Order of closing. However a connection ends, the transport calls `connection_lost` once, which ends all calls early. A
+connection that drains sends GOAWAY, and closes when its last call has ended. One that is closing is aborted if its
+client does not take the last bytes.
 """
 
 from __future__ import annotations
@@ -41,14 +44,7 @@ from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.event_loop import Watches
 from moonpool.runtime.server.clients import Admission, Clients
 from moonpool.runtime.server.grpc import call as rpc
-from moonpool.runtime.server.grpc.call import (
-    TOGETHER_BYTES,
-    Message,
-    Metadata,
-    OpenCalls,
-    PlacedMessage,
-    Received,
-)
+from moonpool.runtime.server.grpc.call import TOGETHER_BYTES, Message, Metadata, OpenCalls, PlacedMessage, Received
 from moonpool.runtime.server.grpc.options import GrpcOptions
 from moonpool.runtime.server.grpc.status import OK, Status
 
@@ -202,9 +198,7 @@ class Http2Call(rpc.GrpcCall):
 
     __slots__ = ("_arrived", "_connection", "_has_all", "_head", "_id", "_may_be_held", "_placed", "_placed_at", "_receiver", "_sent")  # fmt: skip
 
-    def __init__(
-        self, connection: GrpcConnection, stream: int, head: CallHead, timeout_s: float | None
-    ) -> None:
+    def __init__(self, connection: GrpcConnection, stream: int, head: CallHead, timeout_s: float | None) -> None:
         self.begin(connection.calls, head.method, head.metadata, timeout_s)
         self._connection = connection
         self._id = stream
@@ -322,9 +316,7 @@ class Http2Call(rpc.GrpcCall):
 
     # Out
 
-    def _transmit(
-        self, message: Message | None, status: Status | None, sent: Callable[[], object] | None
-    ) -> None:
+    def _transmit(self, message: Message | None, status: Status | None, sent: Callable[[], object] | None) -> None:
         level = self._connection.level if self._head.takes_gzip else 0
         if message is None or not level:
             self._write(message, status, sent, False)
@@ -334,23 +326,13 @@ class Http2Call(rpc.GrpcCall):
         else:
             self._connection.apart(self._pack, message, level, status, sent)
 
-    def _pack(
-        self,
-        message: Message,
-        level: int,
-        status: Status | None,
-        sent: Callable[[], object] | None,
-    ) -> None:
+    def _pack(self, message: Message, level: int, status: Status | None, sent: Callable[[], object] | None) -> None:
         """Pack a message, on any thread."""
         smaller, is_packed = packed(message, level)
         self._hand_over(self._write, smaller, status, sent, is_packed)
 
     def _write(
-        self,
-        message: Message | None,
-        status: Status | None,
-        sent: Callable[[], object] | None,
-        is_packed: bool,
+        self, message: Message | None, status: Status | None, sent: Callable[[], object] | None, is_packed: bool
     ) -> None:
         number, details = -1, None
         if status is OK:
@@ -437,7 +419,8 @@ class GrpcConnection:
         socket = transport.get_extra_info("socket")
         has_watch = socket is None or self._port.watches.hold(socket.fileno())
         if not (place is Admission.WELCOME and has_watch):
-            # Not GOAWAY: a client that was greeted before it takes that for a connection that has worked, and comes back without a pause.
+            # Not GOAWAY: a client that was greeted before it takes that for a connection that has worked, and comes
+            # back without a pause.
             self.abort()
             return
         self._transport.set_write_buffer_limits(high=4 * _PART_BYTES)

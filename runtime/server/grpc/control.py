@@ -120,9 +120,7 @@ class GrpcControl:
 
     def cuda_shared_memory_status(self, asked: Any) -> Any:
         if asked.name:
-            raise ModelError(
-                f"Unable to find cuda shared memory region: '{asked.name}'", "NOT_FOUND"
-            )
+            raise ModelError(f"Unable to find cuda shared memory region: '{asked.name}'", "NOT_FOUND")
         return kserve.CudaSharedMemoryStatusResponse()
 
     def cuda_shared_memory_register(self, asked: Any) -> Any:

@@ -17,11 +17,7 @@ from moonpool.runtime.model.details import details_of, with_id
 from moonpool.runtime.model.protobuf import BadProtobuf, service_messages
 from moonpool.runtime.model.request import Details, InferenceRequest, Parameter
 from moonpool.runtime.server.grpc import wire
-from moonpool.runtime.server.grpc.wire import (
-    MOST_PARTS,
-    parse,
-    tensors_from,
-)
+from moonpool.runtime.server.grpc.wire import MOST_PARTS, parse, tensors_from
 from moonpool.runtime.server.inference import request as requests
 from moonpool.runtime.server.inference.request import (
     END,
@@ -80,9 +76,7 @@ class GrpcRequestPlan(requests.RequestPlan):
 
     __slots__ = ("classes", "contents", "is_large", "parameters")
 
-    def __init__(
-        self, inputs: list[InputPlan | None], outputs: list[str | None], rest: Any
-    ) -> None:
+    def __init__(self, inputs: list[InputPlan | None], outputs: list[str | None], rest: Any) -> None:
         """Plan inputs and outputs. `rest` is a ModelInferRequest with those that are None, and all parameters.
 
         It is None if there are neither. Raises `InvalidRequest`.
@@ -126,15 +120,11 @@ class GrpcRequestPlan(requests.RequestPlan):
         if "classification" in output.parameters:
             parameter = output.parameters["classification"]
             if parameter.WhichOneof("parameter_choice") != "int64_param":
-                raise InvalidRequest(
-                    "invalid value type for 'classification' parameter, expected int64_param"
-                )
+                raise InvalidRequest("invalid value type for 'classification' parameter, expected int64_param")
             if parameter.int64_param <= 0:
                 raise InvalidRequest("invalid value for 'classification' parameter, expected >= 0")
             if place is not None:
-                raise InvalidRequest(
-                    "output can't set both 'shared_memory_region' and 'classification'"
-                )
+                raise InvalidRequest("output can't set both 'shared_memory_region' and 'classification'")
             self.classes[output.name] = parameter.int64_param
             self.has_classes = True
         if place is not None:
@@ -143,9 +133,7 @@ class GrpcRequestPlan(requests.RequestPlan):
     def _details(self, request_id: str, forwarded: Mapping[str, str] | None) -> Details | None:
         own = self.parameters
         custom = {**own.custom, **forwarded} if forwarded else own.custom
-        return details_of(
-            request_id, own.sequence_id, own.flags, own.timeout_us, own.priority, custom
-        )
+        return details_of(request_id, own.sequence_id, own.flags, own.timeout_us, own.priority, custom)
 
     def details_of(self, request_id: str, forwarded: Mapping[str, str] | None) -> Details | None:
         """Return the details of one of these requests. Raises `InvalidRequest`."""
@@ -158,9 +146,9 @@ class GrpcRequestPlan(requests.RequestPlan):
 class InferMessage:
     """One ModelInferRequest: the model and the id that it names, and, once the model is found, the request.
 
-    A large one may be received into memory that stubs see: `begun` reads what lies before its tensors, and with `place` and
-    `complete` it becomes whole. A stub may write to that memory at any time, and must not make another request of this one, which
-    may ask another model or name memory of clients. So nothing is read there but the sizes of tensors.
+    A large one may be received into memory that stubs see: `begun` reads what lies before its tensors, and with `place`
+    and `complete` it becomes whole. A stub may write to that memory at any time, and must not make another request of
+    this one, which may ask another model or name memory of clients. So nothing is read there but the sizes of tensors.
     """
 
     __slots__ = (
@@ -260,9 +248,7 @@ class InferMessage:
             self.plan = GrpcRequestPlan(self._inputs, self._outputs, self._rest)
         return self.plan
 
-    def usual(
-        self, service: Service, hosted: Hosted, forwarded: Mapping[str, str]
-    ) -> InferenceRequest | None:
+    def usual(self, service: Service, hosted: Hosted, forwarded: Mapping[str, str]) -> InferenceRequest | None:
         """Return the request for this model if it is usual (`RequestPlan.usual`), else None.
 
         Its inputs are views on the message. `forwarded` are parameters from headers. Raises as `request`.
@@ -274,9 +260,7 @@ class InferMessage:
         tensors = self.tensors
         return plan.usual(service, hosted, self.data, 0, tensors, details, has_views=self.is_placed)
 
-    def request(
-        self, service: Service, hosted: Hosted, forwarded: Mapping[str, str]
-    ) -> InferenceRequest:
+    def request(self, service: Service, hosted: Hosted, forwarded: Mapping[str, str]) -> InferenceRequest:
         """Return the request for this model, which is checked. Its inputs are views on the message.
 
         Raises `InvalidRequest`, `SharedMemoryError`.
@@ -305,9 +289,7 @@ class InferMessage:
                     raise InvalidRequest("unknown datatype")
                 inputs[name] = of_bytes(name, code, shape, data, offset, size_bytes)
             else:
-                raise _Early(
-                    f"unable to find data for input tensor '{name}' for model '{self.model}' in request."
-                )
+                raise _Early(f"unable to find data for input tensor '{name}' for model '{self.model}' in request.")
         if len(inputs) != len(plan.inputs):
             raise InvalidRequest("an input twice")
         return inputs
@@ -317,14 +299,9 @@ class InferMessage:
         name, code, shape, place, *_ = plan.inputs[index]
         where = f"for model '{self.model}'"
         if place is not None:
-            raise _Early(
-                "unexpected 'content' provided when using shared memory for input tensor "
-                f"'{name}' {where}"
-            )
+            raise _Early(f"unexpected 'content' provided when using shared memory for input tensor '{name}' {where}")
         if self.tensors:
-            raise _Early(
-                f"contents field must not be specified when using raw_input_contents for '{name}' {where}"
-            )
+            raise _Early(f"contents field must not be specified when using raw_input_contents for '{name}' {where}")
         tensor = plan.contents[index]
         datatype, contents = tensor.datatype, tensor.contents
         for field, (datatypes, shown) in _CONTENTS.items():
@@ -340,9 +317,7 @@ class InferMessage:
         data = _packed(name, code, values)
         return of_bytes(name, code, shape, data, 0, len(data))
 
-    def _refused(
-        self, error: InvalidRequest, plan: GrpcRequestPlan, hosted: Hosted
-    ) -> InvalidRequest:
+    def _refused(self, error: InvalidRequest, plan: GrpcRequestPlan, hosted: Hosted) -> InvalidRequest:
         """Return the first error that Triton finds, which may be another one than was found here."""
         if isinstance(error, _Early):
             return error
@@ -391,12 +366,7 @@ def _usual_output(reader: wire.FieldReader) -> str | None:
 
 
 def _of_memory(
-    service: Service,
-    hosted: Hosted,
-    name: str,
-    code: int,
-    shape: Sequence[int],
-    place: RegionPlace,
+    service: Service, hosted: Hosted, name: str, code: int, shape: Sequence[int], place: RegionPlace
 ) -> Input:
     """Return an input that lies in memory that the client shares."""
     try:
@@ -499,13 +469,13 @@ def _parameters_of(given: Any) -> Parameters:
 
 def _check(name: str, kind: str | None, *wanted: str) -> None:
     if kind not in wanted:
-        raise InvalidRequest(
-            f"invalid value type for '{name}' parameter, expected {' or '.join(wanted)}."
-        )
+        raise InvalidRequest(f"invalid value type for '{name}' parameter, expected {' or '.join(wanted)}.")
 
 
 def _place_of(tensor: str, parameters: Mapping[str, Any]) -> RegionPlace | None:
-    """Return the place of a tensor in memory of the client, or None if it is in the message. Raises `InvalidRequest`."""
+    """Return the place of a tensor in memory of the client, or None if it is in the message. Raises
+    `InvalidRequest`.
+    """
     if not parameters:
         return None
     region = _value(tensor, parameters, "shared_memory_region", "string_param")
@@ -531,7 +501,5 @@ def _value(tensor: str, parameters: Mapping[str, Any], name: str, kind: str) -> 
     if name not in parameters:
         return None
     if parameters[name].WhichOneof("parameter_choice") != kind:
-        raise InvalidRequest(
-            f"invalid value type for '{name}' parameter for tensor '{tensor}', expected {kind}."
-        )
+        raise InvalidRequest(f"invalid value type for '{name}' parameter for tensor '{tensor}', expected {kind}.")
     return getattr(parameters[name], kind)

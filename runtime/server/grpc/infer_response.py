@@ -25,9 +25,7 @@ Head = tuple[str, int, tuple[tuple[str, int, tuple[int, ...]], ...], bool | None
 _heads: Memo[Head, bytes] = Memo(1024)
 
 
-def answer(
-    service: Service, model: Model, plan: GrpcRequestPlan, request_id: str, response: Response
-) -> Message:
+def answer(service: Service, model: Model, plan: GrpcRequestPlan, request_id: str, response: Response) -> Message:
     """Return a ModelInferResponse. The pieces of a large one are views of the outputs.
 
     Writes outputs into the memory that the client shares for them. Raises `ModelError` and `SharedMemoryError`.
@@ -37,28 +35,18 @@ def answer(
 
 
 def answer_in_stream(
-    service: Service,
-    model: Model,
-    plan: GrpcRequestPlan,
-    request_id: str,
-    response: Response,
-    final: bool,
+    service: Service, model: Model, plan: GrpcRequestPlan, request_id: str, response: Response, final: bool
 ) -> bytes:
     """Return a ModelStreamInferResponse. `final` says if it is the last one of its request.
 
-    The outputs are copied, as many responses may wait for the client, and the model's memory is not for that. Does and raises
-    what `answer` does.
+    The outputs are copied, as many responses may wait for the client, and the model's memory is not for that. Does and
+    raises what `answer` does.
     """
     return b"".join(_pieces(service, model, plan, request_id, response, final))
 
 
 def _pieces(
-    service: Service,
-    model: Model,
-    plan: GrpcRequestPlan,
-    request_id: str,
-    response: Response,
-    final: bool | None,
+    service: Service, model: Model, plan: GrpcRequestPlan, request_id: str, response: Response, final: bool | None
 ) -> list[bytes | memoryview]:
     tensors: list[memoryview] = []
     described = []
@@ -116,9 +104,7 @@ def last_in_stream(model: str, request_id: str) -> bytes:
     return data
 
 
-def error_in_stream(
-    text: str, request_id: str, model: str = "", final: bool | None = None
-) -> bytes:
+def error_in_stream(text: str, request_id: str, model: str = "", final: bool | None = None) -> bytes:
     """Return an error in a stream.
 
     If it is an error of a model, `model` is its name, and `final` says if it is the last response.

@@ -1,10 +1,12 @@
 """ModelInfer: one request, one response, no thread of its own.
 
-Theory of operation. A request is read, checked and submitted on the thread of the server's event loop, which received it; the rest is that
-of all calls (`inference.call`). Messages of more than `LARGE_BYTES` are read on a thread of the pool, as the loop has other clients.
+Theory of operation. A request is read, checked and submitted on the thread of the server's event loop, which received
+it; the rest is that of all calls (`inference.call`). Messages of more than `LARGE_BYTES` are read on a thread of the
+pool, as the loop has other clients.
 
-A call may end at any time, while a thread still reads or makes its request: then the request is dropped. `when_gone` comes last, after the
-request was submitted: if the client has gone by then, it cancels the request at once. `GrpcCall` drops everything that is sent after the end.
+A call may end at any time, while a thread still reads or makes its request: then the request is dropped. `when_gone`
+comes last, after the request was submitted: if the client has gone by then, it cancels the request at once. `GrpcCall`
+drops everything that is sent after the end.
 """
 
 from __future__ import annotations
@@ -27,11 +29,7 @@ from moonpool.runtime.server.grpc.options import GrpcOptions
 from moonpool.runtime.server.grpc.status import UNREADABLE, Status, status_of
 from moonpool.runtime.server.inference import call as calls
 from moonpool.runtime.server.inference.forwarding import ForwardedHeaders
-from moonpool.runtime.server.inference.request import (
-    Hosted,
-    check_has_one_response,
-    room_for_body,
-)
+from moonpool.runtime.server.inference.request import Hosted, check_has_one_response, room_for_body
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.tracing.trace import Trace
 
@@ -41,11 +39,11 @@ _COPYING_THREADS = 4
 
 
 class GrpcInference(calls.Inference):
-    """Answers requests for inference, and has what all of them need: models, waiting for stubs, threads for work that takes long."""
+    """Answers requests for inference, and has what all of them need: models, waiting for stubs, threads for work that
+    takes long.
+    """
 
-    def __init__(
-        self, service: Service, loop: asyncio.AbstractEventLoop, options: GrpcOptions
-    ) -> None:
+    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop, options: GrpcOptions) -> None:
         super().__init__(service, loop, TaskPool(_COPYING_THREADS, "moonpool-grpc-copying"))
         self._forwarding = ForwardedHeaders(options.header_forward_pattern)
 
@@ -65,9 +63,7 @@ class GrpcInference(calls.Inference):
         check_has_one_response(hosted, "ModelInfer RPC")
         return hosted
 
-    def trace(
-        self, call: GrpcCall, hosted: Hosted, message: InferMessage, request: InferenceRequest
-    ) -> Trace | None:
+    def trace(self, call: GrpcCall, hosted: Hosted, message: InferMessage, request: InferenceRequest) -> Trace | None:
         """Return the trace of a request that is about to be submitted, or None if it is not traced."""
         traces = self.service.traces
         if not traces.is_on:
@@ -83,7 +79,9 @@ class GrpcInference(calls.Inference):
         return trace
 
     def place(self, first: bytes, size_bytes: int) -> InferMessage | None:
-        """Return a request that begins so, and will be received into memory that the model's stubs see; None for any memory."""
+        """Return a request that begins so, and will be received into memory that the model's stubs see; None for any
+        memory.
+        """
         try:
             message = begun(first)
             if message is None:
@@ -98,12 +96,11 @@ class GrpcInference(calls.Inference):
         return message
 
     def read(
-        self,
-        data: bytes | InferMessage,
-        take: Callable[[InferMessage], object],
-        fail: Callable[[Status], object],
+        self, data: bytes | InferMessage, take: Callable[[InferMessage], object], fail: Callable[[Status], object]
     ) -> None:
-        """Give a request to `take`, or the status to `fail` for bytes that are not a message, or a message with too many fields."""
+        """Give a request to `take`, or the status to `fail` for bytes that are not a message, or a message with too
+        many fields.
+        """
         self.work(
             partial(_message, data),
             take,
@@ -134,7 +131,9 @@ class GrpcInference(calls.Inference):
         self.work(make, take, refuse, is_long=self._copied_bytes(message, hosted) > LARGE_BYTES)
 
     def _copied_bytes(self, message: InferMessage, hosted: Hosted) -> int:
-        """Return how many bytes are copied to make a request: those in memory of the client, and values in the message itself."""
+        """Return how many bytes are copied to make a request: those in memory of the client, and values in the message
+        itself.
+        """
         try:
             plan = message.read()
         except MoonpoolError:  # making the request meets the same error

@@ -46,11 +46,7 @@ _CONTROL: dict[str, tuple[tuple[str, bool, bool], ...]] = {
 
 
 def methods(
-    control: GrpcControl,
-    inference: GrpcInference,
-    streams: Streams,
-    quick: Executor,
-    slow: Executor,
+    control: GrpcControl, inference: GrpcInference, streams: Streams, quick: Executor, slow: Executor
 ) -> dict[bytes, Method]:
     """Return all methods by their paths. `quick` runs work of milliseconds, `slow` work that waits for models."""
     found: dict[bytes, Method] = {}
@@ -82,8 +78,8 @@ def _snake(name: str) -> str:
 def _unary(kind: Any, answer: Callable[[Any], Any], executor: Executor | None = None) -> Handler:
     """Return a handler that gives a message of `kind` to `answer`, and sends the result to the client.
 
-    `answer` runs on a thread of `executor`. Without one it runs on the loop's thread and must not block. An error that it raises
-    becomes the status.
+    `answer` runs on a thread of `executor`. Without one it runs on the loop's thread and must not block. An error that
+    it raises becomes the status.
     """
 
     def handle(call: GrpcCall) -> None:
@@ -94,9 +90,7 @@ def _unary(kind: Any, answer: Callable[[Any], Any], executor: Executor | None = 
             call.fail(UNREADABLE)
         elif executor is None and len(data) > SMALL_BYTES:
             # Reading it would keep other clients waiting.
-            text = (
-                f"the {kind.DESCRIPTOR.name} has {len(data)} bytes, and {SMALL_BYTES} is the most"
-            )
+            text = f"the {kind.DESCRIPTOR.name} has {len(data)} bytes, and {SMALL_BYTES} is the most"
             call.fail(Status("INVALID_ARGUMENT", text))
         elif executor is None:
             respond(call, data)

@@ -51,7 +51,9 @@ class GrpcOptions:
     write_timeout_ms: int = 600_000
     """A connection ends when its client takes nothing for so long of what waits for it. 0 lets it wait."""
     read_timeout_ms: int = 60_000
-    """A call ends when its large request has not come after so long, and the time that its bytes take at 16 KiB a second. 0 lets it wait."""
+    """A call ends when its large request has not come after so long, and the time that its bytes take at 16 KiB a
+    second. 0 lets it wait.
+    """
     max_calls: int = 10_000
     """More RPCs at once are refused."""
     max_backlog_bytes: int = part_of_memory(32, 256 << 20)

@@ -1,9 +1,11 @@
 """The messages of gRPC's own services, health and reflection, and the answers of reflection.
 
-Packages of others have these messages, and none of them is a dependency. So they are described here. Pools of descriptors do not take the
-same file twice, and a program may have one of those packages, so there is a pool of our own.
+Packages of others have these messages, and none of them is a dependency. So they are described here. Pools of
+descriptors do not take the same file twice, and a program may have one of those packages, so there is a pool of our
+own.
 
-A stream of reflection has one message at a time: the next question is read when the client has the answer to the one before.
+A stream of reflection has one message at a time: the next question is read when the client has the answer to the one
+before.
 """
 
 from __future__ import annotations
@@ -28,9 +30,7 @@ _HEALTH = """
 HealthCheckRequest = service:string=1
 HealthCheckResponse = status:HealthCheckResponse.ServingStatus=1
 """
-_STATUSES = {
-    "HealthCheckResponse.ServingStatus": ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
-}
+_STATUSES = {"HealthCheckResponse.ServingStatus": ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")}
 _REFLECTION = """
 ServerReflectionRequest = host:string=1 file_by_filename:string=3/message_request
     file_containing_symbol:string=4/message_request file_containing_extension:ExtensionRequest=5/message_request
@@ -80,15 +80,7 @@ def _message(name: str) -> Any:
 # Both versions have the same messages.
 _PACKAGES = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
 _pool = _make_pool()
-_SERVICES = tuple(
-    sorted(
-        (
-            f"inference.{SERVICE}",
-            HEALTH_SERVICE,
-            *(f"{each}.ServerReflection" for each in _PACKAGES),
-        )
-    )
-)
+_SERVICES = tuple(sorted((f"inference.{SERVICE}", HEALTH_SERVICE, *(f"{each}.ServerReflection" for each in _PACKAGES))))
 HealthCheckRequest = _message("grpc.health.v1.HealthCheckRequest")
 HealthCheckResponse = _message("grpc.health.v1.HealthCheckResponse")
 _Asked = _message("grpc.reflection.v1.ServerReflectionRequest")

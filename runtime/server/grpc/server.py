@@ -44,7 +44,8 @@ _BACKLOG = 4096
 _BUFFER_BYTES = 256 << 10
 _LOOK_S = 1.0
 _HANDSHAKE_S = 20.0
-# Each RPC except for inference and health has a thread while it is answered. RPCs that wait for models have a pool of their own.
+# Each RPC except for inference and health has a thread while it is answered. RPCs that wait for models have a pool of
+# their own.
 _CONTROL_THREADS = 4
 _PATIENT_THREADS = 16
 
@@ -52,9 +53,7 @@ _PATIENT_THREADS = 16
 class GrpcServer:
     """Serves a service over gRPC until it is drained or closed. For the thread of the loop that it was made in."""
 
-    def __init__(
-        self, service: Service, options: GrpcOptions, together: AllClients | None = None
-    ) -> None:
+    def __init__(self, service: Service, options: GrpcOptions, together: AllClients | None = None) -> None:
         """Take no port yet. `together` counts the clients of all ports of the process. Raises `MissingHttp2`."""
         loop = asyncio.get_running_loop()
         self._quick = TaskPool(_CONTROL_THREADS, "moonpool-grpc-control")
@@ -68,9 +67,7 @@ class GrpcServer:
             found |= reflection_methods()
         self.calls = OpenCalls(loop, found, options, meter)
         """The RPCs that have not ended."""
-        clients: Clients[GrpcConnection] = Clients(
-            "gRPC", options.max_connections, together or AllClients(), meter
-        )
+        clients: Clients[GrpcConnection] = Clients("gRPC", options.max_connections, together or AllClients(), meter)
         self._port = GrpcPort(self.calls, options, clients, self._inference.executor)
 
     @property
@@ -110,11 +107,7 @@ class GrpcPort:
     """The place where clients connect. All methods are for the loop's thread."""
 
     def __init__(
-        self,
-        calls: OpenCalls,
-        options: GrpcOptions,
-        clients: Clients[GrpcConnection],
-        pool: Executor,
+        self, calls: OpenCalls, options: GrpcOptions, clients: Clients[GrpcConnection], pool: Executor
     ) -> None:
         """Take no port yet. `pool` has threads for work that takes long. Raises `MissingHttp2`."""
         self._new_session, where = open_nghttp2()
@@ -151,9 +144,7 @@ class GrpcPort:
         options = self.options
         context = _context(options)
         try:
-            sockets = await bound_sockets(
-                options.address, options.port, reuse_port=options.reuse_port
-            )
+            sockets = await bound_sockets(options.address, options.port, reuse_port=options.reuse_port)
         except OSError as error:
             raise CannotListen("grpc", options.address, options.port, error) from error
         self.port = sockets[0].getsockname()[1]
@@ -161,11 +152,7 @@ class GrpcPort:
             self._servers.append(TlsServer(self, sockets, context, _BACKLOG))
             return
         for each in sockets:
-            self._servers.append(
-                await self.loop.create_server(
-                    self, sock=each, backlog=_BACKLOG, start_serving=False
-                )
-            )
+            self._servers.append(await self.loop.create_server(self, sock=each, backlog=_BACKLOG, start_serving=False))
 
     async def start(self) -> None:
         """Serve."""
@@ -248,7 +235,5 @@ def _context(options: GrpcOptions) -> ssl.SSLContext | None:
             context.load_verify_locations(options.root_cert)
     except OSError as error:
         # Errors of TLS are OSErrors, too.
-        raise MoonpoolError(
-            f"gRPC with TLS cannot use {' and '.join(files)}: {error.strerror or error}"
-        ) from error
+        raise MoonpoolError(f"gRPC with TLS cannot use {' and '.join(files)}: {error.strerror or error}") from error
     return context

@@ -1,24 +1,26 @@
 """ModelStreamInfer: many requests and their responses over one call.
 
-Responses of models that give one come in the order of the requests, and those of decoupled models as the model sends them. Responses
-that a client does not read are kept for it up to a limit. Then the stream ends, as nothing can slow down a model that sends by
-itself.
+Responses of models that give one come in the order of the requests, and those of decoupled models as the model sends
+them. Responses that a client does not read are kept for it up to a limit. Then the stream ends, as nothing can slow
+down a model that sends by itself.
 
-Theory of operation. The thread of the event loop reads the requests of a stream one by one, and reads the next one when this one is in its
-model's queue: so they stay in order, even if a large one is copied on another thread. It stops reading at `_MAX_IN_FLIGHT` open
-requests, or when half the allowed backlog waits for the client, and goes on in `_sent` and `ended`.
+Theory of operation. The thread of the event loop reads the requests of a stream one by one, and reads the next one when
+this one is in its model's queue: so they stay in order, even if a large one is copied on another thread. It stops
+reading at `_MAX_IN_FLIGHT` open requests, or when half the allowed backlog waits for the client, and goes on in `_sent`
+and `ended`.
 
-Responses come from any thread. The lock of a stream guards its requests, its messages and its flags. The call and the scheduler
-have locks of their own, so neither is called with the lock held. A method sets a flag under the lock (`_is_sending`, `_is_reading`,
-`_is_over`), and the thread that set it acts after releasing the lock. Only `backlog.change` is called with the lock held; the lock of
-the backlog is innermost. One message at a time is with gRPC, or several small ones, and `_sent` sends the next ones: a model that sends many
-is quicker than the loop, which so writes them together.
+Responses come from any thread. The lock of a stream guards its requests, its messages and its flags. The call and the
+scheduler have locks of their own, so neither is called with the lock held. A method sets a flag under the lock
+(`_is_sending`, `_is_reading`, `_is_over`), and the thread that set it acts after releasing the lock. Only
+`backlog.change` is called with the lock held; the lock of the backlog is innermost. One message at a time is with gRPC,
+or several small ones, and `_sent` sends the next ones: a model that sends many is quicker than the loop, which so
+writes them together.
 
-A stream ends in one of three ways, and the call takes only the first status. Everything is answered and the client will send no
-more; the server drains, which counts as the end of the client's requests; or the stream is ended early, for an error or for a client
-that does not read. In the last case, and if the client goes, `_gone` takes all open requests under the lock and cancels them after
-it. A request that is being submitted at that time may not be in the set yet, or not with the scheduler, so `_take` looks at
-`_is_over` afterwards and cancels it.
+A stream ends in one of three ways, and the call takes only the first status. Everything is answered and the client will
+send no more; the server drains, which counts as the end of the client's requests; or the stream is ended early, for an
+error or for a client that does not read. In the last case, and if the client goes, `_gone` takes all open requests
+under the lock and cancels them after it. A request that is being submitted at that time may not be in the set yet, or
+not with the scheduler, so `_take` looks at `_is_over` afterwards and cancels it.
 """
 
 from __future__ import annotations
@@ -32,11 +34,7 @@ from moonpool.runtime.model.request import InferenceRequest, Outcome, Response
 from moonpool.runtime.schedule.event_loop import LoopWaiter
 from moonpool.runtime.server.grpc.call import TOGETHER_BYTES, GrpcCall
 from moonpool.runtime.server.grpc.infer_request import InferMessage
-from moonpool.runtime.server.grpc.infer_response import (
-    answer_in_stream,
-    error_in_stream,
-    last_in_stream,
-)
+from moonpool.runtime.server.grpc.infer_response import answer_in_stream, error_in_stream, last_in_stream
 from moonpool.runtime.server.grpc.inference import GrpcInference
 from moonpool.runtime.server.grpc.options import GrpcOptions
 from moonpool.runtime.server.grpc.status import ENDING, Status, status_of
@@ -88,9 +86,7 @@ class Backlog:
 class Stream:
     """One call of ModelStreamInfer. Its methods are called on the loop's thread and on those that bring answers."""
 
-    def __init__(
-        self, inference: GrpcInference, call: GrpcCall, backlog: Backlog, max_backlog_bytes: int
-    ) -> None:
+    def __init__(self, inference: GrpcInference, call: GrpcCall, backlog: Backlog, max_backlog_bytes: int) -> None:
         self.inference = inference
         self._call = call
         self._backlog = backlog
@@ -138,9 +134,7 @@ class Stream:
             return
         received_ns = time.monotonic_ns()
         # The next one is read when this one is in its queue, so that they stay in order.
-        self.inference.read(
-            data, partial(self._take, received_ns), partial(self._unread, received_ns)
-        )
+        self.inference.read(data, partial(self._take, received_ns), partial(self._unread, received_ns))
 
     def _unread(self, received_ns: int, status: Status) -> None:
         self.count(received_ns, has_failed=True)
@@ -156,9 +150,7 @@ class Stream:
             submit = partial(self._submit, received_ns, message, hosted)
             self.inference.make(message, hosted, self._call.metadata, submit, refuse)
 
-    def _submit(
-        self, received_ns: int, message: InferMessage, hosted: Hosted, request: InferenceRequest
-    ) -> None:
+    def _submit(self, received_ns: int, message: InferMessage, hosted: Hosted, request: InferenceRequest) -> None:
         waiter = StreamRequest(self, message, hosted, request, received_ns)
         self._add(waiter)
         try:
@@ -230,7 +222,9 @@ class Stream:
         self._call.meter.clients.ended(received_ns, has_failed=has_failed)
 
     def count_once(self, request: StreamRequest, *, has_failed: bool) -> None:
-        """Count a request that has ended, unless it is counted: its answer and the end of the stream may come together."""
+        """Count a request that has ended, unless it is counted: its answer and the end of the stream may come
+        together.
+        """
         with self._lock:
             received_ns, request.received_ns = request.received_ns, 0
         if received_ns:
@@ -371,12 +365,7 @@ class StreamRequest(LoopWaiter):
     takes_many = True
 
     def __init__(
-        self,
-        stream: Stream,
-        asked: InferMessage,
-        hosted: Hosted,
-        request: InferenceRequest,
-        received_ns: int,
+        self, stream: Stream, asked: InferMessage, hosted: Hosted, request: InferenceRequest, received_ns: int
     ) -> None:
         super().__init__(stream.inference.loop)
         self._stream = stream

@@ -1,8 +1,8 @@
 """Messages of gRPC as bytes: read field by field, put together, and bounds for what the protobuf library makes of them.
 
 A protobuf library copies each tensor twice on the way in, into its message and out of it. The fields of a request are
-few and stand one behind another, so `FieldReader` finds the tensors in some steps, and reads the rest of most requests on
-the way. Parameters, and what else most requests have not, are left to the library.
+few and stand one behind another, so `FieldReader` finds the tensors in some steps, and reads the rest of most requests
+on the way. Parameters, and what else most requests have not, are left to the library.
 
 The library takes some twenty times the bytes of a field that is empty or a small number. So a large message is walked
 through along its description first, and refused if it has too many fields. Small messages cannot become large, and are
@@ -131,9 +131,11 @@ def _signed(number: int) -> int:
 
 
 def tensors_from(message: memoryview, first: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return the places of the first tensor and of those behind it. Raises `BadProtobuf`, and `InvalidRequest` for other fields.
+    """Return the places of the first tensor and of those behind it. Raises `BadProtobuf`, and `InvalidRequest` for
+    other fields.
 
-    Somebody else may write to the message meanwhile. So each byte is read once, and nothing is believed but sizes of tensors.
+    Somebody else may write to the message meanwhile. So each byte is read once, and nothing is believed but sizes of
+    tensors.
     """
     found = [first]
     at, end = sum(first), len(message)
@@ -172,8 +174,8 @@ def text_field(number: int, text: bytes) -> bytes:
 def join(head: bytes, tensors: list[memoryview], tag: bytes = b"") -> list[bytes | memoryview]:
     """Return a ModelInferResponse of its other fields and its tensors, in pieces.
 
-    With a tag it becomes a field of another message. Raises `ModelError` if no message of gRPC can hold it. That is checked before
-    anything is copied, as all tensors may be the same memory.
+    With a tag it becomes a field of another message. Raises `ModelError` if no message of gRPC can hold it. That is
+    checked before anything is copied, as all tensors may be the same memory.
     """
     pieces: list[bytes | memoryview] = [head]
     for tensor in tensors:

@@ -1,4 +1,6 @@
-"""KServe v2 over HTTP: connections of our own on httptools, inference without tasks, and a table of routes for the rest."""
+"""KServe v2 over HTTP: connections of our own on httptools, inference without tasks, and a table of routes for the
+rest.
+"""
 
 from moonpool.ipc.extension import use_compiled
 

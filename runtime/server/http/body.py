@@ -25,8 +25,7 @@ _LEVEL = 1
 def too_large(size: str, limit_bytes: int) -> BadHttpMessage:
     """Return the answer to a body over the limit."""
     return BadHttpMessage(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        f"request body of {size} bytes exceeds the maximum of {limit_bytes} bytes",
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"request body of {size} bytes exceeds the maximum of {limit_bytes} bytes"
     )
 
 
@@ -98,22 +97,13 @@ class Fixed:
 
 
 class Chunked:
-    """A body in chunks. Takes no form of them but the one that clients send, as lenient servers read requests that proxies do not."""
+    """A body in chunks. Takes no form of them but the one that clients send, as lenient servers read requests that
+    proxies do not.
+    """
 
-    __slots__ = (
-        "_left",
-        "_limit_bytes",
-        "_line",
-        "_refusal",
-        "_state",
-        "_trailer_bytes",
-        "body",
-        "received_bytes",
-    )
+    __slots__ = ("_left", "_limit_bytes", "_line", "_refusal", "_state", "_trailer_bytes", "body", "received_bytes")
 
-    def __init__(
-        self, limit_bytes: int, refusal: Callable[[str, int], BadHttpMessage] = too_large
-    ) -> None:
+    def __init__(self, limit_bytes: int, refusal: Callable[[str, int], BadHttpMessage] = too_large) -> None:
         """Start with an empty body. `refusal` makes the answer to a larger one, from its size and the limit."""
         self._limit_bytes = limit_bytes
         self._refusal = refusal
@@ -129,7 +119,9 @@ class Chunked:
         return None
 
     def take(self, data: bytes) -> bytes | None:
-        """Take received bytes. Returns those behind the body once it is complete, else None. Raises `BadHttpMessage`."""
+        """Take received bytes. Returns those behind the body once it is complete, else None. Raises
+        `BadHttpMessage`.
+        """
         at = 0
         while at < len(data):
             if self._left:
@@ -174,9 +166,7 @@ class Chunked:
     def _trailer(self, line: bytes) -> bool:
         self._trailer_bytes += len(line)
         if self._trailer_bytes > _TRAILER_BYTES:
-            raise BadHttpMessage(
-                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the trailers are too long"
-            )
+            raise BadHttpMessage(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the trailers are too long")
         return not line
 
 
@@ -212,9 +202,7 @@ def inflate(body: Body, limit_bytes: int) -> bytearray:
                     return out
         raise zlib.error(f"it has more than {_MOST_PARTS} parts")
     except zlib.error as error:
-        raise BadHttpMessage(
-            HTTPStatus.BAD_REQUEST, f"the request body cannot be decompressed: {error}"
-        ) from None
+        raise BadHttpMessage(HTTPStatus.BAD_REQUEST, f"the request body cannot be decompressed: {error}") from None
 
 
 def _inflate_part(packed: memoryview, begin: int, out: bytearray, limit_bytes: int) -> int:

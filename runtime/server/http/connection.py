@@ -2,38 +2,42 @@
 
 Theory of operation.
 
-Who. A port, its connections and their exchanges belong to one event loop, and everything here runs on its thread: there are no
-locks. `HttpPort` makes an `HttpConnection` for each client, looks after all of them once a second, and has what they share: one
-buffer to receive into, the heads that are known, the limits for all clients together. A connection makes an `HttpExchange` for
-each request and gives it to the port's `Handler`, which owns it until the response has ended, now or later. The handler never
-blocks. If its client goes, `exchange.cancel` is called, and from then on every call of the exchange does nothing.
+Who. A port, its connections and their exchanges belong to one event loop, and everything here runs on its thread: there
+are no locks. `HttpPort` makes an `HttpConnection` for each client, looks after all of them once a second, and has what
+they share: one buffer to receive into, the heads that are known, the limits for all clients together. A connection
+makes an `HttpExchange` for each request and gives it to the port's `Handler`, which owns it until the response has
+ended, now or later. The handler never blocks. If its client goes, `exchange.cancel` is called, and from then on every
+call of the exchange does nothing.
 
-Keep-alive and pipelining. A connection has one exchange at a time, so responses leave in the order of the requests. What a client
-sends behind a request waits in `_waiting`. When the response ends, `end` has the loop call `_go_on` for the next one; it does not
-call it itself, as a client that has sent thousands of short requests would otherwise pile them up on the stack. If the handler
-answers at once, `_read` goes on in its own loop, for `_TURNS` requests, and then lets other clients have their turn.
+Keep-alive and pipelining. A connection has one exchange at a time, so responses leave in the order of the requests.
+What a client sends behind a request waits in `_waiting`. When the response ends, `end` has the loop call `_go_on` for
+the next one; it does not call it itself, as a client that has sent thousands of short requests would otherwise pile
+them up on the stack. If the handler answers at once, `_read` goes on in its own loop, for `_TURNS` requests, and then
+lets other clients have their turn.
 
-Back-pressure. Once 64 KiB wait behind a request, the connection stops reading its socket until the response has ended, and TCP
-slows the client. In the other direction the transport keeps what the client does not take. `pause_writing` notes when that began;
-a handler with many pieces awaits `writable`. A client that takes nothing for `write_timeout_s` is cut off, and if all clients
-together leave too much, the port cuts off those for whom the most waits.
+Back-pressure. Once 64 KiB wait behind a request, the connection stops reading its socket until the response has ended,
+and TCP slows the client. In the other direction the transport keeps what the client does not take. `pause_writing`
+notes when that began; a handler with many pieces awaits `writable`. A client that takes nothing for `write_timeout_s`
+is cut off, and if all clients together leave too much, the port cuts off those for whom the most waits.
 
-Memory for bodies. A head is received into the port's buffer, which is one for all connections, as its bytes are taken out before
-the loop calls anybody else. A body with a length is received where it is to stay. That memory is taken when the head is complete,
-so a client that only announces a body must not get much: large memory is mapped and untouched until bytes come, and memory that
-stubs see is limited for all announcements together (`awaited_bytes`).
+Memory for bodies. A head is received into the port's buffer, which is one for all connections, as its bytes are taken
+out before the loop calls anybody else. A body with a length is received where it is to stay. That memory is taken when
+the head is complete, so a client that only announces a body must not get much: large memory is mapped and untouched
+until bytes come, and memory that stubs see is limited for all announcements together (`awaited_bytes`).
 
-Hostile clients. Heads, bodies and waiting bytes have limits in bytes; heads, bodies, idle connections and unread responses have
-limits in seconds. `since` is the time at which the present phase began, by the port's clock, which `_look` sets once a second: no
-request sets a timer. A malformed message is answered, and nothing behind it is read as a request, since nobody knows where the
-next one would begin. A body that will be refused anyhow is refused before it is received.
+Hostile clients. Heads, bodies and waiting bytes have limits in bytes; heads, bodies, idle connections and unread
+responses have limits in seconds. `since` is the time at which the present phase began, by the port's clock, which
+`_look` sets once a second: no request sets a timer. A malformed message is answered, and nothing behind it is read as a
+request, since nobody knows where the next one would begin. A body that will be refused anyhow is refused before it is
+received.
 
-Order of closing. `_refuse` writes the answer, ends the writing side, and reads and drops what still comes for `_LINGER_S` seconds:
-if the socket was closed with unread bytes in it, the kernel would reset the connection, and the client might lose the answer. A
-response whose connection has to end closes the transport after the last byte (`closes`). `abort` ends it at once. However a
-connection ends, the transport calls `connection_lost` once, which takes it off the port's count, frees the memory of an unfinished body,
-wakes the task that awaits `writable`, and then cancels the exchange. When the port drains, idle connections are closed, responses that are
-under way say that the connection ends, and connections that remain when the time is over are aborted.
+Order of closing. `_refuse` writes the answer, ends the writing side, and reads and drops what still comes for
+`_LINGER_S` seconds: if the socket was closed with unread bytes in it, the kernel would reset the connection, and the
+client might lose the answer. A response whose connection has to end closes the transport after the last byte
+(`closes`). `abort` ends it at once. However a connection ends, the transport calls `connection_lost` once, which takes
+it off the port's count, frees the memory of an unfinished body, wakes the task that awaits `writable`, and then cancels
+the exchange. When the port drains, idle connections are closed, responses that are under way say that the connection
+ends, and connections that remain when the time is over are aborted.
 """
 
 from __future__ import annotations
@@ -53,13 +57,7 @@ from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.event_loop import watches_of
 from moonpool.runtime.server.clients import Admission, AllClients, Clients, relieve
-from moonpool.runtime.server.http.body import (
-    Chunked,
-    Fixed,
-    memory_of,
-    over_input_size,
-    too_large,
-)
+from moonpool.runtime.server.http.body import Chunked, Fixed, memory_of, over_input_size, too_large
 from moonpool.runtime.server.http.head import (
     HEADER_LENGTH,
     JSON,
@@ -99,7 +97,9 @@ def http_status(error: BaseException) -> int:
 
 
 def error_headers(error: BaseException, headers: Headers) -> Headers:
-    """Return the headers of the response for an error: with the seconds after which a client may try again, where they are known."""
+    """Return the headers of the response for an error: with the seconds after which a client may try again, where they
+    are known.
+    """
     retry_after_s = getattr(error, "retry_after_s", None)
     if retry_after_s is None:
         return headers
@@ -120,9 +120,7 @@ class Handler(Protocol):
     def refuse(self, head: Head) -> BadHttpMessage | None:
         """Return the answer to a request whose body need not be sent, or None if it must."""
 
-    def failure(
-        self, head: Head, status: int, text: str, headers: Headers
-    ) -> tuple[Headers, bytes]:
+    def failure(self, head: Head, status: int, text: str, headers: Headers) -> tuple[Headers, bytes]:
         """Return headers and body of an error, in the form of the API that was asked."""
 
     def most_bytes_of(self, head: Head) -> int:
@@ -156,9 +154,7 @@ class HttpExchange:
         "text",
     )
 
-    def __init__(
-        self, connection: HttpConnection, head: Head, body: Body, begun_ns: int | None = None
-    ) -> None:
+    def __init__(self, connection: HttpConnection, head: Head, body: Body, begun_ns: int | None = None) -> None:
         self._connection = connection
         self._begun_ns = begun_ns
         self.head = head
@@ -470,7 +466,9 @@ class HttpConnection:
                 self._take_more()
 
     def _read_head(self, data: bytes) -> bytes | None:
-        """Return what lies behind the head, and behind the body if all of it has come; None if the head is not complete."""
+        """Return what lies behind the head, and behind the body if all of it has come; None if the head is not
+        complete.
+        """
         port = self._port
         if data[:2] == b"\r\n":
             return data[2:]  # some clients send it behind a body
@@ -556,9 +554,7 @@ class HttpConnection:
         self._hand_over(head, intake.body, self._begun_ns, text)
         return rest
 
-    def _hand_over(
-        self, head: Head, body: Body, begun_ns: int | None = None, text: memoryview | None = None
-    ) -> None:
+    def _hand_over(self, head: Head, body: Body, begun_ns: int | None = None, text: memoryview | None = None) -> None:
         exchange = self._exchange = HttpExchange(self, head, body, begun_ns)
         exchange.text = text
         try:
@@ -803,9 +799,7 @@ class HttpPort:
     def refuse(self, connection: HttpConnection, head: Head | None, error: BadHttpMessage) -> None:
         """Write the answer to a message that is no request, or one whose body is not read."""
         self.meter.answered(error.status)
-        HttpExchange(connection, _NO_HEAD if head is None else head, b"").fail(
-            error.status, error.text, error.headers
-        )
+        HttpExchange(connection, _NO_HEAD if head is None else head, b"").fail(error.status, error.text, error.headers)
 
     async def drain(self, timeout_s: float) -> bool:
         """Finish what has begun and end all connections. Returns False if some were cut off when the time was over."""

@@ -1,4 +1,6 @@
-"""All routes except for inference: of KServe v2, of Triton's extensions, of the page, and of paths that people try first."""
+"""All routes except for inference: of KServe v2, of Triton's extensions, of the page, and of paths that people try
+first.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,7 @@ from moonpool.runtime.server.http.generate import generate, generate_stream
 from moonpool.runtime.server.http.head import JSON, TEXT, Headers
 from moonpool.runtime.server.http.json_text import NotJson, dumps, member
 from moonpool.runtime.server.http.options import HttpOptions
-from moonpool.runtime.server.http.routes import (
-    Endpoint,
-    Route,
-    RouteReply,
-    RouteRequest,
-    failure,
-    reply,
-)
+from moonpool.runtime.server.http.routes import Endpoint, Route, RouteReply, RouteRequest, failure, reply
 from moonpool.runtime.server.page.content import PAGE, encoded, page
 from moonpool.runtime.server.page.overview import Overview
 from moonpool.runtime.server.restriction import place_of_host
@@ -30,11 +25,7 @@ from moonpool.runtime.server.service import Service
 
 _UTF8: Headers = ((b"Content-Type", b"text/plain; charset=utf-8"),)
 _DONE = RouteReply(200, JSON)
-_OVERVIEW: Headers = (
-    (b"Cache-Control", b"no-store"),
-    (b"X-Content-Type-Options", b"nosniff"),
-    *JSON,
-)
+_OVERVIEW: Headers = ((b"Cache-Control", b"no-store"), (b"X-Content-Type-Options", b"nosniff"), *JSON)
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _ANYWHERE = ("0.0.0.0", "::", "")
 
@@ -163,8 +154,7 @@ class Endpoints:
         if member(await request.json(), "raw_handle", dict) is None:
             raise InvalidRequest("Shared memory register request has no 'raw_handle' field")
         raise ModelError(
-            f"failed to register CUDA shared memory region '{request.parts['region']}': "
-            "this server has no GPU support",
+            f"failed to register CUDA shared memory region '{request.parts['region']}': this server has no GPU support",
             "UNSUPPORTED",
         )
 
@@ -281,7 +271,8 @@ def _decoded(key: str, text: str) -> bytes:
 
 
 def signposts(options: HttpOptions, ports: Mapping[str, int]) -> list[Route]:
-    """Return routes from `/docs` to the page and from `/metrics` to the port for metrics, which people and tools try here first.
+    """Return routes from `/docs` to the page and from `/metrics` to the port for metrics, which people and tools try
+    here first.
 
     `ports` may get the port "metrics" later.
     """
@@ -301,8 +292,7 @@ def signposts(options: HttpOptions, ports: Mapping[str, int]) -> list[Route]:
         return _redirect(url, f"The metrics of this server are at {url}.")
 
     return [
-        Route(path, {"GET": endpoint, "HEAD": endpoint})
-        for path, endpoint in (("/docs", docs), ("/metrics", metrics))
+        Route(path, {"GET": endpoint, "HEAD": endpoint}) for path, endpoint in (("/docs", docs), ("/metrics", metrics))
     ]
 
 
@@ -334,9 +324,7 @@ def page_routes(overview: Overview, executor: Executor) -> list[Route]:
 
 
 def _redirect(location: str, text: str) -> RouteReply:
-    return RouteReply(
-        307, ((b"Location", location.encode("latin-1")), *_UTF8), f"{text}\n".encode()
-    )
+    return RouteReply(307, ((b"Location", location.encode("latin-1")), *_UTF8), f"{text}\n".encode())
 
 
 def _bracketed(address: str) -> str:

@@ -22,14 +22,7 @@ from moonpool.runtime.server.http.connection import HttpExchange, error_body
 from moonpool.runtime.server.http.head import JSON, Body, Headers
 from moonpool.runtime.server.http.inference import LOAD_FORM, begin_trace, with_load
 from moonpool.runtime.server.http.json_pieces import is_long, values_of, write
-from moonpool.runtime.server.http.json_text import (
-    NotJson,
-    check_values,
-    dumps,
-    loads,
-    member,
-    repeated_key,
-)
+from moonpool.runtime.server.http.json_text import NotJson, check_values, dumps, loads, member, repeated_key
 from moonpool.runtime.server.http.routes import RouteReply, RouteRequest
 from moonpool.runtime.server.inference.request import Hosted, make_request
 from moonpool.runtime.server.inference.tensors import Input, LongArray, of_values
@@ -72,8 +65,8 @@ async def generate(service: Service, request: RouteRequest) -> RouteReply:
 async def generate_stream(service: Service, request: RouteRequest) -> None:
     """Send each response of a model as a server-sent event, when it comes. Raises as `generate`.
 
-    The first response decides about the status. Responses that the client does not read wait here and not in the model. If too
-    many wait, the connection ends. If the client goes, the request is cancelled.
+    The first response decides about the status. Responses that the client does not read wait here and not in the model.
+    If too many wait, the connection ends. If the client goes, the request is cancelled.
     """
     exchange = request.exchange
     hosted, trace, stream = await _begin(service, request)
@@ -102,9 +95,7 @@ async def generate_stream(service: Service, request: RouteRequest) -> None:
     exchange.finish()
 
 
-async def _begin(
-    service: Service, request: RouteRequest
-) -> tuple[Hosted, Trace | None, ResponseStream]:
+async def _begin(service: Service, request: RouteRequest) -> tuple[Hosted, Trace | None, ResponseStream]:
     """Submit the request, which is cancelled if the client goes."""
     exchange = request.exchange
     exchange.received_ns = time.monotonic_ns()
@@ -152,8 +143,8 @@ def _request(
 class _Members:
     """Inputs and parameters of one request.
 
-    A member with the name of an input is that input, at the top and inside `"parameters"`, where the clients of vLLM and TensorRT-LLM
-    put flags that their models declare as inputs. Every other member is a parameter.
+    A member with the name of an input is that input, at the top and inside `"parameters"`, where the clients of vLLM
+    and TensorRT-LLM put flags that their models declare as inputs. Every other member is a parameter.
     """
 
     def __init__(self, tensors: Mapping[str, TensorConfig], is_batch: bool) -> None:
@@ -163,7 +154,9 @@ class _Members:
         self._is_batch = is_batch
 
     def read(self, members: Mapping[str, Any], *, nested: str = "") -> None:
-        """Add the members of an object, and those of its member `nested`. Raises `InvalidRequest`, `NotJson`, `BadJson`."""
+        """Add the members of an object, and those of its member `nested`. Raises `InvalidRequest`, `NotJson`,
+        `BadJson`.
+        """
         for key, value in members.items():
             if key in self._tensors:
                 if key in self.inputs:
@@ -176,9 +169,7 @@ class _Members:
 
     def _read_nested(self, key: str, value: object) -> None:
         if not isinstance(value, dict):
-            raise NotJson(
-                f"Expected JSON object for keyword: '{key}': attempt to access JSON non-object as object"
-            )
+            raise NotJson(f"Expected JSON object for keyword: '{key}': attempt to access JSON non-object as object")
         try:
             self.read(value)
         except MoonpoolError as error:
@@ -189,13 +180,13 @@ class _Members:
 def _parameter(key: str, value: object) -> Parameter:
     if type(value) in (bool, int, float, str):
         return value  # type: ignore[return-value]
-    raise InvalidRequest(
-        f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'."
-    )
+    raise InvalidRequest(f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'.")
 
 
 def _input(tensor: TensorConfig, value: Any, is_batch: bool) -> Input:
-    """Make an input of a value or a flat array. The number of values decides about sizes that the configuration leaves open."""
+    """Make an input of a value or a flat array. The number of values decides about sizes that the configuration leaves
+    open.
+    """
     values = value if isinstance(value, list | LongArray) else [value]
     # Of arrays in it, each is one, however long it is.
     count = values.elements if isinstance(values, LongArray) else len(values)
@@ -207,9 +198,7 @@ def _input(tensor: TensorConfig, value: Any, is_batch: bool) -> Input:
         shape = [1 if dim < 0 else dim for dim in shape]
         shape[last] = count // known if known else 0
     if prod(shape) != count:
-        raise InvalidRequest(
-            f"The schema can not convert input '{tensor.name}' to tensor with proper shape"
-        )
+        raise InvalidRequest(f"The schema can not convert input '{tensor.name}' to tensor with proper shape")
     if is_batch:
         shape.insert(0, 1)
     return of_values(tensor.name, CODES[tensor.datatype], shape, values)
@@ -221,10 +210,7 @@ async def _shown(hosted: Hosted, response: Response, exchange: HttpExchange) -> 
     It is empty if the client goes meanwhile. Raises `MoonpoolError` for outputs that cannot be sent as JSON.
     """
     outputs: Mapping[str, WireTensor] = response.outputs  # type: ignore[assignment]
-    shown: dict[str, Any] = {
-        "model_name": hosted.model.name,
-        "model_version": str(hosted.model.version),
-    }
+    shown: dict[str, Any] = {"model_name": hosted.model.name, "model_version": str(hosted.model.version)}
     if response.request_id:
         shown["id"] = response.request_id
     check_finite(response.parameters)

@@ -1,4 +1,6 @@
-"""The handlers of the ports: they refuse who may not ask, give requests for inference to the models, and others to routes."""
+"""The handlers of the ports: they refuse who may not ask, give requests for inference to the models, and others to
+routes.
+"""
 
 from __future__ import annotations
 
@@ -95,9 +97,7 @@ class HttpHandler:
         else:
             self._others.handle(exchange)
 
-    def failure(
-        self, head: Head, status: int, text: str, headers: Headers
-    ) -> tuple[Headers, bytes]:
+    def failure(self, head: Head, status: int, text: str, headers: Headers) -> tuple[Headers, bytes]:
         """Return an error in the form of the API that was asked."""
         if path_of(head).startswith("/v1/"):
             return JSON, ErrorReply(status, text).body
@@ -164,9 +164,7 @@ class HttpHandler:
         is_change = head.method == "POST" and api in _CHANGED_BY_POST and not _INDEX.fullmatch(path)
         refusal = self._restriction.refuse(api, header, is_change=is_change)
         if refusal is not None:
-            return (
-                (401, refusal.text, _CHALLENGE) if refusal.is_unknown else (403, refusal.text, TEXT)
-            )
+            return (401, refusal.text, _CHALLENGE) if refusal.is_unknown else (403, refusal.text, TEXT)
         wrong = refused_type(header) if is_change else None
         if wrong is not None:
             text = f"a body of the type {wrong} changes nothing here; send application/json"

@@ -69,9 +69,7 @@ class Head:
         "version",
     )
 
-    def __init__(
-        self, method: str, target: bytes, version: str, raw: Sequence[tuple[bytes, bytes]]
-    ) -> None:
+    def __init__(self, method: str, target: bytes, version: str, raw: Sequence[tuple[bytes, bytes]]) -> None:
         self.method = method
         self.target = target
         self.version = version
@@ -125,9 +123,7 @@ class HeadParser:
         except HttpParserUpgrade:
             # No other protocol is spoken here, and a server may ignore the question.
             if self.head is not None and self.head.method == "CONNECT":
-                raise BadHttpMessage(
-                    HTTPStatus.METHOD_NOT_ALLOWED, "this server is not a proxy"
-                ) from None
+                raise BadHttpMessage(HTTPStatus.METHOD_NOT_ALLOWED, "this server is not a proxy") from None
         except HttpParserError as error:
             raise BadHttpMessage(HTTPStatus.BAD_REQUEST, f"malformed request: {error}") from error
 
@@ -139,16 +135,13 @@ class HeadParser:
         if head is None:
             raise BadHttpMessage(HTTPStatus.BAD_REQUEST, "malformed request: no request line")
         if head.version not in _VERSIONS:
-            raise BadHttpMessage(
-                HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, f"HTTP/{head.version} is not supported"
-            )
+            raise BadHttpMessage(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, f"HTTP/{head.version} is not supported")
         if len(head.headers) != len(head.raw_headers):
             _check_repeated(head)
         encoding = head.headers.get(b"transfer-encoding")
         if encoding is not None and encoding.lower() != b"chunked":
             raise BadHttpMessage(
-                HTTPStatus.NOT_IMPLEMENTED,
-                f"unknown transfer encoding '{encoding.decode('latin-1')}'",
+                HTTPStatus.NOT_IMPLEMENTED, f"unknown transfer encoding '{encoding.decode('latin-1')}'"
             )
         if encoding is not None and head.version == "1.0":
             # A proxy that speaks HTTP/1.0 passes the header on without understanding it.
@@ -172,9 +165,7 @@ def _check_repeated(head: Head) -> None:
     for sent, _ in head.raw_headers:
         name = sent.lower()
         if name in seen and name in _SINGLE:
-            raise BadHttpMessage(
-                HTTPStatus.BAD_REQUEST, f"malformed request: two headers '{name.decode()}'"
-            )
+            raise BadHttpMessage(HTTPStatus.BAD_REQUEST, f"malformed request: two headers '{name.decode()}'")
         seen.add(name)
 
 
@@ -204,8 +195,8 @@ class Heads:
 def _parts_of(target: bytes) -> tuple[bytes | None, bytes]:
     """Return the host, if the target names one, and the path with its query.
 
-    Clients of a proxy send a whole URL, and a server has to accept it; its host counts and the header `Host` does not (RFC 9112,
-    section 3.2.2). The forms of CONNECT and of `OPTIONS *` stay as they are: no path is equal to them.
+    Clients of a proxy send a whole URL, and a server has to accept it; its host counts and the header `Host` does not
+    (RFC 9112, section 3.2.2). The forms of CONNECT and of `OPTIONS *` stay as they are: no path is equal to them.
     """
     found = _WHOLE_URL.fullmatch(target)
     if found is None:

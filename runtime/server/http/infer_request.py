@@ -36,16 +36,7 @@ from moonpool.runtime.server.inference.tensors import (
 # The most inputs, outputs or dimensions of a request. No model needs nearly so many.
 _MOST_ELEMENTS = 65_536
 # Parameters that the protocol itself uses. The model does not get them.
-_OWN = frozenset(
-    {
-        "sequence_id",
-        "sequence_start",
-        "sequence_end",
-        "priority",
-        "timeout",
-        "binary_data_output",
-    }
-)
+_OWN = frozenset({"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output"})
 _RESERVED = "triton_"
 
 
@@ -109,8 +100,7 @@ class HttpRequestPlan(requests.RequestPlan):
         for each in self.inputs:
             if each.name in names:
                 raise InvalidRequest(
-                    f"[request id: {self.request_id or '<id_unknown>'}] input '{each.name}' "
-                    "already exists in request"
+                    f"[request id: {self.request_id or '<id_unknown>'}] input '{each.name}' already exists in request"
                 )
             names.add(each.name)
 
@@ -188,9 +178,7 @@ def raw_plan(config: ModelConfig, body: Body) -> tuple[HttpRequestPlan, Body]:
         "shape": shape,
         "parameters": {"binary_data_size": len(body)},
     }
-    return HttpRequestPlan(
-        {"inputs": [described], "parameters": {"binary_data_output": True}}
-    ), body
+    return HttpRequestPlan({"inputs": [described], "parameters": {"binary_data_output": True}}), body
 
 
 _MISSING: Any = object()
@@ -292,13 +280,11 @@ def _output(value: object) -> tuple[str, OutputPlan]:
     return name, OutputPlan(is_binary, classes, place)
 
 
-def request_details(
-    request_id: str, parameters: dict[str, Any], trace_context: str | None = None
-) -> Details | None:
+def request_details(request_id: str, parameters: dict[str, Any], trace_context: str | None = None) -> Details | None:
     """Return the parameters of a request as its details. Raises `InvalidRequest`, `BadJson`, `LongSequenceId`.
 
-    `sequence_id` (a number or a text), `sequence_start`, `sequence_end`, `priority` and `timeout` (µs in the queue) mean what
-    they mean in Triton. The model gets the others.
+    `sequence_id` (a number or a text), `sequence_start`, `sequence_end`, `priority` and `timeout` (µs in the queue)
+    mean what they mean in Triton. The model gets the others.
     """
     if not parameters:
         return details_of(request_id, 0, 0, 0, 0, None, trace_context)
@@ -325,8 +311,7 @@ def _custom(parameters: Mapping[str, object]) -> dict[str, Parameter]:
             continue
         if name.startswith(_RESERVED):
             raise InvalidRequest(
-                f"parameter keys starting with '{_RESERVED}' are reserved for Triton usage and should "
-                "not be specified."
+                f"parameter keys starting with '{_RESERVED}' are reserved for Triton usage and should not be specified."
             )
         if type(value) not in (bool, int, float, str):
             raise InvalidRequest(

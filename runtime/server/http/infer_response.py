@@ -34,10 +34,11 @@ class LongAnswer(NamedTuple):
 def render(
     service: Service, model: Model, plan: HttpRequestPlan, response: Response, most_json_bytes: int
 ) -> tuple[Headers, list[Part]] | LongAnswer:
-    """Return headers and body, or what they are to be made of. Outputs are views on the response, except for those in the JSON.
+    """Return headers and body, or what they are to be made of. Outputs are views on the response, except for those in
+    the JSON.
 
-    Writes outputs into memory of the client that the request names for them. Raises `MoonpoolError` for outputs that cannot be
-    written there, and for outputs in JSON that have more than `most_json_bytes` bytes.
+    Writes outputs into memory of the client that the request names for them. Raises `MoonpoolError` for outputs that
+    cannot be written there, and for outputs in JSON that have more than `most_json_bytes` bytes.
     """
     outputs: Mapping[str, WireTensor] = response.outputs  # type: ignore[assignment]
     parts: list[Part] = []
@@ -96,10 +97,7 @@ def _plain(model: Model, shapes: tuple[_Shape, ...]) -> bytes:
 
 
 def _root(
-    model: Model,
-    request_id: str,
-    outputs: list[dict[str, Any]],
-    parameters: Mapping[str, Parameter],
+    model: Model, request_id: str, outputs: list[dict[str, Any]], parameters: Mapping[str, Parameter]
 ) -> dict[str, Any]:
     root: dict[str, Any] = {"id": request_id} if request_id else {}
     root["model_name"], root["model_version"] = model.name, str(model.version)
@@ -110,14 +108,8 @@ def _root(
     return root
 
 
-def _describe(
-    service: Service, name: str, output: WireTensor, how: OutputPlan, parts: list[Part]
-) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "name": name,
-        "datatype": NAMES[output.datatype],
-        "shape": output.shape,
-    }
+def _describe(service: Service, name: str, output: WireTensor, how: OutputPlan, parts: list[Part]) -> dict[str, Any]:
+    described: dict[str, Any] = {"name": name, "datatype": NAMES[output.datatype], "shape": output.shape}
     if how.place is not None:
         service.write_shared(name, output, how.place)
     elif how.is_binary:
@@ -132,7 +124,4 @@ def _describe(
 def _headers(text_bytes: int, parts: list[Part]) -> Headers:
     if not parts:
         return JSON
-    return (
-        (b"Content-Type", b"application/octet-stream"),
-        (b"Inference-Header-Content-Length", b"%d" % text_bytes),
-    )
+    return ((b"Content-Type", b"application/octet-stream"), (b"Inference-Header-Content-Length", b"%d" % text_bytes))

@@ -6,8 +6,8 @@ and copies of more than a megabyte from or to memory of clients. It goes on in t
 has gone meanwhile. JSON of more than 256 KiB is read there as well, one body at a time (`turns`), in pieces that let
 the loop run in between (`json_text`).
 
-On a thread of the executor a call only reads or writes memory that nothing else uses at that time: the body, the arrays of its inputs, the
-response. If the client goes meanwhile, the thread ends by itself, and its result is dropped.
+On a thread of the executor a call only reads or writes memory that nothing else uses at that time: the body, the arrays
+of its inputs, the response. If the client goes meanwhile, the thread ends by itself, and its result is dropped.
 """
 
 from __future__ import annotations
@@ -24,24 +24,9 @@ from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.details import with_parameters
 from moonpool.runtime.model.request import InferenceRequest, Response
-from moonpool.runtime.server.http.body import (
-    ENCODINGS,
-    TooLong,
-    accepted,
-    deflate,
-    inflate,
-    over_input_size,
-)
+from moonpool.runtime.server.http.body import ENCODINGS, TooLong, accepted, deflate, inflate, over_input_size
 from moonpool.runtime.server.http.connection import HttpExchange, error_headers, http_status
-from moonpool.runtime.server.http.head import (
-    HEADER_LENGTH,
-    JSON,
-    TEXT,
-    BadHttpMessage,
-    Body,
-    Headers,
-    Part,
-)
+from moonpool.runtime.server.http.head import HEADER_LENGTH, JSON, TEXT, BadHttpMessage, Body, Headers, Part
 from moonpool.runtime.server.http.infer_request import HttpRequestPlan, raw_plan, read_plan
 from moonpool.runtime.server.http.infer_response import LongAnswer, finished, render
 from moonpool.runtime.server.http.json_pieces import write
@@ -49,12 +34,7 @@ from moonpool.runtime.server.http.json_text import too_much_json
 from moonpool.runtime.server.http.options import HttpLimits
 from moonpool.runtime.server.http.turns import LONG_BYTES, Turns
 from moonpool.runtime.server.inference import call
-from moonpool.runtime.server.inference.request import (
-    Hosted,
-    check_has_one_response,
-    refused,
-    room_for_body,
-)
+from moonpool.runtime.server.inference.request import Hosted, check_has_one_response, refused, room_for_body
 from moonpool.runtime.server.inference.tensors import WrongSize
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.tracing.trace import Trace
@@ -69,18 +49,11 @@ _MEMORABLE_BYTES = 2048
 
 
 class InferTarget:
-    """The model that a path names, and the form of the body by its headers. One serves all requests of the same head."""
+    """The model that a path names, and the form of the body by its headers. One serves all requests of the same
+    head.
+    """
 
-    __slots__ = (
-        "_plan",
-        "_text",
-        "accepts",
-        "encoding",
-        "header_length",
-        "load_form",
-        "model",
-        "version",
-    )
+    __slots__ = ("_plan", "_text", "accepts", "encoding", "header_length", "load_form", "model", "version")
 
     def __init__(self, model: str, version: int | None, headers: dict[bytes, bytes]) -> None:
         self.model = model
@@ -127,11 +100,7 @@ class HttpInference(call.Inference):
     refuses_without_thread = True
 
     def __init__(
-        self,
-        service: Service,
-        loop: asyncio.AbstractEventLoop,
-        executor: Executor,
-        limits: HttpLimits,
+        self, service: Service, loop: asyncio.AbstractEventLoop, executor: Executor, limits: HttpLimits
     ) -> None:
         super().__init__(service, loop, executor)
         self.limits = limits
@@ -166,7 +135,9 @@ class HttpInference(call.Inference):
         return self.limits.json_bytes if is_json else self.limits.body_bytes
 
     def memory_for(self, target: InferTarget, size_bytes: int) -> memoryview | None:
-        """Return memory that the model's stubs see, so that nobody copies the tensors in a large body, or None for any memory."""
+        """Return memory that the model's stubs see, so that nobody copies the tensors in a large body, or None for any
+        memory.
+        """
         length = target.header_length or 0
         if target.encoding != "identity" or not 0 < length < size_bytes:
             return None
@@ -186,9 +157,7 @@ class HttpInferCall(call.InferCall):
     _inference: HttpInference
     plan: HttpRequestPlan
 
-    def __init__(
-        self, inference: HttpInference, exchange: HttpExchange, target: InferTarget, hosted: Hosted
-    ) -> None:
+    def __init__(self, inference: HttpInference, exchange: HttpExchange, target: InferTarget, hosted: Hosted) -> None:
         self.belong(inference)
         self.hosted = hosted
         self._exchange = exchange
@@ -219,14 +188,11 @@ class HttpInferCall(call.InferCall):
             raise over_input_size(size, limit_bytes, is_json=is_json) from None
 
     def _work(
-        self,
-        work: Callable[[], Any],
-        go_on: Callable[[Any], object],
-        headers: Headers = JSON,
-        *,
-        is_long: bool = True,
+        self, work: Callable[[], Any], go_on: Callable[[Any], object], headers: Headers = JSON, *, is_long: bool = True
     ) -> asyncio.Future[Any] | None:
-        """Do work, and go on if the client is still there. A thread does it if it `is_long`. `headers` are those of an error."""
+        """Do work, and go on if the client is still there. A thread does it if it `is_long`. `headers` are those of an
+        error.
+        """
         exchange = self._exchange
         return self._inference.work(
             work,
@@ -265,7 +231,9 @@ class HttpInferCall(call.InferCall):
         self._read_parts(memoryview(body)[:length], body, length, False)
 
     def _read_parts(self, text: Body, data: Any, offset: int, is_shared: bool) -> None:
-        """Read the JSON, and then the tensors, which lie in `data` from `offset` on. Stubs see `data` if it `is_shared`."""
+        """Read the JSON, and then the tensors, which lie in `data` from `offset` on. Stubs see `data` if it
+        `is_shared`.
+        """
         inference = self._inference
         length, most_bytes = len(text), inference.limits.json_bytes
         if length > most_bytes:
@@ -297,9 +265,7 @@ class HttpInferCall(call.InferCall):
         """
         plan, service, model = read_plan(text), self._inference.service, self.hosted.model
         plan.inputs = [
-            each
-            if each.values is None
-            else each._replace(values=service.placed(model, each.values))
+            each if each.values is None else each._replace(values=service.placed(model, each.values))
             for each in plan.inputs
         ]
         return plan
@@ -310,9 +276,7 @@ class HttpInferCall(call.InferCall):
         # A request with parameters from headers is like none before.
         if not self._exchange.head.forwarded:
             try:
-                request = plan.usual(
-                    service, hosted, data, offset, None, plan.details, has_views=is_shared
-                )
+                request = plan.usual(service, hosted, data, offset, None, plan.details, has_views=is_shared)
             except MoonpoolError as error:
                 self.refuse(error)
                 return
@@ -400,9 +364,7 @@ def with_load(service: Service, headers: Headers, form: str) -> Headers:
     return headers if load is None else (*headers, (LOAD, load.encode("ascii")))
 
 
-def begin_trace(
-    service: Service, exchange: HttpExchange, hosted: Hosted, request: InferenceRequest
-) -> Trace | None:
+def begin_trace(service: Service, exchange: HttpExchange, hosted: Hosted, request: InferenceRequest) -> Trace | None:
     """Return the trace of a request that is about to be submitted, or None if it is not traced.
 
     The trace ends with the exchange.

@@ -1,9 +1,10 @@
 """Writes JSON with many values in pieces of some 100 KB, so that other clients have their turn in between.
 
-Theory of operation. A request of 80 bytes may ask for an answer of millions of values as JSON. Written at once, its text would hold the loop, and
-the interpreter's lock, for seconds. So all outputs beyond `SHORT_BYTES` stand in the document as `JsonValues`, and `write` makes their text piece
-by piece, with a pass of the loop after each. One answer of a port is written at a time, which bounds what is made meanwhile. The bound on JSON counts
-the text: a number of four bytes may take twenty. Answers are whole before they are sent, as a string that JSON cannot hold changes the status.
+Theory of operation. A request of 80 bytes may ask for an answer of millions of values as JSON. Written at once, its
+text would hold the loop, and the interpreter's lock, for seconds. So all outputs beyond `SHORT_BYTES` stand in the
+document as `JsonValues`, and `write` makes their text piece by piece, with a pass of the loop after each. One answer of
+a port is written at a time, which bounds what is made meanwhile. The bound on JSON counts the text: a number of four
+bytes may take twenty. Answers are whole before they are sent, as a string that JSON cannot hold changes the status.
 """
 
 from __future__ import annotations
@@ -21,13 +22,7 @@ from moonpool.runtime.errors import ModelError
 from moonpool.runtime.model.request import WireTensor
 from moonpool.runtime.server.http.connection import HttpExchange
 from moonpool.runtime.server.http.json_text import check_values, dumps
-from moonpool.runtime.server.inference.tensors import (
-    check_in_json,
-    no_utf8,
-    texts_of,
-    to_bytes,
-    to_values,
-)
+from moonpool.runtime.server.inference.tensors import check_in_json, no_utf8, texts_of, to_bytes, to_values
 
 SHORT_BYTES = 32 << 10
 """Outputs of so many bytes are written at once."""
@@ -98,7 +93,8 @@ class JsonValues:
 
 
 def values_of(name: str, output: WireTensor, *, is_flat: bool = False) -> Any:
-    """Return the values of an output for a document: a list if they are few. Raises `ModelError` for values that JSON cannot hold.
+    """Return the values of an output for a document: a list if they are few. Raises `ModelError` for values that JSON
+    cannot hold.
 
     `is_flat`: a single value stands without brackets.
     """

@@ -64,7 +64,9 @@ _MOST_LEVELS = 1024
 
 
 def _items() -> bytes:
-    """Return the pattern of an item: it has no comma but in strings and in as many levels of brackets as tensors have."""
+    """Return the pattern of an item: it has no comma but in strings and in as many levels of brackets as tensors
+    have.
+    """
     string = rb'"(?:[^"\\]++|\\.)*+"'
     inside = rb"""(?:[^"\[\]{}]++|%b)*+""" % string
     for _ in range(MAX_DIMS):
@@ -81,8 +83,7 @@ _PLAIN = re.compile(rb"""[^"\[\]{},: \t\r\n]++""")
 _BRACKET_OR_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}"]', re.DOTALL)
 # A part of a string. A cut does not part an escape, nor one half of a surrogate pair from the other.
 _CHARACTERS = re.compile(
-    rb"""(?:[^"\\]++|\\[^u]|\\u(?![dD][89abAB])....|\\u[dD][89abAB]..(?:\\u....|(?=[^\\]|\\[^u])))*+""",
-    re.DOTALL,
+    rb"""(?:[^"\\]++|\\[^u]|\\u(?![dD][89abAB])....|\\u[dD][89abAB]..(?:\\u....|(?=[^\\]|\\[^u])))*+""", re.DOTALL
 )
 _SIGNS = (b'"', b"[", b"]", b"{", b"}")
 _CLOSING = {ord("["): ord("]"), ord("{"): ord("}")}
@@ -168,15 +169,11 @@ class _Count:
         if self._has_many_members:
             self._members += len(_MEMBER.findall(piece))
             if self._members > _MOST_MEMBERS:
-                raise TooMuchJson(
-                    f"the request JSON has more than {_MOST_MEMBERS} members of objects"
-                )
+                raise TooMuchJson(f"the request JSON has more than {_MOST_MEMBERS} members of objects")
         if self._has_many_strings:
             self._strings += len(_STRING.findall(piece))
             if self._strings > _MOST_STRINGS:
-                raise TooMuchJson(
-                    f"the request JSON has more than {_MOST_STRINGS} strings: send binary data"
-                )
+                raise TooMuchJson(f"the request JSON has more than {_MOST_STRINGS} strings: send binary data")
 
 
 def _count_in(part: bytes, sign: bytes) -> int:
@@ -448,7 +445,9 @@ def repeated_key(text: Body) -> str | None:
 
 
 def dumps(value: Any) -> bytes:
-    """Return the text of a value of the kinds that `loads` returns. NaN and infinities are written as Triton writes them."""
+    """Return the text of a value of the kinds that `loads` returns. NaN and infinities are written as Triton writes
+    them.
+    """
     text = orjson.dumps(value)
     if b"null" in text:
         # orjson writes NaN and infinities so. No tensor has a null itself.

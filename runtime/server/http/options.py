@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 class HttpLimits:
     """The most that a client may send, and the longest that it may take.
 
-    Requests over a size are answered with 413 or 431. Requests over a time are answered with 408, and connections without a
-    request are closed.
+    Requests over a size are answered with 413 or 431. Requests over a time are answered with 408, and connections
+    without a request are closed.
     """
 
     head_bytes: int = 64 << 10
@@ -22,9 +22,13 @@ class HttpLimits:
     inflated_bytes: int = 1 << 30
     """For a body after its decompression."""
     json_bytes: int = 64 << 20
-    """The JSON of a request, and outputs that a response carries as JSON: values take many times the memory of their text."""
+    """The JSON of a request, and outputs that a response carries as JSON: values take many times the memory of their
+    text.
+    """
     input_bytes: int | None = None
-    """Triton's one limit. A body over one of the three limits above that equals it is refused with 400 and Triton's text."""
+    """Triton's one limit. A body over one of the three limits above that equals it is refused with 400 and Triton's
+    text.
+    """
     connections: int = 16384
     """At the same time. The next one gets 503."""
     metrics_connections: int = 2048

@@ -19,12 +19,7 @@ from urllib.parse import parse_qsl
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.log import RuntimeLog
-from moonpool.runtime.server.http.connection import (
-    HttpExchange,
-    error_body,
-    error_headers,
-    http_status,
-)
+from moonpool.runtime.server.http.connection import HttpExchange, error_body, error_headers, http_status
 from moonpool.runtime.server.http.head import JSON, TEXT, Body, Headers, path_of
 from moonpool.runtime.server.http.json_text import dumps, loads
 from moonpool.runtime.server.http.turns import LONG_BYTES
@@ -36,9 +31,7 @@ _log = RuntimeLog("moonpool")
 class RouteRequest:
     """A request to a route. `parts` are the named parts of its path, as the client wrote them."""
 
-    def __init__(
-        self, exchange: HttpExchange, parts: Mapping[str, str], long_bodies: LongBodies
-    ) -> None:
+    def __init__(self, exchange: HttpExchange, parts: Mapping[str, str], long_bodies: LongBodies) -> None:
         self.exchange = exchange
         self.parts = parts
         # By which the client and the log know the request, once an endpoint has named it.
@@ -146,9 +139,7 @@ def _part(found: re.Match[str]) -> str:
 class RouteTable:
     """Answers by the first route whose path fits. For the loop's thread."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, executor: Executor, routes: Iterable[Route]
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, executor: Executor, routes: Iterable[Route]) -> None:
         self._loop = loop
         self._long_bodies = LongBodies(loop, executor)
         self._routes = list(routes)

@@ -9,12 +9,7 @@ from ipaddress import ip_address
 from moonpool.runtime.process.threads import TaskPool
 from moonpool.runtime.server.clients import AllClients, Clients
 from moonpool.runtime.server.http.connection import Handler, HttpConnection, HttpPort, clients_of
-from moonpool.runtime.server.http.control import (
-    control_routes,
-    metrics_routes,
-    page_routes,
-    signposts,
-)
+from moonpool.runtime.server.http.control import control_routes, metrics_routes, page_routes, signposts
 from moonpool.runtime.server.http.handler import HttpHandler, MetricsHandler
 from moonpool.runtime.server.http.inference import HttpInference
 from moonpool.runtime.server.http.options import HttpOptions
@@ -35,9 +30,7 @@ _THREADS, _PATIENT_THREADS = 4, 16
 class HttpServer:
     """Serves until it is drained or closed. For the thread of the loop that it was made in."""
 
-    def __init__(
-        self, service: Service, options: HttpOptions, together: AllClients | None = None
-    ) -> None:
+    def __init__(self, service: Service, options: HttpOptions, together: AllClients | None = None) -> None:
         """`together` counts the clients of all ports of the process."""
         self.ports: dict[str, int] = {}
         """The ports that are served, by "http" and "metrics"."""
@@ -107,9 +100,7 @@ class HttpServer:
         """Make the check of what browsers send to a port at this address."""
         return Origins(self._options.allowed_origins, is_loopback=_is_loopback(address))
 
-    async def _listen(
-        self, name: str, address: str, number: int, handler: Handler, tls: ssl.SSLContext | None
-    ) -> None:
+    async def _listen(self, name: str, address: str, number: int, handler: Handler, tls: ssl.SSLContext | None) -> None:
         loop = asyncio.get_running_loop()
         limits = self._options.limits
         port = HttpPort(loop, handler, limits, self._clients(name))
@@ -121,12 +112,7 @@ class HttpServer:
                 server = TlsServer(port, sockets, tls, _BACKLOG)
             else:
                 server = await loop.create_server(
-                    port,
-                    address,
-                    number,
-                    backlog=_BACKLOG,
-                    reuse_port=reuse_port or None,
-                    start_serving=False,
+                    port, address, number, backlog=_BACKLOG, reuse_port=reuse_port or None, start_serving=False
                 )
         except OSError as error:
             raise CannotListen(name, address, number, error) from error

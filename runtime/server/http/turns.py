@@ -30,15 +30,15 @@ class Turns:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: OrderedDict[
-            int, tuple[HttpExchange, Callable[[], asyncio.Future[Any] | object]]
-        ] = OrderedDict()
+        self._waiting: OrderedDict[int, tuple[HttpExchange, Callable[[], asyncio.Future[Any] | object]]] = OrderedDict()
         self._numbers = count()
         # If one is under way, or about to be.
         self._is_taken = False
 
     def take(self, exchange: HttpExchange, act: Callable[[], asyncio.Future[Any] | object]) -> None:
-        """Call `act` in a later turn of the loop, unless the client has gone by then. If it returns a future, the next one waits for that."""
+        """Call `act` in a later turn of the loop, unless the client has gone by then. If it returns a future, the next
+        one waits for that.
+        """
         number = next(self._numbers)
         self._waiting[number] = exchange, act
         # The bodies of clients that come and go would fill the memory while one is read.
@@ -61,9 +61,7 @@ class Turns:
             if not exchange.is_gone:
                 under_way = act()
         except Exception as error:
-            _log.exception(
-                "answering %s %r failed", exchange.head.method, exchange.head.target[:200]
-            )
+            _log.exception("answering %s %r failed", exchange.head.method, exchange.head.target[:200])
             exchange.fail(500, public_text(error))
         if isinstance(under_way, asyncio.Future):
             under_way.add_done_callback(self._ended)

@@ -1,12 +1,12 @@
 """One request for one response, from the making of the request until its client has the answer, over either protocol.
 
-Theory of operation. A call belongs to the thread of the server's event loop, which submits the request, waits for the stub's socket itself
-(`schedule.event_loop`), and writes the response when it has the answer: no task, future or other thread takes part. Work that would
-hold the loop for longer than a hand-over to a thread takes is done by a thread of `executor`, on what nothing else uses at that time,
-and then the loop goes on.
+Theory of operation. A call belongs to the thread of the server's event loop, which submits the request, waits for the
+stub's socket itself (`schedule.event_loop`), and writes the response when it has the answer: no task, future or other
+thread takes part. Work that would hold the loop for longer than a hand-over to a thread takes is done by a thread of
+`executor`, on what nothing else uses at that time, and then the loop goes on.
 
-A client that goes cancels the call, after which the scheduler calls nobody. What a thread still does then ends by itself, and the protocol,
-for which the client has gone, drops the result.
+A client that goes cancels the call, after which the scheduler calls nobody. What a thread still does then ends by
+itself, and the protocol, for which the client has gone, drops the result.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class Inference:
     # If long work may take seconds, for which other clients must not wait.
     refuses_without_thread = False
 
-    def __init__(
-        self, service: Service, loop: asyncio.AbstractEventLoop, executor: Executor
-    ) -> None:
+    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop, executor: Executor) -> None:
         self.service = service
         self.loop = loop
         self.executor = executor
@@ -67,7 +65,8 @@ class Inference:
             try:
                 begun = self.loop.run_in_executor(self.executor, work)
             except (Closed, OutOfThreads) as error:
-                # The last calls end while the server closes. Without a thread, other clients wait, which is better than to refuse this one.
+                # The last calls end while the server closes. Without a thread, other clients wait, which is better than
+                # to refuse this one.
                 if self.refuses_without_thread:
                     fail(error)
                     return None
@@ -83,11 +82,7 @@ class Inference:
         return None
 
 
-def _done(
-    go_on: Callable[[R], object],
-    fail: Callable[[BaseException], object],
-    future: asyncio.Future[R],
-) -> None:
+def _done(go_on: Callable[[R], object], fail: Callable[[BaseException], object], future: asyncio.Future[R]) -> None:
     if future.cancelled():  # the server ends, and the client with it
         return
     error = future.exception()
@@ -204,6 +199,7 @@ class InferCall(event_loop.LoopWaiter):
             self.leave(self.hosted.scheduler, request)  # type: ignore[arg-type]
 
     def _release(self) -> None:
-        # The request refers to this object. Unless this reference goes, tensors stay in memory until the collector looks for cycles.
+        # The request refers to this object. Unless this reference goes, tensors stay in memory until the collector
+        # looks for cycles.
         self._is_over = True
         self._request = None

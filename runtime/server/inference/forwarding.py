@@ -1,4 +1,6 @@
-"""Headers of requests that models get as parameters: `--http-header-forward-pattern` and `--grpc-header-forward-pattern`."""
+"""Headers of requests that models get as parameters: `--http-header-forward-pattern` and
+`--grpc-header-forward-pattern`.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,7 @@ from moonpool.runtime.errors import InvalidRequest
 
 # Parameters that mean something to the server itself. A proxy that checks bodies would not see a header that sets one.
 _RESERVED = frozenset(
-    (
-        "binary_data_output",
-        "headers",
-        "priority",
-        "sequence_end",
-        "sequence_id",
-        "sequence_start",
-        "timeout",
-    )
+    ("binary_data_output", "headers", "priority", "sequence_end", "sequence_id", "sequence_start", "timeout")
 )
 _RESERVED_PREFIX = "triton_"
 
@@ -36,14 +30,8 @@ class ForwardedHeaders:
         """
         if self._pattern is None:
             return {}
-        chosen = {
-            name: text
-            for name, text in headers
-            if isinstance(text, str) and self._pattern.search(name)
-        }
+        chosen = {name: text for name, text in headers if isinstance(text, str) and self._pattern.search(name)}
         for name in chosen:
             if name.lower() in _RESERVED or name.lower().startswith(_RESERVED_PREFIX):
-                raise InvalidRequest(
-                    f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
-                )
+                raise InvalidRequest(f"Header '{name}' is reserved for Triton usage and cannot be forwarded.")
         return chosen

@@ -49,9 +49,7 @@ class LongSequenceId(MoonpoolError):
     code = "UNSUPPORTED"
 
     def __init__(self) -> None:
-        super().__init__(
-            f"string correlation ID cannot be longer than {MAX_SEQUENCE_ID_BYTES} characters"
-        )
+        super().__init__(f"string correlation ID cannot be longer than {MAX_SEQUENCE_ID_BYTES} characters")
 
 
 class RegionPlace(NamedTuple):
@@ -123,11 +121,7 @@ class RequestPlan:
         return request
 
     def make(
-        self,
-        service: Service,
-        hosted: Hosted,
-        inputs: Mapping[str, Input],
-        details: Details | None,
+        self, service: Service, hosted: Hosted, inputs: Mapping[str, Input], details: Details | None
     ) -> InferenceRequest:
         """Check a request of this plan, and have its outputs written where the client wants them.
 
@@ -139,10 +133,9 @@ class RequestPlan:
         return request
 
 
-def room_for_body(
-    memory: CallerMemory | None, size_bytes: int, tensors_at: int
-) -> NDArray[np.uint8] | None:
-    """Return room for a body in the memory of the model's callers, so that nobody copies its tensors; None for any memory.
+def room_for_body(memory: CallerMemory | None, size_bytes: int, tensors_at: int) -> NDArray[np.uint8] | None:
+    """Return room for a body in the memory of the model's callers, so that nobody copies its tensors; None for any
+    memory.
 
     The first tensor, which begins at `tensors_at`, is aligned.
     """
@@ -158,10 +151,7 @@ def room_for_body(
 
 
 def make_request(
-    hosted: Hosted,
-    inputs: Mapping[str, Input],
-    outputs: Sequence[str] | None = None,
-    details: Details | None = None,
+    hosted: Hosted, inputs: Mapping[str, Input], outputs: Sequence[str] | None = None, details: Details | None = None
 ) -> InferenceRequest:
     """Return a request whose outputs come as `WireTensor`. `outputs` names those that are wanted, all by default.
 
@@ -189,6 +179,4 @@ def refused(error: InvalidRequest, hosted: Hosted, request_id: str) -> InvalidRe
 def check_has_one_response(hosted: Hosted, way: str) -> None:
     """Raise `ModelError` for a decoupled model, which cannot be asked in this way."""
     if hosted.model.config.decoupled:
-        raise ModelError(
-            f"{way} doesn't support models with decoupled transaction policy", "UNSUPPORTED"
-        )
+        raise ModelError(f"{way} doesn't support models with decoupled transaction policy", "UNSUPPORTED")

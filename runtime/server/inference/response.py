@@ -1,4 +1,5 @@
-"""Outputs on their way to a client, with Triton's classification extension: the best classes of an output for its numbers.
+"""Outputs on their way to a client, with Triton's classification extension: the best classes of an output for its
+numbers.
 
 https://github.com/triton-inference-server/server, docs/protocol/extension_classification.md
 """
@@ -38,9 +39,7 @@ class Found(Protocol):
 FindModel = Callable[[str, "int | None"], Found]
 
 
-def classified(
-    find: FindModel, model: Model, name: str, output: WireTensor, count: int
-) -> WireTensor:
+def classified(find: FindModel, model: Model, name: str, output: WireTensor, count: int) -> WireTensor:
     """Return the `count` best classes of an output of this model, as `classify` does. Raises `ModelError`.
 
     `find` returns the models of an ensemble's steps, or raises `MoonpoolError`.
@@ -49,18 +48,15 @@ def classified(
     return classify(name, output, count, batches=batches, labels=labels)
 
 
-def classify(
-    name: str, output: WireTensor, count: int, *, batches: bool, labels: Sequence[str] = ()
-) -> WireTensor:
+def classify(name: str, output: WireTensor, count: int, *, batches: bool, labels: Sequence[str] = ()) -> WireTensor:
     """Return the `count` largest values of each row as BYTES `value:index`, or `value:index:label`, the largest first.
 
-    The shape is (rows, count) if the model batches, else (count,). If a row has fewer values than `count`, all are returned.
-    Raises `ModelError` for datatypes that cannot be compared.
+    The shape is (rows, count) if the model batches, else (count,). If a row has fewer values than `count`, all are
+    returned. Raises `ModelError` for datatypes that cannot be compared.
     """
     if output.datatype in _UNCOUNTABLE:
         raise ModelError(
-            f"class result not available for output '{name}' due to unsupported type "
-            f"'{NAMES[output.datatype]}'",
+            f"class result not available for output '{name}' due to unsupported type '{NAMES[output.datatype]}'",
             "INVALID_ARG",
         )
     # A copy: what is sorted must not change meanwhile, and the model may still write to its memory.
@@ -86,7 +82,8 @@ def _text(value: np.generic, index: int, labels: Sequence[str]) -> str:
 def read_labels(find: FindModel, model: Model, output: str) -> list[str]:
     """Return the lines of the file that the configuration names for this output, or an empty list if it names no file.
 
-    As in Triton, an output of an ensemble without a file has the labels of the model that writes it. Raises `ModelError` if the file cannot be read.
+    As in Triton, an output of an ensemble without a file has the labels of the model that writes it. Raises
+    `ModelError` if the file cannot be read.
     """
     described = [each for each in model.config.raw["output"] if each["name"] == output]
     filename = described[0].get("label_filename", "") if described else ""

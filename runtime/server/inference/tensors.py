@@ -1,7 +1,7 @@
 """Tensors of clients: the bytes or the JSON values of a protocol as arrays, and back.
 
-Inputs are `WireTensor` for BYTES and BF16, and typed arrays for other datatypes, as a signature takes them. Inputs of bytes are views
-on those bytes. Outputs are `WireTensor` for every datatype.
+Inputs are `WireTensor` for BYTES and BF16, and typed arrays for other datatypes, as a signature takes them. Inputs of
+bytes are views on those bytes. Outputs are `WireTensor` for every datatype.
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ def code_of(datatype: object, name: str) -> int:
     return code
 
 
-def of_bytes(
-    name: str, code: int, shape: Sequence[int], data: Bytes, offset: int, size_bytes: int
-) -> Input:
+def of_bytes(name: str, code: int, shape: Sequence[int], data: Bytes, offset: int, size_bytes: int) -> Input:
     """Return an input over `size_bytes` bytes of `data` from `offset` on. The caller has checked that `data` has them.
 
     Raises `WrongSize` if the shape needs another size, `InvalidRequest` for a bad shape.
@@ -176,9 +174,7 @@ def of_values(name: str, code: int, shape: Sequence[int], values: object) -> Inp
                 array[begin : begin + len(some)] = np.array(some, DTYPES[code])
                 begin += len(some)
     except (OverflowError, ValueError):
-        raise InvalidRequest(
-            f"input '{name}' has values that do not fit its datatype {NAMES[code]}"
-        ) from None
+        raise InvalidRequest(f"input '{name}' has values that do not fit its datatype {NAMES[code]}") from None
     return array.reshape(shape)
 
 
@@ -193,9 +189,7 @@ class BadStrings(MoonpoolError):
     """A value for a BYTES tensor is not a JSON string."""
 
     def __init__(self) -> None:
-        super().__init__(
-            "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
-        )
+        super().__init__("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
 
 
 _TYPES: dict[int, frozenset[type]] = {code: frozenset({int}) for code in range(2, 10)}
@@ -215,9 +209,7 @@ def _flattened(values: list[Any]) -> LongArray:
     return flat
 
 
-def _flat_parts(
-    values: list[Any] | LongArray, level: int
-) -> Iterator[tuple[list[Any], set[type], int]]:
+def _flat_parts(values: list[Any] | LongArray, level: int) -> Iterator[tuple[list[Any], set[type], int]]:
     """Yield the innermost values in order, in parts, each with its types and level. Arrays in more levels than a tensor
     has dimensions stay as they are.
     """
@@ -334,8 +326,7 @@ def check_in_json(name: str, output: WireTensor) -> None:
 def no_utf8(name: str) -> ModelError:
     """Return the error of an output with a string that JSON cannot hold."""
     return ModelError(
-        f"output '{name}' has a string that is no UTF-8, which JSON cannot carry: ask for binary data",
-        "INVALID_ARG",
+        f"output '{name}' has a string that is no UTF-8, which JSON cannot carry: ask for binary data", "INVALID_ARG"
     )
 
 

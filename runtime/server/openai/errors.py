@@ -103,9 +103,7 @@ def reply_of(error: BaseException) -> ErrorReply:
         return ErrorReply(504, text, _HOPELESS, code="timeout")
     if isinstance(error, Closed):
         return ErrorReply(503, text, (*JSON, (b"Retry-After", b"1")), code="model_unavailable")
-    if isinstance(
-        error, QueueTimeout | ModelUnavailable | OutOfMemory | OutOfThreads | BacklogFull
-    ):
+    if isinstance(error, QueueTimeout | ModelUnavailable | OutOfMemory | OutOfThreads | BacklogFull):
         return ErrorReply(503, text, _later(error), code="model_unavailable")
     if isinstance(error, StubDied):
         return ErrorReply(500, text, _HOPELESS, code="model_error")
@@ -126,14 +124,7 @@ def _field_reply(error: BadField, text: str) -> ErrorReply:
     param = error.param or None
     if not error.kind:
         return ErrorReply(400, text, param=param, code="invalid_value")
-    detail = [
-        {
-            "type": error.kind,
-            "loc": ["body", *error.where],
-            "msg": error.text,
-            "input": error.given,
-        }
-    ]
+    detail = [{"type": error.kind, "loc": ["body", *error.where], "msg": error.text, "input": error.given}]
     return ErrorReply(422, text, param=param, code=error.kind, detail=detail)
 
 

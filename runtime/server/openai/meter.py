@@ -84,15 +84,9 @@ class OpenAIMeter:
                 first,
             ),
             ExposedFamily(
-                "moonpool_openai_piece_gap_seconds",
-                "Time between two pieces of an answer",
-                "histogram",
-                gaps,
+                "moonpool_openai_piece_gap_seconds", "Time between two pieces of an answer", "histogram", gaps
             ),
             ExposedFamily(
-                "moonpool_openai_tokens_total",
-                "Tokens of prompts and answers, as models tell them",
-                "counter",
-                tokens,
+                "moonpool_openai_tokens_total", "Tokens of prompts and answers, as models tell them", "counter", tokens
             ),
         ]

@@ -33,20 +33,8 @@ from moonpool.runtime.model.details import details_of, with_parameters
 from moonpool.runtime.model.request import Response, WireTensor
 from moonpool.runtime.openai.answers import CHAT, COMPLETION, AnswerKind, TextAnswer
 from moonpool.runtime.openai.conventions import endpoints_of
-from moonpool.runtime.openai.endpoints import (
-    Inputs,
-    ModelEndpoints,
-    PieceEndpoint,
-    PieceReader,
-    TextEndpoint,
-)
-from moonpool.runtime.openai.fields import (
-    BadField,
-    check_chat,
-    check_completion,
-    check_embeddings,
-    check_rerank,
-)
+from moonpool.runtime.openai.endpoints import Inputs, ModelEndpoints, PieceEndpoint, PieceReader, TextEndpoint
+from moonpool.runtime.openai.fields import BadField, check_chat, check_completion, check_embeddings, check_rerank
 from moonpool.runtime.schedule.backlog import held_bytes
 from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.server.http.connection import HttpExchange
@@ -95,10 +83,7 @@ class OpenAIEndpoints:
             Route("/v1/chat/completions", {"POST": _answered(self.chat)}),
             Route("/v1/completions", {"POST": _answered(self.complete)}),
             Route("/v1/embeddings", {"POST": _answered(self.embed)}),
-            *(
-                Route(path, {"POST": _answered(self.rerank)})
-                for path in ("/v1/rerank", "/v2/rerank", "/rerank")
-            ),
+            *(Route(path, {"POST": _answered(self.rerank)}) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         ]
 
     # Models
@@ -140,16 +125,11 @@ class OpenAIEndpoints:
         answer = TextAnswer(kind, number, fields)
         with ExitStack() as closing:
             streams = [
-                closing.enter_context(
-                    self._ask(request, hosted, endpoint.outputs, endpoint.inputs(each, body))
-                )
+                closing.enter_context(self._ask(request, hosted, endpoint.outputs, endpoint.inputs(each, body)))
                 for each, body in prompts
             ]
             counts = self._service.metrics.openai.of(hosted.model.name)
-            readers = [
-                CountingReader(endpoint.reader(each), counts, exchange.received_ns)
-                for each, _ in prompts
-            ]
+            readers = [CountingReader(endpoint.reader(each), counts, exchange.received_ns) for each, _ in prompts]
             exchange.cancel = closing.close
             if fields.get("stream"):
                 await _Stream(request, answer, readers).send(streams)
@@ -180,9 +160,7 @@ class OpenAIEndpoints:
             raise NoSuchModel(name, why=_lacks(name, method))
         return hosted, endpoints.texts[method]
 
-    def _ask(
-        self, request: RouteRequest, hosted: Hosted, outputs: Sequence[str], inputs: Inputs
-    ) -> ResponseStream:
+    def _ask(self, request: RouteRequest, hosted: Hosted, outputs: Sequence[str], inputs: Inputs) -> ResponseStream:
         """Submit a request. The caller closes its stream."""
         exchange = request.exchange
         details = with_parameters(details_of(request.id, 0, 0, 0, 0, {}), exchange.head.forwarded)
@@ -207,13 +185,11 @@ class OpenAIEndpoints:
         made = endpoint.requests(_texts_in(fields, takes_tokens=endpoint.takes_tokens), fields)
         with ExitStack() as closing:
             streams = [
-                closing.enter_context(self._ask(request, hosted, endpoint.outputs, inputs))
-                for inputs, _ in made
+                closing.enter_context(self._ask(request, hosted, endpoint.outputs, inputs)) for inputs, _ in made
             ]
             exchange.cancel = closing.close
             found = [
-                endpoint.rows(await _only(stream), count)
-                for stream, (_, count) in zip(streams, made, strict=True)
+                endpoint.rows(await _only(stream), count) for stream, (_, count) in zip(streams, made, strict=True)
             ]
         return RouteReply(200, JSON, _embeddings(fields, found))
 
@@ -234,9 +210,7 @@ class OpenAIEndpoints:
 class _Stream:
     """An answer that is sent piece by piece."""
 
-    def __init__(
-        self, request: RouteRequest, answer: TextAnswer, readers: Sequence[PieceReader]
-    ) -> None:
+    def __init__(self, request: RouteRequest, answer: TextAnswer, readers: Sequence[PieceReader]) -> None:
         self._exchange = request.exchange
         self._headers = (*_EVENTS, *_id_header(request))
         self._answer = answer
@@ -355,7 +329,9 @@ def _reply(value: object) -> RouteReply:
 
 
 def _written(value: object) -> bytes:
-    """Return what a model has answered as JSON. Raises `ModelError` for a text or a number that JSON has no form for."""
+    """Return what a model has answered as JSON. Raises `ModelError` for a text or a number that JSON has no form
+    for.
+    """
     try:
         return orjson.dumps(value)
     except TypeError as error:
@@ -363,7 +339,9 @@ def _written(value: object) -> bytes:
 
 
 def _body_of(fields: Fields) -> bytes:
-    """Return the fields of a request as JSON. Raises `BadField`, as the lenient reader takes more than can be written."""
+    """Return the fields of a request as JSON. Raises `BadField`, as the lenient reader takes more than can be
+    written.
+    """
     try:
         return dumps(fields)
     except (TypeError, ValueError) as error:
@@ -395,9 +373,7 @@ def _fields(body: Body) -> dict[str, Any]:
     return root
 
 
-def _read_prompts(
-    check: Callable[[Fields], None], body: Body
-) -> tuple[Fields, list[tuple[Fields, bytes]]]:
+def _read_prompts(check: Callable[[Fields], None], body: Body) -> tuple[Fields, list[tuple[Fields, bytes]]]:
     """Return the fields of a request, and fields and body for each of its prompts. Raises `BadField`."""
     fields = _fields(body)
     check(fields)
@@ -412,10 +388,7 @@ def _read_prompts(
         text = f"the other fields of {len(prompt)} prompts have more than {_MOST_REPEATED_BYTES} bytes together"
         raise BadField(text, ("prompt",))
     return fields, [
-        (
-            {**fields, "prompt": each},
-            b'%b,"prompt":%b}' % (others[:-1], _body_of({"prompt": each})[10:-1]),
-        )
+        ({**fields, "prompt": each}, b'%b,"prompt":%b}' % (others[:-1], _body_of({"prompt": each})[10:-1]))
         for each in prompt
     ]
 
@@ -461,9 +434,7 @@ async def _only(stream: ResponseStream) -> Response:
 
 def _size_bytes(response: Response) -> int:
     """Return about the memory that a piece takes until the answer is whole."""
-    return held_bytes(response) + sum(
-        WireTensor.of(each).raw.nbytes for each in response.outputs.values()
-    )
+    return held_bytes(response) + sum(WireTensor.of(each).raw.nbytes for each in response.outputs.values())
 
 
 def _lacks(name: str, method: str) -> str:
@@ -486,10 +457,7 @@ def _embeddings(fields: Fields, found: Sequence[tuple[NDArray[np.float32], int |
     else:
         raise ModelError("the model gave a number that JSON has no form for")
     data = b",".join(
-        [
-            b'{"object":"embedding","index":%d,"embedding":%b}' % (index, text)
-            for index, text in enumerate(texts)
-        ]
+        [b'{"object":"embedding","index":%d,"embedding":%b}' % (index, text) for index, text in enumerate(texts)]
     )
     counts = [count for _, count in found if count is not None]
     usage = b""

@@ -1,1 +1,3 @@
-"""The options of `moonpool serve`: their table, their sources, and the options of the protocols that follow from them."""
+"""The options of `moonpool serve`: their table, their sources, and the options of the protocols that follow from
+them.
+"""

@@ -1,4 +1,6 @@
-"""Makes the options of HTTP, gRPC, traces and the response cache from the options of a server, and checks the files that they name."""
+"""Makes the options of HTTP, gRPC, traces and the response cache from the options of a server, and checks the files
+that they name.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +76,7 @@ def grpc_options(options: ServerOptions) -> GrpcOptions:
         _check_pair("grpc", options.grpc_server_cert, options.grpc_server_key)
     if options.grpc_use_ssl_mutual:
         _check_root(options.grpc_root_cert)
-    level = cast(
-        "Literal['none', 'low', 'medium', 'high']", options.grpc_infer_response_compression_level
-    )
+    level = cast("Literal['none', 'low', 'medium', 'high']", options.grpc_infer_response_compression_level)
     return GrpcOptions(
         address=options.grpc_address,
         port=options.grpc_port,
@@ -167,9 +167,7 @@ def control_token(path: str) -> str | None:
         what = os.strerror(error.errno or 0) if isinstance(error, OSError) else "is not ASCII"
         raise BadOption(f"--control-token-file: {path}: {what}") from error
     if not token or any(character.isspace() for character in token):
-        raise BadOption(
-            f"--control-token-file: {path}: must have one token of at least one character"
-        )
+        raise BadOption(f"--control-token-file: {path}: must have one token of at least one character")
     return token
 
 
@@ -188,7 +186,9 @@ def trace_flags(options: ServerOptions) -> list[str]:
 
 
 def cache_bytes(options: ServerOptions) -> int | None:
-    """Return the size of the response cache, None if there is none. Raises `BadOption`, with Triton's texts where it has some."""
+    """Return the size of the response cache, None if there is none. Raises `BadOption`, with Triton's texts where it
+    has some.
+    """
     size = options.response_cache_byte_size
     if not options.cache_config:
         return size
@@ -211,7 +211,5 @@ def cache_bytes(options: ServerOptions) -> int | None:
         raise BadOption("--cache-config: the cache 'local' has the setting 'size', and no other")
     value = settings["size"]
     if not (value.isascii() and value.isdigit() and len(value) < 19 and int(value)):
-        raise BadOption(
-            f"--cache-config: size must be a number of bytes above 0, not {value!r:.40}"
-        )
+        raise BadOption(f"--cache-config: size must be a number of bytes above 0, not {value!r:.40}")
     return int(value)

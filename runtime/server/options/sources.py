@@ -176,9 +176,7 @@ def _of_models(table: object, place: str) -> Iterator[tuple[str, str, list[str]]
         for key, value in options.items():
             inner = f"{here}.{key}"
             if isinstance(value, dict):
-                dotted = (
-                    f'a name with a dot needs quotes, as in [{_TABLE_OF_MODELS}."{pattern}.{key}"]'
-                )
+                dotted = f'a name with a dot needs quotes, as in [{_TABLE_OF_MODELS}."{pattern}.{key}"]'
                 raise BadOption(f"{inner}: must be an option and no table; {dotted}")
             if isinstance(value, list):
                 raise BadOption(f"{inner}: must be a text, with commas between several values")

@@ -1,4 +1,5 @@
-"""Every option of `moonpool serve`, once: the command line, the environment, the file and the page are made from this table.
+"""Every option of `moonpool serve`, once: the command line, the environment, the file and the page are made from this
+table.
 
 An option is a line of `_TABLE` and a field of `ServerOptions`, which has its default.
 `python -m moonpool.runtime.server.options.table` prints the page `docs/SERVE_OPTIONS.md`.
@@ -26,7 +27,9 @@ from moonpool.runtime.schedule.rate_limiter import read_resources
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The values of all options, by the names of their flags. An empty text or tuple means that the option is not set."""
+    """The values of all options, by the names of their flags. An empty text or tuple means that the option is not
+    set.
+    """
 
     # Example clients of Triton check for its name.
     id: str = "triton"
@@ -130,9 +133,7 @@ def _boolean(text: str) -> bool:
     return lower in _TRUE
 
 
-def _whole(
-    most: float = math.inf, what: str = "a whole number from 0 on", least: int = 0
-) -> Callable[[str], int]:
+def _whole(most: float = math.inf, what: str = "a whole number from 0 on", least: int = 0) -> Callable[[str], int]:
     def read(text: str) -> int:
         is_number = text.isascii() and text.isdigit() and len(text) < 20
         if not (is_number and least <= int(text) <= most):
@@ -215,9 +216,7 @@ KINDS = {
     "whole": OptionKind("number", _whole()),
     "positive": OptionKind("number", _whole(what="a whole number from 1 on", least=1)),
     "signed": OptionKind("number", _signed),
-    "port": OptionKind(
-        "port", _whole(65535, "a port: a number from 0 (any that is free) to 65535")
-    ),
+    "port": OptionKind("port", _whole(65535, "a port: a number from 0 (any that is free) to 65535")),
     "number": OptionKind("number", _number),
     # Off is as no rate limiter, which is the default.
     "rate_limit": OptionKind("off\\|execution_count", _rate_limit),
@@ -371,10 +370,7 @@ allow-sagemaker boolean: there is no SageMaker endpoint
 allow-vertex-ai boolean: there is no Vertex AI endpoint
 """
 # Older names of tritonserver's options, with the present ones.
-SYNONYMS = {
-    "model-store": "model-repository",
-    "strict-model-config": "disable-auto-complete-config",
-}
+SYNONYMS = {"model-store": "model-repository", "strict-model-config": "disable-auto-complete-config"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,9 +436,7 @@ def page() -> str:
             lines += ["| Flag | Value | Default | Meaning |", "| --- | --- | --- | --- |"]
         default = defaults[option.attribute]
         value = option.kind.title + (", many" if option.is_many else "")
-        lines.append(
-            f"| `--{option.flag}` | {value or '(none)'} | {shown(default)} | {option.meaning} |"
-        )
+        lines.append(f"| `--{option.flag}` | {value or '(none)'} | {shown(default)} | {option.meaning} |")
     lines += ["", "## Other names", ""]
     lines += [f"- `--{old}` is `--{new}`{_INVERSE.get(old, '')}." for old, new in SYNONYMS.items()]
     lines += ["", "## Accepted, without effect", ""]

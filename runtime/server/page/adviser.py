@@ -18,11 +18,7 @@ _LEAST_WAITING = 0.5
 class Adviser:
     """Keeps the advice on all models. `sample` is for one thread, `of` for any."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        read: Callable[[], Reading] = reading,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, read: Callable[[], Reading] = reading) -> None:
         """`read` returns what the machine's processors have done until now."""
         self._clock = clock
         self._read = read
@@ -50,9 +46,7 @@ class Adviser:
         if needed:
             self._add(needed, now_s)
         self._advice = {
-            name: found
-            for name, watched in self._watched.items()
-            if (found := watched.advice()) is not None
+            name: found for name, watched in self._watched.items() if (found := watched.advice()) is not None
         }
 
     def _add(self, needed: Iterable[_Watched], now_s: float) -> None:
@@ -75,9 +69,7 @@ class _Watched:
         self._watch = Watch()
         self._waiting = 0.0
         batching = hosted.model.config.dynamic_batching
-        self._batch = largest_batch(
-            hosted.model.config.max_batch_size, has_batching=batching is not None
-        )
+        self._batch = largest_batch(hosted.model.config.max_batch_size, has_batching=batching is not None)
         records = hosted.supervisor.records
         self._is_on_gpu = any(record.instance.kind == "GPU" for record in records)
 

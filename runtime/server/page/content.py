@@ -1,4 +1,6 @@
-"""The page as a browser gets it, `page.html` with headers that confine it, and the data that it asks for every second."""
+"""The page as a browser gets it, `page.html` with headers that confine it, and the data that it asks for every
+second.
+"""
 
 from __future__ import annotations
 

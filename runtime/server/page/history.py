@@ -3,11 +3,11 @@
 Those of a model are of all requests that it executed. Those of all models together are of the requests of clients: what
 an ensemble asks its steps, and models ask each other, is part of these.
 
-Theory of operation. One thread takes the samples, `moonpool-history`. It starts with the first look, so a server whose page
-nobody opens has no such thread unless it was started on purpose. `_lock` guards the samples, which are read while a request
-is answered, and the start of the thread; it is not held while the counts of stubs are collected, since that may wait for
-them. The thread ends by `close` or by itself when the runtime is closed. `close` sets `_closing` under the lock, so that no
-start can come after it, and joins without it.
+Theory of operation. One thread takes the samples, `moonpool-history`. It starts with the first look, so a server whose
+page nobody opens has no such thread unless it was started on purpose. `_lock` guards the samples, which are read while
+a request is answered, and the start of the thread; it is not held while the counts of stubs are collected, since that
+may wait for them. The thread ends by `close` or by itself when the runtime is closed. `close` sets `_closing` under the
+lock, so that no start can come after it, and joins without it.
 """
 
 from __future__ import annotations
@@ -87,10 +87,7 @@ class History:
     """Takes samples on a thread of its own. Any thread may call any method."""
 
     def __init__(
-        self,
-        models: ModelRegistry,
-        clients: Callable[[], ClientCounts],
-        adviser: Adviser | None = None,
+        self, models: ModelRegistry, clients: Callable[[], ClientCounts], adviser: Adviser | None = None
     ) -> None:
         """`clients` returns the counts of the requests of all clients until now."""
         self._models = models
@@ -105,7 +102,9 @@ class History:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to take samples, until `close` or the end of the runtime. A second call does nothing. Raises `OutOfThreads`."""
+        """Begin to take samples, until `close` or the end of the runtime. A second call does nothing. Raises
+        `OutOfThreads`.
+        """
         with self._lock:
             if self._thread is None and not self._closing.is_set():
                 thread = threading.Thread(target=self._run, name="moonpool-history", daemon=True)
@@ -144,11 +143,10 @@ class History:
             self._taken += 1
 
     def _begun(self, statistics: Statistics, now_ns: int) -> _Series:
-        # Nobody knows when counts from before the first sample came. A version that is new later began after the last one.
+        # Nobody knows when counts from before the first sample came. A version that is new later began after the last
+        # one.
         if self._taken:
-            return _Series(
-                statistics, _zero(now_ns - _INTERVAL_NS), [0] * len(statistics.by_duration)
-            )
+            return _Series(statistics, _zero(now_ns - _INTERVAL_NS), [0] * len(statistics.by_duration))
         return _Series(statistics, _counts(statistics, now_ns), list(statistics.by_duration))
 
     def recent(self, name: str) -> dict[str, Any]:
@@ -168,10 +166,7 @@ class History:
             (begin_ns, before), (end_ns, after) = self._clients.counts[0], self._clients.counts[-1]
         came, window_s = after.minus(before), (end_ns - begin_ns) / 1e9 or INTERVAL_S
         counts = _of_clients(came, end_ns)
-        return {
-            **_rates(counts, window_s),
-            **_quantiles(DURATION_BOUNDS_NS, came.by_duration),
-        }
+        return {**_rates(counts, window_s), **_quantiles(DURATION_BOUNDS_NS, came.by_duration)}
 
     def advice(self, name: str) -> dict[str, Any] | None:
         """Return the advice on a model version; None for most."""
@@ -237,14 +232,10 @@ def _difference(before: _Counts, after: _Counts) -> _Counts:
 
 def _of_clients(came: ClientCounts, at_ns: int) -> _Counts:
     counts = _zero(at_ns)
-    return counts._replace(
-        success=came.successes, failure=came.failures, success_ns=came.success_ns
-    )
+    return counts._replace(success=came.successes, failure=came.failures, success_ns=came.success_ns)
 
 
-def _recent(
-    came: _Counts, window_s: float, bounds_ns: Sequence[int], by_duration: list[int]
-) -> dict[str, Any]:
+def _recent(came: _Counts, window_s: float, bounds_ns: Sequence[int], by_duration: list[int]) -> dict[str, Any]:
     return {
         **_rates(came, window_s),
         "queue_us": _mean_us(came, came.queue_ns),

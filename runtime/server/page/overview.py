@@ -1,7 +1,7 @@
 """The state of a server at this moment, as one dict, which the page and `moonpool top` show.
 
-Theory of operation. Many clients may look at once, and a look reads /proc for every stub. So `_lock` is held while the dict
-is made. Requests that come meanwhile, or up to `_FRESH_S` later, get the same one.
+Theory of operation. Many clients may look at once, and a look reads /proc for every stub. So `_lock` is held while the
+dict is made. Requests that come meanwhile, or up to `_FRESH_S` later, get the same one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ _FRESH_S = 0.25
 class Overview:
     """Models, instances, rates and errors. Any thread may call any method."""
 
-    def __init__(
-        self, models: ModelRegistry, index: Index, clients: Callable[[], ClientCounts]
-    ) -> None:
+    def __init__(self, models: ModelRegistry, index: Index, clients: Callable[[], ClientCounts]) -> None:
         """`index` returns the repository index, which has entries for models that are not loaded, too.
 
         `clients` returns the counts of the requests of all clients until now.
@@ -91,11 +89,7 @@ class Overview:
 
     def _of_clients(self) -> dict[str, Any]:
         counts = self._clients()
-        return {
-            "success": counts.successes,
-            "failure": counts.failures,
-            "recent": self._history.recent_of_clients(),
-        }
+        return {"success": counts.successes, "failure": counts.failures, "recent": self._history.recent_of_clients()}
 
     def _versions(self) -> list[dict[str, Any]]:
         """List the versions that are served, and the models of the repository that are not."""
@@ -147,7 +141,9 @@ class Overview:
 
 
 def _state(hosted: HostedModel) -> str:
-    """Return the state of a version. One that is ready to be asked and has no instances shows that it is asleep, or why it is not."""
+    """Return the state of a version. One that is ready to be asked and has no instances shows that it is asleep, or why
+    it is not.
+    """
     residence = hosted.residence
     if residence is None or not residence.is_asleep or hosted.machine.state is not ModelState.READY:
         return str(hosted.machine.state)
@@ -157,11 +153,7 @@ def _state(hosted: HostedModel) -> str:
 def _steps(ensemble: EnsembleScheduling) -> list[dict[str, Any]]:
     lines = drawn(ensemble)
     return [
-        {
-            **step._asdict(),
-            "version": "" if step.version is None else str(step.version),
-            "line": line,
-        }
+        {**step._asdict(), "version": "" if step.version is None else str(step.version), "line": line}
         for step, line in zip(shown_steps(ensemble), lines, strict=True)
     ]
 

@@ -100,14 +100,10 @@ def trace_options(flags: Iterable[str]) -> TraceOptions:
     for name in _NUMBERS:
         number(f"opentelemetry,{name}", exporter[name])
     if said["mode"] not in (TRITON, OPENTELEMETRY):
-        raise BadSetting(
-            f"--trace-config mode is {TRITON} or {OPENTELEMETRY}, not {said['mode']:.80}"
-        )
+        raise BadSetting(f"--trace-config mode is {TRITON} or {OPENTELEMETRY}, not {said['mode']:.80}")
     unknown = set(levels) - {*LEVELS, "OFF"}
     if unknown:
-        raise BadSetting(
-            f"--trace-config level is OFF, TIMESTAMPS or TENSORS, not {', '.join(sorted(unknown))}"
-        )
+        raise BadSetting(f"--trace-config level is OFF, TIMESTAMPS or TENSORS, not {', '.join(sorted(unknown))}")
     if levels:
         changes["trace_level"] = levels
     setting = changed(TraceSetting(), changes, TraceSetting())
@@ -126,23 +122,18 @@ def _parsed(flag: str) -> tuple[str, str]:
     name, is_assigned, value = (rest if mode else flag).partition("=")
     if not is_assigned:
         raise BadSetting(
-            "--trace-config option format is '<trace mode>,<setting>=<value>' or "
-            f"'<setting>=<value>'. Got {flag:.80}"
+            f"--trace-config option format is '<trace mode>,<setting>=<value>' or '<setting>=<value>'. Got {flag:.80}"
         )
     return mode + name.replace("log_frequency", "log-frequency"), value
 
 
-def changed(
-    setting: TraceSetting, changes: Mapping[str, object], cleared: TraceSetting
-) -> TraceSetting:
+def changed(setting: TraceSetting, changes: Mapping[str, object], cleared: TraceSetting) -> TraceSetting:
     """Return a setting with the changes of a request. None takes a value from `cleared`.
 
     As in Triton, unknown names, the mode and unknown levels change nothing. Raises `BadSetting`.
     """
     if "trace_file" in changes:
-        raise BadSetting(
-            "trace file location can not be updated through network protocol", "UNSUPPORTED"
-        )
+        raise BadSetting("trace file location can not be updated through network protocol", "UNSUPPORTED")
     levels = setting.levels
     if "trace_level" in changes:
         value = changes["trace_level"]
@@ -155,9 +146,7 @@ def changed(
     )
 
 
-def _number(
-    name: str, changes: Mapping[str, object], before: int, cleared: int, low: int = 0
-) -> int:
+def _number(name: str, changes: Mapping[str, object], before: int, cleared: int, low: int = 0) -> int:
     if name not in changes:
         return before
     value = changes[name]
@@ -173,7 +162,9 @@ def _levels(wanted: Sequence[str], before: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def changes_of_lists(settings: Mapping[str, Sequence[str]]) -> dict[str, object]:
-    """Return the changes of a gRPC request, in which every value is a list. An empty one clears. Raises `BadSetting`."""
+    """Return the changes of a gRPC request, in which every value is a list. An empty one clears. Raises
+    `BadSetting`.
+    """
     changes: dict[str, object] = {}
     for name, values in settings.items():
         if name == "trace_level":

@@ -1,8 +1,8 @@
 """Sends traces as OpenTelemetry's spans, by its own exporter.
 
 Theory of operation. The exporter has a thread that sends batches, and tries again while the collector does not answer.
-`close` must end, so a timer shuts the exporter down if its last batches take too long, which has the tries fail. The timer
-is joined: no thread is left.
+`close` must end, so a timer shuts the exporter down if its last batches take too long, which has the tries fail. The
+timer is joined: no thread is left.
 """
 
 from __future__ import annotations

@@ -12,14 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES, NAMES
-from moonpool.runtime.model.request import (
-    Answer,
-    Details,
-    InferenceRequest,
-    ModelVersion,
-    Response,
-    WireTensor,
-)
+from moonpool.runtime.model.request import Answer, Details, InferenceRequest, ModelVersion, Response, WireTensor
 
 
 class SpanIds(NamedTuple):
@@ -149,13 +142,7 @@ class Trace:
     # For the scheduler
 
     def executed(
-        self,
-        answer: Answer,
-        queued_ns: int,
-        started_ns: int,
-        sent_ns: int,
-        answered_ns: int,
-        ended_ns: int,
+        self, answer: Answer, queued_ns: int, started_ns: int, sent_ns: int, answered_ns: int, ended_ns: int
     ) -> None:
         """Add the times of the batch that the request was in. `answered` follows, and then `settled`."""
         self._answer = answer
@@ -186,14 +173,7 @@ class Trace:
         """Make a trace for a request that the model sends while it executes this one."""
         return self._keeper.child(self, model, request_id)
 
-    def _tell(
-        self,
-        activity: str,
-        name: str,
-        datatype: int,
-        shape: list[int] | tuple[int, ...],
-        array: Any,
-    ) -> None:
+    def _tell(self, activity: str, name: str, datatype: int, shape: list[int] | tuple[int, ...], array: Any) -> None:
         # A model may respond for ever.
         if self._size_bytes >= MAX_TRACE_BYTES:
             return
@@ -206,9 +186,7 @@ class Trace:
             time.monotonic_ns(),
         )
         self.tensors.append(tensor)
-        self._size_bytes += _TENSOR_BYTES + sum(
-            map(sys.getsizeof, (tensor.name, tensor.shape, tensor.data))
-        )
+        self._size_bytes += _TENSOR_BYTES + sum(map(sys.getsizeof, (tensor.name, tensor.shape, tensor.data)))
 
 
 # Traces are for people, who read no more than this.

@@ -1,16 +1,16 @@
 """Decides once for each request whether it is traced, and writes finished traces into files.
 
-Theory of operation. Any thread may begin or end a trace, or change the settings. Requests read `is_on` without the lock, so
-that a server that traces nothing pays for one attribute. `_lock` guards the settings and the counts of the samplers, as two
-requests must not take the last trace that is left.
+Theory of operation. Any thread may begin or end a trace, or change the settings. Requests read `is_on` without the
+lock, so that a server that traces nothing pays for one attribute. `_lock` guards the settings and the counts of the
+samplers, as two requests must not take the last trace that is left.
 
 A trace has two parts with an end each: the protocol's (`over`) and the model's (`executed`). Either may come first, on
-different threads: a decoupled model's last response may be sent before its batch is answered. The second one writes
-the trace. `_lock` decides which that is, by `is_executed` and `_unfinished`; writing happens without it. An instance that
+different threads: a decoupled model's last response may be sent before its batch is answered. The second one writes the
+trace. `_lock` decides which that is, by `is_executed` and `_unfinished`; writing happens without it. An instance that
 dies never ends its part, so beyond `_MAX_UNFINISHED` the oldest trace is written as it is.
 
-`TraceFile` has a lock of its own for the file, since threads finish traces at once. A file is valid JSON after every write:
-the closing bracket is overwritten by the next trace.
+`TraceFile` has a lock of its own for the file, since threads finish traces at once. A file is valid JSON after every
+write: the closing bracket is overwritten by the next trace.
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ from typing import Any, Protocol
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.request import ModelVersion
 from moonpool.runtime.server.setting_values import BadSetting
-from moonpool.runtime.server.tracing.settings import (
-    OPENTELEMETRY,
-    TraceOptions,
-    TraceSetting,
-    changed,
-)
+from moonpool.runtime.server.tracing.settings import OPENTELEMETRY, TraceOptions, TraceSetting, changed
 from moonpool.runtime.server.tracing.trace import SpanIds, Trace
 
 # The most traces whose protocol has ended and whose model has not. Beyond it, the oldest one is written as it is.
@@ -76,11 +71,7 @@ class Traces:
     If `is_on` is False, no request is traced, and `begin` need not be called.
     """
 
-    def __init__(
-        self,
-        options: TraceOptions | None = None,
-        has_model: Callable[[str], bool] = lambda _: True,
-    ) -> None:
+    def __init__(self, options: TraceOptions | None = None, has_model: Callable[[str], bool] = lambda _: True) -> None:
         """`has_model` returns whether a model of that name is loaded.
 
         Raises `BadSetting` if the mode is `opentelemetry` and its packages are not installed.
@@ -109,10 +100,9 @@ class Traces:
 
     # Settings
 
-    def settings(
-        self, model: str = "", changes: Mapping[str, object] | None = None
-    ) -> dict[str, object]:
-        """Apply changes to the settings of a model, or with "" of all models, and return them in the protocol's JSON form.
+    def settings(self, model: str = "", changes: Mapping[str, object] | None = None) -> dict[str, object]:
+        """Apply changes to the settings of a model, or with "" of all models, and return them in the protocol's JSON
+        form.
 
         None clears a value: a model's own one gives way to the one for all models, and that to the command line's.
         Raises `BadSetting`.
@@ -139,7 +129,9 @@ class Traces:
         self._renew(model)
 
     def _renew(self, changed_model: str) -> None:
-        """Make the samplers of models anew. They take all values that are not their own from the setting for all models."""
+        """Make the samplers of models anew. They take all values that are not their own from the setting for all
+        models.
+        """
         for name, own in list(self._set_of.items()):
             if changed_model in ("", name):
                 if own:
@@ -169,11 +161,7 @@ class Traces:
     # Requests
 
     def begin(
-        self,
-        model: ModelVersion,
-        request_id: str = "",
-        traceparent: str | None = None,
-        tracestate: str | None = None,
+        self, model: ModelVersion, request_id: str = "", traceparent: str | None = None, tracestate: str | None = None
     ) -> Trace | None:
         """Return a trace for a new request; None if it is not traced.
 
@@ -192,12 +180,7 @@ class Traces:
         return self._trace(sampler.setting, model, request_id, None, spans)
 
     def _trace(
-        self,
-        setting: TraceSetting,
-        model: ModelVersion,
-        request_id: str,
-        parent: Trace | None,
-        spans: SpanIds | None,
+        self, setting: TraceSetting, model: ModelVersion, request_id: str, parent: Trace | None, spans: SpanIds | None
     ) -> Trace:
         return Trace(
             next(self._numbers),
@@ -321,22 +304,19 @@ class TraceFile:
 
 
 def rows_of(trace: Trace) -> list[dict[str, object]]:
-    """Return the entries of one trace in order of time. The entry that names model and request comes before REQUEST_START."""
+    """Return the entries of one trace in order of time. The entry that names model and request comes before
+    REQUEST_START.
+    """
     number = trace.number
     entries: list[tuple[int, dict[str, object]]] = [
-        (ns, {"id": number, "timestamps": [{"name": activity, "ns": ns}]})
-        for activity, ns in trace.marks
+        (ns, {"id": number, "timestamps": [{"name": activity, "ns": ns}]}) for activity, ns in trace.marks
     ]
     for activity, name, datatype, shape, data, ns in trace.tensors:
         tensor = {"name": name, "data": data, "shape": shape, "dtype": datatype}
         entries.append((ns, {"id": number, "activity": activity, "tensor": tensor}))
     entries.sort(key=lambda entry: entry[0])
     rows = [row for _, row in entries]
-    head: dict[str, object] = {
-        "id": number,
-        "model_name": trace.model.name,
-        "model_version": trace.model.version,
-    }
+    head: dict[str, object] = {"id": number, "model_name": trace.model.name, "model_version": trace.model.version}
     if trace.request_id:
         head["request_id"] = trace.request_id
     if trace.parent is not None:

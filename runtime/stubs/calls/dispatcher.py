@@ -122,9 +122,7 @@ class CallDispatcher:
         # What contained models say goes the way that the operator has chosen for their batches.
         is_plain = type(link.port) is not PythonPort
         blocks, regions = link.borrowed_blocks, link.response_regions
-        self._port = CallPort(
-            channel, blocks, link.released, regions, WireTensor, is_plain=is_plain
-        )
+        self._port = CallPort(channel, blocks, link.released, regions, WireTensor, is_plain=is_plain)
         self._replies = link.replies
         self._send_queue = StubSendQueue(channel, reactor, self._port)
         self._rate_limiter = rate_limiter
@@ -331,9 +329,7 @@ class CallDispatcher:
     def _too_many() -> ModelUnavailable:
         return ModelUnavailable(f"{MAX_CALLS} requests of this model are open already")
 
-    def _fetch(
-        self, call: ModelCall, fields: list[Any], hosted: Callee, inputs: dict[str, Any]
-    ) -> None:
+    def _fetch(self, call: ModelCall, fields: list[Any], hosted: Callee, inputs: dict[str, Any]) -> None:
         """Submit a call when its inputs were copied from their device."""
 
         def go_on(fetched: dict[str, Any] | MoonpoolError) -> None:
@@ -342,11 +338,7 @@ class CallDispatcher:
         self._fetching.start(hosted.signature, inputs, go_on)
 
     def _submit(
-        self,
-        call: ModelCall,
-        fields: list[Any],
-        hosted: Callee,
-        inputs: dict[str, Any] | MoonpoolError,
+        self, call: ModelCall, fields: list[Any], hosted: Callee, inputs: dict[str, Any] | MoonpoolError
     ) -> bool:
         """Submit a call. Returns True if the scheduler has it."""
         if not self._is_open(call):
@@ -371,9 +363,7 @@ class CallDispatcher:
             execution.drive_in_reactor()
         return True
 
-    def _check_circle(
-        self, call: ModelCall, scheduler: Scheduler, request: InferenceRequest
-    ) -> None:
+    def _check_circle(self, call: ModelCall, scheduler: Scheduler, request: InferenceRequest) -> None:
         """Raise `ModelUnavailable` if a request would wait for resources that the batch of its asker keeps until it is
         answered.
         """
@@ -577,9 +567,7 @@ class CallDispatcher:
             self._tasks.discard(number)
             self._done(number, error)
 
-    def _done(
-        self, number: int, error: BaseException | None, values: dict[str, Any] | None = None
-    ) -> None:
+    def _done(self, number: int, error: BaseException | None, values: dict[str, Any] | None = None) -> None:
         short = None if error is None else self._wire_error(error, SHORT_MESSAGE)
         self._send_done(number, short, values or {})
 

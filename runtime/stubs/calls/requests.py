@@ -18,13 +18,7 @@ from moonpool.ipc.errors import CODES, BadTensor, MoonpoolError, RemoteProtocolE
 from moonpool.ipc.memory import ALIGNMENT
 from moonpool.ipc.messages import ANY_MEMORY, DEVICE_MEMORY
 from moonpool.ipc.tensors import BYTES, DTYPES, check_tensor
-from moonpool.runtime.errors import (
-    BackendError,
-    InvalidRequest,
-    ModelError,
-    ModelUnavailable,
-    OutOfThreads,
-)
+from moonpool.runtime.errors import BackendError, InvalidRequest, ModelError, ModelUnavailable, OutOfThreads
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Model
@@ -74,16 +68,7 @@ class Callees(Protocol):
 class ModelCall:
     """A request that a model made: a `Waiter`, whose head says what each method is for."""
 
-    __slots__ = (
-        "_answer",
-        "batch",
-        "is_cancelled",
-        "model",
-        "number",
-        "request",
-        "scheduler",
-        "takes_many",
-    )
+    __slots__ = ("_answer", "batch", "is_cancelled", "model", "number", "request", "scheduler", "takes_many")
     may_block = interruptible = may_be_told_again = False
 
     def __init__(
@@ -151,9 +136,7 @@ _MOST_FETCHED = 64
 _NO_DETAILS = ("", 0, 0, None, None, ANY_MEMORY, 0)
 
 
-def make_call_request(
-    hosted: Callee, fields: list[Any], inputs: Mapping[str, Any], asker: Link
-) -> InferenceRequest:
+def make_call_request(hosted: Callee, fields: list[Any], inputs: Mapping[str, Any], asker: Link) -> InferenceRequest:
     """Make the request of an INFER to this model. Raises `InvalidRequest`, `ModelError`."""
     _, _, model, _, decoupled, timeout_us, _, _, _, outputs, given = fields
     if hosted.model.config.decoupled and not decoupled:
@@ -169,18 +152,7 @@ def make_call_request(
         if memory == DEVICE_MEMORY:
             memory, device = _device_of(asker, device)
         check_finite(parameters or {})
-        details = Details(
-            request_id,
-            correlation_id,
-            flags,
-            timeout_us,
-            0,
-            parameters,
-            None,
-            trace,
-            memory,
-            device,
-        )
+        details = Details(request_id, correlation_id, flags, timeout_us, 0, parameters, None, trace, memory, device)
     # As in Triton, a request that names no output gets all.
     request = hosted.signature.request(inputs, outputs or None, details)
     request.wants_wire = True
@@ -208,10 +180,7 @@ class Fetching:
         self._running: set[threading.Thread] = set()
 
     def start(
-        self,
-        signature: Signature,
-        inputs: Mapping[str, Any],
-        go_on: Callable[[dict[str, Any] | MoonpoolError], None],
+        self, signature: Signature, inputs: Mapping[str, Any], go_on: Callable[[dict[str, Any] | MoonpoolError], None]
     ) -> None:
         """Call `go_on` with the inputs, or with the error: on a thread, or at once if there are too many threads."""
 
@@ -229,9 +198,7 @@ class Fetching:
             go_on(fetched)
 
         if len(self._running) >= _MOST_FETCHED:
-            go_on(
-                ModelUnavailable(f"{_MOST_FETCHED} requests of this model wait for its GPU already")
-            )
+            go_on(ModelUnavailable(f"{_MOST_FETCHED} requests of this model wait for its GPU already"))
             return
         thread = threading.Thread(target=fetch, name="moonpool-fetch", daemon=True)
         self._running.add(thread)
@@ -242,9 +209,7 @@ class Fetching:
             go_on(error)
 
 
-def wire_error(
-    error: BaseException, most: int = LONGEST_ERROR, *, is_for_contained: bool
-) -> list[object]:
+def wire_error(error: BaseException, most: int = LONGEST_ERROR, *, is_for_contained: bool) -> list[object]:
     """Describe an error for a model, which may be contained: its code and at most `most` characters of text."""
     code = getattr(error, "code", "INTERNAL")
     # The model gets no more than a client would: it may be foreign, too.
@@ -286,9 +251,7 @@ def read_inputs(rows: Sequence[list[Any]], leases: Sequence[Any]) -> dict[str, A
     return inputs
 
 
-def _on_device(
-    name: str, datatype: int, shape: tuple[int, ...], lease: DeviceLease, offset: int
-) -> DeviceArray:
+def _on_device(name: str, datatype: int, shape: tuple[int, ...], lease: DeviceLease, offset: int) -> DeviceArray:
     from moonpool.ipc.cuda.array import DeviceArray
 
     if datatype == BYTES:
@@ -297,10 +260,7 @@ def _on_device(
 
 
 def write_outputs(
-    outputs: Mapping[str, Any],
-    borrowed_blocks: BorrowedBlocks,
-    blocks: list[list[int]],
-    rows: list[list[Any]],
+    outputs: Mapping[str, Any], borrowed_blocks: BorrowedBlocks, blocks: list[list[int]], rows: list[list[Any]]
 ) -> None:
     """Lend outputs to a stub until it gives them back, and add their blocks to `blocks` and their descriptions to
     `rows`.

@@ -68,10 +68,7 @@ def application(
         deployments = {PACKED: one}
         traits = {name: each.traits(PACKED, is_packed=True) for name, each in prepared.items()}
     else:
-        deployments = {
-            name: _placed(place, name, each, wanted[name], arguments)
-            for name, each in prepared.items()
-        }
+        deployments = {name: _placed(place, name, each, wanted[name], arguments) for name, each in prepared.items()}
         traits = {name: each.traits(name) for name, each in prepared.items()}
     return _ingress(ingress or Options(), deployments, traits, spoken)
 
@@ -84,11 +81,7 @@ def _absolute(repository: Repository) -> list[str]:
 
 
 def _wanted(
-    reader: Runtime,
-    models: Iterable[str] | Mapping[str, Options] | None,
-    defaults: Options,
-    *,
-    is_packed: bool,
+    reader: Runtime, models: Iterable[str] | Mapping[str, Options] | None, defaults: Options, *, is_packed: bool
 ) -> dict[str, Options]:
     """Return the options of each model to serve."""
     given = models if isinstance(models, Mapping) else {}
@@ -99,9 +92,7 @@ def _wanted(
         raise InvalidRequest("packed models share one deployment: give its options as `defaults`")
     taken = {INGRESS, PACKED}.intersection(names)
     if taken:
-        raise InvalidRequest(
-            f"a model cannot be named '{taken.pop()}', as a deployment has this name"
-        )
+        raise InvalidRequest(f"a model cannot be named '{taken.pop()}', as a deployment has this name")
     return {name: given.get(name, defaults) for name in names}
 
 
@@ -119,26 +110,16 @@ def _others(options: Options) -> dict[str, Any]:
 
 
 def _packed(
-    place: Sequence[str],
-    models: Mapping[str, Prepared],
-    options: Options,
-    runtime: Mapping[str, Any],
-    most: int,
+    place: Sequence[str], models: Mapping[str, Prepared], options: Options, runtime: Mapping[str, Any], most: int
 ) -> serve.Application:
     settings = {"models": dict.fromkeys(models, options.live), "log": dict(options.log)}
     arguments = list(place), list(models), dict(runtime)
-    named = {
-        "target_wait_ms": options.target_wait_ms,
-        "models_per_replica": most,
-        "revision": options.revision,
-    }
+    named = {"target_wait_ms": options.target_wait_ms, "models_per_replica": most, "revision": options.revision}
     chosen = _chosen(list(models.values()), options, is_packed=True)
     return _deployment(Replica, PACKED, chosen, (arguments, named), settings)
 
 
-def _chosen(
-    models: Sequence[Prepared], options: Options, *, is_packed: bool = False
-) -> dict[str, Any]:
+def _chosen(models: Sequence[Prepared], options: Options, *, is_packed: bool = False) -> dict[str, Any]:
     """Return the options of the deployment, with what they need of Ray's classes."""
     chosen = deployment_options(models, options)
     if options.autoscaling is not None:

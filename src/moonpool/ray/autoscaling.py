@@ -38,13 +38,7 @@ def queue_policy(ctx: Any) -> tuple[int, dict[str, Any]]:
     ), {}
 
 
-def decide(
-    replicas: int,
-    pressures: Iterable[float],
-    busy: Iterable[float],
-    queued: float,
-    requests: float,
-) -> int:
+def decide(replicas: int, pressures: Iterable[float], busy: Iterable[float], queued: float, requests: float) -> int:
     """Return the number of replicas after `replicas`.
 
     `pressures` and `busy` have one number for each replica that has reported: the time that requests wait, over the

@@ -54,9 +54,7 @@ class ModelHandle:
     outputs = await handle.infer({"X": x})
     """
 
-    def __init__(
-        self, name: str, find: Callable[[], Awaitable[tuple[DeploymentHandle, Traits]]]
-    ) -> None:
+    def __init__(self, name: str, find: Callable[[], Awaitable[tuple[DeploymentHandle, Traits]]]) -> None:
         """`find` returns Ray's handle of the model's deployment; it is called once, before the first request."""
         self.name = name
         self._find = find
@@ -215,9 +213,7 @@ def translated(model: str, *, sequence: str = "") -> Iterator[None]:
     except TimeoutError as error:
         if isinstance(error, MoonpoolError):
             raise
-        raise RequestTimedOut(
-            f"the request to model '{model}' took longer than its timeout"
-        ) from None
+        raise RequestTimedOut(f"the request to model '{model}' took longer than its timeout") from None
     except RayError as error:
         # Something of Ray's or of moonpool's went wrong, which programs in the cluster may read, and clients may not.
         why = getattr(error, "cause", error)

@@ -101,16 +101,13 @@ class RawMessage:
 class Ingress:
     """The deployment that Ray's proxies call. One object for each replica of it."""
 
-    def __init__(
-        self, handles: Mapping[str, Any], models: Mapping[str, Traits], protocols: tuple[str, ...]
-    ) -> None:
+    def __init__(self, handles: Mapping[str, Any], models: Mapping[str, Traits], protocols: tuple[str, ...]) -> None:
         """`handles` are those of the deployments, by their names."""
         self._traits = dict(models)
         self._protocols = protocols
         self._deployments = dict(handles)
         self._models = {
-            name: ModelHandle(name, _found(handles[traits.deployment], traits))
-            for name, traits in models.items()
+            name: ModelHandle(name, _found(handles[traits.deployment], traits)) for name, traits in models.items()
         }
         self._runtime = Runtime()
         self._service = Service(
@@ -300,9 +297,7 @@ class Ingress:
 
     async def _gather(self, ask: Callable[[Any], Awaitable[list[Any]]]) -> list[Any]:
         """Ask one replica of each deployment."""
-        answers = await asyncio.gather(
-            *(ask(each) for each in self._deployments.values()), return_exceptions=True
-        )
+        answers = await asyncio.gather(*(ask(each) for each in self._deployments.values()), return_exceptions=True)
         return [each for found in answers if isinstance(found, list) for each in found]
 
 
@@ -324,9 +319,7 @@ def add_servicer(servicer: Any, server: Any) -> None:
 
     Messages stay bytes up to the replica.
     """
-    handlers = {
-        name: grpc.unary_unary_rpc_method_handler(getattr(servicer, name)) for name in UNARY
-    }
+    handlers = {name: grpc.unary_unary_rpc_method_handler(getattr(servicer, name)) for name in UNARY}
     stream = "ModelStreamInfer"
     handlers[stream] = grpc.stream_stream_rpc_method_handler(getattr(servicer, stream))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

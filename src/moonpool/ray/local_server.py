@@ -141,9 +141,7 @@ class LocalServer:
                 last = reply.message
         return status._replace(message=last) if status.code == "OK" else status
 
-    async def rpc_stream(
-        self, path: bytes, metadata: Metadata, message: bytes
-    ) -> AsyncIterator[RpcReply]:
+    async def rpc_stream(self, path: bytes, metadata: Metadata, message: bytes) -> AsyncIterator[RpcReply]:
         """Send one message to an RPC, and yield its answers and then its status, which has no message."""
         call = LocalCall(self._calls, path, metadata, message)
         self._calls.begin(call)
@@ -164,9 +162,7 @@ class _Pipe:
         self._has_ended = False
         self.waiting_bytes = 0
 
-    def put(
-        self, value: object, size_bytes: int = 0, taken: Callable[[], object] | None = None
-    ) -> None:
+    def put(self, value: object, size_bytes: int = 0, taken: Callable[[], object] | None = None) -> None:
         """Add a value. `taken` is called when the coroutine takes it."""
         self._values.append((value, size_bytes, taken))
         self.waiting_bytes += size_bytes
@@ -277,9 +273,7 @@ class LocalCall(GrpcCall):
         message = self._messages.popleft() if self._messages else None
         self._calls.loop.call_soon(received, message)
 
-    def _transmit(
-        self, message: Message | None, status: Status | None, sent: Callable[[], object] | None
-    ) -> None:
+    def _transmit(self, message: Message | None, status: Status | None, sent: Callable[[], object] | None) -> None:
         if message is not None:
             data = b"".join(message) if isinstance(message, tuple) else message
             self._pipe.put(RpcReply(data), taken=sent)

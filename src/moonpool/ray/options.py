@@ -124,9 +124,7 @@ class Prepared(NamedTuple):
 def prepare_model(runtime: Runtime, name: str, options: Options) -> Prepared:
     """Read a model of the runtime's repository. Raises `RepositoryError`, `ConfigError`, `ModelNotFound`."""
     return _prepared(
-        runtime,
-        Wanted(name, None, options.instances, options.config, said=_said(options)),
-        options.with_models,
+        runtime, Wanted(name, None, options.instances, options.config, said=_said(options)), options.with_models
     )
 
 
@@ -207,9 +205,7 @@ def _cpus(models: Sequence[Prepared]) -> int | None:
 
 def _gpus(models: Sequence[Prepared]) -> int | None:
     """Return the number of GPUs whose numbers instance groups name, or 1 if they name none."""
-    groups = [
-        group for model in models for group in model.config.instance_groups if group.kind == "GPU"
-    ]
+    groups = [group for model in models for group in model.config.instance_groups if group.kind == "GPU"]
     if not groups:
         return None
     return len({number for group in groups for number in group.gpus}) or 1

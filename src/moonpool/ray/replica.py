@@ -54,9 +54,7 @@ class Failure(NamedTuple):
     @classmethod
     def of(cls, error: MoonpoolError) -> Failure:
         """Make one of an error."""
-        return cls(
-            type(error).__name__, str(error), error.code, error.public_message, error.retry_after_s
-        )
+        return cls(type(error).__name__, str(error), error.code, error.public_message, error.retry_after_s)
 
     def error(self) -> MoonpoolError:
         """Return the error, of the class that it had, or a `ModelError` if this program does not know the class."""
@@ -154,9 +152,7 @@ class Replica:
         name, inputs, version, timeout_s, options = asked
         try:
             await self._have(name)
-            response = await self._runtime.arequest(
-                name, inputs, version=version, timeout_s=timeout_s, **options
-            )
+            response = await self._runtime.arequest(name, inputs, version=version, timeout_s=timeout_s, **options)
         except MoonpoolError as error:
             return Failure.of(error)
         return ModelAnswer(response.outputs, dict(response.parameters), response.request_id)
@@ -171,9 +167,7 @@ class Replica:
         name, inputs, version, timeout_s, options = asked
         try:
             await self._have(name)
-            stream = self._runtime.stream(
-                name, inputs, version=version, timeout_s=timeout_s, **options
-            )
+            stream = self._runtime.stream(name, inputs, version=version, timeout_s=timeout_s, **options)
         except MoonpoolError as error:
             yield Failure.of(error)
             return
@@ -186,9 +180,7 @@ class Replica:
                 except MoonpoolError as error:
                     yield Failure.of(error)
                 else:
-                    yield ModelAnswer(
-                        response.outputs, dict(response.parameters), response.request_id
-                    )
+                    yield ModelAnswer(response.outputs, dict(response.parameters), response.request_id)
 
     async def http(
         self,
@@ -204,9 +196,7 @@ class Replica:
         except MoonpoolError as error:
             return Failure.of(error)
 
-    async def http_stream(
-        self, name: str, request: HttpRequest
-    ) -> AsyncIterator[HttpReply | bytes | Failure]:
+    async def http_stream(self, name: str, request: HttpRequest) -> AsyncIterator[HttpReply | bytes | Failure]:
         """Answer an HTTP request whose response comes in pieces."""
         try:
             await self._have(name)

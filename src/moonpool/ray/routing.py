@@ -34,9 +34,7 @@ class SequenceRouter(MultiplexMixin, RequestRouter):  # type: ignore[misc]
         self._chosen: OrderedDict[str, Any] = OrderedDict()
         self._waiting: dict[int, Any] = {}
 
-    async def choose_replicas(
-        self, candidate_replicas: list[Any], pending_request: Any = None
-    ) -> list[list[Any]]:
+    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         """Return the replicas that may take the request. Called by Ray."""
         sequence = "" if pending_request is None else pending_request.kwargs.get("sequence", "")
         if sequence:
@@ -58,9 +56,7 @@ class SequenceRouter(MultiplexMixin, RequestRouter):  # type: ignore[misc]
         self._waiting.pop(id(pending_request.metadata), None)
         super()._remove_pending_request_from_indices(pending_request)
 
-    def _get_pending_request_matching_internal_request_id(
-        self, request_metadata: Any = None
-    ) -> Any:
+    def _get_pending_request_matching_internal_request_id(self, request_metadata: Any = None) -> Any:
         found = self._waiting.get(id(request_metadata))
         return None if found is None or found.future.done() else found
 

@@ -15,20 +15,9 @@ import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.tensors import decode_bytes
-from moonpool.runtime.ensemble.execution import (
-    DEADLOCK,
-    EnsembleExecution,
-    StepCall,
-    StepProgress,
-)
+from moonpool.runtime.ensemble.execution import DEADLOCK, EnsembleExecution, StepCall, StepProgress
 from moonpool.runtime.ensemble.graph import EnsembleGraph
-from moonpool.runtime.ensemble.members import (
-    EnsembleCaller,
-    SequencedTensor,
-    Shaping,
-    TensorSequence,
-    without_sequence,
-)
+from moonpool.runtime.ensemble.members import EnsembleCaller, SequencedTensor, Shaping, TensorSequence, without_sequence
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.hosting.ensembles import scheduling_of
 from moonpool.runtime.model.config.ensembles import EnsembleStep
@@ -47,14 +36,7 @@ Found = Mapping[tuple[str, int | None], LoadedModel]
 class EnsembleModel(LoadedModel):
     """An ensemble whose steps run on the caller's thread. `members` are the models of its steps, by name."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        version: int,
-        found: Found,
-        *,
-        checks_outputs: bool,
-    ) -> None:
+    def __init__(self, config: ModelConfig, version: int, found: Found, *, checks_outputs: bool) -> None:
         """Take the models of the steps by name and wanted version. The caller closes them.
 
         Raises `LoadFailed` with Triton's texts if they do not fit together.
@@ -71,9 +53,7 @@ class EnsembleModel(LoadedModel):
         self._graph = EnsembleGraph(self.config, scheduling)
         self._signature = Signature(self.config)
         self._caller = EnsembleCaller(
-            self.config,
-            self._mixed([tensor.name for tensor in config.outputs], self.config),
-            self._graph.writer,
+            self.config, self._mixed([tensor.name for tensor in config.outputs], self.config), self._graph.writer
         )
         self._shapings = [self._shaping(number) for number in range(len(self._steps))]
         self._closing: list[Callable[[], None]] = []
@@ -159,9 +139,7 @@ class EnsembleModel(LoadedModel):
 class _Run:
     """One request to an ensemble."""
 
-    def __init__(
-        self, ensemble: EnsembleModel, request: Request, checked: InferenceRequest
-    ) -> None:
+    def __init__(self, ensemble: EnsembleModel, request: Request, checked: InferenceRequest) -> None:
         self.request, self.checked = request, checked
         self._ensemble = ensemble
         wanted = request.outputs
@@ -210,14 +188,10 @@ class _Run:
         finally:
             self._inside.remove(asked)
 
-    def _asked(
-        self, number: int, tensors: Mapping[str, Any], sequence: TensorSequence | None
-    ) -> Request:
+    def _asked(self, number: int, tensors: Mapping[str, Any], sequence: TensorSequence | None) -> Request:
         """Make the request to the model of a step."""
         fitted, request = self._ensemble._shapings[number].fitted, self.request
-        wanted = [
-            output for output, _ in self._ensemble._graph.flow(request.outputs).outputs[number]
-        ]
+        wanted = [output for output, _ in self._ensemble._graph.flow(request.outputs).outputs[number]]
         correlation_id, flags = sequence or (request.correlation_id, request.flags)
         return Request(
             {name: fitted(name, array) for name, array in tensors.items()},

@@ -52,9 +52,7 @@ class RecordingHost(Host):
     unloads them.
     """
 
-    def __init__(
-        self, targets: Mapping[str, Target], names: Iterable[str], metrics: Metrics
-    ) -> None:
+    def __init__(self, targets: Mapping[str, Target], names: Iterable[str], metrics: Metrics) -> None:
         """Take `targets`, which may be filled later, and the `names` of all models that it will have."""
         self._targets = targets
         self.metrics = metrics
@@ -120,9 +118,7 @@ class RecordingHost(Host):
         except Exception as error:
             return _failed(request, error)
 
-    def _iterator(
-        self, request: InferenceRequest, asked: Request, returned: object
-    ) -> ResponseIterator:
+    def _iterator(self, request: InferenceRequest, asked: Request, returned: object) -> ResponseIterator:
         responses = _each(request, returned)
         target = self._targets.get(request._model_name)
 
@@ -134,13 +130,9 @@ class RecordingHost(Host):
             responses.close()
             asked.cancel()
 
-        return ResponseIterator.over(
-            lambda seen: seen.extend(islice(responses, 1)), cancel, abandon
-        )
+        return ResponseIterator.over(lambda seen: seen.extend(islice(responses, 1)), cancel, abandon)
 
-    def _called(
-        self, request: InferenceRequest, asked: Request, *, decoupled: bool = False
-    ) -> object:
+    def _called(self, request: InferenceRequest, asked: Request, *, decoupled: bool = False) -> object:
         """Call the target: return what a function returns, or the responses of a model."""
         name, version = request._model_name, request._model_version
         target = self._targets.get(name)
@@ -195,27 +187,18 @@ class RecordingHost(Host):
         try:
             is_loaded = self._is_loaded(name, version_of(version))
         except InvalidRequest as error:
-            raise TritonModelException(
-                f"Failed to check model readiness: {self.failure(str(error))}"
-            ) from None
+            raise TritonModelException(f"Failed to check model readiness: {self.failure(str(error))}") from None
         target = self._targets.get(name)
         return is_loaded and not (isinstance(target, LoadedModel) and target.why_not_ready())
 
     # Metrics
 
     def new_metric(
-        self,
-        name: str,
-        description: str,
-        kind: int,
-        labels: Mapping[str, str] | None,
-        buckets: Sequence[float] | None,
+        self, name: str, description: str, kind: int, labels: Mapping[str, str] | None, buckets: Sequence[float] | None
     ) -> int:
         contained = is_contained(self.asker.options.sandbox)
         try:
-            return self.metrics.new(
-                name, description, kind, labels, buckets, is_contained=contained
-            )
+            return self.metrics.new(name, description, kind, labels, buckets, is_contained=contained)
         except BadMetric as error:
             raise TritonModelException(self.failure(str(error))) from None
 
@@ -261,9 +244,7 @@ def _each(request: InferenceRequest, returned: object) -> Generator[InferenceRes
         yield _failed(request, error)
 
 
-def _as_responses(
-    returned: object, request: InferenceRequest
-) -> Generator[InferenceResponse, None, bool]:
+def _as_responses(returned: object, request: InferenceRequest) -> Generator[InferenceResponse, None, bool]:
     """Yield what a function returned, or the responses of a model; return True if the end came apart from the last
     one.
     """
@@ -294,9 +275,7 @@ def _as_response(returned: Any, request: InferenceRequest) -> InferenceResponse:
         return InferenceResponse(tensors, parameters=response.parameters or None)
     for name in request._requested_output_names:
         if name not in returned:
-            raise InvalidRequest(
-                f"unexpected inference output '{name}' for model '{request._model_name}'"
-            )
+            raise InvalidRequest(f"unexpected inference output '{name}' for model '{request._model_name}'")
     wanted = request._requested_output_names or list(returned)
     return InferenceResponse([_tensor(name, returned[name]) for name in wanted])
 

@@ -142,11 +142,7 @@ class Collector(ReplyPort):
         return reply
 
     def respond(
-        self,
-        reply: Reply,
-        response: InferenceResponse | None,
-        flags: int,
-        *steps: Callable[[], object],
+        self, reply: Reply, response: InferenceResponse | None, flags: int, *steps: Callable[[], object]
     ) -> None:
         """Keep a response. As in a stub, a response that cannot be sent becomes an error."""
         with self._changed:
@@ -174,18 +170,13 @@ class Collector(ReplyPort):
                 exchange.cancel()
             self._changed.notify_all()
 
-    def _received(
-        self, response: InferenceResponse, reply: Reply, cause: BaseException | None
-    ) -> Response:
+    def _received(self, response: InferenceResponse, reply: Reply, cause: BaseException | None) -> Response:
         _, remark = self._placer.answer(response, reply.wanted, [])
         parameters, error = remark or (None, None)
         if error is not None:
             code, message = error
             return Response({}, error=TritonError(message, ErrorCode(code)), cause=cause)
-        outputs = {
-            tensor._name: copied(tensor)
-            for tensor in self._placer.wanted(response._outputs, reply.wanted)
-        }
+        outputs = {tensor._name: copied(tensor) for tensor in self._placer.wanted(response._outputs, reply.wanted)}
         for name, reshaping in self._reshaped.items():
             if name in outputs:
                 outputs[name] = outputs[name].reshape(reshaping.of(outputs[name].shape))
@@ -246,15 +237,9 @@ class Sequences:
     One thread at a time may use it.
     """
 
-    def __init__(
-        self, config: ModelConfig, batching: SequenceBatching, states: SequenceStates | None
-    ) -> None:
+    def __init__(self, config: ModelConfig, batching: SequenceBatching, states: SequenceStates | None) -> None:
         at_once = replace(
-            batching,
-            max_idle_us=_DAY_US,
-            max_queue_delay_us=0,
-            minimum_slot_utilization=0.0,
-            preferred_batch_sizes=(),
+            batching, max_idle_us=_DAY_US, max_queue_delay_us=0, minimum_slot_utilization=0.0, preferred_batch_sizes=()
         )
         self._slots = batching.slots
         self._model = config.name
@@ -270,11 +255,7 @@ class Sequences:
         """True while a sequence has not ended."""
         return self._sequencer.has_sequences
 
-    def run(
-        self,
-        requests: Sequence[CheckedRequest],
-        execute: Callable[[list[CheckedRequest]], list[bool]],
-    ) -> None:
+    def run(self, requests: Sequence[CheckedRequest], execute: Callable[[list[CheckedRequest]], list[bool]]) -> None:
         """Pass the requests to `execute` in batches, until each has had its last response.
 
         `execute` returns True for each request of the batch that comes again; requests that fill empty places are part
@@ -354,15 +335,11 @@ class InProcessModel(LoadedModel):
         log = LogSettings()
         try:
             with self._calling():
-                start = start_of(
-                    description, name, kind, 0, "complete", backend_dir=backend_dir, log=log
-                )
+                start = start_of(description, name, kind, 0, "complete", backend_dir=backend_dir, log=log)
                 found = definition or import_class(start)
                 answer = json.loads(Model(start, found).complete())
                 self.config = description.config = completed(description, answer)
-                start = start_of(
-                    description, name, kind, 0, "serve", backend_dir=backend_dir, log=log
-                )
+                start = start_of(description, name, kind, 0, "serve", backend_dir=backend_dir, log=log)
                 self._model = Model(start, found)
                 self._model.initialize()
         except BaseException:
@@ -375,9 +352,7 @@ class InProcessModel(LoadedModel):
         batching = self.config.sequence_batching
         self._output_names: list[str] = start["outputs"]
         self._states = SequenceStates.of(description)
-        self._sequences = (
-            None if batching is None else Sequences(self.config, batching, self._states)
-        )
+        self._sequences = None if batching is None else Sequences(self.config, batching, self._states)
         self._collector = Collector(start, self.config)
         self._coroutines = Coroutines(start["concurrent_batches"])
         host.is_serving = True
@@ -430,9 +405,7 @@ class InProcessModel(LoadedModel):
         (exchange,), (checked,) = self._begin([request])
         return self._responses(exchange, checked)
 
-    def _responses(
-        self, exchange: Exchange, checked: CheckedRequest
-    ) -> Generator[Response, None, bool]:
+    def _responses(self, exchange: Exchange, checked: CheckedRequest) -> Generator[Response, None, bool]:
         try:
             yield from self._each(exchange, checked, self._deadline())
             return exchange.ended_alone
@@ -470,9 +443,7 @@ class InProcessModel(LoadedModel):
                 self._sequences.run(checked, partial(self._execute_to_end, of_request))
         return exchanges, checked
 
-    def _execute_to_end(
-        self, of_request: Mapping[int, Exchange], batch: Sequence[CheckedRequest]
-    ) -> list[bool]:
+    def _execute_to_end(self, of_request: Mapping[int, Exchange], batch: Sequence[CheckedRequest]) -> list[bool]:
         """Call `execute` for a batch of sequences and wait for its end; return True for each request that comes
         again.
         """
@@ -505,9 +476,7 @@ class InProcessModel(LoadedModel):
                 f"last one, in {self._timeout_s:g} s"
             )
 
-    def _each(
-        self, exchange: Exchange, request: CheckedRequest, deadline: float | None
-    ) -> Iterator[Response]:
+    def _each(self, exchange: Exchange, request: CheckedRequest, deadline: float | None) -> Iterator[Response]:
         """Yield the responses to a request that was executed, as they come."""
         seen = 0
         rows = None if self.config.decoupled else request.batch_size
@@ -563,10 +532,7 @@ class InProcessModel(LoadedModel):
         for placement, tensor in zip(request.inputs, request.shapes.tensors, strict=True):
             array = np.array(placement.data, order="C")
             shape = tuple(tensor.shape)
-            if tensor.datatype >= BYTES:
-                array = array.reshape(-1).view(np.uint8)
-            else:
-                array = array.reshape(shape)
+            array = array.reshape(-1).view(np.uint8) if tensor.datatype >= BYTES else array.reshape(shape)
             tensors.append(Tensor.from_wire(names[tensor.number], tensor.datatype, shape, array))
         outputs = self._output_names
         details = request.details or Details()
@@ -578,9 +544,7 @@ class InProcessModel(LoadedModel):
             made._trace = InferenceTrace(details.trace)
         return made
 
-    def _answer(
-        self, requests: Sequence[InferenceRequest], responses: Sequence[InferenceResponse | None]
-    ) -> None:
+    def _answer(self, requests: Sequence[InferenceRequest], responses: Sequence[InferenceResponse | None]) -> None:
         for request, response in zip(requests, responses, strict=True):
             if response is not None:
                 request.reply().finish(response)
@@ -604,12 +568,7 @@ class InProcessModel(LoadedModel):
         except BaseException as raised:
             self._fail(requests, exchanges, raised)
 
-    def _fail(
-        self,
-        requests: Sequence[InferenceRequest],
-        exchanges: Sequence[Exchange],
-        error: BaseException,
-    ) -> None:
+    def _fail(self, requests: Sequence[InferenceRequest], exchanges: Sequence[Exchange], error: BaseException) -> None:
         """End every open request of the batch with the error."""
         message = self._model.failure(describe(error))
         if any(request.reply().is_answered for request in requests):  # those answers stand
@@ -628,12 +587,8 @@ class InProcessModel(LoadedModel):
         if not self._model.can_sleep:
             super().sleep()
         with self._executing:
-            if self._collector.has_open or (
-                self._sequences is not None and self._sequences.has_open
-            ):
-                raise InvalidRequest(
-                    f"model '{self.name}' does not sleep while it has requests or sequences"
-                )
+            if self._collector.has_open or (self._sequences is not None and self._sequences.has_open):
+                raise InvalidRequest(f"model '{self.name}' does not sleep while it has requests or sequences")
             if not self._is_asleep:
                 self._call_hook(self._model.sleep)
                 self._is_asleep = True

@@ -24,9 +24,7 @@ class StubModel(LoadedModel):
     Raises `StubDied` if the stub ends, and `ExecuteTimedOut` or `RequestTimedOut` if it takes too long.
     """
 
-    def __init__(
-        self, runtime: Runtime, name: str, timeout_s: float | None, *, checks_outputs: bool
-    ) -> None:
+    def __init__(self, runtime: Runtime, name: str, timeout_s: float | None, *, checks_outputs: bool) -> None:
         """Own `runtime`, which has loaded the model."""
         super().__init__(runtime.config(name), runtime.models()[name][-1])
         self.runtime = runtime
@@ -64,9 +62,7 @@ class StubModel(LoadedModel):
         request.executions.add(execution)
         return self._responses(request, execution, rows)
 
-    def _responses(
-        self, request: Request, execution: _Execution, rows: int | None
-    ) -> Generator[Response, None, bool]:
+    def _responses(self, request: Request, execution: _Execution, rows: int | None) -> Generator[Response, None, bool]:
         with execution.stream as stream:
             try:
                 for count, response in enumerate(_each(stream)):
@@ -99,9 +95,7 @@ class StubModel(LoadedModel):
         if not hosted.supervisor.can_sleep:
             super().sleep()
         if not hosted.fall_asleep(may_stay=True):
-            raise InvalidRequest(
-                f"model '{self.name}' does not sleep while it has requests or sequences"
-            )
+            raise InvalidRequest(f"model '{self.name}' does not sleep while it has requests or sequences")
         self._raise_failure_of_hook()
 
     def wake(self) -> None:

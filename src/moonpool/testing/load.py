@@ -71,8 +71,7 @@ def load(
         return model
     model.close()
     raise LoadFailed(
-        f"'{model.name}' is an ensemble: testing.load_ensemble loads it with the models of its steps",
-        stage="find",
+        f"'{model.name}' is an ensemble: testing.load_ensemble loads it with the models of its steps", stage="find"
     )
 
 
@@ -153,9 +152,7 @@ def load_any(
                         member = loaded(beside, step.model, _changes(None, step.version), within)
                         stack.callback(member.close)
                     found[step.model, step.version] = member
-            made = EnsembleModel(
-                description.config, description.version, found, checks_outputs=checks_outputs
-            )
+            made = EnsembleModel(description.config, description.version, found, checks_outputs=checks_outputs)
             made.on_close(stack.pop_all().close)
         return made
 
@@ -215,9 +212,7 @@ def _beside(folder: Path, name: str, within: Sequence[str]) -> Path:
         first, last = within[0], within[-1]
         raise Unfit(f"circular dependency between ensembles: {first} -> ... -> {last} -> {name}")
     if name_problem(name) or not (path := folder.absolute().parent / name).is_dir():
-        raise Unfit(
-            f"ensemble {within[-1]} contains models that are not available or ambiguous: {name}"
-        )
+        raise Unfit(f"ensemble {within[-1]} contains models that are not available or ambiguous: {name}")
     return path
 
 
@@ -294,9 +289,7 @@ def _changes(config: Mapping[str, Any] | None, version: int | None) -> dict[str,
     return changes
 
 
-def _description(
-    source: Source, name: str, config: Mapping[str, Any], backends: BackendDirectory
-) -> Description:
+def _description(source: Source, name: str, config: Mapping[str, Any], backends: BackendDirectory) -> Description:
     def locate(found: ModelConfig) -> Path | None:
         if found.backend == PYTHON_BACKEND or found.ensemble is not None:
             return None

@@ -33,15 +33,11 @@ class LoadedModel(ABC):
     def name(self) -> str:
         return self.config.name
 
-    def infer(
-        self, request: Request | Mapping[str, Any] | None = None, /, **inputs: Any
-    ) -> Response:
+    def infer(self, request: Request | Mapping[str, Any] | None = None, /, **inputs: Any) -> Response:
         """Return the response to a request. Raises `ModelError` if it is an error, and `NotOneResponse`."""
         return self._only(self.responses(request, **inputs)).check()
 
-    def responses(
-        self, request: Request | Mapping[str, Any] | None = None, /, **inputs: Any
-    ) -> list[Response]:
+    def responses(self, request: Request | Mapping[str, Any] | None = None, /, **inputs: Any) -> list[Response]:
         """Return all responses to a request, errors among them, in the order in which the model sent them."""
         return self._batch([_as_request(request, inputs)])[0]
 
@@ -58,17 +54,14 @@ class LoadedModel(ABC):
         """Return one response to each request of a batch, errors among them. Raises `NotOneResponse`."""
         return [self._only(responses) for responses in self.responses_batch(requests)]
 
-    def responses_batch(
-        self, requests: Sequence[Request | Mapping[str, Any]]
-    ) -> list[list[Response]]:
+    def responses_batch(self, requests: Sequence[Request | Mapping[str, Any]]) -> list[list[Response]]:
         """Return all responses to each request of a batch."""
         return self._batch([_as_request(request, {}) for request in requests])
 
     def _only(self, responses: list[Response]) -> Response:
         if len(responses) != 1:
             raise NotOneResponse(
-                f"model '{self.name}' sent {len(responses)} responses to one request; "
-                "`responses` returns them all"
+                f"model '{self.name}' sent {len(responses)} responses to one request; `responses` returns them all"
             )
         return responses[0]
 
@@ -97,9 +90,7 @@ class LoadedModel(ABC):
         Does nothing if it sleeps already. Raises what `sleep` raises, in a stub as a `MoonpoolError`; `InvalidRequest`
         if the model has not both `sleep` and `wake`, or has something to do.
         """
-        raise InvalidRequest(
-            f"model '{self.name}' cannot sleep: it has not both `sleep` and `wake`"
-        )
+        raise InvalidRequest(f"model '{self.name}' cannot sleep: it has not both `sleep` and `wake`")
 
     def wake(self) -> None:  # noqa: B027 - most models never sleep
         """Call the model's `wake`, if it sleeps. Raises what `wake` raises, in a stub as a `MoonpoolError`; there it

@@ -50,16 +50,13 @@ def check_outputs(response: Response, config: ModelConfig, rows: int | None) -> 
         datatype = DATATYPES[code_of(array.dtype, name)]
         if datatype != tensor.datatype and not (datatype == "UINT16" and tensor.datatype == "BF16"):
             raise BadOutput(
-                f"output '{name}' of model '{config.name}' is {datatype}, and the configuration says "
-                f"{tensor.datatype}"
+                f"output '{name}' of model '{config.name}' is {datatype}, and the configuration says {tensor.datatype}"
             )
         dims = list(tensor.dims)
         if config.max_batch_size:
             dims = [-1 if rows is None else rows, *dims]
         shape = list(array.shape)
-        if len(shape) != len(dims) or any(
-            want not in (-1, have) for want, have in zip(dims, shape, strict=True)
-        ):
+        if len(shape) != len(dims) or any(want not in (-1, have) for want, have in zip(dims, shape, strict=True)):
             raise BadOutput(
                 f"output '{name}' of model '{config.name}' has the shape {shape}, and the "
                 f"configuration says {dims} (-1 is any size)"

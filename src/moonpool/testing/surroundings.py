@@ -34,9 +34,7 @@ class Surroundings:
 
     _current: Surroundings | None = None
 
-    def __init__(
-        self, version_directory: str, folders: Iterable[str], asks: Host, log: Sink
-    ) -> None:
+    def __init__(self, version_directory: str, folders: Iterable[str], asks: Host, log: Sink) -> None:
         """Take the `folders` of the model's files, and its host, `asks`."""
         self._version_directory = version_directory
         self._log = log

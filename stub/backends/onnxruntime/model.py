@@ -48,9 +48,7 @@ class ModelState:
     def __init__(self, config: dict) -> None:
         self.name = config["name"]
         path = os.path.join(pb_utils.get_model_dir(), config["default_model_filename"])
-        self.session = onnxruntime.InferenceSession(
-            path, session_options(config), providers=["CPUExecutionProvider"]
-        )
+        self.session = onnxruntime.InferenceSession(path, session_options(config), providers=["CPUExecutionProvider"])
         self.inputs = {tensor.name: tensor for tensor in self.session.get_inputs()}
         self.outputs = {tensor.name: tensor for tensor in self.session.get_outputs()}
         self.batches = config["max_batch_size"] > 0
@@ -80,9 +78,7 @@ class ModelState:
                 raise ValueError(f"{expects}model provides {shape}")
         for name, datatype in self.batch.input_datatypes().items():
             if name not in self.inputs:
-                raise ValueError(
-                    f"unexpected batch input '{name}', allowed inputs are: {', '.join(self.inputs)}"
-                )
+                raise ValueError(f"unexpected batch input '{name}', allowed inputs are: {', '.join(self.inputs)}")
             provided = self._datatype(self.inputs[name])
             if provided != datatype:
                 raise ValueError(
@@ -122,8 +118,7 @@ class ModelState:
         for tensor in given:
             if tensor[key] not in known:
                 raise ValueError(
-                    f"unexpected inference {kind} '{tensor[key]}', allowed {kind}s are: "
-                    f"{', '.join(known)}"
+                    f"unexpected inference {kind} '{tensor[key]}', allowed {kind}s are: {', '.join(known)}"
                 )
 
     def _described(self, tensor: onnxruntime.NodeArg, given: list) -> dict:
@@ -209,9 +204,7 @@ class ModelInstanceState:
         responses = []
         for index, request in enumerate(requests):
             wanted = request.requested_output_names()
-            tensors = [
-                pb_utils.Tensor(name, part[index]) for name, part in parts.items() if name in wanted
-            ]
+            tensors = [pb_utils.Tensor(name, part[index]) for name, part in parts.items() if name in wanted]
             responses.append(pb_utils.InferenceResponse(tensors))
         return responses
 
@@ -225,9 +218,7 @@ class ModelInstanceState:
         if not self.model.batches:
             return [array]
         if array.shape[:1] != (sum(rows),):
-            raise ValueError(
-                f"output '{name}' has shape {list(array.shape)} for a batch of {sum(rows)}"
-            )
+            raise ValueError(f"output '{name}' has shape {list(array.shape)} for a batch of {sum(rows)}")
         ends = np.cumsum(rows)
         return [array[end - count : end] for end, count in zip(ends, rows)]
 

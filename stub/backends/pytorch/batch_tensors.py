@@ -71,9 +71,7 @@ def described(kind: str, dtype: type, shapes: list) -> np.ndarray:
     else:
         raise ValueError(f"unexpected batch input kind '{kind}'")
     if dtype is np.int32 and values.size and values.max() > np.iinfo(np.int32).max:
-        raise ValueError(
-            f"{kind} of this batch is {values.max()}, which is too large for TYPE_INT32"
-        )
+        raise ValueError(f"{kind} of this batch is {values.max()}, which is too large for TYPE_INT32")
     return values.astype(dtype)
 
 
@@ -86,17 +84,14 @@ def bounds(name: str, size: int, shapes: list) -> list[tuple[int, int]]:
     """Return where the parts of these shapes begin and end in a flat output of so many elements."""
     ends = np.cumsum([0, *(prod(shape) for shape in shapes)]).tolist()
     if ends[-1] != size:
-        raise ValueError(
-            f"output '{name}' has {size} elements for a batch whose requests get {ends[-1]}"
-        )
+        raise ValueError(f"output '{name}' has {size} elements for a batch whose requests get {ends[-1]}")
     return list(zip(ends, ends[1:]))
 
 
 def shapes_of(requests: list, name: str) -> list:
     """Return the shape of an input in each request. Raises ValueError if one leaves it out."""
     shapes = [
-        next((list(each.shape()) for each in request.inputs() if each.name() == name), None)
-        for request in requests
+        next((list(each.shape()) for each in request.inputs() if each.name() == name), None) for request in requests
     ]
     if None in shapes:
         raise ValueError(f"a request has no input '{name}', and the batch is described by it")

@@ -45,9 +45,7 @@ class ModelState:
         named = [(tensor["name"], tensor["data_type"]) for tensor in config["input"]]
         for name, datatype in (*named, *self.outputs.items()):
             if datatype not in DTYPES:
-                raise ValueError(
-                    f"model '{self.name}', tensor '{name}': PyTorch has no datatype {datatype}"
-                )
+                raise ValueError(f"model '{self.name}', tensor '{name}': PyTorch has no datatype {datatype}")
         path = os.path.join(pb_utils.get_model_dir(), config["default_model_filename"])
         if not os.path.exists(path) and path.endswith(".pt"):
             path += "2"
@@ -124,11 +122,7 @@ class ModelInstanceState:
             wanted = request.requested_output_names()
             responses.append(
                 pb_utils.InferenceResponse(
-                    [
-                        pb_utils.Tensor.from_dlpack(name, part[index])
-                        for name, part in parts.items()
-                        if name in wanted
-                    ]
+                    [pb_utils.Tensor.from_dlpack(name, part[index]) for name, part in parts.items() if name in wanted]
                 )
             )
         return responses
@@ -144,9 +138,7 @@ class ModelInstanceState:
         if not self.model.batches:
             return [tensor]
         if tensor.dim() == 0 or tensor.shape[0] != sum(rows):
-            raise ValueError(
-                f"output '{name}' has shape {list(tensor.shape)} for a batch of {sum(rows)}"
-            )
+            raise ValueError(f"output '{name}' has shape {list(tensor.shape)} for a batch of {sum(rows)}")
         return list(tensor.split(rows))
 
     def _output(self, result: object, name: str) -> torch.Tensor:
@@ -166,8 +158,7 @@ class ModelInstanceState:
         if tensor.dtype != DTYPES[expected]:
             provided = next((k for k, v in DTYPES.items() if v == tensor.dtype), str(tensor.dtype))
             raise ValueError(
-                f"configuration expects datatype {expected} for output '{name}', model provides "
-                f"{provided}"
+                f"configuration expects datatype {expected} for output '{name}', model provides {provided}"
             )
         return tensor.detach().contiguous()
 

@@ -26,9 +26,7 @@ def test_there_is_a_row_for_each_concurrency(cli: CommandLine, mode: list[str]) 
         f"add_sub, in process, {'asyncio' if mode else 'threads'}, each request: INPUT0 FP32 [2, 4], "
         "INPUT1 FP32 [2, 4], 64 bytes, made up"
     )
-    told = re.findall(
-        r"^moonpool: (.*): [\d,]+ requests/s in \d+ windows$", ended.stderr, re.MULTILINE
-    )
+    told = re.findall(r"^moonpool: (.*): [\d,]+ requests/s in \d+ windows$", ended.stderr, re.MULTILINE)
     assert told == ["1 caller", "3 callers"]
     assert head.split()[:2] == ["callers", "requests/s"]
     assert [row.split()[0] for row in rows] == ["1", "3"]
@@ -48,9 +46,7 @@ def test_there_is_a_row_for_each_concurrency(cli: CommandLine, mode: list[str]) 
 
 
 def test_there_is_a_picture_or_word_of_what_it_needs(cli: CommandLine) -> None:
-    ended = cli(
-        "bench", MODELS, "add_sub", "--concurrency", "1", "--seconds", "0.05", "--save", "."
-    )
+    ended = cli("bench", MODELS, "add_sub", "--concurrency", "1", "--seconds", "0.05", "--save", ".")
 
     if importlib.util.find_spec("matplotlib"):
         assert (cli.folder / "add_sub.png").read_bytes().startswith(b"\x89PNG")
@@ -80,9 +76,7 @@ def test_a_result_has_a_label_and_replaces_no_other(cli: CommandLine) -> None:
     assert refused.stdout == ""
     assert (cli.folder / "add_sub-one instance.json").read_text() == written
 
-    replaced = cli(
-        *bench, "--overwrite", "--against", "add_sub-one instance.json", "--label", "again"
-    )
+    replaced = cli(*bench, "--overwrite", "--against", "add_sub-one instance.json", "--label", "again")
     assert "again over one instance:" in replaced.stdout
 
 
@@ -91,20 +85,8 @@ def test_a_result_has_a_label_and_replaces_no_other(cli: CommandLine) -> None:
     "Results of different requests are not compared. If the model's configuration or the "
     "circumstances differ, the command names the difference.",
 )
-def test_results_of_other_requests_are_refused_and_other_configurations_are_told(
-    cli: CommandLine,
-) -> None:
-    bench = (
-        "bench",
-        MODELS,
-        "add_sub",
-        "--concurrency",
-        "1",
-        "--seconds",
-        "0.05",
-        "--windows",
-        "3",
-    )
+def test_results_of_other_requests_are_refused_and_other_configurations_are_told(cli: CommandLine) -> None:
+    bench = ("bench", MODELS, "add_sub", "--concurrency", "1", "--seconds", "0.05", "--windows", "3")
     cli(*bench, "--save", ".")
 
     ended = cli(*bench, "--batch", "2", "--against", "add_sub.json")
@@ -132,9 +114,7 @@ def test_instances_are_killed_under_load(cli: CommandLine) -> None:
     found = json.loads((cli.folder / "add_sub.json").read_text())
     assert found["faults"]["count"] >= 1
     assert found["faults"]["not_recovered"] == 0
-    assert re.search(
-        r"times an instance was killed; as many as before were ready after", ended.stdout
-    )
+    assert re.search(r"times an instance was killed; as many as before were ready after", ended.stdout)
     [point] = found["series"]
     assert point["requests"] > 0
     assert point["resources"]["cpu_s_per_request"] > 0
@@ -143,8 +123,7 @@ def test_instances_are_killed_under_load(cli: CommandLine) -> None:
 
 
 @pytest.mark.promise(
-    "Measuring (`moonpool bench`)",
-    "Levels of the sandbox are measured in turns, with their ratios over the first one.",
+    "Measuring (`moonpool bench`)", "Levels of the sandbox are measured in turns, with their ratios over the first one."
 )
 def test_the_cost_of_isolation_is_measured(cli: CommandLine) -> None:
     ended = cli(
@@ -157,10 +136,7 @@ def test_the_cost_of_isolation_is_measured(cli: CommandLine) -> None:
     assert found["where"] == "in process, threads, sandbox off"
     [other] = found["isolation"]
     assert other["where"] == "in process, threads, sandbox standard"
-    ours, theirs = (
-        [window["requests_per_s"] for window in each["series"][0]["windows"]]
-        for each in (other, found)
-    )
+    ours, theirs = ([window["requests_per_s"] for window in each["series"][0]["windows"]] for each in (other, found))
     # A window without an answer, as on a busy machine, is left out.
     quotients = sorted(a / b for a, b in zip(ours, theirs, strict=True) if a and b)
     ratio = other["series"][0]["ratios"]["requests_per_s"]
@@ -204,20 +180,13 @@ def test_results_are_compared_by_conditions(cli: CommandLine) -> None:
     assert cli("bench", "models", "add_sub", "--fail-if", "p50>1x").returncode == 2
 
 
-@pytest.mark.promise(
-    "Measuring (`moonpool bench`)",
-    "All loads that did not settle share one line.",
-)
+@pytest.mark.promise("Measuring (`moonpool bench`)", "All loads that did not settle share one line.")
 def test_loads_that_did_not_settle_have_one_line(cli: CommandLine) -> None:
-    ended = cli(
-        "bench", MODELS, "add_sub", "--concurrency", "1,2", "--seconds", "0.02", "--windows", "2"
-    )
+    ended = cli("bench", MODELS, "add_sub", "--concurrency", "1,2", "--seconds", "0.02", "--windows", "2")
 
     [line] = [line for line in ended.stderr.splitlines() if "still differed at the end" in line]
     assert "in process, threads with 1, 2 callers" in line
-    one = cli(
-        "bench", MODELS, "add_sub", "--concurrency", "1", "--seconds", "0.02", "--windows", "2"
-    )
+    one = cli("bench", MODELS, "add_sub", "--concurrency", "1", "--seconds", "0.02", "--windows", "2")
     assert "in process, threads with 1 caller;" in one.stderr
 
 
@@ -257,8 +226,7 @@ def test_a_table_is_aligned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0, "0"), (0.01234, "0.0123"), (1.0, "1"), (1.234, "1.23"), (99.96, "100"), (12345, "12,300")],
+    ("value", "shown"), [(0, "0"), (0.01234, "0.0123"), (1.0, "1"), (1.234, "1.23"), (99.96, "100"), (12345, "12,300")]
 )
 def test_figures_have_three_digits(value: float, shown: str) -> None:
     assert figure(value) == shown

@@ -68,10 +68,7 @@ def bench(repository: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, is
 
 
 def test_it_is_said_of_the_load_under_which_requests_wait(
-    repository: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench(repository, tmp_path, monkeypatch, is_idle=True) == 0
 
@@ -86,10 +83,7 @@ def test_it_is_said_of_the_load_under_which_requests_wait(
 
 
 def test_nothing_is_said_where_no_core_is_free(
-    repository: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench(repository, tmp_path, monkeypatch, is_idle=False) == 0
 

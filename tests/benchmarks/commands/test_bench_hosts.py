@@ -36,17 +36,12 @@ def test_a_model_is_measured_in_several_hosts(
     assert ended.returncode == 0, ended.stderr
     for name in ("mosec", "triton"):
         told = ended.stderr.partition(f"moonpool: starts {name}\n")[2].splitlines()
-        assert re.fullmatch(
-            rf"builds the environment of .*/{name}\.txt with (uv|pip), which may take minutes",
-            told[0],
-        )
+        assert re.fullmatch(rf"builds the environment of .*/{name}\.txt with (uv|pip), which may take minutes", told[0])
         assert told[1].startswith(f"moonpool: {name} is left out: no environment can be built")
     found = json.loads((cli.folder / "add_sub.json").read_text())
     assert found["host"]["name"] == "moonpool"
     command = found["host"]["command"].split()
-    assert {"serve", "--sandbox-grants=add_sub", "--model-option=*:MOONPOOL_THREADS=1"} <= {
-        *command
-    }
+    assert {"serve", "--sandbox-grants=add_sub", "--model-option=*:MOONPOOL_THREADS=1"} <= {*command}
     in_process, pool = found["hosts"]
     assert [each["host"]["name"] for each in found["hosts"]] == ["moonpool", "processpool"]
     # A pool is called from threads, so it is compared with moonpool in this process.
@@ -61,17 +56,7 @@ def test_a_model_is_measured_in_several_hosts(
 @pytest.mark.triton
 def test_a_model_is_measured_in_triton(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(interpreter()))
-    ended = cli(
-        "bench",
-        MODELS,
-        "add_sub",
-        "--hosts",
-        "moonpool,triton",
-        *QUICK,
-        "--resources",
-        "--save",
-        ".",
-    )
+    ended = cli("bench", MODELS, "add_sub", "--hosts", "moonpool,triton", *QUICK, "--resources", "--save", ".")
 
     assert ended.returncode == 0, ended.stderr
     found = json.loads((cli.folder / "add_sub.json").read_text())
@@ -111,9 +96,7 @@ def test_instances_hang_in_triton(cli: CommandLine, monkeypatch: pytest.MonkeyPa
     assert point["failed"] == 0
 
 
-def test_none_of_the_hosts_can_be_measured(
-    cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_none_of_the_hosts_can_be_measured(cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "python"))
     ended = cli("bench", MODELS, "add_sub", "--hosts", "triton", *QUICK)
 

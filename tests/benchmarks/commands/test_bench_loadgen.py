@@ -29,19 +29,10 @@ SHAPES = ("--shape", "INPUT0=4", "--shape", "INPUT1=4")
 )
 @pytest.mark.parametrize(
     ("scenario", "where"),
-    [
-        ("SingleStream", "process"),
-        ("Offline", "process"),
-        ("Server", "http"),
-        ("MultiStream", "grpc"),
-    ],
+    [("SingleStream", "process"), ("Offline", "process"), ("Server", "http"), ("MultiStream", "grpc")],
 )
 def test_a_scenario_is_run(cli: CommandLine, kserve: Kserve, scenario: str, where: str) -> None:
-    subject = (
-        [MODELS, "add_sub"]
-        if where == "process"
-        else ["add_sub", "--url", kserve.endpoint(where).url]
-    )
+    subject = [MODELS, "add_sub"] if where == "process" else ["add_sub", "--url", kserve.endpoint(where).url]
     # On a busy machine a tight limit would make the result invalid.
     limits = ["--request-rate", "50", "--slo", "p99=60s"] if scenario == "Server" else []
     ended = cli(
@@ -103,9 +94,7 @@ def test_an_invalid_result_has_a_reason(unmet: str, words: str | None) -> None:
 
 @needs_loadgen
 def test_requests_that_fail_make_a_run_invalid(cli: CommandLine, kserve: Kserve) -> None:
-    ended = cli(
-        "bench", "fails", "--url", kserve.grpc.url, "--loadgen", "Offline", "--seconds", "0.1"
-    )
+    ended = cli("bench", "fails", "--url", kserve.grpc.url, "--loadgen", "Offline", "--seconds", "0.1")
 
     assert ended.returncode == 1
     assert "no luck today" in ended.stderr

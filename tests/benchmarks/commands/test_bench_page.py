@@ -32,12 +32,7 @@ def result(model: str = "add_sub", **more: Any) -> dict[str, Any]:
         }
         for callers in (1, 4, 16)
     ]  # fmt: skip
-    about = {
-        "model": model,
-        "where": "http://localhost:8000",
-        "date": "2026-01-01",
-        "inputs": {"X": ["FP32", 1, 2]},
-    }
+    about = {"model": model, "where": "http://localhost:8000", "date": "2026-01-01", "inputs": {"X": ["FP32", 1, 2]}}
     return {**about, "series": series, **more}
 
 
@@ -52,9 +47,7 @@ def test_a_page_has_its_figures_and_nothing_of_a_stranger() -> None:
 
 
 def test_a_page_of_a_search_has_its_limits() -> None:
-    found = result(
-        slo={"limits_us": {"p99": 20_000}, "highest_rate": 1230, "lowest_broken_rate": 1290}
-    )
+    found = result(slo={"limits_us": {"p99": 20_000}, "highest_rate": 1230, "lowest_broken_rate": 1290})
     for point in found["series"]:
         point |= {"goodput_per_s": 5.0, "broken": "p99 30 ms"}
 

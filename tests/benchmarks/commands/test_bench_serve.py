@@ -37,9 +37,7 @@ model_transaction_policy { decoupled: true }
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     repository = tmp_path_factory.mktemp("models")
-    shutil.copytree(
-        Path(MODELS) / "add_sub", repository / "add_sub", ignore=shutil.ignore_patterns("*.pyc")
-    )
+    shutil.copytree(Path(MODELS) / "add_sub", repository / "add_sub", ignore=shutil.ignore_patterns("*.pyc"))
     write_model(repository, "counts", COUNTS, COUNTS_CONFIG)
     with running("--model-repository", repository) as started:
         yield started
@@ -48,9 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 @pytest.mark.promise("Measuring (`moonpool bench`)", "The processes of the load …")
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 @pytest.mark.parametrize("memory", ["none", "system"])
-def test_requests_of_every_kind_are_answered(
-    cli: CommandLine, server: RunningServer, scheme: str, memory: str
-) -> None:
+def test_requests_of_every_kind_are_answered(cli: CommandLine, server: RunningServer, scheme: str, memory: str) -> None:
     url = f"{scheme}://127.0.0.1:{server.ports[scheme]}"
     ended = cli(
         "bench", "add_sub", "--url", url, "--concurrency", "3", *QUICK,
@@ -65,9 +61,7 @@ def test_requests_of_every_kind_are_answered(
 
 
 @pytest.mark.promise("Measuring (`moonpool bench`)", "Results of different requests are not …")
-def test_one_server_over_two_protocols_has_one_configuration(
-    cli: CommandLine, server: RunningServer
-) -> None:
+def test_one_server_over_two_protocols_has_one_configuration(cli: CommandLine, server: RunningServer) -> None:
     ended = cli(
         "bench", "add_sub", "--url", f"http://{server.http}", "--against", f"grpc://{server.grpc}",
         "--concurrency", "1", *QUICK, "--save", ".",
@@ -91,9 +85,7 @@ def test_tensors_may_travel_as_json(cli: CommandLine, server: RunningServer) -> 
     assert report["series"][0]["requests"] == report["series"][0]["server"]["requests"] > 0
 
 
-def test_the_responses_of_a_decoupled_model_are_counted(
-    cli: CommandLine, server: RunningServer
-) -> None:
+def test_the_responses_of_a_decoupled_model_are_counted(cli: CommandLine, server: RunningServer) -> None:
     url = f"grpc://{server.grpc}"
     refused = cli("bench", "counts", "--url", url, *QUICK)
     assert "is decoupled: measure it with --streaming" in refused.stderr

@@ -74,9 +74,7 @@ def test_a_rate_is_asked_for_and_what_came_late_is_said(cli: CommandLine, url: s
 
 
 @pytest.mark.parametrize("unsent", [0, 3])
-def test_only_a_load_with_requests_that_were_never_sent_could_not_be_kept_up_with(
-    unsent: int,
-) -> None:
+def test_only_a_load_with_requests_that_were_never_sent_could_not_be_kept_up_with(unsent: int) -> None:
     point = {
         "request_rate": 26.0, "requests": 42 - unsent, "failed": 0, "unsent": unsent, "delayed": 33, "stable": True,
         "generator_share": None,
@@ -89,8 +87,7 @@ def test_only_a_load_with_requests_that_were_never_sent_could_not_be_kept_up_wit
 
 
 @pytest.mark.promise(
-    "Measuring (`moonpool bench`)",
-    "Requests can go in sequences, each on one connection from its start to its end.",
+    "Measuring (`moonpool bench`)", "Requests can go in sequences, each on one connection from its start to its end."
 )
 def test_requests_go_in_sequences(cli: CommandLine, url: str) -> None:
     ended = cli(
@@ -104,8 +101,7 @@ def test_requests_go_in_sequences(cli: CommandLine, url: str) -> None:
 
 
 @pytest.mark.promise(
-    "Measuring (`moonpool bench`)",
-    "A share of the requests can be cancelled; these are counted by themselves.",
+    "Measuring (`moonpool bench`)", "A share of the requests can be cancelled; these are counted by themselves."
 )
 def test_a_share_of_the_requests_is_cancelled(cli: CommandLine, url: str) -> None:
     ended = cli(
@@ -121,13 +117,9 @@ def test_a_share_of_the_requests_is_cancelled(cli: CommandLine, url: str) -> Non
     assert "cancelled" in ended.stdout
 
 
-def test_faults_and_resources_need_a_server_that_tells_its_processes(
-    cli: CommandLine, url: str
-) -> None:
+def test_faults_and_resources_need_a_server_that_tells_its_processes(cli: CommandLine, url: str) -> None:
     for option in (["--resources"], ["--kill-every", "0.01"]):
-        ended = cli(
-            "bench", "add_sub", "--url", url, "--concurrency", "1", *option, *QUICK, *SHAPES
-        )
+        ended = cli("bench", "add_sub", "--url", url, "--concurrency", "1", *option, *QUICK, *SHAPES)
 
         assert ended.returncode == 1
         assert "error" in ended.stderr
@@ -179,10 +171,7 @@ def test_data_of_perf_analyzer_is_sent_and_checked(cli: CommandLine, url: str) -
 def test_captured_requests_are_sent_again(cli: CommandLine, url: str) -> None:
     def line(at_s: float, value: float, model: str = "add_sub") -> str:
         data = base64.b64encode(np.full(4, value, np.float32).tobytes()).decode()
-        inputs = [
-            {"name": f"INPUT{i}", "datatype": "FP32", "shape": [1, 4], "b64": data}
-            for i in range(2)
-        ]
+        inputs = [{"name": f"INPUT{i}", "datatype": "FP32", "shape": [1, 4], "b64": data} for i in range(2)]
         return json.dumps({"at_s": at_s, "model": model, "version": "1", "inputs": inputs})
 
     lines = ['{"format": 1}', line(0, 1), line(0.03, 2), line(0.02, 1), line(0.05, 1, "other")]
@@ -281,9 +270,7 @@ def test_the_two_sides_of_one_result_are_compared(cli: CommandLine, kserve: Kser
 
 
 def test_a_model_in_process_is_compared_with_a_server(cli: CommandLine, kserve: Kserve) -> None:
-    ended = cli(
-        "bench", MODELS, "add_sub", "--against", kserve.http.url, "--concurrency", "1", *QUICK
-    )
+    ended = cli("bench", MODELS, "add_sub", "--against", kserve.http.url, "--concurrency", "1", *QUICK)
 
     assert ended.returncode == 0, ended.stderr
     assert f"over {kserve.http.url}:" in ended.stdout
@@ -331,10 +318,7 @@ def test_a_model_that_is_not_there_is_said(cli: CommandLine, url: str) -> None:
     assert "'nope'" in ended.stderr
 
 
-@pytest.mark.promise(
-    "Measuring (`moonpool bench`)",
-    "Options that do not fit together are refused.",
-)
+@pytest.mark.promise("Measuring (`moonpool bench`)", "Options that do not fit together are refused.")
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -356,19 +340,13 @@ def test_a_model_that_is_not_there_is_said(cli: CommandLine, url: str) -> None:
         (["models", "m", "--loadgen", "Offline", "--async"], "--loadgen and --async do not go"),
         (["compare", "a.json", "--fail-if", "p99"], "--fail-if"),
         (["m", "--url", "http://a", "--async"], "--async and --url do not go together"),
-        (
-            ["m", "--url", "http://a", "--streaming", "--batch", "2"],
-            "--batch and streams over HTTP",
-        ),
+        (["m", "--url", "http://a", "--streaming", "--batch", "2"], "--batch and streams over HTTP"),
         (["m", "--url", "http://a", "--request-rate", "0"], "--request-rate must be numbers"),
         (["m", "--url", "http://a", "--request-rate", "1", "--concurrency", "1"], "give one kind"),
         (["m", "--url", "http://a", "--slo", "p99=1ms", "--against", "a"], "give --request-rate"),
         (["m", "--url", "http://a", "--slo", "p99"], "FIGURE=TIME"),
         (["models", "m", "--isolation", "off"], "two or more of off"),
-        (
-            ["models", "m", "--isolation", "off,strict", "--sandbox", "off"],
-            "and --sandbox do not go",
-        ),
+        (["models", "m", "--isolation", "off,strict", "--sandbox", "off"], "and --sandbox do not go"),
         (["m", "--url", "http://a", "--isolation", "off,strict"], "--isolation and --url do not"),
         (["models", "m", "--kill-every", "1s", "--stop-every", "1s"], "give one kind of fault"),
         (["models", "m", "--kill-every", "soon"], "'soon' is no time"),
@@ -392,9 +370,7 @@ def test_a_model_that_is_not_there_is_said(cli: CommandLine, url: str) -> None:
         (["m", "--url", "http://a", "--warm-up", "nan"], "--warm-up must be 0 or more"),
     ],
 )
-def test_options_that_do_not_fit_together_are_refused(
-    cli: CommandLine, words: list[str], error: str
-) -> None:
+def test_options_that_do_not_fit_together_are_refused(cli: CommandLine, words: list[str], error: str) -> None:
     ended = cli("bench", *words)
 
     assert ended.returncode == 2
@@ -421,16 +397,12 @@ def children(pid: int) -> list[int]:
     "stays registered at a server.",
 )
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_generator_ends_with_the_command(
-    cli: CommandLine, kserve: Kserve, number: signal.Signals
-) -> None:
+def test_the_generator_ends_with_the_command(cli: CommandLine, kserve: Kserve, number: signal.Signals) -> None:
     command = cli.start(
         "bench", "add_sub", "--url", kserve.http.url, "--processes", "2", "--seconds", "20",
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    workers = wait_until(
-        lambda: len(found := children(command.pid)) == 2 and found, 60.0, "two processes"
-    )
+    workers = wait_until(lambda: len(found := children(command.pid)) == 2 and found, 60.0, "two processes")
 
     command.send_signal(number)
     command.wait(60)

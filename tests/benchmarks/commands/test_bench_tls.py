@@ -105,9 +105,7 @@ def test_files_that_are_no_certificates_are_refused(cli: CommandLine, secure: Se
 
         assert ended.returncode == 1
         assert "no certificates can be read from bad.pem" in ended.stderr
-        ended = cli(
-            "bench", "add_sub", "--url", secure.url(scheme), "--client-certificate", "bad.pem"
-        )
+        ended = cli("bench", "add_sub", "--url", secure.url(scheme), "--client-certificate", "bad.pem")
         assert ended.returncode == 1
         assert "from bad.pem" in ended.stderr
         assert "--client-key" in ended.stderr
@@ -117,9 +115,7 @@ def test_files_that_are_no_certificates_are_refused(cli: CommandLine, secure: Se
     "Measuring (`moonpool bench`)",
     "Streams are measured over HTTP, too: the time to the first response, and those between responses.",
 )
-def test_streams_of_events_have_first_responses_and_later_ones(
-    cli: CommandLine, secure: Secure
-) -> None:
+def test_streams_of_events_have_first_responses_and_later_ones(cli: CommandLine, secure: Secure) -> None:
     bench = ("--url", secure.url("http"), "--ca", secure.certificate, "--streaming", *QUICK)
     ended = cli("bench", "counts", *bench, "--input", "COUNT=[5]", "--save", ".")
 

@@ -109,9 +109,7 @@ def test_a_model_that_waits_gets_another_instance(cli: CommandLine, waits: Path)
     assert page.count("<svg") == 1
 
 
-@pytest.mark.promise(
-    "Finding settings (`moonpool tune`)", "Settings are compared at the same number of callers, …"
-)
+@pytest.mark.promise("Finding settings (`moonpool tune`)", "Settings are compared at the same number of callers, …")
 def test_what_is_not_better_when_it_is_measured_again_is_not_written(
     waits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,9 +144,7 @@ def test_limits_that_cannot_be_met_are_told_with_the_best(cli: CommandLine) -> N
     )  # fmt: skip
 
     assert ended.returncode == 1
-    assert (
-        "No settings were found that hold within p99 1 µs. The best that was seen:" in ended.stdout
-    )
+    assert "No settings were found that hold within p99 1 µs. The best that was seen:" in ended.stdout
     assert re.search(r"^moonpool: add_sub\.instances=2, \d callers?: ", ended.stderr, re.MULTILINE)
 
 
@@ -178,9 +174,7 @@ def test_models_that_are_asked_are_tuned_too(cli: CommandLine, waits: Path) -> N
 
 def test_an_interrupt_shows_what_was_found(cli: CommandLine, waits: Path) -> None:
     words = ("tune", waits, "waits", "--settings", "instances", "--most-instances", "2")
-    process = cli.start(
-        *words, *QUICK, "--seconds", "1", stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    process = cli.start(*words, *QUICK, "--seconds", "1", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with process:
         assert process.stderr is not None
         # The first load is measured; others follow.
@@ -197,9 +191,7 @@ def test_an_interrupt_shows_what_was_found(cli: CommandLine, waits: Path) -> Non
 
 def test_an_interrupt_before_the_first_load_says_no_more(cli: CommandLine, waits: Path) -> None:
     words = ("tune", waits, "waits", "--settings", "instances", "--most-instances", "2")
-    process = cli.start(
-        *words, *QUICK, "--seconds", "60", stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    process = cli.start(*words, *QUICK, "--seconds", "60", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with process:
         assert process.stdout is not None
         # What is searched is printed when the models are loaded.
@@ -225,9 +217,7 @@ def test_an_interrupt_before_the_first_load_says_no_more(cli: CommandLine, waits
         (("add_sub", "--seconds", "0"), "--seconds must be more than 0", 2),
     ],
 )
-def test_what_is_wrong_is_told(
-    cli: CommandLine, arguments: tuple[str, ...], text: str, code: int
-) -> None:
+def test_what_is_wrong_is_told(cli: CommandLine, arguments: tuple[str, ...], text: str, code: int) -> None:
     ended = cli("tune", MODELS, *arguments)
 
     assert ended.returncode == code

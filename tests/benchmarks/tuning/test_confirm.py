@@ -15,9 +15,7 @@ BEST: Place = (1,)
 Rates = Mapping[tuple[Place, int], Sequence[float]]
 
 
-def confirmed(
-    rates: Rates, best: Measured, *seen: Measured
-) -> tuple[list[tuple[Place, int]], Confirmation]:
+def confirmed(rates: Rates, best: Measured, *seen: Measured) -> tuple[list[tuple[Place, int]], Confirmation]:
     """Confirm with these rates; return what was measured, and the result."""
     left = {key: list(values) for key, values in rates.items()}
     asked = []
@@ -36,9 +34,7 @@ def confirmed(
 )
 def test_what_more_callers_brought_is_not_credited_to_the_settings() -> None:
     asked, found = confirmed(
-        {(START, 32): [4590.0]},
-        Measured(BEST, 32, 4600.0, 4600.0),
-        Measured(START, 8, 2310.0, 2310.0),
+        {(START, 32): [4590.0]}, Measured(BEST, 32, 4600.0, 4600.0), Measured(START, 8, 2310.0, 2310.0)
     )
 
     assert asked == [(START, 32)]
@@ -49,23 +45,16 @@ def test_what_more_callers_brought_is_not_credited_to_the_settings() -> None:
 
 def test_better_settings_are_measured_in_turns() -> None:
     rates: Rates = {(START, 32): [3000.0, 3100.0, 2900.0], (BEST, 32): [4600.0, 4500.0]}
-    asked, found = confirmed(
-        rates, Measured(BEST, 32, 4600.0, 4600.0), Measured(START, 8, 2310.0, 2310.0)
-    )
+    asked, found = confirmed(rates, Measured(BEST, 32, 4600.0, 4600.0), Measured(START, 8, 2310.0, 2310.0))
 
     assert asked == [(START, 32), (START, 32), (BEST, 32), (BEST, 32), (START, 32)]
-    assert [(ours.rate, theirs.rate) for ours, theirs in found.pairs] == [
-        (3100.0, 4600.0),
-        (2900.0, 4500.0),
-    ]
+    assert [(ours.rate, theirs.rate) for ours, theirs in found.pairs] == [(3100.0, 4600.0), (2900.0, 4500.0)]
     assert found.holds
 
 
 def test_a_start_that_breaks_its_limits_with_more_callers_keeps_its_own() -> None:
     rates: Rates = {(START, 32): [-1.2], (START, 8): [2300.0, 2300.0], (BEST, 32): [4600.0, 4500.0]}
-    asked, found = confirmed(
-        rates, Measured(BEST, 32, 4600.0, 4600.0), Measured(START, 8, 2310.0, 2310.0)
-    )
+    asked, found = confirmed(rates, Measured(BEST, 32, 4600.0, 4600.0), Measured(START, 8, 2310.0, 2310.0))
 
     assert asked[1:] == [(START, 8), (BEST, 32), (BEST, 32), (START, 8)]
     assert found.holds
@@ -98,9 +87,7 @@ class Scripted(Tuner):
 @pytest.mark.parametrize(
     ("scores", "count"), [([-1.03, 0.9], 2), ([-1.05, -1.04], 2), ([-1.2, 0.9], 1), ([0.9, 0.8], 1)]
 )
-def test_a_load_that_just_misses_its_limits_is_tried_once_more(
-    scores: list[float], count: int
-) -> None:
+def test_a_load_that_just_misses_its_limits_is_tried_once_more(scores: list[float], count: int) -> None:
     tuner = Scripted(scores)
 
     found = tuner._load(START, 8)

@@ -102,10 +102,7 @@ def test_places_that_fail_are_passed_and_never_the_result(data: st.DataObject) -
     surface = peak(top)
 
     found = climb(
-        sizes,
-        start,
-        lambda place: -math.inf if place in broken else surface(place),
-        restarts=math.prod(sizes),
+        sizes, start, lambda place: -math.inf if place in broken else surface(place), restarts=math.prod(sizes)
     )
 
     assert found == top
@@ -173,10 +170,7 @@ def test_the_front_has_all_that_nothing_beats(points: list[tuple[float, float]])
         assert any(other >= rate and at <= latency for other, at in chosen)
     for number in found:
         rate, latency = points[number]
-        assert not any(
-            other >= rate and at <= latency and (other, at) != (rate, latency)
-            for other, at in points
-        )
+        assert not any(other >= rate and at <= latency and (other, at) != (rate, latency) for other, at in points)
 
 
 def test_the_front_leaves_out_what_is_not_known() -> None:

@@ -112,13 +112,7 @@ def test_one_processor_leaves_nothing_to_threads() -> None:
     assert left_out["threads"] == "this process may use one processor"
 
 
-CHANGES: dict[str, Value] = {
-    "instances": 3,
-    "max_batch": 16,
-    "delay": 500,
-    "threads": 2,
-    "template": "no",
-}
+CHANGES: dict[str, Value] = {"instances": 3, "max_batch": 16, "delay": 500, "threads": 2, "template": "no"}
 
 
 def test_a_text_changes_in_the_lines_of_its_settings_alone() -> None:

@@ -15,14 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.runtime.triton.both_codecs import (
-    CORPUS,
-    LAYOUTS,
-    agree,
-    corpus,
-    layouts_of_batches,
-    vectors,
-)
+from tests.runtime.triton.both_codecs import CORPUS, LAYOUTS, agree, corpus, layouts_of_batches, vectors
 from tests.runtime.triton.codec_program import Asked, CodecFuzzer, file_of
 from tests.vectors.make import CHANNELS
 

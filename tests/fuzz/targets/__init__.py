@@ -7,16 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz.targets import (
-    archives,
-    batches,
-    bench,
-    calls,
-    clients,
-    configurations,
-    links,
-    messages,
-)
+from tests.fuzz.targets import archives, batches, bench, calls, clients, configurations, links, messages
 
 Target = Callable[[bytes], None]
 

@@ -47,22 +47,11 @@ def _packet(choices: Choices, number: int) -> bytes:
         [[choices.number(ANSWERS), choices.number(0, 64)] for _ in choices.some(2)],
         [_block(choices) for _ in range(choices.of([1, 1, 1, 1, 1, 1, 0, 2]))],
         encode(*rows),
-        choices.of(
-            [
-                None,
-                None,
-                None,
-                None,
-                [None] * count,
-                [["id", 0, 0, 0, 0, None, None, None, 0, 0]] * count,
-            ]
-        ),
+        choices.of([None, None, None, None, [None] * count, [["id", 0, 0, 0, 0, None, None, None, 0, 0]] * count]),
         choices.of([None, None, None, None, None, [], [[0, 0, REQUESTS, 0, 4]]]),
     ]
     if choices.byte() >= 240:
-        fields[choices.byte() % len(fields)] = choices.of(
-            [None, True, -1, 2.0, "text", b"", [], {}]
-        )
+        fields[choices.byte() % len(fields)] = choices.of([None, True, -1, 2.0, "text", b"", [], {}])
     packet = encode(*fields)
     at = choices.number(0) if choices.byte() >= 240 else 0
     return packet[:at] + choices.take(1) + packet[at + 1 :] if at else packet
@@ -70,11 +59,7 @@ def _packet(choices: Choices, number: int) -> bytes:
 
 def _block(choices: Choices) -> list[int]:
     offset = choices.number(0, 0, 128, REGION_BYTES - 64)
-    return [
-        choices.number(REQUESTS, REQUESTS, REQUESTS, ANSWERS),
-        offset,
-        choices.number(64, 64, 16, 0),
-    ]
+    return [choices.number(REQUESTS, REQUESTS, REQUESTS, ANSWERS), offset, choices.number(64, 64, 16, 0)]
 
 
 def _row(choices: Choices, index: int) -> list[Any]:

@@ -11,10 +11,7 @@ from moonpool.benchmarks.data import BadData, read_capture, read_mix
 from moonpool.benchmarks.loads import BadLoad
 from moonpool.runtime.model.config.model import TensorConfig
 
-_INPUTS = (
-    TensorConfig("X", "FP32", (-1, 2)),
-    TensorConfig("TEXT", "BYTES", (-1,)),
-)
+_INPUTS = (TensorConfig("X", "FP32", (-1, 2)), TensorConfig("TEXT", "BYTES", (-1,)))
 
 
 def input_data(data: bytes) -> None:

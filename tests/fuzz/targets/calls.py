@@ -70,9 +70,7 @@ class _Models:
         self.asker = SimpleNamespace(name="asker")
         self.scheduler = _Echo()
         self._hosted = SimpleNamespace(
-            model=SimpleNamespace(config=_CONFIG),
-            signature=Signature(_CONFIG),
-            scheduler=self.scheduler,
+            model=SimpleNamespace(config=_CONFIG), signature=Signature(_CONFIG), scheduler=self.scheduler
         )
 
     def find(self, name: str, version: int | None = None) -> Any:

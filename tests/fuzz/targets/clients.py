@@ -58,9 +58,7 @@ class _Service:
         raise InvalidRequest("Unable to find shared memory region")
 
 
-_HOSTED: Any = SimpleNamespace(
-    model=SimpleNamespace(config=_CONFIG, name="m", version=1), signature=Signature(_CONFIG)
-)
+_HOSTED: Any = SimpleNamespace(model=SimpleNamespace(config=_CONFIG, name="m", version=1), signature=Signature(_CONFIG))
 _SERVICE: Any = _Service()
 _PIECE_BYTES = 64
 _ODD = re.compile(rb"^\xef\xbb\xbf|NaN|Inf|[-+.0-9Ee]{%d}" % _PIECE_BYTES)
@@ -148,9 +146,7 @@ def grpc_wire(data: bytes) -> None:
     if named != (whole.model_name, whole.model_version, whole.id, [*whole.raw_input_contents]):
         raise AssertionError(named)
     counts = len(whole.inputs), len(whole.outputs)
-    if _planned(lambda: GrpcRequestPlan([None] * counts[0], [None] * counts[1], whole)) != _planned(
-        asked.read
-    ):
+    if _planned(lambda: GrpcRequestPlan([None] * counts[0], [None] * counts[1], whole)) != _planned(asked.read):
         raise AssertionError("another plan")
 
 

@@ -86,14 +86,7 @@ class _Liar:
         choices, batch = self._choices, self._pair.peer.batch
         layout = choices.of([self.layout(1), None])
         number = choices.number(batch, batch, batch - 1)
-        return [
-            number,
-            choices.byte() % 3,
-            choices.byte() % 3,
-            self.blocks(),
-            layout,
-            self.remark(),
-        ]
+        return [number, choices.byte() % 3, choices.byte() % 3, self.blocks(), layout, self.remark()]
 
 
 def link(data: bytes) -> None:
@@ -114,9 +107,7 @@ def _step(pair: Pair, choices: Choices, kept: list[Any]) -> None:
     liar, peer, link = _Liar(pair, choices), pair.peer, pair.link
     operation = choices.byte() % 6
     if operation < 3:
-        requests = pair.execute(
-            *[[1.0] * (1 + choices.byte() % 4) for _ in range(1 + choices.byte() % 3)]
-        )
+        requests = pair.execute(*[[1.0] * (1 + choices.byte() % 4) for _ in range(1 + choices.byte() % 3)])
         with contextlib.suppress(BlockingIOError):
             for _ in choices.some(1):
                 _take(link.response(_told(Kind.RESPONSES, [liar.response()])[0])[1], kept)

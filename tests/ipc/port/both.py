@@ -21,24 +21,7 @@ from moonpool.runtime.stubs import allotment
 # Wrong values of a field of an answer: beyond each bound of the tables and of the machine's numbers, and of each other
 # type.
 ODD: list[Any] = [
-    *(
-        0,
-        1,
-        2,
-        63,
-        64,
-        127,
-        128,
-        255,
-        65535,
-        65536,
-        2**31,
-        2**32,
-        2**62,
-        2**63 - 1,
-        2**63,
-        2**64 - 1,
-    ),
+    *(0, 1, 2, 63, 64, 127, 128, 255, 65535, 65536, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1),
     *(-1, -128, -(2**63), None, True, False, 0.5, float("nan"), "", "x", b"", b"\x90", [], [[]]),
     *([0], [0, 0], [0, 0, 0], [1000, 0, 0], [1000, 0, 64], [[1000, 0]], [[1001, 0]], {}, {"a": 1}),
 ]
@@ -172,9 +155,7 @@ def lies(fields: list[Any]) -> Iterator[list[Any]]:
         yield [*fields[:i], None, *fields[i:]]
 
 
-EDITS = st.lists(
-    st.tuples(st.integers(0, 1 << 16), st.sampled_from(ODD) | st.integers(0, 2**64 - 1)), max_size=4
-)
+EDITS = st.lists(st.tuples(st.integers(0, 1 << 16), st.sampled_from(ODD) | st.integers(0, 2**64 - 1)), max_size=4)
 DAMAGE = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=3)
 
 

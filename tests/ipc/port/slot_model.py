@@ -12,12 +12,7 @@ from typing import NamedTuple
 
 # A step is an operation and a name; the last item is where to go if the value that was read is not 0.
 Step = tuple[str, str, int]
-SENDER: list[Step] = [
-    ("store", "packet", 1),
-    ("store", "number", 1),
-    ("fence", "", 0),
-    ("ring if", "asleep", 0),
-]
+SENDER: list[Step] = [("store", "packet", 1), ("store", "number", 1), ("fence", "", 0), ("ring if", "asleep", 0)]
 RECEIVER: list[Step] = [
     ("store", "asleep", 0),
     ("found if", "number", 0),
@@ -43,10 +38,7 @@ FIRST = State((("asleep", 1), ("number", 0), ("packet", 0)), ((), ()), (0, 0), 0
 
 def stuck_states(*, has_fences: bool) -> list[State]:
     """Return the states from which nothing goes on although the packet was not received whole."""
-    programs = [
-        [step for step in program if has_fences or step[0] != "fence"]
-        for program in (SENDER, RECEIVER)
-    ]
+    programs = [[step for step in program if has_fences or step[0] != "fence"] for program in (SENDER, RECEIVER)]
     seen, todo, stuck = {FIRST}, [FIRST], []
     while todo:
         state = todo.pop()
@@ -97,6 +89,4 @@ def _with(state: State, side: int, buffer: tuple[tuple[str, int], ...], place: i
 
 def _read(state: State, buffer: tuple[tuple[str, int], ...], name: str) -> int:
     """A processor reads its own latest store, whether or not it has reached the memory."""
-    return next(
-        (value for each, value in reversed(buffer) if each == name), dict(state.memory)[name]
-    )
+    return next((value for each, value in reversed(buffer) if each == name), dict(state.memory)[name])

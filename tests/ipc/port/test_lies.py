@@ -26,10 +26,7 @@ def test_an_honest_answer_is_read_by_the_compiled_port(wants_wire: bool) -> None
         after = counts()
     wire = (FP32, (2,), "|u1", (8,), bytes(8))
     assert answers == [{"Y": wire if wants_wire else ("<f4", (2,), bytes(8))}] * 2
-    assert {name: after[name] - before[name] for name in ("put", "take")} == {
-        "put": 1,
-        "take": 1,
-    }
+    assert {name: after[name] - before[name] for name in ("put", "take")} == {"put": 1, "take": 1}
 
 
 def test_each_lie_about_one_value_ends_the_same_in_both() -> None:

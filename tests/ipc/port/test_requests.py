@@ -21,12 +21,7 @@ from moonpool.ipc.tensors import CODES, DTYPES, NAMES
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.request import Details
 from moonpool.runtime.model.signature import Signature
-from moonpool.runtime.server.inference.request import (
-    InputPlan,
-    RegionPlace,
-    RequestPlan,
-    make_request,
-)
+from moonpool.runtime.server.inference.request import InputPlan, RegionPlace, RequestPlan, make_request
 
 DATATYPES = [name for code, name in NAMES.items() if code in DTYPES]
 REGION = HeapRegion(1, 1 << 20)
@@ -219,9 +214,7 @@ def test_a_usual_request_in_a_message_is_made_by_the_port() -> None:
             size_bytes = rows * width * 8
             plan = [InputPlan("X", CODES["FP32"], (rows, width, 2), None)]
             message = bytearray(size_bytes + 3)
-            made = compiled.request_in(
-                plan, message, 1, [(2, size_bytes)], None, Details("id"), has_views=True
-            )
+            made = compiled.request_in(plan, message, 1, [(2, size_bytes)], None, Details("id"), has_views=True)
             assert made is not None
             assert (made.request_id, made.has_views, made.wants_wire) == ("id", True, True)
     assert port.compiled.counts()["request_in"] - before == 8 * 199
@@ -239,9 +232,7 @@ def test_a_usual_request_is_made_by_the_port() -> None:
 def test_a_model_without_inputs_gets_requests() -> None:
     compiled, in_python = signatures(0, [])
     assert made(compiled, {}) == made(in_python, {})
-    assert made(compiled, {"X": np.zeros(1, np.float32)}) == made(
-        in_python, {"X": np.zeros(1, np.float32)}
-    )
+    assert made(compiled, {"X": np.zeros(1, np.float32)}) == made(in_python, {"X": np.zeros(1, np.float32)})
 
 
 @given(st.integers(0, 1 << 22))

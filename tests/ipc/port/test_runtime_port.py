@@ -121,9 +121,7 @@ def test_an_answer_from_memory_that_was_not_lent_is_refused(pair: Pair) -> None:
         pair.link.finish(requests)
 
 
-def test_an_answer_is_read_though_its_region_is_closed_meanwhile(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_is_read_though_its_region_is_closed_meanwhile(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [pair.request(pair.memory.empty((4,), np.dtype(np.float32), 16)), pair.request([5])]
     requests[0].arrays[0][:] = 1
     with trusted_handlers():
@@ -156,9 +154,7 @@ def test_a_model_on_a_card_is_told_where_outputs_are_wanted(pair: Pair) -> None:
     assert sent[0][-2] == ORDINARY_MEMORY
 
 
-def test_a_block_that_a_call_is_about_to_hold_is_not_used_again(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_a_call_is_about_to_hold_is_not_used_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = pair.link.borrowed_blocks
     requests = pair.execute([1, 2, 3, 4])
     place = pair.peer.blocks[0]
@@ -216,9 +212,7 @@ def test_what_a_handler_raises_in_a_call_of_python_goes_on(
 
 def test_contained_models_are_spared_the_compiled_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONPOOL_PURE", "contained")
-    monkeypatch.setattr(
-        scripted, "Link", lambda *given, **named: Link(*given, **{**named, "is_private": True})
-    )
+    monkeypatch.setattr(scripted, "Link", lambda *given, **named: Link(*given, **{**named, "is_private": True}))
     pair = Pair()
     assert type(pair.link.port) is port.PythonPort
     assert not pair.link.port.is_plain

@@ -105,9 +105,7 @@ def test_packets_arrive_in_turns(ends: tuple[SlotChannel, SlotChannel]) -> None:
         ours.send(bytes(MOST + 1))
 
 
-def test_a_wait_ends_at_its_deadline_and_loses_nothing(
-    ends: tuple[SlotChannel, SlotChannel],
-) -> None:
+def test_a_wait_ends_at_its_deadline_and_loses_nothing(ends: tuple[SlotChannel, SlotChannel]) -> None:
     ours, theirs = ends
     assert not ours.wait(soon(), 0)
     theirs.send(b"late")
@@ -126,9 +124,7 @@ def test_a_ring_without_a_packet_is_only_looked_at(lied_to: tuple[SlotChannel, L
     assert ours.receive() == b"first"
 
 
-@pytest.mark.promise(
-    "The wire", "A stub that rings without sending, or sends what is no packet, is found out."
-)
+@pytest.mark.promise("The wire", "A stub that rings without sending, or sends what is no packet, is found out.")
 @pytest.mark.parametrize(
     ("number", "size", "words"),
     [
@@ -229,9 +225,7 @@ def test_the_end_wakes_who_waits_and_stays_rung(ends: tuple[SlotChannel, SlotCha
         ours.send(b"more")
 
 
-def test_a_packet_that_was_whole_at_the_end_is_received(
-    ends: tuple[SlotChannel, SlotChannel],
-) -> None:
+def test_a_packet_that_was_whole_at_the_end_is_received(ends: tuple[SlotChannel, SlotChannel]) -> None:
     ours, theirs = ends
     theirs.send(b"last words")
     ours.wake()
@@ -240,9 +234,7 @@ def test_a_packet_that_was_whole_at_the_end_is_received(
         ours.receive()
 
 
-def test_a_runtime_that_is_gone_is_the_end_for_a_stub(
-    ends: tuple[SlotChannel, SlotChannel],
-) -> None:
+def test_a_runtime_that_is_gone_is_the_end_for_a_stub(ends: tuple[SlotChannel, SlotChannel]) -> None:
     ours, theirs = ends
     ours.send(b"last words")
     ours.close()
@@ -294,9 +286,7 @@ MINUTE_NS = 60_000_000_000
 
 
 @needs_two_cores
-def test_a_look_finds_a_packet_that_nobody_rings_for(
-    lied_to: tuple[SlotChannel, Liar], counted: Counted
-) -> None:
+def test_a_look_finds_a_packet_that_nobody_rings_for(lied_to: tuple[SlotChannel, Liar], counted: Counted) -> None:
     _, liar = lied_to
     liar.write("<I", CORE, 126)
     look = ThreadPoolExecutor(1).submit(counted, MINUTE_NS)
@@ -315,9 +305,7 @@ def test_looks_in_vain_become_rare(lied_to: tuple[SlotChannel, Liar], counted: C
     assert [at for at, each in enumerate(looked) if each] == [0, 64, 191]
 
 
-def test_nobody_looks_for_a_peer_whose_core_is_not_known(
-    lied_to: tuple[SlotChannel, Liar], counted: Counted
-) -> None:
+def test_nobody_looks_for_a_peer_whose_core_is_not_known(lied_to: tuple[SlotChannel, Liar], counted: Counted) -> None:
     _, liar = lied_to
     liar.write("<I", CORE, 127)
     assert counted(MINUTE_NS) == (False, 0, 0)

@@ -68,9 +68,7 @@ def test_a_request_gets_no_second_outcome_while_its_answer_is_read() -> None:
             link, peer = side.pair.link, side.pair.peer
             outcomes: list[object] = []
 
-            def end(
-                link: Link = link, batch: int = peer.batch, outcomes: list[object] = outcomes
-            ) -> None:
+            def end(link: Link = link, batch: int = peer.batch, outcomes: list[object] = outcomes) -> None:
                 try:  # a stub that answers the last request apart from its batch, too
                     outcomes.append(link.replies.find(batch, 3, is_last=True))
                 except RemoteProtocolError:

@@ -236,11 +236,7 @@ def ask_in_a_thread():
     def ask():
         libc = ctypes.CDLL(None)
         libc.pthread_self.restype = ctypes.c_void_p
-        me, policy, priority = (
-            ctypes.c_void_p(libc.pthread_self()),
-            ctypes.c_int(9),
-            ctypes.c_int(9),
-        )
+        me, policy, priority = (ctypes.c_void_p(libc.pthread_self()), ctypes.c_int(9), ctypes.c_int(9))
         mask, attributes = (ctypes.c_ulong * 16)(1), (ctypes.c_ulong * 16)()
         error = libc.pthread_getschedparam(me, ctypes.byref(policy), ctypes.byref(priority))
         found["pthread_getschedparam"] = [error, policy.value, priority.value]

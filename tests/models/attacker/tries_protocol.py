@@ -119,9 +119,7 @@ def say_bomb():
     say(b"\xdd\xff\xff\xff\xff\x01\x01\x01\x01")
 
 
-def answer_lie(
-    number=None, region=None, at=0, size=16, shape=(4,), datatype=FP32, offset=0, index=0
-):
+def answer_lie(number=None, region=None, at=0, size=16, shape=(4,), datatype=FP32, offset=0, index=0):
     """Send an answer with one output in the response region, with these changes."""
     regions = peer().regions
     own = regions.arena.regions()[0].id
@@ -302,9 +300,7 @@ def search(backwards):
 def ask(model, count):
     """Call another model with so many bytes, so that memory may be lent in both directions."""
     tensor = pb_utils.Tensor("X", np.zeros(count // 4, np.float32))
-    request = pb_utils.InferenceRequest(
-        model_name=model, requested_output_names=["OUT_X"], inputs=[tensor]
-    )
+    request = pb_utils.InferenceRequest(model_name=model, requested_output_names=["OUT_X"], inputs=[tensor])
     response = request.exec()
     if response.has_error():
         raise ValueError(response.error().message())
@@ -329,9 +325,7 @@ def make_metrics(count):
     """Make metrics with endless names and labels."""
     made = 0
     for number in range(count):
-        family = pb_utils.MetricFamily(
-            name=f"hostile_{number}", description="x", kind=pb_utils.MetricFamily.COUNTER
-        )
+        family = pb_utils.MetricFamily(name=f"hostile_{number}", description="x", kind=pb_utils.MetricFamily.COUNTER)
         family.Metric(labels={f"label_{number}": "x"})
         KEPT.append(family)
         made += 1

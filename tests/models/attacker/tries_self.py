@@ -48,11 +48,7 @@ def identity():
 
 
 def flags():
-    return {
-        "isolated": sys.flags.isolated,
-        "no_site": sys.flags.no_site,
-        "modules": sorted(sys.modules),
-    }
+    return {"isolated": sys.flags.isolated, "no_site": sys.flags.no_site, "modules": sorted(sys.modules)}
 
 
 def name():

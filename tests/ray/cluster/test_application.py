@@ -46,11 +46,7 @@ def placed(nodes: Nodes, repository: Path) -> Iterator[Nodes]:
         models={
             "double": two,
             "once": one,
-            "asks": mr.Options(
-                num_cpus=0.1,
-                with_models=["double"],
-                options={"MOONPOOL_SANDBOX_MODELS": "double"},
-            ),
+            "asks": mr.Options(num_cpus=0.1, with_models=["double"], options={"MOONPOOL_SANDBOX_MODELS": "double"}),
             "repeats": one,
             "sums": two,
         },
@@ -77,16 +73,12 @@ def replicas_of(deployment: str) -> dict[str, int]:
     return {str(getattr(state, "value", state)): count for state, count in found.items()}
 
 
-@pytest.mark.promise(
-    "Ray Serve", "A handle takes arrays and returns arrays, from any process of the cluster."
-)
+@pytest.mark.promise("Ray Serve", "A handle takes arrays and returns arrays, from any process of the cluster.")
 def test_a_handle_infers(placed: Nodes) -> None:  # noqa: ARG001
     assert infer("double")["Y"].tolist() == [[2.0, 4.0]]
 
 
-@pytest.mark.promise(
-    "Ray Serve", "A handle raises the errors of `Runtime`, with their texts and codes."
-)
+@pytest.mark.promise("Ray Serve", "A handle raises the errors of `Runtime`, with their texts and codes.")
 def test_a_handle_raises_the_errors_of_a_runtime(placed: Nodes) -> None:  # noqa: ARG001
     with pytest.raises(ModelNotFound, match="unknown model: 'nobody'"):
         infer("nobody")
@@ -114,9 +106,7 @@ def test_a_handle_streams_the_responses_of_a_decoupled_model(placed: Nodes) -> N
     assert run(ask()) == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.promise(
-    "Ray Serve", "A model and those that it calls (BLS) are in one replica, and share its memory."
-)
+@pytest.mark.promise("Ray Serve", "A model and those that it calls (BLS) are in one replica, and share its memory.")
 def test_a_model_asks_another_one_in_its_replica(placed: Nodes) -> None:  # noqa: ARG001
     target = serve.get_deployment_handle("asks", "models")
     processes = target.processes.remote().result(timeout_s=LONG_S)
@@ -126,9 +116,7 @@ def test_a_model_asks_another_one_in_its_replica(placed: Nodes) -> None:  # noqa
     assert outputs["PID"].tolist() == [processes["double"]]
 
 
-@pytest.mark.promise(
-    "Ray Serve", "An unmodified tritonclient works with Ray's port for gRPC, streams included."
-)
+@pytest.mark.promise("Ray Serve", "An unmodified tritonclient works with Ray's port for gRPC, streams included.")
 def test_tritonclient_over_grpc(placed: Nodes) -> None:
     with grpc_client.InferenceServerClient(f"127.0.0.1:{placed.grpc}") as client:
         assert client.is_server_live()
@@ -178,9 +166,7 @@ def test_tritonclient_streams_responses_and_sequences(placed: Nodes) -> None:
     assert "unknown model: 'nobody'" in str(refused)
 
 
-@pytest.mark.promise(
-    "Ray Serve", "Ray's port for HTTP serves KServe v2, with binary tensors and Triton's errors."
-)
+@pytest.mark.promise("Ray Serve", "Ray's port for HTTP serves KServe v2, with binary tensors and Triton's errors.")
 def test_tritonclient_over_http(placed: Nodes) -> None:
     with http_client.InferenceServerClient(
         f"127.0.0.1:{placed.http}", network_timeout=LONG_S, connection_timeout=LONG_S
@@ -225,8 +211,7 @@ def test_events_and_refusals_over_http(placed: Nodes) -> None:
 
 
 @pytest.mark.promise(
-    "Ray Serve",
-    "Ray's ports for metrics have moonpool's counters, with application, deployment, replica and model.",
+    "Ray Serve", "Ray's ports for metrics have moonpool's counters, with application, deployment, replica and model."
 )
 def test_ray_has_the_metrics(placed: Nodes) -> None:  # noqa: ARG001
     infer("once")
@@ -240,10 +225,7 @@ def test_ray_has_the_metrics(placed: Nodes) -> None:  # noqa: ARG001
         for page in pages:
             with urllib.request.urlopen(page, timeout=LONG_S) as response:
                 for line in response.read().decode().splitlines():
-                    if (
-                        line.startswith("ray_nv_inference_request_success{")
-                        and 'model="once"' in line
-                    ):
+                    if line.startswith("ray_nv_inference_request_success{") and 'model="once"' in line:
                         return str(line)
         return None
 
@@ -254,9 +236,7 @@ def test_ray_has_the_metrics(placed: Nodes) -> None:  # noqa: ARG001
     assert float(line.rpartition(" ")[2]) >= 1
 
 
-@pytest.mark.promise(
-    "Ray Serve", "The requests of a sequence go to the replica that had the first one."
-)
+@pytest.mark.promise("Ray Serve", "The requests of a sequence go to the replica that had the first one.")
 def test_sequences_stay_with_their_replica(placed: Nodes) -> None:  # noqa: ARG001
     one = np.ones((1, 1), np.float32)
 
@@ -264,10 +244,7 @@ def test_sequences_stay_with_their_replica(placed: Nodes) -> None:  # noqa: ARG0
         handle = mr.get("models", "sums")
 
         async def sequence(key: int) -> list[dict[str, Any]]:
-            return [
-                await handle.infer({"X": one}, correlation_id=key, flags=1 if not n else 0)
-                for n in range(4)
-            ]
+            return [await handle.infer({"X": one}, correlation_id=key, flags=1 if not n else 0) for n in range(4)]
 
         return await asyncio.gather(*(sequence(key) for key in range(1, 9)))
 
@@ -279,10 +256,7 @@ def test_sequences_stay_with_their_replica(placed: Nodes) -> None:  # noqa: ARG0
     # How they spread is not checked: with a chance of 1 in 128, one of 2 replicas has all 8 sequences.
 
 
-@pytest.mark.promise(
-    "Ray Serve",
-    "A stub that dies is restarted inside its replica, and Ray keeps the replica.",
-)
+@pytest.mark.promise("Ray Serve", "A stub that dies is restarted inside its replica, and Ray keeps the replica.")
 def test_a_stub_that_dies_costs_no_replica(placed: Nodes) -> None:  # noqa: ARG001
     target = serve.get_deployment_handle("once", "models")
     before = target.processes.remote().result(timeout_s=LONG_S)

@@ -69,12 +69,7 @@ def ask(deployment: str, method: str) -> Any:
     "Packed, a replica loads a model when it is asked for, and drops the one that was used the longest ago when it has too many.",
 )
 def test_packed_models_come_and_go(deploy: Callable[..., None]) -> None:
-    deploy(
-        models=["double", "once"],
-        packed=True,
-        models_per_replica=1,
-        defaults=mr.Options(num_cpus=0.1),
-    )
+    deploy(models=["double", "once"], packed=True, models_per_replica=1, defaults=mr.Options(num_cpus=0.1))
 
     assert ask("moonpool-models", "processes") == {}
     for name in ("double", "once", "double"):
@@ -90,10 +85,7 @@ def test_packed_sequences_stay_with_their_replica(deploy: Callable[..., None]) -
 
     async def sequence(key: int) -> list[dict[str, Any]]:
         handle = mr.get("changes", "sums")
-        return [
-            await handle.infer({"X": one}, correlation_id=key, flags=0 if n else 1)
-            for n in range(4)
-        ]
+        return [await handle.infer({"X": one}, correlation_id=key, flags=0 if n else 1) for n in range(4)]
 
     async def all_sequences() -> list[list[dict[str, Any]]]:
         return await asyncio.gather(*(sequence(key) for key in range(1, 7)))
@@ -126,15 +118,9 @@ def test_live_options_change_replicas_that_run(deploy: Callable[..., None]) -> N
     assert ask("once", "process") == replica
 
 
-@pytest.mark.promise(
-    "Ray Serve", "If a model gives up, Ray replaces its replica, and the model serves again."
-)
+@pytest.mark.promise("Ray Serve", "If a model gives up, Ray replaces its replica, and the model serves again.")
 def test_a_replica_whose_model_gives_up_is_replaced(deploy: Callable[..., None]) -> None:
-    gives_up = mr.Options(
-        num_cpus=0.1,
-        options={"MOONPOOL_MAX_RESTARTS": 0},
-        deployment={"health_check_period_s": 0.5},
-    )
+    gives_up = mr.Options(num_cpus=0.1, options={"MOONPOOL_MAX_RESTARTS": 0}, deployment={"health_check_period_s": 0.5})
     deploy(models={"once": gives_up})
     replica = ask("once", "process")
 
@@ -172,12 +158,8 @@ async def waiting(count: int = 1) -> list[asyncio.Task[Any]]:
     return tasks
 
 
-@pytest.mark.promise(
-    "Ray Serve", "A replica that Ray replaces answers the requests that it has before it ends."
-)
-def test_a_replica_that_is_replaced_answers_what_it_has(
-    deploy: Callable[..., None], go: Path
-) -> None:
+@pytest.mark.promise("Ray Serve", "A replica that Ray replaces answers the requests that it has before it ends.")
+def test_a_replica_that_is_replaced_answers_what_it_has(deploy: Callable[..., None], go: Path) -> None:
     def options(revision: str) -> dict[str, Any]:
         patient = {"graceful_shutdown_timeout_s": LONG_S}
         model = mr.Options(num_cpus=0.1, revision=revision, deployment=patient)
@@ -191,9 +173,7 @@ def test_a_replica_that_is_replaced_answers_what_it_has(
         update = asyncio.create_task(asyncio.to_thread(deploy, **options("b")))
         try:
             what = "another replica"
-            await asyncio.to_thread(
-                wait_until, lambda: ask("waits", "process") != replica, LONG_S, what
-            )
+            await asyncio.to_thread(wait_until, lambda: ask("waits", "process") != replica, LONG_S, what)
             assert not request.done()
             # The process is still there, as it has a request.
             os.kill(replica, 0)
@@ -227,12 +207,9 @@ def test_a_request_in_a_replica_that_dies_is_not_executed_twice(
 
 
 @pytest.mark.promise(
-    "Ray Serve",
-    "Ray gets the load from the replicas, and their number follows it in both directions.",
+    "Ray Serve", "Ray gets the load from the replicas, and their number follows it in both directions."
 )
-def test_replicas_come_and_go_with_the_time_that_requests_wait(
-    deploy: Callable[..., None], go: Path
-) -> None:
+def test_replicas_come_and_go_with_the_time_that_requests_wait(deploy: Callable[..., None], go: Path) -> None:
     scaling = {
         "min_replicas": 1,
         "max_replicas": 2,
@@ -295,9 +272,7 @@ def test_scaling_and_a_rolling_update_cost_no_request(deploy: Callable[..., None
 
 
 @under_load
-def test_a_node_that_dies_costs_idempotent_models_no_request(
-    nodes: Nodes, deploy: Callable[..., None]
-) -> None:
+def test_a_node_that_dies_costs_idempotent_models_no_request(nodes: Nodes, deploy: Callable[..., None]) -> None:
     third = nodes.cluster.add_node(num_cpus=4, resources={"third": 4})
     spread = {"max_replicas_per_node": 1}
     model = mr.Options(num_cpus=0.1, replicas=3, deployment=spread)

@@ -87,9 +87,7 @@ def test_settings_cannot_be_changed() -> None:
     assert (response.status_code, "cannot change them" in error_of(response)) == (501, True)
 
 
-def test_a_body_over_the_limit_is_refused_before_it_is_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_body_over_the_limit_is_refused_before_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = dataclasses.replace(HttpLimits(), body_bytes=10)
     monkeypatch.setattr("moonpool.ray.ingress.HttpLimits", lambda: limits)
 
@@ -99,26 +97,17 @@ def test_a_body_over_the_limit_is_refused_before_it_is_whole(
     assert error_of(response) == "request body of at least 12 bytes exceeds the maximum of 10 bytes"
 
 
-@pytest.mark.promise(
-    "Ray Serve", "An error that nobody foresaw is in the log, and clients get none of its text."
-)
+@pytest.mark.promise("Ray Serve", "An error that nobody foresaw is in the log, and clients get none of its text.")
 @pytest.mark.parametrize("kind", ["infer", "generate_stream"])
-def test_an_unexpected_error_of_a_replica_stays_in_the_log(
-    caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
+def test_an_unexpected_error_of_a_replica_stays_in_the_log(caplog: pytest.LogCaptureFixture, kind: str) -> None:
     with caplog.at_level(logging.ERROR, "moonpool"):
         response = post(f"/v2/models/m/{kind}", b"{}", models={"m": Fails()})
 
-    assert (response.status_code, error_of(response)) == (
-        500,
-        "internal error; see the server's log",
-    )
+    assert (response.status_code, error_of(response)) == (500, "internal error; see the server's log")
     assert SECRET in caplog.text
 
 
-def test_an_unexpected_error_of_the_ingress_stays_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_unexpected_error_of_the_ingress_stays_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Fails):
         def options(self, **_: Any) -> Fails:
             raise KeyError(SECRET)
@@ -126,10 +115,7 @@ def test_an_unexpected_error_of_the_ingress_stays_in_the_log(
     with caplog.at_level(logging.ERROR, "moonpool"):
         response = post("/v2/models/m/generate_stream", b"{}", models={"m": Broken()})
 
-    assert (response.status_code, error_of(response)) == (
-        500,
-        "internal error; see the server's log",
-    )
+    assert (response.status_code, error_of(response)) == (500, "internal error; see the server's log")
     assert SECRET in caplog.text
 
 

@@ -139,11 +139,7 @@ class CommandLine:
     ) -> subprocess.Popen[bytes]:
         with default_signals():
             return subprocess.Popen(
-                self.command(*arguments),
-                stdout=stdout,
-                stderr=stderr,
-                cwd=self.folder,
-                env=environment(variables),
+                self.command(*arguments), stdout=stdout, stderr=stderr, cwd=self.folder, env=environment(variables)
             )
 
 

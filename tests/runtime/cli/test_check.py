@@ -24,9 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (repository / "unused" / "01").mkdir()
     write_model(repository, "syntax", "x = 1\ndef f(:\n  # TritonPythonModel\n", IO)
     write_model(repository, "needs", "import not_there\n" + TRITON, IO)
-    write_model(
-        repository, "raises", TRITON + "    def initialize(self, args):\n        1 / 0\n", IO
-    )
+    write_model(repository, "raises", TRITON + "    def initialize(self, args):\n        1 / 0\n", IO)
     write_model(repository, "dies", "import os\nos._exit(7)\n" + TRITON, IO)
     environment = 'parameters { key: "EXECUTION_ENV_PATH" value: { string_value: "/no/env" } }\n'
     write_model(repository, "homeless", TRITON, IO + environment)
@@ -57,8 +55,7 @@ def test_every_model_gets_its_line(cli: CommandLine, models: Path) -> None:
     assert set(by_model) == set(EXPECTED)
     assert [line for line in lines if "unused" in line] == [
         "warning: unused: models/unused/config.pbtxt:3: optimization: has no effect in moonpool",
-        "warning: unused: models/unused/01: is no version: versions are numbers without "
-        "leading zeros",
+        "warning: unused: models/unused/01: is no version: versions are numbers without leading zeros",
         next(line for line in lines if line.startswith("ok: unused: version 1, 1 instance")),
     ]
     assert ended.returncode == 1
@@ -76,9 +73,7 @@ def test_every_model_gets_its_line(cli: CommandLine, models: Path) -> None:
         (["no_such_model"], 1),
     ],
 )
-def test_the_exit_code_is_1_for_errors(
-    cli: CommandLine, models: Path, arguments: list[str], code: int
-) -> None:
+def test_the_exit_code_is_1_for_errors(cli: CommandLine, models: Path, arguments: list[str], code: int) -> None:
     ended = cli("check", models, *arguments)
 
     assert ended.returncode == code, ended.stdout
@@ -150,9 +145,7 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "`moonpool check --sandbox strict` prints what a model asks for beyond its level as an option "
     "that grants this and no more.",
 )
-def test_the_grants_of_a_model_are_printed_as_an_option_that_grants_them(
-    cli: CommandLine, strangers: Path
-) -> None:
+def test_the_grants_of_a_model_are_printed_as_an_option_that_grants_them(cli: CommandLine, strangers: Path) -> None:
     (cli.folder / "strangers").symlink_to(strangers)
     paths = f"MOONPOOL_SANDBOX_PATHS=/usr,rw:{strangers / KEPT}"
     grant = f"asks:{paths},MOONPOOL_SANDBOX_PORTS=443"
@@ -168,9 +161,7 @@ def test_the_grants_of_a_model_are_printed_as_an_option_that_grants_them(
     ]
     assert ended.returncode == 1
     # The line is split as a shell would split it.
-    pasted = shlex.split(
-        ended.stdout.splitlines()[-1].split("no more: ")[1].split("; in Python")[0]
-    )
+    pasted = shlex.split(ended.stdout.splitlines()[-1].split("no more: ")[1].split("; in Python")[0])
     assert pasted == [f"--sandbox-grants={grant}"]
     ended = cli("check", "strangers", "asks", "--sandbox", "strict", *pasted)
     assert ended.stdout.startswith("ok: asks: version 1")
@@ -178,14 +169,11 @@ def test_the_grants_of_a_model_are_printed_as_an_option_that_grants_them(
     assert ended.stdout.startswith("ok: asks: version 1")
 
 
-def test_a_grant_that_would_paste_as_something_else_is_not_printed(
-    cli: CommandLine, strangers: Path
-) -> None:
+def test_a_grant_that_would_paste_as_something_else_is_not_printed(cli: CommandLine, strangers: Path) -> None:
     ended = cli("check", strangers, "hostile", "--sandbox", "strict")
 
     assert ended.stdout.splitlines()[-1].startswith(
-        "error: hostile: to grant whatever its configuration says, now and later: "
-        "--sandbox-grants=hostile; "
+        "error: hostile: to grant whatever its configuration says, now and later: --sandbox-grants=hostile; "
     )
 
 
@@ -194,10 +182,7 @@ def test_a_grant_that_would_paste_as_something_else_is_not_printed(
     "`check`, `infer` and `bench` host models as the operator says, with the options of `serve`.",
 )
 def test_options_of_models_are_those_of_the_server(cli: CommandLine, strangers: Path) -> None:
-    options = (
-        "--model-option=a*:MOONPOOL_SANDBOX_PATHS=/usr",
-        "--model-option=asks:MOONPOOL_SANDBOX_PORTS=80",
-    )
+    options = ("--model-option=a*:MOONPOOL_SANDBOX_PATHS=/usr", "--model-option=asks:MOONPOOL_SANDBOX_PORTS=80")
 
     ended = cli("check", strangers, "asks", "--sandbox=strict", *options)
     assert ended.stdout.startswith("ok: asks: version 1")
@@ -209,9 +194,7 @@ def test_options_of_models_are_those_of_the_server(cli: CommandLine, strangers: 
     assert (ended.returncode, 'did you mean "MOONPOOL_THREADS"' in ended.stderr) == (2, True)
 
 
-def test_a_value_that_the_operator_replaces_is_wrong_for_nobody(
-    cli: CommandLine, tmp_path: Path
-) -> None:
+def test_a_value_that_the_operator_replaces_is_wrong_for_nobody(cli: CommandLine, tmp_path: Path) -> None:
     """The load does not read it either."""
     write_model(tmp_path, "m", TRITON, IO + parameter("MOONPOOL_TASK_LIMIT", "lots"))
 
@@ -250,9 +233,7 @@ def levels(stdout: str) -> list[str]:
     "`moonpool check` finds the mistakes of a model also where the machine lacks its GPUs and processors. "
     "`--as-cpu` checks it on the CPU, and `--allow-missing` makes warnings of what is missing.",
 )
-def test_a_model_of_a_larger_machine_is_checked_without_what_is_missing(
-    cli: CommandLine, elsewhere: Path
-) -> None:
+def test_a_model_of_a_larger_machine_is_checked_without_what_is_missing(cli: CommandLine, elsewhere: Path) -> None:
     ended = cli("check", elsewhere)
 
     assert ended.returncode == 1
@@ -278,9 +259,7 @@ def test_models_of_gpus_are_checked_as_for_cpus(cli: CommandLine, elsewhere: Pat
 
     assert (ended.returncode, levels(ended.stdout)) == (0, ["ok gpu", "ok steps"])
     assert "2 instances" in ended.stdout
-    ended = cli(
-        "check", elsewhere, "gpu", "--model-option=*:MOONPOOL_AS_CPU=yes", "--sandbox=strict"
-    )
+    ended = cli("check", elsewhere, "gpu", "--model-option=*:MOONPOOL_AS_CPU=yes", "--sandbox=strict")
     assert (ended.returncode, levels(ended.stdout)) == (0, ["ok gpu"])
 
 
@@ -311,16 +290,12 @@ def test_all_mistakes_of_a_model_are_listed_at_once(cli: CommandLine) -> None:
         "error: m: models/m: at least one version must be available",
     ]
     lines = ended.stdout.splitlines()
-    assert [
-        line for line, begin in zip(lines, begins, strict=True) if not line.startswith(begin)
-    ] == []
+    assert [line for line, begin in zip(lines, begins, strict=True) if not line.startswith(begin)] == []
     assert "Run such a model in a tritonserver that has the backend" in lines[5]
 
 
 def test_templates_are_filled_in_for_the_check(cli: CommandLine) -> None:
-    config = (
-        'backend: "${backend}"\nmax_batch_size: ${size}\n' + IO + parameter("LIMIT", "${limit}")
-    )
+    config = 'backend: "${backend}"\nmax_batch_size: ${size}\n' + IO + parameter("LIMIT", "${limit}")
     write_model(cli.folder / "models", "m", TRITON, config)
 
     (line, *others) = cli("check", "models").stdout.splitlines()

@@ -56,8 +56,7 @@ def offered(folder: Path, line: str) -> set[str]:
 
 @pytest.mark.promise(
     "The command line",
-    "`moonpool completion` lets bash complete commands, options, values, directories and names "
-    "of models.",
+    "`moonpool completion` lets bash complete commands, options, values, directories and names of models.",
 )
 @pytest.mark.slow
 @needs_argcomplete

@@ -32,9 +32,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return repository
 
 
-@pytest.mark.promise(
-    "Environments", "`moonpool env` lists, builds and removes the environments that are kept."
-)
+@pytest.mark.promise("Environments", "`moonpool env` lists, builds and removes the environments that are kept.")
 def test_environments_are_built_listed_and_removed(cli: CommandLine, repository: Path) -> None:
     assert cli("env", "list").stdout == ""
 
@@ -42,9 +40,7 @@ def test_environments_are_built_listed_and_removed(cli: CommandLine, repository:
 
     assert built.returncode == 1
     # Minutes may pass before the next line.
-    assert f"builds the environment of {repository / 'good' / 'requirements.txt'} with " in (
-        built.stderr
-    )
+    assert f"builds the environment of {repository / 'good' / 'requirements.txt'} with " in (built.stderr)
     bad, good = sorted(built.stdout.splitlines())
     assert bad.startswith("bad: error: no environment can be built of ")
     assert "nowhere" in bad
@@ -59,12 +55,9 @@ def test_environments_are_built_listed_and_removed(cli: CommandLine, repository:
     assert cli("env", "list").stdout == ""
 
 
-def test_an_environment_is_built_as_a_server_with_these_options_wants_it(
-    cli: CommandLine, repository: Path
-) -> None:
+def test_an_environment_is_built_as_a_server_with_these_options_wants_it(cli: CommandLine, repository: Path) -> None:
     usual, strict = (
-        cli("env", "build", repository, "good", *way).stdout.split()[1]
-        for way in ((), ("--sandbox=strict",))
+        cli("env", "build", repository, "good", *way).stdout.split()[1] for way in ((), ("--sandbox=strict",))
     )
 
     assert usual != strict

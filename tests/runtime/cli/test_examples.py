@@ -61,8 +61,7 @@ def test_hangs_is_cut_off() -> None:
 
 
 @pytest.mark.skipif(
-    not (HAS_SENTENCES or importlib.util.find_spec("torch")),
-    reason="PyTorch is not installed (pip install torch)",
+    not (HAS_SENTENCES or importlib.util.find_spec("torch")), reason="PyTorch is not installed (pip install torch)"
 )
 def test_torch_linear_answers_every_row_as_if_it_were_alone() -> None:
     parameters = {"MOONPOOL_THREADS": {"string_value": "1"}}

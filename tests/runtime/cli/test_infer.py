@@ -16,13 +16,9 @@ from moonpool.runtime.model.config.model import ModelConfig
 
 
 def test_outputs_are_printed_with_datatype_and_shape(cli: CommandLine) -> None:
-    ended = cli(
-        "infer", MODELS, "add_sub", "--input", "INPUT0=[[1,2,3,4]]", "--input", "INPUT1=[[5,6,7,8]]"
-    )
+    ended = cli("infer", MODELS, "add_sub", "--input", "INPUT0=[[1,2,3,4]]", "--input", "INPUT1=[[5,6,7,8]]")
 
-    assert ended.stdout == (
-        "OUTPUT0  FP32 [1,4]\n[[ 6.  8. 10. 12.]]\nOUTPUT1  FP32 [1,4]\n[[-4. -4. -4. -4.]]\n"
-    )
+    assert ended.stdout == ("OUTPUT0  FP32 [1,4]\n[[ 6.  8. 10. 12.]]\nOUTPUT1  FP32 [1,4]\n[[-4. -4. -4. -4.]]\n")
     assert ended.stderr == ""
     assert ended.returncode == 0
 
@@ -31,9 +27,7 @@ def test_files_go_in_and_come_out(cli: CommandLine) -> None:
     rows = np.array([[1, 2, 3], [7, 7, 7]], np.float32)
     np.save(cli.folder / "rows.npy", rows)
 
-    ended = cli(
-        "infer", MODELS, "normalise", "--input", "X=@rows.npy", "--output-dir", "new/results"
-    )
+    ended = cli("infer", MODELS, "normalise", "--input", "X=@rows.npy", "--output-dir", "new/results")
 
     assert ended.stdout == "new/results/Y.npy\n"
     result = np.load(cli.folder / "new" / "results" / "Y.npy", allow_pickle=False)
@@ -123,9 +117,7 @@ def test_models_of_each_kind_are_asked(cli: CommandLine) -> None:
     assert "sequence 7 to model 'sums' must specify the START flag" in ended.stderr
 
 
-def test_a_response_cache_that_is_missing_is_told_with_the_command_that_has_one(
-    cli: CommandLine,
-) -> None:
+def test_a_response_cache_that_is_missing_is_told_with_the_command_that_has_one(cli: CommandLine) -> None:
     write_model(
         cli.folder / "models",
         "cached",
@@ -178,9 +170,7 @@ def given(argument: str) -> np.ndarray:
         ('T="one"', np.object_, b"one"),
     ],
 )
-def test_json_becomes_an_array_of_the_input_s_datatype(
-    argument: str, dtype: type, values: object
-) -> None:
+def test_json_becomes_an_array_of_the_input_s_datatype(argument: str, dtype: type, values: object) -> None:
     array = given(argument)
 
     assert array.dtype == dtype

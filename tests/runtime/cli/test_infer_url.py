@@ -29,13 +29,9 @@ SHOWN = "OUTPUT0  FP32 [1,4]\n[[ 6.  8. 10. 12.]]\nOUTPUT1  FP32 [1,4]\n[[-4. -4
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     repository = tmp_path_factory.mktemp("models")
     for name in ("add_sub", "crashes"):
-        shutil.copytree(
-            Path(MODELS) / name, repository / name, ignore=shutil.ignore_patterns("*.pyc")
-        )
+        shutil.copytree(Path(MODELS) / name, repository / name, ignore=shutil.ignore_patterns("*.pyc"))
     write_kinds(repository)
-    with running(
-        repository, "--http-restricted-api=model-config:the-key=v", serves=["http", "grpc"]
-    ) as started:
+    with running(repository, "--http-restricted-api=model-config:the-key=v", serves=["http", "grpc"]) as started:
         yield started
 
 
@@ -104,9 +100,7 @@ def test_a_header_goes_along(cli: CommandLine, kserve: Kserve) -> None:
         (["add_sub", *SUMS, "--version", "7"], "7"),
     ],
 )
-def test_a_refusal_of_the_server_is_shown(
-    cli: CommandLine, url: str, words: list[str], error: str
-) -> None:
+def test_a_refusal_of_the_server_is_shown(cli: CommandLine, url: str, words: list[str], error: str) -> None:
     ended = cli("infer", "--url", url, *words)
 
     assert ended.returncode == 1
@@ -126,9 +120,7 @@ def test_a_refusal_of_the_server_is_shown(
         (["m", "--url", "http://a", "--model-option", "m:MOONPOOL_THREADS=1"], "not for --url"),
     ],
 )
-def test_options_that_do_not_fit_together_are_refused(
-    cli: CommandLine, words: list[str], error: str
-) -> None:
+def test_options_that_do_not_fit_together_are_refused(cli: CommandLine, words: list[str], error: str) -> None:
     ended = cli("infer", *words)
 
     assert ended.returncode == 2
@@ -182,9 +174,7 @@ def liar() -> Iterator[Any]:
 
 
 def test_a_server_without_binary_tensors_is_understood(cli: CommandLine, liar: Any) -> None:
-    liar.answer = {
-        "outputs": [OUTPUT, {**OUTPUT, "name": "T", "datatype": "BYTES", "data": ["a", "ü"]}]
-    }
+    liar.answer = {"outputs": [OUTPUT, {**OUTPUT, "name": "T", "datatype": "BYTES", "data": ["a", "ü"]}]}
     ended = cli("infer", "m", "--url", liar.url, "--input", "X=[1]", "--json")
 
     assert json.loads(ended.stdout) == {"Y": [1.0, 2.0], "T": ["a", "ü"]}
@@ -205,9 +195,7 @@ def test_a_server_without_binary_tensors_is_understood(cli: CommandLine, liar: A
         {"outputs": [{**OUTPUT, "datatype": "BYTES", "parameters": {"binary_data_size": 0}}]},
     ],
 )
-def test_an_answer_that_is_none_is_refused_in_a_sentence(
-    cli: CommandLine, liar: Any, answer: object
-) -> None:
+def test_an_answer_that_is_none_is_refused_in_a_sentence(cli: CommandLine, liar: Any, answer: object) -> None:
     liar.answer = answer
     ended = cli("infer", "m", "--url", liar.url, "--input", "X=[1]")
 

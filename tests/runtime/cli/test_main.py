@@ -34,9 +34,7 @@ def test_the_help_lists_the_commands_and_exit_codes() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_a_command_has_an_example(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_help_of_a_command_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         make_parser().parse_args([command, "--help"])
 
@@ -52,9 +50,7 @@ def test_the_help_of_a_command_has_an_example(
             assert (MODELS / options.model).is_dir(), words
 
 
-def test_the_pages_name_all_commands_that_take_the_operator_s_options(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_pages_name_all_commands_that_take_the_operator_s_options(capsys: pytest.CaptureFixture[str]) -> None:
     commands = re.findall(r"^    ([a-z-]+) ", make_parser().format_help(), re.MULTILINE)
     takes = []
     for command in commands:
@@ -64,9 +60,7 @@ def test_the_pages_name_all_commands_that_take_the_operator_s_options(
             takes.append(command)
     docs = Path(__file__).parents[3] / "docs"
     sentences = [
-        re.search(
-            r"`--sandbox-grants` are options of ([^.]+)\.", (docs / "SANDBOX.md").read_text()
-        ),
+        re.search(r"`--sandbox-grants` are options of ([^.]+)\.", (docs / "SANDBOX.md").read_text()),
         re.search(r"`moonpool (check`, [^.]+) take `--sandbox`", (docs / "SERVING.md").read_text()),
     ]
     assert len(takes) > 3
@@ -91,19 +85,14 @@ def test_the_pages_name_all_commands_that_take_the_operator_s_options(
     ],
     ids=" ".join,
 )
-def test_a_wrong_command_line_is_exit_code_2_with_the_usage(
-    cli: CommandLine, arguments: list[str]
-) -> None:
+def test_a_wrong_command_line_is_exit_code_2_with_the_usage(cli: CommandLine, arguments: list[str]) -> None:
     ended = cli(*arguments)
 
     assert ended.returncode == 2
     assert ended.stderr.startswith("usage: moonpool")
 
 
-@pytest.mark.promise(
-    "The command line",
-    "Options of every command may stand anywhere behind its name.",
-)
+@pytest.mark.promise("The command line", "Options of every command may stand anywhere behind its name.")
 @pytest.mark.parametrize(
     "words",
     [
@@ -152,9 +141,7 @@ def test_a_failure_is_exit_code_1_with_one_line(cli: CommandLine, command: list[
 
     assert ended.returncode == 1
     assert ended.stdout == ""
-    assert ended.stderr == (
-        f"moonpool: error: model repository: there is no directory {cli.folder}/nowhere\n"
-    )
+    assert ended.stderr == (f"moonpool: error: model repository: there is no directory {cli.folder}/nowhere\n")
 
 
 def first_line(process: subprocess.Popen[bytes]) -> bytes:
@@ -171,9 +158,7 @@ def first_line(process: subprocess.Popen[bytes]) -> bytes:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_command_and_what_it_started(
-    cli: CommandLine, number: signal.Signals
-) -> None:
+def test_a_signal_ends_a_command_and_what_it_started(cli: CommandLine, number: signal.Signals) -> None:
     process = cli.start("demo", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with process:
         line = first_line(process)
@@ -198,9 +183,7 @@ def test_a_load_that_takes_too_long_for_the_user_can_be_interrupted(cli: Command
         "    def __call__(self, X: Float32[1]) -> Float32[1]:\n"
         "        return X\n",
     )
-    process = cli.start(
-        "infer", "models", "slow", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    process = cli.start("infer", "models", "slow", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     with process:
         begun = cli.folder / "begun"
         wait_until(lambda: begun.exists() or process.poll(), PATIENCE_S, "the construction")
@@ -272,9 +255,7 @@ def test_a_second_signal_ends_a_command_that_waits_for_its_model(cli: CommandLin
 
 
 def test_a_reader_that_goes_away_ends_a_command_quietly(cli: CommandLine) -> None:
-    process = cli.start(
-        "check", MODELS, "primes", "normalise", stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    process = cli.start("check", MODELS, "primes", "normalise", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with process:
         if process.stdout is None or process.stderr is None:
             pytest.fail("the process was started without a pipe")
@@ -302,9 +283,7 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(cli: CommandLine) -> Non
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_command_needs_no_standard_streams(
-    cli: CommandLine, closed: str, words: list[str], code: int
-) -> None:
+def test_a_command_needs_no_standard_streams(cli: CommandLine, closed: str, words: list[str], code: int) -> None:
     program = [sys.executable, "-m", "moonpool", *words]
     ended = subprocess.run(
         ["bash", "-c", f'exec "$@" {closed}', "bash", *program],

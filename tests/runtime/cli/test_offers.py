@@ -25,12 +25,7 @@ class Told:
 
     def __init__(self, program: list[str]) -> None:
         ended = subprocess.run(
-            program,
-            capture_output=True,
-            text=True,
-            check=False,
-            env=environment(),
-            timeout=PATIENCE_S,
+            program, capture_output=True, text=True, check=False, env=environment(), timeout=PATIENCE_S
         )
         if "mounts" in ended.stderr:
             pytest.skip(ended.stderr)

@@ -16,8 +16,7 @@ from tests.waiting import Deadline
 
 pytestmark = pytest.mark.promise(
     "Testing models",
-    "`moonpool run-model` gives the model the terminal: breakpoints, and the debugger where it "
-    "raised.",
+    "`moonpool run-model` gives the model the terminal: breakpoints, and the debugger where it raised.",
 )
 
 ADD_SUB = ["--input", "INPUT0=[[1,2,3,4]]", "--input", "INPUT1=[[5,6,7,8]]"]
@@ -50,9 +49,7 @@ def test_it_prints_what_infer_prints(cli: CommandLine) -> None:
     ended = cli("run-model", MODELS / "add_sub", *ADD_SUB)
 
     assert ended.stderr == ""
-    assert ended.stdout == (
-        "OUTPUT0  FP32 [1,4]\n[[ 6.  8. 10. 12.]]\nOUTPUT1  FP32 [1,4]\n[[-4. -4. -4. -4.]]\n"
-    )
+    assert ended.stdout == ("OUTPUT0  FP32 [1,4]\n[[ 6.  8. 10. 12.]]\nOUTPUT1  FP32 [1,4]\n[[-4. -4. -4. -4.]]\n")
     assert ended.returncode == 0
 
 
@@ -98,9 +95,7 @@ def test_every_response_of_a_decoupled_model_is_printed(cli: CommandLine) -> Non
 
 
 @pytest.mark.parametrize("argument", ["other", "=dir", "other="])
-def test_a_model_without_a_directory_is_a_wrong_command_line(
-    cli: CommandLine, argument: str
-) -> None:
+def test_a_model_without_a_directory_is_a_wrong_command_line(cli: CommandLine, argument: str) -> None:
     ended = cli("run-model", MODELS / "add_sub", "--model", argument)
 
     assert ended.returncode == 2
@@ -202,9 +197,7 @@ def test_debug_starts_the_debugger_where_the_model_raised(
     assert terminal.end() == 1
 
 
-def test_debug_starts_the_debugger_where_a_load_failed(
-    cli: CommandLine, terminals: list[Terminal]
-) -> None:
+def test_debug_starts_the_debugger_where_a_load_failed(cli: CommandLine, terminals: list[Terminal]) -> None:
     file = write_model(cli.folder, "m", "# TritonPythonModel\nhere = 42\nhere.nothing\n")
     terminal = Terminal(cli, "run-model", file.parent.parent, "--debug")
     terminals.append(terminal)

@@ -53,9 +53,7 @@ def shown(cli: CommandLine, stream: str, *arguments: object, **variables: str) -
     return data
 
 
-def test_progress_of_a_command_shows_what_starts_and_leaves_nothing_behind(
-    cli: CommandLine,
-) -> None:
+def test_progress_of_a_command_shows_what_starts_and_leaves_nothing_behind(cli: CommandLine) -> None:
     data = shown(cli, "stderr", "infer", MODELS, "normalise", "--input", "X=[[1,2]]")
 
     assert "normalise_0 starting…".encode() in data
@@ -73,9 +71,7 @@ def test_the_last_line_of_a_command_stands_alone(tty: Tty, text: str) -> None:
 
 
 def test_a_measurement_shows_how_far_it_is(cli: CommandLine) -> None:
-    text = shown(
-        cli, "stderr", "bench", MODELS, "add_sub", "--concurrency", "1,2", "--seconds", "0.05"
-    ).decode()
+    text = shown(cli, "stderr", "bench", MODELS, "add_sub", "--concurrency", "1,2", "--seconds", "0.05").decode()
 
     assert "load 1 of 2, 1 caller, warm-up" in text
     assert re.search(r"load 2 of 2, 2 callers, window 2 of at most 10, [\d,]+/s, \d+ s", text)
@@ -196,9 +192,7 @@ def test_a_stream_that_breaks_does_not_break_the_model(tty: Tty) -> None:
     progress.say("unheard")
 
 
-def test_a_start_is_shown_though_no_thread_counts_its_time(
-    tty: Tty, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_is_shown_though_no_thread_counts_its_time(tty: Tty, monkeypatch: pytest.MonkeyPatch) -> None:
     progress = moonpool.Progress(tty)
     with monkeypatch.context() as patch:
         refuse_threads(patch)

@@ -61,16 +61,10 @@ def test_install_puts_a_copy_and_who_is_to_be_started_beside_the_other_backends(
     # A server of another user must be able to read it.
     assert folder.stat().st_mode & 0o777 == 0o755
     assert (folder / "moonpool.txt").stat().st_mode & 0o777 == 0o644
-    assert (folder / "moonpool.txt").read_text().splitlines() == [
-        sys.executable,
-        str(install.LAUNCHER),
-    ]
+    assert (folder / "moonpool.txt").read_text().splitlines() == [sys.executable, str(install.LAUNCHER)]
 
 
-@pytest.mark.promise(
-    "Coming into a tritonserver (`moonpool triton`)",
-    "The library is copied beside …",
-)
+@pytest.mark.promise("Coming into a tritonserver (`moonpool triton`)", "The library is copied beside …")
 def test_installing_again_replaces_the_library_and_leaves_the_mapped_one_as_it_is(
     backends: Path, any_library: Path
 ) -> None:
@@ -84,10 +78,7 @@ def test_installing_again_replaces_the_library_and_leaves_the_mapped_one_as_it_i
         assert mapped.read() == b"any bytes"
 
 
-@pytest.mark.promise(
-    "Coming into a tritonserver (`moonpool triton`)",
-    "`uninstall` removes the files that …",
-)
+@pytest.mark.promise("Coming into a tritonserver (`moonpool triton`)", "`uninstall` removes the files that …")
 def test_install_leaves_a_directory_alone_that_it_did_not_make(
     cli: CommandLine, backends: Path, any_library: Path
 ) -> None:
@@ -102,8 +93,7 @@ def test_install_leaves_a_directory_alone_that_it_did_not_make(
 
 @pytest.mark.promise(
     "Coming into a tritonserver (`moonpool triton`)",
-    "In an overlay, moonpool is the backend `python`. Nothing else is changed, there or "
-    "anywhere else.",
+    "In an overlay, moonpool is the backend `python`. Nothing else is changed, there or anywhere else.",
 )
 def test_in_an_overlay_moonpool_is_python_and_the_others_are_as_they_were(
     cli: CommandLine, backends: Path, any_library: Path, tmp_path: Path
@@ -120,9 +110,7 @@ def test_in_an_overlay_moonpool_is_python_and_the_others_are_as_they_were(
     assert (backends / "python" / "libtriton_python.so").read_bytes() == b"the server's own"
 
 
-def test_an_overlay_that_is_made_again_has_what_is_there_now(
-    backends: Path, any_library: Path, tmp_path: Path
-) -> None:
+def test_an_overlay_that_is_made_again_has_what_is_there_now(backends: Path, any_library: Path, tmp_path: Path) -> None:
     into = tmp_path / "overlay"
     install.overlay(backends, any_library, into)
     (backends / "vllm").rename(backends / "trtllm")
@@ -143,11 +131,7 @@ def test_an_overlay_is_made_only_where_there_is_nothing(backends: Path, any_libr
     "somebody else made are left alone.",
 )
 def test_uninstall_removes_what_was_made_and_nothing_else(
-    cli: CommandLine,
-    backends: Path,
-    any_library: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    cli: CommandLine, backends: Path, any_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = names(backends)
@@ -159,15 +143,10 @@ def test_uninstall_removes_what_was_made_and_nothing_else(
     assert names(backends) == before
     assert not overlay.exists()
     ended = cli("triton", "uninstall", backends)
-    assert (ended.returncode, ended.stdout) == (
-        0,
-        f"there is nothing of moonpool's for {backends}\n",
-    )
+    assert (ended.returncode, ended.stdout) == (0, f"there is nothing of moonpool's for {backends}\n")
 
 
-def test_an_overlay_elsewhere_is_uninstalled_by_its_own_name(
-    backends: Path, any_library: Path, tmp_path: Path
-) -> None:
+def test_an_overlay_elsewhere_is_uninstalled_by_its_own_name(backends: Path, any_library: Path, tmp_path: Path) -> None:
     overlay = install.overlay(backends, any_library, tmp_path / "overlay")
 
     assert install.uninstall(overlay) == [overlay]
@@ -175,10 +154,7 @@ def test_an_overlay_elsewhere_is_uninstalled_by_its_own_name(
     assert (backends / "vllm" / "model.py").exists()
 
 
-@pytest.mark.promise(
-    "Coming into a tritonserver (`moonpool triton`)",
-    "`uninstall` removes the files that …",
-)
+@pytest.mark.promise("Coming into a tritonserver (`moonpool triton`)", "`uninstall` removes the files that …")
 def test_a_file_of_somebody_is_not_removed(backends: Path, any_library: Path) -> None:
     folder = install.install(backends, any_library)
     (folder / "notes.txt").write_text("mine")
@@ -189,9 +165,7 @@ def test_a_file_of_somebody_is_not_removed(backends: Path, any_library: Path) ->
     assert (folder / "notes.txt").exists()
 
 
-def test_a_moonpool_without_a_library_says_how_to_get_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_moonpool_without_a_library_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(install, "_PLACES", (tmp_path / "none.so",))
 
     with pytest.raises(install.NotInstallable, match=r"tritonserver: (run make -C|install g\+\+) "):
@@ -216,8 +190,7 @@ def test_a_wrong_directory_is_told(cli: CommandLine, tmp_path: Path, any_library
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["fly", "x"], ["install"], ["install", "x", "--into", "y"], ["overlay", "x", "--server", "y"]],
+    "arguments", [["fly", "x"], ["install"], ["install", "x", "--into", "y"], ["overlay", "x", "--server", "y"]]
 )
 def test_a_wrong_command_line_is_told(cli: CommandLine, arguments: list[str]) -> None:
     assert cli("triton", *arguments).returncode == 2
@@ -237,9 +210,7 @@ def server_with(folder: Path, functions: str) -> Path:
     "Coming into a tritonserver (`moonpool triton`)",
     "`check` loads the library, starts a launcher, and names the functions that a server lacks.",
 )
-def test_check_finds_a_server_in_which_moonpool_works(
-    cli: CommandLine, backends: Path, real: Path
-) -> None:
+def test_check_finds_a_server_in_which_moonpool_works(cli: CommandLine, backends: Path, real: Path) -> None:
     needed = install._needed(real)
     assert isinstance(needed, list)
     assert "TRITONBACKEND_ModelServer" in needed
@@ -252,15 +223,10 @@ def test_check_finds_a_server_in_which_moonpool_works(
     assert ended.returncode == 0
     said = {line.split()[0]: line.split()[1] for line in ended.stdout.splitlines()}
     assert said.pop("rights") in ("yes", "?")
-    assert said == dict.fromkeys(
-        ("backends", "library", "server", "installed", "interpreter"), "yes"
-    )
+    assert said == dict.fromkeys(("backends", "library", "server", "installed", "interpreter"), "yes")
 
 
-@pytest.mark.promise(
-    "Coming into a tritonserver (`moonpool triton`)",
-    "`check` loads the library, starts …",
-)
+@pytest.mark.promise("Coming into a tritonserver (`moonpool triton`)", "`check` loads the library, starts …")
 def test_check_names_the_functions_that_a_server_has_not(
     cli: CommandLine, backends: Path, real: Path, tmp_path: Path
 ) -> None:
@@ -273,13 +239,8 @@ def test_check_names_the_functions_that_a_server_has_not(
     assert "is too old, or no server: it has no TRITONSERVER_ErrorDelete, " in line
 
 
-@pytest.mark.promise(
-    "Coming into a tritonserver (`moonpool triton`)",
-    "`check` loads the library, starts …",
-)
-def test_check_says_why_a_library_cannot_be_loaded(
-    cli: CommandLine, backends: Path, any_library: Path
-) -> None:
+@pytest.mark.promise("Coming into a tritonserver (`moonpool triton`)", "`check` loads the library, starts …")
+def test_check_says_why_a_library_cannot_be_loaded(cli: CommandLine, backends: Path, any_library: Path) -> None:
     ended = cli("triton", "check", backends, "--library", any_library)
 
     assert ended.returncode == 1
@@ -311,10 +272,7 @@ def test_check_finds_an_overlay(
     assert stale.works is False
 
 
-@pytest.mark.promise(
-    "Coming into a tritonserver (`moonpool triton`)",
-    "`check` loads the library, starts …",
-)
+@pytest.mark.promise("Coming into a tritonserver (`moonpool triton`)", "`check` loads the library, starts …")
 def test_check_starts_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert install._launcher() == install.TritonFinding("interpreter", True, sys.executable)
 

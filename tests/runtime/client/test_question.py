@@ -56,21 +56,14 @@ def test_a_message_has_what_the_json_has(is_stream: bool) -> None:
     found = service_pb2.ModelInferRequest.FromString(question.as_grpc(is_stream=is_stream))
 
     assert (found.model_name, found.model_version) == ("m", "3")
-    assert [(t.name, t.datatype, list(t.shape)) for t in found.inputs] == [
-        ("A", "FP32", [1, 2]),
-        ("B", "BYTES", [2]),
-    ]
+    assert [(t.name, t.datatype, list(t.shape)) for t in found.inputs] == [("A", "FP32", [1, 2]), ("B", "BYTES", [2])]
     assert list(found.raw_input_contents) == [FLOATS.data, TEXTS.data]
     assert ("triton_enable_empty_final_response" in found.parameters) == is_stream
 
 
 def test_a_tensor_in_shared_memory_is_named_and_not_sent() -> None:
     question = Question("m", "", [FLOATS], {"A": Place("in", 4, 8)}, {"OUT": Place("out", 0, 16)})
-    place = {
-        "shared_memory_region": "in",
-        "shared_memory_offset": 4,
-        "shared_memory_byte_size": 8,
-    }
+    place = {"shared_memory_region": "in", "shared_memory_offset": 4, "shared_memory_byte_size": 8}
 
     _, found, binary = http(question)
     message = service_pb2.ModelInferRequest.FromString(question.as_grpc())

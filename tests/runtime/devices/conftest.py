@@ -36,9 +36,7 @@ class Host:
     def __init__(self) -> None:
         self.runtime = moonpool.Runtime()
 
-    def load(
-        self, name: str = "m", *, kind: str = "GPU", count: int = 1, batch: int = 0, **options: str
-    ) -> None:
+    def load(self, name: str = "m", *, kind: str = "GPU", count: int = 1, batch: int = 0, **options: str) -> None:
         """Under this name. `options` are parameters without their prefix; `batch` rows are waited for."""
         parameters = {f"MOONPOOL_{key}": value for key, value in options.items()}
         force = parameters.pop("MOONPOOL_FORCE_CPU", "no")
@@ -49,14 +47,8 @@ class Host:
         x = {"data_type": "TYPE_FP32", "dims": [-1]}
         batching = {"preferred_batch_size": [batch], "max_queue_delay_microseconds": 30_000_000}
         config = {
-            "input": [
-                {"name": "X", **x},
-                {"name": "HOW", "data_type": "TYPE_STRING", "dims": [1], "optional": True},
-            ],
-            "output": [
-                {"name": "Y", **x},
-                {"name": "ON_CPU", "data_type": "TYPE_BOOL", "dims": [1]},
-            ],
+            "input": [{"name": "X", **x}, {"name": "HOW", "data_type": "TYPE_STRING", "dims": [1], "optional": True}],
+            "output": [{"name": "Y", **x}, {"name": "ON_CPU", "data_type": "TYPE_BOOL", "dims": [1]}],
             "instance_group": [{"kind": f"KIND_{kind}", "count": count}],
             "max_batch_size": batch,
             **({"dynamic_batching": batching} if batch else {}),

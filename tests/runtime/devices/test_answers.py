@@ -94,9 +94,7 @@ def test_a_model_cannot_have_any_number_of_inputs_copied_at_a_time() -> None:
 
 
 @pytest.mark.promise("At the limits", "If no thread can be started …")
-def test_inputs_that_cannot_be_copied_are_told_and_leave_room_for_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_inputs_that_cannot_be_copied_are_told_and_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -39,9 +39,7 @@ def test_a_tensor_stays_on_the_device_from_model_to_model(fake_host: FakeHost) -
 
 @pytest.mark.parametrize("force", ["yes", "no"])
 @pytest.mark.parametrize("kind", ["GPU", "CPU"])
-def test_values_are_the_same_for_all_memories_of_two_models(
-    host: Host, kind: str, force: str
-) -> None:
+def test_values_are_the_same_for_all_memories_of_two_models(host: Host, kind: str, force: str) -> None:
     host.load("asks")
     host.load("b", kind=kind, FORCE_CPU=force)
 

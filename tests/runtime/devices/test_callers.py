@@ -101,9 +101,7 @@ def test_a_library_s_array_over_the_runtime_s_memory_is_lent_as_well(fake_host: 
 
 
 @pytest.mark.promise("GPUs in the runtime", "Arrays of other libraries are copied …")
-def test_without_a_word_models_get_inputs_in_ordinary_memory_copied_once(
-    fake_host: FakeHost,
-) -> None:
+def test_without_a_word_models_get_inputs_in_ordinary_memory_copied_once(fake_host: FakeHost) -> None:
     fake_host.load(FORCE_CPU="yes")
     x = fake_host.on_device(VALUES)
     before = copies(fake_host)
@@ -177,13 +175,8 @@ def test_the_runtime_has_no_context_before_device_memory_is_handled(fake_host: F
     assert fake_host.fake.calls("cuDevicePrimaryCtxRetain") == before
 
 
-@pytest.mark.promise(
-    "GPUs in the runtime",
-    "Each reader of a tensor waits until the device has written it.",
-)
-def test_late_work_of_the_device_is_waited_for(
-    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.promise("GPUs in the runtime", "Each reader of a tensor waits until the device has written it.")
+def test_late_work_of_the_device_is_waited_for(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", "20000")
     monkeypatch.setenv("FAKE_CUDA_BY_CHANCE", "1")
     fake_host.load()
@@ -199,10 +192,7 @@ def test_late_work_of_the_device_is_waited_for(
         assert (y.to_host() == VALUES + i).all()
 
 
-@pytest.mark.promise(
-    "GPUs in the runtime",
-    "Requests in memories of all kinds are batched together.",
-)
+@pytest.mark.promise("GPUs in the runtime", "Requests in memories of all kinds are batched together.")
 def test_requests_with_arrays_of_all_kinds_are_one_batch(host: Host) -> None:
     host.load(batch=4)
     row = VALUES.reshape(1, -1)
@@ -221,8 +211,7 @@ def test_requests_with_arrays_of_all_kinds_are_one_batch(host: Host) -> None:
 
 @pytest.mark.promise(
     "GPUs in the runtime",
-    "An output on a device outlives the process that made it; an input that a model keeps stays "
-    "what it is.",
+    "An output on a device outlives the process that made it; an input that a model keeps stays what it is.",
 )
 def test_an_answer_outlives_the_stub_that_made_it(host: Host) -> None:
     host.load()
@@ -253,8 +242,7 @@ def test_an_input_that_a_model_keeps_stays_what_it_is(host: Host) -> None:
 
 @pytest.mark.promise(
     "GPUs in the runtime",
-    "Memory of a device has limits like ordinary memory, and if it runs out, one request gets "
-    "an error.",
+    "Memory of a device has limits like ordinary memory, and if it runs out, one request gets an error.",
 )
 def test_more_than_a_model_may_have_is_an_error_and_the_model_lives(host: Host) -> None:
     host.load(REGION_LIMIT_BYTES="2M")
@@ -288,9 +276,7 @@ def test_an_input_of_another_datatype_is_refused_where_it_lies(host: Host) -> No
         def __cuda_array_interface__(self) -> dict[str, Any]:
             return {**super().__cuda_array_interface__, "shape": (8,), "strides": (8,)}
 
-    with pytest.raises(
-        moonpool.InvalidRequest, match="data-type is 'INT32', but model 'm' expects"
-    ):
+    with pytest.raises(moonpool.InvalidRequest, match="data-type is 'INT32', but model 'm' expects"):
         host.infer(Whole(VALUES))
     with pytest.raises(moonpool.InvalidRequest, match=r"input 'X' for model 'm'.* contiguous"):
         host.infer(Gaps(VALUES))

@@ -108,17 +108,8 @@ PROGRAM = """
 """
 
 
-def test_its_gpu_is_the_only_one_that_it_sees_whatever_its_number(
-    fake: Fake, tmp_path: Path
-) -> None:
+def test_its_gpu_is_the_only_one_that_it_sees_whatever_its_number(fake: Fake, tmp_path: Path) -> None:
     """Inputs on another GPU are copied to it. Outputs that are wanted on another GPU come in ordinary memory."""
     said = fake.run(PROGRAM, str(MODELS / "on_device.py"), str(tmp_path), FAKE_CUDA_DEVICES=2)
 
-    assert json.loads(said) == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 1, 1, 1],
-        [1, 1, 1, 1, 1],
-        [1, 2, 2, 2, 2],
-        1,
-        "cpu",
-    ]
+    assert json.loads(said) == [[1, 0, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 2, 2, 2, 2], 1, "cpu"]

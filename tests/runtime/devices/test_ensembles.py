@@ -13,17 +13,13 @@ from tests.runtime.devices.conftest import FakeHost, Host, on_host
 from moonpool.ipc.cuda.array import DeviceArray
 
 pytestmark = pytest.mark.promise(
-    "Ensembles",
-    "A tensor on a device stays there from step to step, and is copied for a model that takes none.",
+    "Ensembles", "A tensor on a device stays there from step to step, and is copied for a model that takes none."
 )
 VALUES = np.arange(1, 17, dtype=np.float32)
 X, Y = (Io("X", dims="-1"),), (Io("Y", dims="-1"),)
 HOW = Io("HOW", "STRING", "1")
 # Each step gets the first input of the ensemble, or what the one before wrote, and HOW.
-STEPS = [
-    step("a", {"X": "X", "HOW": "HOW"}, {"Y": "t"}),
-    step("b", {"X": "t", "HOW": "HOW"}, {"Y": "Y"}),
-]
+STEPS = [step("a", {"X": "X", "HOW": "HOW"}, {"Y": "t"}), step("b", {"X": "t", "HOW": "HOW"}, {"Y": "Y"})]
 
 
 def load_ensemble(host: Host, folder: Path, steps: Sequence[str], inputs: Sequence[Io] = X) -> None:
@@ -36,9 +32,7 @@ def ask(host: Host, inputs: Mapping[str, object], **options: str) -> object:
 
 
 @pytest.mark.parametrize("is_chain", [True, False])
-def test_a_tensor_stays_on_the_device_from_step_to_step(
-    fake_host: FakeHost, tmp_path: Path, *, is_chain: bool
-) -> None:
+def test_a_tensor_stays_on_the_device_from_step_to_step(fake_host: FakeHost, tmp_path: Path, *, is_chain: bool) -> None:
     for name in ("a", "b"):
         fake_host.load(name)
     inputs: dict[str, object] = {"X": fake_host.on_device(VALUES, "a")}
@@ -59,9 +53,7 @@ def test_a_tensor_stays_on_the_device_from_step_to_step(
 
 
 @pytest.mark.parametrize("kinds", [("GPU", "CPU"), ("CPU", "GPU"), ("CPU", "CPU")])
-def test_a_step_that_takes_no_memory_of_devices_gets_a_copy(
-    host: Host, tmp_path: Path, kinds: tuple[str, str]
-) -> None:
+def test_a_step_that_takes_no_memory_of_devices_gets_a_copy(host: Host, tmp_path: Path, kinds: tuple[str, str]) -> None:
     for name, kind in zip(("a", "b"), kinds, strict=True):
         host.load(name, kind=kind, FORCE_CPU="yes" if kind == "CPU" else "no")
     load_ensemble(host, tmp_path, STEPS, (*X, HOW))

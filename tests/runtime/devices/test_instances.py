@@ -76,11 +76,7 @@ def test_there_are_so_many_instances_on_each_gpu_and_tensors_stay_on_theirs(
 @pytest.mark.parametrize(
     ("settings", "group", "words"),
     [
-        (
-            {"FAKE_CUDA_DEVICES": 2},
-            {"kind": "KIND_GPU", "gpus": [2]},
-            "GPUs of this machine are: 0, 1",
-        ),
+        ({"FAKE_CUDA_DEVICES": 2}, {"kind": "KIND_GPU", "gpus": [2]}, "GPUs of this machine are: 0, 1"),
         ({"CUDA_VISIBLE_DEVICES": ""}, {"kind": "KIND_GPU"}, "no GPU can be used"),
     ],
     ids=["another one", "none visible"],

@@ -27,9 +27,7 @@ class Ends:
         # The messages that the reading thread will read. None if another thread reads.
         self.to_read: list[Callable[[], object]] | None = None
         self.told: list[tuple[int, bytes]] = []
-        self.lanes = Lanes(
-            lambda number, handle: self.told.append((number, handle)), self.read_event, gpus
-        )
+        self.lanes = Lanes(lambda number, handle: self.told.append((number, handle)), self.read_event, gpus)
 
     def read_event(self) -> bool:
         if self.to_read:

@@ -33,8 +33,7 @@ def load_library(host: Host, **options: str) -> None:
 
 @pytest.mark.promise(
     "Device memory in a model",
-    "Runtime and stub wait on the device for the work that the other one has put there, also "
-    "at the end of a stub.",
+    "Runtime and stub wait on the device for the work that the other one has put there, also at the end of a stub.",
 )
 def test_a_model_waits_for_what_the_runtime_does_late(fake_host: FakeHost) -> None:
     fake_host.load()

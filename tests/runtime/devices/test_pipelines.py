@@ -17,20 +17,14 @@ TAKES_ALL = {"FORCE_CPU_ONLY_INPUT_TENSORS": {"string_value": "no"}}
 @pytest.fixture
 def swap(host: Host) -> Host:
     """A model on the device that others ask: it gives back INPUT1 and INPUT0."""
-    config = {
-        "input": INPUTS,
-        "output": OUTPUTS,
-        "instance_group": [{"kind": "KIND_GPU"}],
-        "parameters": TAKES_ALL,
-    }
+    config = {"input": INPUTS, "output": OUTPUTS, "instance_group": [{"kind": "KIND_GPU"}], "parameters": TAKES_ALL}
     host.runtime.load("swap", MODELS / "gpu_swap.py", config=config)
     return host
 
 
 @pytest.mark.promise(
     "Device memory in a model",
-    "Pipelines go through ordinary memory and that of a device, and models on a device ask each "
-    "other there.",
+    "Pipelines go through ordinary memory and that of a device, and models on a device ask each other there.",
 )
 def test_a_pipeline_goes_through_ordinary_memory_the_device_and_back(swap: Host) -> None:
     config = {

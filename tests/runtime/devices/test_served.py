@@ -12,8 +12,7 @@ from tests.gpu.cards import Fake
 from tests.server.running import running
 
 pytestmark = pytest.mark.promise(
-    "GPUs in the runtime",
-    "Clients of a server get bytes, in whichever memory a model leaves its outputs.",
+    "GPUs in the runtime", "Clients of a server get bytes, in whichever memory a model leaves its outputs."
 )
 
 CONFIG = """
@@ -31,9 +30,7 @@ CONFIG = """
 """
 
 
-def test_clients_get_the_bytes_of_what_a_model_leaves_on_a_device(
-    fake: Fake, tmp_path: Path
-) -> None:
+def test_clients_get_the_bytes_of_what_a_model_leaves_on_a_device(fake: Fake, tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "config.pbtxt").write_text(CONFIG)
     shutil.copy(MODELS / "on_device.py", tmp_path / "m" / "1" / "model.py")

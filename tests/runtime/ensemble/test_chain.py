@@ -22,12 +22,7 @@ from moonpool.runtime.process.threads import trusted_handlers
 
 X = np.zeros(1, np.float32)
 CONFIG = ModelConfig.from_dict(
-    {
-        "name": "m",
-        "backend": "any",
-        "input": [tensor("X", "FP32", 1)],
-        "output": [tensor("OUT", "FP32", 1)],
-    }
+    {"name": "m", "backend": "any", "input": [tensor("X", "FP32", 1)], "output": [tensor("OUT", "FP32", 1)]}
 )
 TENSORS = ["IN", "A", "B", "Y"]
 FLOW = Flow(
@@ -54,9 +49,7 @@ def _no_handler_raises() -> Iterator[None]:
 class Owner:
     """An ensemble of steps that all have the same model, which is the test."""
 
-    def __init__(
-        self, *, answers_at_once: bool, is_driven_by_caller: bool, fails_at: int = -1
-    ) -> None:
+    def __init__(self, *, answers_at_once: bool, is_driven_by_caller: bool, fails_at: int = -1) -> None:
         """The model of step `fails_at` cannot be looked up."""
         self._fails_at = fails_at
         self.outcomes: list[object] = []
@@ -64,9 +57,7 @@ class Owner:
         self.offered: list[object] = []
         self._answers_at_once = answers_at_once
         self._is_driven_by_caller = is_driven_by_caller
-        self.caller = SimpleNamespace(
-            given=lambda _: {"IN": X}, response=lambda _, tensors: sorted(tensors)
-        )
+        self.caller = SimpleNamespace(given=lambda _: {"IN": X}, response=lambda _, tensors: sorted(tensors))
         hosted = SimpleNamespace(
             model=SimpleNamespace(config=CONFIG),
             signature=Signature(CONFIG),
@@ -103,19 +94,14 @@ def request_of(waiter: Any) -> InferenceRequest:
 def run_of(owner: Owner) -> ChainRun:
     """Make a run of three steps."""
     waiter = SimpleNamespace(
-        interruptible=False,
-        may_be_told_again=True,
-        gather=lambda *_: False,
-        appoint=lambda _: True,
+        interruptible=False, may_be_told_again=True, gather=lambda *_: False, appoint=lambda _: True
     )
     return ChainRun(cast(Any, owner), request_of(waiter), FLOW)
 
 
 @pytest.mark.parametrize("answers_at_once", [False, True])
 @pytest.mark.parametrize("is_driven_by_caller", [False, True])
-def test_a_step_may_end_before_it_is_submitted(
-    answers_at_once: bool, is_driven_by_caller: bool
-) -> None:
+def test_a_step_may_end_before_it_is_submitted(answers_at_once: bool, is_driven_by_caller: bool) -> None:
     owner = Owner(answers_at_once=answers_at_once, is_driven_by_caller=is_driven_by_caller)
     run = run_of(owner)
 
@@ -133,8 +119,7 @@ def test_a_step_may_end_before_it_is_submitted(
 
 
 @pytest.mark.promise(
-    "Ensembles",
-    "If a step of an ensemble cannot be submitted, for whatever reason, its request ends with that error.",
+    "Ensembles", "If a step of an ensemble cannot be submitted, for whatever reason, its request ends with that error."
 )
 @pytest.mark.parametrize("answers_at_once", [False, True])
 @pytest.mark.parametrize("fails_at", [0, 1, 2])

@@ -31,9 +31,7 @@ parameters [{ key: "MOONPOOL_MAX_RESTARTS" value { string_value: "1000" } },
 def is_clean(runtime: moonpool.Runtime, ensemble: str, *members: str) -> bool:
     """Return True if no request is inside, and each model has its instance."""
     schedulers = [runtime._models.find(name).scheduler for name in members]
-    is_idle = all(
-        len(each._idle) == 1 and not each._busy and not each.queued for each in schedulers
-    )
+    is_idle = all(len(each._idle) == 1 and not each._busy and not each.queued for each in schedulers)
     return is_idle and not runtime._models.find(ensemble).scheduler.in_flight
 
 
@@ -66,9 +64,7 @@ def test_an_interrupt_at_any_call_leaves_usable_models_behind(
 
         check()
         # Outputs that ended inside would end with the exception, too.
-        count = interrupted_everywhere(
-            lambda: kept.append(runtime.infer("both", {"A": X}, timeout_s=timeout_s)), check
-        )
+        count = interrupted_everywhere(lambda: kept.append(runtime.infer("both", {"A": X}, timeout_s=timeout_s)), check)
         assert count > 20
         kept.clear()
 
@@ -94,11 +90,7 @@ def nonsense(made: object) -> Callable[[ModelInstance, Sequence[InferenceRequest
     "Ensembles",
     "What a backend answers may be nonsense: the request gets an error, and no request of an ensemble stays open.",
 )
-@pytest.mark.parametrize(
-    "made",
-    [7, [1, 2], {"Y": "text"}, {"Y": object()}],
-    ids=["number", "list", "text", "object"],
-)
+@pytest.mark.parametrize("made", [7, [1, 2], {"Y": "text"}, {"Y": object()}], ids=["number", "list", "text", "object"])
 @pytest.mark.parametrize("form", ["chain", "graph"])
 def test_nonsense_of_a_backend_ends_the_request(tmp_path: Path, made: object, form: str) -> None:
     for name in ("plain", "broken"):

@@ -19,12 +19,6 @@ def test_steps_stand_behind_those_that_they_wait_for() -> None:
 
 
 def test_a_chain_has_one_step_before_each() -> None:
-    steps = tuple(
-        EnsembleStep("m", None, (("X", f"t{number}"),), (("Y", f"t{number + 1}"),))
-        for number in range(2)
-    )
+    steps = tuple(EnsembleStep("m", None, (("X", f"t{number}"),), (("Y", f"t{number + 1}"),)) for number in range(2))
 
-    assert drawn(EnsembleScheduling(steps)) == [
-        "    1  m  [t0 → X] → [Y → t1]",
-        "1 → 2  m  [t1 → X] → [Y → t2]",
-    ]
+    assert drawn(EnsembleScheduling(steps)) == ["    1  m  [t0 → X] → [Y → t1]", "1 → 2  m  [t1 → X] → [Y → t2]"]

@@ -9,11 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.runtime.ensemble.execution import (
-    EnsembleExecution,
-    StepCall,
-    StepProgress,
-)
+from moonpool.runtime.ensemble.execution import EnsembleExecution, StepCall, StepProgress
 from moonpool.runtime.ensemble.graph import EnsembleGraph, Flow
 from moonpool.runtime.model.config.ensembles import EnsembleScheduling, EnsembleStep
 from moonpool.runtime.model.config.model import ModelConfig
@@ -22,11 +18,7 @@ Pairs = Mapping[str, str]
 
 
 def graph(
-    steps: Sequence[tuple[Pairs, Pairs]],
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    *,
-    decoupled: bool = False,
+    steps: Sequence[tuple[Pairs, Pairs]], inputs: Sequence[str], outputs: Sequence[str], *, decoupled: bool = False
 ) -> EnsembleGraph:
     def tensors(names: Sequence[str]) -> list[dict[str, object]]:
         return [{"name": name, "data_type": "TYPE_FP32", "dims": [1]} for name in names]
@@ -61,11 +53,7 @@ class TestOneResponse:
 
     def test_a_step_waits_for_all_tensors_that_it_reads(self) -> None:
         diamond = graph(
-            [
-                ({"X": "A"}, {"Y": "t"}),
-                ({"X": "A"}, {"Y": "u"}),
-                ({"X": "t", "X2": "u", "X3": "A"}, {"Y": "B"}),
-            ],
+            [({"X": "A"}, {"Y": "t"}), ({"X": "A"}, {"Y": "u"}), ({"X": "t", "X2": "u", "X3": "A"}, {"Y": "B"})],
             ["A"],
             ["B"],
         )
@@ -104,10 +92,7 @@ class TestOneResponse:
     def test_an_absent_tensor_is_left_out_of_the_next_step(self) -> None:
         """The caller left out A2, and the first step answers without Z."""
         absent = graph(
-            [
-                ({"X": "A", "X2": "A2"}, {"Y": "t", "Z": "u"}),
-                ({"X": "t", "X2": "u"}, {"Y": "B"}),
-            ],
+            [({"X": "A", "X2": "A2"}, {"Y": "t", "Z": "u"}), ({"X": "t", "X2": "u"}, {"Y": "B"})],
             ["A", "A2"],
             ["B", "u"],
         )
@@ -150,11 +135,7 @@ class TestManyResponses:
     def test_tensors_of_one_response_stay_together(self) -> None:
         """Two branches of one decoupled model meet again, and the slower one is an iteration behind."""
         branches = graph(
-            [
-                ({"X": "A"}, {"Y": "t"}),
-                ({"X": "t"}, {"Y": "u"}),
-                ({"X": "t", "X2": "u"}, {"Y": "B"}),
-            ],
+            [({"X": "A"}, {"Y": "t"}), ({"X": "t"}, {"Y": "u"}), ({"X": "t", "X2": "u"}, {"Y": "B"})],
             ["A"],
             ["B"],
             decoupled=True,
@@ -202,9 +183,7 @@ class Expected:
     def __init__(self, given: EnsembleGraph) -> None:
         self._graph = given
         self._writer = {
-            tensor: (number, port)
-            for number, step in enumerate(given.steps)
-            for port, tensor in step.outputs
+            tensor: (number, port) for number, step in enumerate(given.steps) for port, tensor in step.outputs
         }
         self.ran: set[int] = set()
 
@@ -218,9 +197,7 @@ class Expected:
 
 
 @given(shapes(), st.data())
-def test_any_graph_gives_what_its_outputs_are_made_of_whatever_ends_first(
-    shape: Shape, data: st.DataObject
-) -> None:
+def test_any_graph_gives_what_its_outputs_are_made_of_whatever_ends_first(shape: Shape, data: st.DataObject) -> None:
     machine: EnsembleExecution[str] = EnsembleExecution(shape.graph.flow(shape.wanted))
     names = [tensor.name for tensor in shape.graph.config.inputs]
     progress = machine.begin({name: name for name in names})
@@ -242,9 +219,7 @@ def test_any_graph_gives_what_its_outputs_are_made_of_whatever_ends_first(
 
 
 @given(st.lists(st.integers(0, 3), max_size=6), st.data())
-def test_nested_streams_give_a_response_for_each_of_each(
-    counts: list[int], data: st.DataObject
-) -> None:
+def test_nested_streams_give_a_response_for_each_of_each(counts: list[int], data: st.DataObject) -> None:
     """The first model gives len(counts) responses, and the second one counts[n] for the nth of them."""
     machine, progress = begun(STREAM.flow(), A="a")
     got: list[str] = []
@@ -273,9 +248,7 @@ def test_nested_streams_give_a_response_for_each_of_each(
             progress = machine.respond(1, None, is_final=True)
         got += [response["B"] for response in progress.responses]
 
-    assert sorted(got) == sorted(
-        f"t{number}" for number, count in enumerate(counts) for _ in range(count)
-    )
+    assert sorted(got) == sorted(f"t{number}" for number, count in enumerate(counts) for _ in range(count))
     assert left == {}
     assert not progress.is_deadlock
 

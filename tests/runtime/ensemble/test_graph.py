@@ -30,12 +30,7 @@ def member(name: str, outputs: Sequence[str] = "Y", *, decoupled: bool = False) 
 
 MEMBERS = {
     each.name: each
-    for each in (
-        member("m"),
-        member("n"),
-        member("dec", decoupled=True),
-        member("dec2", decoupled=True),
-    )
+    for each in (member("m"), member("n"), member("dec", decoupled=True), member("dec2", decoupled=True))
 }
 
 
@@ -54,9 +49,7 @@ def graph(steps: Sequence[str], outputs: Sequence[Io] = B) -> EnsembleGraph:
 BC = (*B, Io("C"))
 
 
-@pytest.mark.promise(
-    "Ensembles", "An ensemble is decoupled if one of its models is, whatever it says."
-)
+@pytest.mark.promise("Ensembles", "An ensemble is decoupled if one of its models is, whatever it says.")
 def test_one_decoupled_model_makes_the_ensemble_decoupled() -> None:
     assert graph(chain(["m", "dec", "n"])).check(of) is True
     assert graph(chain(["dec", "dec2"])).check(of) is True

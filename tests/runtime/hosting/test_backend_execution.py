@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runtime.recorder import (
-    PATIENCE_S,
-    Planned,
-    Recorder,
-    config,
-    counted,
-    echo,
-    x,
-)
+from tests.runtime.recorder import PATIENCE_S, Planned, Recorder, config, counted, echo, x
 
 import moonpool
 from moonpool import ModelInstance, Response, Runtime
@@ -27,10 +19,7 @@ from moonpool.runtime.errors import BackendError
 from moonpool.runtime.model.request import InferenceRequest
 
 
-@pytest.mark.promise(
-    "Lifecycle",
-    "One instance never executes two batches at once; different instances do.",
-)
+@pytest.mark.promise("Lifecycle", "One instance never executes two batches at once; different instances do.")
 def test_one_instance_never_executes_twice_at_once_and_different_ones_do(folder: Path) -> None:
     inside: set[str] = set()
     seen: set[str] = set()
@@ -140,13 +129,8 @@ def test_a_wrong_answer_of_a_backend_is_an_error_and_the_instance_goes_on(
         assert runtime.infer("m", x(1), timeout_s=PATIENCE_S)["Y"].tolist() == [1]
 
 
-@pytest.mark.promise(
-    "Lifecycle",
-    "If an instance breaks, requests that had not reached it yet are not lost.",
-)
-def test_an_instance_that_says_it_is_broken_is_started_anew_and_the_request_is_not_lost(
-    folder: Path,
-) -> None:
+@pytest.mark.promise("Lifecycle", "If an instance breaks, requests that had not reached it yet are not lost.")
+def test_an_instance_that_says_it_is_broken_is_started_anew_and_the_request_is_not_lost(folder: Path) -> None:
     breaks = [PeerGone("gone")]
 
     def execute(instance: ModelInstance, requests: Sequence[InferenceRequest]) -> Any:
@@ -206,9 +190,7 @@ def test_a_backend_that_blocks_does_not_block_an_event_loop(folder: Path) -> Non
         assert asyncio.run(_both(runtime)) == [1, 2]
 
 
-def test_a_caller_with_a_time_limit_does_not_wait_longer_for_a_backend_that_blocks(
-    folder: Path,
-) -> None:
+def test_a_caller_with_a_time_limit_does_not_wait_longer_for_a_backend_that_blocks(folder: Path) -> None:
     proceed = threading.Event()
 
     def execute(instance: ModelInstance, requests: Sequence[InferenceRequest]) -> Any:

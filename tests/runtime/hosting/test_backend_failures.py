@@ -5,15 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.runtime.recorder import (
-    Call,
-    Planned,
-    Recorder,
-    config,
-    counted,
-    model_directory,
-    x,
-)
+from tests.runtime.recorder import Call, Planned, Recorder, config, counted, model_directory, x
 
 import moonpool
 from moonpool import LoadFailed, Runtime
@@ -65,9 +57,7 @@ def test_the_error_of_a_load_names_the_instance_and_has_its_cause(folder: Path) 
     planned = Planned("no such device")
     recorder = Recorder(failures={("model_instance_initialize", "m:1 m_0_0"): planned})
     with Runtime(backends=[recorder]) as runtime:
-        with pytest.raises(
-            LoadFailed, match="m_0_0 cannot be initialized: Planned: no such device"
-        ) as caught:
+        with pytest.raises(LoadFailed, match="m_0_0 cannot be initialized: Planned: no such device") as caught:
             runtime.load("m", folder, config=config())
         assert caught.value.__cause__ is planned
         with pytest.raises(moonpool.ModelNotFound):
@@ -85,11 +75,7 @@ def test_a_backend_whose_initialize_failed_is_not_asked_again(folder: Path) -> N
 
 @pytest.mark.parametrize(
     "step",
-    [
-        ("model_instance_finalize", "m:1 m_0_0"),
-        ("model_finalize", "m:1"),
-        ("finalize", "recorder"),
-    ],
+    [("model_instance_finalize", "m:1 m_0_0"), ("model_finalize", "m:1"), ("finalize", "recorder")],
     ids=" ".join,
 )
 def test_a_finalize_that_fails_is_logged_and_the_others_still_run(

@@ -9,17 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.runtime.recorder import (
-    PATIENCE_S,
-    Call,
-    Planned,
-    Recorder,
-    config,
-    counted,
-    echo,
-    model_directory,
-    x,
-)
+from tests.runtime.recorder import PATIENCE_S, Call, Planned, Recorder, config, counted, echo, model_directory, x
 from tests.waiting import wait_until
 
 import moonpool
@@ -99,9 +89,7 @@ def test_models_that_are_loaded_at_the_same_time_initialize_their_backend_once(
     assert sorted(runtime.models()) == ["m0", "m1", "m2", "m3"]
 
 
-def test_every_version_is_a_model_with_instances_of_its_own(
-    tmp_path: Path, recorder: Recorder
-) -> None:
+def test_every_version_is_a_model_with_instances_of_its_own(tmp_path: Path, recorder: Recorder) -> None:
     folder = model_directory(tmp_path / "m", 1, 3)
     with Runtime(backends=[recorder]) as runtime:
         runtime.load("m", folder, config=config(version_policy={"all": {}}, **counted(2)))
@@ -140,9 +128,7 @@ def test_backend_models_and_instances_carry_state(folder: Path) -> None:
         def model_instance_initialize(self, instance: ModelInstance) -> None:
             instance.state = 0
 
-        def model_instance_execute(
-            self, instance: ModelInstance, requests: Sequence[InferenceRequest]
-        ) -> Any:
+        def model_instance_execute(self, instance: ModelInstance, requests: Sequence[InferenceRequest]) -> Any:
             instance.state += len(requests)
             self.state.append((instance.model.state["name"], instance.name, instance.state))
             return echo(instance, requests)
@@ -158,9 +144,7 @@ def test_backend_models_and_instances_carry_state(folder: Path) -> None:
 
 def test_only_execute_must_be_written(folder: Path) -> None:
     class Least(moonpool.Backend):
-        def model_instance_execute(
-            self, instance: ModelInstance, requests: Sequence[InferenceRequest]
-        ) -> Any:
+        def model_instance_execute(self, instance: ModelInstance, requests: Sequence[InferenceRequest]) -> Any:
             return echo(instance, requests)
 
     with Runtime(backends=[Least("recorder")]) as runtime:
@@ -172,9 +156,7 @@ def test_only_execute_must_be_written(folder: Path) -> None:
 
 def test_a_backend_is_found_by_the_name_of_its_class_where_it_has_no_other(folder: Path) -> None:
     class Nameless(moonpool.Backend):
-        def model_instance_execute(
-            self, instance: ModelInstance, requests: Sequence[InferenceRequest]
-        ) -> Any:
+        def model_instance_execute(self, instance: ModelInstance, requests: Sequence[InferenceRequest]) -> Any:
             return echo(instance, requests)
 
     with Runtime(backends=[Nameless()]) as runtime:
@@ -182,12 +164,8 @@ def test_a_backend_is_found_by_the_name_of_its_class_where_it_has_no_other(folde
         assert runtime.is_ready("m")
 
 
-def test_a_backend_that_is_not_there_is_refused_with_those_that_are(
-    folder: Path, runtime: Runtime
-) -> None:
-    with pytest.raises(
-        LoadFailed, match=r"for backend 'tensorrt'.*there are: onnxr.*, python, .*rec"
-    ):
+def test_a_backend_that_is_not_there_is_refused_with_those_that_are(folder: Path, runtime: Runtime) -> None:
+    with pytest.raises(LoadFailed, match=r"for backend 'tensorrt'.*there are: onnxr.*, python, .*rec"):
         runtime.load("m", folder, config=config(backend="tensorrt"))
     assert runtime.models() == {}
 
@@ -317,10 +295,7 @@ def test_a_model_that_loads_or_unloads_takes_no_requests(folder: Path) -> None:
             steps.wait(PATIENCE_S)
 
     with Runtime(backends=[Slow()]) as runtime:
-        for act in (
-            lambda: runtime.load("m", folder, config=config()),
-            lambda: runtime.unload("m"),
-        ):
+        for act in (lambda: runtime.load("m", folder, config=config()), lambda: runtime.unload("m")):
             thread = threading.Thread(target=act)
             thread.start()
             steps.wait(PATIENCE_S)

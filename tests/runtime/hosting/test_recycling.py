@@ -53,9 +53,7 @@ def states(runtime: Runtime) -> list[str]:
     "An instance is started anew after the number of requests that its option sets. Requests "
     "that wait meanwhile are answered.",
 )
-def test_an_instance_is_started_anew_after_so_many_requests_and_what_waits_is_answered(
-    folder: Path,
-) -> None:
+def test_an_instance_is_started_anew_after_so_many_requests_and_what_waits_is_answered(folder: Path) -> None:
     executed: list[int] = []
     with holding(folder, **after(3)) as (backend, runtime):
         finalize = backend.model_instance_finalize
@@ -77,9 +75,7 @@ def test_an_instance_is_started_anew_after_so_many_requests_and_what_waits_is_an
     backend.check_pairs()
 
 
-def test_why_an_instance_is_started_anew_is_told(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_why_an_instance_is_started_anew_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "moonpool")
     with holding(folder, **after(1)) as (backend, runtime):
         backend.is_quick = True
@@ -94,17 +90,12 @@ def test_why_an_instance_is_started_anew_is_told(
 def _counter(runtime: Runtime) -> str:
     lines = runtime.metrics().splitlines()
     (line,) = [
-        each
-        for each in lines
-        if each.startswith("moonpool_instance_recycles_total") and 'reason="requests"' in each
+        each for each in lines if each.startswith("moonpool_instance_recycles_total") and 'reason="requests"' in each
     ]
     return line
 
 
-@pytest.mark.promise(
-    "Limits",
-    "If several instances have served long enough, they are recycled one at a time.",
-)
+@pytest.mark.promise("Limits", "If several instances have served long enough, they are recycled one at a time.")
 def test_instances_are_recycled_one_at_a_time(folder: Path) -> None:
     with holding(folder, **after(1), **counted(2)) as (backend, runtime):
         held = threading.Event()
@@ -127,10 +118,7 @@ def test_instances_are_recycled_one_at_a_time(folder: Path) -> None:
     backend.check_pairs()
 
 
-@pytest.mark.promise(
-    "Limits",
-    "A recycled instance finishes its sequences and open requests first.",
-)
+@pytest.mark.promise("Limits", "A recycled instance finishes its sequences and open requests first.")
 def test_a_sequence_ends_where_it_began(folder: Path) -> None:
     batching = {"max_batch_size": 4, "sequence_batching": {}}
     with holding(folder, **batching, **after(2)) as (backend, runtime):

@@ -43,9 +43,7 @@ START, END = 1, 2
 
 
 @given(SPECS, SPECS)
-def test_as_few_instances_come_and_go_as_can_be(
-    present: list[InstanceSpec], wanted: list[InstanceSpec]
-) -> None:
+def test_as_few_instances_come_and_go_as_can_be(present: list[InstanceSpec], wanted: list[InstanceSpec]) -> None:
     stay, come, go = matched(present, wanted)
 
     assert sorted([*stay, *go]) == sorted(present)
@@ -62,9 +60,7 @@ def names(runtime: Runtime) -> list[str]:
 
 
 def begun(backend: HoldingBackend) -> list[str]:
-    return [
-        subject.split()[1] for call, subject in backend.calls if call == "model_instance_initialize"
-    ]
+    return [subject.split()[1] for call, subject in backend.calls if call == "model_instance_initialize"]
 
 
 def in_thread(act: Any, *arguments: Any, **named: Any) -> threading.Thread:
@@ -88,10 +84,7 @@ def test_instances_come_without_waiting_and_go_when_nothing_is_in_them(folder: P
         assert names(runtime) == ["m_0_0", "m_0_1", "m_0_2"]
         second = backend.wait_for(2)
         scaling = in_thread(runtime.scale, "m", 1)
-        wait_until(
-            lambda: len(names(runtime)) == 3 and backend.calls[-1][0].endswith("finalize"),
-            PATIENCE_S,
-        )
+        wait_until(lambda: len(names(runtime)) == 3 and backend.calls[-1][0].endswith("finalize"), PATIENCE_S)
         wait_until(lambda: second.instance.serves_until < 0, PATIENCE_S)
         # One of them executes, and the other is gone. New requests wait for the one that stays.
         callers.append(Caller(runtime, x(2)))
@@ -120,9 +113,7 @@ def test_a_load_with_other_instance_groups_alone_is_an_update(folder: Path) -> N
     backend.check_pairs()
 
 
-@pytest.mark.promise(
-    "Lifecycle", "If an instance that is to be added does not start, nothing has changed."
-)
+@pytest.mark.promise("Lifecycle", "If an instance that is to be added does not start, nothing has changed.")
 def test_an_update_that_fails_changes_nothing(folder: Path) -> None:
     with holding(folder) as (backend, runtime):
         backend.failures["model_instance_initialize", "m:1 m_0_2"] = Planned("no")
@@ -169,17 +160,10 @@ def leave_by_an_exception(runtime: Runtime) -> None:
 )
 @pytest.mark.parametrize(
     "end",
-    [
-        Runtime.close,
-        leave_by_an_exception,
-        lambda runtime: runtime.unload("m"),
-        lambda runtime: runtime.scale("m", 1),
-    ],
+    [Runtime.close, leave_by_an_exception, lambda runtime: runtime.unload("m"), lambda runtime: runtime.scale("m", 1)],
     ids=["close", "with", "unload", "scale"],
 )
-def test_an_end_does_not_wait_for_what_nobody_wants(
-    folder: Path, end: Callable[[Runtime], object]
-) -> None:
+def test_an_end_does_not_wait_for_what_nobody_wants(folder: Path, end: Callable[[Runtime], object]) -> None:
     with holding(folder, drain_timeout_s=FOR_EVER_S, **counted(2)) as (backend, runtime):
         for count in (1, 2):
             with pytest.raises(RequestTimedOut):
@@ -190,9 +174,7 @@ def test_an_end_does_not_wait_for_what_nobody_wants(
 
 
 @pytest.mark.parametrize("is_executing", [True, False])
-def test_an_instance_that_breaks_while_it_leaves_is_not_started_again(
-    folder: Path, is_executing: bool
-) -> None:
+def test_an_instance_that_breaks_while_it_leaves_is_not_started_again(folder: Path, is_executing: bool) -> None:
     with holding(folder, **counted(2)) as (backend, runtime):
         records = runtime._models.find("m").supervisor.records
         callers = [Caller(runtime, x(i)) for i in range(2)] if is_executing else []
@@ -208,10 +190,7 @@ def test_an_instance_that_breaks_while_it_leaves_is_not_started_again(
         assert names(runtime) == ["m_0_0"]
         assert records[1].machine.state == "STOPPED"
         backend.held_batches["m_0_0"].answer()
-        assert (
-            len([caller for caller in callers if not isinstance(caller.result(), PeerGone)])
-            == len(callers) / 2
-        )
+        assert len([caller for caller in callers if not isinstance(caller.result(), PeerGone)]) == len(callers) / 2
     backend.check_pairs()
 
 
@@ -243,10 +222,7 @@ def test_a_sequence_is_finished_where_it_is(folder: Path) -> None:
 
 def test_a_sequence_that_does_not_end_in_time_is_lost(folder: Path) -> None:
     batching = {"sequence_batching": {"max_sequence_idle_microseconds": 60_000_000}}
-    with holding(folder, max_batch_size=1, drain_timeout_s=0.2, **counted(2), **batching) as (
-        backend,
-        runtime,
-    ):
+    with holding(folder, max_batch_size=1, drain_timeout_s=0.2, **counted(2), **batching) as (backend, runtime):
         backend.is_quick = True
         for sequence in (1, 2):
             runtime.infer("m", row(1), correlation_id=sequence, flags=START, timeout_s=PATIENCE_S)
@@ -343,10 +319,7 @@ def test_a_model_that_does_not_serve_is_loaded_anew(folder: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])
 def test_a_number_of_instances_is_a_whole_number_from_1_up(folder: Path, count: Any) -> None:
-    with (
-        holding(folder) as (_, runtime),
-        pytest.raises(InvalidRequest, match="must be a whole number from 1"),
-    ):
+    with holding(folder) as (_, runtime), pytest.raises(InvalidRequest, match="must be a whole number from 1"):
         runtime.scale("m", count)
 
 

@@ -38,9 +38,7 @@ def bound(groups: Groups, monkeypatch: pytest.MonkeyPatch, **limits: int) -> Bou
     return Bounds("m_0", policy, ModelOptions(cpu_weight=33), Watcher())
 
 
-def test_without_a_group_the_process_limits_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_group_the_process_limits_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = bound(Left(tmp_path), monkeypatch).policy
     assert (policy.limits, policy.nice) == (LIMITS, 5)
 
@@ -79,23 +77,18 @@ def test_a_template_has_the_tasks_of_all_its_forks_and_each_fork_its_own(
     assert (group / "pids.max").read_text() == str(tasks)
 
 
-def test_a_death_in_a_full_group_names_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_death_in_a_full_group_names_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = bound(Left(tmp_path, "memory"), monkeypatch)
     assert held.death_in_words(-9, "python", [])[0].startswith("was killed by SIGKILL")
     (group,) = tmp_path.iterdir()
     (group / "memory.events").write_text("oom 1\noom_kill 1\n")
     assert held.death_in_words(-9, "python", []) == (
-        "was ended by the kernel, as it reached its memory limit of 1073741824 bytes "
-        "(MOONPOOL_MEMORY_LIMIT_BYTES),",
+        "was ended by the kernel, as it reached its memory limit of 1073741824 bytes (MOONPOOL_MEMORY_LIMIT_BYTES),",
         "",
     )
 
 
-def test_a_group_that_does_not_take_the_process_fails_the_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_that_does_not_take_the_process_fails_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Process:
         pid = 1
 

@@ -77,18 +77,13 @@ def test_where_it_cannot_be_kept_nothing_is_compiled(
 
 
 @pytest.mark.usefixtures("keep")
-def test_an_instance_that_may_write_none_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_instance_that_may_write_none_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "kept"
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(kept))
     (tmp_path / "model.py").write_text(MODEL)
     config = CONFIG | options(SANDBOX="strict", SANDBOX_PATHS=kept)
 
-    with (
-        moonpool.Runtime() as runtime,
-        hosted(runtime, "compiled", tmp_path / "model.py", config),
-    ):
+    with moonpool.Runtime() as runtime, hosted(runtime, "compiled", tmp_path / "model.py", config):
         (names,) = runtime.infer("compiled", {"X": np.zeros(1, np.float32)}).values()
 
     assert {b"moonpool.stub.loop", b"moonpool.stub.sandbox.seccomp"} <= set(names)

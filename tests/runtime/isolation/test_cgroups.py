@@ -146,9 +146,7 @@ def test_a_group_is_told_its_limits_and_names_the_one_that_was_reached(tmp_path:
     events.write_text("low 0\nhigh 0\nmax 9\noom 0\noom_kill 1\n")
     assert group.reached() == "", "the machine was full, not the group"
     events.write_text("low 0\nhigh 0\nmax 9\noom 1\noom_kill 1\n")
-    assert group.reached() == (
-        "reached its memory limit of 1073741824 bytes (MOONPOOL_MEMORY_LIMIT_BYTES)"
-    )
+    assert group.reached() == ("reached its memory limit of 1073741824 bytes (MOONPOOL_MEMORY_LIMIT_BYTES)")
 
 
 def test_limits_that_the_cgroup_lacks_are_left_to_other_means(tmp_path: Path) -> None:
@@ -175,8 +173,7 @@ time.sleep(600)
 
 
 @pytest.mark.promise(
-    "Limits",
-    "An instance that the kernel ends because of its control group ends with all its processes.",
+    "Limits", "An instance that the kernel ends because of its control group ends with all its processes."
 )
 def test_a_group_of_the_kernel_holds_all_that_a_process_starts_and_ends_it() -> None:
     group = GROUPS.make({"tasks": 8}, 100)
@@ -184,9 +181,7 @@ def test_a_group_of_the_kernel_holds_all_that_a_process_starts_and_ends_it() -> 
         if group is not None:
             group.remove()
         pytest.skip(f"no groups with the pids controller: {GROUPS.refusal or 'not offered'}")
-    process = subprocess.Popen(
-        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
         group.add(process.pid)
         process.stdin.write("\n")  # type: ignore[union-attr]

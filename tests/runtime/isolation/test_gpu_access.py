@@ -30,9 +30,7 @@ def driver_folder(tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch) -
     """The files of the kernel's module about its GPUs; its first one is not the first of the machine."""
     folder = tmp_path / "0000:10:00.0"
     folder.mkdir()
-    (folder / "information").write_text(
-        "Model: \t\t Fake\nDevice Minor: \t 3\nGPU Excluded:\t No\n"
-    )
+    (folder / "information").write_text("Model: \t\t Fake\nDevice Minor: \t 3\nGPU Excluded:\t No\n")
     monkeypatch.setattr(gpu_access, "_INFORMATION", f"{tmp_path}/{{}}/information")
     return folder
 
@@ -88,9 +86,7 @@ def test_a_contained_instance_on_the_cpu_is_given_no_device() -> None:
         plan.release()
 
 
-def test_it_is_told_whether_a_gpu_could_be_given(
-    driver_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_told_whether_a_gpu_could_be_given(driver_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the nodes is there: the driver is a fake."""
     monkeypatch.setattr(gpu_access, "_SHARED", ("/dev/null",))
 

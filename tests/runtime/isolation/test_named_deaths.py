@@ -16,18 +16,13 @@ def words(code: int, *tail: str, limits: dict[str, int] = LIMITS) -> str:
     return "".join(death_in_words(code, "python", list(tail), limits, oom_killed=False))
 
 
-@pytest.mark.promise(
-    "Limits", "If a limit explains the death of a process, the error names the limit."
-)
+@pytest.mark.promise("Limits", "If a limit explains the death of a process, the error names the limit.")
 @pytest.mark.parametrize(
     ("said", "limit"),
     [
         ("terminate called after throwing an instance of 'std::bad_alloc'", MEMORY),
         ("MemoryError", MEMORY),
-        (
-            "OpenBLAS blas_thread_init: pthread_create failed for thread 7 of 16",
-            "it reached its task",
-        ),
+        ("OpenBLAS blas_thread_init: pthread_create failed for thread 7 of 16", "it reached its task"),
     ],
 )
 def test_a_death_that_a_limit_explains_names_it(said: str, limit: str) -> None:
@@ -44,9 +39,7 @@ def test_the_stacks_after_the_last_words_hide_no_limit() -> None:
 
 
 def test_a_library_that_gets_no_threads_when_it_is_imported_names_the_limit() -> None:
-    said = (
-        "OpenBLAS blas_thread_init: pthread_create failed for thread 1 of 2: Resource temporarily"
-    )
+    said = "OpenBLAS blas_thread_init: pthread_create failed for thread 1 of 2: Resource temporarily"
     told = words(-signal.SIGINT, said, *["  File ..."] * 10, "KeyboardInterrupt")
     assert told.startswith("was killed by SIGINT: it reached its task limit of 64")
     assert MEMORY.removeprefix("it ") in told

@@ -38,9 +38,7 @@ def test_a_model_has_its_directory_and_nothing_beside_it(tmp_path: Path) -> None
     folder.mkdir(parents=True)
     (folder / "model.py").touch()
     (tmp_path / "models" / "other").mkdir()
-    model = ModelSource(
-        "triton", folder / "model.py", None, folder.parent, folder, is_directory=True
-    )
+    model = ModelSource("triton", folder / "model.py", None, folder.parent, folder, is_directory=True)
 
     paths = needs(model, Environment(Path(sys.executable), {}))
 
@@ -60,9 +58,7 @@ def test_a_model_of_a_python_based_backend_has_the_backend_s_folder(tmp_path: Pa
     for each in (backend, folder):
         each.mkdir(parents=True)
     (backend / "model.py").touch()
-    model = ModelSource(
-        "triton", backend / "model.py", None, folder.parent, folder, is_directory=True
-    )
+    model = ModelSource("triton", backend / "model.py", None, folder.parent, folder, is_directory=True)
 
     paths = needs(model, Environment(Path(sys.executable), {}))
 
@@ -139,12 +135,8 @@ def test_links_in_an_environment_lead_out_of_it_nowhere(tmp_path: Path) -> None:
         each.mkdir(parents=True)
     (environment / "bin" / "python").symlink_to(sys.executable)
     (environment / "lib").symlink_to(elsewhere)
-    model = ModelSource(
-        "triton", folder / "model.py", None, folder.parent, folder, is_directory=True
-    )
-    found = resolve(
-        "$$TRITON_MODEL_DIRECTORY/env", folder.parent, inherited={"LD_LIBRARY_PATH": "/opt"}
-    )
+    model = ModelSource("triton", folder / "model.py", None, folder.parent, folder, is_directory=True)
+    found = resolve("$$TRITON_MODEL_DIRECTORY/env", folder.parent, inherited={"LD_LIBRARY_PATH": "/opt"})
 
     assert not covers(needs(model, found, **found.variables), elsewhere)
     assert covers(needs(model, found, **found.variables), environment / "bin")

@@ -41,9 +41,7 @@ def kept() -> list[object]:
 
 @pytest.mark.promise("Layers of the sandbox", "If a granted path does not exist, the load fails.")
 @pytest.mark.parametrize("how", ["", "rw:"])
-def test_a_granted_path_that_is_not_there_fails_the_load(
-    runtime: moonpool.Runtime, how: str
-) -> None:
+def test_a_granted_path_that_is_not_there_fails_the_load(runtime: moonpool.Runtime, how: str) -> None:
     config = ECHO | options(SANDBOX="strict", SANDBOX_PATHS=f"{how}/nowhere/weights")
 
     with pytest.raises(moonpool.LoadFailed, match="_PATHS names /nowhere/weights, which is not"):
@@ -53,12 +51,9 @@ def test_a_granted_path_that_is_not_there_fails_the_load(
 
 
 @pytest.mark.promise(
-    "Layers of the sandbox",
-    "If a process cannot be started, its user, its folder and its descriptors are released.",
+    "Layers of the sandbox", "If a process cannot be started, its user, its folder and its descriptors are released."
 )
-@pytest.mark.parametrize(
-    "missing", ["tempfile.mkdtemp", "socket.socketpair", "os.pipe2", "os.pidfd_open"]
-)
+@pytest.mark.parametrize("missing", ["tempfile.mkdtemp", "socket.socketpair", "os.pipe2", "os.pidfd_open"])
 def test_resources_are_released_when_no_process_can_be_started(
     runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
@@ -96,9 +91,7 @@ def test_resources_are_released_only_once(tmp_path: Path) -> None:
 
 @pytest.mark.promise("The sandbox: grants", "An environment or …")
 @pytest.mark.parametrize(("grant", "is_refused"), [("m:EXECUTION_ENV_PATH={}", True), ("m", False)])
-def test_a_link_that_came_after_the_load_leads_no_process_out(
-    tmp_path: Path, grant: str, is_refused: bool
-) -> None:
+def test_a_link_that_came_after_the_load_leads_no_process_out(tmp_path: Path, grant: str, is_refused: bool) -> None:
     """Instances are started again while the next version of the model is being put there."""
     folder = tmp_path / "m"
     for path in (folder / "1", folder / "env" / "bin", tmp_path / "other"):

@@ -20,8 +20,7 @@ from moonpool.runtime.schedule.failures import no_instance_left
 
 pytestmark = pytest.mark.promise(
     "What a stub says",
-    "The text of a confined model's error has no folders, addresses or source when it "
-    "leaves a server.",
+    "The text of a confined model's error has no folders, addresses or source when it leaves a server.",
 )
 
 TRACEBACK = """cannot open it
@@ -94,10 +93,7 @@ def test_others_texts_stay_as_they_are() -> None:
 
 # Those whose texts are what the reader has sent, and those of models that are not contained. All others lose their
 # folders.
-AS_THEY_ARE = {
-    "client": (InvalidRequest, BadTensor, ModelError),
-    "contained": (InvalidRequest, BadTensor),
-}
+AS_THEY_ARE = {"client": (InvalidRequest, BadTensor, ModelError), "contained": (InvalidRequest, BadTensor)}
 
 
 def kinds(of: type[MoonpoolError] = MoonpoolError) -> list[type[MoonpoolError]]:
@@ -149,9 +145,7 @@ def test_moonpool_s_own_words_have_no_paths_at_any_level() -> None:
     assert public_text(died) == "It exited with 1; see the server's log"
     assert public_text(own(died), "r7") == "It exited with 1; see the server's log (request id: r7)"
     left = no_instance_left("m", "m_0 gave up: /usr/bin/python said: secret")
-    assert public_text(left) == (
-        "Request for model 'm' which has no instance left; see the server's log"
-    )
+    assert public_text(left) == ("Request for model 'm' which has no instance left; see the server's log")
 
 
 def test_an_unforeseen_error_has_a_general_text() -> None:
@@ -186,17 +180,14 @@ def test_no_folder_is_in_the_option_that_would_allow_what_was_refused(kind: int,
 
 
 @pytest.mark.parametrize(
-    "piece",
-    ["@", "a/", "/@", "'/", "'/a", "0xaaaaaaa", "file:", "models/", 'File "', "config.pbtxt"],
+    "piece", ["@", "a/", "/@", "'/", "'/a", "0xaaaaaaa", "file:", "models/", 'File "', "config.pbtxt"]
 )
 def test_long_words_of_a_model_take_no_time_to_speak_of(piece: str) -> None:
     # If each character could begin a path, this would take hours.
     assert len(scrubbed(piece * (1 << 20 >> 3))) > 0
 
 
-@pytest.mark.parametrize(
-    "end", ["'/home/my name/my secret'", "/home/name/secret", "/home/name/a'b"]
-)
+@pytest.mark.parametrize("end", ["'/home/my name/my secret'", "/home/name/secret", "/home/name/a'b"])
 def test_a_text_that_is_too_long_to_be_searched_is_cut_and_no_path_in_two(end: str) -> None:
     most = len(scrubbed("x y " * 100_000))
     assert most < 100_000

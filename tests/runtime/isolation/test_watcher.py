@@ -13,12 +13,7 @@ from tests.waiting import wait_until
 
 from moonpool.runtime.isolation import watcher
 from moonpool.runtime.isolation.scratch import size_of_folder
-from moonpool.runtime.isolation.watcher import (
-    Watched,
-    Watcher,
-    memory_and_threads,
-    tasks_of,
-)
+from moonpool.runtime.isolation.watcher import Watched, Watcher, memory_and_threads, tasks_of
 from moonpool.runtime.process.child import ChildProcess, SpawnedProcess
 
 BUSY = """
@@ -35,9 +30,7 @@ time.sleep(600)
 @pytest.fixture(scope="module")
 def busy() -> Iterator[ChildProcess]:
     """A process of 6 threads with 64 MiB and two descendants."""
-    popen = subprocess.Popen(
-        [sys.executable, "-c", BUSY], stdout=subprocess.PIPE, start_new_session=True
-    )
+    popen = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, start_new_session=True)
     process = SpawnedProcess(popen)
     assert popen.stdout is not None
     with popen.stdout:
@@ -72,10 +65,7 @@ def test_shared_memory_of_the_runtime_is_nobodys_growth() -> None:
         "m = mmap.mmap(fd, 1 << 26); m[:] = bytes(1) * (1 << 26); print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", hold],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
+        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     ) as popen:
         process = SpawnedProcess(popen)
         popen.stdout.readline()  # type: ignore[union-attr]
@@ -131,9 +121,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Watcher:
     return Watcher()
 
 
-def test_a_process_with_more_tasks_than_it_may_have_is_ended(
-    busy: ChildProcess, quick: Watcher
-) -> None:
+def test_a_process_with_more_tasks_than_it_may_have_is_ended(busy: ChildProcess, quick: Watcher) -> None:
     ends = Ends()
     for limit in (8, 7, 5):
         watched = Watched("m_0", busy, ends.end, tasks=limit)
@@ -177,9 +165,7 @@ def test_only_a_process_that_grows_beyond_the_limit_is_told_of(
     assert len(ends.grown) == 1
 
 
-def test_a_watcher_has_a_thread_only_while_there_is_something_to_watch(
-    busy: ChildProcess, quick: Watcher
-) -> None:
+def test_a_watcher_has_a_thread_only_while_there_is_something_to_watch(busy: ChildProcess, quick: Watcher) -> None:
     ends = Ends()
     watched = Watched("m_0", busy, ends.end, tasks=1)
     quick.add(watched)

@@ -50,9 +50,7 @@ PORT = ("ipc/port/_port", ("answer", "channel", "codec", "msgpack", "place"))
 """The compiled port, and what it needs of the core."""
 
 
-def sanitized(
-    folder: Path, sanitizers: str, module: str = PORT[0], core: Sequence[str] = PORT[1]
-) -> tuple[Path, str]:
+def sanitized(folder: Path, sanitizers: str, module: str = PORT[0], core: Sequence[str] = PORT[1]) -> tuple[Path, str]:
     """Compile an extension with these sanitizers. Returns the module, and the LD_PRELOAD for a program that imports
     it.
     """
@@ -70,14 +68,7 @@ def sanitized(
     target = folder / f"{place.name}.abi3.so"
     command = [os.environ.get("CXX", "g++"), *FLAGS, f"-fsanitize={sanitizers}"]
     command += [f'-DMOONPOOL_SOURCES="{checksum(name)}"', f"-I{PACKAGE / 'ipc/extension'}"]
-    command += [
-        f"-I{include}",
-        f"-I{shared}",
-        f"-I{place.parent}",
-        "-o",
-        str(target),
-        *map(str, sources),
-    ]
+    command += [f"-I{include}", f"-I{shared}", f"-I{place.parent}", "-o", str(target), *map(str, sources)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
         pytest.fail(f"{place.name} cannot be compiled:\n{made.stderr}", pytrace=False)

@@ -65,9 +65,7 @@ def main() -> None:
     # on.
     bells = [waiter._bell for waiter in waiters]
     sends = [theirs.send for _, theirs in pairs]
-    atexit.register(
-        partial(deque, map(partial.__call__, map(partial, sends, repeat(b"packet"))), 0)
-    )
+    atexit.register(partial(deque, map(partial.__call__, map(partial, sends, repeat(b"packet"))), 0))
     atexit.register(partial(deque, map(type(bells[0]).release, bells + locks), 0))
 
 

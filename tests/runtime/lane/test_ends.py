@@ -17,20 +17,14 @@ import moonpool
 PROGRAM = Path(__file__).with_name("ends.py")
 SOURCE = str(Path(next(iter(moonpool.__path__))).parent)
 # Those that use what is compiled.
-PYTHONS = [
-    sys.executable,
-    *(f"{path}/bin/python" for path in made() if int(path.name.split(".")[1]) >= 11),
-]
+PYTHONS = [sys.executable, *(f"{path}/bin/python" for path in made() if int(path.name.split(".")[1]) >= 11)]
 
 
 @pytest.mark.promise(
-    "Lifecycle",
-    "A program may end, and its threads with it, while requests are under way: its exit code is its own.",
+    "Lifecycle", "A program may end, and its threads with it, while requests are under way: its exit code is its own."
 )
 @pytest.mark.parametrize("python", PYTHONS)
-def test_a_program_ends_though_threads_of_it_are_inside_what_is_compiled(
-    tmp_path: Path, python: str
-) -> None:
+def test_a_program_ends_though_threads_of_it_are_inside_what_is_compiled(tmp_path: Path, python: str) -> None:
     skip_without_compiled()
     # The environments of models have numpy alone.
     (tmp_path / "msgpack").symlink_to(Path(msgpack.__file__).parent)

@@ -44,11 +44,7 @@ def test_nothing_is_read_or_written_beyond_its_bounds(tmp_path: Path) -> None:
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "PYTHONMALLOC": "malloc",
     }
-    lies = [
-        "runtime/stubs/test_link_lies.py",
-        "runtime/stubs/calls",
-        "ipc/port",
-    ]
+    lies = ["runtime/stubs/test_link_lies.py", "runtime/stubs/calls", "ipc/port"]
     tests = [str(ROOT / "tests" / each) for each in ("runtime/lane", *lies)]
     # This test and the one with the other sanitizer are slow. What runs in Python has no bounds to break, and objects
     # are not counted where each has memory of malloc. Another one starts programs, which would have the port without
@@ -56,12 +52,7 @@ def test_nothing_is_read_or_written_beyond_its_bounds(tmp_path: Path) -> None:
     tests.append(f"--ignore={ROOT}/tests/runtime/lane/test_ends.py")
     tests += ["-m", "not slow", "-k", "not (Python or leave_no_objects)"]
     ended = subprocess.run(
-        [sys.executable, str(program), *tests],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, str(program), *tests], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     assert "passed" in ended.stdout
@@ -77,19 +68,9 @@ def test_threads_of_many_kinds_do_not_race(tmp_path: Path) -> None:
     port_module, libraries = sanitized(tmp_path, "thread")
     # The interpreter's lock is a mutex, which the sanitizer sees. It sees what the extension does, and the kernel's
     # calls of all.
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": libraries,
-        "TSAN_OPTIONS": "halt_on_error=0:exitcode=66",
-    }
+    environment = {**os.environ, "LD_PRELOAD": libraries, "TSAN_OPTIONS": "halt_on_error=0:exitcode=66"}
     ended = subprocess.run(
-        [
-            sys.executable,
-            str(Path(__file__).with_name("stress.py")),
-            str(port_module),
-            str(tmp_path),
-            "2",
-        ],
+        [sys.executable, str(Path(__file__).with_name("stress.py")), str(port_module), str(tmp_path), "2"],
         env=environment,
         capture_output=True,
         text=True,

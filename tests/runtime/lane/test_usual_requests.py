@@ -99,9 +99,7 @@ def test_a_small_output_that_is_passed_on_is_copied_by_the_port(model: moonpool.
     assert again.tolist() == (X * 4).tolist()
 
 
-def test_memory_that_a_caller_writes_itself_is_lent_whatever_its_size(
-    model: moonpool.Runtime,
-) -> None:
+def test_memory_that_a_caller_writes_itself_is_lent_whatever_its_size(model: moonpool.Runtime) -> None:
     placed = model.empty("double", "X", X.shape)
     placed[:] = X
     before = counts()
@@ -169,9 +167,7 @@ def test_a_caller_leaves_at_its_deadline_and_not_before(
     assert runtime.infer("double", {"X": X}, timeout_s=PATIENCE_S)["Y"].tolist() == [[2.0, 4.0]]
 
 
-def test_requests_of_many_threads_and_tasks_are_sent_and_read_by_the_port(
-    model: moonpool.Runtime,
-) -> None:
+def test_requests_of_many_threads_and_tasks_are_sent_and_read_by_the_port(model: moonpool.Runtime) -> None:
     async def ask_all() -> None:
         await asyncio.gather(*(model.ainfer("double", {"X": X}) for _ in range(200)))
 
@@ -207,18 +203,13 @@ def test_a_request_of_a_client_is_sent_and_read_by_the_port(model: moonpool.Runt
 def test_strings_for_a_client_are_read_by_the_port(tmp_path: Path) -> None:
     file = tmp_path / "texts.py"
     file.write_text(MODEL.replace(" * 2", ""))
-    config = {
-        **CONFIG,
-        **{put: [tensor(name, "STRING", -1)] for put, name in (("input", "X"), ("output", "Y"))},
-    }
+    config = {**CONFIG, **{put: [tensor(name, "STRING", -1)] for put, name in (("input", "X"), ("output", "Y"))}}
     texts = np.array([["a", "moon"]], object)
     with moonpool.Runtime() as runtime, hosted(runtime, "texts", file, config):
         model = runtime._models.find("texts")
 
         async def ask() -> WireTensor:
-            outcome = await wait_for_outcome(
-                model.scheduler, make_request(model, {"X": texts}), PATIENCE_S
-            )
+            outcome = await wait_for_outcome(model.scheduler, make_request(model, {"X": texts}), PATIENCE_S)
             assert isinstance(outcome, Response)
             return outcome.outputs["Y"]  # type: ignore[return-value]
 
@@ -248,10 +239,7 @@ def test_an_interrupt_at_any_call_of_a_usual_request_leaves_a_usable_model(tmp_p
     # An instance that is interrupted while it takes a batch or gives an answer counts as lost.
     limits = {"MOONPOOL_MAX_RESTARTS": "1000", "MOONPOOL_RESTART_BACKOFF_S": "0"}
     parameters = {key: {"string_value": value} for key, value in limits.items()}
-    with (
-        moonpool.Runtime() as runtime,
-        hosted(runtime, "double", file, {**CONFIG, "parameters": parameters}),
-    ):
+    with moonpool.Runtime() as runtime, hosted(runtime, "double", file, {**CONFIG, "parameters": parameters}):
         scheduler = runtime._models.find("double").scheduler
 
         def check() -> None:
@@ -261,16 +249,12 @@ def test_an_interrupt_at_any_call_of_a_usual_request_leaves_a_usable_model(tmp_p
         check()
         kept: list[object] = []
         # Outputs that ended inside would end with the exception, too.
-        assert (
-            interrupted_everywhere(lambda: kept.append(runtime.infer("double", {"X": X})), check)
-            > 5
-        )
+        assert interrupted_everywhere(lambda: kept.append(runtime.infer("double", {"X": X})), check) > 5
 
 
 # It answers when the file is there.
 WAITING = MODEL.replace(
-    "        return [",
-    "        while not os.path.exists({path!r}):\n            time.sleep(0.001)\n        return [",
+    "        return [", "        while not os.path.exists({path!r}):\n            time.sleep(0.001)\n        return ["
 ).replace("import triton", "import os, time\nimport triton")
 
 
@@ -310,9 +294,7 @@ def test_every_caller_of_a_batch_gets_its_outcome_whatever_the_waiter_of_another
     caplog.clear()
 
 
-def test_the_reactor_ends_a_batch_of_the_main_thread_with_which_a_process_is_replaced(
-    tmp_path: Path,
-) -> None:
+def test_the_reactor_ends_a_batch_of_the_main_thread_with_which_a_process_is_replaced(tmp_path: Path) -> None:
     file = tmp_path / "double.py"
     file.write_text(MODEL)
     recycles = {"parameters": {"MOONPOOL_RECYCLE_REQUESTS": {"string_value": "4"}}}
@@ -371,9 +353,7 @@ def _infer_in_a_loop(model: moonpool.Runtime) -> None:
 
 
 @pytest.mark.parametrize(
-    "infer",
-    [lambda model: model.infer("double", {"X": X}), _infer_in_a_loop],
-    ids=["thread", "loop"],
+    "infer", [lambda model: model.infer("double", {"X": X}), _infer_in_a_loop], ids=["thread", "loop"]
 )
 def test_a_lone_caller_looks_for_an_answer_from_another_core_while_that_helps(
     on_a_socket: moonpool.Runtime, infer: Callable[[moonpool.Runtime], object]

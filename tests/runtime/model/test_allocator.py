@@ -77,9 +77,7 @@ class Noting(ResponseAllocator):
     def start(self, userp: object) -> None:
         self.calls.append(("start", userp))
 
-    def alloc(
-        self, name: str, datatype: str, shape: tuple[int, ...], size_bytes: int, userp: object
-    ) -> Any:
+    def alloc(self, name: str, datatype: str, shape: tuple[int, ...], size_bytes: int, userp: object) -> Any:
         self.calls.append(("alloc", name, datatype, shape, size_bytes, userp))
         self.buffers.append(self._make(size_bytes))
         return self.buffers[-1]
@@ -89,13 +87,8 @@ class Noting(ResponseAllocator):
         self.calls.append(("release", number, userp))
 
 
-@pytest.mark.promise(
-    "Requests",
-    "An allocator's `start`, `alloc` and `release` come in Triton's order.",
-)
-def test_start_comes_before_alloc_for_each_output_and_release_when_it_is_dropped(
-    runtime: Runtime,
-) -> None:
+@pytest.mark.promise("Requests", "An allocator's `start`, `alloc` and `release` come in Triton's order.")
+def test_start_comes_before_alloc_for_each_output_and_release_when_it_is_dropped(runtime: Runtime) -> None:
     allocator, userp = Noting(), object()
     outputs = runtime.infer("m", x(1, 2), allocator=allocator, userp=userp)
     assert outputs["Y"].tolist() == [2, 4]
@@ -155,9 +148,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_any_writable_buffer_that_is_large_enough_will_do(
-    runtime: Runtime, make: Callable[[int], Any]
-) -> None:
+def test_any_writable_buffer_that_is_large_enough_will_do(runtime: Runtime, make: Callable[[int], Any]) -> None:
     allocator = Noting(make)
     outputs = runtime.infer("m", x(3, 4), allocator=allocator, outputs=["Y"])
     assert outputs["Y"].tolist() == [6, 8]
@@ -175,17 +166,13 @@ BAD_MAKERS: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize("make", BAD_MAKERS.values(), ids=BAD_MAKERS)
-def test_a_buffer_that_will_not_do_is_the_outcome_of_the_request(
-    runtime: Runtime, make: Callable[[int], Any]
-) -> None:
+def test_a_buffer_that_will_not_do_is_the_outcome_of_the_request(runtime: Runtime, make: Callable[[int], Any]) -> None:
     with pytest.raises(ValueError, match=r"buffer for output 'Y' must be writable and hold 4 byt"):
         runtime.infer("m", x(1), allocator=Noting(make), outputs=["Y"])
 
 
 @pytest.mark.parametrize("function", ["start", "alloc"])
-def test_an_error_of_the_allocator_is_the_outcome_of_the_request(
-    runtime: Runtime, function: str
-) -> None:
+def test_an_error_of_the_allocator_is_the_outcome_of_the_request(runtime: Runtime, function: str) -> None:
     def fail(*_: object) -> None:
         raise Planned("no memory today")
 
@@ -229,9 +216,7 @@ def test_one_allocator_serves_many_threads_and_each_has_its_userp(runtime: Runti
 
     def ask(number: int) -> None:
         for _ in range(20):
-            outputs = runtime.infer(
-                "m", x(number), allocator=allocator, userp=number, outputs=["Y"]
-            )
+            outputs = runtime.infer("m", x(number), allocator=allocator, userp=number, outputs=["Y"])
             answers[number] = outputs["Y"].tolist()
             del outputs
 

@@ -34,9 +34,7 @@ def text(name: str, **parameters: str) -> str:
 def guard(folder: Path, algorithm: str = "MD5") -> str:
     """Demand the present digest of the model's file, and return it."""
     digest = hashlib.new(algorithm, (folder / FILE).read_bytes()).hexdigest()
-    (folder / "config.pbtxt").write_text(
-        CONFIG + text("checksum", **{f"{algorithm}:{FILE}": digest})
-    )
+    (folder / "config.pbtxt").write_text(CONFIG + text("checksum", **{f"{algorithm}:{FILE}": digest}))
     return digest
 
 
@@ -55,17 +53,13 @@ def test_a_file_with_another_digest_fails_the_load(tmp_path: Path, algorithm: st
         forged = hashlib.new(algorithm, (folder / FILE).read_bytes()).hexdigest()
         with pytest.raises(LoadFailed) as caught:
             runtime.load("m")
-        assert (
-            str(caught.value)
-            == f"Mismatched {algorithm} hash for file {FILE}, expect: {digest}, got: {forged}"
-        )
+        assert str(caught.value) == f"Mismatched {algorithm} hash for file {FILE}, expect: {digest}, got: {forged}"
         assert caught.value.code == "INVALID_ARG"
         assert runtime.infer("m", rows(1), timeout_s=PATIENCE_S)["SUM"].tolist() == [[2]]
 
 
 @pytest.mark.promise(
-    "Models",
-    "A file of such a model that is exchanged while it serves keeps its instances from being restarted.",
+    "Models", "A file of such a model that is exchanged while it serves keeps its instances from being restarted."
 )
 @pytest.mark.parametrize("prefork", ["no", "imports"])
 def test_a_file_that_is_forged_later_is_not_run_by_a_restart(tmp_path: Path, prefork: str) -> None:
@@ -73,12 +67,7 @@ def test_a_file_that_is_forged_later_is_not_run_by_a_restart(tmp_path: Path, pre
     guard(folder)
     with moonpool.Runtime(tmp_path, models=()) as runtime:
         runtime.load(
-            "m",
-            options={
-                "MOONPOOL_MAX_RESTARTS": "1",
-                "MOONPOOL_RESTART_BACKOFF_S": "0",
-                "MOONPOOL_PREFORK": prefork,
-            },
+            "m", options={"MOONPOOL_MAX_RESTARTS": "1", "MOONPOOL_RESTART_BACKOFF_S": "0", "MOONPOOL_PREFORK": prefork}
         )
         os.utime(folder / FILE)
         (folder / FILE).write_text((folder / FILE).read_text().replace("a + b", "a - b"))
@@ -89,9 +78,7 @@ def test_a_file_that_is_forged_later_is_not_run_by_a_restart(tmp_path: Path, pre
         assert "Mismatched MD5 hash" in str(hosted.why_not_serving())
 
 
-def test_a_file_is_read_again_only_if_it_may_have_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_read_again_only_if_it_may_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "f").write_bytes(b"abc")
     checksums = Checksums((Checksum("md5", "f", hashlib.md5(b"abc").hexdigest()),), tmp_path)
     read: list[str] = []
@@ -140,13 +127,10 @@ def test_what_cannot_be_checked_is_refused(tmp_path: Path, agents: str, what: st
 
 
 @pytest.mark.parametrize(
-    ("file", "why"),
-    [("missing", "No such file or directory"), ("fifo", "a named pipe"), ("1", "Is a directory")],
+    ("file", "why"), [("missing", "No such file or directory"), ("fifo", "a named pipe"), ("1", "Is a directory")]
 )
 def test_what_cannot_be_read_fails_the_load(tmp_path: Path, file: str, why: str) -> None:
-    folder = write_model(
-        tmp_path, "m", 1, config=CONFIG + text("checksum", **{f"MD5:{file}": "0" * 32})
-    )
+    folder = write_model(tmp_path, "m", 1, config=CONFIG + text("checksum", **{f"MD5:{file}": "0" * 32}))
     os.mkfifo(folder / "fifo")
     with moonpool.Runtime(tmp_path, models=()) as runtime, pytest.raises(LoadFailed) as caught:
         runtime.load("m")
@@ -166,13 +150,10 @@ def test_in_a_sandbox_no_link_leads_out_of_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise(
-    "Models",
-    "A client that loads a model with a configuration of its own does not get around its checksums.",
+    "Models", "A client that loads a model with a configuration of its own does not get around its checksums."
 )
 @pytest.mark.parametrize("agents", [None, {"agents": []}, agent(**{f"MD5:{FILE}": "0" * 32})])
-def test_a_configuration_of_a_client_takes_no_check_away(
-    tmp_path: Path, agents: dict[str, Any] | None
-) -> None:
+def test_a_configuration_of_a_client_takes_no_check_away(tmp_path: Path, agents: dict[str, Any] | None) -> None:
     folder = write_model(tmp_path, "m", 1)
     guard(folder)
     (folder / FILE).write_text((folder / FILE).read_text() + "# forged\n")
@@ -192,9 +173,7 @@ def test_a_configuration_of_a_client_takes_no_check_away(
 
 
 @pytest.mark.parametrize("field", ["cc_model_filenames", "model_operations"])
-def test_fields_that_change_results_are_refused_where_a_backend_would_act_on_them(
-    field: str,
-) -> None:
+def test_fields_that_change_results_are_refused_where_a_backend_would_act_on_them(field: str) -> None:
     values: dict[str, Any] = {
         "cc_model_filenames": {"8.0": "model_80.onnx"},
         "model_operations": {"op_library_filename": ["lib.so"]},
@@ -208,8 +187,7 @@ def test_fields_that_change_results_are_refused_where_a_backend_would_act_on_the
 
 
 @pytest.mark.promise(
-    "Models",
-    "A configuration with a field that would change results, and that moonpool does not act on, is refused.",
+    "Models", "A configuration with a field that would change results, and that moonpool does not act on, is refused."
 )
 def test_a_passive_instance_is_refused() -> None:
     tensor = {"name": "X", "data_type": "TYPE_FP32", "dims": [1]}

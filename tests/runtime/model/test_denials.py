@@ -55,8 +55,7 @@ def test_a_line_says_what_was_refused_and_what_would_allow_it(
     assert caplog.messages == [
         "[m_0] its sandbox did not let it read /data/weights (3 times); "
         "MOONPOOL_SANDBOX_PATHS=ro:/data/weights would allow it",
-        "[m_0] its sandbox did not let it start a process; "
-        "MOONPOOL_SANDBOX_SYSCALLS=fork would allow it",
+        "[m_0] its sandbox did not let it start a process; MOONPOOL_SANDBOX_SYSCALLS=fork would allow it",
     ]
 
 

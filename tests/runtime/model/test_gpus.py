@@ -81,9 +81,7 @@ def test_the_driver_is_not_looked_for_where_no_model_could_use_it() -> None:
 
 
 @pytest.mark.promise("GPUs in the runtime", "If a configuration names a …")
-def test_a_gpu_where_there_is_none_is_an_error_that_says_why(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_where_there_is_none_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> object:
         raise CudaUnavailable("there is no driver of NVIDIA here; install it")
 

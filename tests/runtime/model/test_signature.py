@@ -46,13 +46,8 @@ def one_of(name: str, datatype: str, *dims: int, max_batch_size: int = 0) -> Sig
 def test_a_request_has_its_arrays_in_the_order_of_the_configuration() -> None:
     given = inputs()
     request = signature().request(dict(reversed(given.items())))
-    assert [array is given[name] for array, name in zip(request.arrays, "AB", strict=True)] == [
-        True,
-        True,
-    ]
-    assert [
-        (t.number, NAMES[t.datatype], t.shape, t.size_bytes) for t in request.shapes.tensors
-    ] == [
+    assert [array is given[name] for array, name in zip(request.arrays, "AB", strict=True)] == [True, True]
+    assert [(t.number, NAMES[t.datatype], t.shape, t.size_bytes) for t in request.shapes.tensors] == [
         (0, "FP32", [4], 16),
         (1, "INT32", [3], 12),
     ]
@@ -75,9 +70,7 @@ def test_requests_may_be_batched_whose_shapes_agree_beyond_the_rows() -> None:
 
 
 def test_requests_with_other_optional_inputs_are_not_batched() -> None:
-    model = signature(
-        8, input=[tensor("A", "FP32", 4), {**tensor("B", "INT32", -1), "optional": True}]
-    )
+    model = signature(8, input=[tensor("A", "FP32", 4), {**tensor("B", "INT32", -1), "optional": True}])
     with_b, without_b = model.request(inputs(1)), model.request({"A": inputs(1)["A"]})
     assert with_b.signature != without_b.signature
     assert [t.number for t in without_b.shapes.tensors] == [0]
@@ -228,9 +221,7 @@ def test_memory_for_an_input_has_its_datatype_and_size() -> None:
         ("A", (2**40, 2**40), "is too large"),
     ],
 )
-def test_memory_that_no_input_can_have_is_refused(
-    name: str, shape: tuple[int, ...], words: str
-) -> None:
+def test_memory_that_no_input_can_have_is_refused(name: str, shape: tuple[int, ...], words: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         signature().empty_dtype(name, shape)
     assert words in str(caught.value)

@@ -34,9 +34,7 @@ def test_a_file_is_a_native_model_unless_it_defines_tritons_class(tmp_path: Path
     assert of_file(file).kind == "triton"
 
 
-def test_a_relative_path_is_meant_from_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_is_meant_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("")
     monkeypatch.chdir(tmp_path)
     assert of_file("mine.py").file == tmp_path / "mine.py"
@@ -50,9 +48,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         assert caught.value.stage == "find"
 
 
-def test_a_file_that_cannot_be_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "mine.py"
     file.write_text("")
 
@@ -66,19 +62,13 @@ def test_a_file_that_cannot_be_read_is_named(
 
 def test_a_file_in_another_encoding_is_no_error(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_bytes(
-        "# -*- coding: latin-1 -*-\n# über\nclass TritonPythonModel: ...".encode("latin-1")
-    )
+    file.write_bytes("# -*- coding: latin-1 -*-\n# über\nclass TritonPythonModel: ...".encode("latin-1"))
     assert of_file(file).kind == "triton"
 
 
 def class_source(model_class: type) -> ModelSource:
     """Return the source that a load finds for a class."""
-    return (
-        prepare(Wanted("model", model_class), ModelRepositories(()), lambda _: None)
-        .models[0]
-        .source
-    )
+    return prepare(Wanted("model", model_class), ModelRepositories(()), lambda _: None).models[0].source
 
 
 def test_a_class_is_found_in_its_file() -> None:

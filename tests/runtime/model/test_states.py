@@ -23,10 +23,7 @@ from moonpool.runtime.model.states import (
     draw,
 )
 
-pytestmark = pytest.mark.promise(
-    "Lifecycle",
-    "A transition that is not in the state tables raises an error.",
-)
+pytestmark = pytest.mark.promise("Lifecycle", "A transition that is not in the state tables raises an error.")
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -57,9 +57,7 @@ class TestDecisions:
             replace(BUSY, is_on_gpu=True),
             replace(WAITS, is_on_gpu=True),
             replace(WAITS, spare_cores=0.0),  # the instance may be waiting for a core
-            replace(
-                WAITS, executing=0.5
-            ),  # something else delays the requests, such as a queue delay
+            replace(WAITS, executing=0.5),  # something else delays the requests, such as a queue delay
             replace(BUSY, cores=0.5, executing=0.5),
             replace(BUSY, instances=0),
         ],
@@ -76,9 +74,7 @@ class TestDecisions:
             (replace(WAITS, executing=0.75), Reason.WAITING),
         ],
     )
-    def test_advice_stays_a_little_below_its_threshold(
-        self, load: InstanceLoad, before: Reason
-    ) -> None:
+    def test_advice_stays_a_little_below_its_threshold(self, load: InstanceLoad, before: Reason) -> None:
         assert decide(load) is None
         assert decide(load, before) is before
 
@@ -107,9 +103,7 @@ class TestDecisions:
         ),
         st.sampled_from([None, *Reason]),
     )
-    def test_figures_that_stay_give_a_decision_that_stays(
-        self, load: InstanceLoad, before: Reason | None
-    ) -> None:
+    def test_figures_that_stay_give_a_decision_that_stays(self, load: InstanceLoad, before: Reason | None) -> None:
         decided = decide(load, before)
 
         assert decide(load, decided) is decided

@@ -12,8 +12,7 @@ import pytest
 from moonpool.runtime.observe.machine import GPU_NAMES, GpuMetrics, MachineMetrics
 
 pytestmark = pytest.mark.promise(
-    "Watching a server",
-    "The metrics of the machine are those of Triton. Those of GPUs are there only if it has some.",
+    "Watching a server", "The metrics of the machine are those of Triton. Those of GPUs are there only if it has some."
 )
 
 MEMORY = "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 400 kB\nHugePages_Total: 0\n"
@@ -50,9 +49,7 @@ def test_utilization_is_that_of_the_last_interval() -> None:
 
 
 def test_the_machine_that_this_is_can_be_told_of() -> None:
-    utilization, total, used = (
-        family.samples[0].value for family in MachineMetrics(0.0).families()
-    )
+    utilization, total, used = (family.samples[0].value for family in MachineMetrics(0.0).families())
 
     assert 0 <= utilization <= 1
     assert 0 < used < total
@@ -107,9 +104,7 @@ def driver(tmp_path: Path) -> Path:
     return library
 
 
-def test_the_memory_of_processes_is_that_on_all_gpus_as_far_as_the_driver_knows(
-    driver: Path,
-) -> None:
+def test_the_memory_of_processes_is_that_on_all_gpus_as_far_as_the_driver_knows(driver: Path) -> None:
     metrics = GpuMetrics(str(driver))
 
     assert metrics.bytes_by_process() == {10: 150}

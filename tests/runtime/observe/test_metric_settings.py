@@ -19,8 +19,7 @@ from moonpool.runtime.observe.metrics_options import (
 from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS
 
 pytestmark = pytest.mark.promise(
-    "Watching a server",
-    "A model's configuration can add labels and set buckets. Invalid ones are refused.",
+    "Watching a server", "A model's configuration can add labels and set buckets. Invalid ones are refused."
 )
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -33,10 +32,7 @@ def control(buckets: list[float], family: str = FIRST) -> dict[str, Any]:
 
 
 def test_tags_become_labels_with_an_underscore() -> None:
-    assert tags_of({"metric_tags": {"team": "blue", "a": 'x"y'}}) == (
-        ("_a", 'x"y'),
-        ("_team", "blue"),
-    )
+    assert tags_of({"metric_tags": {"team": "blue", "a": 'x"y'}}) == (("_a", 'x"y'), ("_team", "blue"))
     assert tags_of({}) == ()
 
 
@@ -47,12 +43,7 @@ def test_a_tag_that_can_be_no_label_is_refused(key: str) -> None:
 
 
 def test_buckets_are_milliseconds() -> None:
-    assert first_response_bounds_ns(control([-1, 0.0, 1, 2.5])) == (
-        -1_000_000,
-        0,
-        1_000_000,
-        2_500_000,
-    )
+    assert first_response_bounds_ns(control([-1, 0.0, 1, 2.5])) == (-1_000_000, 0, 1_000_000, 2_500_000)
     assert first_response_bounds_ns({}) == (100_000_000, 500_000_000, 2_000_000_000, 5_000_000_000)
 
 

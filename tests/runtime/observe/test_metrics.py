@@ -34,10 +34,7 @@ def test_the_same_name_and_labels_are_the_same_metric(registry: MetricRegistry) 
 def test_a_name_has_one_kind_for_as_long_as_somebody_holds_it(registry: MetricRegistry) -> None:
     family = registry.hold_family("n", "d", COUNTER)
     metric = registry.hold("n", "d", COUNTER, {}, None)
-    for hold in (
-        lambda: registry.hold_family("n", "d", GAUGE),
-        lambda: registry.hold("n", "d", GAUGE, {}, None),
-    ):
+    for hold in (lambda: registry.hold_family("n", "d", GAUGE), lambda: registry.hold("n", "d", GAUGE, {}, None)):
         with pytest.raises(BadMetric, match="Family name already exists with different type"):
             hold()
 
@@ -74,9 +71,7 @@ def test_a_refused_metric_leaves_no_family(registry: MetricRegistry) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "1a", "é", "__a", "a-b", "a\n", "a\0b"])
-def test_names_that_prometheus_does_not_take_are_refused(
-    registry: MetricRegistry, name: str
-) -> None:
+def test_names_that_prometheus_does_not_take_are_refused(registry: MetricRegistry, name: str) -> None:
     with pytest.raises(BadMetric, match=r"^Invalid metric name$"):
         registry.hold_family(name, "d", COUNTER)
     with pytest.raises(BadMetric, match=r"^Invalid label name$"):
@@ -91,9 +86,7 @@ def test_colons_are_for_names_and_le_is_for_buckets(registry: MetricRegistry) ->
 
 
 @pytest.mark.parametrize("buckets", [[3.0, 1.0], [1.0, 1.0], [math.nan, 2.0], [math.inf, 1.0]])
-def test_bounds_that_do_not_ascend_are_refused(
-    registry: MetricRegistry, buckets: list[float]
-) -> None:
+def test_bounds_that_do_not_ascend_are_refused(registry: MetricRegistry, buckets: list[float]) -> None:
     with pytest.raises(BadMetric, match="Bucket Boundaries must be strictly sorted"):
         registry.hold("n", "d", HISTOGRAM, {}, buckets)
 
@@ -197,9 +190,7 @@ def test_infinity_is_one_bucket_and_what_is_no_number_is_in_it(registry: MetricR
         (-math.inf, "-Inf"),
     ],
 )
-def test_numbers_are_shown_as_triton_shows_them(
-    registry: MetricRegistry, value: float, shown: str
-) -> None:
+def test_numbers_are_shown_as_triton_shows_them(registry: MetricRegistry, value: float, shown: str) -> None:
     registry.change(registry.hold("g", "d", GAUGE, {}, None), SET, value)
 
     assert text(registry).splitlines()[-1] == f"g {shown}"
@@ -208,9 +199,7 @@ def test_numbers_are_shown_as_triton_shows_them(
 def test_no_text_breaks_a_line(registry: MetricRegistry) -> None:
     registry.hold("g", 'a \\ b\n"c"', GAUGE, {"q": 'quo"te\\ \né'}, None)
 
-    assert text(registry) == (
-        '# HELP g a \\\\ b\\n"c"\n# TYPE g gauge\ng{q="quo\\"te\\\\ \\né"} 0\n'
-    )
+    assert text(registry) == ('# HELP g a \\\\ b\\n"c"\n# TYPE g gauge\ng{q="quo\\"te\\\\ \\né"} 0\n')
 
 
 def test_threads_lose_no_change(registry: MetricRegistry) -> None:

@@ -9,20 +9,12 @@ from moonpool.runtime.observe.metrics_options import MetricsOptions, metrics_opt
 
 
 def test_given_options_are_set_and_the_others_are_triton_s() -> None:
-    flags = [
-        "summary_latencies=true",
-        "counter_latencies=false",
-        "summary_quantiles=0.5:0.05,0.9:0.01",
-    ]
+    flags = ["summary_latencies=true", "counter_latencies=false", "summary_quantiles=0.5:0.05,0.9:0.01"]
 
     options = metrics_options(flags, allow_gpu=False, interval_ms=500)
 
     assert options == MetricsOptions(
-        counter_latencies=False,
-        summary_latencies=True,
-        summary_quantiles=(0.5, 0.9),
-        allow_gpu=False,
-        interval_s=0.5,
+        counter_latencies=False, summary_latencies=True, summary_quantiles=(0.5, 0.9), allow_gpu=False, interval_s=0.5
     )
     assert metrics_options([]) == MetricsOptions()
     assert MetricsOptions().summary_quantiles == (0.5, 0.9, 0.95, 0.99, 0.999)

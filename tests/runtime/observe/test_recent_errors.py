@@ -88,10 +88,7 @@ def test_a_traceback_finds_its_error_whichever_comes_first() -> None:
     recent.logged("early", 1, "something else\n")
 
     traceback = "Traceback (most recent call last):\n  here\nOne: it failed"
-    assert [(e.model, e.traceback) for e in recent.latest()] == [
-        ("early", traceback),
-        ("late", traceback),
-    ]
+    assert [(e.model, e.traceback) for e in recent.latest()] == [("early", traceback), ("late", traceback)]
 
 
 # Errors that are listed
@@ -129,10 +126,7 @@ def test_a_death_is_kept_once_with_the_requests_that_it_cost() -> None:
         "output": [tensor("PID", "INT64", 1)],
         **options(ENVIRONMENT="FAULT_AT"),
     }
-    with (
-        moonpool.Runtime() as runtime,
-        hosted(runtime, "victim", MODELS / "dies.py", config),
-    ):
+    with moonpool.Runtime() as runtime, hosted(runtime, "victim", MODELS / "dies.py", config):
         with pytest.raises(StubDied):
             runtime.infer("victim", {"COMMAND": ["execute:_exit 3"]})
         wait_until(lambda: runtime.is_ready("victim"), 60.0)

@@ -8,15 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.runtime.observe.statistics import (
-    MOST_BATCH_SIZES,
-    Statistics,
-)
+from moonpool.runtime.observe.statistics import MOST_BATCH_SIZES, Statistics
 
 counts = st.integers(0, 1000)
-executions = st.lists(
-    st.tuples(st.integers(1, 4), st.integers(0, 3), counts, counts, counts, counts, counts)
-)
+executions = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), counts, counts, counts, counts, counts))
 
 
 def test_nothing_has_happened_at_first() -> None:
@@ -118,9 +113,7 @@ def test_sums_of_durations_may_outgrow_64_bits() -> None:
         statistics.record_batch(7, 1, 1, 1, most, most, most, most, most)
         statistics.record_failures(7, 1, most)
     sums = statistics.snapshot()["inference_stats"]
-    assert [sums[each]["ns"] for each in ("success", "fail", "queue", "compute_infer")] == [
-        2 * most
-    ] * 4
+    assert [sums[each]["ns"] for each in ("success", "fail", "queue", "compute_infer")] == [2 * most] * 4
 
 
 @given(executions)

@@ -58,9 +58,7 @@ class Fakes:
         self.program.write_text(FAKE.format(python=sys.executable, does=what))
         self.program.chmod(0o755)
 
-    def fork(
-        self, deadline: float | None = None, variables: dict[str, str] | None = None
-    ) -> ChildProcess | None:
+    def fork(self, deadline: float | None = None, variables: dict[str, str] | None = None) -> ChildProcess | None:
         return self.templates.fork(
             str(self.program),
             {"PATH": os.environ["PATH"]} | (variables or {}),
@@ -137,9 +135,7 @@ def test_a_fork_that_the_kernel_refuses_is_none(fakes: Fakes, answer: str) -> No
     assert fakes.fork() is None
 
 
-@pytest.mark.parametrize(
-    "does", ["os._exit(1)", "channel.close(); time.sleep(1000)", "time.sleep(1000)"]
-)
+@pytest.mark.parametrize("does", ["os._exit(1)", "channel.close(); time.sleep(1000)", "time.sleep(1000)"])
 def test_one_that_does_not_answer_is_replaced_once(
     fakes: Fakes, does: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,9 +230,7 @@ def test_a_fork_whose_answer_nobody_read_is_ended(
 
 
 def test_the_one_that_was_not_used_for_longest_makes_room(fakes: Fakes, tmp_path: Path) -> None:
-    fakes.does(
-        "open(f'begun{os.getpid()}', 'w')\nready()\nwhile True:\n    asked()\n    channel.send(b'-1')"
-    )
+    fakes.does("open(f'begun{os.getpid()}', 'w')\nready()\nwhile True:\n    asked()\n    channel.send(b'-1')")
     for number in range(6):
         fakes.fork(variables={"NUMBER": str(number)})
     begun = [int(path.name.removeprefix("begun")) for path in tmp_path.glob("begun*")]
@@ -244,12 +238,8 @@ def test_the_one_that_was_not_used_for_longest_makes_room(fakes: Fakes, tmp_path
     wait_until(lambda: sum(os.path.exists(f"/proc/{pid}") for pid in begun) == 4)
 
 
-def test_an_interpreter_that_was_replaced_has_another_template(
-    fakes: Fakes, tmp_path: Path
-) -> None:
-    does = (
-        "open('begun', 'a').write('x')\nready()\nwhile True:\n    asked()\n    channel.send(b'-1')"
-    )
+def test_an_interpreter_that_was_replaced_has_another_template(fakes: Fakes, tmp_path: Path) -> None:
+    does = "open('begun', 'a').write('x')\nready()\nwhile True:\n    asked()\n    channel.send(b'-1')"
     fakes.does(does)
     fakes.fork()
     fakes.fork()
@@ -261,10 +251,7 @@ def test_an_interpreter_that_was_replaced_has_another_template(
 
 
 def test_many_threads_share_one(fakes: Fakes, tmp_path: Path) -> None:
-    fakes.does(
-        "open('begun', 'a').write('x')\n"
-        + FORKS.format(clone=clone(), answer="channel.send(b'%d' % pid)")
-    )
+    fakes.does("open('begun', 'a').write('x')\n" + FORKS.format(clone=clone(), answer="channel.send(b'%d' % pid)"))
     found: list[ChildProcess | None] = []
     threads = [threading.Thread(target=lambda: found.append(fakes.fork())) for _ in range(8)]
     for thread in threads:

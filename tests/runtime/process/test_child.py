@@ -111,12 +111,8 @@ def _is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("ends_itself", [True, False])
-def test_the_children_of_a_process_end_with_it(
-    start: Start, tmp_path: Path, ends_itself: bool
-) -> None:
-    process = start(
-        "sleep 1000 & echo $!; " + ("exit 3" if ends_itself else "while true; do wait; done")
-    )
+def test_the_children_of_a_process_end_with_it(start: Start, tmp_path: Path, ends_itself: bool) -> None:
+    process = start("sleep 1000 & echo $!; " + ("exit 3" if ends_itself else "while true; do wait; done"))
     wait_until(lambda: output(tmp_path).strip())
     child = int(output(tmp_path))
     if not ends_itself:
@@ -148,9 +144,7 @@ def test_signals_to_one_that_ended_and_was_not_waited_for_harm_nobody(start: Sta
 def test_many_threads_may_wait_and_one_reaps(start: Start) -> None:
     process = start("read line; exit 5")  # its input is empty
     codes: list[int | None] = []
-    threads = [
-        threading.Thread(target=lambda: codes.append(process.wait(PATIENCE_S))) for _ in range(8)
-    ]
+    threads = [threading.Thread(target=lambda: codes.append(process.wait(PATIENCE_S))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -21,18 +21,14 @@ def test_an_interpreter_that_is_gone_is_to_be_made_again(tmp_path: Path) -> None
     )
 
 
-def test_an_interpreter_that_only_the_instance_does_not_see_is_to_be_put_elsewhere(
-    tmp_path: Path,
-) -> None:
+def test_an_interpreter_that_only_the_instance_does_not_see_is_to_be_put_elsewhere(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.symlink_to("/bin/sh")
 
     why = exec_failure(str(python), str(errno.ENOENT))
 
     assert "the instance does not see " in why
-    assert why.endswith(
-        "with an interpreter that all users can read, such as one below /usr or /opt"
-    )
+    assert why.endswith("with an interpreter that all users can read, such as one below /usr or /opt")
 
 
 def test_an_interpreter_that_never_was_is_to_be_named_again(tmp_path: Path) -> None:

@@ -11,12 +11,7 @@ from moonpool.runtime.process.files import parsed_json
 
 RUNTIME = Path(__file__).parents[3] / "runtime"
 # What the runtime's own processes say, and the server's JSON, which has a reader of its own.
-OURS = {
-    "cli/sandbox.py",
-    "process/blank_templates.py",
-    "process/files.py",
-    "server/http/json_text.py",
-}
+OURS = {"cli/sandbox.py", "process/blank_templates.py", "process/files.py", "server/http/json_text.py"}
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, "{", b"\xff"])

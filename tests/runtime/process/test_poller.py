@@ -11,10 +11,7 @@ import pytest
 
 from moonpool.runtime.process.reactor import Poller
 
-pytestmark = pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "If the server's user has no …",
-)
+pytestmark = pytest.mark.promise("What the server bears, and whom it answers like", "If the server's user has no …")
 
 
 class Full:
@@ -51,9 +48,7 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
-def test_a_readable_descriptor_is_found_until_it_is_read(
-    poller: Poller, pipe: tuple[int, int]
-) -> None:
+def test_a_readable_descriptor_is_found_until_it_is_read(poller: Poller, pipe: tuple[int, int]) -> None:
     poller.register(pipe[0], select.EPOLLIN)
     os.write(pipe[1], b"x")
 
@@ -92,9 +87,7 @@ def test_the_end_of_a_pipe_is_found_though_nothing_is_waited_for(poller: Poller)
     os.close(read_fd)
 
 
-def test_unknown_and_doubly_known_descriptors_are_errors(
-    poller: Poller, pipe: tuple[int, int]
-) -> None:
+def test_unknown_and_doubly_known_descriptors_are_errors(poller: Poller, pipe: tuple[int, int]) -> None:
     with pytest.raises(FileNotFoundError):
         poller.modify(pipe[0], select.EPOLLIN)
     poller.register(pipe[0], select.EPOLLIN)

@@ -72,9 +72,7 @@ def test_a_callback_may_ask_for_another_one(reactor: Reactor) -> None:
     assert seen == ["first", "second"]
 
 
-def test_callbacks_that_ask_for_themselves_do_not_keep_others_waiting(
-    reactor: Reactor, pipe: tuple[int, int]
-) -> None:
+def test_callbacks_that_ask_for_themselves_do_not_keep_others_waiting(reactor: Reactor, pipe: tuple[int, int]) -> None:
     seen = threading.Event()
     stop = threading.Event()
 
@@ -129,9 +127,7 @@ def test_a_thread_waits_for_what_the_reactor_runs_but_not_for_ever(reactor: Reac
     assert ran == ["first", "late", "inside"]
 
 
-def test_timers_run_in_the_order_of_their_times_and_not_before(
-    reactor: Reactor,
-) -> None:
+def test_timers_run_in_the_order_of_their_times_and_not_before(reactor: Reactor) -> None:
     begin = time.monotonic()
     seen: list[tuple[str, float]] = []
     done = threading.Event()
@@ -158,9 +154,7 @@ def test_a_time_that_is_over_is_now(reactor: Reactor) -> None:
     assert done.wait(PATIENCE_S)
 
 
-def test_a_descriptor_is_watched_until_it_is_forgotten(
-    reactor: Reactor, pipe: tuple[int, int]
-) -> None:
+def test_a_descriptor_is_watched_until_it_is_forgotten(reactor: Reactor, pipe: tuple[int, int]) -> None:
     read_fd, write_fd = pipe
     seen: list[bytes] = []
     reactor.watch(read_fd, lambda: seen.append(os.read(read_fd, 100)))
@@ -174,9 +168,7 @@ def test_a_descriptor_is_watched_until_it_is_forgotten(
     assert seen == [b"one", b"two"]
 
 
-def test_a_descriptor_that_is_watched_once_is_reported_once(
-    reactor: Reactor, pipe: tuple[int, int]
-) -> None:
+def test_a_descriptor_that_is_watched_once_is_reported_once(reactor: Reactor, pipe: tuple[int, int]) -> None:
     read_fd, write_fd = pipe
     seen: list[int] = []
     for i in range(3):
@@ -191,8 +183,7 @@ def test_a_descriptor_that_is_watched_once_is_reported_once(
 
 @pytest.mark.promise(
     "What a stub says",
-    "A stub that sends more messages or calls than it may in a second has to wait. Nothing else "
-    "waits for it.",
+    "A stub that sends more messages or calls than it may in a second has to wait. Nothing else waits for it.",
 )
 def test_a_paused_descriptor_is_read_later(reactor: Reactor, pipe: tuple[int, int]) -> None:
     read_fd, write_fd = pipe
@@ -259,9 +250,7 @@ def test_the_end_of_a_peer_is_reported(reactor: Reactor) -> None:
     os.close(read_fd)
 
 
-def test_a_descriptor_that_was_forgotten_in_the_same_round_is_not_reported(
-    reactor: Reactor,
-) -> None:
+def test_a_descriptor_that_was_forgotten_in_the_same_round_is_not_reported(reactor: Reactor) -> None:
     pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(2)]
     seen: list[int] = []
 
@@ -301,9 +290,7 @@ def test_an_exception_of_a_callback_is_logged_and_the_reactor_goes_on(
     assert "a callback of the reactor failed" in caplog.text
 
 
-def test_watching_what_is_no_descriptor_harms_nobody(
-    reactor: Reactor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_watching_what_is_no_descriptor_harms_nobody(reactor: Reactor, caplog: pytest.LogCaptureFixture) -> None:
     reactor.watch(-1, lambda: None)
     finish(reactor)
     assert "a callback of the reactor failed" in caplog.text

@@ -12,8 +12,7 @@ from moonpool.runtime.process.restart import GiveUp, RestartAt, RestartPolicy
 
 pytestmark = pytest.mark.promise(
     "Lifecycle",
-    "The first restart comes at once, each further one later than the one before, and "
-    "they end at the limit.",
+    "The first restart comes at once, each further one later than the one before, and they end at the limit.",
 )
 
 seconds = st.floats(0, 1000, allow_nan=False)
@@ -61,8 +60,7 @@ def test_many_deaths_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("max_restarts", -1), ("window_s", 0.0), ("backoff_s", math.nan), ("backoff_max_s", -0.1)],
+    ("field", "value"), [("max_restarts", -1), ("window_s", 0.0), ("backoff_s", math.nan), ("backoff_max_s", -0.1)]
 )
 def test_a_policy_that_means_nothing_is_refused(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{field} is {value}"):
@@ -75,9 +73,7 @@ def test_there_is_no_decision_before_a_death() -> None:
 
 
 @given(policy=policies, lives_s=st.lists(st.floats(0, 100), min_size=1, max_size=40))
-def test_restarts_are_never_more_than_the_policy_allows(
-    policy: RestartPolicy, lives_s: list[float]
-) -> None:
+def test_restarts_are_never_more_than_the_policy_allows(policy: RestartPolicy, lives_s: list[float]) -> None:
     now_s = 0.0
     deaths: list[float] = []
     restarted: list[float] = []

@@ -63,10 +63,7 @@ def test_a_container_has_no_more_than_its_quota(group: str) -> None:
         f"{place}/cpu.max": "150000 100000\n",
         f"{place}/cpu.stat": "usage_usec 1000000\nuser_usec 5\n",
     }
-    after = before | {
-        "/proc/stat": stat(7, 7, 7, 7),
-        f"{place}/cpu.stat": "usage_usec 3000000\nuser_usec 5\n",
-    }
+    after = before | {"/proc/stat": stat(7, 7, 7, 7), f"{place}/cpu.stat": "usage_usec 3000000\nuser_usec 5\n"}
 
     assert measured(before, after, 0, 1, 2, 3) == pytest.approx(0.5)
 
@@ -80,10 +77,7 @@ def test_a_quota_of_a_group_above_counts() -> None:
         "/sys/fs/cgroup/a/cpu.max": "100000 100000\n",
         "/sys/fs/cgroup/a/cpu.stat": "usage_usec 0\n",
     }
-    after = before | {
-        "/proc/stat": stat(7, 7, 7, 7),
-        "/sys/fs/cgroup/a/cpu.stat": "usage_usec 2500000\n",
-    }
+    after = before | {"/proc/stat": stat(7, 7, 7, 7), "/sys/fs/cgroup/a/cpu.stat": "usage_usec 2500000\n"}
 
     assert measured(before, after, 0, 1, 2, 3) == 0.0
 
@@ -96,10 +90,7 @@ def test_the_quota_of_cgroup_v1_counts() -> None:
         "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         "/sys/fs/cgroup/cpuacct/cpuacct.usage": "0\n",
     }
-    after = before | {
-        "/proc/stat": stat(7, 7),
-        "/sys/fs/cgroup/cpuacct/cpuacct.usage": "1000000000\n",
-    }
+    after = before | {"/proc/stat": stat(7, 7), "/sys/fs/cgroup/cpuacct/cpuacct.usage": "1000000000\n"}
 
     assert measured(before, after, 0, 1) == pytest.approx(0.5)
 

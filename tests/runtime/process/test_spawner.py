@@ -146,9 +146,7 @@ print(os.wait()[1])
 
 @pytest.mark.parametrize("lock", ["free", "held"])
 def test_a_fork_has_a_thread_of_its_own_for_it_whatever_others_did_meanwhile(lock: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORKED, lock], capture_output=True, text=True, timeout=2 * PATIENCE_S
-    )
+    done = subprocess.run([sys.executable, "-c", FORKED, lock], capture_output=True, text=True, timeout=2 * PATIENCE_S)
     assert done.stdout == "0\n", done.stderr
 
 
@@ -175,9 +173,7 @@ print(start().wait())
 
 @pytest.mark.promise("At the limits", "If no thread can be started …")
 def test_a_start_that_failed_for_lack_of_a_thread_works_later() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", THREADLESS], capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    done = subprocess.run([sys.executable, "-c", THREADLESS], capture_output=True, text=True, timeout=PATIENCE_S)
     text = "the runtime has no thread for moonpool-spawner: can't start new thread"
     refused = f"OutOfThreads {errno.EAGAIN} {text}"
     assert done.stdout.splitlines() == [refused, refused, "0"]

@@ -31,14 +31,10 @@ def pool() -> Iterator[TaskPool]:
 
 
 @LIMITS
-def test_a_thread_that_is_refused_is_an_error_that_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_thread_that_is_refused_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_threads(monkeypatch)
 
-    with pytest.raises(
-        OutOfThreads, match="no thread for mine: can't start new thread; raise the limit"
-    ) as caught:
+    with pytest.raises(OutOfThreads, match="no thread for mine: can't start new thread; raise the limit") as caught:
         start_thread(threading.Thread(name="mine"))
 
     assert caught.value.code == "UNAVAILABLE"
@@ -163,9 +159,7 @@ def test_tasks_wait_for_threads_that_run_if_no_other_can_be_started(
 
 
 @LIMITS
-def test_a_task_that_was_refused_never_runs(
-    pool: TaskPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_was_refused_never_runs(pool: TaskPool, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     with monkeypatch.context() as patch:
         refuse_threads(patch)
@@ -199,9 +193,7 @@ def test_a_condition_is_waited_for_until_it_holds_or_the_time_is_over() -> None:
     lock, seen = threading.Lock(), []
     changed = CountingCondition(lock)
     thread = threading.Thread(
-        target=lambda: seen.append(
-            changed.wait_for(lambda: bool(seen), time.monotonic() + PATIENCE_S)
-        )
+        target=lambda: seen.append(changed.wait_for(lambda: bool(seen), time.monotonic() + PATIENCE_S))
     )
     thread.start()
     wait_until(lambda: changed.waiting == 1)
@@ -257,9 +249,7 @@ reactor.close()
 
 @LIMITS
 def test_a_program_at_a_limit_of_the_kernel_gets_errors_and_goes_on() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=2 * PATIENCE_S
-    )
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=2 * PATIENCE_S)
     if done.stderr.startswith("no other user"):
         pytest.skip(done.stderr.strip())
     assert done.stdout.splitlines() == [

@@ -26,9 +26,7 @@ class Bucket:
         # Called before each answer to a question for content.
         self.before_read: Callable[[str], object] = lambda _: None
         # What each listed object says of itself, beside its name, type and size.
-        self.facts: Callable[[bytes], dict[str, object]] = lambda content: {
-            "ETag": hashlib.md5(content).hexdigest()
-        }
+        self.facts: Callable[[bytes], dict[str, object]] = lambda content: {"ETag": hashlib.md5(content).hexdigest()}
 
     def put(self, base: str, files: dict[str, bytes]) -> None:
         self.objects |= {f"{base}/{path}": content for path, content in files.items()}
@@ -50,15 +48,11 @@ class Bucket:
             raise FileNotFoundError(path)
         rests = {each["name"].removeprefix(f"{path}/").split("/")[0]: each for each in below}
         return [
-            each
-            if each["name"] == f"{path}/{name}"
-            else {"name": f"{path}/{name}", "type": "directory", "size": 0}
+            each if each["name"] == f"{path}/{name}" else {"name": f"{path}/{name}", "type": "directory", "size": 0}
             for name, each in rests.items()
         ]
 
-    def find(
-        self, path: str, detail: bool = True, withdirs: bool = True
-    ) -> dict[str, dict[str, Any]]:
+    def find(self, path: str, detail: bool = True, withdirs: bool = True) -> dict[str, dict[str, Any]]:
         assert detail
         assert withdirs
         self.lists += 1

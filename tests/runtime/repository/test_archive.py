@@ -50,8 +50,7 @@ def entry(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
 
 
 @pytest.mark.promise(
-    "Environments",
-    "A malicious archive is refused, and nothing is written outside of the environment.",
+    "Environments", "A malicious archive is refused, and nothing is written outside of the environment."
 )
 @pytest.mark.promise(
     "Environments",
@@ -141,14 +140,10 @@ class TestHostileArchives:
         header.type, header.size = tarfile.XHDTYPE, 1 << 40
         stream = io.BytesIO(header.tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20))
 
-        with pytest.raises(
-            BadEnvironment, match="needs more than 512 MiB of memory to be unpacked"
-        ):
+        with pytest.raises(BadEnvironment, match="needs more than 512 MiB of memory to be unpacked"):
             unpack(stream, tmp_path)
 
-    def test_too_many_members_are_refused(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_too_many_members_are_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(environment_archive, "MEMBER_LIMIT", 2)
 
         with pytest.raises(BadEnvironment, match="has more than 2 members"):
@@ -203,9 +198,7 @@ class TestMembersThatComeTwice:
             lambda: zip_of(("f", 0o100644, b"old, and longer"), ("f", 0o100644, b"new")),
         ],
     )
-    def test_the_later_file_replaces_the_earlier_one(
-        self, tmp_path: Path, archive: Callable[[], io.BytesIO]
-    ) -> None:
+    def test_the_later_file_replaces_the_earlier_one(self, tmp_path: Path, archive: Callable[[], io.BytesIO]) -> None:
         unpack(archive(), tmp_path)
 
         assert (tmp_path / "f").read_bytes() == b"new"

@@ -81,9 +81,7 @@ def of_gnu_tar(form: str) -> Callable[[Path], bytes]:
         source = folder / "source"
         source.mkdir()
         unpack(io.BytesIO(tar_of(tarfile.PAX_FORMAT, "w")), source)
-        subprocess.run(
-            ["tar", f"--format={form}", "-cf", folder / "packed.tar", "-C", source, "."], check=True
-        )
+        subprocess.run(["tar", f"--format={form}", "-cf", folder / "packed.tar", "-C", source, "."], check=True)
         return (folder / "packed.tar").read_bytes()
 
     return make
@@ -101,9 +99,7 @@ def of_gnu_tar(form: str) -> Callable[[Path], bytes]:
         lambda _: zip_of(zipfile.ZIP_STORED), lambda _: zip_of(zipfile.ZIP_DEFLATED),
     ],
 )  # fmt: skip
-def test_archives_of_other_programs_are_unpacked(
-    tmp_path: Path, make: Callable[[Path], bytes]
-) -> None:
+def test_archives_of_other_programs_are_unpacked(tmp_path: Path, make: Callable[[Path], bytes]) -> None:
     target = tmp_path / "target"
     target.mkdir()
     packed = make(tmp_path)
@@ -275,9 +271,7 @@ def test_memory_for_decompression_has_an_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("Environments", "The memory, disk and time that an …")
-def test_a_little_archive_has_no_room_for_endless_zeros(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_little_archive_has_no_room_for_endless_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment_archive, "_ALWAYS_BYTES", 1 << 20)
     packed = io.BytesIO(gzip.compress(header(tarfile.REGTYPE, 64 << 20) + bytes(64 << 20)))
 
@@ -306,9 +300,7 @@ def test_a_zip_that_says_it_has_too_many_members_is_refused_at_once(tmp_path: Pa
         (lambda data: data.replace(b"PK\3\4", b"PK\3\5"), "Bad magic number for file header"),
     ],
 )
-def test_a_damaged_zip_is_refused(
-    tmp_path: Path, change: Callable[[bytes], bytes], what: str
-) -> None:
+def test_a_damaged_zip_is_refused(tmp_path: Path, change: Callable[[bytes], bytes], what: str) -> None:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as packed:
         packed.writestr("f", b"hello")
@@ -332,9 +324,7 @@ def test_a_zip_that_is_packed_in_a_rare_way_is_unpacked(tmp_path: Path, method: 
     ("place", "value", "what"),
     [(10, 9, "is compressed by method 9; pack the environment with deflate"), (8, 1, "encrypted")],
 )
-def test_a_zip_that_cannot_be_read_says_what_to_do(
-    tmp_path: Path, place: int, value: int, what: str
-) -> None:
+def test_a_zip_that_cannot_be_read_says_what_to_do(tmp_path: Path, place: int, value: int, what: str) -> None:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as packed:
         packed.writestr("f", b"hello")

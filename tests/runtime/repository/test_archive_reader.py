@@ -57,14 +57,10 @@ FILE = member("f", "file", 0o644, "")
         (FILE + message(b"e", b"no \x1b[31m" + b"x" * 9999), r"no \\x1b\[31mx+$"),
     ],
 )
-def test_what_it_says_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes, what: str
-) -> None:
+def test_what_it_says_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes, what: str) -> None:
     (tmp_path / "said").write_bytes(said)
     (tmp_path / "in").mkdir()
-    replaced(
-        monkeypatch, tmp_path, f"os.write(pipe, open({str(tmp_path / 'said')!r}, 'rb').read())"
-    )
+    replaced(monkeypatch, tmp_path, f"os.write(pipe, open({str(tmp_path / 'said')!r}, 'rb').read())")
 
     with pytest.raises(BadEnvironment, match=what) as caught:
         unpack(io.BytesIO(), tmp_path / "in")
@@ -80,17 +76,12 @@ def test_its_death_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         unpack(io.BytesIO(), tmp_path)
 
 
-def test_a_load_that_is_given_up_does_not_wait_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_is_given_up_does_not_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, tmp_path, "signal.pause()")
     stop = threading.Event()
     stop.set()
 
-    with (
-        tempfile.TemporaryFile() as file,
-        pytest.raises(BadEnvironment, match="the load was given up"),
-    ):
+    with tempfile.TemporaryFile() as file, pytest.raises(BadEnvironment, match="the load was given up"):
         archive.unpack(file, tmp_path, stop=stop)
 
 

@@ -39,9 +39,7 @@ def test_an_address_names_a_store_and_a_folder_in_it(url: str, path: str) -> Non
     assert read_address(url, {}).path == path
 
 
-@pytest.mark.parametrize(
-    "path", ["models", "/srv/models", "s3:/bucket", "./s3:", Path("s3://b"), ""]
-)
+@pytest.mark.parametrize("path", ["models", "/srv/models", "s3:/bucket", "./s3:", Path("s3://b"), ""])
 def test_paths_are_no_addresses(path: object) -> None:
     assert not is_address(path)
 
@@ -134,9 +132,7 @@ def test_the_entry_with_the_longest_beginning_of_the_address_is_used(
         "s3://bucket/deep": {"profile": "deep"},
         "s3://https://host:1/bucket": {"key_id": "own", "secret_key": "s", "region": "r"},
     }
-    file = credentials(
-        {"s3": entries, "gs": {"gs://b": "/b.json"}, "as": {"as://a": {"account_key": "k"}}}
-    )
+    file = credentials({"s3": entries, "gs": {"gs://b": "/b.json"}, "as": {"as://a": {"account_key": "k"}}})
 
     assert options_of("s3://other", **file) == {"key": "any", "secret": "s"}
     assert options_of("s3://bucket/a", **file) == {"key": "bucket", "secret": "s", "token": "t"}
@@ -174,9 +170,7 @@ def test_a_missing_credential_file_is_refused(tmp_path: Path) -> None:
         read_address("s3://bucket", {"TRITON_CLOUD_CREDENTIAL_PATH": str(tmp_path / "none")})
 
 
-@pytest.mark.promise(
-    "Repositories in the cloud", "Credentials are in no text that an address is shown as."
-)
+@pytest.mark.promise("Repositories in the cloud", "Credentials are in no text that an address is shown as.")
 def test_credentials_are_not_shown() -> None:
     address = read_address("as://account/c", {"AZURE_STORAGE_KEY": "SECRET"})
     assert "SECRET" not in repr(address) + str(address)

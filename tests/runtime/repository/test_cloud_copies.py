@@ -40,11 +40,7 @@ def copies(bucket: Bucket) -> CloudCopies:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 WHOLE = {path: each for path, each in FILES.items() if not path.endswith("/")}
@@ -69,9 +65,7 @@ def test_a_model_is_copied_once(copies: CloudCopies, bucket: Bucket) -> None:
     assert bucket.lists == 4  # before and after the copy, and once each for the others
 
 
-@pytest.mark.promise(
-    "Repositories in the cloud", "Of a changed model, only the files that have changed are copied."
-)
+@pytest.mark.promise("Repositories in the cloud", "Of a changed model, only the files that have changed are copied.")
 def test_only_changed_files_are_copied(copies: CloudCopies, bucket: Bucket) -> None:
     first = copies.acquire("m")
     bucket.reads.clear()
@@ -81,10 +75,7 @@ def test_only_changed_files_are_copied(copies: CloudCopies, bucket: Bucket) -> N
 
     assert second.path != first.path
     assert content(first.path / "m") == WHOLE
-    assert content(second.path / "m") == WHOLE | {
-        "config.pbtxt": b"another",
-        "1/label": b"w" * 1000,
-    }
+    assert content(second.path / "m") == WHOLE | {"config.pbtxt": b"another", "1/label": b"w" * 1000}
     assert sorted(bucket.reads) == ["b/r/m/1/label", "b/r/m/config.pbtxt"]
     # What has the same content is there once.
     inodes = {
@@ -107,9 +98,7 @@ def test_the_cache_is_private(copies: CloudCopies, root: Path) -> None:
 def test_a_cache_that_others_may_write_into_is_refused(copies: CloudCopies, root: Path) -> None:
     root.mkdir(parents=True)
     root.chmod(0o777)
-    with pytest.raises(
-        RepositoryError, match="must belong to this user, and no other user may write to it"
-    ):
+    with pytest.raises(RepositoryError, match="must belong to this user, and no other user may write to it"):
         copies.acquire("m")
 
 
@@ -125,9 +114,7 @@ def test_a_folder_for_the_copies_can_be_named(bucket: Bucket, tmp_path: Path) ->
     "A model whose files change while they are copied is copied anew; if they change each time, its load fails.",
 )
 @pytest.mark.parametrize("change", ["content", "size", "gone", "more", "time"])
-def test_a_model_that_changes_meanwhile_is_copied_anew(
-    copies: CloudCopies, bucket: Bucket, change: str
-) -> None:
+def test_a_model_that_changes_meanwhile_is_copied_anew(copies: CloudCopies, bucket: Bucket, change: str) -> None:
     times = [1]
     bucket.facts = lambda content: {"ETag": str(hash(content)), "LastModified": times[0]}
     changes: dict[str, Callable[[], object]] = {
@@ -145,17 +132,11 @@ def test_a_model_that_changes_meanwhile_is_copied_anew(
     bucket.before_read = once
     lease = copies.acquire("m")
 
-    expected = {
-        name.removeprefix("b/r/m/"): each
-        for name, each in bucket.objects.items()
-        if not name.endswith("/")
-    }
+    expected = {name.removeprefix("b/r/m/"): each for name, each in bucket.objects.items() if not name.endswith("/")}
     assert content(lease.path / "m") == expected
 
 
-def test_a_model_that_changes_all_the_time_is_refused(
-    copies: CloudCopies, bucket: Bucket, root: Path
-) -> None:
+def test_a_model_that_changes_all_the_time_is_refused(copies: CloudCopies, bucket: Bucket, root: Path) -> None:
     def change(_: str) -> None:
         bucket.objects["b/r/m/1/model.py"] += b"!"
 
@@ -165,9 +146,7 @@ def test_a_model_that_changes_all_the_time_is_refused(
     assert [path for path in (root / "models").iterdir() if path.is_dir()] == []
 
 
-def test_what_changed_after_it_was_read_is_not_remembered(
-    copies: CloudCopies, bucket: Bucket
-) -> None:
+def test_what_changed_after_it_was_read_is_not_remembered(copies: CloudCopies, bucket: Bucket) -> None:
     """A tag must not stand for the content that the file had before it got this tag."""
     path, old, new = "b/r/m/1/model.py", b"one", b"two"
     bucket.objects[path] = old
@@ -225,11 +204,7 @@ def link(path: Path) -> None:
     path.symlink_to("/etc/hostname")
 
 
-WRITINGS = [
-    Writing("written", overwrite),
-    Writing("removed", os.unlink),
-    Writing("linked", link),
-]
+WRITINGS = [Writing("written", overwrite), Writing("removed", os.unlink), Writing("linked", link)]
 
 
 @pytest.mark.promise(
@@ -325,9 +300,7 @@ def test_threads_that_come_at_once_copy_once(bucket: Bucket) -> None:
     assert sorted(bucket.reads) == sorted(f"b/r/m/{path}" for path in WHOLE)
 
 
-def test_a_copy_that_is_given_up_ends_and_the_next_one_does_not(
-    copies: CloudCopies, bucket: Bucket
-) -> None:
+def test_a_copy_that_is_given_up_ends_and_the_next_one_does_not(copies: CloudCopies, bucket: Bucket) -> None:
     reading = threading.Event()
 
     def fail(_: str) -> None:
@@ -389,9 +362,7 @@ def test_a_lock_that_the_machine_refuses_leaves_no_descriptor(
 
 
 def test_a_missing_model_is_not_found(copies: CloudCopies) -> None:
-    with pytest.raises(
-        RepositoryError, match="no model 'none' in the repository s3://b/r"
-    ) as raised:
+    with pytest.raises(RepositoryError, match="no model 'none' in the repository s3://b/r") as raised:
         copies.acquire("none")
     assert raised.value.code == "NOT_FOUND"
 
@@ -399,7 +370,5 @@ def test_a_missing_model_is_not_found(copies: CloudCopies) -> None:
 def test_a_cache_that_cannot_be_written_says_so(bucket: Bucket, tmp_path: Path) -> None:
     bucket.put("b/r/m", FILES)
     (tmp_path / "file").touch()
-    with pytest.raises(
-        RepositoryError, match=r"cannot be copied to .*XDG_CACHE_HOME names another"
-    ):
+    with pytest.raises(RepositoryError, match=r"cannot be copied to .*XDG_CACHE_HOME names another"):
         CloudCopies("s3://b/r", {}, tmp_path / "file" / "below").acquire("m")

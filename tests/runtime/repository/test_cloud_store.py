@@ -99,9 +99,7 @@ def test_empty_folders_of_a_store_are_folders() -> None:
         (listed("b/m/x", size=1 << 41), "has more than 1024 GiB"),
     ],
 )
-def test_a_listing_that_makes_no_sense_is_refused(
-    found: dict[str, dict[str, Any]], text: str
-) -> None:
+def test_a_listing_that_makes_no_sense_is_refused(found: dict[str, dict[str, Any]], text: str) -> None:
     with pytest.raises(RepositoryError) as raised:
         checked_listing("b/m", found)
     assert text in str(raised.value)
@@ -124,9 +122,7 @@ def test_models_are_the_folders(store: CloudStore) -> None:
     assert store.models(NEVER) == ["m"]
 
 
-def test_a_file_is_read_in_pieces(
-    store: CloudStore, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_read_in_pieces(store: CloudStore, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cloud_store, "CHUNK_BYTES", 4)
     file = next(each for each in store.listing("m", NEVER).files if each.path == "1/model.py")
     pieces: list[bytes] = []
@@ -170,12 +166,7 @@ class Failing:
     ],
 )
 def test_a_store_that_fails_is_asked_again_where_that_may_help(
-    store: CloudStore,
-    bucket: Bucket,
-    monkeypatch: pytest.MonkeyPatch,
-    errors: list[Exception],
-    asked: int,
-    text: str,
+    store: CloudStore, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, errors: list[Exception], asked: int, text: str
 ) -> None:
     failing = Failing(*errors)
     monkeypatch.setattr(bucket, "ls", failing)
@@ -205,21 +196,13 @@ def test_a_load_that_is_given_up_asks_nothing_more(
 
 
 @pytest.mark.promise(
-    "Repositories in the cloud",
-    "Without the package for an address, the error says how to install it.",
+    "Repositories in the cloud", "Without the package for an address, the error says how to install it."
 )
 @pytest.mark.parametrize(
     ("url", "package"),
-    [
-        ("s3://b", "s3fs"),
-        ("gs://b", "gcsfs"),
-        ("as://a/c", "adlfs"),
-        ("hf://o/m", "huggingface_hub"),
-    ],
+    [("s3://b", "s3fs"), ("gs://b", "gcsfs"), ("as://a/c", "adlfs"), ("hf://o/m", "huggingface_hub")],
 )
-def test_a_missing_package_is_named(
-    monkeypatch: pytest.MonkeyPatch, url: str, package: str
-) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, url: str, package: str) -> None:
     # None in the place of a module makes its import fail, as if it were not installed.
     monkeypatch.setitem(sys.modules, "fsspec", None)
     monkeypatch.setitem(sys.modules, package, None)

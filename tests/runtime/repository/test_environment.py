@@ -21,11 +21,7 @@ import pytest
 from moonpool.runtime.errors import BadEnvironment
 from moonpool.runtime.repository import folder_cache
 from moonpool.runtime.repository.archive import unpack
-from moonpool.runtime.repository.environment import (
-    Environment,
-    EnvironmentCache,
-    resolve,
-)
+from moonpool.runtime.repository.environment import Environment, EnvironmentCache, resolve
 from moonpool.runtime.repository.folder_cache import FolderLease
 
 MODEL = Path("/models/m")
@@ -74,9 +70,7 @@ class AllAtOnce(EnvironmentCache):
             self._in_use.set()
         return lease
 
-    def _make_once(
-        self, digest: str, make: Callable[[Path], None], turn: folder_cache._Turn
-    ) -> None:
+    def _make_once(self, digest: str, make: Callable[[Path], None], turn: folder_cache._Turn) -> None:
         if not self._first.acquire(blocking=False):
             self._in_use.wait(60)
         super()._make_once(digest, make, turn)
@@ -89,10 +83,7 @@ def facts(environment: Environment) -> dict[str, str]:
         "print(json.dumps({'prefix': sys.prefix, 'where': only_here.WHERE, **os.environ}))"
     )
     done = subprocess.run(
-        [environment.python, "-I", "-c", code],
-        env=dict(environment.variables),
-        capture_output=True,
-        check=True,
+        [environment.python, "-I", "-c", code], env=dict(environment.variables), capture_output=True, check=True
     )
     result: dict[str, str] = json.loads(done.stdout)
     return result
@@ -170,14 +161,10 @@ class TestDirectories:
         (tmp_path / "bin").mkdir()
         (tmp_path / "bin" / "python").symlink_to("/opt/gone/python3.9")
 
-        with pytest.raises(
-            BadEnvironment, match=r"leads to /opt/gone/python3.9, which is not there"
-        ):
+        with pytest.raises(BadEnvironment, match=r"leads to /opt/gone/python3.9, which is not there"):
             resolve(str(tmp_path), MODEL)
 
-    def test_an_interpreter_that_does_not_know_its_path_needs_one_named(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_interpreter_that_does_not_know_its_path_needs_one_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "executable", "")
 
         with pytest.raises(BadEnvironment, match=r"sys.executable is empty"):
@@ -211,9 +198,7 @@ class TestPacked:
         first.release()
         second.release()
 
-    def test_a_folder_around_it_is_seen_through(
-        self, made: Path, tmp_path: Path, cache: EnvironmentCache
-    ) -> None:
+    def test_a_folder_around_it_is_seen_through(self, made: Path, tmp_path: Path, cache: EnvironmentCache) -> None:
         path = tmp_path / "env.tar"
         with tarfile.open(path, "w") as tar:
             tar.add(made, "my-env")
@@ -225,9 +210,7 @@ class TestPacked:
         assert facts(environment)["prefix"] == str(environment.root)
         environment.release()
 
-    def test_a_zip_keeps_links_and_permissions(
-        self, tmp_path: Path, cache: EnvironmentCache
-    ) -> None:
+    def test_a_zip_keeps_links_and_permissions(self, tmp_path: Path, cache: EnvironmentCache) -> None:
         path = tmp_path / "env.zip"
         with zipfile.ZipFile(path, "w") as packed:
             link = zipfile.ZipInfo("bin/python")
@@ -270,9 +253,7 @@ class TestCache:
         cache = AllAtOnce(tmp_path / "cache", 4)
         found: list[Environment] = []
         threads = [
-            threading.Thread(
-                target=lambda: found.append(resolve(str(packed), MODEL, cache=cache)), daemon=True
-            )
+            threading.Thread(target=lambda: found.append(resolve(str(packed), MODEL, cache=cache)), daemon=True)
             for _ in range(4)
         ]
         for thread in threads:
@@ -286,9 +267,7 @@ class TestCache:
         for environment in found:
             environment.release()
 
-    def test_environments_in_use_are_not_removed(
-        self, packed: Path, cache: EnvironmentCache
-    ) -> None:
+    def test_environments_in_use_are_not_removed(self, packed: Path, cache: EnvironmentCache) -> None:
         first = resolve(str(packed), MODEL, cache=cache)
         second = resolve(str(packed), MODEL, cache=cache)
 
@@ -301,9 +280,7 @@ class TestCache:
         assert list(cache.root.iterdir()) == []
         assert cache.remove_unused() == []
 
-    def test_another_process_keeps_it_until_it_dies(
-        self, packed: Path, cache: EnvironmentCache
-    ) -> None:
+    def test_another_process_keeps_it_until_it_dies(self, packed: Path, cache: EnvironmentCache) -> None:
         code = (
             "import sys, pathlib, moonpool.runtime.repository.environment as c;"
             "lease = c.EnvironmentCache(pathlib.Path(sys.argv[1])).acquire(pathlib.Path(sys.argv[2]));"
@@ -323,9 +300,7 @@ class TestCache:
         assert removed_while_held == []
         assert cache.remove_unused() == [path]
 
-    def test_it_is_unpacked_again_after_it_was_removed(
-        self, packed: Path, cache: EnvironmentCache
-    ) -> None:
+    def test_it_is_unpacked_again_after_it_was_removed(self, packed: Path, cache: EnvironmentCache) -> None:
         resolve(str(packed), MODEL, cache=cache).release()
         cache.remove_unused()
 
@@ -347,9 +322,7 @@ class TestCache:
         one.release()
         other.release()
 
-    def test_leftovers_of_a_killed_process_are_removed(
-        self, packed: Path, cache: EnvironmentCache
-    ) -> None:
+    def test_leftovers_of_a_killed_process_are_removed(self, packed: Path, cache: EnvironmentCache) -> None:
         first = resolve(str(packed), MODEL, cache=cache)
         first.release()
         assert first.root is not None
@@ -361,15 +334,11 @@ class TestCache:
         assert {path.suffix for path in cache.root.iterdir()} == {"", ".lock", ".making"}
         again.release()
 
-    def test_a_failure_leaves_nothing_half_done(
-        self, tmp_path: Path, cache: EnvironmentCache
-    ) -> None:
+    def test_a_failure_leaves_nothing_half_done(self, tmp_path: Path, cache: EnvironmentCache) -> None:
         path = tmp_path / "env.tar"
         path.write_bytes(tar_of("bin/python", "../evil"))
 
-        with pytest.raises(
-            BadEnvironment, match=f"the packed environment {path}: Path contains '..'"
-        ):
+        with pytest.raises(BadEnvironment, match=f"the packed environment {path}: Path contains '..'"):
             resolve(str(path), MODEL, cache=cache)
 
         assert {p.suffix for p in cache.root.iterdir()} == {".lock", ".making"}
@@ -379,14 +348,10 @@ class TestCache:
         root.mkdir()
         root.chmod(0o777)
 
-        with pytest.raises(
-            BadEnvironment, match="must belong to this user, and no other user may write to it"
-        ):
+        with pytest.raises(BadEnvironment, match="must belong to this user, and no other user may write to it"):
             resolve(str(packed), MODEL, cache=EnvironmentCache(root))
 
-    def test_a_cache_that_cannot_be_made_says_how_to_choose_another(
-        self, packed: Path, tmp_path: Path
-    ) -> None:
+    def test_a_cache_that_cannot_be_made_says_how_to_choose_another(self, packed: Path, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
 
         with pytest.raises(BadEnvironment, match="XDG_CACHE_HOME names another place"):

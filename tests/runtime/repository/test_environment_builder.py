@@ -33,11 +33,7 @@ def wheels(tmp_path: Path) -> Path:
     write_numpy(folder)
     entry = "[console_scripts]\ngreet = greeting:main\n"
     code = "def main():\n    print('hello')\n"
-    write_wheel(
-        folder,
-        "greeting",
-        {"greeting/__init__.py": code, "greeting-1.dist-info/entry_points.txt": entry},
-    )
+    write_wheel(folder, "greeting", {"greeting/__init__.py": code, "greeting-1.dist-info/entry_points.txt": entry})
     return folder
 
 
@@ -64,8 +60,7 @@ def requirements(folder: Path, text: str) -> Path:
 
 @pytest.mark.usefixtures("tool")
 @pytest.mark.promise(
-    "Environments",
-    "An environment is built once from its list, by uv or by pip, and its scripts run.",
+    "Environments", "An environment is built once from its list, by uv or by pip, and its scripts run."
 )
 def test_an_environment_is_built_once(cache: EnvironmentCache, tmp_path: Path) -> None:
     path = requirements(tmp_path, "greeting==1\n")
@@ -74,9 +69,7 @@ def test_an_environment_is_built_once(cache: EnvironmentCache, tmp_path: Path) -
     (first.root / "mark").touch()
     second = resolve(str(path), tmp_path, cache=cache)
 
-    said = subprocess.run(
-        [first.root / "bin" / "greet"], capture_output=True, text=True, check=True, timeout=60
-    )
+    said = subprocess.run([first.root / "bin" / "greet"], capture_output=True, text=True, check=True, timeout=60)
 
     assert said.stdout == "hello\n"
     assert (second.root, (first.root / "mark").exists()) == (first.root, True)
@@ -108,10 +101,7 @@ def test_what_cannot_be_built_is_told(cache: EnvironmentCache, tmp_path: Path, t
 @pytest.mark.usefixtures("tool")
 @pytest.mark.promise("Environments", "The hashes of a list are compared with what is installed.")
 def test_hashes_are_compared(cache: EnvironmentCache, tmp_path: Path, wheels: Path) -> None:  # fmt: skip
-    digests = {
-        path.name.split("-")[0]: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in wheels.iterdir()
-    }
+    digests = {path.name.split("-")[0]: hashlib.sha256(path.read_bytes()).hexdigest() for path in wheels.iterdir()}
     lines = [f"{name}==1 --hash=sha256:{digest}" for name, digest in digests.items()]
 
     resolve(str(requirements(tmp_path, "\n".join(lines))), tmp_path, cache=cache).release()
@@ -127,40 +117,28 @@ def test_hashes_are_compared(cache: EnvironmentCache, tmp_path: Path, wheels: Pa
     "Environments",
     "For a contained model nothing of a list is compiled, as that runs code of strangers outside its sandbox.",
 )
-def test_sources_are_not_built_for_contained_models(
-    cache: EnvironmentCache, tmp_path: Path, wheels: Path
-) -> None:
+def test_sources_are_not_built_for_contained_models(cache: EnvironmentCache, tmp_path: Path, wheels: Path) -> None:
     ran = tmp_path / "ran"
     folder = tmp_path / "hostile-1"
     folder.mkdir()
     (folder / "setup.py").write_text(f"open({str(ran)!r}, 'w')\n")
     (folder / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: hostile\nVersion: 1\n")
-    subprocess.run(
-        ["tar", "-czf", wheels / "hostile-1.tar.gz", "-C", tmp_path, "hostile-1"], check=True
-    )
+    subprocess.run(["tar", "-czf", wheels / "hostile-1.tar.gz", "-C", tmp_path, "hostile-1"], check=True)
 
     with pytest.raises(BadEnvironment, match="hostile"):
-        resolve(
-            str(requirements(tmp_path, "hostile==1\n")), tmp_path, cache=cache, only_wheels=True
-        )
+        resolve(str(requirements(tmp_path, "hostile==1\n")), tmp_path, cache=cache, only_wheels=True)
 
     assert not ran.exists()
 
 
 @pytest.mark.usefixtures("tool")
 @pytest.mark.promise("Environments", "For a contained model …")
-def test_no_code_of_wheels_runs_for_contained_models(
-    cache: EnvironmentCache, tmp_path: Path, wheels: Path
-) -> None:
+def test_no_code_of_wheels_runs_for_contained_models(cache: EnvironmentCache, tmp_path: Path, wheels: Path) -> None:
     ran = tmp_path / "ran"
     starts = f"import os; open({str(ran)!r}, 'w').close()\n"
-    write_wheel(
-        wheels, "hostile", {"hostile.pth": starts, "hostile.py": "", "sitecustomize.py": starts}
-    )
+    write_wheel(wheels, "hostile", {"hostile.pth": starts, "hostile.py": "", "sitecustomize.py": starts})
 
-    environment = resolve(
-        str(requirements(tmp_path, "hostile==1\n")), tmp_path, cache=cache, only_wheels=True
-    )
+    environment = resolve(str(requirements(tmp_path, "hostile==1\n")), tmp_path, cache=cache, only_wheels=True)
 
     assert not ran.exists()
     subprocess.run([environment.python, "-c", ""], check=True)
@@ -175,10 +153,7 @@ def test_many_that_need_it_at_once_build_it_once(
     path = requirements(tmp_path, "greeting\n")
     found = []
     threads = [
-        threading.Thread(
-            target=lambda: found.append(resolve(str(path), tmp_path, cache=cache).root)
-        )
-        for _ in range(4)
+        threading.Thread(target=lambda: found.append(resolve(str(path), tmp_path, cache=cache).root)) for _ in range(4)
     ]
     for each in threads:
         each.start()
@@ -191,9 +166,7 @@ def test_many_that_need_it_at_once_build_it_once(
 
 
 @pytest.mark.promise("Environments", "Without uv, a list for another Python and a lock say that they need it.")  # fmt: skip
-def test_what_only_uv_can_do_says_so(
-    cache: EnvironmentCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_only_uv_can_do_says_so(cache: EnvironmentCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment_builder, "_uv", lambda: None)
     script = tmp_path / "model.py"
     script.write_text("# /// script\n# requires-python = '<3'\n# ///\n")
@@ -235,18 +208,13 @@ def test_a_lock_is_installed_with_its_hashes(
 
     assert chosen.exists() == (not only_wheels)
     said = subprocess.run(
-        [environment.python, "-c", "import greeting; print(greeting.word)"],
-        capture_output=True,
-        text=True,
-        check=True,
+        [environment.python, "-c", "import greeting; print(greeting.word)"], capture_output=True, text=True, check=True
     )
     assert said.stdout == "locked\n"
     environment.release()
 
 
-@pytest.mark.promise(
-    "Environments", "A runtime that is closed ends the builds of its environments."
-)
+@pytest.mark.promise("Environments", "A runtime that is closed ends the builds of its environments.")
 def test_the_end_of_a_runtime_ends_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tool, begun = tmp_path / "uv", tmp_path / "begun"

@@ -119,12 +119,8 @@ def test_runtimes_that_start_together_unpack_once(
 
 
 @pytest.mark.promise("Environments", "Unpacked environments that nobody uses do not pile up.")
-def test_unpacking_removes_environments_that_were_long_unused(
-    cache: EnvironmentCache, tmp_path: Path
-) -> None:
-    used, old, recent = (
-        cache.acquire(pack(tmp_path / f"{word}.tar", word)) for word in ("used", "old", "recent")
-    )
+def test_unpacking_removes_environments_that_were_long_unused(cache: EnvironmentCache, tmp_path: Path) -> None:
+    used, old, recent = (cache.acquire(pack(tmp_path / f"{word}.tar", word)) for word in ("used", "old", "recent"))
     old.release()
     recent.release()
     long_ago = time.time() - KEEP_UNUSED_S - 1
@@ -162,8 +158,7 @@ class Swapping(EnvironmentCache):
 
 @pytest.mark.promise(
     "Environments",
-    "An unpacked environment has the content of the hash that it lies under, even if the "
-    "archive is changed meanwhile.",
+    "An unpacked environment has the content of the hash that it lies under, even if the archive is changed meanwhile.",
 )
 def test_an_unpacked_environment_has_the_content_of_its_hash(tmp_path: Path) -> None:
     good, foreign = pack_one("lib/it", b"good"), pack_one("lib/it", b"evil")
@@ -231,9 +226,7 @@ def test_folders_are_listed_while_another_process_removes_them(
 
 @pytest.mark.promise("Environments", "An archive that is no regular …")
 @pytest.mark.parametrize("word", ["file", "link"])
-def test_a_place_that_is_taken_by_no_directory_is_named(
-    cache: EnvironmentCache, tmp_path: Path, word: str
-) -> None:
+def test_a_place_that_is_taken_by_no_directory_is_named(cache: EnvironmentCache, tmp_path: Path, word: str) -> None:
     packed = pack(tmp_path / "env.tar")
     lease = cache.acquire(packed)
     lease.release()
@@ -251,12 +244,9 @@ def test_a_place_that_is_taken_by_no_directory_is_named(
 
 
 @pytest.mark.promise(
-    "Environments",
-    "An archive that is no regular file, or whose place in the cache is taken, is an error.",
+    "Environments", "An archive that is no regular file, or whose place in the cache is taken, is an error."
 )
-def test_an_archive_that_is_no_file_is_not_waited_for(
-    cache: EnvironmentCache, tmp_path: Path
-) -> None:
+def test_an_archive_that_is_no_file_is_not_waited_for(cache: EnvironmentCache, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "env.tar")
     with pytest.raises(BadEnvironment, match=r"env\.tar: it cannot be read: it is a named pipe"):
         cache.acquire(tmp_path / "env.tar")

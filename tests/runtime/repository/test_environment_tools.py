@@ -114,9 +114,7 @@ def test_archives_of_tools_are_unpacked_unchanged(tmp_path: Path, tree: Path, co
     assert content_of(target) == content_of(tree)
 
 
-def test_sparse_files_cost_an_archive_no_more_than_their_content(
-    tmp_path: Path, tree: Path
-) -> None:
+def test_sparse_files_cost_an_archive_no_more_than_their_content(tmp_path: Path, tree: Path) -> None:
     """Otherwise the tests above would have packed files without holes."""
     archive = packed(tree, tmp_path, "tar --sparse -cf packed.tar -C env .")
 
@@ -134,9 +132,7 @@ def test_hard_links_stay_one_file(tmp_path: Path, tree: Path) -> None:
 @pytest.mark.parametrize(
     "command", ["cd env && zip -qr ../packed.zip .", "cd env && zip -qr - . | cat > ../packed.zip"]
 )
-def test_zip_without_symlinks_packs_what_they_lead_to(
-    tmp_path: Path, tree: Path, command: str
-) -> None:
+def test_zip_without_symlinks_packs_what_they_lead_to(tmp_path: Path, tree: Path, command: str) -> None:
     archive = packed(tree, tmp_path, command)
 
     target = unpacked(archive, tmp_path / "target")
@@ -155,8 +151,7 @@ def test_the_archive_of_a_later_state_has_that_state(tmp_path: Path, tree: Path)
 
 
 @pytest.mark.promise(
-    "Environments",
-    "An archive of a kind that is not read is refused, and the error says what to use.",
+    "Environments", "An archive of a kind that is not read is refused, and the error says what to use."
 )
 @pytest.mark.parametrize(
     ("command", "what"),

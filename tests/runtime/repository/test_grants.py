@@ -17,13 +17,7 @@ from moonpool.runtime.errors import NotGranted
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.model import ConfigError, Source, minimal
-from moonpool.runtime.model.config.options import (
-    OPTIONS,
-    ModelOptions,
-    OperatorOptions,
-    hardened,
-    listed,
-)
+from moonpool.runtime.model.config.options import OPTIONS, ModelOptions, OperatorOptions, hardened, listed
 from moonpool.runtime.model.config.schema import MESSAGES
 from moonpool.runtime.model.source import ModelSource
 from moonpool.runtime.repository.grants import (
@@ -113,20 +107,15 @@ OTHERS = {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"}
 def model(**options: str) -> Model:
     raw = minimal("m")
     raw["parameters"] = {
-        key if key in OTHERS else f"MOONPOOL_{key}": {"string_value": value}
-        for key, value in options.items()
+        key if key in OTHERS else f"MOONPOOL_{key}": {"string_value": value} for key, value in options.items()
     }
     here = Path("/models/m")
-    return model_of(
-        "m", ModelSource("triton", here / "model.py", None, here, here), raw, None, 1, {}
-    )
+    return model_of("m", ModelSource("triton", here / "model.py", None, here, here), raw, None, 1, {})
 
 
 @pytest.mark.parametrize(("key", "value"), GRANTS, ids=["-".join(each) for each in GRANTS])
 @pytest.mark.parametrize("level", ["best-effort", "strict"])
-def test_a_model_gives_itself_nothing_under_a_servers_level(
-    key: str, value: str, level: str
-) -> None:
+def test_a_model_gives_itself_nothing_under_a_servers_level(key: str, value: str, level: str) -> None:
     asking = model(**{key: value})
 
     with pytest.raises(ConfigError, match=f"MOONPOOL_{key}.*--sandbox-grants=m"):
@@ -196,9 +185,7 @@ def test_what_is_kept_for_a_model_follows_the_memory_that_the_operator_gave_it()
 def sequences(idle_us: int) -> Model:
     raw = minimal("m") | {"sequence_batching": {"max_sequence_idle_microseconds": idle_us}}
     here = Path("/models/m")
-    return model_of(
-        "m", ModelSource("triton", here / "model.py", None, here, here), raw, None, 1, {}
-    )
+    return model_of("m", ModelSource("triton", here / "model.py", None, here, here), raw, None, 1, {})
 
 
 def test_a_sequence_that_is_idle_for_long_needs_a_grant() -> None:
@@ -414,9 +401,7 @@ def named(key: str) -> str:
     "the old version serves on.",
 )
 @pytest.mark.parametrize(("key", "value", "within", "beyond"), VALUES + FLOORS)
-def test_a_grant_is_for_its_value_and_for_no_more(
-    key: str, value: str, within: list[str], beyond: list[str]
-) -> None:
+def test_a_grant_is_for_its_value_and_for_no_more(key: str, value: str, within: list[str], beyond: list[str]) -> None:
     grants = Grants([f"m:{key}={value}"])
     rules = HostingRules("strict", grants=grants, host_policies=POLICIES)
 
@@ -453,10 +438,7 @@ def test_several_grants_add_up_in_one_text_and_in_several() -> None:
 def test_the_error_has_the_grant_of_everything_that_was_asked_for() -> None:
     asking = model(SANDBOX_PATHS="/a, rw:/b", SANDBOX_PORTS="443")
 
-    for form, shown in (
-        (as_flag, "--sandbox-grants=m:{}"),
-        (as_argument, 'Runtime(sandbox_grants=["m:{}"])'),
-    ):
+    for form, shown in ((as_flag, "--sandbox-grants=m:{}"), (as_argument, 'Runtime(sandbox_grants=["m:{}"])')):
         with pytest.raises(ConfigError) as caught:
             HostingRules("strict", grant_form=form).apply_to(asking)
         values = "MOONPOOL_SANDBOX_PATHS=/a,rw:/b,MOONPOOL_SANDBOX_PORTS=443"
@@ -472,8 +454,7 @@ def test_a_value_that_a_shell_would_change_is_quoted() -> None:
 
 
 @pytest.mark.promise(
-    "The sandbox: grants",
-    "A grant that would read as something else where it is pasted is not printed.",
+    "The sandbox: grants", "A grant that would read as something else where it is pasted is not printed."
 )
 @pytest.mark.parametrize(
     "value",
@@ -523,9 +504,7 @@ def test_links_lead_a_granted_path_in_the_model_s_own_directory_nowhere(tmp_path
     for path in (folder / "1", other):
         path.mkdir(parents=True)
     (folder / "1" / "model.py").write_text("")
-    source = ModelSource(
-        "triton", folder / "1" / "model.py", None, folder, folder / "1", is_directory=True
-    )
+    source = ModelSource("triton", folder / "1" / "model.py", None, folder, folder / "1", is_directory=True)
     raw = minimal("m")
     value = "$$TRITON_MODEL_DIRECTORY/env"
     raw["parameters"] = {"EXECUTION_ENV_PATH": {"string_value": value}}
@@ -563,8 +542,7 @@ WRITTEN: dict[str, object] = {
 
 @pytest.mark.promise("The sandbox: grants", "A configuration that a model …")
 @pytest.mark.promise(
-    "Hostile models",
-    "A configuration that a model completes needs the grants of one that was written.",
+    "Hostile models", "A configuration that a model completes needs the grants of one that was written."
 )
 def test_a_model_gets_no_more_by_completing_its_configuration() -> None:
     assert set(COMPLETED) == {*COMPLETABLE, *SCHEDULERS}

@@ -34,8 +34,7 @@ def says(sandbox: str | None) -> str:
 
 
 @pytest.mark.promise(
-    "The server (`moonpool serve`)",
-    "A model may raise the level of its sandbox above the server's, but not lower it.",
+    "The server (`moonpool serve`)", "A model may raise the level of its sandbox above the server's, but not lower it."
 )
 @pytest.mark.parametrize(
     ("rule", "said", "level"),
@@ -55,16 +54,12 @@ def test_a_model_may_raise_the_level_of_its_sandbox_but_not_lower_it(
     tmp_path: Path, rule: str | None, said: str | None, level: str
 ) -> None:
     write(tmp_path, "m", config=says(said))
-    prepared = prepare(
-        Wanted("m"), ModelRepositories([tmp_path]), lambda _: None, HostingRules(rule)
-    )
+    prepared = prepare(Wanted("m"), ModelRepositories([tmp_path]), lambda _: None, HostingRules(rule))
 
     assert prepared.models[0].options.sandbox == level
 
 
-def test_a_model_is_not_asked_to_complete_its_configuration_where_that_is_off(
-    tmp_path: Path,
-) -> None:
+def test_a_model_is_not_asked_to_complete_its_configuration_where_that_is_off(tmp_path: Path) -> None:
     write(tmp_path, "whole", COMPLETES)
     write(tmp_path, "partial", COMPLETES, 'backend: "python"')
     with moonpool.Runtime(tmp_path, models=()) as runtime:
@@ -90,8 +85,7 @@ def linked_file(models: Path, outside: Path) -> None:
 
 @pytest.mark.promise(
     "The model repository of a server",
-    "Under a server-wide sandbox, a link below a model's folder gives the model nothing outside "
-    "of it.",
+    "Under a server-wide sandbox, a link below a model's folder gives the model nothing outside of it.",
 )
 @pytest.mark.parametrize("link", [linked_version, linked_file])
 def test_a_server_that_contains_its_models_lets_none_have_more_by_a_link(
@@ -113,9 +107,4 @@ def test_a_server_that_contains_its_models_lets_none_have_more_by_a_link(
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "m").symlink_to(tmp_path / "other" / "m")
     write(tmp_path / "other", "m")
-    prepare(
-        Wanted("m"),
-        ModelRepositories([tmp_path / "linked"]),
-        lambda _: None,
-        HostingRules("strict"),
-    )
+    prepare(Wanted("m"), ModelRepositories([tmp_path / "linked"]), lambda _: None, HostingRules("strict"))

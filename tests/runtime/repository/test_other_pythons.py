@@ -68,9 +68,7 @@ def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     if not has_pip:
         pip = [sys.executable, "-m", "pip", "--python", str(folder)]
     command = [*pip, "install", "-q", "--disable-pip-version-check", "numpy"]
-    installed = subprocess.run(
-        ["timeout", "100", *command], capture_output=True, text=True, check=False
-    )
+    installed = subprocess.run(["timeout", "100", *command], capture_output=True, text=True, check=False)
     if installed.returncode:
         pytest.skip(f"numpy cannot be installed for Python {version}: {installed.stderr[-200:]}")
     return folder

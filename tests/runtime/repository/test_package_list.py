@@ -12,9 +12,7 @@ from packaging.specifiers import SpecifierSet
 from moonpool.runtime.errors import BadEnvironment
 from moonpool.runtime.repository.package_list import PackageList, fits, read_list
 
-PROJECT = (
-    '[project]\nname = "x"\nversion = "1"\nrequires-python = ">=3.10"\ndependencies = ["a>=1"]\n'
-)
+PROJECT = '[project]\nname = "x"\nversion = "1"\nrequires-python = ">=3.10"\ndependencies = ["a>=1"]\n'
 SCRIPT = """import sys
 # /// script
 # requires-python = ">=3.10"
@@ -36,8 +34,7 @@ def read(folder: Path, name: str, text: str) -> PackageList:
 
 
 @pytest.mark.promise(
-    "Environments",
-    "A list of packages gives an environment: a script's block, requirements, a project, a lock of uv.",
+    "Environments", "A list of packages gives an environment: a script's block, requirements, a project, a lock of uv."
 )
 @pytest.mark.parametrize(
     ("name", "text", "requirements", "python"),
@@ -58,10 +55,7 @@ def test_a_list_has_requirements_and_numpy(
     assert found.has_hashes == ("hash" in text)
 
 
-@pytest.mark.promise(
-    "Environments",
-    "A list stands alone: no options, no other files, no folders, no addresses.",
-)
+@pytest.mark.promise("Environments", "A list stands alone: no options, no other files, no folders, no addresses.")
 @pytest.mark.parametrize(
     ("line", "word"),
     [
@@ -115,33 +109,13 @@ def test_what_is_no_name_of_a_package_is_refused(tmp_path: Path, line: str, word
         ("model.py", "# /// script\n# dependencies = [1]\n# ///\n", "a list of texts"),
         ("model.py", "# /// script\n# requires-python = 'three'\n# ///\n", "requires-python"),
         ("model.py", "# /// script\n# dependencies = ['-r x']\n# ///\n", "is an option"),
-        (
-            "pyproject.toml",
-            "[project]\ndependencies = ['x\\n-r other.txt']\n",
-            "no name of a package",
-        ),
+        ("pyproject.toml", "[project]\ndependencies = ['x\\n-r other.txt']\n", "no name of a package"),
         ("pyproject.toml", "[project]\ndependencies = ['x\\u2028-r y']\n", "no name of a package"),
         # Characters at which pip ends a line, where a part of the line begins or ends.
-        (
-            "pyproject.toml",
-            '[project]\ndependencies = ["x --\\nhash=sha256:00"]\n',
-            "no name of a package",
-        ),
-        (
-            "pyproject.toml",
-            '[project]\ndependencies = ["x\\n --hash=sha256:00"]\n',
-            "no name of a package",
-        ),
-        (
-            "pyproject.toml",
-            '[project]\ndependencies = ["x\\u0085 --hash=sha256:00"]\n',
-            "no name of a package",
-        ),
-        (
-            "pyproject.toml",
-            '[project]\ndependencies = ["x --\\u0085hash=sha256:00"]\n',
-            "no name of a package",
-        ),
+        ("pyproject.toml", '[project]\ndependencies = ["x --\\nhash=sha256:00"]\n', "no name of a package"),
+        ("pyproject.toml", '[project]\ndependencies = ["x\\n --hash=sha256:00"]\n', "no name of a package"),
+        ("pyproject.toml", '[project]\ndependencies = ["x\\u0085 --hash=sha256:00"]\n', "no name of a package"),
+        ("pyproject.toml", '[project]\ndependencies = ["x --\\u0085hash=sha256:00"]\n', "no name of a package"),
         ("pyproject.toml", f"[project]\nrequires-python = '>={'9' * 5000}'\n", "requires-python"),
         ("pyproject.toml", f"x = {'9' * 5000}\n", "TOML"),
         ("pyproject.toml", f"x = {'[' * 100_000}\n", "TOML"),
@@ -149,9 +123,7 @@ def test_what_is_no_name_of_a_package_is_refused(tmp_path: Path, line: str, word
         ("uv.lock", "version = 1\n", "pyproject.toml cannot be read"),
     ],
 )
-def test_a_list_that_cannot_be_read_is_refused(
-    tmp_path: Path, name: str, text: str, word: str
-) -> None:
+def test_a_list_that_cannot_be_read_is_refused(tmp_path: Path, name: str, text: str, word: str) -> None:
     with pytest.raises(BadEnvironment, match=word):
         read(tmp_path, name, text)
 
@@ -164,9 +136,7 @@ def test_a_file_that_is_no_text_or_is_missing_is_refused(tmp_path: Path) -> None
         read_list(tmp_path / "none.txt")
 
 
-@pytest.mark.promise(
-    "Environments", "An environment has the name of its list's content, wherever the list lies."
-)
+@pytest.mark.promise("Environments", "An environment has the name of its list's content, wherever the list lies.")
 def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     one = read(tmp_path, "r.txt", "a>=1\n")
@@ -182,9 +152,7 @@ def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
 VERSIONS = st.tuples(st.integers(2, 4), st.integers(0, 15), st.integers(0, 4))
 CLAUSES = st.builds(
     lambda sign, version, length, star: (
-        sign
-        + ".".join(map(str, version[:length]))
-        + (".*" if star and sign in ("==", "!=") else "")
+        sign + ".".join(map(str, version[:length])) + (".*" if star and sign in ("==", "!=") else "")
     ),
     st.sampled_from(["<", "<=", ">", ">=", "==", "!=", "~="]),
     VERSIONS,
@@ -194,9 +162,7 @@ CLAUSES = st.builds(
 
 
 @given(VERSIONS, st.lists(CLAUSES, max_size=3))
-def test_versions_of_python_are_compared_as_packaging_does(
-    version: tuple[int, int, int], clauses: list[str]
-) -> None:
+def test_versions_of_python_are_compared_as_packaging_does(version: tuple[int, int, int], clauses: list[str]) -> None:
     wanted = ", ".join(clauses)
 
     assert fits(version, wanted) == (".".join(map(str, version)) in SpecifierSet(wanted))

@@ -87,9 +87,7 @@ def test_an_unchanged_model_is_left_alone(runtime: moonpool.Runtime, repository:
     assert pid(runtime) == before
 
 
-def test_a_changed_file_or_configuration_replaces_the_model(
-    runtime: moonpool.Runtime, repository: Path
-) -> None:
+def test_a_changed_file_or_configuration_replaces_the_model(runtime: moonpool.Runtime, repository: Path) -> None:
     before = pid(runtime)
     write(repository, 2)
     assert said(runtime) == 1
@@ -106,9 +104,7 @@ def test_a_changed_file_or_configuration_replaces_the_model(
     assert len(runtime.instances("m")) == 1
 
 
-def test_versions_come_and_go_with_their_directories(
-    runtime: moonpool.Runtime, repository: Path
-) -> None:
+def test_versions_come_and_go_with_their_directories(runtime: moonpool.Runtime, repository: Path) -> None:
     write(repository, 3, version=3)
     runtime.load("m")
     assert runtime.models() == {"m": [3]}
@@ -118,9 +114,7 @@ def test_versions_come_and_go_with_their_directories(
 
 
 @pytest.mark.promise("Backends", "A loaded model is replaced without …")
-def test_a_failed_load_leaves_the_model_that_serves(
-    runtime: moonpool.Runtime, repository: Path
-) -> None:
+def test_a_failed_load_leaves_the_model_that_serves(runtime: moonpool.Runtime, repository: Path) -> None:
     before = pid(runtime)
     (repository / "m" / "1" / "model.py").write_text("raise ValueError('no')")
     with pytest.raises(moonpool.LoadFailed, match="ValueError: no"):
@@ -190,9 +184,7 @@ def made(number: int) -> dict[str, bytes]:
 
 
 @pytest.mark.promise(
-    "Backends",
-    "Files from a caller are written into a private directory and nowhere else, which goes with "
-    "the model.",
+    "Backends", "Files from a caller are written into a private directory and nowhere else, which goes with the model."
 )
 def test_a_model_can_be_made_of_files_in_memory(own_temporary: Path) -> None:
     with moonpool.Runtime() as runtime:
@@ -247,11 +239,7 @@ def test_files_that_make_no_model_are_refused_and_leave_nothing(
         ({"sandbox": "off"}, {"MOONPOOL_SANDBOX": "off", "MOONPOOL_ENVIRONMENT": "A"}, True),
         ({"sandbox": "strict"}, {}, False),
         ({"sandbox": "strict"}, {"MOONPOOL_SANDBOX": "strict"}, True),
-        (
-            {"sandbox": "strict"},
-            {"MOONPOOL_SANDBOX": "strict", "EXECUTION_ENV_PATH": "/an/environment"},
-            False,
-        ),
+        ({"sandbox": "strict"}, {"MOONPOOL_SANDBOX": "strict", "EXECUTION_ENV_PATH": "/an/environment"}, False),
         ({}, {"EXECUTION_ENV_PATH": "/an/environment"}, True),
         ({"environment": ("A", "B")}, {"MOONPOOL_ENVIRONMENT": "B"}, True),
         ({"environment": ("A",)}, {"MOONPOOL_ENVIRONMENT": "A,B"}, True),
@@ -272,13 +260,9 @@ def test_a_configuration_of_a_model_is_no_looser_than_its_own(
         prepare(wanted, ModelRepositories([repository]), lambda _: None)
 
 
-def test_a_configuration_of_a_model_that_names_no_level_has_the_operator_s(
-    repository: Path,
-) -> None:
+def test_a_configuration_of_a_model_that_names_no_level_has_the_operator_s(repository: Path) -> None:
     wanted = Wanted("m", config={}, is_whole=True, asker=ModelOptions(sandbox="strict"))
-    prepared = prepare(
-        wanted, ModelRepositories([repository]), lambda _: None, HostingRules("strict")
-    )
+    prepared = prepare(wanted, ModelRepositories([repository]), lambda _: None, HostingRules("strict"))
     assert [each.options.sandbox for each in prepared.models] == ["strict"]
 
 

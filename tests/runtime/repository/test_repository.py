@@ -73,9 +73,7 @@ class TestModels:
         assert repository.find("later").versions() == [1]
 
     @pytest.mark.parametrize("name", ["..", ".", "", "a/b", "../add_sub", "/etc", "a\0", "a;b"])
-    def test_a_name_never_leads_out_of_the_repository(
-        self, repository: ModelRepository, name: str
-    ) -> None:
+    def test_a_name_never_leads_out_of_the_repository(self, repository: ModelRepository, name: str) -> None:
         with pytest.raises(RepositoryError) as caught:
             repository.find(name)
 
@@ -85,18 +83,14 @@ class TestModels:
         (tmp_path / "file").write_text("")
         (tmp_path / "link").symlink_to("gone")
 
-        with pytest.raises(
-            RepositoryError, match=r"model repository: there is no directory .*/none"
-        ):
+        with pytest.raises(RepositoryError, match=r"model repository: there is no directory .*/none"):
             ModelRepository(tmp_path / "none")
         with pytest.raises(RepositoryError, match=r"/file is not a directory$"):
             ModelRepository(tmp_path / "file")
         with pytest.raises(RepositoryError, match="/link links to gone, which is not there"):
             ModelRepository(tmp_path / "link")
 
-    def test_a_model_that_links_to_nowhere_or_is_a_file_is_named(
-        self, repository: ModelRepository
-    ) -> None:
+    def test_a_model_that_links_to_nowhere_or_is_a_file_is_named(self, repository: ModelRepository) -> None:
         (repository.path / "m").symlink_to("gone")
         (repository.path / "file").write_text("")
 
@@ -154,14 +148,10 @@ class TestConfig:
 
         assert (config.backend, config.default_model_filename) == ("mine", "")
 
-    def test_a_configuration_without_a_backend_and_without_a_model_file_has_none(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_configuration_without_a_backend_and_without_a_model_file_has_none(self, tmp_path: Path) -> None:
         (add(tmp_path, "m", CONFIG) / "1" / "model.py").unlink()
 
-        with pytest.raises(
-            ConfigError, match=r"config.pbtxt: backend: unexpected platform type ''"
-        ):
+        with pytest.raises(ConfigError, match=r"config.pbtxt: backend: unexpected platform type ''"):
             ModelRepository(tmp_path).find("m").config()
 
     def test_a_mistake_in_the_file_names_the_file(self, repository: ModelRepository) -> None:
@@ -171,9 +161,7 @@ class TestConfig:
         with pytest.raises(ConfigError, match=re.escape(f"{path}:4: max_queue_delay: no field")):
             repository.find("add_sub").config()
 
-    def test_a_configuration_that_links_to_nowhere_is_not_taken_for_absent(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_configuration_that_links_to_nowhere_is_not_taken_for_absent(self, tmp_path: Path) -> None:
         (add(tmp_path, "m", None) / "config.pbtxt").symlink_to("gone")
 
         with pytest.raises(ConfigError, match="cannot be read: No such file or directory"):
@@ -210,9 +198,7 @@ class TestVersions:
             ("version_policy { specific { versions: [ 3, 1, 9 ] } }", [1, 3]),
         ],
     )
-    def test_the_policy_picks_among_them(
-        self, tmp_path: Path, policy: str, chosen: list[int]
-    ) -> None:
+    def test_the_policy_picks_among_them(self, tmp_path: Path, policy: str, chosen: list[int]) -> None:
         add(tmp_path, "m", CONFIG + policy, "1", "2", "3")
 
         model = ModelRepository(tmp_path).find("m")
@@ -261,7 +247,5 @@ class TestModelFile:
         if os.access(path, os.R_OK):
             pytest.skip("root may read every file")
 
-        with pytest.raises(
-            RepositoryError, match=r"model\.py' cannot be read: check its permissions"
-        ):
+        with pytest.raises(RepositoryError, match=r"model\.py' cannot be read: check its permissions"):
             repository.find("add_sub").model_file(1)

@@ -40,9 +40,7 @@ for cell in json.load(sys.stdin):
         break
 """
 
-pytestmark = pytest.mark.skipif(
-    not importlib.util.find_spec("IPython"), reason="IPython is not installed"
-)
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("IPython"), reason="IPython is not installed")
 
 
 def run(folder: Path, *cells: str) -> str:
@@ -124,37 +122,17 @@ def test_a_class_that_was_changed_replaces_the_one_before(tmp_path: Path) -> Non
     [
         ("FACTOR = np.float32(2)", "it uses 'FACTOR', whose value is the result of running code"),
         ("FACTOR = 2\nFACTOR += 1", "it uses 'FACTOR', whose value is the result of running code"),
-        (
-            "for FACTOR in [1, 2]: pass",
-            "it uses 'FACTOR', whose value is the result of running code",
-        ),
+        ("for FACTOR in [1, 2]: pass", "it uses 'FACTOR', whose value is the result of running code"),
         ("FACTOR = [1, 2, 3]\nFACTOR.append(4)", "it uses 'FACTOR', which was changed after"),
-        (
-            "ONE = 1\nFACTOR = [ONE, 2, 3]\nFACTOR.append(4)",
-            "it uses 'FACTOR', which was changed after",
-        ),
-        (
-            "ONE = 1\nFACTOR = {1: [ONE]}\nFACTOR[1][0] = 4",
-            "it uses 'FACTOR', which was changed after",
-        ),
-        (
-            "ONE = 1\nFACTOR = {**{}, 1: ONE}\nFACTOR[2] = 4",
-            "it uses 'FACTOR', which was changed after",
-        ),
-        (
-            "ONE = 1\nFACTOR = [ONE] + [2]\nFACTOR[0] = 4",
-            "it uses 'FACTOR', which was changed after",
-        ),
-        (
-            "class FACTOR: n = 1\nFACTOR.n = 2",
-            "it uses 'FACTOR', whose value is the result of running code",
-        ),
+        ("ONE = 1\nFACTOR = [ONE, 2, 3]\nFACTOR.append(4)", "it uses 'FACTOR', which was changed after"),
+        ("ONE = 1\nFACTOR = {1: [ONE]}\nFACTOR[1][0] = 4", "it uses 'FACTOR', which was changed after"),
+        ("ONE = 1\nFACTOR = {**{}, 1: ONE}\nFACTOR[2] = 4", "it uses 'FACTOR', which was changed after"),
+        ("ONE = 1\nFACTOR = [ONE] + [2]\nFACTOR[0] = 4", "it uses 'FACTOR', which was changed after"),
+        ("class FACTOR: n = 1\nFACTOR.n = 2", "it uses 'FACTOR', whose value is the result of running code"),
         ("globals()['FACTOR'] = 2", "it uses 'FACTOR', which nothing that was typed defines"),
     ],
 )
-def test_a_value_that_cannot_be_copied_is_named(
-    monkeypatch: pytest.MonkeyPatch, cell: str, why: str
-) -> None:
+def test_a_value_that_cannot_be_copied_is_named(monkeypatch: pytest.MonkeyPatch, cell: str, why: str) -> None:
     # IPython keeps what was typed in a module that has no file.
     session = ModuleType("session")
     monkeypatch.setitem(sys.modules, "session", session)
@@ -223,9 +201,7 @@ with moonpool.testing.load(Scale) as model:
 
 
 def test_the_source_of_a_piped_program_is_not_kept(tmp_path: Path) -> None:
-    program = (
-        f"{IMPORTS}\nFACTOR = 2\n{SCALE}\nimport moonpool\nmoonpool.Runtime().load('m', Scale)"
-    )
+    program = f"{IMPORTS}\nFACTOR = 2\n{SCALE}\nimport moonpool\nmoonpool.Runtime().load('m', Scale)"
     ended = subprocess.run(
         [sys.executable, "-"],
         input=program,

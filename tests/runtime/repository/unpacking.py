@@ -9,9 +9,7 @@ from pathlib import Path
 from moonpool.runtime.repository import archive
 
 
-def unpack(
-    packed: io.BytesIO, target: Path, size_limit_bytes: int = archive.SIZE_LIMIT_BYTES
-) -> None:
+def unpack(packed: io.BytesIO, target: Path, size_limit_bytes: int = archive.SIZE_LIMIT_BYTES) -> None:
     """Unpack as `archive.unpack`, which takes a file: another process reads it."""
     with tempfile.TemporaryFile() as file:
         file.write(packed.getvalue())

@@ -24,12 +24,8 @@ from moonpool.runtime.residency.autoscaling import (
 
 TARGET_MS = 10.0
 TICK_S = 0.1
-RANGES = st.tuples(st.integers(1, 6), st.integers(0, 6)).map(
-    lambda pair: (pair[0], pair[0] + pair[1])
-)
-ROOMS = st.builds(
-    Room, st.floats(0, 16, allow_nan=False) | st.just(float("inf")), st.integers(0, 20)
-)
+RANGES = st.tuples(st.integers(1, 6), st.integers(0, 6)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+ROOMS = st.builds(Room, st.floats(0, 16, allow_nan=False) | st.just(float("inf")), st.integers(0, 20))
 LOADS = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 1), ROOMS), max_size=300)
 
 
@@ -75,8 +71,7 @@ def test_no_load_leads_to_the_least_and_too_much_to_the_most(bounds: tuple[int, 
 
 
 @pytest.mark.parametrize(
-    ("room", "because"),
-    [(Room(0.2, 9), "no processor is idle"), (Room(4.0, 0), "there is no memory")],
+    ("room", "because"), [(Room(0.2, 9), "no processor is idle"), (Room(4.0, 0), "there is no memory")]
 )
 def test_nothing_comes_where_the_machine_has_no_room(room: Room, because: str) -> None:
     scaler = Autoscaler((1, 8), TARGET_MS)
@@ -91,9 +86,7 @@ def test_a_number_out_of_range_is_corrected_at_once() -> None:
     assert step == ScaleStep(4, "2..4 is allowed")
 
 
-def simulate(
-    rate_hz: float, service_s: float, seconds: float, bounds: tuple[int, int]
-) -> tuple[list[int], float]:
+def simulate(rate_hz: float, service_s: float, seconds: float, bounds: tuple[int, int]) -> tuple[list[int], float]:
     """Serve Poisson arrivals with instances that follow the policy.
 
     Returns their number at each tick, and the mean wait in the last third, in ms.
@@ -150,15 +143,11 @@ def test_wrong_ranges_are_refused(text: str) -> None:
         check_option("MOONPOOL_INSTANCES", text)
 
 
-COUNTS = st.lists(
-    st.tuples(st.integers(0, 5), st.integers(0, 10**9), st.integers(0, 3)), min_size=1, max_size=30
-)
+COUNTS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 10**9), st.integers(0, 3)), min_size=1, max_size=30)
 
 
 @given(COUNTS)
-def test_the_waiting_time_is_that_of_what_ended_or_of_what_does_not_end(
-    looks: list[tuple[int, int, int]],
-) -> None:
+def test_the_waiting_time_is_that_of_what_ended_or_of_what_does_not_end(looks: list[tuple[int, int, int]]) -> None:
     watch, ended, queue_ns, stuck_s = QueueWatch(), 0, 0, 0
     for second, (more, waited_ns, waiting) in enumerate(looks):
         ended, queue_ns = ended + more, queue_ns + more * waited_ns

@@ -10,14 +10,7 @@ from pathlib import Path
 import pytest
 from tests.runtime.held_batches import Caller
 from tests.runtime.recorder import PATIENCE_S, config, x
-from tests.runtime.residency.test_residents import (
-    Gate,
-    SleepyBackend,
-    ask,
-    entry_of,
-    is_in,
-    waits,
-)
+from tests.runtime.residency.test_residents import Gate, SleepyBackend, ask, entry_of, is_in, waits
 from tests.waiting import wait_until
 
 from moonpool import ModelInstance, ModelUnavailable, Runtime
@@ -57,9 +50,7 @@ class HookedBackend(SleepyBackend):
 
 
 @contextmanager
-def hooked(
-    folder: Path, idle_s: float = 0.02, **options: str
-) -> Iterator[tuple[HookedBackend, Runtime]]:
+def hooked(folder: Path, idle_s: float = 0.02, **options: str) -> Iterator[tuple[HookedBackend, Runtime]]:
     backend = HookedBackend()
     with Runtime(backends=[backend], drain_timeout_s=30.0) as runtime:
         given = {"MOONPOOL_IDLE_S": str(idle_s), "MOONPOOL_RESTART_BACKOFF_S": "0"} | options
@@ -75,8 +66,7 @@ def hooked(
 
 
 @pytest.mark.promise(
-    "Lifecycle",
-    "A request that comes while a model's `sleep` runs waits for its end, and wakes the model.",
+    "Lifecycle", "A request that comes while a model's `sleep` runs waits for its end, and wakes the model."
 )
 def test_a_request_comes_while_a_model_falls_asleep(folder: Path) -> None:
     with hooked(folder) as (backend, runtime):

@@ -17,9 +17,7 @@ KEYS = st.integers(0, 9)
 NEEDS = st.builds(Need, st.integers(0, 100), st.integers(0, 100))
 PRESENT = st.dictionaries(
     KEYS,
-    st.builds(
-        Candidate, NEEDS, st.integers(0, 3), st.booleans(), st.just("are in use"), st.booleans()
-    ),
+    st.builds(Candidate, NEEDS, st.integers(0, 3), st.booleans(), st.just("are in use"), st.booleans()),
     max_size=8,
 )
 LIMITS = st.builds(
@@ -169,9 +167,7 @@ def test_models_that_are_asked_for_once_do_not_drive_out_those_that_are_asked_fo
     assert hits(keys, 4) == 3 * 100 - 3
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"models": 0}, {"memory": -1}, {"gpu_memory": 1.5}, {"patience_s": -1.0}]
-)
+@pytest.mark.parametrize("wrong", [{"models": 0}, {"memory": -1}, {"gpu_memory": 1.5}, {"patience_s": -1.0}])
 def test_wrong_limits_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Resident(**wrong)

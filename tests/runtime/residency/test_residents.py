@@ -14,15 +14,7 @@ from tests.runtime.held_batches import Caller, HoldingBackend, queued
 from tests.runtime.recorder import PATIENCE_S, Planned, config, model_directory, x
 from tests.waiting import wait_until
 
-from moonpool import (
-    LoadFailed,
-    Model,
-    ModelInstance,
-    ModelUnavailable,
-    RequestTimedOut,
-    Resident,
-    Runtime,
-)
+from moonpool import LoadFailed, Model, ModelInstance, ModelUnavailable, RequestTimedOut, Resident, Runtime
 from moonpool.runtime.model.states import Residence
 from moonpool.runtime.residency import policy, residents
 from moonpool.runtime.residency.residents import ResidentModel
@@ -74,8 +66,7 @@ class SleepyBackend(HoldingBackend):
 
     def begun(self, name: str) -> int:
         return sum(
-            call == "model_instance_initialize" and subject.startswith(f"{name}:")
-            for call, subject in self.returned
+            call == "model_instance_initialize" and subject.startswith(f"{name}:") for call, subject in self.returned
         )
 
 
@@ -211,9 +202,7 @@ def test_requests_are_refused_with_the_reason_when_nothing_may_go(tmp_path: Path
         future = runtime.submit("used", x(7))
         held = backend.wait_for(1)
         is_in(runtime, "used", Residence.AWAKE)
-        with pytest.raises(
-            ModelUnavailable, match=r"at most 1 model may be .* 1 are in use"
-        ) as raised:
+        with pytest.raises(ModelUnavailable, match=r"at most 1 model may be .* 1 are in use") as raised:
             ask(runtime, "m")
         assert raised.value.retry_after_s
         backend.is_quick = True
@@ -281,10 +270,7 @@ def test_callers_that_get_the_reason_may_call_the_runtime(tmp_path: Path) -> Non
         future.result(PATIENCE_S)
 
 
-@pytest.mark.promise(
-    "Lifecycle",
-    "A model whose instances have all been given up keeps no other one out of memory.",
-)
+@pytest.mark.promise("Lifecycle", "A model whose instances have all been given up keeps no other one out of memory.")
 def test_a_model_that_gave_up_takes_no_room(tmp_path: Path) -> None:
     options = {"m": {"MOONPOOL_MAX_RESTARTS": "0"}}
     with sleepy(tmp_path, "m", "other", options=options, models=1) as (backend, runtime):
@@ -354,8 +340,7 @@ def test_a_model_that_is_given_up_while_it_falls_asleep_can_be_woken(
 
 
 @pytest.mark.promise(
-    "Lifecycle",
-    "A model that waits for room in memory is woken when a request leaves the one that is in its way.",
+    "Lifecycle", "A model that waits for room in memory is woken when a request leaves the one that is in its way."
 )
 def test_the_end_of_a_request_wakes_a_model_that_waits_for_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -398,8 +383,7 @@ def test_a_request_that_comes_while_a_model_is_put_to_sleep_is_answered(tmp_path
 
 
 @pytest.mark.promise(
-    "Lifecycle",
-    "An unload, or the end of the runtime, meets a start on demand without a loss of either.",
+    "Lifecycle", "An unload, or the end of the runtime, meets a start on demand without a loss of either."
 )
 def test_an_unload_while_a_model_is_started_comes_after_it(tmp_path: Path) -> None:
     with sleepy(tmp_path, "m") as (backend, runtime):
@@ -468,9 +452,7 @@ def test_a_model_that_breaks_is_restarted_and_can_sleep_later(tmp_path: Path) ->
         assert runtime.instances("m") == []
 
 
-def test_a_load_of_a_sleeping_model_with_other_groups_changes_its_next_start(
-    tmp_path: Path,
-) -> None:
+def test_a_load_of_a_sleeping_model_with_other_groups_changes_its_next_start(tmp_path: Path) -> None:
     with sleepy(tmp_path, "m") as (backend, runtime):
         runtime.scale("m", 3)
         assert backend.begun("m") == 0
@@ -498,12 +480,7 @@ def test_a_model_that_nobody_asks_sleeps_and_comes_back(folder: Path) -> None:
 
 
 def test_a_model_with_a_sequence_stays(tmp_path: Path) -> None:
-    sequences = {
-        "sequence_batching": {
-            "max_sequence_idle_microseconds": 60_000_000,
-            "control_input": [],
-        }
-    }
+    sequences = {"sequence_batching": {"max_sequence_idle_microseconds": 60_000_000, "control_input": []}}
     backend = SleepyBackend()
     backend.is_quick = True
     with Runtime(backends=[backend]) as runtime:

@@ -51,16 +51,8 @@ def has(runtime: Runtime, count: int) -> None:
     "With `MOONPOOL_INSTANCES`, instances come while requests wait for longer than the target, and go when they have nothing to do, each step with its reason in "
     "the log.",
 )
-def test_instances_follow_the_requests_that_wait(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with (
-        caplog.at_level(logging.INFO, "moonpool"),
-        scaled(folder, INSTANCES="1..4") as (
-            backend,
-            runtime,
-        ),
-    ):
+def test_instances_follow_the_requests_that_wait(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "moonpool"), scaled(folder, INSTANCES="1..4") as (backend, runtime):
         has(runtime, 1)
         futures = [runtime.submit("m", x(i)) for i in range(6)]
         has(runtime, 4)
@@ -131,9 +123,4 @@ def test_a_range_needs_one_group_and_keeps_to_the_limits(folder: Path) -> None:
         with pytest.raises(ConfigError, match="2 groups of instances"):
             runtime.load("m", folder, config=config(backend="holding", **two), options=given)
         with pytest.raises(ConfigError, match="instances"):
-            runtime.load(
-                "m",
-                folder,
-                config=config(backend="holding"),
-                options={"MOONPOOL_INSTANCES": "1..5"},
-            )
+            runtime.load("m", folder, config=config(backend="holding"), options={"MOONPOOL_INSTANCES": "1..5"})

@@ -38,16 +38,10 @@ class Asked:
 
 
 def policy(
-    action: Literal["REJECT", "DELAY"] = "REJECT",
-    timeout_us: int = 0,
-    override: bool = False,
-    limit: int = 0,
+    action: Literal["REJECT", "DELAY"] = "REJECT", timeout_us: int = 0, override: bool = False, limit: int = 0
 ) -> QueuePolicy:
     return QueuePolicy(
-        timeout_action=action,
-        default_timeout_us=timeout_us,
-        allow_timeout_override=override,
-        max_queue_size=limit,
+        timeout_action=action, default_timeout_us=timeout_us, allow_timeout_override=override, max_queue_size=limit
     )
 
 
@@ -70,9 +64,7 @@ def batching(
     )
 
 
-def queue_of(
-    max_batch_size: int, config: DynamicBatching | None, *requests: Asked, now_ns: int = 0
-) -> Queue:
+def queue_of(max_batch_size: int, config: DynamicBatching | None, *requests: Asked, now_ns: int = 0) -> Queue:
     queue: Queue = Queue(max_batch_size, config)
     for request in requests:
         queue.add(request, now_ns)
@@ -265,9 +257,7 @@ def test_a_late_request_can_still_be_cancelled() -> None:
 
 
 def test_a_higher_priority_goes_first_and_equal_ones_stay_in_order() -> None:
-    requests = [
-        Asked(f"{number}", priority=level) for number, level in enumerate([0, 3, 1, 2, 1, 9])
-    ]
+    requests = [Asked(f"{number}", priority=level) for number, level in enumerate([0, 3, 1, 2, 1, 9])]
     queue = queue_of(8, batching(levels=3, default_level=2), *requests)
     (batch,) = form(queue, 0, 1).batches
     assert [request.name for request in batch] == ["2", "4", "0", "3", "5", "1"]
@@ -328,13 +318,7 @@ def test_a_delayed_request_goes_behind_all_of_its_level_and_is_still_served() ->
 
 @pytest.mark.parametrize(
     ("default_us", "override", "asked_us", "expires_us"),
-    [
-        (10, True, 5, 5),
-        (10, True, 20, 10),
-        (10, False, 5, 10),
-        (10, True, 0, 10),
-        (0, True, 5, None),
-    ],
+    [(10, True, 5, 5), (10, True, 20, 10), (10, False, 5, 10), (10, True, 0, 10), (0, True, 5, None)],
 )
 def test_a_request_can_only_shorten_the_timeout_and_only_where_allowed(
     default_us: int, override: bool, asked_us: int, expires_us: int | None

@@ -142,9 +142,7 @@ class Plain:
         whole = max(n for n in alike if n == 1 or total[n] <= self.max_rows)
         preferred = config.preferred_batch_sizes or (self.max_rows,)
         exact = [n for n in range(1, whole + 1) if total[n] in preferred]
-        beyond = [
-            n for n in range(1, whole + 1) if n < len(items) and total[n + 1] > max(preferred)
-        ]
+        beyond = [n for n in range(1, whole + 1) if n < len(items) and total[n + 1] > max(preferred)]
         oldest_ns = min(item.arrived_ns for item in items[:whole])
         over_ns = oldest_ns + config.max_queue_delay_us * US
         best = max(exact, default=0) or min(beyond, default=0)
@@ -162,8 +160,7 @@ class Plain:
 class QueueAgainstPlainModel(RuleBasedStateMachine):
     # Batches without delays and preferred sizes are formed in a way of their own.
     @initialize(
-        size=st.sampled_from([0, 1, 6, 7, 8, 9]),
-        config=CONFIGS | CONFIGS | st.just(DynamicBatching()) | st.none(),
+        size=st.sampled_from([0, 1, 6, 7, 8, 9]), config=CONFIGS | CONFIGS | st.just(DynamicBatching()) | st.none()
     )
     def start(self, size: int, config: DynamicBatching | None) -> None:
         assume(config is None or max(config.preferred_batch_sizes, default=0) <= max(size, 1))
@@ -181,15 +178,7 @@ class QueueAgainstPlainModel(RuleBasedStateMachine):
         step_us=st.integers(0, 4),
         idle=st.sampled_from([0, 1, 1, 1]),
     )
-    def add(
-        self,
-        batch_size: int,
-        priority: int,
-        timeout_us: int,
-        signature: str,
-        step_us: int,
-        idle: int,
-    ) -> None:
+    def add(self, batch_size: int, priority: int, timeout_us: int, signature: str, step_us: int, idle: int) -> None:
         self.now_ns += step_us * US
         self.names += 1
         rows_in = min(batch_size, self.size)
@@ -246,17 +235,12 @@ class QueueAgainstPlainModel(RuleBasedStateMachine):
 
 
 TestQueueAgainstPlainModel = pytest.mark.slow(QueueAgainstPlainModel.TestCase)
-TestQueueAgainstPlainModel.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None
-)
+TestQueueAgainstPlainModel.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    config=CONFIGS,
-    gaps_us=st.lists(
-        st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 3)), max_size=25
-    ),
+    config=CONFIGS, gaps_us=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 3)), max_size=25)
 )
 def test_a_loop_that_follows_wake_at_serves_every_request_once_within_its_delay(
     config: DynamicBatching, gaps_us: list[tuple[int, int, int]]
@@ -268,10 +252,7 @@ def test_a_loop_that_follows_wake_at_serves_every_request_once_within_its_delay(
 
     def turn(at_ns: int) -> int | None:
         formation = form(queue, at_ns, 100)
-        for request in [
-            *formation.expired,
-            *(each for batch in formation.batches for each in batch),
-        ]:
+        for request in [*formation.expired, *(each for batch in formation.batches for each in batch)]:
             assert at_ns - arrived[request] <= config.max_queue_delay_us * US
             left.append(request)
         return formation.wake_at_ns

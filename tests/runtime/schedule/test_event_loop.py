@@ -134,9 +134,7 @@ def test_a_time_limit_is_over_for_the_task_alone(folder: Path, run: Any) -> None
         run(main())
 
 
-def test_a_time_limit_of_the_caller_is_not_taken_for_one_of_the_request(
-    folder: Path, run: Any
-) -> None:
+def test_a_time_limit_of_the_caller_is_not_taken_for_one_of_the_request(folder: Path, run: Any) -> None:
     async def main() -> None:
         with pytest.raises(TimeoutError) as caught:
             async with asyncio.timeout(0.01):
@@ -165,9 +163,7 @@ def test_a_cancelled_task_takes_its_request_out_of_the_queue(folder: Path, run: 
         run(main())
 
 
-def test_a_task_that_is_cancelled_while_its_request_executes_disturbs_nobody(
-    folder: Path, run: Any
-) -> None:
+def test_a_task_that_is_cancelled_while_its_request_executes_disturbs_nobody(folder: Path, run: Any) -> None:
     async def main() -> None:
         first = asyncio.create_task(ask(runtime, row(0)))
         await until(lambda: backend.batches)
@@ -343,8 +339,7 @@ class Plus:
 
 
 @pytest.mark.promise(
-    "Tensors and requests of clients",
-    "Threads and event loops may wait for the same stub, uvloop's too.",
+    "Tensors and requests of clients", "Threads and event loops may wait for the same stub, uvloop's too."
 )
 def test_a_thread_asks_a_stub_that_a_loop_has_watched(tmp_path: Path, run: Any) -> None:
     """uvloop makes descriptors that it watches non-blocking.
@@ -363,9 +358,7 @@ def test_a_thread_asks_a_stub_that_a_loop_has_watched(tmp_path: Path, run: Any) 
         assert runtime.infer("plus", inputs)["Y"].tolist() == [2.0, 3.0, 4.0]
 
 
-def test_a_stub_that_ends_with_a_request_unread_is_watched_no_more(
-    tmp_path: Path, run: Any
-) -> None:
+def test_a_stub_that_ends_with_a_request_unread_is_watched_no_more(tmp_path: Path, run: Any) -> None:
     """The socket has an error then, which uvloop would not report."""
     inputs = {"X": [1.0, 2.0, 3.0]}
     (tmp_path / "plus.py").write_text(PLUS)

@@ -55,8 +55,7 @@ async def several_at_once(runtime: Runtime, backend: HoldingBackend) -> None:
 
 
 @pytest.mark.promise(
-    "Batching",
-    "Requests that come in one turn of an event loop share a batch; a single caller waits for nobody.",
+    "Batching", "Requests that come in one turn of an event loop share a batch; a single caller waits for nobody."
 )
 def test_requests_of_one_turn_share_a_batch(folder: Path) -> None:
     async def main() -> None:
@@ -86,14 +85,9 @@ def test_a_caller_alone_is_sent_at_once(folder: Path) -> None:
         asyncio.run(main())
 
 
-@pytest.mark.promise(
-    "Batching",
-    "Idle instances of a slow model share the requests of one turn.",
-)
+@pytest.mark.promise("Batching", "Idle instances of a slow model share the requests of one turn.")
 @pytest.mark.parametrize(("pace_ns", "sizes"), [(10**9, [2, 3, 3]), (0, [8])])
-def test_idle_instances_share_the_requests_if_the_model_is_slow(
-    folder: Path, pace_ns: int, sizes: list[int]
-) -> None:
+def test_idle_instances_share_the_requests_if_the_model_is_slow(folder: Path, pace_ns: int, sizes: list[int]) -> None:
     async def main() -> None:
         await several_at_once(runtime, backend)
         runtime._models.find("m").scheduler.pace_ns = pace_ns

@@ -19,13 +19,7 @@ import numpy as np
 import pytest
 from tests.runtime.adders import CONFIG, rows, write_model
 from tests.runtime.held_batches import Caller, holding, queued
-from tests.runtime.interrupting import (
-    PACKAGES,
-    Interrupted,
-    RaisesAt,
-    interrupted_everywhere,
-    interrupted_once,
-)
+from tests.runtime.interrupting import PACKAGES, Interrupted, RaisesAt, interrupted_everywhere, interrupted_once
 from tests.runtime.recorder import PATIENCE_S, Recorder, config, row
 from tests.waiting import wait_until
 
@@ -186,10 +180,7 @@ def hosted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
 
 @pytest.mark.promise("Requests", "A caller that gives up, is …")
 @pytest.mark.parametrize("ask", ASKING, ids=lambda ask: ask.__name__)
-def test_a_handler_may_raise_at_any_line_of_a_request(
-    hosted: Hosted,
-    ask: Ask,
-) -> None:
+def test_a_handler_may_raise_at_any_line_of_a_request(hosted: Hosted, ask: Ask) -> None:
     # Where all is compiled, a request has few lines.
     assert interrupt_everywhere(hosted, ask) > 10
     (instance,) = hosted.runtime.instances("m")
@@ -211,9 +202,7 @@ def test_a_handler_may_raise_at_any_line_of_a_stream_in_a_task(hosted: Hosted) -
     assert interrupt_everywhere(hosted, task_stream) > 20
 
 
-def test_another_task_finds_the_end_of_a_stream_whose_close_is_interrupted(
-    hosted: Hosted,
-) -> None:
+def test_another_task_finds_the_end_of_a_stream_whose_close_is_interrupted(hosted: Hosted) -> None:
     with notebook_loop() as loop:
         streams: list[ResponseStream] = []
 
@@ -242,9 +231,7 @@ def test_another_task_finds_the_end_of_a_stream_whose_close_is_interrupted(
 @pytest.mark.parametrize("again", [1, 4])
 @pytest.mark.parametrize("ask", [infer_in_time, submit, stream], ids=lambda ask: ask.__name__)
 def test_a_second_handler_may_raise_while_the_first_one_s_exception_leaves(
-    hosted: Hosted,
-    ask: Ask,
-    again: int,
+    hosted: Hosted, ask: Ask, again: int
 ) -> None:
     interrupt_everywhere(hosted, ask, step=5, again=again)
 
@@ -267,9 +254,7 @@ def test_a_handler_may_raise_at_any_line_of_waiting_for_a_future(hosted: Hosted)
             assert future.result(PATIENCE_S).outputs["SUM"].flat[0] == 2
         futures.clear()
 
-    library = tuple(
-        str(Path(module.__file__ or "")) for module in (concurrent.futures._base, threading)
-    )
+    library = tuple(str(Path(module.__file__ or "")) for module in (concurrent.futures._base, threading))
     interrupted_everywhere(ask, check, within=(*PACKAGES, *library))
 
 
@@ -363,9 +348,7 @@ def test_a_handler_may_raise_at_any_line_of_a_task_that_loads_and_unloads(folder
     backend.check_pairs()
 
 
-def test_a_handler_that_raises_in_a_load_lets_the_load_of_another_thread_go_on(
-    folder: Path,
-) -> None:
+def test_a_handler_that_raises_in_a_load_lets_the_load_of_another_thread_go_on(folder: Path) -> None:
     entered, goes_on = threading.Event(), threading.Event()
 
     class Slow(Recorder):

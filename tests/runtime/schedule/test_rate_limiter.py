@@ -37,19 +37,11 @@ START, END = 1, 2
 
 def limits(priority: int = 0, **counts: int) -> RateLimits:
     """Make the needs of a member; a resource whose name is in upper case is one of all devices."""
-    resources = tuple(
-        RateLimitResource(name, name.isupper(), count) for name, count in counts.items()
-    )
+    resources = tuple(RateLimitResource(name, name.isupper(), count) for name, count in counts.items())
     return RateLimits(resources, priority)
 
 
-NEEDS = st.builds(
-    limits,
-    st.integers(0, 3),
-    A=st.integers(0, 4),
-    B=st.integers(0, 2),
-    c=st.integers(0, 3),
-)
+NEEDS = st.builds(limits, st.integers(0, 3), A=st.integers(0, 4), B=st.integers(0, 2), c=st.integers(0, 3))
 GIVEN = {("A", None): 5, ("B", 1): 3, ("c", None): 3, ("c", 0): 4}
 
 
@@ -111,9 +103,7 @@ class PoolMachine(RuleBasedStateMachine):
         for member, needs in self.needs.items():
             if self.pool.holds(member):
                 held.update(needs)
-        assert {k: v for k, v in self.pool.in_use.items() if v} == {
-            k: v for k, v in held.items() if v
-        }
+        assert {k: v for k, v in self.pool.in_use.items() if v} == {k: v for k, v in held.items() if v}
 
     @invariant()
     def never_more_than_the_count(self) -> None:
@@ -128,13 +118,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert waiting == self.asked
         for member in waiting:
             needs = self.needs[member]
-            lacks = any(
-                self.pool.in_use[each] + count > self.pool.limits[each]
-                for each, count in needs.items()
-            )
+            lacks = any(self.pool.in_use[each] + count > self.pool.limits[each] for each, count in needs.items())
             behind = any(
-                self.needs[other].keys() & needs.keys()
-                and self.pool.rank(other) <= self.pool.rank(member)
+                self.needs[other].keys() & needs.keys() and self.pool.rank(other) <= self.pool.rank(member)
                 for other in waiting
                 if other != member
             )
@@ -164,9 +150,7 @@ TestGivenPool.settings = settings(max_examples=60, deadline=None)
 
 def test_one_that_needs_much_is_not_starved_by_those_that_need_little() -> None:
     pool: ResourcePool[str] = ResourcePool({("R", None): 2})
-    pool.join(
-        {"a": (limits(R=1), 0), "b": (limits(R=1), 0), "big": (limits(R=2), 0), "s": (limits(), 0)}
-    )
+    pool.join({"a": (limits(R=1), 0), "b": (limits(R=1), 0), "big": (limits(R=2), 0), "s": (limits(), 0)})
     assert pool.acquire("a")
     assert pool.acquire("b")
     assert not pool.acquire("big")
@@ -187,10 +171,7 @@ def test_priorities_share_executions_as_their_inverses() -> None:
     for _ in range(700):
         counts[holding] += 1
         (holding,) = pool.release(holding, has_executed=True, asks_again=True)
-    assert all(
-        abs(counts[name] - share) <= 1
-        for name, share in (("one", 400), ("two", 200), ("four", 100))
-    )
+    assert all(abs(counts[name] - share) <= 1 for name, share in (("one", 400), ("two", 200), ("four", 100)))
 
 
 def test_one_that_comes_late_does_not_go_first_until_it_has_caught_up() -> None:
@@ -248,9 +229,7 @@ def test_counts_are_a_list() -> None:
 
 
 def group(count: int = 1, priority: int = 0, **counts: int) -> dict[str, Any]:
-    resources = [
-        {"name": name, "global": name.isupper(), "count": each} for name, each in counts.items()
-    ]
+    resources = [{"name": name, "global": name.isupper(), "count": each} for name, each in counts.items()]
     limiter = {"resources": resources, "priority": priority}
     return {"instance_group": [{"kind": "KIND_CPU", "count": count, "rate_limiter": limiter}]}
 
@@ -283,9 +262,7 @@ def in_use(runtime: Runtime) -> dict[Resource, int]:
 class Ask(threading.Thread):
     """A thread that sends one request to a model and keeps its outcome."""
 
-    def __init__(
-        self, runtime: Runtime, model: str, inputs: dict[str, Any], **options: Any
-    ) -> None:
+    def __init__(self, runtime: Runtime, model: str, inputs: dict[str, Any], **options: Any) -> None:
         super().__init__()
         self._act: Any = partial(runtime.infer, model, inputs, timeout_s=PATIENCE_S, **options)
         self._outcome: Any = None
@@ -378,11 +355,7 @@ def test_requests_that_wait_for_a_resource_share_a_batch(folder: Path) -> None:
 
 
 def test_two_queues_that_keep_requests_back_do_not_wake_each_other(folder: Path) -> None:
-    delayed = {
-        "max_batch_size": 2,
-        "dynamic_batching": {"max_queue_delay_microseconds": 30_000_000},
-        **group(2, R=1),
-    }
+    delayed = {"max_batch_size": 2, "dynamic_batching": {"max_queue_delay_microseconds": 30_000_000}, **group(2, R=1)}
     with limited(folder, [], a=delayed, b=delayed) as (backend, runtime):
         asked = [Ask(runtime, name, row(1)) for name in "ab"]
         for name in "ab":
@@ -398,11 +371,7 @@ def test_two_queues_that_keep_requests_back_do_not_wake_each_other(folder: Path)
 
 def test_a_request_times_out_while_its_instance_waits_for_a_resource(folder: Path) -> None:
     policy = {"default_timeout_microseconds": 20_000, "timeout_action": "REJECT"}
-    late = {
-        "max_batch_size": 2,
-        "dynamic_batching": {"default_queue_policy": policy},
-        **group(R=1),
-    }
+    late = {"max_batch_size": 2, "dynamic_batching": {"default_queue_policy": policy}, **group(R=1)}
     with limited(folder, [], a=group(R=1), b=late) as (backend, runtime):
         first = Ask(runtime, "a", x(1))
         held = backend.wait_for(1)
@@ -489,9 +458,7 @@ def test_what_needs_too_much_does_not_load(folder: Path) -> None:
     with limited(folder, ["R:2", "d:9"], a=group(R=1)) as (backend, runtime):
         more = config(backend="holding", **group(R=3))
         both = group(R=1)
-        both["instance_group"][0]["rate_limiter"]["resources"].append(
-            {"name": "R", "global": False, "count": 1}
-        )
+        both["instance_group"][0]["rate_limiter"]["resources"].append({"name": "R", "global": False, "count": 1})
         for name, given, text in (
             ("b", more, 'Resource count for "R" is limited to 2 which will prevent scheduling'),
             ("b", config(backend="holding", **group(s=1)), 'Resource count for "s" is limited to 0'),

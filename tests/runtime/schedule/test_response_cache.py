@@ -18,25 +18,12 @@ from tests.runtime.held_batches import Caller, HoldingBackend
 from tests.runtime.recorder import PATIENCE_S, Recorder, config, row, tensor, x
 from tests.waiting import wait_until
 
-from moonpool import (
-    ConfigError,
-    ModelInstance,
-    ModelUnavailable,
-    QueueFull,
-    Response,
-    ResponseAllocator,
-    Runtime,
-)
+from moonpool import ConfigError, ModelInstance, ModelUnavailable, QueueFull, Response, ResponseAllocator, Runtime
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.request import WireTensor
 from moonpool.runtime.model.signature import Signature, make_request
 from moonpool.runtime.observe.metrics_options import MetricsOptions
-from moonpool.runtime.schedule.response_cache import (
-    CachedResponse,
-    CachingScheduler,
-    ResponseCache,
-    digest_of,
-)
+from moonpool.runtime.schedule.response_cache import CachedResponse, CachingScheduler, ResponseCache, digest_of
 
 pytestmark = pytest.mark.promise(
     "Requests",
@@ -58,10 +45,7 @@ def executions(backend: Recorder) -> int:
 
 def stats(runtime: Runtime) -> dict[str, Any]:
     shown: dict[str, Any] = runtime.statistics("m")["inference_stats"]
-    return {
-        name: shown[name]["count"]
-        for name in ("success", "compute_infer", "cache_hit", "cache_miss")
-    }
+    return {name: shown[name]["count"] for name in ("success", "compute_infer", "cache_hit", "cache_miss")}
 
 
 def test_an_equal_request_executes_nothing(folder: Path) -> None:
@@ -148,17 +132,13 @@ def digest(given: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
-def test_requests_that_a_model_could_tell_apart_differ(
-    one: dict[str, Any], other: dict[str, Any]
-) -> None:
+def test_requests_that_a_model_could_tell_apart_differ(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert digest(one) != digest(other)
     assert len(digest(one)) * 8 == 256
 
 
 @pytest.mark.parametrize(("one", "other"), SAME)
-def test_requests_that_differ_for_the_runtime_alone_are_equal(
-    one: dict[str, Any], other: dict[str, Any]
-) -> None:
+def test_requests_that_differ_for_the_runtime_alone_are_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert digest(one) == digest(other)
 
 
@@ -243,9 +223,7 @@ def test_an_error_is_not_kept(folder: Path) -> None:
         assert stats(runtime) == {"success": 2, "compute_infer": 1, "cache_hit": 1, "cache_miss": 1}
 
 
-@pytest.mark.promise(
-    "Requests", "Nothing of a model that was unloaded or reloaded is found in the response cache."
-)
+@pytest.mark.promise("Requests", "Nothing of a model that was unloaded or reloaded is found in the response cache.")
 def test_entries_go_with_their_version(folder: Path) -> None:
     backend = Recorder()
     with cached(folder, backend) as runtime:
@@ -291,8 +269,7 @@ def _with_waiter(request: Any) -> Any:
 
 
 @pytest.mark.promise(
-    "Requests",
-    "Memory that a caller changes after its request was sent puts no wrong answer into the response cache.",
+    "Requests", "Memory that a caller changes after its request was sent puts no wrong answer into the response cache."
 )
 def test_inputs_are_copied_before_they_are_hashed(folder: Path) -> None:
     backend = HoldingBackend()
@@ -354,10 +331,7 @@ def test_batches_and_event_loops_find_it_too(folder: Path) -> None:
 
 def test_requests_that_come_together_are_looked_for_each_by_itself(folder: Path) -> None:
     backend = HoldingBackend()
-    more: dict[str, Any] = {
-        "max_batch_size": 4,
-        "dynamic_batching": {"default_queue_policy": {"max_queue_size": 1}},
-    }
+    more: dict[str, Any] = {"max_batch_size": 4, "dynamic_batching": {"default_queue_policy": {"max_queue_size": 1}}}
     with cached(folder, backend, **more) as runtime:
         backend.is_quick = True
         runtime.infer("m", row(1), timeout_s=PATIENCE_S)
@@ -365,9 +339,7 @@ def test_requests_that_come_together_are_looked_for_each_by_itself(folder: Path)
         hosted = runtime._models.find("m")
         scheduler = hosted.scheduler
         assert isinstance(scheduler, CachingScheduler)
-        requests = [
-            _with_waiter(make_request(hosted.signature, row(value))) for value in (1, 2, 1, 3, 4)
-        ]
+        requests = [_with_waiter(make_request(hosted.signature, row(value))) for value in (1, 2, 1, 3, 4)]
         scheduler.submit_all(requests)
         backend.is_quick = True
         backend.wait_for(2).answer()
@@ -388,9 +360,7 @@ class Unwilling:
         raise ValueError("no text")
 
 
-def test_a_response_that_cannot_be_kept_reaches_its_caller(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_response_that_cannot_be_kept_reaches_its_caller(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = Unwilling()
 
     def execute(_: ModelInstance, requests: Any) -> list[Any]:
@@ -404,19 +374,14 @@ def test_a_response_that_cannot_be_kept_reaches_its_caller(
         assert "a response of model 'm' cannot be kept" in caplog.text
 
 
-def test_without_a_cache_every_request_is_executed(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_cache_every_request_is_executed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     backend = Recorder()
     with Runtime(backends=[backend]) as runtime:
         runtime.load("m", folder, config=config(**CACHED))
         for _ in range(2):
             runtime.infer("m", x(1))
         assert executions(backend) == 2
-        assert (
-            "model 'm' has a response_cache, and there is none: make the runtime with Runtime(resp"
-            in (caplog.text)
-        )
+        assert "model 'm' has a response_cache, and there is none: make the runtime with Runtime(resp" in (caplog.text)
         assert "nv_cache" not in runtime.metrics()
 
 
@@ -458,9 +423,7 @@ CHOSEN: dict[str, Any] = {
     "long names": _parameters(50, "n" * 1000, True),
     "wide names": _parameters(50, "\N{GRINNING FACE}" + "n" * 1000, True),
     "wide texts": lambda number: Response({}, {"p": f"{number}\N{GRINNING FACE}" + "t" * 9999}),
-    "accents": lambda number: Response(
-        {}, {"p": f"{number}" + "\N{LATIN SMALL LETTER E WITH ACUTE}" * 9999}
-    ),
+    "accents": lambda number: Response({}, {"p": f"{number}" + "\N{LATIN SMALL LETTER E WITH ACUTE}" * 9999}),
     "many outputs": _outputs(200, "o", 1),
     "wide names of outputs": _outputs(50, "\N{GRINNING FACE}" + "n" * 1000, 1),
     "many dimensions": _outputs(20, "o", *[1] * 16),

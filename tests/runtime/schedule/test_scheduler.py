@@ -88,10 +88,7 @@ def test_idle_instances_share_the_requests(folder: Path) -> None:
         assert [value(future) for future in futures] == [0, 1, 2]
 
 
-@pytest.mark.promise(
-    "Batching",
-    "Preferred sizes, delays, priorities and queue policies are Triton's, texts included.",
-)
+@pytest.mark.promise("Batching", "Preferred sizes, delays, priorities and queue policies are Triton's, texts included.")
 def test_a_preferred_size_is_waited_for_and_sent_at_once(folder: Path) -> None:
     policy = batching(preferred_batch_size=[4], max_queue_delay_microseconds=HOUR_US)
     with holding(folder, **policy) as (backend, runtime):
@@ -191,11 +188,7 @@ def test_a_timeout_shorter_than_the_way_to_an_idle_instance_is_a_rejection(folde
 
 
 def test_late_requests_go_after_the_others_where_the_policy_says_delay(folder: Path) -> None:
-    queue_policy = {
-        "timeout_action": "DELAY",
-        "default_timeout_microseconds": HOUR_US,
-        "allow_timeout_override": True,
-    }
+    queue_policy = {"timeout_action": "DELAY", "default_timeout_microseconds": HOUR_US, "allow_timeout_override": True}
     policy = {"default_queue_policy": queue_policy}
     with holding(folder, max_batch_size=1, dynamic_batching=policy) as (backend, runtime):
         first = runtime.submit("m", row(0))
@@ -223,10 +216,7 @@ def test_timers_do_not_pile_up_behind_a_long_queue_timeout(folder: Path) -> None
 # Order of responses
 
 
-@pytest.mark.promise(
-    "Batching",
-    "Responses keep the order of their batches if the configuration asks for that.",
-)
+@pytest.mark.promise("Batching", "Responses keep the order of their batches if the configuration asks for that.")
 def test_responses_keep_the_order_of_batches_where_that_is_asked_for(folder: Path) -> None:
     policy = {"preserve_ordering": True}
     with holding(folder, max_batch_size=1, dynamic_batching=policy, **counted(3)) as office_:

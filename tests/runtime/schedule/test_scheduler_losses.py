@@ -106,9 +106,7 @@ def test_an_answer_that_was_received_already_is_not_waited_for_on_the_socket(
 # Instances that break
 
 
-def test_a_batch_that_was_in_a_broken_instance_fails_and_the_queue_waits_for_the_next(
-    folder: Path,
-) -> None:
+def test_a_batch_that_was_in_a_broken_instance_fails_and_the_queue_waits_for_the_next(folder: Path) -> None:
     with holding(folder, **batching()) as (backend, runtime):
         lost = runtime.submit("m", row(0))
         waiting = [runtime.submit("m", row(i)) for i in (1, 2)]
@@ -139,9 +137,7 @@ def test_every_caller_of_a_broken_batch_has_an_error_object_of_its_own(folder: P
     assert one is not other
 
 
-def test_requests_in_a_broken_instance_are_retried_once_if_the_model_allows_it(
-    folder: Path,
-) -> None:
+def test_requests_in_a_broken_instance_are_retried_once_if_the_model_allows_it(folder: Path) -> None:
     parameters = {"MOONPOOL_RETRY": {"string_value": "yes"}}
     with holding(folder, parameters=parameters) as (backend, runtime):
         lucky = Caller(runtime, x(1))
@@ -208,10 +204,7 @@ def test_an_unload_whose_time_is_over_gives_everybody_a_reason(folder: Path) -> 
 # Messages that cross
 
 
-@pytest.mark.promise(
-    "Responses at any time",
-    "A request ends once, also if its instance dies while it answers.",
-)
+@pytest.mark.promise("Responses at any time", "A request ends once, also if its instance dies while it answers.")
 def test_a_request_ends_once_though_its_instance_dies_as_it_answers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,9 +238,7 @@ def test_an_instance_is_told_of_a_caller_who_left_while_it_was_sent(
         scheduler = runtime._models.find("m").scheduler
         execute, events = HoldingBackend.model_instance_execute, []
 
-        def leave_first(
-            holding: HoldingBackend, instance: Any, requests: list[InferenceRequest]
-        ) -> Any:
+        def leave_first(holding: HoldingBackend, instance: Any, requests: list[InferenceRequest]) -> Any:
             scheduler.leave(requests[0])
             events.append("executes")
             return execute(holding, instance, requests)

@@ -36,12 +36,7 @@ def states_of(
     outputs: int = 1,
     account: MemoryAccount | None = None,
 ) -> SequenceStates:
-    state = {
-        "input_name": "I",
-        "output_name": "O",
-        "data_type": f"TYPE_{datatype}",
-        "dims": list(dims),
-    }
+    state = {"input_name": "I", "output_name": "O", "data_type": f"TYPE_{datatype}", "dims": list(dims)}
     others = ["Y", "O"][:outputs]
     config = ModelConfig.from_dict(
         {
@@ -56,9 +51,7 @@ def states_of(
     code = CODES["BYTES" if datatype == "STRING" else datatype]
     shape = (1, 1) if rows else (1,)
     zero = np.zeros(4, np.uint8) if code == BYTES else np.zeros(shape, DTYPES[code])
-    return SequenceStates(
-        config, [WireTensor(code, shape, zero)], LIMIT, account or MemoryAccount()
-    )
+    return SequenceStates(config, [WireTensor(code, shape, zero)], LIMIT, account or MemoryAccount())
 
 
 def request_of(states: SequenceStates, outputs: list[int] | None = None) -> InferenceRequest:
@@ -77,9 +70,7 @@ def accepted(states: SequenceStates, output: Any) -> InferenceRequest:
 
 
 @given(
-    array=arrays.arrays(
-        st.sampled_from(["f4", "i8", "?", "f2"]), arrays.array_shapes(max_dims=4, max_side=5)
-    ),
+    array=arrays.arrays(st.sampled_from(["f4", "i8", "?", "f2"]), arrays.array_shapes(max_dims=4, max_side=5)),
     rows=st.sampled_from([0, 4]),
     is_wire=st.booleans(),
 )
@@ -87,9 +78,7 @@ def test_a_state_is_a_copy_of_what_fits_and_an_error_otherwise(
     array: np.ndarray[Any, Any], rows: int, is_wire: bool
 ) -> None:
     states = states_of(rows=rows)
-    wanted = (
-        array.dtype == np.float32 and array.ndim == 1 + bool(rows) and (not rows or len(array) == 1)
-    )
+    wanted = array.dtype == np.float32 and array.ndim == 1 + bool(rows) and (not rows or len(array) == 1)
     request = request_of(states)
     given_output = WireTensor.of(array)
     output: Any = given_output if is_wire else array

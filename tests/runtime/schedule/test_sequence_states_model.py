@@ -41,9 +41,7 @@ class StatePromises(RuleBasedStateMachine):
     @initialize(config=CONFIGS, survives=st.booleans())
     def start(self, config: SequenceBatching, survives: bool) -> None:
         self.survives = survives
-        self.sequencer: Sequencer[Asked, str] = Sequencer(
-            config, 3, "M", Names(), survives=survives
-        )
+        self.sequencer: Sequencer[Asked, str] = Sequencer(config, 3, "M", Names(), survives=survives)
         self.now_ns = 0
         self.arrived = 0
         self.last: dict[int | str, int] = {}
@@ -53,10 +51,7 @@ class StatePromises(RuleBasedStateMachine):
         # Requests that were broken off by the end of an instance.
         self.broken_off: list[Asked] = []
 
-    @rule(
-        ids=st.lists(st.integers(1, 3), min_size=1, max_size=4),
-        flags=st.sampled_from([0, 0, 0, 1, 2, 3]),
-    )
+    @rule(ids=st.lists(st.integers(1, 3), min_size=1, max_size=4), flags=st.sampled_from([0, 0, 0, 1, 2, 3]))
     def add(self, ids: list[int], flags: int) -> None:
         self.sequencer._expire(self.now_ns)
         for correlation_id in ids:

@@ -110,8 +110,7 @@ def test_a_request_has_one_row_which_is_looked_at_first() -> None:
     with pytest.raises(InvalidRequest) as caught:
         Hall().sequencer.add(Asked("x", 0, 0, batch_size=2), 0)
     assert str(caught.value) == (
-        "inference request to model 'M' must specify batch-size 1 due to requirements of "
-        "sequence batcher"
+        "inference request to model 'M' must specify batch-size 1 due to requirements of sequence batcher"
     )
 
 
@@ -186,8 +185,7 @@ def test_sequences_over_the_slots_wait_in_order_with_all_their_requests() -> Non
 
 
 @pytest.mark.promise(
-    "Sequences",
-    "Two sequences of the same id never overlap: the second waits until the first has ended.",
+    "Sequences", "Two sequences of the same id never overlap: the second waits until the first has ended."
 )
 def test_a_sequence_that_starts_again_waits_for_its_end_and_behind_the_backlog() -> None:
     hall = Hall(max_batch_size=1)
@@ -249,8 +247,7 @@ def test_requests_of_another_shape_wait_and_the_oldest_goes_first() -> None:
 
 @pytest.mark.promise(
     "Sequences",
-    "With the oldest strategy, a batch has at most one request of each sequence, and Triton's "
-    "sizes and delays hold.",
+    "With the oldest strategy, a batch has at most one request of each sequence, and Triton's sizes and delays hold.",
 )
 def test_the_oldest_requests_make_a_batch_without_empty_places() -> None:
     hall = oldest(slots=3)
@@ -432,11 +429,7 @@ def test_an_iterative_request_is_a_sequence_of_its_own(make: Any) -> None:
     for request in requests:
         hall.asked[request.name] = request
         hall.sequencer.add(request, 0)
-    assert [(each.correlation_id, each.flags) for each in requests] == [
-        (1, START),
-        (2, START),
-        (3, START),
-    ]
+    assert [(each.correlation_id, each.flags) for each in requests] == [(1, START), (2, START), (3, START)]
     assert hall.form() == [["a", "b"]]
     assert hall.sequencer.again(requests[0], 0) is True
     hall.done("b")
@@ -508,9 +501,7 @@ class Interrupted(BaseException):
 
 
 @pytest.mark.parametrize("name", ["_begin", "_ready"])
-def test_a_request_that_was_added_half_leaves_no_slot_taken(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_request_that_was_added_half_leaves_no_slot_taken(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     hall = oldest(slots=1)
     whole = getattr(hall.sequencer, name)
 

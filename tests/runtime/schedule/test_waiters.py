@@ -70,9 +70,7 @@ def interrupts() -> Iterator[Interrupts]:
 # Threads
 
 
-def test_threads_of_one_batch_are_all_answered_by_the_one_that_waits_on_the_socket(
-    folder: Path,
-) -> None:
+def test_threads_of_one_batch_are_all_answered_by_the_one_that_waits_on_the_socket(folder: Path) -> None:
     with holding(folder, **BATCHING) as (backend, runtime):
         callers = [Caller(runtime, row(0))]
         backend.wait_for(1)
@@ -99,10 +97,7 @@ def test_a_thread_that_leaves_hands_its_batch_to_the_reactor(folder: Path) -> No
 
 
 @pytest.mark.promise("Requests", "A caller that gives up, is …")
-def test_a_signal_handler_that_raises_ends_the_wait_and_nothing_else(
-    folder: Path,
-    interrupts: Interrupts,
-) -> None:
+def test_a_signal_handler_that_raises_ends_the_wait_and_nothing_else(folder: Path, interrupts: Interrupts) -> None:
     with holding(folder, **BATCHING) as (backend, runtime):
         for i in range(3):
             thread = interrupts.when(partial(backend.wait_for, 2 * i + 1))
@@ -117,10 +112,7 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_nothing_else(
         assert runtime.instances("m")[0]["restarts"] == 0
 
 
-def test_a_signal_handler_that_raises_takes_a_queued_request_out(
-    folder: Path,
-    interrupts: Interrupts,
-) -> None:
+def test_a_signal_handler_that_raises_takes_a_queued_request_out(folder: Path, interrupts: Interrupts) -> None:
     with holding(folder) as (backend, runtime):
         first = runtime.submit("m", x(0))
         scheduler = runtime._models.find("m").scheduler
@@ -136,8 +128,7 @@ def test_a_signal_handler_that_raises_takes_a_queued_request_out(
 
 @pytest.mark.promise("Requests", "A caller that gives up, is …")
 def test_the_others_of_a_batch_are_answered_when_its_driver_is_interrupted(
-    folder: Path,
-    interrupts: Interrupts,
+    folder: Path, interrupts: Interrupts
 ) -> None:
     with holding(folder, **BATCHING) as (backend, runtime):
         first = runtime.submit("m", row(0))
@@ -163,14 +154,10 @@ def test_the_others_of_a_batch_are_answered_when_its_driver_is_interrupted(
         assert backend.sent == [[0], [1, 2, 3]]
 
 
-def test_an_execution_that_nobody_drives_is_found_and_driven(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_execution_that_nobody_drives_is_found_and_driven(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with holding(folder) as (backend, runtime):
         scheduler = runtime._models.find("m").scheduler
-        monkeypatch.setattr(
-            "moonpool.runtime.schedule.scheduler.Execution.drive_in_reactor", lambda _: None
-        )
+        monkeypatch.setattr("moonpool.runtime.schedule.scheduler.Execution.drive_in_reactor", lambda _: None)
         future = runtime.submit("m", x(7))
         (execution,) = scheduler._busy.values()
         monkeypatch.undo()
@@ -212,9 +199,7 @@ def test_a_cancelled_future_takes_its_request_out_of_the_queue(folder: Path) -> 
         assert not first.cancel()
 
 
-def test_a_future_that_is_cancelled_while_its_request_executes_disturbs_nobody(
-    folder: Path,
-) -> None:
+def test_a_future_that_is_cancelled_while_its_request_executes_disturbs_nobody(folder: Path) -> None:
     with holding(folder, **BATCHING) as (backend, runtime):
         first = runtime.submit("m", row(0))
         second, third = (runtime.submit("m", row(i)) for i in (1, 2))
@@ -228,9 +213,7 @@ def test_a_future_that_is_cancelled_while_its_request_executes_disturbs_nobody(
             second.result(0)
 
 
-def test_a_callback_that_raises_whatever_it_likes_harms_nobody(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_callback_that_raises_whatever_it_likes_harms_nobody(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     errors = [Planned("in a callback"), SystemExit("in a callback")]
 
     def fail(_: object) -> None:
@@ -253,9 +236,7 @@ def test_a_callback_that_raises_whatever_it_likes_harms_nobody(
     "Requests",
     "Whatever a callback of a future raises or waits for, other requests get their outcomes, those of the same batch, too.",
 )
-@pytest.mark.parametrize(
-    "kind", [asyncio.CancelledError, KeyboardInterrupt, GeneratorExit, SystemExit, Planned]
-)
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, KeyboardInterrupt, GeneratorExit, SystemExit, Planned])
 def test_a_callback_takes_no_outcome_from_others(folder: Path, kind: type[BaseException]) -> None:
     called: list[str] = []
 

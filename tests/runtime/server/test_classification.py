@@ -48,8 +48,7 @@ def test_labels_are_the_lines_of_the_file(tmp_path: Any) -> None:
 
 
 @pytest.mark.promise(
-    "The model repository of a server",
-    "Labels come from the model's own directory, whatever its configuration says.",
+    "The model repository of a server", "Labels come from the model's own directory, whatever its configuration says."
 )
 def test_labels_come_from_the_models_directory_alone(tmp_path: Any) -> None:
     (tmp_path / "secret").write_text("secret\n")

@@ -81,9 +81,7 @@ class Client:
         self.runtime.load(model)
         return self.runtime._models.find(model)
 
-    def infer(
-        self, hosted: Any, output: int = _BYTES, room: int = _BYTES
-    ) -> tuple[Any, dict[str, Any]]:
+    def infer(self, hosted: Any, output: int = _BYTES, room: int = _BYTES) -> tuple[Any, dict[str, Any]]:
         """The outcome for the tensor at the beginning, and its outputs in the end."""
         place = ("all", output, room)
         x = self.service.read_shared(hosted.model, "X", FP32, [_COUNT], ("all", 0, _BYTES))
@@ -125,9 +123,7 @@ def is_copied(client: Client, hosted: Any) -> bool:
     "Large tensors in a client's shared memory are read and written there by the model's "
     "process; the server copies nothing.",
 )
-def test_a_model_reads_and_writes_the_client_s_memory_and_nothing_is_copied_here(
-    client: Client,
-) -> None:
+def test_a_model_reads_and_writes_the_client_s_memory_and_nothing_is_copied_here(client: Client) -> None:
     hosted = client.load("gives_back")
     for start in (1, 5):
         client.seen[:_COUNT] = ramp(start)
@@ -152,8 +148,7 @@ def test_a_model_s_writes_to_its_input_do_not_reach_the_client(client: Client) -
 
 @pytest.mark.promise(
     "Memory of clients that is lent",
-    "If a model keeps such an input, it stays as it was, whatever the client writes to "
-    "its memory later.",
+    "If a model keeps such an input, it stays as it was, whatever the client writes to its memory later.",
 )
 def test_a_kept_input_does_not_change_when_the_client_goes_on(client: Client) -> None:
     hosted = client.load("keeps")
@@ -167,8 +162,7 @@ def test_a_kept_input_does_not_change_when_the_client_goes_on(client: Client) ->
 
 @pytest.mark.promise(
     "Memory of clients that is lent",
-    "An output may go into the same memory as an input. An output that is larger than its "
-    "place is an error.",
+    "An output may go into the same memory as an input. An output that is larger than its place is an error.",
 )
 @pytest.mark.parametrize("output", [0, _BYTES // 2])
 def test_an_output_may_go_where_the_input_is(client: Client, output: int) -> None:
@@ -244,9 +238,7 @@ def cut_short(client: Client, hosted: Any) -> Any:
     "If a client truncates lent memory, the requests of one instance fail and the "
     "instance is started again. The server is not harmed.",
 )
-def test_a_client_that_cuts_its_memory_short_costs_the_stub_and_not_the_server(
-    client: Client,
-) -> None:
+def test_a_client_that_cuts_its_memory_short_costs_the_stub_and_not_the_server(client: Client) -> None:
     hosted = client.load("gives_back")
     client.seen[:_COUNT] = ramp(0)
     client.infer(hosted)
@@ -297,10 +289,7 @@ def test_clients_that_go_on_cutting_their_memory_short_do_not_get_the_model_give
     wait_until(lambda: client.runtime.instances("gives_back")[0]["state"] == "FAILED")
 
 
-@pytest.mark.promise(
-    "Memory of clients that is lent",
-    "A stub forgets regions that were unregistered.",
-)
+@pytest.mark.promise("Memory of clients that is lent", "A stub forgets regions that were unregistered.")
 def test_regions_that_come_and_go_leave_nothing_in_the_stub(client: Client) -> None:
     hosted = client.load("gives_back")
     client.infer(hosted)
@@ -326,9 +315,7 @@ def descriptors(pid: int) -> Sequence[str]:
     "Memory of clients that is lent",
     "Inputs in memory of clients that have to be copied take at most a quarter of the machine's memory, those of all requests together.",
 )
-def test_copies_for_all_requests_have_one_limit(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_for_all_requests_have_one_limit(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     hosted = client.load("gives_back")
     hosted.model.lends_clients_memory = False
     monkeypatch.setattr(service, "_MOST_COPIED_BYTES", _BYTES * 3 // 2)

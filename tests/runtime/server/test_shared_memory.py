@@ -37,9 +37,7 @@ def path(key: str) -> Path:
     return Path("/dev/shm") / key.removeprefix("/")
 
 
-def test_bytes_are_read_and_written_where_the_region_is(
-    shared: SystemSharedMemory, key: str
-) -> None:
+def test_bytes_are_read_and_written_where_the_region_is(shared: SystemSharedMemory, key: str) -> None:
     shared.register("a", key, 10, 100)
     into = np.empty((2, 4), np.uint8)
 
@@ -56,23 +54,17 @@ def test_bytes_are_read_and_written_where_the_region_is(
     "maps it, and is not harmed if the client truncates it.",
 )
 @pytest.mark.parametrize(("offset", "size"), [(93, 8), (-1, 8), (0, 101), (101, 0)])
-def test_nothing_is_read_beside_the_region(
-    shared: SystemSharedMemory, key: str, offset: int, size: int
-) -> None:
+def test_nothing_is_read_beside_the_region(shared: SystemSharedMemory, key: str, offset: int, size: int) -> None:
     shared.register("a", key, 10, 100)
 
-    with pytest.raises(
-        MoonpoolError, match=r"Invalid offset( \+ byte size)? for shared memory region: 'a'"
-    ):
+    with pytest.raises(MoonpoolError, match=r"Invalid offset( \+ byte size)? for shared memory region: 'a'"):
         shared.read("a", offset, np.empty(size, np.uint8))
     with pytest.raises(MoonpoolError):
         shared.write("a", offset, [memoryview(bytes(size))])
 
 
 @pytest.mark.promise("Tensors and requests of clients", "The server reads and writes a …")
-def test_an_object_that_was_cut_short_is_an_error_and_no_signal(
-    shared: SystemSharedMemory, key: str
-) -> None:
+def test_an_object_that_was_cut_short_is_an_error_and_no_signal(shared: SystemSharedMemory, key: str) -> None:
     shared.register("a", key, 0, 1000)
     os.truncate(path(key), 500)
 
@@ -95,8 +87,7 @@ def test_regions_leave_no_descriptor(shared: SystemSharedMemory, key: str) -> No
 
 
 @pytest.mark.promise(
-    "Tensors and requests of clients",
-    "Objects of other users, links and names that lead elsewhere are refused.",
+    "Tensors and requests of clients", "Objects of other users, links and names that lead elsewhere are refused."
 )
 def test_links_are_not_followed(shared: SystemSharedMemory, key: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
@@ -112,9 +103,7 @@ def test_links_are_not_followed(shared: SystemSharedMemory, key: str, tmp_path: 
 
 @pytest.mark.promise("Tensors and requests of clients", "Objects of other users, links and …")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give an object away")
-def test_an_object_of_somebody_else_is_taken_only_where_that_was_allowed(
-    shared: SystemSharedMemory, key: str
-) -> None:
+def test_an_object_of_somebody_else_is_taken_only_where_that_was_allowed(shared: SystemSharedMemory, key: str) -> None:
     os.chown(path(key), 12345, -1)
 
     with pytest.raises(SharedMemoryError, match="belongs to user 12345"):
@@ -122,12 +111,8 @@ def test_an_object_of_somebody_else_is_taken_only_where_that_was_allowed(
     SystemSharedMemory([12345]).register("a", key, 0, 10)
 
 
-@pytest.mark.parametrize(
-    ("offset", "size"), [(-1, 10), (0, -1), (0, 1001), (1000, 1), (2**63, 2**63)]
-)
-def test_a_region_lies_within_its_object(
-    shared: SystemSharedMemory, key: str, offset: int, size: int
-) -> None:
+@pytest.mark.parametrize(("offset", "size"), [(-1, 10), (0, -1), (0, 1001), (1000, 1), (2**63, 2**63)])
+def test_a_region_lies_within_its_object(shared: SystemSharedMemory, key: str, offset: int, size: int) -> None:
     with pytest.raises(SharedMemoryError):
         shared.register("a", key, offset, size)
 

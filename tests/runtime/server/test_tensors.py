@@ -56,14 +56,11 @@ def test_an_empty_tensor_has_its_shape(shape: list[int]) -> None:
 
 
 @pytest.mark.promise(
-    "Tensors and requests of clients",
-    "Whole numbers that do not fit their datatype are refused, not wrapped.",
+    "Tensors and requests of clients", "Whole numbers that do not fit their datatype are refused, not wrapped."
 )
 @pytest.mark.parametrize("value", [256, -1])
 def test_whole_numbers_that_do_not_fit_are_refused(value: int) -> None:
-    with pytest.raises(
-        InvalidRequest, match="input 'X' has values that do not fit its datatype UINT8"
-    ):
+    with pytest.raises(InvalidRequest, match="input 'X' has values that do not fit its datatype UINT8"):
         tensors.of_values("X", CODES["UINT8"], [1], [value])
 
 
@@ -102,9 +99,4 @@ def test_an_output_may_be_empty_or_have_no_dimension(shape: tuple[int, ...]) -> 
 
 def test_bytes_of_a_stub_that_are_no_strings_are_an_error() -> None:
     with pytest.raises(ModelError):
-        tensors.to_values(
-            "Y",
-            WireTensor(
-                BYTES, (3,), np.frombuffer(encode_bytes(np.array([b"a"], object)), np.uint8)
-            ),
-        )
+        tensors.to_values("Y", WireTensor(BYTES, (3,), np.frombuffer(encode_bytes(np.array([b"a"], object)), np.uint8)))

@@ -169,13 +169,8 @@ def test_nothing_is_given_and_nothing_is_kept_once_the_process_has_ended(make: M
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@given(
-    st.lists(st.tuples(st.booleans(), st.integers(1, 64)), max_size=60),
-    st.integers(1, 128),
-)
-def test_no_more_memory_is_given_than_the_limit_in_any_order(
-    steps: list[tuple[bool, int]], limit_pages: int
-) -> None:
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 64)), max_size=60), st.integers(1, 128))
+def test_no_more_memory_is_given_than_the_limit_in_any_order(steps: list[tuple[bool, int]], limit_pages: int) -> None:
     """Every file that was ever made is one that the process may have kept."""
     memory = Allotment(limit_pages * 4096, is_contained=True)
     out: list[SharedRegion] = []
@@ -205,9 +200,7 @@ def test_no_more_memory_is_given_than_the_limit_in_any_order(
 
 def test_the_processes_of_a_contained_model_share_one_limit() -> None:
     of_model = ModelMemory()
-    first, second, third = (
-        Allotment(4 * MiB, is_contained=True, of_model=of_model) for _ in range(3)
-    )
+    first, second, third = (Allotment(4 * MiB, is_contained=True, of_model=of_model) for _ in range(3))
     try:
         first.retire(first.region(0, 2 * MiB))
         second.region(0, MiB).close()

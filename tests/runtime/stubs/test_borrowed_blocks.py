@@ -31,9 +31,7 @@ class Borrower:
     def new_loans(self, *, is_private: bool = False) -> BorrowedBlocks:
         memory = Allotment(None, is_contained=is_private)
         first = memory.region(0, 1 << 16)
-        return BorrowedBlocks(
-            self._announce, first, memory, self.told.append, is_private=is_private
-        )
+        return BorrowedBlocks(self._announce, first, memory, self.told.append, is_private=is_private)
 
     def _announce(self, region: SharedRegion, writer: Side) -> None:
         assert writer is Side.RUNTIME
@@ -63,9 +61,7 @@ def test_request_regions_that_a_stub_may_have_kept_are_counted_and_given_again()
         sent.append(os.fstat(region.fd).st_ino)
 
     told: list[int] = []
-    borrowed_blocks = BorrowedBlocks(
-        announce, memory.region(0, 1 << 16), memory, told.append, is_private=True
-    )
+    borrowed_blocks = BorrowedBlocks(announce, memory.region(0, 1 << 16), memory, told.append, is_private=True)
     try:
         for number in range(20):
             borrowed_blocks.allocate(1 << 18)
@@ -97,9 +93,7 @@ def test_large_memory_of_another_stub_is_lent_and_announced_once(borrower: Borro
     assert list(borrower.returned) == ["place"] * 3
 
 
-def test_a_part_of_an_array_is_lent_as_its_block_and_where_it_lies_in_it(
-    borrower: Borrower,
-) -> None:
+def test_a_part_of_an_array_is_lent_as_its_block_and_where_it_lies_in_it(borrower: Borrower) -> None:
     part = borrower.array(2 * SHARED_BYTES)[128 : 128 + SHARED_BYTES]
     assert borrower.borrowed_blocks.lend(part) == ([borrower.other.id, 64, 2 * SHARED_BYTES], 128)
 
@@ -130,9 +124,7 @@ def test_memory_that_was_given_up_before_it_was_announced_is_copied(borrower: Bo
     assert borrower.borrowed_blocks.lend(array) is None
 
 
-def test_the_stub_is_told_when_lent_memory_is_gone_and_nothing_of_it_is_lent(
-    borrower: Borrower,
-) -> None:
+def test_the_stub_is_told_when_lent_memory_is_gone_and_nothing_of_it_is_lent(borrower: Borrower) -> None:
     lent = borrower.borrowed_blocks.lend(borrower.array(), keep=True)
     assert lent is not None
     assert borrower.tidy() == []
@@ -159,9 +151,7 @@ def test_a_borrowed_block_can_be_handed_on_after_its_region_was_closed(borrower:
     assert list(borrower.returned) == ["place"]
 
 
-def test_a_block_of_ours_is_free_when_the_stub_and_all_others_let_go_of_it(
-    borrower: Borrower,
-) -> None:
+def test_a_block_of_ours_is_free_when_the_stub_and_all_others_let_go_of_it(borrower: Borrower) -> None:
     borrowed_blocks = borrower.borrowed_blocks
     block = borrowed_blocks.allocate(100, keep=True)
     handed_on = borrowed_blocks.open(block.region.id, block.offset, 100)
@@ -172,9 +162,7 @@ def test_a_block_of_ours_is_free_when_the_stub_and_all_others_let_go_of_it(
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 64])
-def test_a_stub_can_neither_hand_on_nor_release_blocks_that_it_lacks(
-    borrower: Borrower, size_bytes: int
-) -> None:
+def test_a_stub_can_neither_hand_on_nor_release_blocks_that_it_lacks(borrower: Borrower, size_bytes: int) -> None:
     block = borrower.borrowed_blocks.allocate(64, keep=True)
     place = (block.region.id, block.offset)
     for wrong in ((place[0], place[1] + 64), (place[0] + 10_000, place[1])):
@@ -209,12 +197,9 @@ def test_no_answer_lies_in_what_a_client_lent_as_an_input(borrower: Borrower) ->
 
 @pytest.mark.promise(
     "Memory of clients that is lent",
-    "An output may lie in a client's memory only at the place that its request names, and only "
-    "while its batch runs.",
+    "An output may lie in a client's memory only at the place that its request names, and only while its batch runs.",
 )
-def test_an_answer_may_lie_where_a_client_wants_it_while_the_batch_lasts(
-    borrower: Borrower,
-) -> None:
+def test_an_answer_may_lie_where_a_client_wants_it_while_the_batch_lasts(borrower: Borrower) -> None:
     region = client_region()
     lease = region.lease(64, 128, borrower.returned.append, "target")
     borrower.borrowed_blocks.lend_target(lease)
@@ -231,9 +216,7 @@ def test_an_answer_may_lie_where_a_client_wants_it_while_the_batch_lasts(
 
 
 @pytest.mark.promise("Memory of clients that is lent", "A stub forgets regions that were …")
-def test_memory_of_clients_that_are_gone_is_forgotten_before_there_is_more(
-    borrower: Borrower,
-) -> None:
+def test_memory_of_clients_that_are_gone_is_forgotten_before_there_is_more(borrower: Borrower) -> None:
     for _ in range(3):
         region = client_region()
         lease = region.lease(0, 64, borrower.returned.append, "target")
@@ -248,9 +231,7 @@ def test_memory_of_clients_that_are_gone_is_forgotten_before_there_is_more(
 def test_what_is_kept_for_later_makes_room_at_the_limit() -> None:
     memory = Allotment(1 << 20, is_contained=False)
     told: list[int] = []
-    borrowed_blocks = BorrowedBlocks(
-        lambda *_: None, memory.region(0, 1 << 16), memory, told.append, is_private=False
-    )
+    borrowed_blocks = BorrowedBlocks(lambda *_: None, memory.region(0, 1 << 16), memory, told.append, is_private=False)
     try:
         kept = borrowed_blocks.allocate(1 << 19)
         borrowed_blocks.end_batch(())

@@ -70,9 +70,7 @@ def handshake() -> Iterator[ForkHandshake]:
     handshake.close()
 
 
-def test_a_child_that_speaks_is_known_by_a_pidfd_of_its_own(
-    handshake: ForkHandshake, child: Child
-) -> None:
+def test_a_child_that_speaks_is_known_by_a_pidfd_of_its_own(handshake: ForkHandshake, child: Child) -> None:
     pid = child(SPEAKS)
     found, pidfd = handshake.wait(os.getpid(), PATIENCE_S)
     assert found == pid
@@ -107,9 +105,7 @@ def test_a_grandchild_is_not_taken_for_a_child(handshake: ForkHandshake, child: 
     os.close(write_fd)
 
 
-def test_a_child_that_ends_without_a_word_is_no_birth(
-    handshake: ForkHandshake, child: Child
-) -> None:
+def test_a_child_that_ends_without_a_word_is_no_birth(handshake: ForkHandshake, child: Child) -> None:
     child("")
     with pytest.raises(ForkFailed, match="forked nothing that lived"):
         handshake.wait(os.getpid(), PATIENCE_S)
@@ -123,9 +119,7 @@ def test_nobody_is_waited_for_longer_than_was_said(handshake: ForkHandshake) -> 
 
 
 @pytest.mark.promise("Forked instances", "The kernel tells which process a …")
-def test_descriptors_that_come_with_the_word_are_dropped(
-    handshake: ForkHandshake, child: Child
-) -> None:
+def test_descriptors_that_come_with_the_word_are_dropped(handshake: ForkHandshake, child: Child) -> None:
     pid = child(SENDS_DESCRIPTORS)
     before = len(os.listdir("/proc/self/fd"))
     found, pidfd = handshake.wait(os.getpid(), PATIENCE_S)
@@ -136,9 +130,7 @@ def test_descriptors_that_come_with_the_word_are_dropped(
     assert found == pid
 
 
-def test_a_forked_process_has_the_exit_code_that_its_template_tells(
-    handshake: ForkHandshake, child: Child
-) -> None:
+def test_a_forked_process_has_the_exit_code_that_its_template_tells(handshake: ForkHandshake, child: Child) -> None:
     child(LEADS_AND_SPEAKS)
     process = ForkedProcess(*handshake.wait(os.getpid(), PATIENCE_S), lambda pid: pid % 7)
     assert process.wait(0) is None
@@ -151,9 +143,7 @@ def test_a_forked_process_has_the_exit_code_that_its_template_tells(
     process.close()
 
 
-def test_the_children_of_a_forked_process_end_with_it(
-    handshake: ForkHandshake, child: Child
-) -> None:
+def test_the_children_of_a_forked_process_end_with_it(handshake: ForkHandshake, child: Child) -> None:
     read_fd, write_fd = os.pipe()
     child(LEAVES_A_CHILD, read_fd, write_fd)
     os.close(write_fd)

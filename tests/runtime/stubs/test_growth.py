@@ -68,9 +68,7 @@ def test_a_stub_for_which_there_is_no_thread_is_refused_and_may_ask_again(
     assert stub.heard.get(timeout=60) == (Kind.REGION,)
 
 
-def test_a_stub_that_cannot_be_answered_hears_of_the_end(
-    stub: Stub, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stub_that_cannot_be_answered_hears_of_the_end(stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: object) -> None:
         raise ValueError("as planned")
 
@@ -121,13 +119,7 @@ def test_memory_of_a_device_that_a_contained_stub_retired_counts(
 
     monkeypatch.setattr(devices, "new_device_region", refuse)
     device = SimpleNamespace(ordinal=3)
-    retired = SimpleNamespace(
-        handle=b"",
-        is_private=is_private,
-        device=device,
-        size_bytes=1 << 21,
-        close=lambda: None,
-    )
+    retired = SimpleNamespace(handle=b"", is_private=is_private, device=device, size_bytes=1 << 21, close=lambda: None)
     link = cast(Any, stub.growth._link)
     link.device_answers = {7: retired}
     link.open_lanes = lambda: SimpleNamespace(gpu_of=lambda number: number, lane=lambda _: None)

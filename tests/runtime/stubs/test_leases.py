@@ -119,9 +119,7 @@ def test_a_slice_keeps_the_memory_and_a_copy_does_not(runtime: Runtime) -> None:
     assert copy[3] == 6
 
 
-def test_memory_does_not_grow_over_many_requests_whose_outputs_are_dropped_late(
-    runtime: Runtime,
-) -> None:
+def test_memory_does_not_grow_over_many_requests_whose_outputs_are_dropped_late(runtime: Runtime) -> None:
     link = link_of(runtime)
     x = {"X": np.arange(200, dtype=np.float32)}
     late: deque[dict[str, np.ndarray[Any, Any]]] = deque(maxlen=40)
@@ -194,9 +192,7 @@ def test_memory_of_callers_is_used_again(runtime: Runtime) -> None:
     assert memory.size_bytes <= 4 * 4096
 
 
-def test_an_array_of_a_model_that_was_unloaded_is_ordinary_memory(
-    runtime: Runtime, file: Path
-) -> None:
+def test_an_array_of_a_model_that_was_unloaded_is_ordinary_memory(runtime: Runtime, file: Path) -> None:
     x = runtime.empty("m", "X", 2)
     x[...] = [1, 2]
     runtime.unload("m")
@@ -218,8 +214,6 @@ def test_every_instance_reads_the_memory_of_callers(file: Path) -> None:
         for record in runtime._models.find("m").supervisor.records:
             os.kill(record.instance.state.process.pid, signal.SIGKILL)
         records = runtime._models.find("m").supervisor.records
-        wait_until(
-            lambda: all(record.restarts == 1 for record in records) and runtime.is_ready("m")
-        )
+        wait_until(lambda: all(record.restarts == 1 for record in records) and runtime.is_ready("m"))
         # The restarted instances do not have the region yet.
         assert runtime.infer("m", {"X": x})["DOUBLE"].tolist() == [6, 8]

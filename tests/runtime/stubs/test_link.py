@@ -31,9 +31,7 @@ def test_inputs_are_placed_where_the_peer_is_told(pair: Pair) -> None:
 
 def test_the_rows_of_one_input_lie_back_to_back(pair: Pair) -> None:
     pair.execute([1, 2], [3, 4])
-    (_, _, _, block, offset, size), (_, _, _, other_block, other_offset, _) = (
-        rows[0] for rows in pair.peer.rows
-    )
+    (_, _, _, block, offset, size), (_, _, _, other_block, other_offset, _) = (rows[0] for rows in pair.peer.rows)
     assert block == other_block
     assert other_offset == offset + size
 
@@ -109,9 +107,7 @@ def test_memory_of_requests_is_free_when_the_answer_is_there(pair: Pair) -> None
     assert pair.link.size_bytes() == 128 * KiB
 
 
-def test_memory_of_answers_is_given_back_with_the_next_batch_when_it_is_dropped(
-    pair: Pair,
-) -> None:
+def test_memory_of_answers_is_given_back_with_the_next_batch_when_it_is_dropped(pair: Pair) -> None:
     requests = pair.execute([1], [2])
     blocks = [pair.peer.place([1]), pair.peer.place([2])]
     pair.peer.answer(blocks, [[y(1)], [y(1, block=1)]])
@@ -186,9 +182,7 @@ def test_blocks_that_the_model_keeps_stay_until_it_releases_them(pair: Pair) -> 
     assert pair.lent_bytes == 0
 
 
-def test_a_block_that_an_idle_model_releases_is_free_without_another_batch(
-    pair: Pair,
-) -> None:
+def test_a_block_that_an_idle_model_releases_is_free_without_another_batch(pair: Pair) -> None:
     requests = pair.execute([1, 2, 3])
     place = pair.peer.blocks[0][:2]
     pair.peer.answer(held=[place])

@@ -167,9 +167,7 @@ def test_an_answer_that_was_believed_once_is_known_from_any_core(pair: Pair) -> 
 
 @in_python
 @pytest.mark.parametrize("core", [b"\xcc", b"\xff", b"\xc0", b""])
-def test_an_answer_that_was_believed_once_is_refused_with_a_core_that_is_none(
-    pair: Pair, core: bytes
-) -> None:
+def test_an_answer_that_was_believed_once_is_refused_with_a_core_that_is_none(pair: Pair, core: bytes) -> None:
     good_answers(pair, 2)
     (known,) = pair.link._known_answers
     requests = pair.execute([1])
@@ -213,8 +211,6 @@ def test_no_answer_is_accepted_out_of_turn_however_often_it_came_before(pair: Pa
     answer = [[region_id, 0, 4]], [[y(1)]]
     pair.peer.answer(*answer)
     assert len(pair.finish(requests)) == 1
-    pair.peer.channel.send(
-        encode(Kind.ANSWER, 3, NO_CORE, [], [], answer[0], encode(answer[1][0]), None, None)
-    )
+    pair.peer.channel.send(encode(Kind.ANSWER, 3, NO_CORE, [], [], answer[0], encode(answer[1][0]), None, None))
     with pytest.raises(RemoteProtocolError, match="ANSWER came out of turn"):
         pair.link.finish(requests)

@@ -24,9 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def heard_in(seconds: float, size_bytes: int, clock: SimpleNamespace) -> int:
     """Return how many messages of that size are read in so much time from a stub that sends without end."""
     pauses: list[float] = []
-    limiter = MessageRateLimiter(
-        cast(Any, SimpleNamespace(pause=lambda _, delay_s: pauses.append(delay_s))), 0
-    )
+    limiter = MessageRateLimiter(cast(Any, SimpleNamespace(pause=lambda _, delay_s: pauses.append(delay_s))), 0)
     count = 0
     while clock.s < seconds:
         limiter.took(size_bytes)
@@ -37,9 +35,7 @@ def heard_in(seconds: float, size_bytes: int, clock: SimpleNamespace) -> int:
 
 
 @pytest.mark.parametrize("size_bytes", [0, 512, 32 << 10, 1 << 20, 64 << 20])
-def test_messages_of_any_size_are_heard_at_one_rate(
-    clock: SimpleNamespace, size_bytes: int
-) -> None:
+def test_messages_of_any_size_are_heard_at_one_rate(clock: SimpleNamespace, size_bytes: int) -> None:
     seconds = 20.0
     cost = 1 + size_bytes // MESSAGE_BYTES
 
@@ -60,9 +56,7 @@ def test_a_stub_within_its_budget_never_waits() -> None:
 @pytest.mark.usefixtures("clock")
 def test_a_wait_is_long_enough_to_be_worth_it() -> None:
     pauses: list[float] = []
-    limiter = MessageRateLimiter(
-        cast(Any, SimpleNamespace(pause=lambda _, delay_s: pauses.append(delay_s))), 0
-    )
+    limiter = MessageRateLimiter(cast(Any, SimpleNamespace(pause=lambda _, delay_s: pauses.append(delay_s))), 0)
     limiter.took(0, MESSAGES_PER_S + 1)
     limiter.settle()
     assert pauses == [PAUSE_MS / 1000]

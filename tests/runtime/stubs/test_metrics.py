@@ -28,9 +28,7 @@ def metrics(registry: MetricRegistry) -> StubMetrics:
     return StubMetrics(registry, nothing_told)
 
 
-def test_the_metrics_of_a_stub_are_released_when_it_is_gone(
-    registry: MetricRegistry, metrics: StubMetrics
-) -> None:
+def test_the_metrics_of_a_stub_are_released_when_it_is_gone(registry: MetricRegistry, metrics: StubMetrics) -> None:
     other = StubMetrics(registry, nothing_told)
     shared = metrics.hold("shared", "d", COUNTER, [], None)
     metrics.hold("own", "d", COUNTER, [], None)
@@ -77,9 +75,7 @@ def test_a_stub_that_lies_about_its_metrics_is_found_out(metrics: StubMetrics) -
 
 def test_a_histogram_has_no_value(metrics: StubMetrics) -> None:
     number = metrics.hold("h", "d", HISTOGRAM, [], [1.0])
-    with pytest.raises(
-        BadMetric, match="TRITONSERVER_METRIC_KIND_HISTOGRAM does not support Value"
-    ):
+    with pytest.raises(BadMetric, match="TRITONSERVER_METRIC_KIND_HISTOGRAM does not support Value"):
         metrics.value(number)
 
 
@@ -94,13 +90,8 @@ def test_one_stub_cannot_have_all_metrics(metrics: StubMetrics, registry: Metric
     assert metrics.hold("n", "d", GAUGE, [("number", "one more")], None) == MAX_METRICS + 1
 
 
-@pytest.mark.promise(
-    "What a stub says",
-    "The metrics of one stub take at most 16 Mi characters in the exposition.",
-)
-def test_metrics_of_one_stub_take_no_more_room_than_they_may(
-    metrics: StubMetrics, registry: MetricRegistry
-) -> None:
+@pytest.mark.promise("What a stub says", "The metrics of one stub take at most 16 Mi characters in the exposition.")
+def test_metrics_of_one_stub_take_no_more_room_than_they_may(metrics: StubMetrics, registry: MetricRegistry) -> None:
     long = [(f"l{number}", "x" * 4096) for number in range(64)]
     with pytest.raises(BadMetric, match="16777216 characters where they are shown; use fewer"):
         # Each of the lines of a histogram has all its labels.
@@ -115,8 +106,7 @@ def test_metrics_of_one_stub_take_no_more_room_than_they_may(
 
 
 @pytest.mark.promise(
-    "What a stub says",
-    "The metrics of all instances of a model together take at most four times as much.",
+    "What a stub says", "The metrics of all instances of a model together take at most four times as much."
 )
 def test_instances_of_a_model_have_one_limit_together(registry: MetricRegistry) -> None:
     account = MemoryAccount()

@@ -73,9 +73,7 @@ def test_nothing_to_read_is_not_the_end(printed: Printed) -> None:
 
 
 def test_the_tail_has_what_was_said_before_the_stacks_of_all_threads(printed: Printed) -> None:
-    stack = (
-        b"Thread 0x1 (most recent call first):\n" + b'  File "a.py", line 3 in run\n' * 60 + b"\n"
-    )
+    stack = b"Thread 0x1 (most recent call first):\n" + b'  File "a.py", line 3 in run\n' * 60 + b"\n"
     for part in (b"what(): std::bad_alloc\n", b"Fatal Python error: Aborted\n\n", *[stack] * 5):
         printed.write(part)
         printed.output.ready()
@@ -125,9 +123,7 @@ def test_lines_over_the_budget_are_counted_and_left_out(caplog: pytest.LogCaptur
     printed.output.ready()
     printed.output.close()
     assert printed.lines[:3] == ["[m_0_0] 0", "[m_0_0] 1", "[m_0_0] 2"]
-    assert printed.lines[-1].endswith(
-        "lines were left out: too many a second (MOONPOOL_LOG_LINES_PER_S is 3)"
-    )
+    assert printed.lines[-1].endswith("lines were left out: too many a second (MOONPOOL_LOG_LINES_PER_S is 3)")
     assert len(printed.lines) < 10
 
 
@@ -148,9 +144,7 @@ def test_endless_output_is_read_later(caplog: pytest.LogCaptureFixture, data: by
     printed.output.close()
 
 
-def test_the_last_of_the_dropped_lines_are_kept(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_last_of_the_dropped_lines_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     printed = Printed(0, caplog)
     printed.write(b"".join(b"%d\n" % i for i in range(5000)))
     printed.output.ready()
@@ -161,9 +155,7 @@ def test_the_last_of_the_dropped_lines_are_kept(
 
 
 @pytest.mark.promise("What a stub says", "Lines that are dropped cost …")
-def test_a_log_message_is_cut_and_charged_by_its_length(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_log_message_is_cut_and_charged_by_its_length(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "moonpool.stub")
     printed = Printed(20, caplog)
     # This budget does not grow with time, as it would on a busy machine.
@@ -197,9 +189,7 @@ def test_a_budget_of_nothing_lets_nothing_through() -> None:
     assert not budget.spend()
 
 
-def test_the_tail_has_the_last_lines_also_of_those_that_were_left_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_tail_has_the_last_lines_also_of_those_that_were_left_out(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "moonpool.stub")
     printed = Printed(2, caplog)
     printed.write(b"".join(b"line %d\n" % i for i in range(100)) + b"the reason")
@@ -217,9 +207,7 @@ def test_drain_reads_what_is_there_and_does_not_wait_for_more(printed: Printed) 
     assert printed.lines == ["[m_0_0] one", "[m_0_0] two"]
 
 
-def test_drain_ends_also_where_somebody_writes_without_end(
-    printed: Printed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drain_ends_also_where_somebody_writes_without_end(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     # A process that the stub left behind might write so.
     reads = 0
 
@@ -233,14 +221,9 @@ def test_drain_ends_also_where_somebody_writes_without_end(
     printed.output.drain()
 
 
-def test_a_log_message_has_its_level_and_place(
-    printed: Printed, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_message_has_its_level_and_place(printed: Printed, caplog: pytest.LogCaptureFixture) -> None:
     printed.output.log(1, "careful\n\x1b[31mred\n", "/models/m/1/model.py", 12)
-    assert printed.lines == [
-        "[m_0_0] careful (model.py:12)",
-        "[m_0_0] \\x1b[31mred (model.py:12)",
-    ]
+    assert printed.lines == ["[m_0_0] careful (model.py:12)", "[m_0_0] \\x1b[31mred (model.py:12)"]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
     printed.output.log(0, "nowhere", "", 0)
     assert printed.lines[-1] == "[m_0_0] nowhere"

@@ -109,9 +109,7 @@ class Misnamed(io.StringIO):
     "Whatever error the standard output of a program raises, later lines of models are written, "
     "and the runtime never waits for it.",
 )
-@pytest.mark.parametrize(
-    "stream", [Raises(RuntimeError("deleted")), Raises(SystemExit(1)), Misnamed()]
-)
+@pytest.mark.parametrize("stream", [Raises(RuntimeError("deleted")), Raises(SystemExit(1)), Misnamed()])
 def test_a_stream_that_raises_anything_does_not_end_what_comes_later(
     monkeypatch: pytest.MonkeyPatch, stream: io.StringIO
 ) -> None:
@@ -126,9 +124,7 @@ def test_a_stream_that_raises_anything_does_not_end_what_comes_later(
     assert shown.getvalue() == "seen\n"
 
 
-def test_where_no_thread_can_be_started_whoever_waits_writes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_no_thread_can_be_started_whoever_waits_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller gets the output of all stubs. It would hang if nobody read the stream."""
 
     def refuse(*_: object) -> None:
@@ -146,9 +142,7 @@ def test_where_no_thread_can_be_started_whoever_waits_writes(
         assert stuck.getvalue() == "first\nsecond\n"
 
 
-def test_a_wait_that_is_interrupted_at_any_point_loses_no_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wait_that_is_interrupted_at_any_point_loses_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -121,9 +121,7 @@ def test_threads_may_take_and_drop_at_the_same_time(memory: CallerMemory) -> Non
     assert memory.size_bytes <= 4 * MiB
 
 
-def test_regions_beyond_the_first_are_given_up_when_nothing_lay_in_them_for_a_while(
-    memory: CallerMemory,
-) -> None:
+def test_regions_beyond_the_first_are_given_up_when_nothing_lay_in_them_for_a_while(memory: CallerMemory) -> None:
     small = empty(memory, 16)
     before = memory.size_bytes
     large = empty(memory, 8 * MiB)

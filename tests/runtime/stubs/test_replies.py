@@ -43,9 +43,7 @@ def test_the_last_response_may_come_before_the_answer_to_its_batch() -> None:
     assert replies.key_of(b) == (7, 1)
 
 
-@pytest.mark.parametrize(
-    ("batch", "index"), [(6, 0), (8, 0), (7, 2), (7, 1), (0, 0)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("batch", "index"), [(6, 0), (8, 0), (7, 2), (7, 1), (0, 0)], ids=lambda value: str(value))
 def test_a_response_that_nobody_waits_for_is_refused(batch: int, index: int) -> None:
     replies = Replies()
     replies.begin(7, requests(2))

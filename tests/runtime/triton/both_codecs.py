@@ -55,10 +55,7 @@ def layouts_of_batches() -> list[Asked]:
 def vectors(channel: str) -> list[tuple[Asked, dict[str, object]]]:
     _, sides = CHANNELS[channel]
     read = json.loads((FOLDER / f"{channel}.json").read_text(encoding="utf-8"))
-    return [
-        (Asked(channel, sides[vector["from"]], bytes.fromhex(vector["packet"])), vector)
-        for vector in read
-    ]
+    return [(Asked(channel, sides[vector["from"]], bytes.fromhex(vector["packet"])), vector) for vector in read]
 
 
 def corpus() -> list[Asked]:
@@ -109,18 +106,13 @@ def _answer(asked: Asked) -> list[object]:
     if not asked.sender and count != 1:
         raise RemoteProtocolError(f"{count} responses in the place of one")
     if asked.sender and count != asked.sender:
-        raise RemoteProtocolError(
-            f"an answer to batch 1 with {count} responses; batch 1 has {asked.sender} requests"
-        )
+        raise RemoteProtocolError(f"an answer to batch 1 with {count} responses; batch 1 has {asked.sender} requests")
     leases: list[Any] = [Block(size) for size in sizes]
     AnswerReader.check_blocks(layout, leases)
     AnswerReader.check(layout, leases)
     return [
         [
-            [
-                [each.name, each.datatype, each.shape, each.block, each.offset, each.size_bytes],
-                prod(each.shape),
-            ]
+            [[each.name, each.datatype, each.shape, each.block, each.offset, each.size_bytes], prod(each.shape)]
             for each in outputs
         ]
         for outputs in layout.responses
@@ -131,14 +123,7 @@ def _place(asked: Asked) -> list[object]:
     """Lay out a batch that is given as its layout, but for the offsets in the first block."""
     batch, elsewhere = [], {}
     for i, rows in enumerate(unpack_layout(asked.packet)):
-        batch.append(
-            Shapes(
-                [RequestTensor(row[0], row[1], row[2], row[5]) for row in rows],
-                1,
-                None,
-                is_shared=True,
-            )
-        )
+        batch.append(Shapes([RequestTensor(row[0], row[1], row[2], row[5]) for row in rows], 1, None, is_shared=True))
         places = {(i, number): (row[3], row[4]) for number, row in enumerate(rows) if row[3]}
         elsewhere.update(places)
     if not batch:  # there is no such batch

@@ -45,16 +45,11 @@ class CodecProgram:
 
     def tell(self, asked: list[Asked]) -> list[Told]:
         """Return the native codec's result for each packet. A crash fails the test."""
-        ended = subprocess.run(
-            [str(self._program)], input=_packets(asked), capture_output=True, check=False
-        )
+        ended = subprocess.run([str(self._program)], input=_packets(asked), capture_output=True, check=False)
         if ended.returncode:
             raise AssertionError(ended.stderr.decode(errors="replace"))
         texts = _texts(ended.stdout)
-        told = [
-            Told(refused.decode(), again)
-            for refused, again in zip(texts[::2], texts[1::2], strict=True)
-        ]
+        told = [Told(refused.decode(), again) for refused, again in zip(texts[::2], texts[1::2], strict=True)]
         assert len(told) == len(asked)
         return told
 
@@ -66,9 +61,7 @@ class CodecFuzzer:
         """Compile it into the folder."""
         self._program = _compiled("codec_fuzzer", folder, "-fsanitize-coverage=trace-pc")
 
-    def find(
-        self, known: list[Asked], seconds: int, seed: int, crash: Path
-    ) -> list[tuple[Asked, Told]]:
+    def find(self, known: list[Asked], seconds: int, seed: int, crash: Path) -> list[tuple[Asked, Told]]:
         """Packets that reach code that those before them do not. Raises CalledProcessError after one that was not
         borne.
 
@@ -133,8 +126,7 @@ def _writers() -> str:
             begin, function = "", "write_fields"
         values = "".join(f", each.{field}" for field in fields)
         parts.append(
-            f"inline void {function}(Writer& writer, const wire::{name}& each)"
-            f" {{ {begin} write_all(writer{values}); }}"
+            f"inline void {function}(Writer& writer, const wire::{name}& each) {{ {begin} write_all(writer{values}); }}"
         )
     return "\n".join(parts)
 

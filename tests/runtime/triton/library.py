@@ -67,9 +67,7 @@ def sanitizer_libraries(names: Sequence[str]) -> str:
             pytest.skip(f"the compiler has no {path}")
     preloaded = " ".join(found)
     # The sanitizer for threads ends at once on a kernel whose address randomization has more bits than it knows.
-    tried = subprocess.run(
-        ["true"], env={**os.environ, "LD_PRELOAD": preloaded}, capture_output=True, check=False
-    )
+    tried = subprocess.run(["true"], env={**os.environ, "LD_PRELOAD": preloaded}, capture_output=True, check=False)
     if tried.returncode:
         pytest.skip(f"no program runs with {preloaded}: {tried.stderr.decode(errors='replace')}")
     return preloaded

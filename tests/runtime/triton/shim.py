@@ -117,9 +117,7 @@ class Shim:
         config = json.dumps({"cmdline": dict(options or {})})
         self.tell(Word.BACKEND, *backend, config, "triton 2.51.0")
 
-    def _launch(
-        self, end: socket.socket, python: str, environment: Mapping[str, str] | None
-    ) -> Any:
+    def _launch(self, end: socket.socket, python: str, environment: Mapping[str, str] | None) -> Any:
         """Start a launcher that owns this end."""
         # A server's sockets are inheritable, too.
         os.set_inheritable(end.fileno(), True)
@@ -169,14 +167,10 @@ class Shim:
         """Wait for a note with this text, of one of these levels if there are any: the launcher's log has a thread of
         its own.
         """
-        while not any(
-            text in noted and level in (levels or (level,)) for level, noted in self.notes
-        ):
+        while not any(text in noted and level in (levels or (level,)) for level, noted in self.notes):
             self.hear(Word.NOTE)
 
-    def load(
-        self, directory: Path, config: Mapping[str, Any], *, completes: bool = False
-    ) -> list[Any]:
+    def load(self, directory: Path, config: Mapping[str, Any], *, completes: bool = False) -> list[Any]:
         """MODEL_READY or REFUSED of version 1 of the model in this directory."""
         self._numbers += 1
         name = directory.name
@@ -200,9 +194,7 @@ class Shim:
     def number_of(self, stub: Stub) -> int:
         return next(number for number, each in self.stubs.items() if each is stub)
 
-    def lose(
-        self, stub: Stub, *, is_executing: bool = True, is_shortage: bool = False, why: str = ""
-    ) -> list[Any]:
+    def lose(self, stub: Stub, *, is_executing: bool = True, is_shortage: bool = False, why: str = "") -> list[Any]:
         """Report a stub as lost, and return the fields of DIED."""
         number = self.number_of(stub)
         self.tell(Word.LOST, number, stub.generation, is_executing, is_shortage, why)
@@ -252,6 +244,4 @@ class ShimHere(Shim):
 
         thread = threading.Thread(target=run, name="test-launcher")
         thread.start()
-        return SimpleNamespace(
-            wait=thread.join, kill=lambda: None, stderr=io.BytesIO(), pid=os.getpid()
-        )
+        return SimpleNamespace(wait=thread.join, kill=lambda: None, stderr=io.BytesIO(), pid=os.getpid())

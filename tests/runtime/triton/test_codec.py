@@ -63,30 +63,12 @@ def changed(packet: bytes, others: list[bytes], dice: random.Random) -> bytes:
     return bytes(made)
 
 
-_VALUES = [
-    None,
-    True,
-    0,
-    -1,
-    127,
-    2**31,
-    2**63,
-    2**64 - 1,
-    0.5,
-    "",
-    "ß" * 40,
-    b"\xff",
-    [],
-    [0],
-    {"a": 1},
-]
+_VALUES = [None, True, 0, -1, 127, 2**31, 2**63, 2**64 - 1, 0.5, "", "ß" * 40, b"\xff", [], [0], {"a": 1}]
 
 
 @pytest.mark.promise("The wire", "The native codec accepts, reads …")
 @pytest.mark.parametrize("channel", CHANNELS)
-def test_both_codecs_refuse_the_same_of_changed_packets(
-    program: CodecProgram, channel: str
-) -> None:
+def test_both_codecs_refuse_the_same_of_changed_packets(program: CodecProgram, channel: str) -> None:
     dice = random.Random(f"seven {channel}")
     known = [asked for asked, vector in vectors(channel)]
     good = [asked for asked, vector in vectors(channel) if "says" in vector]
@@ -111,8 +93,7 @@ def test_layouts_are_read_alike_however_many_values_they_may_have(program: Codec
     dice = random.Random("layouts")
     asked = [
         Asked("layout", dice.choice([0, 0, 1, 8, 9, 10, 255]), packet)
-        for packet in LAYOUTS
-        + [changed(dice.choice(LAYOUTS), LAYOUTS, dice) for _ in range(20_000)]
+        for packet in LAYOUTS + [changed(dice.choice(LAYOUTS), LAYOUTS, dice) for _ in range(20_000)]
     ]
 
     accepted = sum(map(agree, asked, program.tell(asked)))
@@ -130,17 +111,12 @@ def test_both_ends_place_inputs_and_read_answers_alike(program: CodecProgram) ->
     packets = [each.packet for each in known]
     asked = known + [
         picked._replace(
-            packet=changed(picked.packet, packets, dice),
-            sender=dice.choice([picked.sender] * 7 + [dice.randrange(4)]),
+            packet=changed(picked.packet, packets, dice), sender=dice.choice([picked.sender] * 7 + [dice.randrange(4)])
         )
         for picked in (dice.choice(known) for _ in range(20_000))
     ]
 
-    accepted = Counter(
-        each.channel
-        for each, told in zip(asked, program.tell(asked), strict=True)
-        if agree(each, told)
-    )
+    accepted = Counter(each.channel for each, told in zip(asked, program.tell(asked), strict=True) if agree(each, told))
     assert min(accepted[channel] for channel in ("answer", "place", "strings")) > 200
 
 

@@ -33,15 +33,10 @@ def test_a_stub_that_was_started_answers_the_shim(start: Start) -> None:
 
 @pytest.mark.promise(
     "The launcher of a tritonserver",
-    "A model in a tritonserver finalizes when it is unloaded or replaced, for as long as its "
-    "configuration says.",
+    "A model in a tritonserver finalizes when it is unloaded or replaced, for as long as its configuration says.",
 )
-def test_an_instance_that_is_ended_is_finalized_first(
-    shim: Shim, start: Start, tmp_path: Path
-) -> None:
-    stub = start(
-        f"{DOUBLES}\n    def finalize(self):\n        open({str(tmp_path / 'end')!r}, 'x')"
-    )
+def test_an_instance_that_is_ended_is_finalized_first(shim: Shim, start: Start, tmp_path: Path) -> None:
+    stub = start(f"{DOUBLES}\n    def finalize(self):\n        open({str(tmp_path / 'end')!r}, 'x')")
 
     shim.end(stub)
 
@@ -91,9 +86,7 @@ def test_a_stub_that_died_without_requests_was_idle(shim: Shim, start: Start) ->
     "A stub that broke the protocol, before or after it was started, is killed. Clients learn "
     "that it was, and the log has the details.",
 )
-def test_a_stub_that_broke_the_protocol_is_killed_and_the_details_are_told(
-    shim: Shim, start: Start
-) -> None:
+def test_a_stub_that_broke_the_protocol_is_killed_and_the_details_are_told(shim: Shim, start: Start) -> None:
     stub = start()
 
     message = shim.lose(stub, why="ANSWER.batch may not be -1")[4]
@@ -104,9 +97,7 @@ def test_a_stub_that_broke_the_protocol_is_killed_and_the_details_are_told(
 
 
 @pytest.mark.promise("The launcher of a tritonserver", "If a stub dies, the …")
-def test_ever_longer_pauses_lie_before_ever_more_restarts_until_there_are_no_more(
-    shim: Shim, start: Start
-) -> None:
+def test_ever_longer_pauses_lie_before_ever_more_restarts_until_there_are_no_more(shim: Shim, start: Start) -> None:
     options = {"MOONPOOL_MAX_RESTARTS": "2", "MOONPOOL_RESTART_BACKOFF_S": "2"}
     start(config=with_options(**options))
     pauses = []
@@ -126,9 +117,7 @@ def test_ever_longer_pauses_lie_before_ever_more_restarts_until_there_are_no_mor
 
 
 @pytest.mark.promise("The launcher of a tritonserver", "An instance that was given up …")
-def test_an_instance_that_was_given_up_is_started_again_after_a_rest(
-    shim: Shim, start: Start
-) -> None:
+def test_an_instance_that_was_given_up_is_started_again_after_a_rest(shim: Shim, start: Start) -> None:
     options = {"MAX_RESTARTS": "0", "RESTART_WINDOW_S": "0.5", "RESTART_BACKOFF_MAX_S": "0.5"}
     start(config=with_options(**{f"MOONPOOL_{name}": value for name, value in options.items()}))
     for generation in (1, 2):
@@ -149,9 +138,7 @@ def test_an_instance_that_rests_can_be_ended(shim: Shim, start: Start) -> None:
 
 
 @pytest.mark.promise("The launcher of a tritonserver", "A lack of descriptors in …")
-def test_a_server_that_has_no_room_for_a_process_costs_the_model_no_death(
-    shim: Shim, start: Start
-) -> None:
+def test_a_server_that_has_no_room_for_a_process_costs_the_model_no_death(shim: Shim, start: Start) -> None:
     """The model may not restart at all, so a single death would be its end."""
     start(config=with_options(MOONPOOL_MAX_RESTARTS="0"))
     for _ in range(3):
@@ -164,9 +151,7 @@ def test_a_server_that_has_no_room_for_a_process_costs_the_model_no_death(
 
 
 @pytest.mark.promise("The launcher of a tritonserver", "If a stub dies, the …")
-def test_a_restart_that_fails_is_a_death_of_its_own(
-    shim: Shim, start: Start, tmp_path: Path
-) -> None:
+def test_a_restart_that_fails_is_a_death_of_its_own(shim: Shim, start: Start, tmp_path: Path) -> None:
     stub = start(config=with_options(MOONPOOL_MAX_RESTARTS="1"))
     (tmp_path / "m" / "1" / "model.py").write_text("raise OSError('no disk')")
     stub.kill()
@@ -192,9 +177,7 @@ def test_a_process_that_has_served_long_enough_is_replaced(shim: Shim, start: St
 
 
 @pytest.mark.promise("The launcher of a tritonserver", "A model in a tritonserver finalizes …")
-def test_a_process_that_does_not_finalize_in_time_is_replaced_all_the_same(
-    shim: Shim, start: Start
-) -> None:
+def test_a_process_that_does_not_finalize_in_time_is_replaced_all_the_same(shim: Shim, start: Start) -> None:
     text = f"{DOUBLES}\n    def finalize(self):\n        import time; time.sleep(1000)"
     stub = start(text, with_options(MOONPOOL_FINALIZE_TIMEOUT_S="0.1"))
 
@@ -215,9 +198,7 @@ def test_an_instance_that_is_being_replaced_can_be_ended(shim: Shim, start: Star
 
 @pytest.mark.promise("The launcher of a tritonserver", "A process that has served long …")
 def test_a_process_that_holds_too_much_memory_is_told_of(shim: Shim, start: Start) -> None:
-    text = "KEPT = []\n" + DOUBLES.replace(
-        "requests):\n", "requests):\n        KEPT.append(b'x' * (150 << 20))\n"
-    )
+    text = "KEPT = []\n" + DOUBLES.replace("requests):\n", "requests):\n        KEPT.append(b'x' * (150 << 20))\n")
     stub = start(text, with_options(MOONPOOL_RECYCLE_RSS_BYTES="100M"))
     stub.infer([1])
 
@@ -225,8 +206,7 @@ def test_a_process_that_holds_too_much_memory_is_told_of(shim: Shim, start: Star
 
 
 @pytest.mark.promise(
-    "The launcher of a tritonserver",
-    "The launcher ignores messages about a process that has already ended.",
+    "The launcher of a tritonserver", "The launcher ignores messages about a process that has already ended."
 )
 def test_messages_about_an_earlier_generation_are_ignored(shim: Shim, start: Start) -> None:
     first = start()
@@ -241,14 +221,9 @@ def test_messages_about_an_earlier_generation_are_ignored(shim: Shim, start: Sta
     assert shim.stubs[number].infer([1]) == [2]
 
 
-@pytest.mark.promise(
-    "The launcher of a tritonserver",
-    "A batch over its time ends its process, with a reason.",
-)
+@pytest.mark.promise("The launcher of a tritonserver", "A batch over its time ends its process, with a reason.")
 def test_a_batch_that_takes_too_long_is_ended(shim: Shim, start: Start) -> None:
-    text = (
-        "import time\nclass TritonPythonModel:\n    def execute(self, _):\n        time.sleep(1000)"
-    )
+    text = "import time\nclass TritonPythonModel:\n    def execute(self, _):\n        time.sleep(1000)"
     stub = start(text, with_options(MOONPOOL_EXECUTE_TIMEOUT_S="0.5"))
     block = [stub.requests.id, 0, 0]
     stub.work.send(Kind.EXECUTE, 1, NO_CORE, [], [block], b"\x91\x90", None, None)
@@ -258,16 +233,10 @@ def test_a_batch_that_takes_too_long_is_ended(shim: Shim, start: Start) -> None:
         stub.answer()
 
     _, _, _, code, message, _ = shim.lose(stub)
-    assert (code, message) == (
-        4,
-        "Stub process 'm_0' took longer than 0.5 s to execute a batch and was ended",
-    )
+    assert (code, message) == (4, "Stub process 'm_0' took longer than 0.5 s to execute a batch and was ended")
 
 
-@pytest.mark.promise(
-    "The launcher of a tritonserver",
-    "If a model does not start, the error is in its own words.",
-)
+@pytest.mark.promise("The launcher of a tritonserver", "If a model does not start, the error is in its own words.")
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -289,9 +258,7 @@ def test_a_model_that_does_not_start_is_refused_with_its_own_words(
 
 
 @pytest.mark.promise("The launcher of a tritonserver", "A stub that broke the …")
-def test_a_stub_that_breaks_the_protocol_before_it_is_started_is_refused(
-    shim: Shim, write: Write
-) -> None:
+def test_a_stub_that_breaks_the_protocol_before_it_is_started_is_refused(shim: Shim, write: Write) -> None:
     ready = shim.load(write("import time\ntime.sleep(1000)\nclass TritonPythonModel: ..."), CONFIG)
     number = shim.begin_start(ready[1])
     shim.hear(Word.BORN)
@@ -317,9 +284,7 @@ def test_an_instance_that_is_starting_can_be_ended(shim: Shim, write: Write) -> 
     "Memory of an instance grows as far as the model's limit, the machine and the "
     "server's control groups allow. Beyond that, a request is refused.",
 )
-def test_memory_is_set_aside_for_an_instance_as_far_as_it_may_have_it(
-    shim: Shim, start: Start
-) -> None:
+def test_memory_is_set_aside_for_an_instance_as_far_as_it_may_have_it(shim: Shim, start: Start) -> None:
     stub = start(DOUBLES, with_options(MOONPOOL_REGION_LIMIT_BYTES=str(1 << 24)))
     number = shim.number_of(stub)
     asked = (number, stub.generation, Side.STUB)
@@ -369,16 +334,7 @@ def test_memory_that_came_back_counts_and_is_set_aside_again(shim: Shim, start: 
 def test_more_memory_than_the_machine_has_is_refused(shim: Shim, start: Start) -> None:
     stub = start()
 
-    shim.tell(
-        Word.MEMORY,
-        1001,
-        shim.number_of(stub),
-        stub.generation,
-        Side.STUB,
-        FIRST_REGION,
-        1 << 20,
-        1 << 50,
-    )
+    shim.tell(Word.MEMORY, 1001, shim.number_of(stub), stub.generation, Side.STUB, FIRST_REGION, 1 << 20, 1 << 50)
 
     word, _, _, message = shim.hear(Word.SET_ASIDE, Word.REFUSED)
     assert word == Word.REFUSED
@@ -386,9 +342,7 @@ def test_more_memory_than_the_machine_has_is_refused(shim: Shim, start: Start) -
 
 
 @pytest.mark.promise("Executing in a tritonserver", "The text of a contained …")
-def test_an_error_text_is_logged_whole_and_returned_without_folders(
-    shim: Shim, write: Write
-) -> None:
+def test_an_error_text_is_logged_whole_and_returned_without_folders(shim: Shim, write: Write) -> None:
     ready = shim.load(write(DOUBLES), with_options(MOONPOOL_LOG_LINES_PER_S="10"))
 
     shim.tell(Word.SCRUB, 1001, ready[1], "no file '/srv/a/b.txt'")
@@ -420,8 +374,7 @@ def test_an_option_that_there_is_not_is_refused(shim: Shim, write: Write) -> Non
 
 @pytest.mark.promise(
     "The launcher of a tritonserver",
-    "A model completes its configuration in a process of its own; fields of newer servers stay "
-    "as they are.",
+    "A model completes its configuration in a process of its own; fields of newer servers stay as they are.",
 )
 def test_a_model_completes_its_configuration(shim: Shim, write: Write) -> None:
     text = """
@@ -450,8 +403,7 @@ def test_a_model_that_completes_nothing_changes_nothing(shim: Shim, write: Write
 
 
 @pytest.mark.promise(
-    "The launcher of a tritonserver",
-    "START may be longer than the memory that a stub begins with can hold.",
+    "The launcher of a tritonserver", "START may be longer than the memory that a stub begins with can hold."
 )
 def test_a_configuration_may_be_longer_than_a_packet(shim: Shim, write: Write) -> None:
     many = [tensor(f"X{number}") for number in range(4000)]
@@ -531,9 +483,7 @@ def test_a_stub_starts_with_default_dispositions_though_the_launcher_ignores_sig
     assert (tmp_path / "seen").read_text() == "['SIGPIPE', 'SIGXFSZ']"
 
 
-def test_signals_to_the_server_and_its_children_do_not_end_a_launcher(
-    shim: Shim, start: Start
-) -> None:
+def test_signals_to_the_server_and_its_children_do_not_end_a_launcher(shim: Shim, start: Start) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         shim.process.send_signal(number)
 

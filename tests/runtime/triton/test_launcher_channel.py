@@ -81,9 +81,7 @@ def test_a_file_that_does_not_come_is_refused(ends: tuple[LauncherChannel, Chann
         peer.receive()
 
 
-def test_descriptors_that_nobody_expects_are_refused_and_closed(
-    ends: tuple[LauncherChannel, Channel],
-) -> None:
+def test_descriptors_that_nobody_expects_are_refused_and_closed(ends: tuple[LauncherChannel, Channel]) -> None:
     peer, other = ends
     fd = in_a_file(b"")
     other.send_fds(encode(Word.END_MODEL, 1), fd)

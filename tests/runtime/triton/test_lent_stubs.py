@@ -154,9 +154,7 @@ def test_a_model_gets_the_arguments_that_triton_gives(shim: Shim, write: Write) 
     "A model runs in the environment that its configuration names, and in the sandbox that it "
     "or the server's command line asks for.",
 )
-def test_a_model_runs_in_the_environment_that_its_configuration_names(
-    write: Write, tmp_path: Path
-) -> None:
+def test_a_model_runs_in_the_environment_that_its_configuration_names(write: Write, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     (environment / "bin").mkdir(parents=True)
     (environment / "bin" / "python3").symlink_to(os.path.realpath(sys.executable))
@@ -187,9 +185,7 @@ def test_an_environment_that_is_not_there_is_refused(shim: Shim, write: Write) -
     assert str(write(DOUBLES) / "none") in message
 
 
-def test_a_backend_that_is_a_python_file_serves_the_models_that_name_it(
-    tmp_path: Path,
-) -> None:
+def test_a_backend_that_is_a_python_file_serves_the_models_that_name_it(tmp_path: Path) -> None:
     backend = tmp_path / "backends" / "doubler"
     backend.mkdir(parents=True)
     (backend / "model.py").write_text("from helper import *\n")
@@ -226,9 +222,7 @@ def test_a_stub_in_the_sandbox_strict_answers(start: Start) -> None:
     "Models and Python-based backends may be links to folders elsewhere, also where the model "
     "sees nothing but its own.",
 )
-def test_models_and_backends_may_be_links_also_in_the_sandbox_strict(
-    write: Write, tmp_path: Path
-) -> None:
+def test_models_and_backends_may_be_links_also_in_the_sandbox_strict(write: Write, tmp_path: Path) -> None:
     write("from doubles import TritonPythonModel\n", "real")
     (tmp_path / "real" / "1" / "doubles.py").write_text(DOUBLES)
     (tmp_path / "m").symlink_to(tmp_path / "real")
@@ -263,9 +257,7 @@ def test_under_it_a_model_does_not_give_itself_more(write: Write) -> None:
     with launched(options={"sandbox": "strict"}) as shim:
         word, _, _, message = shim.load(write(DOUBLES), more)
     assert word == Word.REFUSED
-    assert message.endswith(
-        "start it with --backend-config=python,sandbox-grants=m:MOONPOOL_SANDBOX_PATHS=/etc"
-    )
+    assert message.endswith("start it with --backend-config=python,sandbox-grants=m:MOONPOOL_SANDBOX_PATHS=/etc")
     with launched(options={"sandbox": "strict", "sandbox-grants": "other,m"}) as shim:
         assert shim.load(write(DOUBLES), more)[0] == Word.MODEL_READY
 
@@ -277,9 +269,7 @@ def test_under_it_a_model_has_the_values_that_it_was_granted_and_no_others(write
         assert shim.load(write(DOUBLES), asked)[0] == Word.MODEL_READY
         asked = with_options(MOONPOOL_SANDBOX_PATHS="rw:/etc")
         assert shim.load(write(DOUBLES), asked)[0] == Word.REFUSED
-    with launched(
-        options={"sandbox": "strict", "sandbox-grants": "m:MOONPOOL_SANDBOX_PATH=/"}
-    ) as shim:
+    with launched(options={"sandbox": "strict", "sandbox-grants": "m:MOONPOOL_SANDBOX_PATH=/"}) as shim:
         word, _, _, message = shim.load(write(DOUBLES), CONFIG)
     assert word == Word.REFUSED
     assert 'did you mean "MOONPOOL_SANDBOX_PATHS"' in message
@@ -290,9 +280,7 @@ def test_a_configuration_asks_for_no_more_than_the_command_line_lets_it(write: W
     with launched(options={"config-limits": "items=50,config_bytes=10"}) as shim:
         word, _, _, message = shim.load(write(DOUBLES), CONFIG)
     assert word == Word.REFUSED
-    assert message.endswith(
-        "raises it by --backend-config=python,config-limits=config_bytes=NUMBER"
-    )
+    assert message.endswith("raises it by --backend-config=python,config-limits=config_bytes=NUMBER")
     with launched(options={"config-limits": "bogus=1"}) as shim:
         word, _, _, message = shim.load(write(DOUBLES), CONFIG)
     assert word == Word.REFUSED
@@ -312,15 +300,10 @@ def test_a_model_is_no_folder_that_it_lies_in(write: Write, tmp_path: Path) -> N
 
 @pytest.mark.promise("Models", "A model with a repository agent …")
 def test_repository_agents_are_the_servers_own(write: Write) -> None:
-    agents = {
-        "agents": [{"name": "checksum", "parameters": {}}, {"name": "relocation", "parameters": {}}]
-    }
+    agents = {"agents": [{"name": "checksum", "parameters": {}}, {"name": "relocation", "parameters": {}}]}
 
     with launched() as shim:
-        assert (
-            shim.load(write(DOUBLES), {**CONFIG, "model_repository_agents": agents})[0]
-            == Word.MODEL_READY
-        )
+        assert shim.load(write(DOUBLES), {**CONFIG, "model_repository_agents": agents})[0] == Word.MODEL_READY
 
 
 def test_a_sandbox_that_there_is_not_refuses_every_model(write: Write) -> None:
@@ -332,8 +315,7 @@ def test_a_sandbox_that_there_is_not_refuses_every_model(write: Write) -> None:
 
 
 @pytest.mark.promise(
-    "The launcher of a tritonserver",
-    "What a model logs and asks for while it initializes reaches the server.",
+    "The launcher of a tritonserver", "What a model logs and asks for while it initializes reaches the server."
 )
 def test_log_lines_of_initialize_go_to_the_shim(start: Start) -> None:
     stub = start(

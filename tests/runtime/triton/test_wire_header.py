@@ -13,8 +13,7 @@ pytestmark = pytest.mark.promise("Containment", "The runtime and the library …
 
 
 @pytest.mark.promise(
-    "The wire",
-    "The native library in tritonserver has the same messages, bounds and numbers as Python.",
+    "The wire", "The native library in tritonserver has the same messages, bounds and numbers as Python."
 )
 def test_the_header_of_the_wire_is_current() -> None:
     written = HEADER.read_text(encoding="utf-8")

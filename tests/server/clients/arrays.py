@@ -42,6 +42,5 @@ def as_sent(array: NDArray[Any]) -> list[Any]:
 def is_sum(result: Any) -> bool:
     """Return whether a result of tritonclient is `add_sub`'s answer to LEFT and RIGHT."""
     return bool(
-        (result.as_numpy("OUTPUT0") == LEFT + RIGHT).all()
-        and (result.as_numpy("OUTPUT1") == LEFT - RIGHT).all()
+        (result.as_numpy("OUTPUT0") == LEFT + RIGHT).all() and (result.as_numpy("OUTPUT1") == LEFT - RIGHT).all()
     )

@@ -45,9 +45,7 @@ def _pressed(program: Path, *flags: str) -> str:
 @pytest.mark.parametrize(
     ("protocol", "mode"), [("http", []), ("grpc", ["--shared-memory=system"])], ids=["http", "grpc"]
 )
-def test_perf_analyzer_presses(
-    server: RunningServer, perf_analyzer: Path, protocol: str, mode: list[str]
-) -> None:
+def test_perf_analyzer_presses(server: RunningServer, perf_analyzer: Path, protocol: str, mode: list[str]) -> None:
     address = server.http if protocol == "http" else server.grpc
 
     said = _pressed(perf_analyzer, "-i", protocol, "-u", address, "--concurrency-range=2", *mode)

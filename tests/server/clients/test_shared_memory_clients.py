@@ -80,9 +80,7 @@ finally:
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_large_tensors_are_where_the_client_wants_them(
-    server: RunningServer, protocol: str
-) -> None:
+def test_large_tensors_are_where_the_client_wants_them(server: RunningServer, protocol: str) -> None:
     pytest.importorskip(f"tritonclient.{protocol}")
     address = server.http if protocol == "http" else server.grpc
     command = [sys.executable, "-c", LARGE, protocol, address]
@@ -142,9 +140,7 @@ client.close()
     "The refusal names this flag, and `moonpool bench` passes the refusal on.",
 )
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_clients_share_no_memory_unless_the_server_is_told_to_let_them(
-    closed: RunningServer, protocol: str
-) -> None:
+def test_clients_share_no_memory_unless_the_server_is_told_to_let_them(closed: RunningServer, protocol: str) -> None:
     pytest.importorskip(f"tritonclient.{protocol}")
     address = closed.http if protocol == "http" else closed.grpc
     command = [sys.executable, "-c", REFUSED, protocol, address]
@@ -161,16 +157,12 @@ def test_clients_share_no_memory_unless_the_server_is_told_to_let_them(
 
 @pytest.mark.promise("HTTP", "Clients register, unregister and use shared …")
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_moonpool_bench_passes_the_refusal_on(
-    closed: RunningServer, scheme: str, tmp_path: Path
-) -> None:
+def test_moonpool_bench_passes_the_refusal_on(closed: RunningServer, scheme: str, tmp_path: Path) -> None:
     url = f"{scheme}://127.0.0.1:{closed.ports[scheme]}"
     command = [sys.executable, "-m", "moonpool", "bench", "add_sub", "--url", url]
     command += ["--shared-memory", "system", "--windows", "1", "--seconds", "0.1"]
 
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=170, check=False, cwd=tmp_path
-    )
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False, cwd=tmp_path)
 
     assert ended.returncode != 0
     assert "--allow-client-shm=true" in ended.stderr

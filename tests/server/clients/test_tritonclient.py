@@ -18,9 +18,7 @@ pytest.importorskip("tritonclient.grpc")
 
 PROTOCOLS = ("http", "grpc")
 TIMEOUT_S = 60.0
-pytestmark = pytest.mark.promise(
-    "gRPC", "Triton's clients, for threads, event loops and streams, work as they are."
-)
+pytestmark = pytest.mark.promise("gRPC", "Triton's clients, for threads, event loops and streams, work as they are.")
 
 
 class Client:
@@ -34,9 +32,7 @@ class Client:
         self.client: Any = self.kind.InferenceServerClient(self.address, **more)
 
     def inputs(self, **more: Any) -> list[Any]:
-        return [
-            self.given(name, array, **more) for name, array in (("INPUT0", LEFT), ("INPUT1", RIGHT))
-        ]
+        return [self.given(name, array, **more) for name, array in (("INPUT0", LEFT), ("INPUT1", RIGHT))]
 
     def given(self, name: str, array: Any, datatype: str = "FP32", **more: Any) -> Any:
         given = self.kind.InferInput(name, list(array.shape), datatype)
@@ -108,9 +104,7 @@ def test_every_datatype_goes_and_comes(asked: Client, datatype: str) -> None:
 
 @pytest.mark.parametrize("algorithm", [None, "gzip", "deflate"])
 @pytest.mark.parametrize("is_binary", [True, False])
-def test_requests_and_responses_may_be_packed(
-    asked: Client, algorithm: str | None, is_binary: bool
-) -> None:
+def test_requests_and_responses_may_be_packed(asked: Client, algorithm: str | None, is_binary: bool) -> None:
     names = ("OUTPUT0", "OUTPUT1")
     if asked.is_http:
         binary = {"binary_data": is_binary}
@@ -135,9 +129,7 @@ def test_many_requests_run_at_once(asked: Client) -> None:
     else:
         answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         for _ in range(50):
-            asked.client.async_infer(
-                "add_sub", asked.inputs(), lambda result, error: answers.put((result, error))
-            )
+            asked.client.async_infer("add_sub", asked.inputs(), lambda result, error: answers.put((result, error)))
         found = [answers.get(timeout=TIMEOUT_S) for _ in range(50)]
         assert {error for _, error in found} == {None}
         results = [result for result, _ in found]
@@ -147,8 +139,7 @@ def test_many_requests_run_at_once(asked: Client) -> None:
 def test_a_sequence_keeps_its_state(asked: Client) -> None:
     given = [asked.given("X", np.array([[5]], np.int32), "INT32")]
     sums = [
-        asked.client.infer("sums", given, sequence_id=7, sequence_start=i == 0, sequence_end=i == 2)
-        for i in range(3)
+        asked.client.infer("sums", given, sequence_id=7, sequence_start=i == 0, sequence_end=i == 2) for i in range(3)
     ]
 
     assert [int(each.as_numpy("SUM")[0, 0]) for each in sums] == [5, 10, 15]
@@ -178,9 +169,7 @@ def test_a_stream_carries_many_requests(streaming: Client) -> None:
     found: dict[str, list[int]] = {"3": [], "0": [], "2": []}
     for number in found:
         given = [streaming.given("COUNT", np.array([int(number)], np.int32), "INT32")]
-        streaming.client.async_stream_infer(
-            "repeat", given, request_id=number, enable_empty_final_response=True
-        )
+        streaming.client.async_stream_infer("repeat", given, request_id=number, enable_empty_final_response=True)
 
     finals = 0
     while finals < 3:

@@ -13,9 +13,7 @@ from tests.server.grpc.serving import TIMEOUT_S, messages
 FOUR = np.arange(4, dtype=np.float32)
 
 
-def add_sub(
-    left: bytes = FOUR.tobytes(), right: bytes = FOUR.tobytes(), request_id: str = ""
-) -> Any:
+def add_sub(left: bytes = FOUR.tobytes(), right: bytes = FOUR.tobytes(), request_id: str = "") -> Any:
     """Return a request to the example model: two inputs of four floats."""
     asked = messages.ModelInferRequest(model_name="add_sub", id=request_id)
     for name, data in (("INPUT0", left), ("INPUT1", right)):

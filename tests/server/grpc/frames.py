@@ -10,10 +10,7 @@ from typing import NamedTuple
 from tests.server.grpc.serving import TIMEOUT_S
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, PRIORITY, RESET, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
-    *range(5),
-    *range(6, 10),
-)
+DATA, HEADERS, PRIORITY, RESET, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (*range(5), *range(6, 10))
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"

@@ -39,9 +39,7 @@ def _head(rng: random.Random) -> bytes:
 def _body(rng: random.Random, kind: int) -> bytes:
     if kind == http2.DATA:
         data = b"".join(
-            http2.message(
-                rng.randbytes(rng.choice((0, 1, 100, 9000))), is_compressed=rng.random() < 0.1
-            )
+            http2.message(rng.randbytes(rng.choice((0, 1, 100, 9000))), is_compressed=rng.random() < 0.1)
             for _ in range(rng.randrange(9))
         )
         return data[: rng.choice((len(data), rng.randrange(len(data) + 1)))]
@@ -141,9 +139,7 @@ def one(rng: random.Random) -> int:
             _serve(rng, session, max(1, last - 2 * rng.randrange(4)))
             if rng.random() < 0.7:
                 data_or_parts, size_bytes, more, is_over = session.out()
-                assert size_bytes == len(
-                    b"".join(data_or_parts) if isinstance(data_or_parts, list) else data_or_parts
-                )
+                assert size_bytes == len(b"".join(data_or_parts) if isinstance(data_or_parts, list) else data_or_parts)
                 events += len(more)
                 if is_over:
                     break

@@ -76,16 +76,12 @@ def test_http_alone_needs_no_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("gRPC", "Without nghttp2 or a compiler there …")
-def test_without_compiled_code_the_error_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_compiled_code_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: str) -> None:
         raise ImportError("no module")
 
     monkeypatch.setattr(package, "load", fail)
-    with pytest.raises(
-        package.MissingHttp2, match="no module; install a C\\+\\+ compiler, and moonpool again"
-    ):
+    with pytest.raises(package.MissingHttp2, match="no module; install a C\\+\\+ compiler, and moonpool again"):
         package.open_nghttp2()
 
 

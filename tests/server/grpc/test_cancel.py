@@ -45,9 +45,7 @@ def test_a_call_that_is_cancelled_cancels_its_request(serve: Serve, tmp_path: Pa
     wait_until(lambda: idle(served))
     assert stub.ModelInfer(add_sub(), timeout=TIMEOUT_S).model_name == "add_sub"
     text_of_metrics = served.service.metrics.text()
-    assert 'moonpool_frontend_requests_total{protocol="grpc",status="CANCELLED"} 1' in (
-        text_of_metrics
-    )
+    assert 'moonpool_frontend_requests_total{protocol="grpc",status="CANCELLED"} 1' in (text_of_metrics)
 
 
 def test_a_deadline_cancels_a_request(serve: Serve, tmp_path: Path) -> None:
@@ -81,9 +79,7 @@ def test_a_request_in_the_queue_is_never_executed(serve: Serve, tmp_path: Path) 
     assert not second.with_suffix(".begun").exists()
 
 
-def test_a_connection_that_ends_cancels_what_was_asked_over_it(
-    serve: Serve, tmp_path: Path
-) -> None:
+def test_a_connection_that_ends_cancels_what_was_asked_over_it(serve: Serve, tmp_path: Path) -> None:
     served = serve("waits")
     channel = served.channel()
     method = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")

@@ -116,89 +116,51 @@ FRAMES: dict[str, tuple[bytes, Expected]] = {
     "4.1 a ping with unknown flags": (frame(PING, 0xF6, 0, MARK), Taken()),
     "4.1 a reserved bit": (frame(PING, 0, 1 << 31, MARK), Taken()),
     "4.2 data of 2^14 bytes": (
-        call(1, LIVE)
-        + frame(DATA, 0, 1, message(bytes((1 << 14) - 5)))
-        + frame(DATA, END_STREAM, 1),
+        call(1, LIVE) + frame(DATA, 0, 1, message(bytes((1 << 14) - 5))) + frame(DATA, END_STREAM, 1),
         Taken((1,)),
     ),
-    "4.2 a frame beyond the limit": (
-        opened() + b"\x10\0\1\0\0\0\0\0\1" + bytes(9),
-        Connection(FRAME_SIZE),
-    ),
+    "4.2 a frame beyond the limit": (opened() + b"\x10\0\1\0\0\0\0\0\1" + bytes(9), Connection(FRAME_SIZE)),
     "4.2 headers beyond the limit": (b"\x10\0\1\1\4\0\0\0\1" + bytes(9), Connection(FRAME_SIZE)),
     "4.3 headers that cannot be decoded": (headers(b"\x40\x85\xff"), Connection(COMPRESSION)),
     "4.3 a priority within a block": (
         frame(HEADERS, 0, 1, BLOCK) + frame(PRIORITY, 0, 1, bytes(5)),
         Connection(PROTOCOL),
     ),
-    "4.3 other headers within a block": (
-        frame(HEADERS, 0, 1, BLOCK) + headers(BLOCK, stream=3),
-        Connection(PROTOCOL),
-    ),
+    "4.3 other headers within a block": (frame(HEADERS, 0, 1, BLOCK) + headers(BLOCK, stream=3), Connection(PROTOCOL)),
     "5.5 an unknown frame within a block": (
         frame(HEADERS, 0, 1, BLOCK) + frame(0xF0, 0, 0, b"x"),
         Connection(PROTOCOL),
     ),
     "6.1 data without a stream": (opened() + frame(DATA, 0, 0, b"x"), Connection(PROTOCOL)),
-    "6.1 padding beyond the frame": (
-        opened() + frame(DATA, PADDED, 1, b"\x05x"),
-        Connection(PROTOCOL),
-    ),
-    "6.1 padded data": (
-        call(1, LIVE) + frame(DATA, PADDED | END_STREAM, 1, b"\x03" + EMPTY + bytes(3)),
-        Taken((1,)),
-    ),
+    "6.1 padding beyond the frame": (opened() + frame(DATA, PADDED, 1, b"\x05x"), Connection(PROTOCOL)),
+    "6.1 padded data": (call(1, LIVE) + frame(DATA, PADDED | END_STREAM, 1, b"\x03" + EMPTY + bytes(3)), Taken((1,))),
     "6.2 headers without a stream": (headers(BLOCK, stream=0), Connection(PROTOCOL)),
-    "6.2 padding beyond the frame": (
-        headers(b"\xff" + BLOCK[:99], END_HEADERS | PADDED),
-        Connection(PROTOCOL),
-    ),
+    "6.2 padding beyond the frame": (headers(b"\xff" + BLOCK[:99], END_HEADERS | PADDED), Connection(PROTOCOL)),
     "6.2 padded headers with a priority": (
         headers(b"\x02" + bytes(5) + BLOCK + bytes(2), END_HEADERS | PADDED | WITH_PRIORITY)
         + frame(DATA, END_STREAM, 1, EMPTY),
         Taken((1,)),
     ),
     "6.3 a priority": (frame(PRIORITY, 0, 1, number(0) + b"\x10"), Taken()),
-    "6.3 a priority without a stream": (
-        frame(PRIORITY, 0, 0, number(1) + b"\x10"),
-        Connection(PROTOCOL),
-    ),
-    "6.3 a priority of a wrong size": (
-        opened() + frame(PRIORITY, 0, 1, bytes(4)),
-        Connection(FRAME_SIZE),
-    ),
+    "6.3 a priority without a stream": (frame(PRIORITY, 0, 0, number(1) + b"\x10"), Connection(PROTOCOL)),
+    "6.3 a priority of a wrong size": (opened() + frame(PRIORITY, 0, 1, bytes(4)), Connection(FRAME_SIZE)),
     "6.4 a reset without a stream": (frame(RESET, 0, 0, number(CANCEL)), Connection(PROTOCOL)),
     "6.4 a reset of an idle stream": (frame(RESET, 0, 1, number(CANCEL)), Connection(PROTOCOL)),
     "6.4 a reset of a wrong size": (opened() + frame(RESET, 0, 1, b"x"), Connection(FRAME_SIZE)),
-    "6.5 settings with an acknowledgement": (
-        frame(SETTINGS, ACK, 0, setting(1, 1)),
-        Connection(FRAME_SIZE),
-    ),
+    "6.5 settings with an acknowledgement": (frame(SETTINGS, ACK, 0, setting(1, 1)), Connection(FRAME_SIZE)),
     "6.5 settings of a stream": (frame(SETTINGS, 0, 1), Connection(PROTOCOL)),
     "6.5 settings of a wrong size": (frame(SETTINGS, 0, 0, b"xxx"), Connection(FRAME_SIZE)),
     "6.5.2 a push of 2": (frame(SETTINGS, 0, 0, setting(2, 2)), Connection(PROTOCOL)),
-    "6.5.2 a window beyond 2^31": (
-        frame(SETTINGS, 0, 0, setting(4, 1 << 31)),
-        Connection(FLOW_CONTROL),
-    ),
+    "6.5.2 a window beyond 2^31": (frame(SETTINGS, 0, 0, setting(4, 1 << 31)), Connection(FLOW_CONTROL)),
     "6.5.2 small frames": (frame(SETTINGS, 0, 0, setting(5, (1 << 14) - 1)), Connection(PROTOCOL)),
     "6.5.2 large frames": (frame(SETTINGS, 0, 0, setting(5, 1 << 24)), Connection(PROTOCOL)),
     "6.5.2 an unknown setting": (frame(SETTINGS, 0, 0, setting(0xFF, 1)), Taken()),
-    "6.5.3 a setting twice": (
-        frame(SETTINGS, 0, 0, setting(4, 1) + setting(4, 99)) + asked(),
-        Taken((1,)),
-    ),
+    "6.5.3 a setting twice": (frame(SETTINGS, 0, 0, setting(4, 1) + setting(4, 99)) + asked(), Taken((1,))),
     "6.7 a ping of a stream": (frame(PING, 0, 1, MARK), Connection(PROTOCOL)),
     "6.7 a ping of a wrong size": (frame(PING, 0, 0, b"x" * 6), Connection(FRAME_SIZE)),
     "6.8 a farewell of a stream": (frame(GOAWAY, 0, 1, bytes(8)), Connection(PROTOCOL)),
-    "6.9 nothing more for the connection": (
-        frame(WINDOW_UPDATE, 0, 0, number(0)),
-        Connection(PROTOCOL),
-    ),
-    "6.9 nothing more for a stream": (
-        opened() + frame(WINDOW_UPDATE, 0, 1, number(0)),
-        Connection(PROTOCOL),
-    ),
+    "6.9 nothing more for the connection": (frame(WINDOW_UPDATE, 0, 0, number(0)), Connection(PROTOCOL)),
+    "6.9 nothing more for a stream": (opened() + frame(WINDOW_UPDATE, 0, 1, number(0)), Connection(PROTOCOL)),
     "6.9 a window of a wrong size": (frame(WINDOW_UPDATE, 0, 0, b"xxx"), Connection(FRAME_SIZE)),
     "6.9.1 the connection's window beyond 2^31": (
         frame(WINDOW_UPDATE, 0, 0, number(MOST)) * 2,
@@ -209,9 +171,7 @@ FRAMES: dict[str, tuple[bytes, Expected]] = {
         Stream(FLOW_CONTROL),
     ),
     "6.9.2 a stream's window beyond 2^31 by a setting": (
-        opened()
-        + frame(WINDOW_UPDATE, 0, 1, number(MOST - 65535))
-        + frame(SETTINGS, 0, 0, setting(4, 65536)),
+        opened() + frame(WINDOW_UPDATE, 0, 1, number(MOST - 65535)) + frame(SETTINGS, 0, 0, setting(4, 65536)),
         Stream(FLOW_CONTROL),
     ),
     "6.10 a continuation": (
@@ -221,10 +181,7 @@ FRAMES: dict[str, tuple[bytes, Expected]] = {
         + frame(DATA, END_STREAM, 1, EMPTY),
         Taken((1,)),
     ),
-    "6.10 data within a block": (
-        frame(HEADERS, 0, 1, BLOCK) + frame(DATA, 0, 1, b"x"),
-        Connection(PROTOCOL),
-    ),
+    "6.10 data within a block": (frame(HEADERS, 0, 1, BLOCK) + frame(DATA, 0, 1, b"x"), Connection(PROTOCOL)),
     "6.10 a continuation without a stream": (
         frame(HEADERS, 0, 1, BLOCK) + frame(CONTINUATION, END_HEADERS, 0),
         Connection(PROTOCOL),
@@ -238,30 +195,18 @@ FRAMES: dict[str, tuple[bytes, Expected]] = {
         Connection(PROTOCOL),
     ),
     "7 a reset with an unknown code": (opened() + frame(RESET, 0, 1, number(0xFF)), Taken()),
-    "8.4 a promise of the client": (
-        frame(PUSH_PROMISE, END_HEADERS, 1, number(2) + BLOCK),
-        Connection(PROTOCOL),
-    ),
+    "8.4 a promise of the client": (frame(PUSH_PROMISE, END_HEADERS, 1, number(2) + BLOCK), Connection(PROTOCOL)),
 }
 STATES: dict[str, tuple[bytes, Expected]] = {
     "5.1 idle: data": (frame(DATA, 0, 1, b"x"), Connection(PROTOCOL)),
     "5.1 idle: a window": (frame(WINDOW_UPDATE, 0, 1, number(9)), Connection(PROTOCOL)),
-    "5.1 idle: a continuation": (
-        frame(CONTINUATION, END_HEADERS, 1, BLOCK),
-        Connection(PROTOCOL),
-    ),
+    "5.1 idle: a continuation": (frame(CONTINUATION, END_HEADERS, 1, BLOCK), Connection(PROTOCOL)),
     "5.1 half closed: data": (HALF_CLOSED + frame(DATA, 0, 1, b"x"), Connection(STREAM_CLOSED)),
     "5.1 half closed: headers": (HALF_CLOSED + headers(BLOCK), Connection(STREAM_CLOSED)),
-    "5.1 half closed: a continuation": (
-        HALF_CLOSED + frame(CONTINUATION, END_HEADERS, 1),
-        Connection(PROTOCOL),
-    ),
+    "5.1 half closed: a continuation": (HALF_CLOSED + frame(CONTINUATION, END_HEADERS, 1), Connection(PROTOCOL)),
     "5.1 closed: data behind a reset": (CLOSED + frame(DATA, 0, 1, b"x"), Taken()),
     "5.1 closed: headers behind a reset": (CLOSED + headers(BLOCK), Taken()),
-    "5.1 closed: a window behind a reset": (
-        CLOSED + frame(WINDOW_UPDATE, 0, 1, number(9)),
-        Taken(),
-    ),
+    "5.1 closed: a window behind a reset": (CLOSED + frame(WINDOW_UPDATE, 0, 1, number(9)), Taken()),
     "5.1 closed: a reset behind a reset": (CLOSED + frame(RESET, 0, 1, number(CANCEL)), Taken()),
     "5.1.1 an even number": (call(2, STREAM), Connection(PROTOCOL)),
     "5.1.1 a number that is no larger": (opened(5) + opened(3), Taken()),
@@ -270,34 +215,19 @@ STATES: dict[str, tuple[bytes, Expected]] = {
         Stream(REFUSED, 2 * 1024 + 1),
     ),
     "8.1 headers that are no trailers": (opened() + headers(BLOCK, END_HEADERS), Stream(PROTOCOL)),
-    "8.1 trailers": (
-        call(1, LIVE) + frame(DATA, 0, 1, EMPTY) + headers(literal("x-trailer", "y")),
-        Taken((1,)),
-    ),
+    "8.1 trailers": (call(1, LIVE) + frame(DATA, 0, 1, EMPTY) + headers(literal("x-trailer", "y")), Taken((1,))),
 }
 HEADS: dict[str, tuple[bytes, Expected]] = {
     "8.2.1 a capital letter": (headers(BLOCK + literal("X-Large", "y")), Stream(PROTOCOL)),
     "8.2.1 a line break in a value": (headers(BLOCK + literal("x", "a\nb")), Stream(PROTOCOL)),
-    "8.2.2 a header about the connection": (
-        headers(BLOCK + literal("connection", "keep-alive")),
-        Stream(PROTOCOL),
-    ),
+    "8.2.2 a header about the connection": (headers(BLOCK + literal("connection", "keep-alive")), Stream(PROTOCOL)),
     "8.2.2 te with another value": (headers(BLOCK + literal("te", "gzip")), Stream(PROTOCOL)),
     "8.3 an unknown pseudo header": (headers(literal(":nope", "y") + BLOCK), Stream(PROTOCOL)),
     "8.3 one of responses": (headers(literal(":status", "200") + BLOCK), Stream(PROTOCOL)),
-    "8.3 one behind the others": (
-        headers(without(":path") + literal(":path", LIVE)),
-        Stream(PROTOCOL),
-    ),
-    "8.3 one in trailers": (
-        opened() + headers(literal(":method", "POST")),
-        Stream(PROTOCOL),
-    ),
+    "8.3 one behind the others": (headers(without(":path") + literal(":path", LIVE)), Stream(PROTOCOL)),
+    "8.3 one in trailers": (opened() + headers(literal(":method", "POST")), Stream(PROTOCOL)),
     "8.3.1 an empty path": (headers(literal(":path", "") + without(":path")), Stream(PROTOCOL)),
-    **{
-        f"8.3.1 no {name}": (headers(without(name)), Stream(PROTOCOL))
-        for name in (":method", ":scheme", ":path")
-    },
+    **{f"8.3.1 no {name}": (headers(without(name)), Stream(PROTOCOL)) for name in (":method", ":scheme", ":path")},
     **{
         f"8.3.1 {name} twice": (headers(literal(name, value) + BLOCK), Stream(PROTOCOL))
         for name, value in ((":method", "POST"), (":scheme", "http"), (":path", LIVE))
@@ -307,24 +237,12 @@ HEADS: dict[str, tuple[bytes, Expected]] = {
         Stream(PROTOCOL),
     ),
     "HPACK 2.3.3 an index that is not there": (headers(b"\xff\x80\x01"), Connection(COMPRESSION)),
-    "HPACK 4.2 a new size at the end of a block": (
-        headers(BLOCK + b"\x21"),
-        Connection(COMPRESSION),
-    ),
-    "HPACK 5.2 padding of more than 7 bits": (
-        headers(BLOCK + b"\0\x01x\x82\x1f\xff"),
-        Connection(COMPRESSION),
-    ),
+    "HPACK 4.2 a new size at the end of a block": (headers(BLOCK + b"\x21"), Connection(COMPRESSION)),
+    "HPACK 5.2 padding of more than 7 bits": (headers(BLOCK + b"\0\x01x\x82\x1f\xff"), Connection(COMPRESSION)),
     "HPACK 5.2 padding of zeros": (headers(BLOCK + b"\0\x01x\x81\x18"), Connection(COMPRESSION)),
-    "HPACK 5.2 the end of a string": (
-        headers(BLOCK + b"\0\x01x\x84\xff\xff\xff\xff"),
-        Connection(COMPRESSION),
-    ),
+    "HPACK 5.2 the end of a string": (headers(BLOCK + b"\0\x01x\x84\xff\xff\xff\xff"), Connection(COMPRESSION)),
     "HPACK 6.1 the index 0": (headers(b"\x80"), Connection(COMPRESSION)),
-    "HPACK 6.3 a size beyond the limit": (
-        headers(b"\x3f\xe2\x1f" + BLOCK),
-        Connection(COMPRESSION),
-    ),
+    "HPACK 6.3 a size beyond the limit": (headers(b"\x3f\xe2\x1f" + BLOCK), Connection(COMPRESSION)),
 }
 CASES = FRAMES | STATES | HEADS
 
@@ -373,9 +291,7 @@ def test_what_the_client_sends_gets_what_the_section_says(served: Served, case: 
             assert (farewells, is_alive) == ([], True)
             assert set(resets.values()) <= {NO_ERROR}
             found += [] if not expected.answers else _until_ends(client, found, expected.answers)
-            ends = {
-                each.stream for each in found if each.kind == HEADERS and each.flags & END_STREAM
-            }
+            ends = {each.stream for each in found if each.kind == HEADERS and each.flags & END_STREAM}
             assert ends == set(expected.answers)
     wait_until(lambda: not served.server.calls)
 
@@ -389,9 +305,7 @@ def _until_ends(client: RawClient, found: list[Frame], streams: tuple[int, ...])
             yield each
 
 
-@pytest.mark.parametrize(
-    "data", [b"INVALID PREFACE\r\n\r\n" * 2, PREFACE + frame(PING, 0, 0, MARK)]
-)
+@pytest.mark.parametrize("data", [b"INVALID PREFACE\r\n\r\n" * 2, PREFACE + frame(PING, 0, 0, MARK)])
 def test_a_client_that_does_not_begin_by_the_book_is_sent_away(served: Served, data: bytes) -> None:
     with RawClient(served.server.port, b"") as client:
         client.send(data)

@@ -62,9 +62,7 @@ def test_pings_after_answers_are_no_strikes(serve: Serve) -> None:
 
 
 def test_a_client_that_does_not_answer_pings_is_left(serve: Serve) -> None:
-    served = serve(
-        keepalive_time_ms=50, keepalive_timeout_ms=50, keepalive_permit_without_calls=True
-    )
+    served = serve(keepalive_time_ms=50, keepalive_timeout_ms=50, keepalive_permit_without_calls=True)
     with RawClient(served.server.port) as client:
         assert client.next(PING).flags == 0
         assert list(client.frames()) == []
@@ -79,8 +77,7 @@ def test_a_client_without_calls_is_pinged_only_if_it_may_be(serve: Serve) -> Non
 
 @pytest.mark.promise(
     "gRPC",
-    "A connection that reaches its age gets GOAWAY, and closes when its calls have ended, or at "
-    "the end of the grace.",
+    "A connection that reaches its age gets GOAWAY, and closes when its calls have ended, or at the end of the grace.",
 )
 def test_an_old_connection_ends_after_its_calls(serve: Serve) -> None:
     served = serve(max_connection_age_ms=100)
@@ -165,11 +162,7 @@ def test_a_message_that_unpacks_to_too_much_is_refused(serve: Serve) -> None:
 BAD: dict[str, tuple[dict[str, str], bytes, str]] = {
     "an unknown encoding": ({"grpc_encoding": "br"}, b"\1\0\0\0\1x", "12"),
     "not gzip": ({"grpc_encoding": "gzip"}, b"\1\0\0\0\1x", "13"),
-    "half of it": (
-        {"grpc_encoding": "gzip"},
-        message(gzip.compress(bytes(99))[:-9], is_compressed=True),
-        "13",
-    ),
+    "half of it": ({"grpc_encoding": "gzip"}, message(gzip.compress(bytes(99))[:-9], is_compressed=True), "13"),
     "an unknown flag": ({}, b"\2\0\0\0\1x", "13"),
     "no type of content": ({"content_type": "text/html"}, message(b"x"), "13"),
     "a wrong deadline": ({"grpc_timeout": "soon"}, message(b"x"), "13"),
@@ -190,11 +183,7 @@ def test_a_call_that_breaks_a_rule_gets_a_status(serve: Serve, what: str) -> Non
         client.send(frame(9, END_HEADERS, 1, block[9000:]) + frame(DATA, END_STREAM, 1, data))
         said = _until_end(client)
         # nghttp2 writes digits as they are, as Huffman's code would not make them shorter.
-        assert any(
-            bytes([len(status)]) + status.encode() in each.body
-            for each in said
-            if each.kind == HEADERS
-        )
+        assert any(bytes([len(status)]) + status.encode() in each.body for each in said if each.kind == HEADERS)
     wait_until(lambda: not served.server.calls)
 
 
@@ -220,13 +209,7 @@ def test_metadata_of_bytes_and_of_text_come_as_they_are() -> None:
     )
     head = connection.read_head(b"".join(name + b"\0" + value + b"\0" for name, value in pairs))
 
-    assert head == (
-        b"/a/b",
-        (("x-bin", b"\0\1"), ("x-bin", b"\2"), ("name", "ü")),
-        "gzip",
-        True,
-        None,
-    )
+    assert head == (b"/a/b", (("x-bin", b"\0\1"), ("x-bin", b"\2"), ("name", "ü")), "gzip", True, None)
 
 
 def test_a_client_of_tls_may_ask_for_http_2_only(serve: Serve, tmp_path: Path) -> None:
@@ -243,9 +226,7 @@ def test_a_client_of_tls_may_ask_for_http_2_only(serve: Serve, tmp_path: Path) -
             assert client.selected_alpn_protocol() == chosen
 
 
-def test_a_certificate_that_cannot_be_used_is_an_error_that_names_it(
-    serve: Serve, tmp_path: Path
-) -> None:
+def test_a_certificate_that_cannot_be_used_is_an_error_that_names_it(serve: Serve, tmp_path: Path) -> None:
     key, _ = self_signed(tmp_path)
     with pytest.raises(Exception, match=r"gRPC with TLS cannot use /nope\.pem and .*No such file"):
         serve(use_ssl=True, server_key=str(key), server_cert="/nope.pem")
@@ -334,9 +315,7 @@ def test_a_client_that_takes_nothing_is_left(serve: Serve, reads: bool) -> None:
     "gRPC",
     "Unread answers of all clients have a bound, beyond which the connection with the most unread bytes is closed.",
 )
-def test_the_connection_with_the_most_unread_bytes_is_closed(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_connection_with_the_most_unread_bytes_is_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "_UNSENT_BYTES", 1 << 20)
     served = serve()
     served.runtime.load("echo", MODELS / "echo.py", config=ECHO)

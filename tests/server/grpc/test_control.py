@@ -10,8 +10,7 @@ from tests.server.grpc.asking import add_sub, refused
 from tests.server.grpc.serving import TIMEOUT_S, Served, messages
 
 pytestmark = pytest.mark.promise(
-    "gRPC",
-    "All other methods of the service, and gRPC's own health service, answer like Triton's.",
+    "gRPC", "All other methods of the service, and gRPC's own health service, answer like Triton's."
 )
 
 Serve = Callable[..., Served]
@@ -21,18 +20,14 @@ def test_there_is_no_cuda_memory_and_the_server_says_so(serve: Serve) -> None:
     stub = serve().stub()
 
     assert not stub.CudaSharedMemoryStatus(messages.CudaSharedMemoryStatusRequest()).regions
-    code, words = refused(
-        stub.CudaSharedMemoryRegister, messages.CudaSharedMemoryRegisterRequest(name="r")
-    )
+    code, words = refused(stub.CudaSharedMemoryRegister, messages.CudaSharedMemoryRegisterRequest(name="r"))
     assert code is grpc.StatusCode.UNIMPLEMENTED
     assert "'r'" in words
     stub.CudaSharedMemoryUnregister(messages.CudaSharedMemoryUnregisterRequest(name="r"))
 
 
 @pytest.mark.promise("HTTP", "A request is refused if it …")
-@pytest.mark.promise(
-    "gRPC", "APIs may require a header, and requests that change the server may require a token."
-)
+@pytest.mark.promise("gRPC", "APIs may require a header, and requests that change the server may require a token.")
 def test_apis_may_ask_for_a_header_and_changes_for_a_token(serve: Serve) -> None:
     served = serve("add_sub", restricted={"inference": ("key", "value")}, control_token="secret")
     client, stub = served.client(), served.stub()

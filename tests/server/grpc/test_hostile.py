@@ -67,10 +67,7 @@ def test_thousands_of_connections_that_come_and_go_harm_nobody(serve: Serve) -> 
     wait_until(lambda: not served.server.calls)
 
 
-@pytest.mark.promise(
-    "gRPC",
-    "Connections over the limit are closed before they send anything, with TLS or without.",
-)
+@pytest.mark.promise("gRPC", "Connections over the limit are closed before they send anything, with TLS or without.")
 @pytest.mark.parametrize("data", [b"", PREFACE, b"\x16\x03\x01"])
 @pytest.mark.parametrize("tls", [False, True])
 def test_connections_that_stay_have_a_bound_before_they_say_anything(
@@ -159,10 +156,7 @@ def test_an_answer_that_no_message_can_hold_is_refused_before_it_is_made(serve: 
     assert request_id == "7"
     assert data == []
     for text in (words, streamed):
-        assert re.search(
-            r"Response has byte size 23\d{8} which exceeds gRPC's byte size limit 2147483647\.",
-            text,
-        )
+        assert re.search(r"Response has byte size 23\d{8} which exceeds gRPC's byte size limit 2147483647\.", text)
     assert most_resident_bytes() - before < 256 << 20
 
 
@@ -174,28 +168,12 @@ NAMED = field(1, b"add_sub")
 WHOLE = 64 << 20
 # Each has fields that take many times their size in a protobuf library, and the words of the refusal.
 GROWING: dict[str, tuple[Callable[[], bytes], str, str]] = {
-    "strings": (
-        lambda: field(5, field(5, b"B\0" * (WHOLE // 2))),
-        "fields",
-        "inputs.contents.bytes_contents",
-    ),
+    "strings": (lambda: field(5, field(5, b"B\0" * (WHOLE // 2))), "fields", "inputs.contents.bytes_contents"),
     "dimensions": (lambda: field(5, field(3, b"\1" * WHOLE)), "numbers", "inputs.shape"),
     "single dimensions": (lambda: field(5, b"\x18\1" * (WHOLE // 2)), "fields", "inputs.shape"),
-    "integers": (
-        lambda: field(5, field(5, field(3, b"\1" * WHOLE))),
-        "numbers",
-        "inputs.contents.int64_contents",
-    ),
-    "inputs' parameters": (
-        lambda: field(5, b"\x22\0" * (WHOLE // 2)),
-        "fields",
-        "inputs.parameters",
-    ),
-    "outputs' parameters": (
-        lambda: field(6, b"\x12\0" * (WHOLE // 2)),
-        "fields",
-        "outputs.parameters",
-    ),
+    "integers": (lambda: field(5, field(5, field(3, b"\1" * WHOLE))), "numbers", "inputs.contents.int64_contents"),
+    "inputs' parameters": (lambda: field(5, b"\x22\0" * (WHOLE // 2)), "fields", "inputs.parameters"),
+    "outputs' parameters": (lambda: field(6, b"\x12\0" * (WHOLE // 2)), "fields", "outputs.parameters"),
 }
 
 
@@ -206,9 +184,7 @@ GROWING: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "files and tensors are read.",
 )
 @pytest.mark.parametrize("what", GROWING)
-def test_fields_that_would_take_more_memory_than_the_message_are_refused(
-    serve: Serve, what: str
-) -> None:
+def test_fields_that_would_take_more_memory_than_the_message_are_refused(serve: Serve, what: str) -> None:
     make, counted, where = GROWING[what]
     message = NAMED + make()
     served = serve("add_sub")
@@ -229,10 +205,7 @@ def test_fields_that_would_take_more_memory_than_the_message_are_refused(
     assert still_serves(served)
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "A gRPC message whose fields or …",
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "A gRPC message whose fields or …")
 def test_a_stream_ends_at_fields_that_would_take_more_memory(serve: Serve) -> None:
     served = serve("add_sub")
     call = served.channel().stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
@@ -246,10 +219,7 @@ def test_a_stream_ends_at_fields_that_would_take_more_memory(serve: Serve) -> No
     assert still_serves(served)
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "A gRPC message whose fields or …",
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "A gRPC message whose fields or …")
 @pytest.mark.parametrize(
     ("method", "words"),
     [
@@ -269,10 +239,7 @@ def test_every_method_bounds_its_message(serve: Serve, method: str, words: str) 
     assert still_serves(served)
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "A gRPC message whose fields or …",
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "A gRPC message whose fields or …")
 def test_large_files_and_values_in_few_fields_are_read(serve: Serve) -> None:
     stub = serve("add_sub").stub()
     load = messages.RepositoryModelLoadRequest(model_name="nope")
@@ -280,9 +247,7 @@ def test_large_files_and_values_in_few_fields_are_read(serve: Serve) -> None:
     load.parameters["nope"].bool_param = True
     asked = messages.ModelInferRequest(model_name="add_sub")
     for name in ("INPUT0", "INPUT1"):
-        asked.inputs.add(name=name, datatype="FP32", shape=[4]).contents.fp32_contents.extend(
-            [1.0] * (2 << 20)
-        )
+        asked.inputs.add(name=name, datatype="FP32", shape=[4]).contents.fp32_contents.extend([1.0] * (2 << 20))
 
     # Both messages are parsed, and refused for their content.
     assert "unrecognized load parameter 'nope'" in refused(stub.RepositoryModelLoad, load)[1]
@@ -375,13 +340,8 @@ def certificates(tmp_path: Path) -> dict[str, Path]:
     return {path.name: path for path in tmp_path.iterdir()}
 
 
-@pytest.mark.promise(
-    "gRPC",
-    "With mutual TLS only clients with a certificate of the authority are served.",
-)
-def test_clients_without_the_right_certificate_are_not_served(
-    serve: Serve, certificates: dict[str, Path]
-) -> None:
+@pytest.mark.promise("gRPC", "With mutual TLS only clients with a certificate of the authority are served.")
+def test_clients_without_the_right_certificate_are_not_served(serve: Serve, certificates: dict[str, Path]) -> None:
     served = serve(
         "add_sub",
         use_ssl_mutual=True,

@@ -155,17 +155,13 @@ def test_a_thousand_requests_at_once_get_their_own_answers(serve: Serve) -> None
     assert wanted in served.service.metrics.text()
 
 
-@pytest.mark.promise(
-    "gRPC",
-    "A request like an earlier one is checked only where it differs.",
-)
+@pytest.mark.promise("gRPC", "A request like an earlier one is checked only where it differs.")
 def test_a_request_like_one_before_is_checked_where_it_differs(serve: Serve) -> None:
     served = serve("add_sub", "told")
     stub = served.stub()
     for number in range(3):
         answer = stub.ModelInfer(
-            add_sub(np.full(4, number, np.float32).tobytes(), request_id=str(number)),
-            timeout=TIMEOUT_S,
+            add_sub(np.full(4, number, np.float32).tobytes(), request_id=str(number)), timeout=TIMEOUT_S
         )
         assert (answer.id, floats(answer.raw_output_contents[1])[0]) == (str(number), number)
         code, words = refused(stub.ModelInfer, add_sub(bytes(12)))

@@ -192,8 +192,7 @@ def placed(data: bytes) -> InferMessage:
 
 
 @pytest.mark.promise(
-    "gRPC",
-    "A stub that writes into the memory of a request which is still coming cannot make another request of it.",
+    "gRPC", "A stub that writes into the memory of a request which is still coming cannot make another request of it."
 )
 def test_nothing_but_sizes_of_tensors_is_read_where_stubs_write() -> None:
     data = asked(bytes(LARGE), b"second").SerializeToString()
@@ -244,13 +243,10 @@ def served(serve: Serve) -> Served:
 
 
 @pytest.mark.promise(
-    "gRPC",
-    "The tensors of a large request are received into the memory that the model reads: nobody copies them.",
+    "gRPC", "The tensors of a large request are received into the memory that the model reads: nobody copies them."
 )
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_nobody_copies_a_large_request(
-    served: Served, monkeypatch: pytest.MonkeyPatch, is_stream: bool
-) -> None:
+def test_nobody_copies_a_large_request(served: Served, monkeypatch: pytest.MonkeyPatch, is_stream: bool) -> None:
     copied: list[int] = []
     write = SharedRegion.write
 

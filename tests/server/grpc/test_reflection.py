@@ -12,9 +12,7 @@ import tritonclient.grpc as triton
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
-    ProtoReflectionDescriptorDatabase,
-)
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tests.server.grpc.asking import add_sub
 from tests.server.grpc.serving import TIMEOUT_S, Served
 from tests.server.grpc.streaming import Requests
@@ -148,15 +146,10 @@ def test_questions_of_one_stream_are_answered_in_order(served: Served, version: 
     [
         (b"\xff", grpc.StatusCode.INTERNAL),
         (b"\x1a\x02\xff\xfe", grpc.StatusCode.INTERNAL),
-        (
-            Question(file_by_filename="x" * (65 << 10)).SerializeToString(),
-            grpc.StatusCode.INVALID_ARGUMENT,
-        ),
+        (Question(file_by_filename="x" * (65 << 10)).SerializeToString(), grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )
-def test_what_is_no_question_ends_the_stream(
-    served: Served, asked: bytes, code: grpc.StatusCode
-) -> None:
+def test_what_is_no_question_ends_the_stream(served: Served, asked: bytes, code: grpc.StatusCode) -> None:
     with pytest.raises(grpc.RpcError) as raised:
         list(reflect(served.channel(), "v1")(iter([asked]), timeout=TIMEOUT_S))
     assert raised.value.code() is code
@@ -186,9 +179,7 @@ def test_a_stream_ends_with_the_server(serve: Callable[..., Served]) -> None:
 
 @pytest.mark.promise("gRPC", "Reflection is off unless it is asked for, as Triton has none.")
 @pytest.mark.parametrize("version", VERSIONS)
-def test_reflection_is_off_unless_it_is_asked_for(
-    serve: Callable[..., Served], version: str
-) -> None:
+def test_reflection_is_off_unless_it_is_asked_for(serve: Callable[..., Served], version: str) -> None:
     with pytest.raises(grpc.RpcError) as raised:
         list(reflect(serve().channel(), version)(iter([Question()]), timeout=TIMEOUT_S))
     assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED

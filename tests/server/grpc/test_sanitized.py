@@ -22,9 +22,7 @@ SECONDS = 4
 )
 @pytest.mark.parametrize("what", ["fuzzing", "tests"])
 def test_nothing_is_read_or_written_beyond_its_bounds(tmp_path: Path, what: str) -> None:
-    module, libraries = sanitized(
-        tmp_path, "address,undefined", "runtime/server/grpc/_http2", core=()
-    )
+    module, libraries = sanitized(tmp_path, "address,undefined", "runtime/server/grpc/_http2", core=())
     seed = random.randrange(1 << 32)
     program = tmp_path / "program.py"
     program.write_text(

@@ -44,9 +44,7 @@ def test_a_model_is_ready_once_it_is_loaded(serve: Serve) -> None:
 def test_probes_ask_the_health_service_of_grpc(serve: Serve) -> None:
     channel = serve().channel()
     check = channel.unary_unary(
-        "/grpc.health.v1.Health/Check",
-        HealthCheckRequest.SerializeToString,
-        HealthCheckResponse.FromString,
+        "/grpc.health.v1.Health/Check", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString
     )
 
     assert check(HealthCheckRequest(), timeout=TIMEOUT_S).status == 1
@@ -60,17 +58,12 @@ def test_probes_ask_the_health_service_of_grpc(serve: Serve) -> None:
 def test_models_that_keep_a_probe_waiting_keep_no_other_waiting(serve: Serve) -> None:
     served = serve()
     channel, stub = served.channel(), served.stub()
-    config = {
-        "input": [tensor("HOW", "STRING", 1)],
-        "output": [tensor("SAID", "STRING", 1)],
-    }
+    config = {"input": [tensor("HOW", "STRING", 1)], "output": [tensor("SAID", "STRING", 1)]}
     served.runtime.load("moody", ROOT / "tests" / "models" / "moody.py", config=config)
     served.runtime.infer("moody", {"HOW": np.array([b"hang"], np.object_)})
     of_model = messages.ModelReadyRequest(name="moody")
     check = channel.unary_unary(
-        "/grpc.health.v1.Health/Check",
-        HealthCheckRequest.SerializeToString,
-        HealthCheckResponse.FromString,
+        "/grpc.health.v1.Health/Check", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString
     )
 
     # Each thread for RPCs other than inference gets one of these.

@@ -90,10 +90,7 @@ def test_a_call_is_its_headers_its_message_and_its_end(talk: Talk) -> None:
     assert b":path\0/inference.GRPCInferenceService/ModelInfer\0" in raw
     assert b"grpc-timeout" not in raw
 
-    assert talk.feed(frame(DATA, END_STREAM, 1, message(b"hello"))) == [
-        (MESSAGE, 1, b"hello", 0),
-        (END, 1),
-    ]
+    assert talk.feed(frame(DATA, END_STREAM, 1, message(b"hello"))) == [(MESSAGE, 1, b"hello", 0), (END, 1)]
     assert talk.session.send(1, b"answer", False, True, 0, None)
     sent, events = talk.out()
 
@@ -120,8 +117,7 @@ def test_a_message_in_pieces_is_one_message(talk: Talk) -> None:
 
 
 @pytest.mark.promise(
-    "gRPC",
-    "A client that sends a stream faster than its requests are taken is stopped by its window.",
+    "gRPC", "A client that sends a stream faster than its requests are taken is stopped by its window."
 )
 def test_the_window_of_a_stream_ends_while_its_messages_are_not_taken(talk: Talk) -> None:
     talk.begin()
@@ -227,9 +223,7 @@ FLOODS = {
         call(number) + frame(RESET, 0, number, b"\0\0\0\x08") for number in range(1, 2400, 2)
     ),
     "whole calls that are reset": b"".join(
-        call(number)
-        + frame(DATA, END_STREAM, number, message(b"x"))
-        + frame(RESET, 0, number, b"\0\0\0\x08")
+        call(number) + frame(DATA, END_STREAM, number, message(b"x")) + frame(RESET, 0, number, b"\0\0\0\x08")
         for number in range(1, 2400, 2)
     ),
     "streams that the server must reset": b"".join(
@@ -240,8 +234,7 @@ FLOODS = {
 
 @pytest.mark.promise(
     "gRPC",
-    "A connection that floods the server with frames that ask for nothing, or with calls that "
-    "it resets, is closed.",
+    "A connection that floods the server with frames that ask for nothing, or with calls that it resets, is closed.",
 )
 @pytest.mark.parametrize("what", FLOODS)
 def test_a_flood_ends_the_connection(talk: Talk, what: str) -> None:

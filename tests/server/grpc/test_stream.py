@@ -48,9 +48,7 @@ def test_responses_come_in_the_order_of_the_requests(serve: Serve) -> None:
 
 
 @pytest.mark.promise("gRPC", "Responses in a stream come in …")
-def test_a_slow_request_holds_those_behind_it_and_no_decoupled_one(
-    serve: Serve, tmp_path: Path
-) -> None:
+def test_a_slow_request_holds_those_behind_it_and_no_decoupled_one(serve: Serve, tmp_path: Path) -> None:
     stub = serve("waits", "add_sub", "repeat").stub()
     path = tmp_path / "slow"
     requests = Requests(text("waits", "PATH", str(path), "slow"), add(1, "quick"))
@@ -86,10 +84,7 @@ def test_in_grpc_error_mode_an_error_of_a_model_is_the_status_of_the_stream(serv
         list(call)
     requests.close()
 
-    assert (raised.value.code(), raised.value.details()) == (
-        grpc.StatusCode.NOT_FOUND,
-        "on purpose",
-    )
+    assert (raised.value.code(), raised.value.details()) == (grpc.StatusCode.NOT_FOUND, "on purpose")
 
 
 def test_bytes_that_are_no_message_end_the_stream(serve: Serve) -> None:
@@ -119,9 +114,7 @@ def test_a_client_that_leaves_cancels_what_it_asked_for(serve: Serve, tmp_path: 
 
 
 @pytest.mark.promise(
-    "gRPC",
-    "If a client does not read its stream, the stream ends at a limit and its requests "
-    "are cancelled.",
+    "gRPC", "If a client does not read its stream, the stream ends at a limit and its requests are cancelled."
 )
 def test_a_client_that_does_not_read_is_left_when_too_much_waits_for_it(serve: Serve) -> None:
     served = serve("repeat", "add_sub", max_backlog_bytes=8 << 20)
@@ -142,13 +135,8 @@ def test_a_client_that_does_not_read_is_left_when_too_much_waits_for_it(serve: S
     wait_until(lambda: not server.calls)
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "The bytes that wait for all …",
-)
-def test_the_client_with_the_most_unread_bytes_is_disconnected(
-    serve: Serve,
-) -> None:
+@pytest.mark.promise("What the server bears, and whom it answers like", "The bytes that wait for all …")
+def test_the_client_with_the_most_unread_bytes_is_disconnected(serve: Serve) -> None:
     served = serve("repeat", max_backlogs_bytes=48 << 20)
     backlog = served.server.server._streams.backlog
     few, many = Requests(repeat(400, size=1 << 16)), Requests(repeat(2000, size=1 << 16))

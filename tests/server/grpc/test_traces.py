@@ -17,8 +17,7 @@ from moonpool.runtime.server.tracing.settings import trace_options
 from moonpool.runtime.server.tracing.traces import Traces
 
 pytestmark = pytest.mark.promise(
-    "gRPC",
-    "Requests over gRPC are traced from end to end, and those of a stream one by one.",
+    "gRPC", "Requests over gRPC are traced from end to end, and those of a stream one by one."
 )
 
 Serve = Callable[..., Served]

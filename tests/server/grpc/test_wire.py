@@ -21,8 +21,7 @@ from moonpool.runtime.server.grpc.wire import join, text_field
 
 pytestmark = pytest.mark.promise(
     "gRPC",
-    "A message that is taken apart by its tensors is the same message to the protobuf library, "
-    "whatever its bytes are.",
+    "A message that is taken apart by its tensors is the same message to the protobuf library, whatever its bytes are.",
 )
 
 TEXTS = st.text(max_size=20)
@@ -109,12 +108,8 @@ def test_bytes_that_are_not_a_message_are_refused_by_both_parsers(data: bytes) -
 
 
 @given(fields(), st.data())
-def test_a_message_that_is_cut_off_is_none_or_a_smaller_one(
-    drawn: list[Any], data: st.DataObject
-) -> None:
-    whole = b"".join(
-        each if isinstance(each, bytes) else each.SerializeToString() for each in drawn
-    )
+def test_a_message_that_is_cut_off_is_none_or_a_smaller_one(drawn: list[Any], data: st.DataObject) -> None:
+    whole = b"".join(each if isinstance(each, bytes) else each.SerializeToString() for each in drawn)
     cut = whole[: data.draw(st.integers(0, len(whole)))]
     try:
         found = read(cut)

@@ -60,10 +60,7 @@ class Target:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     repository = Path(shutil.copytree(MODELS, tmp_path_factory.mktemp("hostile") / "repository"))
     flags = [f"--load-model={name}" for name in ("add_sub", "every", "repeat", "says", "told")]
-    limits = [
-        f"--http-max-body-bytes={BODY_BYTES}",
-        f"--http-max-inflated-bytes={INFLATED_BYTES}",
-    ]
+    limits = [f"--http-max-body-bytes={BODY_BYTES}", f"--http-max-inflated-bytes={INFLATED_BYTES}"]
     with running(repository, "--model-control-mode=explicit", *flags, *limits) as server:
         yield Target(server)
 

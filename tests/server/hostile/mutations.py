@@ -24,17 +24,11 @@ VALID: list[tuple[str, Any]] = [
     ("/v2/models/every/infer", {"inputs": [tensor("IN_STRING", ["a", "b"], "BYTES")]}),
     ("/v2/models/every/infer", {"inputs": [tensor("IN_INT64", [1, 2], "INT64")]}),
     ("/v2/models/every/infer", {"inputs": [lent("IN_FP16", 4, "FP16", [2])]}),
-    (
-        "/v2/models/told/infer",
-        {"inputs": [tensor("X", [1.0])], "parameters": {"a": 1, "sequence_id": "s"}},
-    ),
+    ("/v2/models/told/infer", {"inputs": [tensor("X", [1.0])], "parameters": {"a": 1, "sequence_id": "s"}}),
     ("/v2/models/says/generate", {"text_input": "hi", "count": 1, "parameters": {"a": 1}}),
     ("/v2/models/says/generate_stream", {"text_input": "hi", "count": 2}),
     ("/v2/repository/index", {"ready": True}),
-    (
-        "/v2/systemsharedmemory/region/r/register",
-        {"key": "/moonpool_tests_nothing", "offset": 0, "byte_size": 64},
-    ),
+    ("/v2/systemsharedmemory/region/r/register", {"key": "/moonpool_tests_nothing", "offset": 0, "byte_size": 64}),
     ("/v2/trace/setting", {"trace_rate": "10", "trace_level": ["OFF"]}),
     ("/v2/logging", {"log_verbose_level": 0}),
 ]
@@ -43,9 +37,7 @@ _NUMBERS = [0, 1, -1, 2**31, 2**40, 2**53 + 1, 2**63, 2**64, -(2**63) - 1, 1.5, 
 _TEXTS = ["", "FP32", "BYTES", "INPUT0", "r", "\0", "\n", "..", "é\U0001f600", "x" * 5000]
 # Values are drawn as texts, because a mutation may change a drawn object.
 _VALUES: list[Any] = [None, True, [], {}, [[]], [[1], 2], *_NUMBERS, *_TEXTS]
-_SMALL: st.SearchStrategy[Any] = st.sampled_from([json.dumps(value) for value in _VALUES]).map(
-    json.loads
-)
+_SMALL: st.SearchStrategy[Any] = st.sampled_from([json.dumps(value) for value in _VALUES]).map(json.loads)
 ANYTHING = _SMALL | st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),

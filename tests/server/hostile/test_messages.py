@@ -19,10 +19,7 @@ SERVICE = "/inference.GRPCInferenceService/"
 TIMEOUT_S = 60.0
 VALID: list[tuple[str, bytes]] = [
     ("ModelInfer", add_sub(request_id="1", priority=1, sequence_id="x").SerializeToString()),
-    (
-        "ModelInfer",
-        request("add_sub", [typed("fp32_contents", [1.0] * 4, "INPUT0"), B]).SerializeToString(),
-    ),
+    ("ModelInfer", request("add_sub", [typed("fp32_contents", [1.0] * 4, "INPUT0"), B]).SerializeToString()),
     ("ModelInfer", request("add_sub", [A, A, A], [ONES] * 3).SerializeToString()),
     ("RepositoryModelUnload", b"\n\0\x12\x04nope"),
     ("SystemSharedMemoryRegister", b"\n\1r\x12\2/x\x18\0 \1"),
@@ -46,28 +43,13 @@ def _asked(channel: grpc.Channel, method: str, message: bytes) -> tuple[grpc.Sta
     return grpc.StatusCode.OK, ""
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "A request that is wrong in …",
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "A request that is wrong in …")
 @settings(
-    max_examples=300,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(
-    valid=st.sampled_from(VALID),
-    where=st.floats(0, 1),
-    gone=st.integers(0, 8),
-    new=st.binary(max_size=12),
-)
+@given(valid=st.sampled_from(VALID), where=st.floats(0, 1), gone=st.integers(0, 8), new=st.binary(max_size=12))
 def test_wrong_messages_are_told(
-    channel: grpc.Channel,
-    valid: tuple[str, bytes],
-    where: float,
-    gone: int,
-    new: bytes,
+    channel: grpc.Channel, valid: tuple[str, bytes], where: float, gone: int, new: bytes
 ) -> None:
     method, message = valid
     at = int(where * len(message))
@@ -78,10 +60,7 @@ def test_wrong_messages_are_told(
     assert "internal error" not in said
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "No shape, count, depth or length …",
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "No shape, count, depth or length …")
 @pytest.mark.promise(
     "What the server bears, and whom it answers like",
     "A client gets the text of an error, or its beginning if it is long.",

@@ -74,13 +74,8 @@ def test_strange_names_are_names_of_nothing(target: Target, path: str) -> None:
                 assert path.endswith("unload"), name
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "Names of models, versions, regions and …",
-)
-@pytest.mark.parametrize(
-    "key", ["/../etc/passwd", "..", "/", "/a/b", "/\0", "a\0b", "/" + "x" * 300, "/é", "sem.x"]
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "Names of models, versions, regions and …")
+@pytest.mark.parametrize("key", ["/../etc/passwd", "..", "/", "/a/b", "/\0", "a\0b", "/" + "x" * 300, "/é", "sem.x"])
 def test_strange_keys_open_nothing(target: Target, key: str) -> None:
     body = {"key": key, "byte_size": 1}
 
@@ -122,10 +117,7 @@ def test_sizes_that_nothing_has_are_refused(target: Target, what: str, request_:
 
 
 def test_classes_of_texts_are_refused(target: Target) -> None:
-    body = {
-        "inputs": [tensor("IN_STRING", ["a"], "BYTES")],
-        "outputs": [output("OUT_STRING", classification=1)],
-    }
+    body = {"inputs": [tensor("IN_STRING", ["a"], "BYTES")], "outputs": [output("OUT_STRING", classification=1)]}
 
     reply = send(target.http_port, infer("every", body))
 
@@ -141,14 +133,11 @@ def _bomb(encoding: str, size_bytes: int) -> bytes:
 
 
 @pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "A body that decompresses to more than is allowed is refused.",
+    "What the server bears, and whom it answers like", "A body that decompresses to more than is allowed is refused."
 )
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 @pytest.mark.parametrize("path", ["/v2/models/add_sub/infer", "/v2/repository/index"])
-def test_a_body_that_decompresses_to_too_much_is_refused(
-    target: Target, encoding: str, path: str
-) -> None:
+def test_a_body_that_decompresses_to_too_much_is_refused(target: Target, encoding: str, path: str) -> None:
     packed = _bomb(encoding, 4 * INFLATED_BYTES)
     assert len(packed) < BODY_BYTES
 
@@ -160,8 +149,7 @@ def test_a_body_that_decompresses_to_too_much_is_refused(
 
 
 @pytest.mark.parametrize(
-    "packed",
-    [b"", b"\x1f\x8b", gzip.compress(as_bytes(GOOD))[:-4], b"\x1f\x8b" + bytes(100), b"x" * 100],
+    "packed", [b"", b"\x1f\x8b", gzip.compress(as_bytes(GOOD))[:-4], b"\x1f\x8b" + bytes(100), b"x" * 100]
 )
 def test_a_body_that_does_not_decompress_is_refused(target: Target, packed: bytes) -> None:
     reply = send(target.http_port, infer("add_sub", packed, Content_Encoding="gzip"))

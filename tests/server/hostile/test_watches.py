@@ -126,9 +126,7 @@ def test_clients_of_grpc_leave_the_server_alone(repository: Path) -> None:
     with short_of_watches(repository) as server, contextlib.ExitStack() as held:
         first, *_ = filled(held, server.ports["http"])
         for _ in range(3):
-            channel = held.enter_context(
-                grpc.insecure_channel(server.grpc, [("grpc.use_local_subchannel_pool", 1)])
-            )
+            channel = held.enter_context(grpc.insecure_channel(server.grpc, [("grpc.use_local_subchannel_pool", 1)]))
             with contextlib.suppress(grpc.FutureTimeoutError):
                 grpc.channel_ready_future(channel).result(0.5)
 

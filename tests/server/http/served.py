@@ -35,10 +35,7 @@ TEXT = {"input": [tensor("X", "STRING", 1)], "output": [tensor("OUT_X", "STRING"
 HOLDS = {"input": [tensor("X", "BOOL", 1)], "output": [tensor("Y", "INT32", 1)]}
 NOT_FINITE = {"input": [tensor("X", "STRING", 1)], "output": [tensor("Y", "INT32", 1)]}
 SPEAKS = {
-    "input": [
-        tensor("text_input", "STRING", 1),
-        tensor("count", "INT32", 1, optional=True),
-    ],
+    "input": [tensor("text_input", "STRING", 1), tensor("count", "INT32", 1, optional=True)],
     "output": [tensor("text_output", "STRING", -1), tensor("told", "STRING", 1)],
     "model_transaction_policy": {"decoupled": True},
 }
@@ -83,9 +80,7 @@ def warm_up(serving: Serving) -> None:
         "not_finite": [("X", "BYTES", [1], ["0.5"])],
     }
     for model, inputs in asked.items():
-        given = [
-            dict(zip(("name", "datatype", "shape", "data"), each, strict=True)) for each in inputs
-        ]
+        given = [dict(zip(("name", "datatype", "shape", "data"), each, strict=True)) for each in inputs]
         reply = serving.post(f"/v2/models/{model}/infer", {"inputs": given})
         if reply.status != 200:
             raise RuntimeError(reply.error)

@@ -65,10 +65,7 @@ def test_a_body_of_any_size_comes_whole(listening: Listening, size_bytes: int) -
             assert client.answer().body == body[:size_bytes]
 
 
-@pytest.mark.promise(
-    "HTTP",
-    "Large bodies are received into the memory that the handler chooses, and arrive complete.",
-)
+@pytest.mark.promise("HTTP", "Large bodies are received into the memory that the handler chooses, and arrive complete.")
 def test_a_large_body_is_received_where_the_handler_wants_it(listening: Listening) -> None:
     body = bytes(range(256)) * 4096
 
@@ -148,8 +145,7 @@ def test_a_large_response_comes_whole(listening: Listening) -> None:
 
 
 @pytest.mark.promise(
-    "HTTP",
-    "If a client goes, at any time and in any way, its request is cancelled, in the model, too.",
+    "HTTP", "If a client goes, at any time and in any way, its request is cancelled, in the model, too."
 )
 @pytest.mark.parametrize("is_abrupt", [False, True])
 def test_a_client_that_goes_cancels_its_request(listening: Listening, is_abrupt: bool) -> None:
@@ -185,16 +181,11 @@ def test_a_handler_that_breaks_is_an_answer_too(listening: Listening) -> None:
         client.send(post("/broken", b"") + post("/echo", b"next"))
         broken = client.answer()
 
-        assert (broken.status, broken.body) == (
-            500,
-            b'{"error":"internal error; see the server\'s log"}',
-        )
+        assert (broken.status, broken.body) == (500, b'{"error":"internal error; see the server\'s log"}')
         assert client.answer().body == b"next"
 
 
-def test_a_handler_that_breaks_before_the_body_ends_the_connection_with_an_answer(
-    listening: Listening,
-) -> None:
+def test_a_handler_that_breaks_before_the_body_ends_the_connection_with_an_answer(listening: Listening) -> None:
     with listening.client() as client:
         client.send(b"POST /broken HTTP/1.1\r\nContent-Length: 9\r\n\r\n1")
 

@@ -38,10 +38,7 @@ def controlled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield made
 
 
-@pytest.mark.promise(
-    "HTTP",
-    "Each path answers only its methods. Other paths are not found.",
-)
+@pytest.mark.promise("HTTP", "Each path answers only its methods. Other paths are not found.")
 @pytest.mark.parametrize(
     ("path", "media_type"),
     [
@@ -103,9 +100,7 @@ def test_missing_names_are_not_found(serving: Serving, path: str) -> None:
         ("models/one/load", {"parameters": {"file:1/model.py": "!"}}, 400, "'file:1/model.py' is not base64"),
     ],
 )  # fmt: skip
-def test_control_that_fails_says_why(
-    controlled: Serving, path: str, body: Any, status: int, error: str
-) -> None:
+def test_control_that_fails_says_why(controlled: Serving, path: str, body: Any, status: int, error: str) -> None:
     reply = controlled.post("/v2/repository/" + path, body)
 
     assert (reply.status, reply.error[: len(error)]) == (status, error)
@@ -193,9 +188,7 @@ def test_requests_for_which_there_is_no_thread_are_refused_and_the_next_are_not(
             serving.ask("POST", f"{SUMS}/infer", body, {"Content-Encoding": "gzip"}),
         ]
 
-    assert [(each.status, each.error) for each in replies] == [
-        (503, "the runtime has no thread")
-    ] * 3
+    assert [(each.status, each.error) for each in replies] == [(503, "the runtime has no thread")] * 3
     assert serving.get(f"{SUMS}/ready").status == 200
 
 
@@ -213,8 +206,7 @@ def test_requests_are_traced(tmp_path: Path) -> None:
     file = tmp_path / "traces.json"
     options = trace_options([f"triton,file={file}", "level=TIMESTAMPS", "rate=1"])
     inputs = [
-        {"name": name, "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
-        for name in ("INPUT0", "INPUT1")
+        {"name": name, "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]} for name in ("INPUT0", "INPUT1")
     ]
     with served("add_sub") as traced:
         traced.service.traces = Traces(options)

@@ -34,8 +34,7 @@ class Counted:
 
 
 @pytest.mark.promise(
-    "At the limits",
-    "The work for a compressed body grows in proportion to its size, whatever its content.",
+    "At the limits", "The work for a compressed body grows in proportion to its size, whatever its content."
 )
 @pytest.mark.parametrize(
     "packed",
@@ -46,9 +45,7 @@ class Counted:
     ],
     ids=["stored", "packed", "parts"],
 )
-def test_the_work_for_a_body_grows_as_the_body_does(
-    packed: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_work_for_a_body_grows_as_the_body_does(packed: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counted, "handled_bytes", 0)
     fakes = SimpleNamespace(decompressobj=Counted, error=zlib.error)
     monkeypatch.setattr(body, "zlib", fakes)

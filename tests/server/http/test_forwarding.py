@@ -22,8 +22,7 @@ def forwarding() -> Iterator[Serving]:
 
 
 @pytest.mark.promise(
-    "HTTP",
-    "A header is forwarded if a part of its name matches, in any case, under the name that was sent.",
+    "HTTP", "A header is forwarded if a part of its name matches, in any case, under the name that was sent."
 )
 def test_a_part_of_the_name_matches_in_any_case(forwarding: Serving) -> None:
     headers = {"X-User-Name": "ada", "Prefix_a": "1", "Other": "2"}
@@ -32,9 +31,7 @@ def test_a_part_of_the_name_matches_in_any_case(forwarding: Serving) -> None:
     assert json.loads(reply.value["told"]) == {"X-User-Name": "ada", "Prefix_a": "1"}
 
 
-@pytest.mark.promise(
-    "HTTP", "A forwarded header cannot set a parameter that means something to the server."
-)
+@pytest.mark.promise("HTTP", "A forwarded header cannot set a parameter that means something to the server.")
 @pytest.mark.parametrize("name", ["Priority", "TRITON_enable_empty_final_response"])
 @pytest.mark.parametrize("what", ["infer", "generate", "generate_stream"])
 def test_a_reserved_name_is_refused(forwarding: Serving, name: str, what: str) -> None:

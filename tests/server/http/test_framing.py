@@ -100,9 +100,7 @@ def request(body: bytes, chunk: int) -> bytes:
 @pytest.mark.promise("HTTP", "Requests on a connection are answered …")
 @settings(max_examples=100, deadline=None)
 @given(
-    bodies=st.lists(
-        st.tuples(st.binary(max_size=200), st.integers(0, 40)), min_size=1, max_size=60
-    ),
+    bodies=st.lists(st.tuples(st.binary(max_size=200), st.integers(0, 40)), min_size=1, max_size=60),
     cuts=st.lists(st.integers(0, 20_000), max_size=30),
 )
 def test_requests_are_the_same_however_they_are_cut(
@@ -134,9 +132,7 @@ def test_requests_are_the_same_however_they_are_cut(
         ),
     ),
 )  # fmt: skip
-def test_any_bytes_leave_an_answer_or_a_wait(
-    loop: asyncio.AbstractEventLoop, before: int, broken: bytes
-) -> None:
+def test_any_bytes_leave_an_answer_or_a_wait(loop: asyncio.AbstractEventLoop, before: int, broken: bytes) -> None:
     bodies, wire = fed(loop, [request(b"good", 0)] * before + [broken])
 
     assert bodies[:before] == [b"good"] * before

@@ -23,10 +23,7 @@ def events(body: bytes) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-@pytest.mark.promise(
-    "HTTP",
-    "`generate` returns one object, `generate_stream` an event for each response.",
-)
+@pytest.mark.promise("HTTP", "`generate` returns one object, `generate_stream` an event for each response.")
 def test_many_responses_come_as_events(serving: Serving) -> None:
     reply = serving.post(MANY, {"text_input": "hi", "count": 3})
 
@@ -47,9 +44,7 @@ def test_many_responses_come_as_events(serving: Serving) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("path", [ONE, MANY])
-def test_a_key_that_occurs_twice_is_an_error(
-    serving: Serving, path: str, body: Any, status: int, error: str
-) -> None:
+def test_a_key_that_occurs_twice_is_an_error(serving: Serving, path: str, body: Any, status: int, error: str) -> None:
     reply = serving.post(path, body)
 
     assert (reply.status, reply.error) == (status, error)
@@ -73,9 +68,7 @@ def test_a_client_that_goes_ends_an_endless_stream(serving: Serving) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=60)
     connection.request("POST", MANY, json.dumps({"text_input": "hi", "count": 0}))
     response = connection.getresponse()
-    assert events(
-        response.read(len(b"data: %b\n\n" % json.dumps(SAID, separators=(",", ":")).encode()))
-    )
+    assert events(response.read(len(b"data: %b\n\n" % json.dumps(SAID, separators=(",", ":")).encode())))
 
     connection.close()
     response.close()
@@ -83,9 +76,7 @@ def test_a_client_that_goes_ends_an_endless_stream(serving: Serving) -> None:
     wait_until(lambda: cancelled(serving) == before + 1)
 
 
-@pytest.mark.promise(
-    "HTTP", "A client that does not read its events cannot fill the server's memory."
-)
+@pytest.mark.promise("HTTP", "A client that does not read its events cannot fill the server's memory.")
 def test_a_client_that_takes_nothing_of_a_stream_does_not_fill_the_memory() -> None:
     with served("speaks") as serving:
         connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=60)

@@ -41,11 +41,7 @@ def binary_add_sub(**more: Any) -> dict[str, Any]:
 
 
 def post_binary(
-    serving: Serving,
-    path: str,
-    header: dict[str, Any],
-    tensors: bytes,
-    headers: Mapping[str, str] | None = None,
+    serving: Serving, path: str, header: dict[str, Any], tensors: bytes, headers: Mapping[str, str] | None = None
 ) -> Reply:
     text = json.dumps(header).encode()
     length = {"Inference-Header-Content-Length": str(len(text))}
@@ -56,10 +52,7 @@ def test_json_goes_in_and_out(serving: Serving) -> None:
     reply = serving.post(ADD_SUB, add_sub(id="42"))
 
     assert reply.status == 200
-    assert reply.headers == {
-        "content-type": "application/json",
-        "content-length": str(len(reply.body)),
-    }
+    assert reply.headers == {"content-type": "application/json", "content-length": str(len(reply.body))}
     assert reply.body == (
         b'{"id":"42","model_name":"add_sub","model_version":"1","outputs":[{"name":"OUTPUT0",'
         b'"datatype":"FP32","shape":[1,4],"data":[2.0,3.0,4.0,5.5]},{"name":"OUTPUT1","datatype":'
@@ -109,19 +102,12 @@ def test_numbers_that_json_does_not_have_travel_as_triton_writes_them(serving: S
     assert b'"data":[NaN,Infinity,-Infinity]' in serving.post(ECHO, body).body
 
 
-@pytest.mark.promise(
-    "HTTP",
-    "A parameter of a request or a response is never NaN or infinite in JSON.",
-)
+@pytest.mark.promise("HTTP", "A parameter of a request or a response is never NaN or infinite in JSON.")
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("path", ["infer", "generate", "generate_stream"])
-def test_a_response_parameter_that_json_does_not_have_is_an_error(
-    serving: Serving, number: str, path: str
-) -> None:
+def test_a_response_parameter_that_json_does_not_have_is_an_error(serving: Serving, number: str, path: str) -> None:
     inputs = [{"name": "X", "datatype": "BYTES", "shape": [1], "data": [number]}]
-    reply = serving.post(
-        f"/v2/models/not_finite/{path}", {"inputs": inputs} if path == "infer" else {"X": number}
-    )
+    reply = serving.post(f"/v2/models/not_finite/{path}", {"inputs": inputs} if path == "infer" else {"X": number})
 
     text = reply.body.removeprefix(b"data: ").decode()
     assert json.loads(text, parse_constant=pytest.fail) == {
@@ -132,9 +118,7 @@ def test_a_response_parameter_that_json_does_not_have_is_an_error(
 
 @pytest.mark.promise("HTTP", "A parameter of a request or …")
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
-def test_a_request_parameter_that_json_does_not_have_is_refused(
-    serving: Serving, number: str
-) -> None:
+def test_a_request_parameter_that_json_does_not_have_is_refused(serving: Serving, number: str) -> None:
     inputs = '[{"name":"X","datatype":"BYTES","shape":[1],"data":["1"]}]'
     for path, body in (
         ("text/infer", f'{{"inputs":{inputs},"parameters":{{"p":{number}}}}}'),
@@ -153,9 +137,7 @@ def test_a_request_parameter_that_json_does_not_have_is_refused(
 )
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
 @pytest.mark.parametrize("count", [4, LARGE])
-def test_triton_s_client_gets_what_it_sent(
-    serving: Serving, compression: str | None, count: int
-) -> None:
+def test_triton_s_client_gets_what_it_sent(serving: Serving, compression: str | None, count: int) -> None:
     arrays = arrays_of(count)
     for _ in range(2):
         for name, array in triton_echo(serving, arrays, compression).items():
@@ -173,10 +155,7 @@ _ONE_OF = (
 )
 
 
-@pytest.mark.promise(
-    "HTTP",
-    "Malformed requests and false lengths are rejected with Triton's error texts.",
-)
+@pytest.mark.promise("HTTP", "Malformed requests and false lengths are rejected with Triton's error texts.")
 @pytest.mark.parametrize(
     ("body", "status", "error"),
     [
@@ -204,9 +183,7 @@ def test_a_request_that_is_worse_than_triton_bears_is_refused(
         ("x", 32, "[request id: <id_unknown>] Raw request must only have 1 input"),
     ],
 )  # fmt: skip
-def test_lengths_that_lie_are_found_out(
-    serving: Serving, length: str, tensors: int, error: str
-) -> None:
+def test_lengths_that_lie_are_found_out(serving: Serving, length: str, tensors: int, error: str) -> None:
     headers = {"Inference-Header-Content-Length": length}
     reply = post_binary(serving, ADD_SUB, binary_add_sub(), bytes(tensors), headers)
 
@@ -248,9 +225,7 @@ def test_a_bomb_is_refused_before_it_takes_the_memory(made: Any) -> None:
     assert most_bytes < 8 << 20
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{}", gzip.compress(b"{}", mtime=0)[:-9], gzip.compress(b"{}", mtime=0) + b"x"]
-)
+@pytest.mark.parametrize("body", [b"", b"{}", gzip.compress(b"{}", mtime=0)[:-9], gzip.compress(b"{}", mtime=0) + b"x"])
 def test_a_body_with_a_false_encoding_is_refused(serving: Serving, body: bytes) -> None:
     reply = serving.post(ADD_SUB, body, {"Content-Encoding": "gzip"})
 

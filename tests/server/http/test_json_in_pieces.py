@@ -106,9 +106,7 @@ def test_the_loop_has_turns_while_keys_are_compared() -> None:
 
 
 @PROMISE
-@pytest.mark.parametrize(
-    ("path", "module"), [("/v2/models/plain/generate", generate), ("/v2/logging", routes)]
-)
+@pytest.mark.parametrize(("path", "module"), [("/v2/models/plain/generate", generate), ("/v2/logging", routes)])
 def test_others_are_answered_while_a_route_reads_a_large_body(
     serving: Serving, monkeypatch: pytest.MonkeyPatch, path: str, module: ModuleType
 ) -> None:
@@ -132,8 +130,7 @@ def test_others_are_answered_while_a_route_reads_a_large_body(
 
 
 @pytest.mark.promise(
-    "HTTP",
-    "The tensors of large JSON are put where the model reads them, and the loop copies none of them.",
+    "HTTP", "The tensors of large JSON are put where the model reads them, and the loop copies none of them."
 )
 @pytest.mark.parametrize("way", ["infer", "generate"])
 def test_tensors_of_large_json_lie_where_the_model_reads_them(
@@ -164,12 +161,8 @@ def test_tensors_of_large_json_lie_where_the_model_reads_them(
 
 @pytest.mark.promise("HTTP", "`generate` takes arrays in an array alike, however many there are.")
 @pytest.mark.parametrize(("row", "status"), [([7], 200), ([7, 8], 500)])
-def test_generate_takes_arrays_in_an_array_alike_in_any_number(
-    serving: Serving, row: list[int], status: int
-) -> None:
-    few, many = (
-        serving.post("/v2/models/plain/generate", {"X": [row] * rows}) for rows in (2, 80_000)
-    )
+def test_generate_takes_arrays_in_an_array_alike_in_any_number(serving: Serving, row: list[int], status: int) -> None:
+    few, many = (serving.post("/v2/models/plain/generate", {"X": [row] * rows}) for rows in (2, 80_000))
 
     assert (few.status, many.status) == (status, status)
     assert status == 200 or many.error == few.error
@@ -217,12 +210,7 @@ def test_long_bodies_are_read_one_at_a_time_and_not_for_clients_that_are_gone() 
             assert await tasks[0] == b"first"
             asked[2].goes()
             results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(each) for each in results] == [
-            bytes,
-            asyncio.CancelledError,
-            asyncio.CancelledError,
-            bytes,
-        ]
+        assert [type(each) for each in results] == [bytes, asyncio.CancelledError, asyncio.CancelledError, bytes]
         assert b"gone" not in seen
 
     asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
@@ -281,10 +269,7 @@ CHANGES = st.none() | st.tuples(
 @example(["😀" * 40], False, (",", ":"), None)
 @example([[]] * 40, True, (",", ":"), (0.5, 0, b","))
 def test_a_text_in_pieces_has_the_same_value_or_is_refused(
-    value: Any,
-    is_ascii: bool,
-    separators: tuple[str, str],
-    change: tuple[float, int, bytes] | None,
+    value: Any, is_ascii: bool, separators: tuple[str, str], change: tuple[float, int, bytes] | None
 ) -> None:
     text = json.dumps(value, ensure_ascii=is_ascii, separators=separators).encode()
     if change is not None:
@@ -397,9 +382,7 @@ def work_for(monkeypatch: pytest.MonkeyPatch, text: bytes) -> int:
         b"[1," * 30 + b"%b" + (b"," + b"1," * 200 + b"1]") * 30,
     ],
 )
-def test_arrays_in_many_others_are_looked_at_once(
-    monkeypatch: pytest.MonkeyPatch, nested: bytes
-) -> None:
+def test_arrays_in_many_others_are_looked_at_once(monkeypatch: pytest.MonkeyPatch, nested: bytes) -> None:
     inner = texts(b"[]", 4000)
     some = nested.replace(b"%b", inner)
     text = b"[%b]" % b",".join([some] * 4)
@@ -409,9 +392,7 @@ def test_arrays_in_many_others_are_looked_at_once(
 
 
 @PROMISE
-def test_items_in_as_many_levels_as_tensors_have_are_read_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_items_in_as_many_levels_as_tensors_have_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (texts(b"[" * levels + b"]" * levels, 8000) for levels in (4, MAX_DIMS))
 
     assert work_for(monkeypatch, many) < 2 * work_for(monkeypatch, few)
@@ -434,9 +415,7 @@ def test_numbers_that_only_triton_has_are_read_in_each_piece() -> None:
         (b'[{"a":1},{"a":1},%b]', None),
     ],
 )
-def test_a_key_is_found_to_be_repeated_within_a_piece_and_over_several(
-    text: bytes, key: str | None
-) -> None:
+def test_a_key_is_found_to_be_repeated_within_a_piece_and_over_several(text: bytes, key: str | None) -> None:
     assert in_pieces(repeated_key, text % (b"1," * 100 + b"1")) == key
 
 
@@ -466,9 +445,7 @@ TENSORS: list[tuple[str, Any, list[int]]] = [
 
 
 @pytest.mark.parametrize(("datatype", "values", "shape"), TENSORS)
-def test_a_tensor_of_a_text_in_pieces_is_that_of_the_whole(
-    datatype: str, values: Any, shape: list[int]
-) -> None:
+def test_a_tensor_of_a_text_in_pieces_is_that_of_the_whole(datatype: str, values: Any, shape: list[int]) -> None:
     def made(data: Any) -> object:
         try:
             found: Any = of_values("X", CODES[datatype], shape, data)

@@ -35,12 +35,7 @@ def limited() -> Iterator[Serving]:
 
 def binary(count: int, **parameters: object) -> tuple[bytes, dict[str, str]]:
     """Return a request whose input lies behind its JSON."""
-    described = {
-        "name": "X",
-        "datatype": "UINT8",
-        "shape": [count],
-        "parameters": {"binary_data_size": count},
-    }
+    described = {"name": "X", "datatype": "UINT8", "shape": [count], "parameters": {"binary_data_size": count}}
     text = json.dumps({"inputs": [described], "parameters": parameters}).encode()
     return text + bytes(count), {"Inference-Header-Content-Length": str(len(text))}
 
@@ -50,10 +45,7 @@ def asking(count: int, **parameters: object) -> bytes:
     return json.dumps({"inputs": inputs, "parameters": parameters}, separators=(",", ":")).encode()
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "JSON over the limit is refused …",
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "JSON over the limit is refused …")
 @pytest.mark.parametrize("form", ["plain", "packed", "with binary data"])
 def test_json_over_the_limit_is_refused(limited: Serving, form: str) -> None:
     body, headers = asking(MOST), {}
@@ -74,10 +66,7 @@ def test_binary_data_are_not_counted(limited: Serving) -> None:
     assert limited.post(PLAIN, *binary(10 * MOST, binary_data_output=True)).status == 200
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "JSON over the limit is refused …",
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "JSON over the limit is refused …")
 @pytest.mark.parametrize("path", ["/v2/models/plain/generate", "/v2/logging"])
 def test_so_it_is_elsewhere(limited: Serving, path: str) -> None:
     # Larger than a body that is read before it may be refused.
@@ -86,10 +75,7 @@ def test_so_it_is_elsewhere(limited: Serving, path: str) -> None:
     assert limited.post(path, body).status == 413
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "JSON over the limit is refused …",
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "JSON over the limit is refused …")
 def test_outputs_over_the_limit_are_not_sent_as_json(limited: Serving) -> None:
     reply = limited.post(PLAIN, *binary(10 * MOST))
 
@@ -97,10 +83,7 @@ def test_outputs_over_the_limit_are_not_sent_as_json(limited: Serving) -> None:
     assert "ask for binary data" in reply.error
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "JSON over the limit is refused …",
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "JSON over the limit is refused …")
 @pytest.mark.parametrize("count", [900, 60_000])
 def test_the_text_of_outputs_counts_and_not_their_bytes(count: int) -> None:
     """Each value takes one byte, and four as text."""
@@ -127,8 +110,7 @@ def sized() -> Iterator[Serving]:
 
 @pytest.mark.promise(
     "HTTP",
-    "`--http-max-input-size` limits a request as it is sent and after its decompression, "
-    "with Triton's error text.",
+    "`--http-max-input-size` limits a request as it is sent and after its decompression, with Triton's error text.",
 )
 def test_a_request_over_tritons_limit_is_refused_in_tritons_words(sized: Serving) -> None:
     text = asking(MOST)
@@ -145,9 +127,7 @@ def test_a_request_over_tritons_limit_is_refused_in_tritons_words(sized: Serving
         reply = sized.post(PLAIN, sent, more)
         assert (reply.status, reply.error) == (400, f"{what} bytes {INPUT_SIZE}")
     with Client(sized.port) as client:
-        client.send(
-            f"POST {PLAIN} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n".encode(), chunked
-        )
+        client.send(f"POST {PLAIN} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n".encode(), chunked)
         answer = client.answer("POST")
         assert answer.status == 400
         assert INPUT_SIZE in json.loads(answer.body)["error"]
@@ -167,10 +147,7 @@ def test_tritons_limit_is_that_of_json_unless_something_else_is_said() -> None:
     assert json_bytes(http_max_input_size=1 << 10, http_max_json_bytes=1 << 20) == 1 << 10
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "JSON over the limit is refused …",
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "JSON over the limit is refused …")
 def test_arrays_without_end_are_refused() -> None:
     with pytest.raises(NotJson, match="more than 1048576 arrays"):
         loads(b"[" + b"[]," * (1 << 20) + b"[]]")
@@ -194,10 +171,7 @@ def test_texts_may_have_any_number_of_colons() -> None:
     assert loads(json.dumps({"text": text}).encode()) == {"text": text}
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "JSON over the limit is refused …",
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "JSON over the limit is refused …")
 def test_strings_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_text, "_MOST_STRINGS", 1 << 20)
     with pytest.raises(NotJson, match="more than 1048576 strings"):

@@ -42,11 +42,7 @@ def asking(count: int) -> bytes:
 
 def binary(request_id: str, given: bytes) -> tuple[bytes, dict[str, str]]:
     tensor = described(len(given), parameters={"binary_data_size": len(given)})
-    asked = {
-        "id": request_id,
-        "inputs": [tensor],
-        "parameters": {"binary_data_output": True},
-    }
+    asked = {"id": request_id, "inputs": [tensor], "parameters": {"binary_data_output": True}}
     text = json.dumps(asked).encode()
     return text + given, {"Inference-Header-Content-Length": str(len(text))}
 
@@ -110,12 +106,9 @@ def test_the_json_of_a_large_body_lies_where_no_stub_can_change_it(
 
 
 @pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "While a large body of JSON is read, other clients are answered.",
+    "What the server bears, and whom it answers like", "While a large body of JSON is read, other clients are answered."
 )
-def test_others_are_answered_while_large_json_is_read(
-    warm: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_are_answered_while_large_json_is_read(warm: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, goes_on = threading.Event(), threading.Event()
 
     def slow(text: Any) -> HttpRequestPlan:
@@ -139,10 +132,7 @@ def test_others_are_answered_while_large_json_is_read(
     assert (wrong.status, "Unable to parse" in wrong.error) == (500, True)
 
 
-@pytest.mark.promise(
-    "HTTP",
-    "If a client goes while its large request is made, no model gets the request.",
-)
+@pytest.mark.promise("HTTP", "If a client goes while its large request is made, no model gets the request.")
 def test_a_request_whose_client_goes_while_it_is_made_is_not_sent(
     warm: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,11 +41,7 @@ def strict() -> Iterator[Listening]:
 @pytest.fixture
 def impatient() -> Iterator[Listening]:
     made = Listening(
-        head_timeout_s=0.2,
-        body_timeout_s=0.2,
-        body_bytes_per_s=1 << 30,
-        idle_timeout_s=0.4,
-        write_timeout_s=0.3,
+        head_timeout_s=0.2, body_timeout_s=0.2, body_bytes_per_s=1 << 30, idle_timeout_s=0.4, write_timeout_s=0.3
     )
     yield made
     made.close()
@@ -57,8 +53,7 @@ def error_of(answer: Answer) -> str:
 
 
 @pytest.mark.promise(
-    "HTTP",
-    "Bytes that are not HTTP, or that can be read in two ways, are refused and end the connection.",
+    "HTTP", "Bytes that are not HTTP, or that can be read in two ways, are refused and end the connection."
 )
 @pytest.mark.promise(
     "HTTP",
@@ -81,22 +76,10 @@ def error_of(answer: Answer) -> str:
         (b"POST / HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 3\r\n\r\nabc", 400),
         (b"POST / HTTP/1.1\r\nContent-Length: -3\r\n\r\n", 400),
         (b"POST / HTTP/1.1\r\nContent-Length: 3, 3\r\n\r\nabc", 400),
-        (
-            b"POST / HTTP/1.1\r\nTransfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-            400,
-        ),
-        (
-            b"POST / HTTP/1.1\r\nTransfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-            400,
-        ),
-        (
-            b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-            400,
-        ),
-        (
-            b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\nX: y\r\nTransfer-Encoding: gzip\r\n\r\n0\r\n\r\n",
-            400,
-        ),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\nX: y\r\nTransfer-Encoding: gzip\r\n\r\n0\r\n\r\n", 400),
         (b"POST / HTTP/1.1\r\nTransfer-Encoding:\r\n chunked\r\n\r\n0\r\n\r\n", 400),
         (b"POST / HTTP/1.1\r\nTransfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n", 400),
         (b"POST / HTTP/1.1\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", 400),
@@ -139,8 +122,7 @@ def test_an_upgrade_is_not_made_and_the_request_answered(listening: Listening) -
 
 @pytest.mark.promise(
     "HTTP",
-    "Heads, bodies, decompressed bodies and the number of connections have limits, which "
-    "apply before memory is taken.",
+    "Heads, bodies, decompressed bodies and the number of connections have limits, which apply before memory is taken.",
 )
 @pytest.mark.parametrize("pieces", [1, 30])
 def test_a_head_that_is_too_long_is_refused(strict: Listening, pieces: int) -> None:
@@ -162,9 +144,7 @@ def test_a_head_that_is_too_long_is_refused(strict: Listening, pieces: int) -> N
         b"Transfer-Encoding: chunked\r\n\r\n" + (b"1000\r\n" + b"x" * 4096 + b"\r\n") * 25,
     ],
 )
-def test_a_body_that_is_too_large_is_refused_before_it_is_read(
-    strict: Listening, head: bytes
-) -> None:
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(strict: Listening, head: bytes) -> None:
     with strict.client() as client:
         client.send(b"POST /echo HTTP/1.1\r\n" + head)
         answer = client.answer()
@@ -191,8 +171,7 @@ def test_a_body_is_not_asked_for_where_the_request_is_refused(listening: Listeni
 
 @pytest.mark.promise(
     "HTTP",
-    "A client that is too slow to send headers or a body, or to read, is disconnected. A "
-    "slow model is waited for.",
+    "A client that is too slow to send headers or a body, or to read, is disconnected. A slow model is waited for.",
 )
 @pytest.mark.parametrize(
     ("data", "what"),
@@ -205,10 +184,7 @@ def test_a_body_is_not_asked_for_where_the_request_is_refused(listening: Listeni
 def test_a_client_that_dawdles_is_told_so(impatient: Listening, data: bytes, what: str) -> None:
     answer = impatient.ask(data)
 
-    assert (answer.status, error_of(answer)) == (
-        408,
-        f"the {what} of the request took too long",
-    )
+    assert (answer.status, error_of(answer)) == (408, f"the {what} of the request took too long")
 
 
 def test_a_client_that_says_nothing_is_left(impatient: Listening) -> None:
@@ -302,8 +278,7 @@ def test_a_server_that_cannot_wait_cuts_off(listening: Listening) -> None:
 
 
 @pytest.mark.promise(
-    "Watching a server",
-    "A client that leaves before its answer is counted as such, over HTTP and over gRPC.",
+    "Watching a server", "A client that leaves before its answer is counted as such, over HTTP and over gRPC."
 )
 def test_a_client_that_leaves_before_its_answer_is_counted(listening: Listening) -> None:
     with listening.client() as client:
@@ -359,10 +334,7 @@ class Refusing(socket.socket):
         raise OSError(errno.EMFILE, "Too many open files")
 
 
-@pytest.mark.promise(
-    "HTTP",
-    "If a port with TLS can accept nobody, the log says so at most every 30 seconds.",
-)
+@pytest.mark.promise("HTTP", "If a port with TLS can accept nobody, the log says so at most every 30 seconds.")
 def test_a_port_that_can_accept_nobody_says_so_now_and_then(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -391,10 +363,7 @@ def test_a_port_that_can_accept_nobody_says_so_now_and_then(
         assert said[0].startswith("no connection can be accepted (tried 1 times): [Errno 24]")
 
 
-@pytest.mark.promise(
-    "HTTP",
-    "A port with TLS disconnects a client that does not finish the handshake in time.",
-)
+@pytest.mark.promise("HTTP", "A port with TLS disconnects a client that does not finish the handshake in time.")
 def test_a_client_that_does_not_come_to_speak_tls_is_left(tmp_path: Path) -> None:
     key, certificate = self_signed(tmp_path)
     options = {"certificate": certificate, "private_key": key}
@@ -455,9 +424,7 @@ def test_a_client_that_never_waits_does_not_keep_others_waiting(listening: Liste
                 modest.send(b"GET / HTTP/1.1\r\n\r\n")
                 assert modest.answer().status == 200
                 # The kernel keeps the requests that the client sends in advance, not the server.
-                waiting = listening.call(
-                    lambda: max(len(each._waiting) for each in listening.port.clients.open)
-                )
+                waiting = listening.call(lambda: max(len(each._waiting) for each in listening.port.clients.open))
                 assert waiting < 1 << 20
         for _ in range(number):
             assert greedy.answer().status == 200
@@ -508,10 +475,7 @@ def test_an_announced_body_takes_no_memory(listening: Listening) -> None:
         assert resident_bytes() - before < 256 << 20
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "A client that only announces a …",
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "A client that only announces a …")
 def test_shared_memory_for_what_is_to_come_has_an_end(listening: Listening) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(4):

@@ -57,13 +57,10 @@ def told(server: RunningServer, form: str | None, path: str = "infer") -> str | 
 
 
 @pytest.mark.promise(
-    "HTTP",
-    "A response has the load of the KV caches that models count, in ORCA's form, if the request asks for it.",
+    "HTTP", "A response has the load of the KV caches that models count, in ORCA's form, if the request asks for it."
 )
 @pytest.mark.parametrize("path", ["infer", "generate"])
-def test_a_response_has_the_load_in_the_form_that_was_asked_for(
-    server: RunningServer, path: str
-) -> None:
+def test_a_response_has_the_load_in_the_form_that_was_asked_for(server: RunningServer, path: str) -> None:
     # What a model counts in a request reaches the runtime by another way than the response, perhaps later.
     wait_until(lambda: told(server, "text", path) == TOLD)
     found = told(server, "json", path)

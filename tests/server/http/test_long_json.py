@@ -38,9 +38,7 @@ def binary(inputs: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
         raw = encode_bytes(array) if datatype == "STRING" else array.tobytes()
         kind = "BYTES" if datatype == "STRING" else datatype
         parameters = {"binary_data_size": len(raw)}
-        described.append(
-            {"name": datatype, "datatype": kind, "shape": [len(array)], "parameters": parameters}
-        )
+        described.append({"name": datatype, "datatype": kind, "shape": [len(array)], "parameters": parameters})
         data += raw
     text = json.dumps({"inputs": described}).encode()
     return text + data, {"Inference-Header-Content-Length": str(len(text))}
@@ -77,9 +75,7 @@ def test_generate_writes_in_the_same_way(serving: Serving) -> None:
     assert serving.post("/v2/models/text/generate", {"X": text}).value["OUT_X"] == text
 
 
-@pytest.mark.parametrize(
-    "strings", [[b"ok", LONG + b"\xff"], [b"\xff"] * COUNT, [LONG[:-3] + b"\xf0"]]
-)
+@pytest.mark.parametrize("strings", [[b"ok", LONG + b"\xff"], [b"\xff"] * COUNT, [LONG[:-3] + b"\xf0"]])
 def test_a_string_that_is_no_utf8_is_refused(serving: Serving, strings: list[bytes]) -> None:
     body, headers = binary({"STRING": np.array(strings, object)})
     reply = serving.post("/v2/models/echo/infer", body, headers)
@@ -116,9 +112,7 @@ def test_others_have_turns_and_one_answer_is_written_at_a_time() -> None:
             order.append(name)
             return written
 
-        first, second, _ = await asyncio.gather(
-            answer("first", 200_000), answer("second", 20_000), others()
-        )
+        first, second, _ = await asyncio.gather(answer("first", 200_000), answer("second", 20_000), others())
         assert order == ["first", "second"]
         assert max(map(len, first)) < 200 << 10
         assert turns >= len(first) + len(second) - 2
@@ -131,9 +125,7 @@ def test_others_have_turns_and_one_answer_is_written_at_a_time() -> None:
     asyncio.run(asyncio.wait_for(main(), 60.0))
 
 
-@pytest.mark.parametrize(
-    "raw", [b"\x05\0\0\0abc" + bytes(40_000), b"\x01\0\0\0a" + bytes(40_000), b""]
-)
+@pytest.mark.parametrize("raw", [b"\x05\0\0\0abc" + bytes(40_000), b"\x01\0\0\0a" + bytes(40_000), b""])
 def test_bytes_that_are_no_strings_are_an_error_of_the_model(raw: bytes) -> None:
     values = JsonValues("Y", WireTensor(BYTES, (2,), np.frombuffer(raw, np.uint8)))
     with pytest.raises(ModelError, match="output 'Y'"):

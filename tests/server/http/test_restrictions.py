@@ -11,11 +11,7 @@ from tests.server.http.serving import Serving
 
 from moonpool.runtime.server.restriction import Origins, Restriction
 
-LINK = {
-    "Sec-Fetch-Site": "cross-site",
-    "Sec-Fetch-Mode": "navigate",
-    "Sec-Fetch-Dest": "document",
-}
+LINK = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
 TOKEN = {"Authorization": "Bearer s3cret"}
 
 
@@ -35,9 +31,7 @@ CHANGES = (
 def guarded() -> Iterator[Serving]:
     restricted = {"statistics": ("Admin-Key", "v"), "inference": ("infer-key", "w")}
     allowed = frozenset({"https://example.org"})
-    with served(
-        "add_sub", restricted=restricted, control_token="s3cret", allowed_origins=allowed
-    ) as made:
+    with served("add_sub", restricted=restricted, control_token="s3cret", allowed_origins=allowed) as made:
         yield made
 
 
@@ -46,10 +40,7 @@ def test_a_restricted_api_asks_for_its_header(guarded: Serving) -> None:
     path = "/v2/models/add_sub/stats"
     for headers in ({}, {"Admin-Key": "wrong"}, {"Admin-Key": ""}):
         reply = guarded.get(path, headers)
-        assert (reply.status, reply.error) == (
-            403,
-            "This API is restricted, expecting header 'admin-key'",
-        )
+        assert (reply.status, reply.error) == (403, "This API is restricted, expecting header 'admin-key'")
         assert reply.headers["content-type"] == "text/plain"
     assert guarded.get(path, {"ADMIN-KEY": "v"}).status == 200
     assert guarded.get("/v2/health/live").status == 200
@@ -142,10 +133,7 @@ def test_a_page_of_a_stranger_is_refused(guarded: Serving, headers: dict[str, st
     asked = [(method, "/v2", guarded.port) for method in ("GET", "POST", "OPTIONS")]
     for method, path, port in (*asked, ("GET", "/metrics", guarded.server.ports["metrics"])):
         reply = guarded.ask(method, path, b"", headers, port)
-        assert (reply.status, reply.error) == (
-            403,
-            "requests from pages of other origins are refused",
-        )
+        assert (reply.status, reply.error) == (403, "requests from pages of other origins are refused")
         assert "access-control-allow-origin" not in reply.headers
 
 
@@ -165,13 +153,9 @@ def test_a_page_of_a_stranger_is_refused(guarded: Serving, headers: dict[str, st
         {"Host": "gpu-box:8000"},
     ],
 )
-def test_programs_and_the_server_s_own_page_are_not(
-    guarded: Serving, headers: dict[str, str]
-) -> None:
+def test_programs_and_the_server_s_own_page_are_not(guarded: Serving, headers: dict[str, str]) -> None:
     assert guarded.get("/v2", headers).status == 200
-    assert (
-        guarded.ask("GET", "/metrics", b"", headers, guarded.server.ports["metrics"]).status == 200
-    )
+    assert guarded.ask("GET", "/metrics", b"", headers, guarded.server.ports["metrics"]).status == 200
 
 
 @pytest.mark.promise("HTTP", "A link on another site opens …")
@@ -183,9 +167,7 @@ def test_a_link_on_another_site_opens_the_page_and_nothing_else(guarded: Serving
 
 
 @pytest.mark.promise(
-    "HTTP",
-    "A request whose body has a type that HTML forms can send changes nothing. Programs "
-    "are not affected.",
+    "HTTP", "A request whose body has a type that HTML forms can send changes nothing. Programs are not affected."
 )
 @pytest.mark.parametrize(
     ("content_type", "headers"),
@@ -210,9 +192,7 @@ def test_requests_that_a_form_can_send_change_nothing(
 
 
 @pytest.mark.promise("HTTP", "A request whose body has a …")
-@pytest.mark.parametrize(
-    "content_type", ["application/json", "application/x-www-form-urlencoded", ""]
-)
+@pytest.mark.parametrize("content_type", ["application/json", "application/x-www-form-urlencoded", ""])
 def test_changes_are_taken_from_programs(guarded: Serving, content_type: str) -> None:
     sent = {**TOKEN, **({"Content-Type": content_type} if content_type else {})}
 

@@ -27,9 +27,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield started
 
 
-def get(
-    server: RunningServer, path: str, method: str = "GET", host: str | None = None
-) -> tuple[int, str, str]:
+def get(server: RunningServer, path: str, method: str = "GET", host: str | None = None) -> tuple[int, str, str]:
     """Return status, Location and text of an answer."""
     connection = http.client.HTTPConnection(server.http, timeout=60)
     try:
@@ -71,12 +69,8 @@ def test_metrics_are_said_to_be_at_their_port(server: RunningServer) -> None:
         ("a@b", "localhost"),
     ],
 )
-def test_the_place_is_where_the_client_came_to(
-    server: RunningServer, host: str, place: str
-) -> None:
-    assert get(server, "/metrics", host=host)[1] == (
-        f"http://{place}:{server.ports['metrics']}/metrics"
-    )
+def test_the_place_is_where_the_client_came_to(server: RunningServer, host: str, place: str) -> None:
+    assert get(server, "/metrics", host=host)[1] == (f"http://{place}:{server.ports['metrics']}/metrics")
 
 
 @pytest.mark.parametrize("path", ["/docs", "/metrics"])
@@ -87,19 +81,10 @@ def test_they_only_tell(server: RunningServer, path: str) -> None:
 def test_a_server_without_metrics_says_so(tmp_path_factory: pytest.TempPathFactory) -> None:
     with starting(tmp_path_factory.mktemp("none"), "--allow-metrics=false") as server:
         server.wait_for("Started HTTPService")
-        assert server.get("/metrics") == (
-            404,
-            "This server serves no metrics: see --allow-metrics.\n",
-        )
+        assert server.get("/metrics") == (404, "This server serves no metrics: see --allow-metrics.\n")
 
 
-def test_metrics_that_listen_at_another_address_are_said_to_be_there(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    with running(
-        tmp_path_factory.mktemp("none"), "--http-address=0.0.0.0", "--metrics-address=127.0.0.1"
-    ) as server:
+def test_metrics_that_listen_at_another_address_are_said_to_be_there(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with running(tmp_path_factory.mktemp("none"), "--http-address=0.0.0.0", "--metrics-address=127.0.0.1") as server:
         host = f"{socket.gethostname()}:8000".replace("_", "-")
-        assert get(server, "/metrics", host=host)[1] == (
-            f"http://127.0.0.1:{server.ports['metrics']}/metrics"
-        )
+        assert get(server, "/metrics", host=host)[1] == (f"http://127.0.0.1:{server.ports['metrics']}/metrics")

@@ -66,12 +66,7 @@ def too_many(part: str) -> Callable[[Serving], int]:
     }[part].encode()
 
     def ask(serving: Serving) -> int:
-        paths = (
-            INFER,
-            "/v2/models/text/generate",
-            "/v2/models/text/generate_stream",
-            "/v2/logging",
-        )
+        paths = (INFER, "/v2/models/text/generate", "/v2/models/text/generate_stream", "/v2/logging")
         statuses = {serving.post(path, sent + b" " * 2000).status for path in paths}
         assert len(statuses) == 1
         return statuses.pop()
@@ -81,20 +76,9 @@ def too_many(part: str) -> Callable[[Serving], int]:
 
 def outputs_too_long(serving: Serving) -> int:
     text = json.dumps(
-        {
-            "inputs": [
-                {
-                    "name": "X",
-                    "datatype": "UINT8",
-                    "shape": [5000],
-                    "parameters": {"binary_data_size": 5000},
-                }
-            ]
-        }
+        {"inputs": [{"name": "X", "datatype": "UINT8", "shape": [5000], "parameters": {"binary_data_size": 5000}}]}
     ).encode()
-    return serving.post(
-        INFER, text + b"\xff" * 5000, {"Inference-Header-Content-Length": str(len(text))}
-    ).status
+    return serving.post(INFER, text + b"\xff" * 5000, {"Inference-Header-Content-Length": str(len(text))}).status
 
 
 def one_client_too_many(serving: Serving) -> int:
@@ -165,11 +149,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Callable[[Serving], int], int]]] = {
         ({}, copies_of_others, 503),
     ],
     "all three sizes at once, as in Triton": [
-        (
-            dict.fromkeys(("body_bytes", "inflated_bytes", "json_bytes", "input_bytes"), 1000),
-            body_too_long,
-            400,
-        )
+        (dict.fromkeys(("body_bytes", "inflated_bytes", "json_bytes", "input_bytes"), 1000), body_too_long, 400)
     ],
     "connections": [({"connections": 1}, one_client_too_many, 503)],
     "time for the headers": [({"head_timeout_s": 0.05}, slow_head, 408)],
@@ -181,19 +161,12 @@ def rows() -> dict[str, list[int]]:
     """Return the rows of the table that name statuses, each with those."""
     table = PAGE.read_text().split("| limit | value | beyond it |\n", 1)[1].split("\n\n", 1)[0]
     cells = [re.split(r"\s*\|\s*", line)[1:4] for line in table.splitlines()[1:]]
-    found = {
-        title: [int(each) for each in re.findall(r"\b[45]\d\d\b", beyond)]
-        for title, _, beyond in cells
-    }
+    found = {title: [int(each) for each in re.findall(r"\b[45]\d\d\b", beyond)] for title, _, beyond in cells}
     return {title: statuses for title, statuses in found.items() if statuses}
 
 
-@pytest.mark.promise(
-    "HTTP", "What is beyond a limit of the server's page has the status that the page names."
-)
-def test_what_is_beyond_a_limit_has_its_status(
-    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.promise("HTTP", "What is beyond a limit of the server's page has the status that the page names.")
+def test_what_is_beyond_a_limit_has_its_status(runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_MOST_CONTAINERS", "_MOST_MEMBERS", "_MOST_STRINGS"):
         monkeypatch.setattr(json_text, name, 1000)
     assert {title: {status for _, _, status in cases} for title, cases in CASES.items()} == {

@@ -15,8 +15,7 @@ from moonpool.runtime.server.http.turns import Turns
 
 pytestmark = pytest.mark.promise(
     "What the server bears, and whom it answers like",
-    "Large bodies of JSON that come together are parsed in turns with the requests of other "
-    "clients.",
+    "Large bodies of JSON that come together are parsed in turns with the requests of other clients.",
 )
 
 
@@ -59,9 +58,7 @@ def test_others_have_their_turn_between_two_long_ones() -> None:
     assert seen == ["first", "after first", "second", "after second", "third", "after third"]
 
 
-def test_one_that_is_gone_is_not_read_and_one_that_fails_is_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_one_that_is_gone_is_not_read_and_one_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[str] = []
     gone, failing, last = Asked(is_gone=True), Asked(), Asked()
 

@@ -53,16 +53,10 @@ def repository(tmp_path: Path) -> Path:
 
 
 def ask_http(server: RunningServer, values: list[float], texts: list[str] | None = None) -> None:
-    inputs: list[dict[str, Any]] = [
-        {"name": "X", "datatype": "FP32", "shape": [1, 4], "data": values}
-    ]
+    inputs: list[dict[str, Any]] = [{"name": "X", "datatype": "FP32", "shape": [1, 4], "data": values}]
     if texts is not None:
-        inputs.append(
-            {"name": "TEXT", "datatype": "BYTES", "shape": [1, len(texts)], "data": texts}
-        )
-    status, body = server.get(
-        "/v2/models/echo/infer", "POST", json.dumps({"inputs": inputs}).encode()
-    )
+        inputs.append({"name": "TEXT", "datatype": "BYTES", "shape": [1, len(texts)], "data": texts})
+    status, body = server.get("/v2/models/echo/infer", "POST", json.dumps({"inputs": inputs}).encode())
     assert status == 200, body
 
 
@@ -138,9 +132,7 @@ def test_what_clients_ask_is_asked_again(cli: CommandLine, repository: Path) -> 
     came = [line["at_s"] for line in lines(path)[1:]]
     planned = [(each - came[0]) / 2 for each in came] if len(due) == 3 else due
     assert due == pytest.approx(planned, abs=1e-5)
-    assert schedule.times_ns.tolist() == pytest.approx(
-        [(each - came[0]) * 1e9 for each in came], abs=1e4
-    )
+    assert schedule.times_ns.tolist() == pytest.approx([(each - came[0]) * 1e9 for each in came], abs=1e4)
 
 
 def test_streams_and_generate_are_captured(cli: CommandLine, repository: Path) -> None:
@@ -205,9 +197,7 @@ def request(size_bytes: int) -> InferenceRequest:
     return Signature(MODEL).request({"X": np.full(size_bytes, 7, np.uint8)})
 
 
-def test_a_file_has_no_more_bytes_than_it_may_have(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_has_no_more_bytes_than_it_may_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "captured"
     capture = Capture(str(path), rate=1, most_bytes=1000)
     for _ in range(5):
@@ -257,9 +247,7 @@ def test_requests_that_are_not_captured_are_not_looked_at(tmp_path: Path) -> Non
     assert len(lines(tmp_path / "captured")) == 2
 
 
-def test_a_disk_that_fails_ends_the_capture_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_fails_ends_the_capture_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     capture = Capture(str(tmp_path / "captured"), rate=1, most_bytes=1 << 20)
     with open("/dev/full", "wb") as full:
         os.dup2(full.fileno(), capture._file.fileno())

@@ -86,9 +86,7 @@ def clients(server: RunningServer) -> tuple[int, int]:
 
 def executed(server: RunningServer) -> dict[str, int]:
     """Return the requests that each model has answered."""
-    return {
-        model["name"]: model["success"] + model["failure"] for model in overview(server)["models"]
-    }
+    return {model["name"]: model["success"] + model["failure"] for model in overview(server)["models"]}
 
 
 def infer(server: RunningServer, model: str, name: str = "X") -> int:
@@ -136,13 +134,7 @@ def over_a_stream(server: RunningServer) -> None:
     answers: SimpleQueue[Any] = SimpleQueue()
     with triton.InferenceServerClient(server.grpc) as client:
         client.start_stream(lambda result, error: answers.put(error or result))
-        for model, name in (
-            ("twice", "A"),
-            ("asks", "X"),
-            ("fails", "X"),
-            ("no", "X"),
-            ("adds", "Z"),
-        ):
+        for model, name in (("twice", "A"), ("asks", "X"), ("fails", "X"), ("no", "X"), ("adds", "Z")):
             client.async_stream_infer(model, [tensor(name)])
         client.async_stream_infer("repeats", [tensor()])
         for _ in range(5 + 2):
@@ -163,9 +155,7 @@ def test_a_model_has_what_it_executed(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("ask", [over_http, over_generate, over_grpc, over_a_stream])
-def test_each_request_counts_once_by_its_outcome(
-    server: RunningServer, ask: Callable[[RunningServer], None]
-) -> None:
+def test_each_request_counts_once_by_its_outcome(server: RunningServer, ask: Callable[[RunningServer], None]) -> None:
     before = clients(server)
     ask(server)
 
@@ -181,9 +171,7 @@ def test_a_request_whose_client_leaves_has_failed_once(server: RunningServer) ->
     before = clients(server)
 
     def is_executing() -> bool:
-        return any(
-            each["executing"] for each in overview(server)["models"] if each["name"] == "waits"
-        )
+        return any(each["executing"] for each in overview(server)["models"] if each["name"] == "waits")
 
     with triton.InferenceServerClient(server.grpc) as client:
         client.start_stream(lambda result, error: None)  # noqa: ARG005 - by their names
@@ -216,9 +204,7 @@ def test_prometheus_and_the_overview_have_the_same_counts(server: RunningServer)
             text = response.read().decode()
 
         def total(pattern: str) -> float:
-            return sum(
-                float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE)
-            )
+            return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
 
         prefix = "moonpool_frontend_inference_"
         return (

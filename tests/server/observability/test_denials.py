@@ -74,9 +74,7 @@ def instance(server: RunningServer) -> dict[str, Any]:
     return dict(model["instances"][0])
 
 
-def test_refusals_are_in_metrics_overview_top_and_log(
-    server: RunningServer, tmp_path: Path
-) -> None:
+def test_refusals_are_in_metrics_overview_top_and_log(server: RunningServer, tmp_path: Path) -> None:
     status, answer = ask(server)
     assert status == 500
     # A client gets the option without a path.
@@ -104,9 +102,7 @@ def test_refusals_are_in_metrics_overview_top_and_log(
 
 @needs_chromium
 @pytest.mark.slow
-def test_refusals_are_on_the_page(
-    server: RunningServer, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_refusals_are_on_the_page(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> None:
     ask(server)
     wait_until(lambda: instance(server)["denials"]["counts"].get("socket", 0) >= 1, 60.0)
     browser = Browser(tmp_path_factory.mktemp("chromium"))

@@ -12,8 +12,7 @@ from moonpool.runtime.observe.log_settings import LogSettings
 from moonpool.runtime.server.log import LogControl, ServerLog, logged
 
 pytestmark = pytest.mark.promise(
-    "Watching a server",
-    "Log settings are those of Triton, for the server's log and the loggers of models.",
+    "Watching a server", "Log settings are those of Triton, for the server's log and the loggers of models."
 )
 
 SHOWN = {
@@ -43,17 +42,10 @@ def test_a_change_is_for_the_servers_log_and_for_models() -> None:
         control = LogControl(runtime._models.stubs.change_log, log)
         say = logging.getLogger("moonpool").info
         say("first")
-        changed = control.settings(
-            {"log_info": False, "log_verbose_level": 2, "log_format": "ISO8601"}
-        )
+        changed = control.settings({"log_info": False, "log_verbose_level": 2, "log_format": "ISO8601"})
         say("second")
 
-        assert changed == {
-            **SHOWN,
-            "log_info": False,
-            "log_verbose_level": 2,
-            "log_format": "ISO8601",
-        }
+        assert changed == {**SHOWN, "log_info": False, "log_verbose_level": 2, "log_format": "ISO8601"}
         assert runtime.log_settings()["log_info"] is False
         assert runtime.log_settings()["log_verbose_level"] == 2
     assert "first" in stream.getvalue()

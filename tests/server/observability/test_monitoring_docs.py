@@ -27,9 +27,7 @@ SUFFIX = r"_(?:bucket|sum|count)$"
 
 pytestmark = [
     pytest.mark.skipif(not DOCS.is_dir(), reason="the documents are not in the wheel"),
-    pytest.mark.promise(
-        "Watching a server", "The dashboard and the alerts use only metrics that exist."
-    ),
+    pytest.mark.promise("Watching a server", "The dashboard and the alerts use only metrics that exist."),
 ]
 
 
@@ -117,11 +115,7 @@ def test_every_label_that_the_dashboard_asks_for_is_there(text: str) -> None:
 
     for query in queries(json.loads(DASHBOARD.read_text(encoding="utf-8"))):
         selected = set(re.findall(r'(\w+)=~?"', query))
-        grouped = {
-            label.strip()
-            for group in re.findall(r"\bby \(([^)]*)\)", query)
-            for label in group.split(",")
-        }
+        grouped = {label.strip() for group in re.findall(r"\bby \(([^)]*)\)", query) for label in group.split(",")}
         assert selected | grouped <= labels, query
 
 
@@ -146,14 +140,9 @@ def test_prometheus_own_tool_has_nothing_to_say_against_them(text: str, tmp_path
     for name in ("moonpool-alerts.yml", "prometheus.yml"):
         (block,) = re.findall(rf"```yaml\n# {name}\n(.*?)```", page, re.DOTALL)
         (tmp_path / name).write_text(block)
-    for arguments in (
-        ["check", "rules", "moonpool-alerts.yml"],
-        ["check", "config", "prometheus.yml"],
-    ):
+    for arguments in (["check", "rules", "moonpool-alerts.yml"], ["check", "config", "prometheus.yml"]):
         subprocess.run([tool, *arguments], cwd=tmp_path, check=True, capture_output=True)
-    checked = subprocess.run(
-        [tool, "check", "metrics"], input=text, text=True, check=False, capture_output=True
-    )
+    checked = subprocess.run([tool, "check", "metrics"], input=text, text=True, check=False, capture_output=True)
     # It objects to Triton's counters without "_total" and to Triton's units.
     said = [line for line in checked.stderr.splitlines() if not line.startswith("nv_")]
     assert said == []

@@ -13,9 +13,7 @@ from tests.server.observability.test_server_metrics import Scrape
 from tests.server.running import RunningServer, running
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.promise(
-    "Watching a server", "Requests, batches, durations, responses by place, …"
-)
+pytestmark = pytest.mark.promise("Watching a server", "Requests, batches, durations, responses by place, …")
 
 
 def scrape(server: RunningServer) -> Scrape:
@@ -69,11 +67,7 @@ def test_a_server_is_watched(tmp_path: Path) -> None:
         # A trace is written once the client has the response.
         wait_until(lambda: len(models_of(traces)) == 2)
         assert set(models_of(traces)) == {("asks", None), ("doubles", 1)}
-        names = [
-            e["timestamps"][0]["name"]
-            for e in trace_entries(traces)
-            if e["id"] == 1 and "timestamps" in e
-        ]
+        names = [e["timestamps"][0]["name"] for e in trace_entries(traces) if e["id"] == 1 and "timestamps" in e]
         assert names[:2] == ["HTTP_RECV_START", "HTTP_RECV_END"]
         assert {"INFER_RESPONSE_COMPLETE", "HTTP_SEND_START", "HTTP_SEND_END"} <= set(names)
 
@@ -89,9 +83,7 @@ def test_a_server_is_watched(tmp_path: Path) -> None:
 
 
 def test_metrics_can_be_left_out(tmp_path: Path) -> None:
-    with running(
-        write(tmp_path, "doubles"), "--allow-metrics=false", serves=("grpc", "http")
-    ) as server:
+    with running(write(tmp_path, "doubles"), "--allow-metrics=false", serves=("grpc", "http")) as server:
         assert "metrics" not in server.ports
         assert infer(server, "doubles") == 200
 

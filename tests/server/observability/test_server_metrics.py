@@ -28,10 +28,7 @@ pytestmark = [
         "Requests, batches, durations, responses by place, restarts, recoveries, processes, "
         "memory and connections are counted.",
     ),
-    pytest.mark.promise(
-        "Seeing sandboxes",
-        "Metrics have the level and the layers of each instance.",
-    ),
+    pytest.mark.promise("Seeing sandboxes", "Metrics have the level and the layers of each instance."),
 ]
 
 ONE = {"IN": np.ones((1, 4), np.float32)}
@@ -127,9 +124,7 @@ def test_the_work_of_a_model_is_counted(runtime: moonpool.Runtime, metrics: Serv
 FIRST = "nv_inference_first_response_histogram_ms"
 
 
-def test_first_responses_of_all_models_are_counted(
-    runtime: moonpool.Runtime, metrics: ServerMetrics
-) -> None:
+def test_first_responses_of_all_models_are_counted(runtime: moonpool.Runtime, metrics: ServerMetrics) -> None:
     before = Scrape(metrics.text())
     x = np.array([2, 0, 0, 0], np.float32)
     for _ in range(3):
@@ -141,18 +136,14 @@ def test_first_responses_of_all_models_are_counted(
         for suffix, labels in (("count", {}), ("bucket", {"le": "+Inf"})):
             name = f"{FIRST}_{suffix}"
             assert found(name, model=model, **labels) - before(name, model=model, **labels) == 3
-        bounds = {
-            dict(key)["le"] for key in found.values[f"{FIRST}_bucket"] if ("model", model) in key
-        }
+        bounds = {dict(key)["le"] for key in found.values[f"{FIRST}_bucket"] if ("model", model) in key}
         assert bounds == {"100", "500", "2000", "5000", "+Inf"}
     # Of a model that is not decoupled it is the time to the outcome.
     ms = found("nv_inference_request_duration_us", model="doubles") / 1000
     assert found(f"{FIRST}_sum", model="doubles") == pytest.approx(ms, abs=0.01)
 
 
-def test_a_model_and_an_ensemble_count_first_responses_in_buckets_of_their_own(
-    tmp_path: Path,
-) -> None:
+def test_a_model_and_an_ensemble_count_first_responses_in_buckets_of_their_own(tmp_path: Path) -> None:
     buckets = """model_metrics { metric_control: [{
         metric_identifier: { family: "nv_inference_first_response_histogram_ms" }
         histogram_options: { buckets: [ -1, 0.25, 3, 60000, 120000 ] } }] }"""
@@ -169,9 +160,7 @@ def test_a_model_and_an_ensemble_count_first_responses_in_buckets_of_their_own(
         found = Scrape(metrics.text())
         metrics.close()
     for model, count in (("adds", 9), ("both", 4)):
-        bounds = [
-            found(f"{FIRST}_bucket", model=model, le=le) for le in ("-1", "0.25", "3", "120000")
-        ]
+        bounds = [found(f"{FIRST}_bucket", model=model, le=le) for le in ("-1", "0.25", "3", "120000")]
         assert bounds == sorted(bounds)
         assert (bounds[0], bounds[-1]) == (0, count)
         # The other histogram has its own bounds all the same.
@@ -204,9 +193,7 @@ def test_responses_are_counted_by_their_place(runtime: moonpool.Runtime) -> None
     assert runtime.statistics("doubles")["memory_usage"] == []
 
 
-def test_a_process_is_told_of_and_so_is_its_end(
-    runtime: moonpool.Runtime, metrics: ServerMetrics
-) -> None:
+def test_a_process_is_told_of_and_so_is_its_end(runtime: moonpool.Runtime, metrics: ServerMetrics) -> None:
     first = Scrape(metrics.text())
     (shown,) = runtime.instances("doubles")
     usage = usage_of(shown["pid"])
@@ -243,9 +230,7 @@ def test_a_process_is_told_of_and_so_is_its_end(
     assert second("moonpool_stub_start_time_seconds", **instance) > start_s
 
 
-def test_memory_that_is_looked_at_is_in_use(
-    runtime: moonpool.Runtime, metrics: ServerMetrics
-) -> None:
+def test_memory_that_is_looked_at_is_in_use(runtime: moonpool.Runtime, metrics: ServerMetrics) -> None:
     future = runtime.submit("asks", ONE)
     future.result(60)
     found = Scrape(metrics.text())
@@ -268,9 +253,7 @@ def test_frontends_count_connections_and_answers(metrics: ServerMetrics) -> None
     assert found("moonpool_frontend_connections_total", protocol="http") == 2
     assert found("moonpool_frontend_open_connections", protocol="http") == 1
     assert found("moonpool_frontend_requests_total", protocol="http", status="200") == 2
-    assert (
-        found("moonpool_frontend_requests_total", protocol="grpc", status="INVALID_ARGUMENT") == 1
-    )
+    assert found("moonpool_frontend_requests_total", protocol="grpc", status="INVALID_ARGUMENT") == 1
     assert found("moonpool_frontend_open_connections", protocol="grpc") == 0
 
 
@@ -304,9 +287,7 @@ SQUARE = {
 
 
 @pytest.mark.promise("Metrics", "No metric of a model, and …")
-def test_every_name_that_is_shown_is_reserved(
-    runtime: moonpool.Runtime, metrics: ServerMetrics
-) -> None:
+def test_every_name_that_is_shown_is_reserved(runtime: moonpool.Runtime, metrics: ServerMetrics) -> None:
     runtime.infer("doubles", ONE)
 
     shown = {line.split()[2] for line in metrics.text().splitlines() if line.startswith("# TYPE ")}

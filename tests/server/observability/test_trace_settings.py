@@ -10,8 +10,7 @@ from moonpool.runtime.server.tracing.traces import Traces
 
 pytestmark = pytest.mark.promise(
     "Watching a server",
-    "Trace settings are those of Triton, for all models and for one. Wrong ones are "
-    "refused with its texts.",
+    "Trace settings are those of Triton, for all models and for one. Wrong ones are refused with its texts.",
 )
 
 FILE = "triton,file=/dev/null"

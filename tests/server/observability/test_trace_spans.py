@@ -86,13 +86,7 @@ def flags(collector: Collector, rate: int) -> list[str]:
     ]
 
 
-def ask(
-    runtime: moonpool.Runtime,
-    traces: Traces,
-    model: str,
-    inputs: dict[str, Any],
-    header: str | None,
-) -> Response:
+def ask(runtime: moonpool.Runtime, traces: Traces, model: str, inputs: dict[str, Any], header: str | None) -> Response:
     found = runtime._models.find(model)
     request = make_request(found, inputs)
     request.wants_wire = False
@@ -126,9 +120,7 @@ def test_spans_are_as_tritons_and_below_the_clients(tmp_path: Path, collector: C
     assert [event.name for event in root.events] == ["GRPC_WAITREAD_START", "GRPC_SEND_END"]
     assert root.start_time_unix_nano <= doubles.start_time_unix_nano
     assert doubles.end_time_unix_nano <= root.end_time_unix_nano
-    assert {
-        each.key: each.value.int_value or each.value.string_value for each in doubles.attributes
-    } == {
+    assert {each.key: each.value.int_value or each.value.string_value for each in doubles.attributes} == {
         "triton.model_name": "doubles",
         "triton.model_version": 1,
         "triton.trace_id": 2,

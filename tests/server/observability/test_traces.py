@@ -164,9 +164,7 @@ def test_a_request_of_a_model_is_told_as_a_child(ask: Ask, tmp_path: Path) -> No
     # If a model hands no trace on, its request has no parent.
     ask(traces, "asks", 3, request_id="alone")
 
-    models = [
-        (e["id"], e["model_name"], e.get("parent_id")) for e in entries(path) if "model_name" in e
-    ]
+    models = [(e["id"], e["model_name"], e.get("parent_id")) for e in entries(path) if "model_name" in e]
     assert sorted(models) == [(1, "asks", None), (2, "doubles", 1), (3, "asks", None)]
     assert activities(path, 2) == ["model", "REQUEST_START", "QUEUE_START", *COMPUTE, "REQUEST_END"]
     traces.close()
@@ -185,16 +183,10 @@ def test_one_of_so_many_is_traced_and_no_more_than_so_many(ask: Ask, tmp_path: P
 
 @pytest.mark.promise(
     "Watching a server",
-    "A trace file is a whole JSON list at any time. If it cannot be written, requests are "
-    "still served.",
+    "A trace file is a whole JSON list at any time. If it cannot be written, requests are still served.",
 )
 def test_files_have_so_many_traces_each(ask: Ask, tmp_path: Path) -> None:
-    flags = [
-        f"triton,file={tmp_path / 't'}",
-        "triton,log-frequency=2",
-        "level=TIMESTAMPS",
-        "rate=1",
-    ]
+    flags = [f"triton,file={tmp_path / 't'}", "triton,log-frequency=2", "level=TIMESTAMPS", "rate=1"]
     traces = Traces(trace_options(flags))
     for _ in range(5):
         ask(traces, "doubles")
@@ -220,28 +212,18 @@ def test_where_no_file_can_be_the_request_is_served_all_the_same(
     traces.close()
 
 
-def test_an_instance_that_dies_takes_no_trace_with_it(
-    ask: Ask, tmp_path: Path, runtime: moonpool.Runtime
-) -> None:
+def test_an_instance_that_dies_takes_no_trace_with_it(ask: Ask, tmp_path: Path, runtime: moonpool.Runtime) -> None:
     path = tmp_path / "trace.json"
     traces = Traces(trace_options([f"triton,file={path}", "level=TIMESTAMPS", "rate=1"]))
 
     ask(traces, "doubles", 99)
 
-    assert activities(path, 1) == [
-        "HTTP_RECV_START",
-        "model",
-        "REQUEST_START",
-        "HTTP_SEND_END",
-        "REQUEST_END",
-    ]
+    assert activities(path, 1) == ["HTTP_RECV_START", "model", "REQUEST_START", "HTTP_SEND_END", "REQUEST_END"]
     wait_until(lambda: runtime.is_ready("doubles"), 60.0)
     traces.close()
 
 
-def test_a_trace_is_written_without_the_scheduler_s_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_is_written_without_the_scheduler_s_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last response comes before the answer to its batch, and so the scheduler ends the trace."""
     path = tmp_path / "trace.json"
     traces = Traces(trace_options([f"triton,file={path}", "level=TIMESTAMPS", "rate=1"]))

@@ -130,20 +130,14 @@ def test_a_client_works_unchanged(server: RunningServer, name: str) -> None:
     package = PACKAGES.get(name, "openai")
     if not list(ENVIRONMENT.glob(f"lib/python3*/site-packages/{package}")):
         pytest.skip(f"{ENVIRONMENT.name} has no {package}")
-    program = f"base = 'http://{server.http}/v1'\n" + "\n".join(
-        line[8:] for line in PROGRAMS[name].splitlines()
-    )
+    program = f"base = 'http://{server.http}/v1'\n" + "\n".join(line[8:] for line in PROGRAMS[name].splitlines())
     done = subprocess.run(
         [str(ENVIRONMENT / "bin" / "python"), "-c", program],
         capture_output=True,
         text=True,
         timeout=300,
         # Their own settings, and nothing that they would fetch or tell.
-        env={
-            "PATH": os.environ["PATH"],
-            "HOME": str(server.log.parent),
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        },
+        env={"PATH": os.environ["PATH"], "HOME": str(server.log.parent), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
         check=False,
     )
 

@@ -46,18 +46,12 @@ TRTLLM: dict[str, Any] = {
         tensor("seed", "UINT64", 1, optional=True),
         tensor("stream", "BOOL", 1, optional=True),
     ],
-    "output": [
-        tensor("text_output", "STRING", -1),
-        *(tensor(name, "UINT32", -1) for name in COUNTS),
-    ],
+    "output": [tensor("text_output", "STRING", -1), *(tensor(name, "UINT32", -1) for name in COUNTS)],
     "max_batch_size": 8,
     **WHOLE,
 }
 EMBEDS: dict[str, Any] = {
-    "input": [
-        tensor("embedding_request", "STRING", 1),
-        tensor("return_num_input_tokens", "BOOL", 1, optional=True),
-    ],
+    "input": [tensor("embedding_request", "STRING", 1), tensor("return_num_input_tokens", "BOOL", 1, optional=True)],
     "output": [tensor("text_output", "STRING", 1), tensor("num_input_tokens", "UINT32", 1)],
     **WHOLE,
 }
@@ -85,21 +79,10 @@ def ask(serving: Serving, model: str, **fields: Any) -> Any:
     return serving.post(COMPLETIONS, {"model": model, "prompt": "hi", **fields})
 
 
-@pytest.mark.promise(
-    "OpenAI", "Tensors of vLLM's and TensorRT-LLM's conventions are recognised by name and rank."
-)
+@pytest.mark.promise("OpenAI", "Tensors of vLLM's and TensorRT-LLM's conventions are recognised by name and rank.")
 @pytest.mark.parametrize(("model", "shape"), [("flat", [1]), ("deep", [1, 1]), ("batched", [1, 1])])
-def test_vllms_tensors_have_the_rank_of_the_configuration(
-    serving: Serving, model: str, shape: list[int]
-) -> None:
-    fields = {
-        "temperature": 0.5,
-        "stop": ["x"],
-        "max_tokens": 7,
-        "odd": 1,
-        "echo": True,
-        "user": "me",
-    }
+def test_vllms_tensors_have_the_rank_of_the_configuration(serving: Serving, model: str, shape: list[int]) -> None:
+    fields = {"temperature": 0.5, "stop": ["x"], "max_tokens": 7, "odd": 1, "echo": True, "user": "me"}
     answer = ask(serving, model, **fields).value
     told = json.loads(answer["choices"][0]["text"])
 
@@ -118,9 +101,7 @@ def test_vllms_tensors_have_the_rank_of_the_configuration(
 
 @pytest.mark.promise("OpenAI", "Tensors of vLLM's and TensorRT-LLM's conventions are …")
 def test_tensorrt_llms_settings_are_tensors_of_their_own(serving: Serving) -> None:
-    told = json.loads(
-        ask(serving, "trtllm", stop=["x", "y"], seed=5, top_p=0.5).value["choices"][0]["text"]
-    )
+    told = json.loads(ask(serving, "trtllm", stop=["x", "y"], seed=5, top_p=0.5).value["choices"][0]["text"])
 
     assert told == {
         "max_tokens": [[1, 1], [16]],
@@ -161,9 +142,7 @@ def test_logprobs_come_in_openais_form(serving: Serving) -> None:
         ({"prompt": [1, 2]}, "only single string input is supported"),
     ],
 )
-def test_what_these_models_cannot_do_is_refused(
-    serving: Serving, fields: dict[str, Any], text: str
-) -> None:
+def test_what_these_models_cannot_do_is_refused(serving: Serving, fields: dict[str, Any], text: str) -> None:
     reply = ask(serving, "flat", **fields)
 
     assert (reply.status, reply.value["error"]["message"]) == (400, text)

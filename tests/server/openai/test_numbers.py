@@ -31,9 +31,7 @@ def vectors(reply: Any) -> list[list[float]]:
     return [each["embedding"] for each in reply.value["data"]]
 
 
-@pytest.mark.promise(
-    "OpenAI", "A class with `embed` answers `/v1/embeddings`, as floats and as base64."
-)
+@pytest.mark.promise("OpenAI", "A class with `embed` answers `/v1/embeddings`, as floats and as base64.")
 def test_each_text_has_its_embedding(serving: Serving) -> None:
     one = serving.post(EMBEDDINGS, {"model": "writer", "input": "abc"})
     two = serving.post(EMBEDDINGS, {"model": "writer", "input": ["abc", "x"]})
@@ -66,9 +64,7 @@ def test_more_texts_than_the_model_takes_are_several_requests(serving: Serving) 
 @pytest.mark.promise("OpenAI", "Texts of several clients are embedded together.")
 def test_texts_of_several_clients_are_embedded_together(serving: Serving) -> None:
     def ask(number: int) -> float:
-        together: float = vectors(
-            serving.post(EMBEDDINGS, {"model": "writer", "input": str(number)})
-        )[0][1]
+        together: float = vectors(serving.post(EMBEDDINGS, {"model": "writer", "input": str(number)}))[0][1]
         return together
 
     with ThreadPoolExecutor(16) as pool:
@@ -88,9 +84,7 @@ def test_texts_of_several_clients_are_embedded_together(serving: Serving) -> Non
         ({"input": "a", "dimensions": 3}, 400, "dimensions"),
     ],
 )
-def test_wrong_requests_name_the_field(
-    serving: Serving, fields: dict[str, Any], status: int, param: str
-) -> None:
+def test_wrong_requests_name_the_field(serving: Serving, fields: dict[str, Any], status: int, param: str) -> None:
     reply = serving.post(EMBEDDINGS, {"model": "writer", **fields})
 
     assert (reply.status, reply.value["error"]["param"]) == (status, param)
@@ -112,11 +106,7 @@ def test_documents_come_back_with_their_scores(serving: Serving, path: str) -> N
     reply = serving.post(path, fields).value
     few = serving.post(path, {**fields, "top_n": 1, "return_documents": True}).value
 
-    assert [(each["index"], each["relevance_score"]) for each in reply["results"]] == [
-        (1, 3),
-        (2, 1),
-        (0, 0),
-    ]
+    assert [(each["index"], each["relevance_score"]) for each in reply["results"]] == [(1, 3), (2, 1), (0, 0)]
     assert few["results"] == [{"index": 1, "relevance_score": 3, "document": {"text": "a a a"}}]
 
 

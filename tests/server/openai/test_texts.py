@@ -50,9 +50,7 @@ def deltas(found: list[Any]) -> list[Any]:
     return [chunk["choices"][0]["delta"] for chunk in found if chunk["choices"]]
 
 
-@pytest.mark.promise(
-    "OpenAI", "A class with `chat` answers `/v1/chat/completions`, whole and as a stream."
-)
+@pytest.mark.promise("OpenAI", "A class with `chat` answers `/v1/chat/completions`, whole and as a stream.")
 def test_a_whole_answer(serving: Serving) -> None:
     reply = serving.post(CHAT, chat("one two"))
 
@@ -79,20 +77,12 @@ def test_a_whole_answer(serving: Serving) -> None:
 def test_a_stream_begins_with_the_role_and_ends_with_the_reason(serving: Serving) -> None:
     reply = serving.post(CHAT, chat("one two", stream=True))
 
-    assert (reply.status, reply.headers["content-type"]) == (
-        200,
-        "text/event-stream; charset=utf-8",
-    )
+    assert (reply.status, reply.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
     found = chunks(reply.body)
     assert {(each["id"], each["object"], each["created"], each["model"]) for each in found} == {
         (found[0]["id"], "chat.completion.chunk", found[0]["created"], "writer")
     }
-    assert deltas(found) == [
-        {"role": "assistant", "content": ""},
-        {"content": "one "},
-        {"content": "two "},
-        {},
-    ]
+    assert deltas(found) == [{"role": "assistant", "content": ""}, {"content": "one "}, {"content": "two "}, {}]
     assert [each["choices"][0]["finish_reason"] for each in found] == [None, None, None, "stop"]
     assert all("usage" not in each for each in found)
 
@@ -141,11 +131,7 @@ def test_several_choices_each_end_once(serving: Serving) -> None:
     assert [each["message"]["content"] for each in whole] == [f"choice {n}" for n in range(3)]
     assert [each["finish_reason"] for each in whole] == ["length", "stop", "stop"]
     ended = [each["choices"][0] for each in streamed if each["choices"][0]["finish_reason"]]
-    assert sorted((each["index"], each["finish_reason"]) for each in ended) == [
-        (0, "length"),
-        (1, "stop"),
-        (2, "stop"),
-    ]
+    assert sorted((each["index"], each["finish_reason"]) for each in ended) == [(0, "length"), (1, "stop"), (2, "stop")]
 
 
 @pytest.mark.promise("OpenAI", "Tools, choices, reasoning and logprobs travel …")
@@ -158,13 +144,7 @@ def test_reasoning_and_logprobs(serving: Serving) -> None:
 
 
 def test_a_model_sees_fields_and_the_id_of_the_request(serving: Serving) -> None:
-    fields = {
-        "temperature": 0.5,
-        "stop": "x",
-        "max_tokens": 3,
-        "max_completion_tokens": 4,
-        "odd": [1],
-    }
+    fields = {"temperature": 0.5, "stop": "x", "max_tokens": 3, "max_completion_tokens": 4, "odd": [1]}
     reply = serving.post(CHAT, chat("tells", **fields), {"x-request-id": "my-id"})
 
     assert reply.headers["x-request-id"] == "my-id"
@@ -181,8 +161,7 @@ def test_an_answer_of_nothing_is_an_empty_one(serving: Serving) -> None:
 
 @pytest.mark.promise("OpenAI", "A class with `complete` answers `/v1/completions`.")
 @pytest.mark.parametrize(
-    ("prompt", "texts"),
-    [("a", ["a!"]), (["a", "b"], ["a!", "b!"]), ([1, 2], ["[1, 2]"]), ([[1], [2]], ["[1]", "[2]"])],
+    ("prompt", "texts"), [("a", ["a!"]), (["a", "b"], ["a!", "b!"]), ([1, 2], ["[1, 2]"]), ([[1], [2]], ["[1]", "[2]"])]
 )
 def test_each_prompt_has_its_choice(serving: Serving, prompt: object, texts: list[str]) -> None:
     fields = {"model": "writer", "prompt": prompt}
@@ -223,9 +202,7 @@ WRONG = [
 
 @pytest.mark.promise("OpenAI", "A wrong field gets OpenAI's error object, which names the field.")
 @pytest.mark.parametrize(("fields", "status", "param", "code"), WRONG)
-def test_a_wrong_field_is_named(
-    serving: Serving, fields: object, status: int, param: str, code: str
-) -> None:
+def test_a_wrong_field_is_named(serving: Serving, fields: object, status: int, param: str, code: str) -> None:
     reply = serving.post(CHAT, fields)
 
     error = reply.value["error"]
@@ -264,20 +241,15 @@ def test_prompts_do_not_multiply_other_fields(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("GET", CHAT, 405), ("GET", "/v1/x", 404), ("POST", "/v1/models", 405)],
+    ("method", "path", "status"), [("GET", CHAT, 405), ("GET", "/v1/x", 404), ("POST", "/v1/models", 405)]
 )
-def test_wrong_paths_and_methods_have_this_form_too(
-    serving: Serving, method: str, path: str, status: int
-) -> None:
+def test_wrong_paths_and_methods_have_this_form_too(serving: Serving, method: str, path: str, status: int) -> None:
     reply = serving.ask(method, path, b"")
 
     assert (reply.status, reply.value["error"]["type"]) == (status, "invalid_request_error")
 
 
-@pytest.mark.promise(
-    "OpenAI", "What a model raises before its first piece has a status of its own."
-)
+@pytest.mark.promise("OpenAI", "What a model raises before its first piece has a status of its own.")
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
     ("said", "status", "code", "text"),
@@ -297,9 +269,7 @@ def test_an_error_before_the_first_piece(
     assert reply.headers["x-should-retry"] == "false"
 
 
-@pytest.mark.promise(
-    "OpenAI", "A model that raises in the middle of a stream ends it with an error."
-)
+@pytest.mark.promise("OpenAI", "A model that raises in the middle of a stream ends it with an error.")
 def test_an_error_in_a_stream_is_its_last_event(serving: Serving) -> None:
     reply = serving.post(CHAT, chat("breaks", stream=True))
 
@@ -375,9 +345,7 @@ def test_metrics_count_pieces_and_tokens() -> None:
         serving.post(CHAT, chat("counts", stream=True))
         text = serving.service.metrics_text()
 
-        found = dict(
-            line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("moonpool_openai")
-        )
+        found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("moonpool_openai"))
         of = '{model="writer"}'
         assert float(found["moonpool_openai_first_piece_seconds_count" + of]) == 2
         assert float(found["moonpool_openai_piece_gap_seconds_count" + of]) == 2
@@ -385,10 +353,7 @@ def test_metrics_count_pieces_and_tokens() -> None:
             kind: found[f'moonpool_openai_tokens_total{{kind="{kind}",model="writer"}}']
             for kind in ("prompt", "completion")
         }
-        assert {kind: float(count) for kind, count in tokens.items()} == {
-            "prompt": 3,
-            "completion": 2,
-        }
+        assert {kind: float(count) for kind, count in tokens.items()} == {"prompt": 3, "completion": 2}
 
         serving.runtime.unload("writer")
         assert "moonpool_openai_tokens_total{" not in serving.service.metrics_text()

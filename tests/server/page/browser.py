@@ -67,15 +67,7 @@ class Browser:
         arguments = [*_OPTIONS, f"--user-data-dir={folder / 'profile'}", "about:blank"]
         with (folder / "chromium.log").open("wb") as log:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    _START,
-                    str(commands),
-                    str(answers),
-                    _EXECUTABLE,
-                    *arguments,
-                ],
+                [sys.executable, "-c", _START, str(commands), str(answers), _EXECUTABLE, *arguments],
                 pass_fds=(commands, answers),
                 env={"PATH": os.environ["PATH"], "HOME": str(folder), "TZ": "UTC"},
                 stdin=subprocess.DEVNULL,
@@ -138,25 +130,17 @@ class Browser:
 class Page:
     """A tab: its content, its requests, its complaints."""
 
-    def __init__(
-        self, browser: Browser, width: int = 1200, height: int = 900, *, dark: bool = False
-    ) -> None:
+    def __init__(self, browser: Browser, width: int = 1200, height: int = 900, *, dark: bool = False) -> None:
         self._browser = browser
         self._context = browser.command("Target.createBrowserContext")["browserContextId"]
-        self._target = browser.command(
-            "Target.createTarget", url="about:blank", browserContextId=self._context
-        )["targetId"]
-        self._session = browser.command(
-            "Target.attachToTarget", targetId=self._target, flatten=True
-        )["sessionId"]
+        self._target = browser.command("Target.createTarget", url="about:blank", browserContextId=self._context)[
+            "targetId"
+        ]
+        self._session = browser.command("Target.attachToTarget", targetId=self._target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self._command(f"{domain}.enable")
         self._command(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._command("Emulation.setEmulatedMedia", features=[scheme])
@@ -169,18 +153,14 @@ class Page:
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression; a promise is awaited."""
-        result = self._command(
-            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
-        )
+        result = self._command("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in result:
             raise RuntimeError(f"{expression}: {result['exceptionDetails']}")
         return result["result"].get("value")
 
     def text(self, selector: str) -> str:
         """Return the text of the first element that matches; "" if there is none."""
-        return str(
-            self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
-        )
+        return str(self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
     def wait_for(self, expression: str, what: str = "") -> Any:
         """Wait until an expression is true, and return its value."""
@@ -216,9 +196,7 @@ class Page:
             f"something to click at {selector}",
         )
         for kind in ("mousePressed", "mouseReleased"):
-            self._command(
-                "Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place
-            )
+            self._command("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
     def press(self, key: str, code: int, modifiers: int = 0, text: str = "") -> None:
         """Press and release a key; `code` is its virtual key code."""
@@ -229,8 +207,7 @@ class Page:
     def fill(self, selector: str, text: str) -> None:
         """Replace the text of a field."""
         self.evaluate(
-            f"(() => {{ const node = document.querySelector({json.dumps(selector)}); "
-            "node.focus(); node.select(); })()"
+            f"(() => {{ const node = document.querySelector({json.dumps(selector)}); node.focus(); node.select(); }})()"
         )
         self._command("Input.insertText", text=text)
 
@@ -257,10 +234,7 @@ class Page:
         return [
             *said,
             *(f"{e['source']}: {e['text']}" for e in logged if e["level"] in ("error", "warning")),
-            *(
-                str(params["exceptionDetails"])
-                for params in self._events("Runtime.exceptionThrown")
-            ),
+            *(str(params["exceptionDetails"]) for params in self._events("Runtime.exceptionThrown")),
         ]
 
     def requests(self) -> list[str]:

@@ -101,9 +101,7 @@ def pressed(runtime: moonpool.Runtime, seconds: float, callers: int = CALLERS) -
 class Watcher:
     """Takes a sample on demand, at most five times a second of its clock."""
 
-    def __init__(
-        self, runtime: moonpool.Runtime, clock: Callable[[], float] = quick, *, is_idle: bool = True
-    ) -> None:
+    def __init__(self, runtime: moonpool.Runtime, clock: Callable[[], float] = quick, *, is_idle: bool = True) -> None:
         self.adviser = Adviser(clock, machine(clock, is_idle=is_idle))
         self._runtime = runtime
         self._clock = clock
@@ -145,9 +143,7 @@ def test_a_model_that_keeps_a_core_busy_is_said_to_profit(
     assert found["line"] == "instance_group [{ count: 2 kind: KIND_CPU }]"
 
 
-def test_a_model_that_waits_for_something_else_is_told_from_it(
-    runtime: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_a_model_that_waits_for_something_else_is_told_from_it(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     load(runtime, tmp_path, "sleeps", instance_group=[{"count": 2, "kind": "KIND_CPU"}])
 
     with pressed(runtime, 0.05, callers=2 * CALLERS):
@@ -182,9 +178,7 @@ def test_a_queue_that_fits_into_a_batch_is_none(
         assert (watcher.advice() is not None) == is_advised
 
 
-def test_it_is_taken_back_when_nothing_waits_any_more(
-    runtime: moonpool.Runtime, tmp_path: Path
-) -> None:
+def test_it_is_taken_back_when_nothing_waits_any_more(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     load(runtime, tmp_path, "sleeps")
     watcher = Watcher(runtime)
     with pressed(runtime, 0.05):

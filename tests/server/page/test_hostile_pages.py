@@ -43,8 +43,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "logging": {"log_verbose_level": 5},
     "infer": {
         "inputs": [
-            {"name": name, "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
-            for name in ("INPUT0", "INPUT1")
+            {"name": name, "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]} for name in ("INPUT0", "INPUT1")
         ]
     },
     "generate": {"INPUT0": [1, 2, 3, 4], "INPUT1": [1, 2, 3, 4]},
@@ -96,12 +95,7 @@ def paths() -> list[str]:
     with moonpool.Runtime() as runtime, ThreadPoolExecutor(1) as executor:
         service = Service(runtime)
         made = [*control_routes(service, executor), *page_routes(service.overview, executor)]
-    names = {
-        "{model}": "add_sub",
-        "{version}": "1",
-        "{region}": "attack",
-        "{repository}": "r",
-    }
+    names = {"{model}": "add_sub", "{version}": "1", "{region}": "attack", "{repository}": "r"}
     found = ["/v2/models/add_sub/infer", "/v2/models/add_sub/versions/1/infer"]
     for route in made:
         path = route.path
@@ -164,11 +158,7 @@ def answered(site: Site) -> Counter[str]:
         lines = response.read().decode().splitlines()
     name = 'moonpool_frontend_requests_total{protocol="http",status="'
     return Counter(
-        {
-            line[len(name) :].partition('"')[0]: int(float(line.split()[-1]))
-            for line in lines
-            if line.startswith(name)
-        }
+        {line[len(name) :].partition('"')[0]: int(float(line.split()[-1])) for line in lines if line.startswith(name)}
     )
 
 
@@ -244,9 +234,7 @@ def sent(site: Site, paths: list[str]) -> list[tuple[str, str]]:
 
 def addresses(site: Site, paths: list[str]) -> list[tuple[str, str]]:
     """Return every address, each with a body that its route accepts."""
-    return [
-        (site.url + path, json.dumps(CHANGES.get(path.rpartition("/")[2], {}))) for path in paths
-    ]
+    return [(site.url + path, json.dumps(CHANGES.get(path.rpartition("/")[2], {}))) for path in paths]
 
 
 @pytest.fixture
@@ -263,9 +251,7 @@ def opened(sent: list[tuple[str, str]]) -> list[tuple[str, str]]:
     "No page of another origin, on this machine or elsewhere, gets a request through a browser "
     "to any route, by any method, as a script, form, redirect, beacon, report or embedded file.",
 )
-def test_scripts_are_refused_with_every_method(
-    attack: Page, site: Site, sent: list[tuple[str, str]]
-) -> None:
+def test_scripts_are_refused_with_every_method(attack: Page, site: Site, sent: list[tuple[str, str]]) -> None:
     count = len(sent) * len(METHODS)
     for content_type in ("text/plain", "application/json"):
         assert gets(site, count, attack, "fetches", sent, METHODS, content_type) == {"403": count}
@@ -280,9 +266,7 @@ def test_forms_in_frames_are_refused(attack: Page, site: Site, sent: list[tuple[
 
 
 @pytest.mark.promise("HTTP", "No page of another origin, on …")
-def test_forms_that_another_site_sends_on_are_refused(
-    attack: Page, site: Site, sent: list[tuple[str, str]]
-) -> None:
+def test_forms_that_another_site_sends_on_are_refused(attack: Page, site: Site, sent: list[tuple[str, str]]) -> None:
     own = attack.evaluate("location.origin")
     relayed = [(f"{own}/?to={url}", body) for url, body in sent]
 
@@ -317,37 +301,27 @@ def test_forms_that_open_a_page_are_refused(attack: Page, opened: list[tuple[str
         attack.wait_for(f"location.href === {json.dumps(own)} && !!document.body")
         given = ", ".join(json.dumps(each) for each in (url, enctype, body, "_self"))
         attack.evaluate(f"{{ {_SCRIPTS} form({given}); }} 0")
-        attack.wait_for(
-            f"location.href === {json.dumps(url)} && document.readyState === 'complete'"
-        )
+        attack.wait_for(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
         statuses = [status for asked, status in attack.responses() if asked == url]
         assert set(statuses) == {403}
 
 
 @pytest.mark.promise("HTTP", "A link on another site opens the page at `/` and nothing else.")
-def test_a_link_opens_the_page_and_nothing_else(
-    attack: Page, site: Site, opened: list[tuple[str, str]]
-) -> None:
+def test_a_link_opens_the_page_and_nothing_else(attack: Page, site: Site, opened: list[tuple[str, str]]) -> None:
     own = attack.evaluate("location.href")
     for url, _ in (*opened, (f"http://{site.server.metrics}/metrics", "")):
         attack.goto(own)
         attack.wait_for(f"location.href === {json.dumps(own)} && !!document.body")
         attack.evaluate(f"void (location.href = {json.dumps(url)})")
-        attack.wait_for(
-            f"location.href === {json.dumps(url)} && document.readyState === 'complete'"
-        )
+        attack.wait_for(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
         statuses = [status for asked, status in attack.responses() if asked == url]
         assert statuses == [200 if url == f"{site.url}/" else 403]
 
 
 @pytest.mark.promise(
-    "HTTP",
-    "A browser reaches a server on the loopback, and its port for metrics, only by `localhost` "
-    "or an address.",
+    "HTTP", "A browser reaches a server on the loopback, and its port for metrics, only by `localhost` or an address."
 )
-def test_a_name_that_was_made_to_stand_for_this_machine_reaches_nothing(
-    tab: Tab, site: Site, paths: list[str]
-) -> None:
+def test_a_name_that_was_made_to_stand_for_this_machine_reaches_nothing(tab: Tab, site: Site, paths: list[str]) -> None:
     ports = site.server.ports
     for port, asked in ((ports["http"], paths), (ports["metrics"], ["/metrics"])):
         # For the browser, the page and the server have one origin.

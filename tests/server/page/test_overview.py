@@ -94,9 +94,7 @@ def test_models_are_told_with_their_instances_and_the_repository_s_others(
     "on the page and in `moonpool top`: level, layers, user, the layers that were left out, and "
     "the grants.",
 )
-def test_how_each_instance_is_confined_is_told(
-    runtime: moonpool.Runtime, overview: Overview
-) -> None:
+def test_how_each_instance_is_confined_is_told(runtime: moonpool.Runtime, overview: Overview) -> None:
     (instance,) = overview.snapshot()["models"][0]["instances"]
 
     assert instance["sandbox"]["level"] == "standard"
@@ -164,9 +162,7 @@ def test_a_sample_has_what_came_since_the_last(
     assert nothing is None
 
 
-def test_present_durations_are_those_of_the_last_seconds(
-    runtime: moonpool.Runtime, history: History
-) -> None:
+def test_present_durations_are_those_of_the_last_seconds(runtime: moonpool.Runtime, history: History) -> None:
     history.sample()
     runtime.infer("add_sub", ROW)
     history.sample()
@@ -181,9 +177,7 @@ def test_present_durations_are_those_of_the_last_seconds(
     assert history.recent("never:1")["requests_per_s"] == 0
 
 
-def test_a_model_that_is_loaded_again_starts_anew(
-    runtime: moonpool.Runtime, history: History
-) -> None:
+def test_a_model_that_is_loaded_again_starts_anew(runtime: moonpool.Runtime, history: History) -> None:
     for _ in range(3):
         runtime.infer("add_sub", ROW)
     history.sample()

@@ -112,16 +112,7 @@ def test_no_line_is_wider_than_the_terminal(shown: dict[str, Any], width: int) -
 def test_eighty_columns_hold_every_column(shown: dict[str, Any]) -> None:
     (title,) = [line for line in texts(shown, 80) if line.startswith("MODEL")]
 
-    assert title.split()[1:] == [
-        "STATE",
-        "INST",
-        "REQ/S",
-        "LATENCY",
-        "QUEUE",
-        "FAILED",
-        "RST",
-        "MEMORY",
-    ]
+    assert title.split()[1:] == ["STATE", "INST", "REQ/S", "LATENCY", "QUEUE", "FAILED", "RST", "MEMORY"]
 
 
 def test_control_characters_are_escaped(shown: dict[str, Any]) -> None:

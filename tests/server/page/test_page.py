@@ -39,8 +39,7 @@ def answer(page: Page) -> str:
     page.evaluate("document.querySelector('#answer').replaceChildren()")
     page.click("#send")
     page.wait_for(
-        "document.querySelector('#send')?.disabled === false && !!document.querySelector('#answer pre')",
-        "an answer",
+        "document.querySelector('#send')?.disabled === false && !!document.querySelector('#answer pre')", "an answer"
     )
     return page.text("#answer")
 
@@ -55,8 +54,7 @@ def row(name: str, version: int = 1) -> str:
 
 @pytest.mark.promise(
     "The overview",
-    "The page at `/` runs in a browser without a complaint, asks no other host, and runs "
-    "nothing but its own script.",
+    "The page at `/` runs in a browser without a complaint, asks no other host, and runs nothing but its own script.",
 )
 def test_it_loads_without_a_complaint_and_shows_the_models(tab: Tab, site: Site) -> None:
     page = tab(site.url)
@@ -88,9 +86,7 @@ def test_rates_and_counts_move(tab: Tab, site: Site) -> None:
 
     wait_until(rate_after_a_request, 60.0, "a rate")
     answered = site.model("large_numbers")["success"]
-    page.wait_for(
-        f"document.querySelector(\"{row('large_numbers')} td:nth-child(8)\").innerText === '{answered}'"
-    )
+    page.wait_for(f"document.querySelector(\"{row('large_numbers')} td:nth-child(8)\").innerText === '{answered}'")
     page.wait_for("(document.querySelector('.plot-line').getAttribute('d') ?? '') !== ''", "a plot")
     assert "up to" in page.text(".tile .axis")
 
@@ -101,9 +97,7 @@ def write_pipeline(repository: Path) -> None:
     write_ensemble(repository, "pipeline", chain(["plus_one", "plus_one"]))
 
 
-def test_an_ensemble_shows_its_steps_and_no_counts_of_instances(
-    tab: Tab, site: Site, repository: Path
-) -> None:
+def test_an_ensemble_shows_its_steps_and_no_counts_of_instances(tab: Tab, site: Site, repository: Path) -> None:
     write_pipeline(repository)
     assert site.load("pipeline") == 200
     page = tab(site.url)
@@ -128,26 +122,19 @@ def test_an_ensemble_shows_its_steps_and_no_counts_of_instances(
     assert page.complaints() == []
 
 
-def test_a_request_to_an_ensemble_counts_once_in_the_total(
-    tab: Tab, site: Site, repository: Path
-) -> None:
+def test_a_request_to_an_ensemble_counts_once_in_the_total(tab: Tab, site: Site, repository: Path) -> None:
     if not (repository / "pipeline").exists():
         write_pipeline(repository)
     assert site.load("pipeline") == 200
     page = tab(site.url)
     page.wait_for_text(row("pipeline"), "READY")
     page.wait_for("now.series.has('pipeline:1')", "samples")
-    of = {
-        name: f"now.series.get('{name}').requests.reduce((a, b) => a + b, 0)"
-        for name in ("", "plus_one:1")
-    }
+    of = {name: f"now.series.get('{name}').requests.reduce((a, b) => a + b, 0)" for name in ("", "plus_one:1")}
     before = {name: page.evaluate(text) for name, text in of.items()}
     for _ in range(5):
         assert site.infer("pipeline", {"A": ("FP32", [3], [1.0, 2.0, 3.0])}) == 200
 
-    page.wait_for(
-        f"{of['plus_one:1']} === {before['plus_one:1'] + 10}", "the requests of both steps"
-    )
+    page.wait_for(f"{of['plus_one:1']} === {before['plus_one:1'] + 10}", "the requests of both steps")
     page.wait_for(f"{of['']} >= {before[''] + 5}", "the requests of the client")
     assert page.evaluate(of[""]) == before[""] + 5
     assert page.text(".tile .label") == "Requests of clients per second"
@@ -192,9 +179,7 @@ def test_a_restart_of_a_killed_stub_is_seen(tab: Tab, site: Site) -> None:
     assert "standard: dies_with_runtime, " in page.text("#instances")
     before = page.text("#instances tr td:nth-child(4)")
     os.kill(site.model("shouts")["instances"][0]["pid"], signal.SIGKILL)
-    page.wait_for(
-        "document.querySelector('#instances tr td:nth-child(5)').innerText === '1'", "a restart"
-    )
+    page.wait_for("document.querySelector('#instances tr td:nth-child(5)').innerText === '1'", "a restart")
 
     page.wait_for_text("#instances", "READY")
     assert page.text("#instances tr td:nth-child(4)") != before
@@ -241,8 +226,7 @@ def test_a_hundred_models_can_be_filtered(tab: Tab, site: Site, repository: Path
 
 @pytest.mark.promise(
     "The overview",
-    "The page goes on when the server was restarted, when a model is unloaded or dies, and with "
-    "a hundred models.",
+    "The page goes on when the server was restarted, when a model is unloaded or dies, and with a hundred models.",
 )
 def test_a_server_that_was_restarted_is_told_apart(tab: Tab, tmp_path: Path) -> None:
     repository = write(tmp_path, "add_sub")
@@ -278,9 +262,7 @@ def test_an_error_with_markup_in_it_is_shown_as_text(tab: Tab, site: Site) -> No
     assert [text for text in page.complaints() if not text.startswith(REFUSED)] == []
 
 
-def test_a_model_whose_name_is_markup_is_shown_by_its_name(
-    tab: Tab, site: Site, repository: Path
-) -> None:
+def test_a_model_whose_name_is_markup_is_shown_by_its_name(tab: Tab, site: Site, repository: Path) -> None:
     name = "<img src=x onerror=window.hurt=6>"
     (repository / name / "1").mkdir(parents=True)
     page = tab(site.url)
@@ -294,9 +276,7 @@ def test_a_model_whose_name_is_markup_is_shown_by_its_name(
 
 
 @pytest.mark.promise("The overview", "The page shows texts of models …")
-def test_a_load_that_fails_is_shown_with_its_traceback(
-    tab: Tab, site: Site, repository: Path
-) -> None:
+def test_a_load_that_fails_is_shown_with_its_traceback(tab: Tab, site: Site, repository: Path) -> None:
     version = repository / "broken" / "1"
     version.mkdir(parents=True)
     (version / "model.py").write_text(f"raise ImportError({HOSTILE!r})\n")
@@ -458,10 +438,7 @@ def test_a_server_says_whether_there_is_any_advice(site: Site) -> None:
 # Accessibility
 
 
-@pytest.mark.promise(
-    "The overview",
-    "The page can be used by keyboard alone, and fits a telephone, light and dark.",
-)
+@pytest.mark.promise("The overview", "The page can be used by keyboard alone, and fits a telephone, light and dark.")
 def test_it_can_be_used_by_keyboard_alone(tab: Tab, site: Site) -> None:
     page = tab(site.url)
     page.wait_for_text("#models", "add_sub")
@@ -505,9 +482,7 @@ def test_it_fits_a_telephone(tab: Tab, site: Site, dark: bool) -> None:
         page = tab(site.url + place, width=360, height=740, dark=dark)
         page.wait_for_text("#subtitle", "ready" if place == "/" else "READY")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    ink, paper = page.evaluate(
-        "(s => [s.color, s.backgroundColor])(getComputedStyle(document.body))"
-    )
+    ink, paper = page.evaluate("(s => [s.color, s.backgroundColor])(getComputedStyle(document.body))")
     brightness = [sum(map(int, color[4:-1].split(","))) for color in (ink, paper)]
     assert (brightness[0] > brightness[1]) is dark
 

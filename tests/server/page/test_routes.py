@@ -38,9 +38,7 @@ def get(site: Site, path: str, method: str = "GET") -> tuple[int, dict[str, str]
 @pytest.mark.promise("The overview", "The page at `/` runs in …")
 def test_the_page_may_run_and_load_what_is_in_it_and_nothing_else(site: Site) -> None:
     status, headers, text = get(site, "/")
-    policy = dict(
-        part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";")
-    )
+    policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
 
     assert status == 200
     assert headers["content-type"] == "text/html; charset=utf-8"

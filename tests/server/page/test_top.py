@@ -44,12 +44,7 @@ class Watched:
     """A command in a terminal of its own, whose output is kept."""
 
     def __init__(
-        self,
-        cli: CommandLine,
-        *arguments: str,
-        rows: int = 24,
-        columns: int = 80,
-        has_keys: bool = True,
+        self, cli: CommandLine, *arguments: str, rows: int = 24, columns: int = 80, has_keys: bool = True
     ) -> None:
         self.fd, end = pty.openpty()
         self._size(rows, columns)

@@ -16,16 +16,11 @@ from hypothesis import strategies as st
 
 import moonpool
 
-pytestmark = pytest.mark.promise(
-    "Backends",
-    "Requests of different shapes are joined …",
-)
+pytestmark = pytest.mark.promise("Backends", "Requests of different shapes are joined …")
 
 BACKENDS = Path(moonpool.__file__).parent / "stub" / "backends"
 # Models find the file on their path. It is no module of moonpool.
-_SPEC = importlib.util.spec_from_file_location(
-    "batch_tensors", BACKENDS / "onnxruntime" / "batch_tensors.py"
-)
+_SPEC = importlib.util.spec_from_file_location("batch_tensors", BACKENDS / "onnxruntime" / "batch_tensors.py")
 assert _SPEC is not None
 assert _SPEC.loader is not None
 batch_tensors: Any = importlib.util.module_from_spec(_SPEC)
@@ -33,9 +28,7 @@ _SPEC.loader.exec_module(batch_tensors)
 
 _SIZES = st.integers(0, 5)
 SHAPES = st.integers(0, 3).flatmap(
-    lambda rank: st.lists(
-        st.tuples(st.integers(1, 4), *[_SIZES] * rank).map(list), min_size=1, max_size=6
-    )
+    lambda rank: st.lists(st.tuples(st.integers(1, 4), *[_SIZES] * rank).map(list), min_size=1, max_size=6)
 )
 
 
@@ -59,9 +52,7 @@ class FakeRequest:
 
 
 def test_both_backends_have_the_same_file() -> None:
-    texts = [
-        (BACKENDS / name / "batch_tensors.py").read_text() for name in ("onnxruntime", "pytorch")
-    ]
+    texts = [(BACKENDS / name / "batch_tensors.py").read_text() for name in ("onnxruntime", "pytorch")]
 
     assert texts[0] == texts[1]
 
@@ -90,10 +81,7 @@ def test_counts_say_where_each_request_lies(shapes: list[list[int]]) -> None:
         return batch_tensors.described(kind, np.int32, shapes)
 
     joined = np.concatenate([np.full(prod(shape), i) for i, shape in enumerate(shapes)])
-    counts, starts = (
-        described("BATCH_ELEMENT_COUNT"),
-        described("BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO"),
-    )
+    counts, starts = (described("BATCH_ELEMENT_COUNT"), described("BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO"))
 
     assert starts[1:].tolist() == described("BATCH_ACCUMULATED_ELEMENT_COUNT").tolist()
     for index, count in enumerate(counts):
@@ -120,9 +108,7 @@ def test_an_output_that_is_the_input_comes_back_as_it_was(shapes: list[list[int]
     cut = batch_tensors.BatchTensors(config).output_shapes("Y", requests)
 
     bounds = batch_tensors.bounds("Y", flat.size, cut)
-    parts = [
-        flat[start:end].reshape(shape) for (start, end), shape in zip(bounds, cut, strict=True)
-    ]
+    parts = [flat[start:end].reshape(shape) for (start, end), shape in zip(bounds, cut, strict=True)]
 
     assert [part.tolist() for part in parts] == [array.tolist() for array in arrays]
 
@@ -135,16 +121,11 @@ def test_fixed_dimensions_of_an_output_stay_and_variable_ones_are_those_of_the_i
     }
     tensors = batch_tensors.BatchTensors(config)
 
-    assert tensors.output_shapes("Y", [FakeRequest(X=[2, 7]), FakeRequest(X=[5, 1])]) == [
-        [2, 3],
-        [5, 3],
-    ]
+    assert tensors.output_shapes("Y", [FakeRequest(X=[2, 7]), FakeRequest(X=[5, 1])]) == [[2, 3], [5, 3]]
 
 
 def test_an_output_of_another_size_is_an_error() -> None:
-    with pytest.raises(
-        ValueError, match="output 'Y' has 7 elements for a batch whose requests get 6"
-    ):
+    with pytest.raises(ValueError, match="output 'Y' has 7 elements for a batch whose requests get 6"):
         batch_tensors.bounds("Y", 7, [[1, 2], [2, 2]])
 
 
@@ -157,20 +138,12 @@ def test_a_request_without_the_input_that_describes_the_batch_is_an_error() -> N
     config = {
         "max_batch_size": 4,
         "batch_input": [
-            {
-                "kind": "BATCH_ELEMENT_COUNT",
-                "target_name": ["N", "M"],
-                "data_type": "TYPE_INT32",
-                "source_input": ["X"],
-            }
+            {"kind": "BATCH_ELEMENT_COUNT", "target_name": ["N", "M"], "data_type": "TYPE_INT32", "source_input": ["X"]}
         ],
     }
     tensors = batch_tensors.BatchTensors(config)
 
     assert tensors.input_datatypes() == {"N": "TYPE_INT32", "M": "TYPE_INT32"}
-    assert {k: v.tolist() for k, v in tensors.input_values([FakeRequest(X=[1, 3])]).items()} == {
-        "N": [3],
-        "M": [3],
-    }
+    assert {k: v.tolist() for k, v in tensors.input_values([FakeRequest(X=[1, 3])]).items()} == {"N": [3], "M": [3]}
     with pytest.raises(ValueError, match="no input 'X'"):
         tensors.input_values([FakeRequest(X=[1, 3]), FakeRequest(Z=[1, 3])])

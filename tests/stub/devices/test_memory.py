@@ -53,8 +53,7 @@ def test_inputs_on_a_device_are_seen_there(peer: Peer) -> None:
 
 @pytest.mark.promise(
     "Device memory in a model",
-    "`as_numpy` of a tensor on a device raises Triton's error, or copies if "
-    "`MOONPOOL_GPU_AS_NUMPY` asks for that.",
+    "`as_numpy` of a tensor on a device raises Triton's error, or copies if `MOONPOOL_GPU_AS_NUMPY` asks for that.",
 )
 def test_numpy_gets_no_tensor_of_a_device_unless_the_model_asks_for_copies(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
@@ -99,8 +98,7 @@ def test_an_array_that_another_library_made_of_an_input_is_recognised(peer: Peer
 
 @pytest.mark.promise(
     "Device memory in a model",
-    "Any other output on a device is copied once, on the device, and its memory is kept until "
-    "the device is done.",
+    "Any other output on a device is copied once, on the device, and its memory is kept until the device is done.",
 )
 def test_foreign_memory_on_the_device_is_copied_there_once(peer: Peer, fake: Fake) -> None:
     array = foreign(floats(4, 5))
@@ -123,8 +121,7 @@ def test_memory_of_the_stub_s_on_a_device_is_named(peer: Peer) -> None:
 
 @pytest.mark.promise(
     "Device memory in a model",
-    "A block on a device is used again once both ends have released it. A block that a model "
-    "keeps stays in use.",
+    "A block on a device is used again once both ends have released it. A block that a model keeps stays in use.",
 )
 def test_a_block_comes_back_when_both_ends_have_let_go_of_it(peer: Peer) -> None:
     place = pb_utils.empty((2,), np.float32, device=0)
@@ -147,9 +144,7 @@ def test_a_block_comes_back_when_both_ends_have_let_go_of_it(peer: Peer) -> None
     "that is full or missing, come in ordinary memory.",
 )
 @pytest.mark.parametrize("shape", [(3,), (2, 2), (0,), ()])
-def test_an_output_on_a_device_goes_to_ordinary_memory_where_that_is_wanted(
-    peer: Peer, shape: tuple[int, ...]
-) -> None:
+def test_an_output_on_a_device_goes_to_ordinary_memory_where_that_is_wanted(peer: Peer, shape: tuple[int, ...]) -> None:
     values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1
     place = pb_utils.empty(shape, np.float32, device=0)
     place.lease.region.write(place.lease.offset, values)  # type: ignore[union-attr]
@@ -194,8 +189,7 @@ def test_strings_stay_in_ordinary_memory(peer: Peer) -> None:
 
 
 @pytest.mark.promise(
-    "Device memory in a model",
-    "If a device has no room for an output that lies on it, that request gets an error.",
+    "Device memory in a model", "If a device has no room for an output that lies on it, that request gets an error."
 )
 def test_an_output_for_which_a_device_has_no_room_is_an_error(peer: Peer) -> None:
     array = foreign(floats(4, 5))
@@ -215,10 +209,7 @@ def test_outputs_in_several_memories_are_in_one_response(peer: Peer) -> None:
     assert len({block[0] for block in blocks}) == 2
 
 
-@pytest.mark.promise(
-    "Device memory in a model",
-    "Tensors on a device go to other models and come back as they are.",
-)
+@pytest.mark.promise("Device memory in a model", "Tensors on a device go to other models and come back as they are.")
 def test_tensors_on_a_device_go_to_other_models_and_come_back(peer: Peer) -> None:
     peer.lend(X=floats(1, 2))
     x = peer.requests[0].inputs()[0]
@@ -230,9 +221,7 @@ def test_tensors_on_a_device_go_to_other_models_and_come_back(peer: Peer) -> Non
     assert placed.blocks[placed.rows[1][3]] == [50, 4096, 8]
     peer.regions.on_devices().tidy()
     back: list[object] = []
-    outputs, owning = read_outputs(
-        [[50, 4096, 8]], prepared([["Y", 11, [2], 0, 0, 8]]), peer.regions, back.append
-    )
+    outputs, owning = read_outputs([[50, 4096, 8]], prepared([["Y", 11, [2], 0, 0, 8]]), peer.regions, back.append)
     at_once(*owning)
     owning.clear()
     assert not outputs[0].is_cpu()
@@ -258,8 +247,7 @@ def test_the_source_of_a_copy_is_kept_until_the_device_is_done(peer: Peer, fake:
 
 @pytest.mark.promise(
     "Device memory in a model",
-    "Responses that are sent apart from their batch also come in order, and in the memory that "
-    "their request asks for.",
+    "Responses that are sent apart from their batch also come in order, and in the memory that their request asks for.",
 )
 @pytest.mark.parametrize("wished", [ANY_MEMORY, ORDINARY_MEMORY])
 def test_a_response_apart_from_its_batch_is_published_before_it_is_sent(
@@ -329,9 +317,7 @@ def test_where_there_is_no_driver_what_is_on_a_device_is_refused() -> None:
         ({"stride": 1}, "DLPack tensor is not contiguous. Only contiguous DLPack tensors that are"),
     ],
 )
-def test_an_impossible_tensor_on_a_device_is_refused_in_tritons_words(
-    fields: dict[str, int], text: str
-) -> None:
+def test_an_impossible_tensor_on_a_device_is_refused_in_tritons_words(fields: dict[str, int], text: str) -> None:
     capsule = OnDevice().__dlpack__()
     tensor = dlpack._Managed.from_address(dlpack._pointer(capsule, b"dltensor")).tensor
     for field, value in fields.items():

@@ -114,9 +114,7 @@ def test_an_output_is_sent_as_its_library_computes_it(peer: Peer, library: Libra
     assert peer.read(blocks[0], rows[0]).tolist() == [3, 4]
 
 
-def test_an_output_is_fetched_when_its_library_has_computed_it(
-    peer: Peer, library: Library
-) -> None:
+def test_an_output_is_fetched_when_its_library_has_computed_it(peer: Peer, library: Library) -> None:
     tensor = Tensor.from_dlpack("Y", library.computed(floats(3, 4)))
     blocks, rows = peer.answer(tensor, memory=ORDINARY_MEMORY)
     assert peer.read(blocks[0], rows[0]).tolist() == [3, 4]
@@ -149,9 +147,7 @@ def test_a_capsule_that_names_no_stream_is_ready(library: Library) -> None:
     assert at(found.address) == [7, 8]
 
 
-def test_a_block_that_a_model_still_writes_goes_back_when_that_is_done(
-    peer: Peer, library: Library
-) -> None:
+def test_a_block_that_a_model_still_writes_goes_back_when_that_is_done(peer: Peer, library: Library) -> None:
     x = peer.requests[0].inputs()[0]
     address = library.taken(x)
     library.write_late(address, floats(9, 9), library.stream)
@@ -168,9 +164,7 @@ def test_a_block_that_a_model_still_writes_goes_back_when_that_is_done(
 
 
 @pytest.mark.promise("Device memory in a model", "An output that a library computes …")
-def test_a_library_does_not_overwrite_the_source_of_a_copy(
-    peer: Peer, library: Library, fake: Fake
-) -> None:
+def test_a_library_does_not_overwrite_the_source_of_a_copy(peer: Peer, library: Library, fake: Fake) -> None:
     array = library.computed(floats(1, 2))
     tensor = Tensor.from_dlpack("Y", array)
     source = tensor._data

@@ -91,11 +91,7 @@ def test_rows_that_lie_apart_on_a_device_are_joined_there() -> None:
     passes = Passes()
     model = adapter(passes, dims=[2])
     arrays = [foreign(floats(i, i).reshape(1, 2)) for i in range(3)]
-    assert results(model.execute([request(array) for array in arrays])) == [
-        [[0, 0]],
-        [[1, 1]],
-        [[2, 2]],
-    ]
+    assert results(model.execute([request(array) for array in arrays])) == [[[0, 0]], [[1, 1]], [[2, 2]]]
     assert [array.shape for array in passes.seen] == [(3, 2)]
 
 

@@ -138,9 +138,7 @@ def test_blocks_of_abandoned_answers_are_released(asker: Asker) -> None:
 def test_an_iterator_that_is_forgotten_withdraws_its_call(asker: Asker) -> None:
     call = asker.ask()
     asker.heard()
-    responses = ResponseIterator.over(
-        lambda _: None, lambda: None, lambda: asker.calls.abandon(call)
-    )
+    responses = ResponseIterator.over(lambda _: None, lambda: None, lambda: asker.calls.abandon(call))
     del responses
     gc.collect()
 

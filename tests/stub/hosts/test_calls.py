@@ -37,12 +37,7 @@ class NoMemory(Overflow):
 
     def publish(self) -> None: ...
 
-    def indirect(
-        self,
-        packet: bytes,
-        most_bytes: int = sys.maxsize,
-        _: object = None,
-    ) -> bytes:
+    def indirect(self, packet: bytes, most_bytes: int = sys.maxsize, _: object = None) -> bytes:
         return super().indirect(packet, most_bytes)
 
     def store(self, packet: bytes) -> tuple[int, int, int]:
@@ -66,9 +61,7 @@ def host(ends: tuple[Calls, Channel]) -> StubHost:
     return host
 
 
-def test_releases_are_not_forgotten_when_a_request_cannot_be_sent(
-    ends: tuple[Calls, Channel], host: StubHost
-) -> None:
+def test_releases_are_not_forgotten_when_a_request_cannot_be_sent(ends: tuple[Calls, Channel], host: StubHost) -> None:
     calls, _ = ends
     calls.give_back((1, 64))
     request = InferenceRequest(model_name="x" * 100_000, inputs=[], requested_output_names=["Y"])
@@ -79,8 +72,7 @@ def test_releases_are_not_forgotten_when_a_request_cannot_be_sent(
 
 @pytest.mark.promise(
     "At the limits",
-    "A value that does not fit into a message is an error of the request, the call or the load, "
-    "and the model lives.",
+    "A value that does not fit into a message is an error of the request, the call or the load, and the model lives.",
 )
 @pytest.mark.parametrize(
     ("fields", "wrong"),
@@ -94,23 +86,15 @@ def test_releases_are_not_forgotten_when_a_request_cannot_be_sent(
         ({"parameters": dict.fromkeys(map(str, range(4097)), 1)}, "4097 parameters, and 4096 is"),
         ({"inputs": [X] * 65537}, "65537 inputs, and 65536 is the most"),
         ({"requested_output_names": ["Y"] * 65537}, "65537 requested outputs, and 65536 is"),
-        (
-            {"requested_output_names": ["Y" * (LONG + 1)]},
-            "the name of a requested output of the request cannot be",
-        ),
-        (
-            {"inputs": [Tensor("X" * (LONG + 1), X.as_numpy())]},
-            "the name of an input has more than",
-        ),
+        ({"requested_output_names": ["Y" * (LONG + 1)]}, "the name of a requested output of the request cannot be"),
+        ({"inputs": [Tensor("X" * (LONG + 1), X.as_numpy())]}, "the name of an input has more than"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
 def test_a_value_that_fits_no_message_is_an_error_of_the_request(
     host: StubHost, fields: dict[str, Any], wrong: str
 ) -> None:
-    request = InferenceRequest(
-        **{"model_name": "b", "inputs": [], "requested_output_names": ["Y"], **fields}
-    )
+    request = InferenceRequest(**{"model_name": "b", "inputs": [], "requested_output_names": ["Y"], **fields})
 
     response = cast(Any, host.infer(request, False))
 
@@ -119,8 +103,7 @@ def test_a_value_that_fits_no_message_is_an_error_of_the_request(
 
 
 @pytest.mark.promise(
-    "At the limits",
-    "A model cannot send on a request that it got, and the error says how to make a new one.",
+    "At the limits", "A model cannot send on a request that it got, and the error says how to make a new one."
 )
 def test_a_request_that_the_model_was_given_cannot_be_sent_on(host: StubHost) -> None:
     details = Details("", 0, 0, 0, 0, None)
@@ -131,21 +114,15 @@ def test_a_request_that_the_model_was_given_cannot_be_sent_on(host: StubHost) ->
 
 
 @pytest.mark.parametrize("number", [-1, 4096])
-def test_a_device_that_no_message_has_room_for_is_an_error_of_the_request(
-    host: StubHost, number: int
-) -> None:
+def test_a_device_that_no_message_has_room_for_is_an_error_of_the_request(host: StubHost, number: int) -> None:
     wish = PreferredMemory(MemoryType.TRITONSERVER_MEMORY_GPU, number)
-    request = InferenceRequest(
-        model_name="b", inputs=[], requested_output_names=["Y"], preferred_memory=wish
-    )
+    request = InferenceRequest(model_name="b", inputs=[], requested_output_names=["Y"], preferred_memory=wish)
     response = cast(Any, host.infer(request, False))
     wrong = f"the device of the preferred_memory of the request cannot be {number}"
     assert wrong in response.error().message()
 
 
-def test_a_reply_that_crosses_the_end_of_its_call_is_let_go_of(
-    ends: tuple[Calls, Channel],
-) -> None:
+def test_a_reply_that_crosses_the_end_of_its_call_is_let_go_of(ends: tuple[Calls, Channel]) -> None:
     calls, peer = ends
     call = calls.open()
     calls.begin(call, Kind.IS_MODEL_READY, "m", "")

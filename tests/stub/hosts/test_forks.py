@@ -83,9 +83,7 @@ def test_every_failure_reaches_the_fork(forked: ForkedHost, error: Exception) ->
         forked.is_model_ready("m", "")
 
 
-def test_a_stream_is_refused_in_a_fork_and_the_error_says_where_it_works(
-    forked: ForkedHost,
-) -> None:
+def test_a_stream_is_refused_in_a_fork_and_the_error_says_where_it_works(forked: ForkedHost) -> None:
     with pytest.raises(TritonModelException, match="in the model's own process only"):
         forked.infer(request(), True)
 
@@ -111,9 +109,7 @@ def test_a_fork_for_which_there_is_no_thread_is_told_and_the_next_is_served(
     assert (answer.output_tensors()[0].as_numpy() == [0, 1, 2]).all()
 
 
-def test_a_door_that_could_not_be_opened_is_opened_at_the_next_fork(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_door_that_could_not_be_opened_is_opened_at_the_next_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
     host.use(Stub(lambda: Y))
     broker = ForkBroker(lambda: None)
@@ -133,9 +129,7 @@ def test_a_door_that_could_not_be_opened_is_opened_at_the_next_fork(
 
 
 def test_a_request_that_cannot_be_sent_is_an_error(forked: ForkedHost) -> None:
-    asked = InferenceRequest(
-        model_name="m", inputs=[], requested_output_names=["Y"], parameters={"n": 1 << 70}
-    )
+    asked = InferenceRequest(model_name="m", inputs=[], requested_output_names=["Y"], parameters={"n": 1 << 70})
     with pytest.raises(TritonModelException):
         forked.infer(asked, False)
 

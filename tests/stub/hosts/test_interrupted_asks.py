@@ -148,9 +148,7 @@ def test_an_interrupt_at_any_point_of_a_request_loses_nothing(
     assert interrupted_everywhere(ask, check, within=OF_A_STUB, at_lines=False) > 2
 
 
-def test_an_interrupt_at_any_point_of_a_decoupled_request_loses_nothing(
-    answered: Answered,
-) -> None:
+def test_an_interrupt_at_any_point_of_a_decoupled_request_loses_nothing(answered: Answered) -> None:
     kept: list[Any] = []
 
     def ask() -> None:
@@ -169,9 +167,7 @@ def test_an_interrupt_at_any_point_of_a_decoupled_request_loses_nothing(
     "Requests between models",
     "A loop over responses that a signal handler interrupts, at any point, goes on with the one that it would have got.",
 )
-def test_a_loop_that_is_interrupted_anywhere_goes_on_with_the_response_that_it_missed(
-    answered: Answered,
-) -> None:
+def test_a_loop_that_is_interrupted_anywhere_goes_on_with_the_response_that_it_missed(answered: Answered) -> None:
     got: list[Any] = []
     left: list[Any] = []
 
@@ -185,17 +181,13 @@ def test_a_loop_that_is_interrupted_anywhere_goes_on_with_the_response_that_it_m
         left.append(answered.host.infer(request(), True))
 
     left.append(answered.host.infer(request(), True))
-    events = interrupted_everywhere(
-        lambda: got.extend(left[0]), check, within=OF_A_STUB, at_lines=False
-    )
+    events = interrupted_everywhere(lambda: got.extend(left[0]), check, within=OF_A_STUB, at_lines=False)
     left.clear()
     assert events > 20
 
 
 @pytest.mark.parametrize("error", [Interrupted, TimeoutError, MemoryError])
-def test_what_a_handler_raised_leaves_the_request_as_it_is(
-    answered: Answered, error: type[BaseException]
-) -> None:
+def test_what_a_handler_raised_leaves_the_request_as_it_is(answered: Answered, error: type[BaseException]) -> None:
     for number in range(150):
         # Of many sizes, so that some are allocated in Python.
         with pytest.raises(error), Alarm(error, number * 4e-6):
@@ -203,9 +195,7 @@ def test_what_a_handler_raised_leaves_the_request_as_it_is(
         answered.check()
 
 
-def test_a_thread_that_follows_a_leader_who_is_interrupted_gets_its_answer(
-    answered: Answered,
-) -> None:
+def test_a_thread_that_follows_a_leader_who_is_interrupted_gets_its_answer(answered: Answered) -> None:
     stops = threading.Event()
     count = 0
 
@@ -254,7 +244,5 @@ answered.close()
 def test_a_thread_with_the_smallest_stack_may_ask() -> None:
     root = Path(__file__).parents[3]
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"}
-    ended = subprocess.run(
-        [sys.executable, "-c", SMALL], env=environment, timeout=PATIENCE_S, check=False
-    )
+    ended = subprocess.run([sys.executable, "-c", SMALL], env=environment, timeout=PATIENCE_S, check=False)
     assert ended.returncode == 0

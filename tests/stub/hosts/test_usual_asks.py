@@ -51,9 +51,7 @@ class Asking:
         self.runtime = ours
         self.codec = calls_codec(Side.RUNTIME)
         self.regions = Regions(lambda *_, **__: None)
-        shared = [
-            SharedRegion.create(number, self.region_bytes) for number in (FROM_RUNTIME, OF_STUB)
-        ]
+        shared = [SharedRegion.create(number, self.region_bytes) for number in (FROM_RUNTIME, OF_STUB)]
         for region, writer in zip(shared, (Side.RUNTIME, Side.STUB), strict=True):
             self.regions.add_first(region.id, self.region_bytes, os.dup(region.fd), writer)
         shared[0].memory()[:512] = bytes(range(256)) * 2
@@ -113,9 +111,7 @@ class Asking:
 
 def request(size: int = 4, **fields: Any) -> InferenceRequest:
     inputs = [Tensor(name, np.arange(size, dtype=np.float32)) for name in ("A", "B")]
-    return InferenceRequest(
-        **{"model_name": "sums", "inputs": inputs, "requested_output_names": ["SUM"], **fields}
-    )
+    return InferenceRequest(**{"model_name": "sums", "inputs": inputs, "requested_output_names": ["SUM"], **fields})
 
 
 @pytest.fixture(params=FORMS, ids=["Python", "compiled"][: len(FORMS)])
@@ -149,19 +145,10 @@ REPLIES = st.fixed_dictionaries(
     optional={
         "released": st.sampled_from([[[OF_STUB, 0]], [[OF_STUB, 0], [OF_STUB, 64]]]),
         "blocks": st.sampled_from(
-            [
-                [[FROM_RUNTIME, 128, 80]],
-                [[OF_STUB, 0, 80]],
-                [[FROM_RUNTIME, 0, 80], [OF_STUB, 0, 8]],
-            ]
+            [[[FROM_RUNTIME, 128, 80]], [[OF_STUB, 0, 80]], [[FROM_RUNTIME, 0, 80], [OF_STUB, 0, 8]]]
         ),
         "outputs": st.sampled_from(
-            [
-                [],
-                [["SUM", 11, [1], 0, 0, 4]],
-                [["SUM", 13, [1], 0, 0, 5]],
-                [["S", 9, [2], 0, 8, 16]],
-            ]
+            [[], [["SUM", 11, [1], 0, 0, 4]], [["SUM", 13, [1], 0, 0, 5]], [["S", 9, [2], 0, 8, 16]]]
         ),
         "parameters": st.just({"k": 1}),
         "error": st.just([1, "no"]),
@@ -172,9 +159,7 @@ REPLIES = st.fixed_dictionaries(
 @pytest.mark.skipif(len(FORMS) < 2, reason="moonpool was installed without its compiled code")
 @settings(max_examples=50, deadline=None)
 @given(steps=st.lists(st.tuples(REQUESTS, REPLIES, st.booleans()), min_size=3, max_size=12))
-def test_both_forms_send_see_and_keep_the_same(
-    steps: list[tuple[dict[str, Any], dict[str, Any], bool]],
-) -> None:
+def test_both_forms_send_see_and_keep_the_same(steps: list[tuple[dict[str, Any], dict[str, Any], bool]]) -> None:
     both = [Asking(is_compiled=is_compiled) for is_compiled in FORMS]
     # A collection of garbage in between would give one of them blocks back.
     gc.disable()
@@ -220,8 +205,7 @@ def test_a_usual_request_goes_the_compiled_way(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["_inputs", "_model_name", "_model_version", "_origin", "_requested_output_names", "_row"],
+    "name", ["_inputs", "_model_name", "_model_version", "_origin", "_requested_output_names", "_row"]
 )
 def test_a_request_that_lost_an_attribute_is_refused(asking: Asking, name: str) -> None:
     broken = request()
@@ -267,9 +251,7 @@ def test_a_thread_that_waits_gets_its_answer_from_one_that_asks(asking: Asking) 
 
     wait_until(all_have_asked)
     for message in reversed(messages[2:]):
-        asking.runtime.send(
-            encode(Kind.REPLY, message[1], True, [], [[FROM_RUNTIME, 0, 80]], ROWS, None, None)
-        )
+        asking.runtime.send(encode(Kind.REPLY, message[1], True, [], [[FROM_RUNTIME, 0, 80]], ROWS, None, None))
     for thread in threads:
         thread.join(60.0)
     assert [len(responses[number][0]) for number in range(4)] == [2, 2, 2, 2]
@@ -374,16 +356,11 @@ def test_a_signal_handler_that_raises_right_after_a_request_was_sent_withdraws_i
     assert not asking.calls._open
 
 
-def test_code_that_interrupts_a_thread_that_waits_gets_an_error_and_no_deadlock(
-    asking: Asking,
-) -> None:
+def test_code_that_interrupts_a_thread_that_waits_gets_an_error_and_no_deadlock(asking: Asking) -> None:
     errors: list[str] = []
 
     def ask() -> None:
-        asks = (
-            partial(asking.host.infer, request(), False),
-            partial(asking.host.ask, Kind.METRIC_VALUE, 1),
-        )
+        asks = (partial(asking.host.infer, request(), False), partial(asking.host.ask, Kind.METRIC_VALUE, 1))
         for each in asks:
             with pytest.raises(TritonModelException) as refused:
                 each()

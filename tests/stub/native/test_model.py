@@ -168,9 +168,7 @@ def test_rows_that_lie_together_reach_the_model_without_a_copy() -> None:
 
 def test_requests_that_cannot_be_joined_are_called_for_apart() -> None:
     class Sums:
-        def __call__(self, X: Float32[Batch, :], Y: Float32[Batch, :] | None = None) -> Outputs(
-            SUM=Float32[Batch]
-        ):
+        def __call__(self, X: Float32[Batch, :], Y: Float32[Batch, :] | None = None) -> Outputs(SUM=Float32[Batch]):
             return {"SUM": X.sum(1) + (0 if Y is None else Y.sum(1))}
 
     wide = np.ones((1, 3), np.float32)
@@ -199,10 +197,7 @@ def test_a_model_without_batches_gets_each_request_as_it_is() -> None:
 
     responses = adapter(total).execute([request(X=np.ones(n, np.float32)) for n in (2, 3)])
 
-    assert [arrays(r) for r in responses] == [
-        {"TOTAL": [2], "SIZE": [2]},
-        {"TOTAL": [3], "SIZE": [3]},
-    ]
+    assert [arrays(r) for r in responses] == [{"TOTAL": [2], "SIZE": [2]}, {"TOTAL": [3], "SIZE": [3]}]
 
 
 def test_the_model_gets_its_configuration_if_it_wants_it() -> None:
@@ -307,13 +302,9 @@ def test_what_neither_a_hint_nor_the_configuration_says_is_named() -> None:
     def complete(model: Any, **given: Any) -> ModelConfig:
         return complete_config(model, ModelConfig(json.dumps({"name": "m", **given})))
 
-    with pytest.raises(
-        BadHint, match=r"'X' has no hint; give it one, such as X: Float32\[Batch, 3\]"
-    ):
+    with pytest.raises(BadHint, match=r"'X' has no hint; give it one, such as X: Float32\[Batch, 3\]"):
         complete(unhinted, output=outputs)
-    with pytest.raises(
-        BadHint, match=r"what it returns; give it a hint, such as -> Float32\[Batch"
-    ):
+    with pytest.raises(BadHint, match=r"what it returns; give it a hint, such as -> Float32\[Batch"):
         complete(silent)
     complete(unhinted, input=inputs, output=outputs)
     complete(silent, output=outputs)

@@ -55,10 +55,7 @@ def request(array: NDArray[Any]) -> InferenceRequest:
 @given(shapes=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=5))
 def test_rows_are_padded_and_results_are_cut(shapes: list[tuple[int, int]]) -> None:
     SEEN.clear()
-    given_arrays = [
-        np.arange(1, rows * size * 2 + 1, dtype=np.float32).reshape(rows, size, 2)
-        for rows, size in shapes
-    ]
+    given_arrays = [np.arange(1, rows * size * 2 + 1, dtype=np.float32).reshape(rows, size, 2) for rows, size in shapes]
     responses = adapter(Doubles).execute([request(array) for array in given_arrays])
     ((seen, lengths),) = SEEN
     longest = max(size for _, size in shapes)
@@ -97,11 +94,7 @@ def test_a_result_without_the_padding_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dims", "shown"),
-    [
-        ((Batch, Ragged), "Float32[Batch, Ragged]"),
-        ((Batch, 2, Ragged), "Float32[Batch, 2, Ragged]"),
-    ],
+    ("dims", "shown"), [((Batch, Ragged), "Float32[Batch, Ragged]"), ((Batch, 2, Ragged), "Float32[Batch, 2, Ragged]")]
 )
 def test_a_hint_says_so(dims: tuple[Any, ...], shown: str) -> None:
     assert repr(Float32[dims]) == shown

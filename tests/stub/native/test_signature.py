@@ -106,9 +106,7 @@ def test_an_input_with_a_default_is_optional() -> None:
     ],
 )
 @pytest.mark.parametrize("flags", [0, __future__.annotations.compiler_flag])
-def test_a_hint_is_understood_as_an_object_and_as_text(
-    hint: str, expected: object, flags: int
-) -> None:
+def test_a_hint_is_understood_as_an_object_and_as_text(hint: str, expected: object, flags: int) -> None:
     assert inputs_of(f"(X: {hint})", flags) == {"X": expected}
 
 
@@ -143,10 +141,7 @@ def test_a_parameter_without_a_hint_is_known_by_name() -> None:
     ],
 )
 def test_outputs_are_named_in_three_ways(hint: str) -> None:
-    assert outputs_of(f"() -> {hint}") == {
-        "SUM": ("TYPE_FP32", (Batch, 4)),
-        "COUNT": ("TYPE_INT64", (Batch,)),
-    }
+    assert outputs_of(f"() -> {hint}") == {"SUM": ("TYPE_FP32", (Batch, 4)), "COUNT": ("TYPE_INT64", (Batch,))}
 
 
 def test_a_single_output_has_a_name_of_its_own() -> None:

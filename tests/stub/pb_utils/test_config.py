@@ -10,17 +10,13 @@ import pytest
 
 from moonpool.stub.pb_utils.config import ModelConfig
 
-pytestmark = pytest.mark.promise(
-    "Models", "`triton_python_backend_utils` has the names, types, exceptions …"
-)
+pytestmark = pytest.mark.promise("Models", "`triton_python_backend_utils` has the names, types, exceptions …")
 
 FP32_4 = {"name": "X", "data_type": "TYPE_FP32", "dims": [4]}
 
 
 def config(**fields: Any) -> ModelConfig:
-    return ModelConfig(
-        json.dumps({"name": "M", "max_batch_size": 0, "input": [], "output": [], **fields})
-    )
+    return ModelConfig(json.dumps({"name": "M", "max_batch_size": 0, "input": [], "output": [], **fields}))
 
 
 def test_omitted_fields_are_filled_in() -> None:
@@ -90,8 +86,7 @@ REFUSALS: list[tuple[dict[str, Any], Callable[[ModelConfig], None], str]] = [
     (
         {"model_transaction_policy": {"decoupled": False}},
         lambda c: c.set_model_transaction_policy({"decoupled": True}),
-        "trying to change decoupled property in auto-complete-config for model 'M', which is "
-        "already set to 'False'.",
+        "trying to change decoupled property in auto-complete-config for model 'M', which is already set to 'False'.",
     ),
 ]
 

@@ -137,10 +137,7 @@ def test_bf16_travels_by_dlpack() -> None:
     assert (again.triton_dtype(), again.shape()) == (14, [2, 2])
 
 
-@pytest.mark.promise(
-    "DLPack",
-    "Arrays and PyTorch's tensors, BF16 among them, go in and out at the same address.",
-)
+@pytest.mark.promise("DLPack", "Arrays and PyTorch's tensors, BF16 among them, go in and out at the same address.")
 @pytest.mark.parametrize("make", CAPSULES)
 @pytest.mark.parametrize(
     "array",
@@ -203,10 +200,7 @@ def test_read_only_memory_stays_so_in_the_later_form() -> None:
     assert not tensor.as_numpy().flags.writeable
 
 
-@pytest.mark.promise(
-    "DLPack",
-    "Copies, devices and read-only memory follow the array API's standard.",
-)
+@pytest.mark.promise("DLPack", "Copies, devices and read-only memory follow the array API's standard.")
 def test_a_copy_is_made_where_it_is_asked_for() -> None:
     array = np.arange(3.0)
     tensor = Tensor("X", array)
@@ -267,9 +261,7 @@ def damaged(name: bytes, kind: type[Any], **fields: int) -> object:
     ],
 )
 @pytest.mark.parametrize("form", CAPSULES)
-def test_a_capsule_is_looked_at_before_it_is_believed(
-    form: str, fields: dict[str, int], text: str
-) -> None:
+def test_a_capsule_is_looked_at_before_it_is_believed(form: str, fields: dict[str, int], text: str) -> None:
     name, kind, _ = dlpack._KINDS[list(CAPSULES).index(form)]
     capsule = damaged(name, kind, **fields)
 
@@ -290,10 +282,7 @@ def test_a_form_from_the_future_is_refused() -> None:
     later.tensor.shape = shape
 
 
-@pytest.mark.promise(
-    "DLPack",
-    "An object that cannot be a tensor is refused with Triton's text, before it is used.",
-)
+@pytest.mark.promise("DLPack", "An object that cannot be a tensor is refused with Triton's text, before it is used.")
 @pytest.mark.parametrize(
     ("source", "text"),
     [

@@ -32,9 +32,7 @@ NAMES = [
 @pytest.mark.promise("DLPack", "Arrays and PyTorch's tensors, BF16 among …")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(2, 3), (), (0, 4)], ids=["2-d", "0-d", "empty"])
-def test_every_datatype_goes_in_and_comes_out_without_a_copy(
-    name: str, shape: tuple[int, ...]
-) -> None:
+def test_every_datatype_goes_in_and_comes_out_without_a_copy(name: str, shape: tuple[int, ...]) -> None:
     source = torch.ones(shape).to(getattr(torch, name))
     tensor = Tensor.from_dlpack("X", source)
 

@@ -58,13 +58,7 @@ def test_calls_of_a_model_reach_its_host(desk: Desk) -> None:
     pb_utils.unload_model("m", unload_dependents=True)
 
     assert pb_utils.is_model_ready("m", "1")
-    assert desk.asked == [
-        (asked, False),
-        (asked, True),
-        ("m", "{}", {"file:1/model.py": b""}),
-        ("m", True),
-        ("m", "1"),
-    ]
+    assert desk.asked == [(asked, False), (asked, True), ("m", "{}", {"file:1/model.py": b""}), ("m", True), ("m", "1")]
 
 
 def test_where_nobody_hosts_the_process_everything_is_refused() -> None:
@@ -89,9 +83,7 @@ def test_the_files_of_a_model_must_be_a_dictionary() -> None:
 
 def iterator(*answers: pb_utils.InferenceResponse) -> pb_utils.ResponseIterator:
     left = iter(answers)
-    return pb_utils.ResponseIterator.over(
-        lambda seen: seen.extend(itertools.islice(left, 1)), lambda: None
-    )
+    return pb_utils.ResponseIterator.over(lambda seen: seen.extend(itertools.islice(left, 1)), lambda: None)
 
 
 def test_responses_are_seen_again_by_a_second_loop() -> None:

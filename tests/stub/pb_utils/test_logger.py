@@ -35,14 +35,7 @@ def test_each_level_has_tritons_number_and_the_callers_place(sink: list[Message]
     Logger.log("e")
     Logger.log("f", Logger.ERROR)
 
-    assert [message[:2] for message in sink] == [
-        (0, "a"),
-        (1, "b"),
-        (2, "c"),
-        (3, "d"),
-        (0, "e"),
-        (2, "f"),
-    ]
+    assert [message[:2] for message in sink] == [(0, "a"), (1, "b"), (2, "c"), (3, "d"), (0, "e"), (2, "f")]
     assert [message[2:] for message in sink] == [(__file__, here + n) for n in range(1, 7)]
 
 
@@ -111,9 +104,7 @@ def bare_root(monkeypatch: pytest.MonkeyPatch, *handlers: logging.Handler) -> No
     monkeypatch.setattr(logging.root, "handlers", list(handlers))
 
 
-def test_logging_that_nobody_configured_is_adopted_once(
-    monkeypatch: pytest.MonkeyPatch, sink: list[Message]
-) -> None:
+def test_logging_that_nobody_configured_is_adopted_once(monkeypatch: pytest.MonkeyPatch, sink: list[Message]) -> None:
     bare_root(monkeypatch)
 
     assert logger.adopt_logging()

@@ -18,10 +18,7 @@ from moonpool.stub.pb_utils import host
 from moonpool.stub.pb_utils.errors import TritonModelException
 from moonpool.stub.pb_utils.metrics import Metric, MetricFamily, MetricKind
 
-pytestmark = pytest.mark.promise(
-    "Metrics",
-    "Operations that a metric does not allow are refused with Triton's texts.",
-)
+pytestmark = pytest.mark.promise("Metrics", "Operations that a metric does not allow are refused with Triton's texts.")
 
 COUNTER, GAUGE, HISTOGRAM = MetricFamily.COUNTER, MetricFamily.GAUGE, MetricFamily.HISTOGRAM
 WRAPPED = "Failed to process the request for model 'M_0_0', message: "
@@ -39,12 +36,7 @@ class Keeper(host.Host):
         return WRAPPED + why
 
     def new_metric(
-        self,
-        name: str,
-        description: str,
-        kind: int,
-        labels: Mapping[str, str] | None,
-        buckets: Sequence[float] | None,
+        self, name: str, description: str, kind: int, labels: Mapping[str, str] | None, buckets: Sequence[float] | None
     ) -> int:
         self.made += 1
         try:
@@ -138,9 +130,7 @@ def test_families_that_cannot_be_are_refused_in_tritons_words() -> None:
     family = MetricFamily("n", "d", COUNTER)
 
     assert refused(lambda: MetricFamily("a b", "d", COUNTER)) == prefix + "Invalid metric name"
-    assert refused(lambda: MetricFamily("n", "d", GAUGE)) == (
-        prefix + "Family name already exists with different type"
-    )
+    assert refused(lambda: MetricFamily("n", "d", GAUGE)) == (prefix + "Family name already exists with different type")
     assert family.Metric().value() == 0
 
 
@@ -152,16 +142,8 @@ def test_families_that_cannot_be_are_refused_in_tritons_words() -> None:
             {"buckets": [2, 1]},
             f"Error when creating Metric: {WRAPPED}Bucket Boundaries must be strictly sorted",
         ),
-        (
-            COUNTER,
-            {"labels": {"a b": "x"}},
-            f"Error when creating Metric: {WRAPPED}Invalid label name",
-        ),
-        (
-            COUNTER,
-            {"labels": {1: "x"}},
-            f"Error when creating Metric: {WRAPPED}Invalid label name",
-        ),
+        (COUNTER, {"labels": {"a b": "x"}}, f"Error when creating Metric: {WRAPPED}Invalid label name"),
+        (COUNTER, {"labels": {1: "x"}}, f"Error when creating Metric: {WRAPPED}Invalid label name"),
         (
             COUNTER,
             {"labels": {"a": 1}},

@@ -16,14 +16,12 @@ from moonpool.stub.pb_utils.memory import use_memory
 
 pytestmark = pytest.mark.promise(
     "Models",
-    "`triton_python_backend_utils` has the names, types, exceptions and texts of Triton's "
-    "module in its default mode.",
+    "`triton_python_backend_utils` has the names, types, exceptions and texts of Triton's module in its default mode.",
 )
 
 
 @pytest.mark.parametrize(
-    ("wire", "text"),
-    [(b"\1\0", "incomplete length field"), (b"\2\0\0\0a", "string extends beyond buffer")],
+    ("wire", "text"), [(b"\1\0", "incomplete length field"), (b"\2\0\0\0a", "string extends beyond buffer")]
 )
 def test_broken_strings_are_refused(wire: bytes, text: str) -> None:
     with pytest.raises(pb_utils.TritonModelException, match=text):

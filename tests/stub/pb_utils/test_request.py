@@ -14,9 +14,7 @@ from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import Tensor
 
-pytestmark = pytest.mark.promise(
-    "Models", "`triton_python_backend_utils` has the names, types, exceptions …"
-)
+pytestmark = pytest.mark.promise("Models", "`triton_python_backend_utils` has the names, types, exceptions …")
 
 
 def request(**changes: Any) -> InferenceRequest:
@@ -57,9 +55,7 @@ def test_parameters_are_numbers_that_json_has(value: float) -> None:
         ("request_id", ["", "\u6708", b"\xff"], ["\ud800"]),
     ],
 )
-def test_numbers_and_texts_are_those_that_can_be_sent(
-    name: str, good: list[Any], bad: list[Any]
-) -> None:
+def test_numbers_and_texts_are_those_that_can_be_sent(name: str, good: list[Any], bad: list[Any]) -> None:
     for value in good:
         request(**{name: value})
     for value in bad:

@@ -14,12 +14,7 @@ from moonpool.ipc.messages import AGAIN, FINAL, NO_DETAILS
 from moonpool.ipc.signals import at_once
 from moonpool.stub.pb_utils.errors import TritonModelException
 from moonpool.stub.pb_utils.request import InferenceRequest
-from moonpool.stub.pb_utils.response import (
-    DROPPED,
-    InferenceResponse,
-    Reply,
-    ReplyPort,
-)
+from moonpool.stub.pb_utils.response import DROPPED, InferenceResponse, Reply, ReplyPort
 from moonpool.stub.pb_utils.tensor import Tensor
 
 pytestmark = pytest.mark.promise("Responses at any time", "A sender refuses wrong use …")
@@ -32,13 +27,7 @@ class Post(ReplyPort):
         self.is_decoupled = is_decoupled
         self.sent: list[tuple[object, int]] = []
 
-    def respond(
-        self,
-        _: Reply,
-        response: InferenceResponse | None,
-        flags: int,
-        *steps: Callable[[], object],
-    ) -> None:
+    def respond(self, _: Reply, response: InferenceResponse | None, flags: int, *steps: Callable[[], object]) -> None:
         error = None if response is None else response.error()
         sent = (response if error is None else error.message(), flags)
         at_once(*steps, partial(self.sent.append, sent))

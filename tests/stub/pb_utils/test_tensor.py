@@ -9,9 +9,7 @@ from moonpool.ipc.tensors import encode_bytes
 from moonpool.stub.pb_utils.errors import TritonModelException
 from moonpool.stub.pb_utils.tensor import Tensor
 
-pytestmark = pytest.mark.promise(
-    "Models", "`triton_python_backend_utils` has the names, types, exceptions …"
-)
+pytestmark = pytest.mark.promise("Models", "`triton_python_backend_utils` has the names, types, exceptions …")
 
 
 def test_a_string_without_utf_8_form_is_refused() -> None:
@@ -37,11 +35,7 @@ def test_strings_from_the_wire_are_decoded_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wire", "text"),
-    [
-        (b"\1\0", "incomplete length field"),
-        (b"\5\0\0\0a", "string extends beyond buffer"),
-    ],
+    ("wire", "text"), [(b"\1\0", "incomplete length field"), (b"\5\0\0\0a", "string extends beyond buffer")]
 )
 def test_broken_strings_from_the_wire_are_an_error_of_tritons(wire: bytes, text: str) -> None:
     tensor = Tensor.from_wire("X", 13, [1], np.frombuffer(wire, np.uint8))

@@ -48,20 +48,8 @@ def _shown(value: Any) -> Any:
     """Take an object of a batch apart: its class, and the values of its slots."""
     if isinstance(value, np.ndarray):
         lease = lease_of(value)
-        place = lease is not None and (
-            lease.token,
-            lease.offset,
-            lease.size,
-            lease.region is not None,
-        )
-        return (
-            value.dtype.str,
-            value.shape,
-            value.strides,
-            value.flags.writeable,
-            value.tobytes(),
-            place,
-        )
+        place = lease is not None and (lease.token, lease.offset, lease.size, lease.region is not None)
+        return (value.dtype.str, value.shape, value.strides, value.flags.writeable, value.tobytes(), place)
     if isinstance(value, (list, tuple)):
         return type(value).__name__, [_shown(each) for each in value]
     if isinstance(value, (InferenceRequest, Tensor)):
@@ -81,9 +69,7 @@ def _shown(value: Any) -> Any:
 class StubDesk:
     """Serves EXECUTE after EXECUTE through one of both ports. For one thread."""
 
-    def __init__(
-        self, form: Callable[[Peer, dict[str, Any]], StubPort], native: Any = None, **start: Any
-    ) -> None:
+    def __init__(self, form: Callable[[Peer, dict[str, Any]], StubPort], native: Any = None, **start: Any) -> None:
         """`native` is one of moonpool's own models, to serve that in place of `execute`.
 
         Skips the test if the form is compiled, and nothing is here.
@@ -110,9 +96,7 @@ class StubDesk:
         }
         work, self.work = Channel.pair()
         control, self.control = Channel.pair()
-        self.regions = {
-            number: SharedRegion.create(number, REGION_BYTES) for number in (REQUESTS, ANSWERS)
-        }
+        self.regions = {number: SharedRegion.create(number, REGION_BYTES) for number in (REQUESTS, ANSWERS)}
         conversation = Conversation(work, Side.STUB, cast(Any, None), after=Kind.LOADED)
         # The end of the runtime must not end this process.
         self.peer = Peer(conversation, control, self.start, lambda: None)
@@ -151,16 +135,7 @@ class StubDesk:
         """Execute a batch, and return the packet of ANSWER."""
         self._batches += 1
         return self.ask_with(
-            encode(
-                Kind.EXECUTE,
-                self._batches,
-                NO_CORE,
-                released or [],
-                blocks,
-                encode(*layout),
-                details,
-                None,
-            )
+            encode(Kind.EXECUTE, self._batches, NO_CORE, released or [], blocks, encode(*layout), details, None)
         )
 
     def ask_with(self, packet: bytes) -> bytes:

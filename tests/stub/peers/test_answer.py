@@ -19,8 +19,7 @@ from moonpool.stub.peers.placement import Placer
 
 pytestmark = pytest.mark.promise(
     "Responses at any time",
-    "A sender that was not used leaves nothing behind, and a sender of a rescheduled request "
-    "can send nothing more.",
+    "A sender that was not used leaves nothing behind, and a sender of a rescheduled request can send nothing more.",
 )
 
 

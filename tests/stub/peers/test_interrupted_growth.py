@@ -103,9 +103,7 @@ def runtime() -> Iterator[Runtime]:
     ],
     ids=["of few sizes", "of many sizes", "that grow"],
 )
-def test_an_interrupt_at_any_point_of_an_allocation_loses_nothing(
-    runtime: Runtime, sizes: tuple[int, ...]
-) -> None:
+def test_an_interrupt_at_any_point_of_an_allocation_loses_nothing(runtime: Runtime, sizes: tuple[int, ...]) -> None:
     regions = runtime.regions
     held: list[Block] = []
 
@@ -117,10 +115,7 @@ def test_an_interrupt_at_any_point_of_an_allocation_loses_nothing(
                 assert size == 4096 * KiB
             if number % 2 and held:
                 block = held[0]
-                at_once(
-                    partial(regions.give_back, (block.region.id, block.offset)),
-                    partial(held.pop, 0),
-                )
+                at_once(partial(regions.give_back, (block.region.id, block.offset)), partial(held.pop, 0))
         regions.retire_idle(0.0)
 
     def check() -> None:

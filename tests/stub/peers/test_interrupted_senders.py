@@ -242,9 +242,7 @@ def test_what_a_handler_sends_in_the_middle_of_a_send_comes_before_it(decoupled:
 
 @pytest.mark.parametrize("is_answered", [True, False])
 @pytest.mark.parametrize("end", ["finish", "fail", "reschedule"])
-def test_an_interrupt_at_any_point_of_the_last_response_loses_nothing(
-    desk: Desk, end: str, is_answered: bool
-) -> None:
+def test_an_interrupt_at_any_point_of_the_last_response_loses_nothing(desk: Desk, end: str, is_answered: bool) -> None:
     kept: list[InferenceRequest] = []
 
     def prepare() -> None:

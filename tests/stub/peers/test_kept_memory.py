@@ -30,9 +30,7 @@ class Grower:
         self.given[1] = 64 * KiB
         self.regions.add_first(1, 64 * KiB, set_aside(1, 64 * KiB), Side.STUB)
 
-    def _send(
-        self, kind: Kind, number: int, *_: object, notes: Iterable[Callable[[], object]]
-    ) -> None:
+    def _send(self, kind: Kind, number: int, *_: object, notes: Iterable[Callable[[], object]]) -> None:
         self.said.append(kind)
         for note in notes:
             note()
@@ -72,9 +70,7 @@ def test_an_idle_stub_keeps_the_first_region_for_a_minute(grower: Grower) -> Non
     assert list(grower.given) == [1]
 
 
-def test_it_keeps_none_where_memory_is_short(
-    grower: Grower, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_keeps_none_where_memory_is_short(grower: Grower, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "headroom_bytes", lambda: 256 * KiB)
     grower.answer(256 * KiB)
     grower.regions.retire_idle(5.0)

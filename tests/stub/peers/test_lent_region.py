@@ -98,9 +98,7 @@ def test_pages_that_were_only_read_stay_where_they_are(lent: Lent) -> None:
     assert (second == 3).all()
 
 
-def test_pages_are_looked_at_if_the_process_has_had_page_faults(
-    lent: Lent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_are_looked_at_if_the_process_has_had_page_faults(lent: Lent, monkeypatch: pytest.MonkeyPatch) -> None:
     lent.region._has_all_faults = True  # also on a machine with a GPU
     looks: list[int] = []
     pread = os.pread
@@ -151,8 +149,7 @@ def test_an_object_that_is_too_short_is_an_error(lent: Lent) -> None:
 
 @pytest.mark.promise(
     "At the limits",
-    "A client that cuts its memory short after a request loses that response; the others of the "
-    "batch are complete.",
+    "A client that cuts its memory short after a request loses that response; the others of the batch are complete.",
 )
 def test_nothing_is_left_of_a_response_whose_target_is_too_short(lent: Lent) -> None:
     os.truncate(lent.fd, _PAGE)
@@ -163,9 +160,7 @@ def test_nothing_is_left_of_a_response_whose_target_is_too_short(lent: Lent) -> 
     made = InferenceResponse([Tensor(name, np.ones(4, np.float32)) for name in ("Y", "V")])
     blocks: list[list[int]] = []
     try:
-        layout, remark = placer.answer(
-            made, ["Y", "V"], blocks, None, {0: Target(lent.region, 0, _BYTES)}
-        )
+        layout, remark = placer.answer(made, ["Y", "V"], blocks, None, {0: Target(lent.region, 0, _BYTES)})
         assert layout is None
         assert remark is not None
         assert "client's shared memory cannot be mapped" in remark[1][1]

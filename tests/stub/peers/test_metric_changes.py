@@ -16,8 +16,7 @@ from moonpool.ipc.signals import at_once
 from moonpool.stub.peers.control import MetricChanges
 
 pytestmark = pytest.mark.promise(
-    "Metrics",
-    "Changes from threads, finalizers and forks are added up in order, and none is lost.",
+    "Metrics", "Changes from threads, finalizers and forks are added up in order, and none is lost."
 )
 
 
@@ -57,9 +56,7 @@ def test_a_million_increments_are_one_message(changes: MetricChanges, sent: Sent
     assert sent.messages == [([(1, INCREMENT, 1_000_000.0, 1)], [])]
 
 
-def test_a_set_forgets_what_was_before_and_keeps_what_comes_after(
-    changes: MetricChanges, sent: Sent
-) -> None:
+def test_a_set_forgets_what_was_before_and_keeps_what_comes_after(changes: MetricChanges, sent: Sent) -> None:
     for operation, value in ((INCREMENT, 5.0), (SET, 1.0), (INCREMENT, 2.0), (INCREMENT, -4.0)):
         changes.add(1, operation, value)
     changes.flush()
@@ -150,9 +147,7 @@ def test_threads_lose_nothing(changes: MetricChanges, sent: Sent) -> None:
     assert sum(value for _, _, value, _ in sent.rows) == 300_000
 
 
-def test_more_observations_than_a_message_may_have_are_several_messages(
-    changes: MetricChanges, sent: Sent
-) -> None:
+def test_more_observations_than_a_message_may_have_are_several_messages(changes: MetricChanges, sent: Sent) -> None:
     for number in range(MAX_OBSERVATIONS + 10):
         changes.add(1 + number % 2, OBSERVE, 0.5)
     changes.flush()

@@ -13,13 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.stub.peers.desk import (
-    ANSWERS,
-    REQUESTS,
-    StubDesk,
-    compiled,
-    in_python,
-)
+from tests.stub.peers.desk import ANSWERS, REQUESTS, StubDesk, compiled, in_python
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import encode, work_codec
@@ -73,19 +67,12 @@ def test_a_batch_is_answered(desk: StubDesk) -> None:
     for number in range(1, 4):
         desk.write(0, a * number)
         desk.write(1024, b)
-        answer = desk.ask(
-            [floats(4)],
-            blocks=[[*PLACE, 2048]],
-            released=[] if number == 1 else [[ANSWERS, 0]],
-        )
+        answer = desk.ask([floats(4)], blocks=[[*PLACE, 2048]], released=[] if number == 1 else [[ANSWERS, 0]])
         fields = work_codec(Side.RUNTIME).decode(answer)
         assert [*fields[:2], *fields[3:6]] == [Kind.ANSWER, number, [], [], [[ANSWERS, 0, 128]]]
         assert fields[7:] == [None, None]
         assert desk.outputs(answer) == [
-            [
-                ((0, FP32, [4]), (a * number + b).tobytes()),
-                ((1, FP32, [4]), (a * number - b).tobytes()),
-            ]
+            [((0, FP32, [4]), (a * number + b).tobytes()), ((1, FP32, [4]), (a * number - b).tobytes())]
         ]
 
 
@@ -162,21 +149,10 @@ def test_what_is_cancelled_before_its_batch_comes_cancelled(desk: StubDesk) -> N
         (0, True),
     ],
 )
-def test_a_packet_that_is_not_as_the_table_says_is_refused(
-    desk: StubDesk, at: int, value: object
-) -> None:
+def test_a_packet_that_is_not_as_the_table_says_is_refused(desk: StubDesk, at: int, value: object) -> None:
     desk.execute = sum_and_difference
     ask(desk)
-    fields: list[Any] = [
-        Kind.EXECUTE,
-        2,
-        NO_CORE,
-        [],
-        [[*PLACE, 2048]],
-        encode(floats(4)),
-        None,
-        None,
-    ]
+    fields: list[Any] = [Kind.EXECUTE, 2, NO_CORE, [], [[*PLACE, 2048]], encode(floats(4)), None, None]
     fields[at] = value
     with pytest.raises(RemoteProtocolError):
         desk.ask_with(encode(*fields))
@@ -296,9 +272,7 @@ def _typed(datatype: Any) -> Tensor:
     return tensor
 
 
-def _sent(
-    request: InferenceRequest, returned: InferenceResponse | None = None
-) -> InferenceResponse | None:
+def _sent(request: InferenceRequest, returned: InferenceResponse | None = None) -> InferenceResponse | None:
     request.get_response_sender().send(InferenceResponse([Tensor("SUM", np.ones(2))]), 1)
     return returned
 
@@ -369,10 +343,7 @@ RESPONSES = {
     "broken outputs": "_broken(_outputs=None)",
     "broken list": "_broken(_outputs=[None])",
     "broken error": "_broken(_error=5)",
-    **{
-        f"no{name}": f"_without(InferenceResponse([]), '{name}')"
-        for name in InferenceResponseBase.__slots__
-    },
+    **{f"no{name}": f"_without(InferenceResponse([]), '{name}')" for name in InferenceResponseBase.__slots__},
     **{
         f"tensor without {name}": f"InferenceResponse([_without(Tensor('SUM', a + b), '{name}')])"
         for name in ("_array", "_datatype", "_name", "_shape")
@@ -421,11 +392,7 @@ def _weighted(usual: tuple[str, ...], others: dict[str, str]) -> st.SearchStrate
 
 BATCHES = st.lists(
     st.tuples(
-        st.lists(
-            st.tuples(st.sampled_from(REQUESTED), _weighted(USUAL_RESPONSES, RESPONSES)),
-            min_size=1,
-            max_size=3,
-        ),
+        st.lists(st.tuples(st.sampled_from(REQUESTED), _weighted(USUAL_RESPONSES, RESPONSES)), min_size=1, max_size=3),
         _weighted(("list",), RETURNS),
         # How many of the answers' blocks come back before, and whether what was kept is dropped.
         st.integers(0, 4),
@@ -440,10 +407,7 @@ Batches = list[tuple[list[tuple[str, str]], str, int, bool]]
 def _rows(form: str, index: int) -> list[list[Any]]:
     count, start = (3 if form == "other shape" else 4), index * 256
     block = 1 if form == "two blocks" else 0
-    rows = [
-        [0, FP32, [count], 0, start, 4 * count],
-        [1, FP32, [count], block, start + 64, 4 * count],
-    ]
+    rows = [[0, FP32, [count], 0, start, 4 * count], [1, FP32, [count], block, start + 64, 4 * count]]
     return [*rows, [2, BYTES, [1], 0, start + 128, 5]] if form == "text" else rows
 
 
@@ -469,13 +433,9 @@ def _play(desk: StubDesk, batches: Batches) -> list[Any]:
             desk.write(at + 128, np.frombuffer(b"\1\0\0\0x", np.uint8))
             desk.write(at + 4096 + 64, np.full(4, index, np.float32))
 
-        def execute(
-            given: list[InferenceRequest], requests: Any = requests, returned: str = returned
-        ) -> object:
+        def execute(given: list[InferenceRequest], requests: Any = requests, returned: str = returned) -> object:
             responses = [
-                _evaluated(
-                    RESPONSES[name], r=r, a=r.inputs()[0].as_numpy(), b=r.inputs()[1].as_numpy()
-                )
+                _evaluated(RESPONSES[name], r=r, a=r.inputs()[0].as_numpy(), b=r.inputs()[1].as_numpy())
                 for r, (_, name) in zip(given, requests, strict=True)
             ]
             return _evaluated(RETURNS[returned], responses=responses, requests=given)
@@ -531,9 +491,7 @@ def test_both_ports_answer_alike(batches: Batches, reschedules: bool) -> None:
         *[("plain", each, 0) for each in ("none of them", "error", "parameters")],
     ],
 )
-def test_the_compiled_port_does_what_most_batches_are(
-    form: str, response: str, placed: int
-) -> None:
+def test_the_compiled_port_does_what_most_batches_are(form: str, response: str, placed: int) -> None:
     desk = StubDesk(compiled)
     counts = compiled_port(desk.start).counts
     before = counts()
@@ -560,16 +518,12 @@ def test_a_large_output_that_grows_while_another_one_is_copied_is_not_written_be
 
     desk = StubDesk(compiled)
     try:
-        desk.execute = lambda _: [
-            InferenceResponse([Tensor("SUM", values[0]), Tensor("DIFF", values[1])])
-        ]
+        desk.execute = lambda _: [InferenceResponse([Tensor("SUM", values[0]), Tensor("DIFF", values[1])])]
         with monkeypatch.context() as patch:
             patch.setattr(SharedRegion, "write", grown)
             answer = desk.ask([floats(4)], blocks=[[*PLACE, 2048]])
         (outputs,) = desk.outputs(answer)
-        assert [value for _, value in outputs] == [
-            np.full(1 << 16, value, np.float32).tobytes() for value in (1, 2)
-        ]
+        assert [value for _, value in outputs] == [np.full(1 << 16, value, np.float32).tobytes() for value in (1, 2)]
         assert not any(desk.regions[ANSWERS].memory()[1 << 19 :])
     finally:
         desk.close()
@@ -654,9 +608,7 @@ def test_models_of_our_own_kind_are_answered_alike(batch: str, returned: str) ->
         size += bytes_each + gap
     seen, opened = [], []
     for form in FORMS:
-        desk = StubDesk(
-            form, model, kind="native", config=OWN, inputs=["A", "B"], outputs=["SUM", "DIFF"]
-        )
+        desk = StubDesk(form, model, kind="native", config=OWN, inputs=["A", "B"], outputs=["SUM", "DIFF"])
         forms = compiled_port(desk.start)
         before = forms.counts()["stacked"] if forms else 0
         answers = []

@@ -46,8 +46,7 @@ THREADS = ("tests/stub/hosts/test_usual_asks.py", "tests/stub/hosts/test_call_re
 
 
 @pytest.mark.promise(
-    "The wire",
-    "The compiled code of stubs runs its tests with the sanitizers for addresses and undefined behaviour.",
+    "The wire", "The compiled code of stubs runs its tests with the sanitizers for addresses and undefined behaviour."
 )
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -82,12 +81,7 @@ def ended_with(
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, str(port), str(calls), *tests],
         cwd=ROOT,
-        env={
-            **os.environ,
-            "LD_PRELOAD": libraries,
-            "PYTHONPATH": os.pathsep.join(path),
-            **options,
-        },
+        env={**os.environ, "LD_PRELOAD": libraries, "PYTHONPATH": os.pathsep.join(path), **options},
         capture_output=True,
         text=True,
         check=False,

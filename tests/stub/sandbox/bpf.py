@@ -10,9 +10,7 @@ KILL, ALLOW, EPERM, ENOSYS = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026
 DONE = 0x00050000
 
 
-def verdict(
-    program: bytes, architecture: int, number: int, arguments: Sequence[int] = (), steps: int = 4096
-) -> int:
+def verdict(program: bytes, architecture: int, number: int, arguments: Sequence[int] = (), steps: int = 4096) -> int:
     """Return the action that the kernel would take for the call."""
     words = [argument & (1 << 64) - 1 for argument in (*arguments, *(0,) * 6)][:6]
     data = struct.pack("<IIQ6Q", number & 0xFFFFFFFF, architecture, 0, *words)

@@ -26,9 +26,7 @@ def control(request):
         fcntl.ioctl(device, request, b"")
 """
 # libc's pthread_setname_np does this.
-NAME_OWN_THREAD = (
-    "os.write(os.open(f'/proc/self/task/{_thread.get_native_id()}/comm', os.O_RDWR), b'cuda')"
-)
+NAME_OWN_THREAD = "os.write(os.open(f'/proc/self/task/{_thread.get_native_id()}/comm', os.O_RDWR), b'cuda')"
 MAKE_MEMFD = "os.memfd_create('cuda')"
 # libcuda does this, and does not start without it.
 LISTEN = "(s := named(socket.AF_UNIX, socket.SOCK_SEQPACKET), s.bind(f'\\0cuda-uvmfd-{os.getpid()}'), s.listen())"
@@ -42,12 +40,7 @@ OTHER_CALLS = ("control(0x5412)", "control(0x40086602)")
 def test_the_driver_of_a_gpu_can_work(identity: Identity) -> None:
     identity.needs_no_mounts()
     results = identity.attempt(
-        identity.policy(devices=["/dev/full"]),
-        NAME_OWN_THREAD,
-        MAKE_MEMFD,
-        LISTEN,
-        *DRIVER_CALLS,
-        before=BEFORE,
+        identity.policy(devices=["/dev/full"]), NAME_OWN_THREAD, MAKE_MEMFD, LISTEN, *DRIVER_CALLS, before=BEFORE
     )
 
     assert results[NAME_OWN_THREAD] == "ok 4"
@@ -70,9 +63,7 @@ def test_a_gpu_opens_nothing_else(identity: Identity) -> None:
         "named(socket.AF_UNIX, socket.SOCK_DGRAM)",
         "named(socket.AF_INET, socket.SOCK_STREAM)",
     )
-    results = identity.attempt(
-        identity.policy(devices=["/dev/full"]), *others, *OTHER_CALLS, before=BEFORE
-    )
+    results = identity.attempt(identity.policy(devices=["/dev/full"]), *others, *OTHER_CALLS, before=BEFORE)
 
     for attempt in (*others, *OTHER_CALLS):
         assert any(f"[Errno {number}]" in results[attempt] for number in REFUSED), results
@@ -84,13 +75,8 @@ def test_ports_and_a_gpu_go_together(identity: Identity) -> None:
     if landlock.abi() < landlock.KNOWS_PORTS:
         pytest.skip("this kernel's Landlock knows no ports")
     allowed = (LISTEN, "named(socket.AF_INET, socket.SOCK_STREAM)")
-    refused = (
-        "named(socket.AF_UNIX, socket.SOCK_STREAM)",
-        "named(socket.AF_INET, socket.SOCK_DGRAM)",
-    )
-    results = identity.attempt(
-        identity.policy(devices=["/dev/full"], ports=[65000]), *allowed, *refused, before=BEFORE
-    )
+    refused = ("named(socket.AF_UNIX, socket.SOCK_STREAM)", "named(socket.AF_INET, socket.SOCK_DGRAM)")
+    results = identity.attempt(identity.policy(devices=["/dev/full"], ports=[65000]), *allowed, *refused, before=BEFORE)
 
     for attempt in allowed:
         assert results[attempt].startswith("ok"), results
@@ -100,9 +86,7 @@ def test_ports_and_a_gpu_go_together(identity: Identity) -> None:
 
 def test_without_a_gpu_there_is_none_of_it(identity: Identity) -> None:
     identity.needs_no_mounts()
-    results = identity.attempt(
-        identity.policy(), NAME_OWN_THREAD, MAKE_MEMFD, LISTEN, *DRIVER_CALLS, before=BEFORE
-    )
+    results = identity.attempt(identity.policy(), NAME_OWN_THREAD, MAKE_MEMFD, LISTEN, *DRIVER_CALLS, before=BEFORE)
 
     for attempt in (NAME_OWN_THREAD, MAKE_MEMFD, LISTEN, *DRIVER_CALLS):
         assert "Error" in results[attempt], results

@@ -58,9 +58,7 @@ def test_one_file_is_granted_without_its_neighbours(identity: Identity) -> None:
     with folder(identity) as path:
         file = path / "inside" / "file"
         results = identity.attempt(
-            identity.policy(granted=[(str(file), False)]),
-            f"open('{file}').read()",
-            f"open('{path}/other')",
+            identity.policy(granted=[(str(file), False)]), f"open('{file}').read()", f"open('{path}/other')"
         )
 
     assert results[f"open('{file}').read()"] == "ok 'content'"
@@ -90,9 +88,7 @@ def test_a_link_inside_a_granted_folder_opens_nothing_outside(identity: Identity
     with folder(identity) as path:
         link = path / "inside" / "link"
         link.symlink_to(path / "other")
-        results = identity.attempt(
-            identity.policy(granted=[(str(path / "inside"), False)]), f"open('{link}').read()"
-        )
+        results = identity.attempt(identity.policy(granted=[(str(path / "inside"), False)]), f"open('{link}').read()")
 
     assert results[f"open('{link}').read()"].startswith("PermissionError")
 
@@ -126,10 +122,7 @@ def connection(server: socket.socket) -> str:
     "listeners. Without a granted port there is no network, even if sockets were granted.",
 )
 def test_a_port_is_granted_and_no_other(identity: Identity) -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as one,
-        socket.create_server(("127.0.0.1", 0)) as two,
-    ):
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         results = identity.attempt(
             identity.policy(ports=[one.getsockname()[1]]),
             connection(one),
@@ -178,8 +171,7 @@ def test_an_unknown_system_call_is_refused_by_name(identity: Identity, level: st
     results = identity.attempt(identity.policy(level=level, syscalls=["levitate"]))
 
     assert results["refused"] == (
-        f"seccomp: there is no system call levitate on {os.uname().machine}; "
-        "take it out of MOONPOOL_SANDBOX_SYSCALLS"
+        f"seccomp: there is no system call levitate on {os.uname().machine}; take it out of MOONPOOL_SANDBOX_SYSCALLS"
     )
 
 
@@ -220,9 +212,7 @@ def pool():
 
 @pytest.mark.promise("Layers of the sandbox", "`fork`, `execve` and other calls are …")
 def test_programs_are_granted_as_execve_and_stay_inside(identity: Identity) -> None:
-    run = (
-        "subprocess.run(['/bin/sh', '-c', 'echo $0; cat /etc/passwd'], capture_output=True).stdout"
-    )
+    run = "subprocess.run(['/bin/sh', '-c', 'echo $0; cat /etc/passwd'], capture_output=True).stdout"
     with identity.scratch() as scratch:
         results = identity.attempt(
             identity.policy(syscalls=["fork", "execve"], scratch=scratch, scratch_bytes=1 << 20),

@@ -26,8 +26,7 @@ def denied(results: dict[str, object], *attempts: str) -> dict[str, object]:
 
 @pytest.mark.promise(
     "Layers of the sandbox",
-    "A strict instance has all layers, in order, and reports them. The kernel reports the "
-    "same of its process.",
+    "A strict instance has all layers, in order, and reports them. The kernel reports the same of its process.",
 )
 def test_a_strict_process_says_which_layers_it_has(identity: Identity) -> None:
     with identity.scratch() as scratch:
@@ -84,9 +83,7 @@ def test_a_strict_process_does_what_models_do(identity: Identity) -> None:
     ]
     with identity.scratch() as scratch:
         policy = identity.policy(scratch=scratch, scratch_bytes=1 << 20, limits=LIMITS)
-        results = identity.attempt(
-            policy, *attempts, before=f"import os; os.environ['TMPDIR'] = {scratch!r}"
-        )
+        results = identity.attempt(policy, *attempts, before=f"import os; os.environ['TMPDIR'] = {scratch!r}")
 
     assert {each: results[each] for each in attempts if not results[each].startswith("ok")} == {}
 
@@ -154,10 +151,7 @@ def test_a_strict_process_does_not_do_what_attacks_do(identity: Identity) -> Non
     assert denied(results, *attempts) == {}
 
 
-@pytest.mark.promise(
-    "Layers of the sandbox",
-    "Files of `/proc` that it may read stay readable when memory is short.",
-)
+@pytest.mark.promise("Layers of the sandbox", "Files of `/proc` that it may read stay readable when memory is short.")
 def test_files_that_the_kernel_could_forget_are_held(identity: Identity) -> None:
     # A rule of Landlock ends with the inode, and the kernel replaces those of /proc when memory is short.
     held = "sorted(os.path.basename(os.readlink(f'/proc/self/fd/{fd}')) for fd in range(3, 10))"
@@ -195,9 +189,7 @@ kernel.call({name!r}, -1, -1, -1, -1, -1)
     "Layers of the sandbox",
     "From version 9 of Landlock on, a contained process reaches no socket by its path, and rights of versions that moonpool does not know are named.",
 )
-@pytest.mark.parametrize(
-    ("version", "rights"), [(1, 13), (3, 15), (7, 16), (9, 17), (10, 17), (99, 17)]
-)
+@pytest.mark.parametrize(("version", "rights"), [(1, 13), (3, 15), (7, 16), (9, 17), (10, 17), (99, 17)])
 def test_landlock_takes_all_rights_that_the_kernel_knows(
     version: int, rights: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +230,9 @@ def test_a_version_of_landlock_that_moonpool_does_not_know_is_named(identity: Id
         results = identity.attempt(policy, before=YOUNG_KERNEL)
         tried = identity.run(TRIAL, str(identity.folder), "landlock", policy.to_json())
 
-    unknown = f"what Landlock of version {version} can do beyond version {version - 1}, the last that this moonpool knows"
+    unknown = (
+        f"what Landlock of version {version} can do beyond version {version - 1}, the last that this moonpool knows"
+    )
     assert unknown in results["left_out"]
     assert f"landlock:{version}" in results["on"]
     assert f"nothing that is newer than version {version - 1}" in json.loads(tried.stdout)["detail"]

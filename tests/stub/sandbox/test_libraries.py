@@ -32,13 +32,7 @@ def used(identity: Identity, library: str, *uses: str, syscalls: Sequence[str] =
     here = Identity(identity.uid, own, identity.folder)
     limits = {"memory_bytes": 6 << 30, "tasks": 64, "open_files": 256}
     with identity.scratch() as scratch:
-        policy = here.policy(
-            read=[packages],
-            scratch=scratch,
-            scratch_bytes=1 << 24,
-            limits=limits,
-            syscalls=syscalls,
-        )
+        policy = here.policy(read=[packages], scratch=scratch, scratch_bytes=1 << 24, limits=limits, syscalls=syscalls)
         before = (
             f"import os, sys; sys.path[:0] = [{packages!r}]; os.environ['HOME'] = {scratch!r}; "
             f"os.environ['TMPDIR'] = {scratch!r}"
@@ -59,14 +53,7 @@ def test_numpy_computes(identity: Identity) -> None:
         "int(numpy.load('a.npy', mmap_mode='r')[3])",
     )
 
-    assert results == [
-        "ok None",
-        "ok 27000000.0",
-        "ok [1.0, 1.0, 1.0]",
-        "ok (3,)",
-        "ok None",
-        "ok 3",
-    ]
+    assert results == ["ok None", "ok 27000000.0", "ok [1.0, 1.0, 1.0]", "ok (3,)", "ok None", "ok 3"]
 
 
 @pytest.mark.slow
@@ -83,15 +70,7 @@ def test_torch_computes(identity: Identity) -> None:
         "next(iter(torch.utils.data.DataLoader(range(3)))).tolist()",
     )
 
-    assert results == [
-        "ok None",
-        "ok [2, 8, 30, 30]",
-        "ok None",
-        "ok None",
-        "ok [1.0, 1.0]",
-        "ok [1, 3]",
-        "ok [0]",
-    ]
+    assert results == ["ok None", "ok [2, 8, 30, 30]", "ok None", "ok None", "ok [1.0, 1.0]", "ok [1, 3]", "ok [0]"]
 
 
 def test_asyncio_and_sqlite_work_as_well(identity: Identity) -> None:
@@ -110,9 +89,7 @@ def test_asyncio_and_sqlite_work_as_well(identity: Identity) -> None:
     "Locks on parts of files are granted as `locks`. A model whose files no other process may write to has them without a grant, and "
     "without a lock in the kernel. Others are refused them.",
 )
-def test_sqlite_locks_its_files_where_nobody_else_writes_or_that_is_granted(
-    identity: Identity,
-) -> None:
+def test_sqlite_locks_its_files_where_nobody_else_writes_or_that_is_granted(identity: Identity) -> None:
     uses = [
         "import sqlite3; a = sqlite3.connect('a.db'); a.execute('create table t (x)'); a.commit()",
         "sqlite3.connect('b.db').execute('pragma journal_mode=wal').fetchone()[0]",

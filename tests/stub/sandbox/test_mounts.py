@@ -56,9 +56,7 @@ def test_granted_paths_below_a_closed_folder_are_reached(code: Path, closed: Pat
     scratch = closed / "scratch"
     scratch.mkdir()
     policy = identity.policy(
-        read=[str(closed / "a" / "model"), str(closed / "one")],
-        scratch=str(scratch),
-        scratch_bytes=1 << 20,
+        read=[str(closed / "a" / "model"), str(closed / "one")], scratch=str(scratch), scratch_bytes=1 << 20
     )
     results = identity.attempt(
         policy,
@@ -80,9 +78,7 @@ def test_granted_paths_below_a_closed_folder_are_reached(code: Path, closed: Pat
 
 @pytest.mark.promise("Layers of the sandbox", "With a private user, an instance …")
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
-def test_a_file_that_its_user_cannot_read_is_named_with_what_to_do(
-    code: Path, closed: Path
-) -> None:
+def test_a_file_that_its_user_cannot_read_is_named_with_what_to_do(code: Path, closed: Path) -> None:
     identity = Identity(0, sys.executable, code)
     (closed / "one").chmod(0o600)
 
@@ -143,8 +139,7 @@ def test_everything_but_what_it_may_write_is_read_only(identity: Identity) -> No
 
 
 @pytest.mark.promise(
-    "Layers of the sandbox",
-    "A read-only mount below a folder that is granted for writing stays read-only.",
+    "Layers of the sandbox", "A read-only mount below a folder that is granted for writing stays read-only."
 )
 def test_a_read_only_mount_below_a_granted_folder_stays_read_only(identity: Identity) -> None:
     with identity.scratch() as shared:

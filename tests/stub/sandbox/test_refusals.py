@@ -74,16 +74,12 @@ def test_strict_does_not_start_without_seccomp(identity: Identity, absent: bool)
     results = identity.attempt(identity.policy(), before=hide("seccomp", absent=absent))
 
     why = "Function not implemented" if absent else "Operation not permitted"
-    assert results["refused"] == (
-        f"seccomp: the kernel refused it ({why}); use the level best-effort to go without"
-    )
+    assert results["refused"] == (f"seccomp: the kernel refused it ({why}); use the level best-effort to go without")
 
 
 def test_best_effort_goes_without_seccomp_and_says_so(identity: Identity) -> None:
     results = identity.attempt(
-        identity.policy(level=BEST_EFFORT),
-        "open('/etc/passwd')",
-        before=hide("seccomp", absent=False),
+        identity.policy(level=BEST_EFFORT), "open('/etc/passwd')", before=hide("seccomp", absent=False)
     )
 
     assert "landlock" in names_of(results)
@@ -94,13 +90,10 @@ def test_best_effort_goes_without_seccomp_and_says_so(identity: Identity) -> Non
 @pytest.mark.promise("Layers of the sandbox", "The scratch folder is a private …")
 @pytest.mark.promise(
     "Layers of the sandbox",
-    "Namespaces are left out if they are forbidden. A Landlock that is too old for its "
-    "task is refused.",
+    "Namespaces are left out if they are forbidden. A Landlock that is too old for its task is refused.",
 )
 @pytest.mark.parametrize("level", [STRICT, BEST_EFFORT])
-def test_namespaces_are_a_second_line_that_is_left_out_where_they_are_forbidden(
-    identity: Identity, level: str
-) -> None:
+def test_namespaces_are_a_second_line_that_is_left_out_where_they_are_forbidden(identity: Identity, level: str) -> None:
     identity.needs_no_mounts()
     with identity.scratch() as scratch:
         policy = identity.policy(level=level, scratch=scratch, scratch_bytes=1 << 20)
@@ -125,9 +118,7 @@ def test_namespaces_are_a_second_line_that_is_left_out_where_they_are_forbidden(
 
 
 @pytest.mark.promise("Layers of the sandbox", "Namespaces are left out if they …")
-def test_an_old_landlock_alone_is_not_enough_for_files_that_could_be_cut_short(
-    identity: Identity,
-) -> None:
+def test_an_old_landlock_alone_is_not_enough_for_files_that_could_be_cut_short(identity: Identity) -> None:
     identity.needs_no_mounts()
     old = "from moonpool.stub.sandbox import landlock\nlandlock.abi = lambda: 2\n"
 
@@ -140,16 +131,12 @@ def test_an_old_landlock_alone_is_not_enough_for_files_that_could_be_cut_short(
 
 
 @pytest.mark.parametrize("version", range(1, min(8, landlock.abi() + 1)))
-def test_every_version_of_landlock_is_asked_for_what_it_knows(
-    identity: Identity, version: int
-) -> None:
+def test_every_version_of_landlock_is_asked_for_what_it_knows(identity: Identity, version: int) -> None:
     old = f"from moonpool.stub.sandbox import landlock\nlandlock.abi = lambda: {version}\n"
 
     with identity.scratch() as scratch:
         policy = identity.policy(scratch=scratch, scratch_bytes=1 << 20)
-        results = identity.attempt(
-            policy, "open('/etc/passwd')", "open('x', 'w').write('x')", before=old
-        )
+        results = identity.attempt(policy, "open('/etc/passwd')", "open('x', 'w').write('x')", before=old)
 
     if "refused" in results:
         pytest.skip("no namespaces here, which an old version needs beside it")
@@ -171,9 +158,7 @@ def test_ports_are_not_granted_where_landlock_does_not_know_of_them(identity: Id
 
 
 @pytest.mark.promise("Layers of the sandbox", "If no private user is available, …")
-@pytest.mark.parametrize(
-    ("version", "ports", "gap"), [(2, [], "from being cut short"), (3, [443], "know of ports")]
-)
+@pytest.mark.parametrize(("version", "ports", "gap"), [(2, [], "from being cut short"), (3, [443], "know of ports")])
 def test_best_effort_has_what_there_is_of_an_old_landlock(
     identity: Identity, version: int, ports: list[int], gap: str
 ) -> None:
@@ -208,20 +193,15 @@ def test_a_user_that_is_not_to_be_had_is_said(identity: Identity) -> None:
 
 @pytest.mark.promise(
     "Layers of the sandbox",
-    "A layer that `best-effort` left out is no error when layers are put on again, in "
-    "forks and other interpreters.",
+    "A layer that `best-effort` left out is no error when layers are put on again, in forks and other interpreters.",
 )
 @pytest.mark.parametrize("level", [STRICT, BEST_EFFORT])
-def test_layers_that_best_effort_left_out_are_not_required_later(
-    identity: Identity, level: str
-) -> None:
+def test_layers_that_best_effort_left_out_are_not_required_later(identity: Identity, level: str) -> None:
     """The process that asks became another program, or was forked by a template."""
     again = f"layers.tighten(Policy(level={level!r}))"
 
     results = identity.attempt(
-        identity.policy(level=BEST_EFFORT),
-        again,
-        before="from moonpool.ipc.policy import Policy\n" + hide("seccomp"),
+        identity.policy(level=BEST_EFFORT), again, before="from moonpool.ipc.policy import Policy\n" + hide("seccomp")
     )
 
     if level == STRICT:
@@ -230,14 +210,9 @@ def test_layers_that_best_effort_left_out_are_not_required_later(
         assert results[again] == "ok None"
 
 
-@pytest.mark.promise(
-    "Layers of the sandbox",
-    "A process that has threads before the layers are on is refused.",
-)
+@pytest.mark.promise("Layers of the sandbox", "A process that has threads before the layers are on is refused.")
 def test_a_process_with_threads_is_not_confined_by_halves(identity: Identity) -> None:
-    before = (
-        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
-    )
+    before = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
 
     results = identity.attempt(identity.policy(), before=before)
 
@@ -253,14 +228,12 @@ def test_a_machine_whose_numbers_are_not_known_is_refused(identity: Identity) ->
     results = identity.attempt(identity.policy(), before=other)
 
     assert results["refused"] == (
-        "seccomp: there is no filter for riscv64; use x86_64 or aarch64, or the level best-effort "
-        "to go without"
+        "seccomp: there is no filter for riscv64; use x86_64 or aarch64, or the level best-effort to go without"
     )
 
 
 @pytest.mark.promise(
-    "Layers of the sandbox",
-    "At `standard`, files that a model makes have the modes of the runtime's umask.",
+    "Layers of the sandbox", "At `standard`, files that a model makes have the modes of the runtime's umask."
 )
 def test_standard_keeps_what_a_trusted_model_needs(identity: Identity) -> None:
     results = identity.attempt(
@@ -275,34 +248,20 @@ def test_standard_keeps_what_a_trusted_model_needs(identity: Identity) -> None:
 
     assert results.pop("on") == ["dies_with_runtime", "no_core_dumps", "no_new_privs"]
     assert results.pop("left_out") == []
-    assert list(results.values()) == [
-        "ok None",
-        "ok 0",
-        "ok (0, 0)",
-        r"ok ['NoNewPrivs:\t1\n']",
-        "ok 18",
-    ]
+    assert list(results.values()) == ["ok None", "ok 0", "ok (0, 0)", r"ok ['NoNewPrivs:\t1\n']", "ok 18"]
 
 
 def test_off_puts_on_nothing_but_limits_that_were_asked_for(identity: Identity) -> None:
     policy = identity.policy(level=OFF, limits={"open_files": 99})
 
-    results = identity.attempt(
-        policy, "resource.getrlimit(resource.RLIMIT_NOFILE)", before="import resource"
-    )
+    results = identity.attempt(policy, "resource.getrlimit(resource.RLIMIT_NOFILE)", before="import resource")
 
     assert results["on"] == ["dies_with_runtime", "limits"]
     assert results["resource.getrlimit(resource.RLIMIT_NOFILE)"] == "ok (99, 99)"
 
 
 def test_limits_are_those_that_were_asked_for(identity: Identity) -> None:
-    limits = {
-        "memory_bytes": 3 << 30,
-        "data_bytes": 2 << 30,
-        "open_files": 77,
-        "file_bytes": 4096,
-        "tasks": 5,
-    }
+    limits = {"memory_bytes": 3 << 30, "data_bytes": 2 << 30, "open_files": 77, "file_bytes": 4096, "tasks": 5}
     wanted = ["AS", "DATA", "NOFILE", "FSIZE", "NPROC", "CORE", "MSGQUEUE", "RTPRIO"]
     asked = f"[resource.getrlimit(getattr(resource, 'RLIMIT_' + each)) for each in {wanted}]"
     with identity.scratch() as scratch:

@@ -8,9 +8,7 @@ from tests.stub.sandbox.bpf import ALLOW, DONE, ENOSYS, EPERM, KILL, verdict
 from moonpool.ipc import syscalls
 from moonpool.stub.sandbox import rules, seccomp
 
-pytestmark = [
-    pytest.mark.promise("The sandbox: `strict`", "Its sockets are …"),
-]
+pytestmark = [pytest.mark.promise("The sandbox: `strict`", "Its sockets are …")]
 
 PID = 4321
 MACHINES = list(syscalls.ARCHITECTURES)
@@ -29,11 +27,7 @@ TABLES = {
 }
 FILTERS = {
     (machine, kind): seccomp.program(
-        machine,
-        table,
-        rules.KILLED,
-        rules.ABSENT,
-        rules.silent(has_files_alone=kind == "files alone"),
+        machine, table, rules.KILLED, rules.ABSENT, rules.silent(has_files_alone=kind == "files alone")
     )
     for machine in MACHINES
     for kind, table in TABLES.items()
@@ -47,20 +41,10 @@ def judged(machine: str, name: str, *arguments: int, kind: str = "usual") -> int
 
 # Each call has arguments that the filter allows, and arguments that it refuses.
 BY_ARGUMENT = {
-    "clone": (
-        [THREAD],
-        [0x11],
-        [0x4111],
-        [THREAD | NEW_USER],
-        [THREAD | 0x2000],
-        [THREAD | 0x8000],
-    ),
+    "clone": ([THREAD], [0x11], [0x4111], [THREAD | NEW_USER], [THREAD | 0x2000], [THREAD | 0x8000]),
     "kill": ([PID, 15], [1, 9], [PID + 1, 9], [0, 9], [-1, 9], [-PID, 9]),
     "tgkill": ([PID, PID, 6], [1, 1, 9], [-1, 1, 9]),
-    **dict.fromkeys(
-        ["getpgid", "getsid", "sched_getparam", "sched_getscheduler"],
-        ([0], [1], [PID + 1]),
-    ),
+    **dict.fromkeys(["getpgid", "getsid", "sched_getparam", "sched_getscheduler"], ([0], [1], [PID + 1])),
     "sched_getattr": ([PID, 0, 48, 0], [1, 0, 48, 0]),
     "sched_getaffinity": ([PID, 128, 0], [1, 128, 0], [PID + 1, 128, 0]),
     "getpriority": ([0, 0], [0, 1], [1, 0], [2, 0]),
@@ -116,8 +100,7 @@ BY_ARGUMENT = {
 
 @pytest.mark.promise("Layers of the sandbox", "It starts no process and …")
 @pytest.mark.promise(
-    "Layers of the sandbox",
-    "A process may name only itself in calls, and cannot read clocks of other processes.",
+    "Layers of the sandbox", "A process may name only itself in calls, and cannot read clocks of other processes."
 )
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", BY_ARGUMENT)
@@ -128,9 +111,7 @@ def test_a_call_is_judged_by_its_arguments(machine: str, name: str) -> None:
 
     assert judged(machine, name, *good) == ALLOW
     refused = ENOSYS if name in rules.ABSENT else DONE if name in rules.silent() else EPERM
-    assert {tuple(each): judged(machine, name, *each) for each in bad} == {
-        tuple(each): refused for each in bad
-    }
+    assert {tuple(each): judged(machine, name, *each) for each in bad} == {tuple(each): refused for each in bad}
 
 
 @pytest.mark.promise("Layers of the sandbox", "No file gets the set-user-ID or …")
@@ -139,10 +120,7 @@ def test_a_file_that_is_only_opened_may_come_with_any_mode(machine: str) -> None
     assert judged(machine, "openat", -100, 0, 0o2, 0o7777) == ALLOW
 
 
-@pytest.mark.promise(
-    "Layers of the sandbox",
-    "No file gets the set-user-ID or set-group-ID bit, whatever is granted.",
-)
+@pytest.mark.promise("Layers of the sandbox", "No file gets the set-user-ID or set-group-ID bit, whatever is granted.")
 @pytest.mark.parametrize("machine", MACHINES)
 def test_no_mode_with_set_ids_is_given_to_a_file(machine: str) -> None:
     for name, before in {"fchmod": [3], "fchmodat": [3, 0], "fchmodat2": [3, 0]}.items():
@@ -187,10 +165,7 @@ def test_parts_of_files_are_locked_where_that_is_granted(machine: str, command: 
 @pytest.mark.promise("Layers of the sandbox", "Locks on parts of files are …")
 @pytest.mark.parametrize("machine", MACHINES)
 def test_locks_on_files_that_nobody_else_writes_do_nothing(machine: str) -> None:
-    found = {
-        command: judged(machine, "fcntl", 3, command, kind="files alone")
-        for command in range(5, 39)
-    }
+    found = {command: judged(machine, "fcntl", 3, command, kind="files alone") for command in range(5, 39)}
 
     assert {command for command, each in found.items() if each == DONE} == {6, 7}
     assert {command for command, each in found.items() if each == ALLOW} == {5}
@@ -240,9 +215,7 @@ def test_calls_that_are_not_listed_are_refused(machine: str) -> None:
     # Every one of these is answered for some arguments.
     named |= rules.silent().keys()
 
-    others = {
-        name: judged(machine, name) for name in syscalls.numbers(machine) if name not in named
-    }
+    others = {name: judged(machine, name) for name in syscalls.numbers(machine) if name not in named}
 
     assert set(others.values()) == {EPERM}
     assert {"socket", "execve", "memfd_create", "sched_setattr", "io_uring_setup"} <= set(others)

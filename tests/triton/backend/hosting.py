@@ -32,11 +32,7 @@ class HostingServer(TritonServer):
 
     def _command(self) -> list[str]:
         # Tests choose the traced requests while it runs.
-        return [
-            *super()._command(),
-            f"--trace-config=triton,file={self._trace_file}",
-            "--trace-config=level=OFF",
-        ]
+        return [*super()._command(), f"--trace-config=triton,file={self._trace_file}", "--trace-config=level=OFF"]
 
     @property
     def _trace_file(self) -> Path:
@@ -153,9 +149,7 @@ class Client:
     def stream(self) -> SimpleQueue[Any]:
         """Begin a stream; gets what the responses hold, and errors."""
         answers: SimpleQueue[Any] = SimpleQueue()
-        self.grpc.start_stream(
-            lambda result, error: answers.put(error or int(result.as_numpy("Y")[0]))
-        )
+        self.grpc.start_stream(lambda result, error: answers.put(error or int(result.as_numpy("Y")[0])))
         return answers
 
     def count(self, until: int) -> None:

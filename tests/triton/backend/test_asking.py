@@ -97,12 +97,8 @@ def evaluate(client: Client, askers: None) -> Evaluate:  # noqa: ARG001 - to be 
     return evaluate
 
 
-@pytest.mark.parametrize(
-    ("caller", "callee"), [("asks", "asks_too"), ("asks", "stock"), ("stock", "asks")]
-)
-def test_models_of_both_backends_ask_each_other(
-    evaluate: Evaluate, caller: str, callee: str
-) -> None:
+@pytest.mark.parametrize(("caller", "callee"), [("asks", "asks_too"), ("asks", "stock"), ("stock", "asks")])
+def test_models_of_both_backends_ask_each_other(evaluate: Evaluate, caller: str, callee: str) -> None:
     text = f"value(ask('{callee}', np.array(['6 * 7'], object)))[0].decode()"
 
     assert evaluate(text, caller) == "42"
@@ -119,9 +115,7 @@ def test_answers_of_other_models_arrive_whole(evaluate: Evaluate, count: int) ->
     assert evaluate(f"np.array_equal(value(ask('identity', {array})), {array})") == "True"
 
 
-def test_memory_of_requests_and_responses_is_used_again(
-    evaluate: Evaluate, server: HostingServer
-) -> None:
+def test_memory_of_requests_and_responses_is_used_again(evaluate: Evaluate, server: HostingServer) -> None:
     asking = "[value(ask('identity', np.ones(1 << 18, np.uint8))).sum() for _ in range(40)][-1]"
     assert evaluate(asking) == str(1 << 18)
     before = regions(server)
@@ -141,8 +135,7 @@ def test_responses_of_a_decoupled_model_come_one_by_one(evaluate: Evaluate) -> N
 @pytest.mark.promise("Readiness", "A model that asks a model …")
 def test_a_model_that_there_is_not_is_an_error(evaluate: Evaluate) -> None:
     assert evaluate("value(ask('nobody', np.array([3])))") == (
-        "Model nobody - Error when running inference: Request for unknown model: "
-        "'nobody' is not found"
+        "Model nobody - Error when running inference: Request for unknown model: 'nobody' is not found"
     )
 
 
@@ -172,9 +165,7 @@ def test_models_of_two_processes_have_one_metric(evaluate: Evaluate, client: Cli
     "Executing in a tritonserver",
     "In a tritonserver, too, a model's changes to metrics are there when its response arrives.",
 )
-def test_a_change_of_a_metric_is_there_when_the_response_is(
-    evaluate: Evaluate, server: HostingServer
-) -> None:
+def test_a_change_of_a_metric_is_there_when_the_response_is(evaluate: Evaluate, server: HostingServer) -> None:
     evaluate("[kept.update(seen=family('seen_total')), kept.update(one=kept['seen'].Metric())]")
     # So many messages come before the change that the library reads it after a pause.
     changing = "[[pb_utils.Logger.log_info('x') for _ in range(25000)], kept['one'].increment(1)]"
@@ -228,8 +219,7 @@ def test_clients_of_a_contained_model_hear_of_no_folders_and_the_log_does(
 
 @pytest.mark.promise(
     "Executing in a tritonserver",
-    "If nobody waits for a batch any more, the requests that its model made to others for it "
-    "are cancelled.",
+    "If nobody waits for a batch any more, the requests that its model made to others for it are cancelled.",
 )
 def test_calls_of_a_model_are_cancelled_with_the_last_request_of_their_batch(
     client: Client,

@@ -160,9 +160,7 @@ def test_states_that_the_server_keeps_are_inputs(client: Client) -> None:
 @pytest.mark.promise("Executing in a tritonserver", "States that the server keeps of …")
 @pytest.mark.parametrize("datatype", ID_TYPES)
 @pytest.mark.parametrize("which", [7, 2**31 + 5, 2**62, "some"], ids=str)
-def test_the_id_of_a_sequence_is_an_input_of_each_datatype(
-    client: Client, datatype: str, which: int | str
-) -> None:
+def test_the_id_of_a_sequence_is_an_input_of_each_datatype(client: Client, datatype: str, which: int | str) -> None:
     x = np.ones(2, np.float32)
     for each in ({"sequence_start": True}, {}, {"sequence_end": True}):
         theirs, ours = asked(client, f"ids_{datatype}", x, sequence_id=which, **each)
@@ -205,12 +203,7 @@ def posted(server: HostingServer, model: str, count: int, strings: bytes) -> str
     header = json.dumps(
         {
             "inputs": [
-                {
-                    "name": "X",
-                    "datatype": "BYTES",
-                    "shape": [count],
-                    "parameters": {"binary_data_size": len(strings)},
-                }
+                {"name": "X", "datatype": "BYTES", "shape": [count], "parameters": {"binary_data_size": len(strings)}}
             ]
         }
     ).encode()
@@ -231,9 +224,7 @@ def posted(server: HostingServer, model: str, count: int, strings: bytes) -> str
     "If a model makes a request with the trace of another one, its trace is a child of that "
     "one, as with Triton's backend.",
 )
-def test_requests_of_a_traced_model_are_traced_below_it(
-    client: Client, server: HostingServer
-) -> None:
+def test_requests_of_a_traced_model_are_traced_below_it(client: Client, server: HostingServer) -> None:
     for side in BACKENDS:
         model = f"{side}_asks_itself"
         settings = {"trace_level": ["TIMESTAMPS"], "trace_rate": "1", "log_frequency": "1"}

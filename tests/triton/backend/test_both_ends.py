@@ -181,10 +181,7 @@ def runtime() -> Iterator[End]:
     level = logger.level
     logger.setLevel(logging.INFO)
     with pytest.MonkeyPatch.context() as patch, moonpool.Runtime() as runtime:
-        sibling: Config = {
-            "input": SIGNATURE["input"],
-            "output": [tensor("OUT_X", "FP32", 4)],
-        }
+        sibling: Config = {"input": SIGNATURE["input"], "output": [tensor("OUT_X", "FP32", 4)]}
         runtime.load("sibling", MODELS / "echo.py", config=sibling | options())
         runtime.load("talkative", MODELS / "talkative.py", config=sibling | options())
         patch.setenv("FAULT_BOOT", process._BOOT)
@@ -211,8 +208,7 @@ def end(request: pytest.FixtureRequest) -> Iterator[End]:
 
 
 @pytest.mark.promise(
-    "The wire",
-    "A stub that sends more than a model needs is read more slowly, also in a tritonserver.",
+    "The wire", "A stub that sends more than a model needs is read more slowly, also in a tritonserver."
 )
 @pytest.mark.parametrize(("fault", "least_s"), PACED.items(), ids=list(PACED))
 def test_a_stub_over_its_budget_is_read_more_slowly(end: End, fault: str, least_s: float) -> None:
@@ -239,8 +235,7 @@ def test_a_stub_over_its_budget_is_read_more_slowly(end: End, fault: str, least_
 @pytest.mark.promise("What a stub says", "A message that would unpack to …")
 @pytest.mark.promise(
     "What a stub says",
-    "A layout has no more outputs than the batch that it answers, and names blocks only for "
-    "outputs that lie in them.",
+    "A layout has no more outputs than the batch that it answers, and names blocks only for outputs that lie in them.",
 )
 @pytest.mark.promise("Responses at any time", "A stub that lies about responses is ended.")
 @pytest.mark.promise(
@@ -249,9 +244,7 @@ def test_a_stub_over_its_budget_is_read_more_slowly(end: End, fault: str, least_
 )
 @pytest.mark.promise("Seeing sandboxes", "A stub cannot forge lines, fill …")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_stub_that_breaks_the_protocol_is_ended_with_the_same_reason(
-    end: End, fault: str
-) -> None:
+def test_a_stub_that_breaks_the_protocol_is_ended_with_the_same_reason(end: End, fault: str) -> None:
     assert end.ask("rogue") == ""
     heard = len(end.log())
 
@@ -287,9 +280,7 @@ def test_each_line_of_a_message_of_a_log_counts(end: End) -> None:
     "An answer that has more than 64 MiB beside its outputs is an error of each request in it, "
     "and the instance lives on.",
 )
-def test_an_answer_that_is_too_large_beside_its_outputs_is_an_error_of_its_requests(
-    end: End,
-) -> None:
+def test_an_answer_that_is_too_large_beside_its_outputs_is_an_error_of_its_requests(end: End) -> None:
     process = end.ask("talkative", "pid")
 
     assert "beside its tensors; 67108864 is the most" in end.ask("talkative", str(65 << 20))

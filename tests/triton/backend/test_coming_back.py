@@ -86,9 +86,7 @@ Ask = Callable[[HostingServer], str]
     "model control mode. An instance that rests can be ended. If no request comes meanwhile, "
     "messages about it do not pile up in the server.",
 )
-def test_an_instance_that_was_given_up_comes_back_where_nobody_can_load_it(
-    tmp_path: Path, ask: Ask
-) -> None:
+def test_an_instance_that_was_given_up_comes_back_where_nobody_can_load_it(tmp_path: Path, ask: Ask) -> None:
     options = _options(MAX_RESTARTS=0, RESTART_WINDOW_S=3, RESTART_BACKOFF_MAX_S=3)
     with _served(UncontrolledServer, tmp_path, options) as server:
         for _ in range(2):
@@ -100,9 +98,7 @@ def test_an_instance_that_was_given_up_comes_back_where_nobody_can_load_it(
 
 
 @pytest.mark.promise("The launcher of a tritonserver", "An instance that was given up …")
-def test_instances_that_come_back_again_and_again_leave_nothing_in_the_server(
-    tmp_path: Path, ask: Ask
-) -> None:
+def test_instances_that_come_back_again_and_again_leave_nothing_in_the_server(tmp_path: Path, ask: Ask) -> None:
     """The server drops letters of processes that have ended, although no request comes to read them."""
     options = _options(MAX_RESTARTS=0, RESTART_WINDOW_S=0.2, RESTART_BACKOFF_MAX_S=0.2)
     with _served(UncontrolledServer, tmp_path, options) as server:
@@ -120,8 +116,7 @@ def test_instances_that_come_back_again_and_again_leave_nothing_in_the_server(
 
 
 @pytest.mark.promise(
-    "The launcher of a tritonserver",
-    "A lack of descriptors in a tritonserver does not count as a death of the model.",
+    "The launcher of a tritonserver", "A lack of descriptors in a tritonserver does not count as a death of the model."
 )
 def test_want_of_files_in_the_server_is_no_death_of_a_model(tmp_path: Path, ask: Ask) -> None:
     """A second death would be the end for a long time. A forked stub would end again before anybody saw it."""
@@ -148,12 +143,9 @@ def test_want_of_files_in_the_server_is_no_death_of_a_model(tmp_path: Path, ask:
 
 @pytest.mark.promise(
     "The launcher of a tritonserver",
-    "Starts that fail after the end of a launcher are tried again after ever longer pauses, and "
-    "not for every request.",
+    "Starts that fail after the end of a launcher are tried again after ever longer pauses, and not for every request.",
 )
-def test_starts_that_fail_after_a_launcher_s_end_have_ever_longer_pauses(
-    tmp_path: Path, ask: Ask
-) -> None:
+def test_starts_that_fail_after_a_launcher_s_end_have_ever_longer_pauses(tmp_path: Path, ask: Ask) -> None:
     with _served(HostingServer, tmp_path, "") as server:
         folder = tmp_path / "repository" / "orders"
         ask(server)

@@ -90,9 +90,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.promise("Seeing sandboxes", "Acts of a model's Python code …")
-def test_the_log_says_what_its_sandbox_refused(
-    server: HostingServer, client: Client, repository: Path
-) -> None:
+def test_the_log_says_what_its_sandbox_refused(server: HostingServer, client: Client, repository: Path) -> None:
     folder = repository / "refused"
     (folder / "1").mkdir(parents=True)
     (folder / "config.pbtxt").write_text(CONFIG)
@@ -106,6 +104,4 @@ def test_the_log_says_what_its_sandbox_refused(
     finally:
         client.unload("refused")
     # As in `moonpool serve`, clients get the option without the folder.
-    assert "the sandbox refused it: MOONPOOL_SANDBOX_PATHS=ro:passwd would allow it" in str(
-        caught.value
-    )
+    assert "the sandbox refused it: MOONPOOL_SANDBOX_PATHS=ro:passwd would allow it" in str(caught.value)

@@ -27,12 +27,10 @@ def _is_gone(pid: int) -> bool:
 
 @pytest.mark.promise(
     "Executing in a tritonserver",
-    "If a stub dies or takes too long, its clients get the reason at once, and the next request "
-    "finds another stub.",
+    "If a stub dies or takes too long, its clients get the reason at once, and the next request finds another stub.",
 )
 @pytest.mark.parametrize(
-    ("order", "why"),
-    [("kill", "killed by SIGKILL"), ("exit", "exited with 3"), ("crash", "killed by SIGSEGV")],
+    ("order", "why"), [("kill", "killed by SIGKILL"), ("exit", "exited with 3"), ("crash", "killed by SIGSEGV")]
 )
 def test_a_stub_that_dies_is_told_of_and_replaced(client: Client, order: str, why: str) -> None:
     before = client.order("nothing")
@@ -41,10 +39,7 @@ def test_a_stub_that_dies_is_told_of_and_replaced(client: Client, order: str, wh
     assert client.order("nothing") != before
 
 
-@pytest.mark.promise(
-    "Executing in a tritonserver",
-    "A stub that dies while it is idle costs no request.",
-)
+@pytest.mark.promise("Executing in a tritonserver", "A stub that dies while it is idle costs no request.")
 def test_a_stub_that_dies_while_it_is_idle_costs_no_request(client: Client) -> None:
     before = client.order("nothing")
     os.kill(before, signal.SIGKILL)
@@ -55,12 +50,9 @@ def test_a_stub_that_dies_while_it_is_idle_costs_no_request(client: Client) -> N
 
 @pytest.mark.promise(
     "Executing in a tritonserver",
-    "If the server has no descriptors or no memory for another stub, that stub is ended, and a "
-    "later one serves.",
+    "If the server has no descriptors or no memory for another stub, that stub is ended, and a later one serves.",
 )
-def test_a_server_that_has_no_files_left_for_another_stub_gets_it_later(
-    client: Client, server: HostingServer
-) -> None:
+def test_a_server_that_has_no_files_left_for_another_stub_gets_it_later(client: Client, server: HostingServer) -> None:
     heard = len(server.log())
     limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
     # All below are in use. With fewer, `poll` would refuse the four descriptors that the library waits for.
@@ -79,9 +71,7 @@ def test_a_server_that_has_no_files_left_for_another_stub_gets_it_later(
     "The launcher of a tritonserver",
     "A process that has served long enough is replaced between two requests, none of which fails.",
 )
-def test_a_process_that_has_served_long_enough_is_replaced_between_requests(
-    client: Client,
-) -> None:
+def test_a_process_that_has_served_long_enough_is_replaced_between_requests(client: Client) -> None:
     processes = [client.order("nothing", "renewed") for _ in range(9)]
     assert [processes.count(each) for each in dict.fromkeys(processes)] == [3, 3, 3]
 
@@ -94,9 +84,7 @@ def test_a_batch_that_takes_too_long_is_ended(client: Client) -> None:
 
 
 @pytest.mark.promise("Executing in a tritonserver", "If a stub dies or …")
-def test_streams_of_a_stub_that_dies_end_with_an_error(
-    client: Client, server: HostingServer
-) -> None:
+def test_streams_of_a_stub_that_dies_end_with_an_error(client: Client, server: HostingServer) -> None:
     answers = client.stream()
     client.count(-1)
     assert answers.get(timeout=TIMEOUT_S) == 0
@@ -138,10 +126,7 @@ FAILS = """
 )
 @pytest.mark.parametrize(
     ("there", "elsewhere", "why"),
-    [
-        ("allowed", "blocked", "it is blocked"),
-        ("1/model.py", "1/moved.py", "model.py"),
-    ],
+    [("allowed", "blocked", "it is blocked"), ("1/model.py", "1/moved.py", "model.py")],
     ids=["the instance", "the model"],
 )
 def test_an_instance_that_a_new_launcher_cannot_start_is_started_later(

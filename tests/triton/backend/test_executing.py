@@ -14,8 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 @pytest.mark.promise(
     "Executing in a tritonserver",
-    "Inputs and outputs of any size arrive whole, also empty ones and those for which no region "
-    "has room yet.",
+    "Inputs and outputs of any size arrive whole, also empty ones and those for which no region has room yet.",
 )
 @pytest.mark.parametrize("size", [0, 1, 1000, 3 << 20, 40 << 20, 7])
 def test_tensors_of_any_size_arrive_whole(client: Client, size: int) -> None:
@@ -56,8 +55,7 @@ def test_rows_are_counted_as_the_server_counts_them(client: Client) -> None:
 
 @pytest.mark.promise(
     "Executing in a tritonserver",
-    "A model's error reaches the client whole and with its code. So does the reason why a model "
-    "does not load.",
+    "A model's error reaches the client whole and with its code. So does the reason why a model does not load.",
 )
 def test_an_error_has_its_code_and_its_text(client: Client) -> None:
     with pytest.raises(InferenceServerException, match=r"no$") as refused:

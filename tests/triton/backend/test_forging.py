@@ -79,8 +79,7 @@ def _of(log: str, begin: str, end: str) -> str:
 
 @pytest.mark.promise(
     "The sandbox: `standard`",
-    "In a tritonserver too a model forges no line of the log, also not by the error and "
-    "traceback of its load.",
+    "In a tritonserver too a model forges no line of the log, also not by the error and traceback of its load.",
 )
 def test_a_contained_model_forges_no_line(log: str) -> None:
     said = _of(log, "contained:1", "loading: trusted")

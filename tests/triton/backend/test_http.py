@@ -15,8 +15,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 pytestmark = pytest.mark.promise(
     "Executing in a tritonserver",
-    "This holds over HTTP and gRPC, for tensors in the message, as JSON and in memory that the "
-    "client shares.",
+    "This holds over HTTP and gRPC, for tensors in the message, as JSON and in memory that the client shares.",
 )
 
 SIZE = 1 << 20
@@ -46,9 +45,7 @@ def tensor(array: np.ndarray) -> http_client.InferInput:
 
 
 @pytest.mark.parametrize("is_binary", [True, False])
-def test_tensors_arrive_whole(
-    client: http_client.InferenceServerClient, *, is_binary: bool
-) -> None:
+def test_tensors_arrive_whole(client: http_client.InferenceServerClient, *, is_binary: bool) -> None:
     for size in (0, 1, 3 << 18):
         array = np.random.default_rng(size).integers(0, 255, size, np.uint8)
         asked = tensor(array)

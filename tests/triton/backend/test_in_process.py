@@ -124,9 +124,7 @@ class TritonPythonModel:
 """
 
 
-def run(
-    program: str, tmp_path: Path, *startup: str, before: str = ""
-) -> subprocess.CompletedProcess[str]:
+def run(program: str, tmp_path: Path, *startup: str, before: str = "") -> subprocess.CompletedProcess[str]:
     """Run the program in which the server is a library; `before` is done before the server is made."""
     server = HostingServer(interpreter(), tmp_path / "repository", tmp_path)
     backends, libraries = server.lay_out()
@@ -150,8 +148,7 @@ def run(
 
 @pytest.mark.promise(
     "Executing in a tritonserver",
-    "The library also loads where the server is a library itself, in a program that keeps its "
-    "symbols to itself.",
+    "The library also loads where the server is a library itself, in a program that keeps its symbols to itself.",
 )
 def test_models_load_in_a_program_that_holds_the_server_as_a_library(tmp_path: Path) -> None:
     zoo.write(tmp_path / "repository", ["identity"])

@@ -8,12 +8,9 @@ from tests.waiting import wait_until
 
 
 @pytest.mark.promise(
-    "The launcher of a tritonserver",
-    "If a model floods the server's log, some of its lines are left out.",
+    "The launcher of a tritonserver", "If a model floods the server's log, some of its lines are left out."
 )
-def test_a_flood_of_lines_is_heard_in_part_and_the_rest_is_counted(
-    client: Client, server: HostingServer
-) -> None:
+def test_a_flood_of_lines_is_heard_in_part_and_the_rest_is_counted(client: Client, server: HostingServer) -> None:
     client.order("log 20000")
 
     def is_told() -> bool:

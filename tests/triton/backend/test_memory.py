@@ -36,9 +36,7 @@ def hoarder(repository: Path, server: HostingServer) -> Iterator[None]:
 
 @pytest.mark.promise("The sandbox: `strict`", "Shared memory that …")
 @pytest.mark.promise("Containment", "All shared memory that a contained …")
-def test_shared_memory_that_was_given_back_and_kept_is_counted(
-    client: Client, server: HostingServer
-) -> None:
+def test_shared_memory_that_was_given_back_and_kept_is_counted(client: Client, server: HostingServer) -> None:
     files = server.facts()["files"]
     pid = server.stub_of("hoarder")
 

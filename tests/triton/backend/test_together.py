@@ -52,16 +52,12 @@ step {{
 OPTION = 'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
 NAMES = ["X", "A", "B", "Y"]
 STEPS = ["ours", "theirs", "ours"]
-ENSEMBLE = "\n".join(
-    STEP.format(model=model, x=x, y=y) for model, x, y in zip(STEPS, NAMES, NAMES[1:], strict=False)
-)
+ENSEMBLE = "\n".join(STEP.format(model=model, x=x, y=y) for model, x, y in zip(STEPS, NAMES, NAMES[1:], strict=False))
 ROUNDS = 20
 ARRAY = np.arange(1000, dtype=np.uint16).astype(np.uint8)
 
 
-def write(
-    repository: Path, name: str, text: str = "", more: str = "", backend: str = "moonpool"
-) -> None:
+def write(repository: Path, name: str, text: str = "", more: str = "", backend: str = "moonpool") -> None:
     (repository / name / "1").mkdir(parents=True)
     kind, group = f'backend: "{backend}"', "instance_group { kind: KIND_CPU }\n"
     if not text:
@@ -100,10 +96,7 @@ def evaluate(client: Client, model: str, text: str) -> str:
     return str(said.decode())
 
 
-@pytest.mark.promise(
-    "Executing in a tritonserver",
-    "Models of both backends are steps of one ensemble.",
-)
+@pytest.mark.promise("Executing in a tritonserver", "Models of both backends are steps of one ensemble.")
 def test_an_ensemble_has_steps_of_both_backends(client: Client) -> None:
     for size in (0, 3, 1 << 20):
         array = np.arange(size, dtype=np.int64).astype(np.uint8)
@@ -135,10 +128,7 @@ def test_a_model_in_the_sandbox_strict_has_nothing_of_the_server(
     attempts = {
         f"open({str(other)!r}).close()": ("None", closed),
         f"open('/proc/{server.pid}/environ').close()": ("None", "PermissionError"),
-        f"socket.create_connection(('127.0.0.1', {server.grpc_port})).close()": (
-            "None",
-            "PermissionError",
-        ),
+        f"socket.create_connection(('127.0.0.1', {server.grpc_port})).close()": ("None", "PermissionError"),
     }
     for text, (free, strict) in attempts.items():
         assert evaluate(client, "free", text) == free
@@ -183,6 +173,4 @@ def test_a_model_comes_and_goes_while_it_is_asked(client: Client, server: Hostin
     # These are the server's own words, so no refused request had reached the model.
     for text in refusals:
         assert text.startswith("Request for unknown model: 'comes_and_goes' "), text
-    wait_until(
-        lambda: server.has_no_more_than(found[ROUNDS // 2]), TIMEOUT_S, f"no more than {found}"
-    )
+    wait_until(lambda: server.has_no_more_than(found[ROUNDS // 2]), TIMEOUT_S, f"no more than {found}")

@@ -105,10 +105,7 @@ MODELS = {
     "orders": (_config("TYPE_STRING", "TYPE_INT64", 1), ORDERS),
     "limited": (_config("TYPE_STRING", "TYPE_INT64", 1, _LIMIT), ORDERS),
     "renewed": (_config("TYPE_STRING", "TYPE_INT64", 1, _RENEWAL), ORDERS),
-    "counts": (
-        _config("TYPE_INT64", "TYPE_INT64", 1, "model_transaction_policy { decoupled: true }"),
-        COUNTS,
-    ),
+    "counts": (_config("TYPE_INT64", "TYPE_INT64", 1, "model_transaction_policy { decoupled: true }"), COUNTS),
     "broken": (_config("TYPE_UINT8", "TYPE_UINT8", -1), "raise ImportError('of no use')\n"),
 }
 

@@ -53,18 +53,14 @@ class Loads:
 
     def unload(self) -> None:
         """Unload all that could be loaded."""
-        self._core.triton.unload_all(
-            [name for name, (theirs, _) in self._both.items() if not theirs]
-        )
+        self._core.triton.unload_all([name for name, (theirs, _) in self._both.items() if not theirs])
         for name, (_, ours) in self._both.items():
             if ours is None:
                 self._core.moonpool.unload(name)
 
 
 @pytest.fixture(scope="session")
-def core(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Core]:
+def core(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Core]:
     """A tritonserver of its own, and a runtime."""
     repository = tmp_path_factory.mktemp("core") / "repository"
     repository.mkdir()

@@ -49,9 +49,7 @@ MODELS = [
 
 def body(name: str, rows: list[list[float]], count: int) -> dict[str, Any]:
     batches = not name.endswith("single")
-    shape, data = (
-        ([len(rows), 3], [each for row in rows for each in row]) if batches else ([3], rows[0])
-    )
+    shape, data = ([len(rows), 3], [each for row in rows for each in row]) if batches else ([3], rows[0])
     return {
         "inputs": [{"name": "X", "datatype": "FP32", "shape": shape, "data": data}],
         "outputs": [{"name": "Y", "parameters": {"classification": count}}],
@@ -59,8 +57,7 @@ def body(name: str, rows: list[list[float]], count: int) -> dict[str, Any]:
 
 
 @pytest.mark.promise(
-    "Fidelity",
-    "The classes of an output have the same labels as in a real Triton, of ensembles, too.",
+    "Fidelity", "The classes of an output have the same labels as in a real Triton, of ensembles, too."
 )
 def test_classes_have_the_same_labels(core: Core) -> None:
     for name, member, labels, batch in MODELS:

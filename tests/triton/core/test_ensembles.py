@@ -34,8 +34,7 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.timeout(300),
     pytest.mark.promise(
-        "Fidelity",
-        "An ensemble loads or fails as in a real Triton, with the same text, and answers the same.",
+        "Fidelity", "An ensemble loads or fails as in a real Triton, with the same text, and answers the same."
     ),
 ]
 
@@ -186,9 +185,7 @@ def ensembles(core: Core) -> Iterator[Ensembles]:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_fails_the_load_with_the_same_text(
-    ensembles: Ensembles, name: str
-) -> None:
+def test_what_does_not_fit_fails_the_load_with_the_same_text(ensembles: Ensembles, name: str) -> None:
     theirs = ensembles.core.triton.load(name)
     ours = ensembles.core.moonpool.load(name)
 
@@ -200,8 +197,7 @@ def test_what_does_not_fit_fails_the_load_with_the_same_text(
 
 
 @pytest.mark.promise(
-    "Ensembles",
-    "If a step fails, the request ends with its error: Triton's prefix, and the code of the model.",
+    "Ensembles", "If a step fails, the request ends with its error: Triton's prefix, and the code of the model."
 )
 @pytest.mark.parametrize(
     "name",
@@ -216,9 +212,7 @@ def test_it_answers_the_same(ensembles: Ensembles, name: str) -> None:
     ("name", "outputs"),
     [("through", ["A"]), ("branches", ["B"]), ("branches", ["C"]), ("partial", ["B"]), ("partial", ["C"])],
 )  # fmt: skip
-def test_it_gives_the_outputs_that_are_wanted(
-    ensembles: Ensembles, name: str, outputs: list[str]
-) -> None:
+def test_it_gives_the_outputs_that_are_wanted(ensembles: Ensembles, name: str, outputs: list[str]) -> None:
     ensembles.asked(name, {"A": X}, outputs=outputs)
 
 
@@ -228,21 +222,16 @@ def test_optional_inputs_reach_the_step(ensembles: Ensembles, name: str) -> None
 
 
 @pytest.mark.promise(
-    "Ensembles",
-    "Between models that batch and models that do not, a batch dimension of 1 is added or taken away.",
+    "Ensembles", "Between models that batch and models that do not, a batch dimension of 1 is added or taken away."
 )
 @pytest.mark.parametrize("name", ["mixed", "unbatched", "batching"])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_batch_dimension_is_added_and_stripped(
-    ensembles: Ensembles, name: str, rows: int
-) -> None:
+def test_a_batch_dimension_is_added_and_stripped(ensembles: Ensembles, name: str, rows: int) -> None:
     ensembles.asked(name, {"A": np.stack([X] * rows)})
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])
-def test_rows_of_a_model_that_does_not_batch_are_a_batch_of_one_that_does(
-    ensembles: Ensembles, rows: int
-) -> None:
+def test_rows_of_a_model_that_does_not_batch_are_a_batch_of_one_that_does(ensembles: Ensembles, rows: int) -> None:
     ensembles.asked("by_rows", {"A": np.stack([X] * rows)})
 
 
@@ -266,13 +255,8 @@ def test_the_models_see_the_same_request(ensembles: Ensembles, options: dict[str
     assert isinstance(ensembles.asked("telling", {"A": X}, **options), Answer)
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [{}, {"A": X[:2]}, {"A": X.astype(np.int32)}, {"Q": X}],
-)
-def test_bad_requests_are_refused_with_the_same_text(
-    ensembles: Ensembles, inputs: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("inputs", [{}, {"A": X[:2]}, {"A": X.astype(np.int32)}, {"Q": X}])
+def test_bad_requests_are_refused_with_the_same_text(ensembles: Ensembles, inputs: dict[str, Any]) -> None:
     assert isinstance(ensembles.asked("three", inputs), Failure)
 
 
@@ -290,9 +274,9 @@ def test_the_configuration_is_shown_the_same(ensembles: Ensembles, name: str) ->
 
     for field in ("platform", "backend", "instance_group", "optimization", "ensemble_scheduling"):
         assert bool(ours.get(field)) == bool(theirs.get(field)), field
-    assert ours["model_transaction_policy"].get("decoupled", False) == theirs[
-        "model_transaction_policy"
-    ].get("decoupled", False)
+    assert ours["model_transaction_policy"].get("decoupled", False) == theirs["model_transaction_policy"].get(
+        "decoupled", False
+    )
 
 
 def test_failures_count_in_the_same_way(ensembles: Ensembles) -> None:
@@ -307,10 +291,7 @@ def test_failures_count_in_the_same_way(ensembles: Ensembles) -> None:
     after = counts()
 
     assert after[0].keys() == after[1].keys()
-    changed = [
-        {line for line in now if now[line] != then[line]}
-        for then, now in zip(before, after, strict=True)
-    ]
+    changed = [{line for line in now if now[line] != then[line]} for then, now in zip(before, after, strict=True)]
     assert changed[0] == changed[1] != set()
 
 

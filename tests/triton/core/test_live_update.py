@@ -12,8 +12,7 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.timeout(300),
     pytest.mark.promise(
-        "Fidelity",
-        "A change of `instance_group` alone starts and ends the same instances as in a real Triton.",
+        "Fidelity", "A change of `instance_group` alone starts and ends the same instances as in a real Triton."
     ),
 ]
 

@@ -53,10 +53,4 @@ def test_the_same_file_is_the_configuration(tmp_path: Path) -> None:
             _, config = server.get(f"/v2/models/{name}/config")
             ours[name] = config["max_batch_size"] if status == 200 else None
     assert ours == theirs
-    assert ours == {
-        "both": 3,
-        "usual": 2,
-        "only_named": 3,
-        "usual_is_bad": 3,
-        "named_is_bad": None,
-    }
+    assert ours == {"both": 3, "usual": 2, "only_named": 3, "usual_is_bad": 3, "named_is_bad": None}

@@ -16,8 +16,7 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.timeout(300),
     pytest.mark.promise(
-        "Fidelity",
-        "The response cache answers the same requests as in a real Triton, and counts them in the same way.",
+        "Fidelity", "The response cache answers the same requests as in a real Triton, and counts them in the same way."
     ),
 ]
 
@@ -76,9 +75,7 @@ def test_the_same_requests_execute(core: Core, more: str) -> None:
             theirs = core.triton.infer(name, inputs, **options)
             assert core.moonpool.infer(name, inputs, **options) == theirs
         theirs_counts, ours_counts = core.triton.counts(name), core.moonpool.counts(name)
-        ours_metrics, theirs_metrics = (
-            _cache_lines(each, name) for each in (core.moonpool, core.triton)
-        )
+        ours_metrics, theirs_metrics = (_cache_lines(each, name) for each in (core.moonpool, core.triton))
     finally:
         core.triton.unload(name)
         core.moonpool.unload(name)
@@ -88,11 +85,7 @@ def test_the_same_requests_execute(core: Core, more: str) -> None:
 
 def _counts(statistics: dict[str, Any]) -> dict[str, int]:
     counts = {kind: each["count"] for kind, each in statistics["inference_stats"].items()}
-    return {
-        **counts,
-        "inferences": statistics["inference_count"],
-        "executions": statistics["execution_count"],
-    }
+    return {**counts, "inferences": statistics["inference_count"], "executions": statistics["execution_count"]}
 
 
 def _cache_lines(side: Any, model: str) -> dict[str, float]:

@@ -130,9 +130,7 @@ def test_a_load_fails_with_the_same_text(loads: Loads, what: str) -> None:
 
     assert theirs is not None
     assert ours is not None
-    assert re.sub(r"^[^ ]*config\.pbtxt:\d+: \S+: ", "", ours.text) == theirs.text.replace(
-        "from sonly", "from s only"
-    )
+    assert re.sub(r"^[^ ]*config\.pbtxt:\d+: \S+: ", "", ours.text) == theirs.text.replace("from sonly", "from s only")
     assert ours.code == theirs.code
 
 

@@ -17,8 +17,7 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.timeout(300),
     pytest.mark.promise(
-        "Fidelity",
-        "Warm-up gives a model what it gives it in a real Triton, and fails a load with Triton's text.",
+        "Fidelity", "Warm-up gives a model what it gives it in a real Triton, and fails a load with Triton's text."
     ),
 ]
 
@@ -130,10 +129,7 @@ _RAISED = (
 TOLD = {
     "raises": (Case(batch=2, most=2, code=RAISES), 2 * _RAISED),
     "refuses": (Case(batch=2, most=2, code=REFUSES), "no 0; no 1; "),
-    "refuses later": (
-        Case(code=LATE, more="model_transaction_policy { decoupled: true }"),
-        "late; ",
-    ),
+    "refuses later": (Case(code=LATE, more="model_transaction_policy { decoupled: true }"), "late; "),
     "more than the largest batch": (Case(batch=3, most=2), 3 * _TOO_LARGE),
 }
 FAILS = {

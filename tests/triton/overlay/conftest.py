@@ -54,9 +54,7 @@ def both(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         names = sorted(zoo | set(BROKEN))
         ours = both.moonpool.load_all(names)  # type: ignore[attr-defined]
         with RECORDING.at("both", "zoo"):
-            both.loads = {
-                name: (theirs, ours[name]) for name, theirs in both.triton.load_all(names).items()
-            }
+            both.loads = {name: (theirs, ours[name]) for name, theirs in both.triton.load_all(names).items()}
         assert {both.loads[name] for name in zoo} == {(None, None)}
         yield both
         both.moonpool.close()

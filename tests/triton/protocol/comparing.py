@@ -87,9 +87,7 @@ class _Ordered(dict[str, Any]):
 def _without_measures(value: Any) -> Any:
     if isinstance(value, dict):
         kind = type(value)
-        return kind(
-            (key, _without_measures(item)) for key, item in value.items() if key not in _MEASURED
-        )
+        return kind((key, _without_measures(item)) for key, item in value.items() if key not in _MEASURED)
     if isinstance(value, list):
         return [_without_measures(item) for item in value]
     if isinstance(value, str):

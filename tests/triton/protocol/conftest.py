@@ -51,9 +51,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def _running(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[TritonServer | None, RunningServer]]:
+def _running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TritonServer | None, RunningServer]]:
     """A tritonserver of its own: what these tests do to it, no other test has to bear."""
     repository = Path(shutil.copytree(MODELS, tmp_path_factory.mktemp("protocol") / "repository"))
     flags = [f"--load-model={name}" for name in LOADED]
@@ -68,9 +66,7 @@ def _running(
 
 
 @pytest.fixture(scope="session")
-def _channels(
-    _running: tuple[TritonServer | None, RunningServer],
-) -> Iterator[dict[int, grpc.Channel]]:
+def _channels(_running: tuple[TritonServer | None, RunningServer]) -> Iterator[dict[int, grpc.Channel]]:
     """The channels to the ports that were asked. What the first ones open, no test is charged for."""
     theirs, ours = _running
     with contextlib.ExitStack() as stack:
@@ -94,9 +90,7 @@ class _Channels(dict[int, grpc.Channel]):
 
 
 @pytest.fixture
-def servers(
-    _running: tuple[TritonServer | None, RunningServer], _channels: dict[int, grpc.Channel]
-) -> Servers:
+def servers(_running: tuple[TritonServer | None, RunningServer], _channels: dict[int, grpc.Channel]) -> Servers:
     """Both servers.
 
     A tritonserver that a case has ended, as one in many loads does, is started again for the next case.

@@ -118,29 +118,12 @@ GENERATE: list[Case] = [
         {**_HI, "parameters": _HI},
         b'{"parameters":{"text_input":"a"},"text_input":"b"}',
     ),
-    *_says(
-        "generate",
-        {**_HI, "parameters": {"count": 2}},
-        {**_HI, "parameters": {"count": "no number"}},
-    ),
-    *_says(
-        "generate",
-        {**_HI, "parameters": {"count": [1], "temperature": 0}},
-        {**_HI, "parameters": {"id": "7"}},
-    ),
-    *_says(
-        "generate",
-        {**_HI, "parameters": {"parameters": {"a": 1}}},
-        {**_HI, "parameters": {"parameters": 1}},
-    ),
+    *_says("generate", {**_HI, "parameters": {"count": 2}}, {**_HI, "parameters": {"count": "no number"}}),
+    *_says("generate", {**_HI, "parameters": {"count": [1], "temperature": 0}}, {**_HI, "parameters": {"id": "7"}}),
+    *_says("generate", {**_HI, "parameters": {"parameters": {"a": 1}}}, {**_HI, "parameters": {"parameters": 1}}),
     *_says("generate_stream", {**_HI, "parameters": {"count": 2}}),
-    *_posts(
-        "/v2/models/add_sub/generate",
-        {"parameters": {"INPUT0": [1, 2, 3, 4], "INPUT1": [1, 1, 1, 1]}},
-    ),
-    *_posts(
-        "/v2/models/every/generate", {"IN_FP16": 1.5}, {"IN_BOOL": True}, {"IN_FP64": [1, 2.5]}
-    ),
+    *_posts("/v2/models/add_sub/generate", {"parameters": {"INPUT0": [1, 2, 3, 4], "INPUT1": [1, 1, 1, 1]}}),
+    *_posts("/v2/models/every/generate", {"IN_FP16": 1.5}, {"IN_BOOL": True}, {"IN_FP64": [1, 2.5]}),
     *_posts("/v2/models/every/generate", {"IN_STRING": ["a", "b"]}),
     *_posts("/v2/models/fails/generate", {"HOW": "raise"}, {"HOW": "NOT_FOUND"}),
     *_posts("/v2/models/fails/generate_stream", {"HOW": "NOT_FOUND"}),
@@ -232,9 +215,7 @@ def config(**more: Any) -> str:
         side: [{"name": f"{side.upper()}{i}", "data_type": "TYPE_FP32", "dims": [4]} for i in (0, 1)]
         for side in ("input", "output")
     }  # fmt: skip
-    return json.dumps(
-        {"backend": "python", **sides, "instance_group": [{"kind": "KIND_CPU"}], **more}
-    )
+    return json.dumps({"backend": "python", **sides, "instance_group": [{"kind": "KIND_CPU"}], **more})
 
 
 def _loaded(title: str, parameters: Any, *requests: Http) -> Case:
@@ -242,10 +223,7 @@ def _loaded(title: str, parameters: Any, *requests: Http) -> Case:
 
 
 _FILE = base64.b64encode(SOURCE).decode()
-_SEVEN = {
-    "config": config(version_policy={"specific": {"versions": [7]}}),
-    "file:7/model.py": _FILE,
-}
+_SEVEN = {"config": config(version_policy={"specific": {"versions": [7]}}), "file:7/model.py": _FILE}
 REPOSITORY: list[Case] = [
     *_posts(_INDEX, {"ready": True}, {"ready": "x"}, b"x"),
     *_methods(_INDEX, "GET"),

@@ -58,9 +58,7 @@ for _name, _version in (
         (f"ModelInfer {_of}", [("ModelInfer", add_sub(model=_name, version=_version))]),
     ]
     if _name != "" and (_name, _version) not in {("add_sub", ""), ("batched", "")}:
-        WHICH.append(
-            (f"ModelStatistics {_of}", [("ModelStatistics", pb.ModelStatisticsRequest(**_of))])
-        )
+        WHICH.append((f"ModelStatistics {_of}", [("ModelStatistics", pb.ModelStatisticsRequest(**_of))]))
 
 _LONG = typed("fp32_contents", [1] * 5, "INPUT1", shape=[4])
 _TYPED = typed("fp32_contents", [1, 2, 3, 4], "INPUT0")
@@ -124,10 +122,7 @@ _PARAMETERS: list[dict[str, Any]] = [
         *({"timeout": value} for value in (5000000, "1", -1)),
         {"triton_enable_empty_final_response": True}, {"triton_final_response": True},
 ]  # fmt: skip
-INFERENCE += [
-    (f"parameters {parameters!r}"[:80], [("ModelInfer", told(**parameters))])
-    for parameters in _PARAMETERS
-]
+INFERENCE += [(f"parameters {parameters!r}"[:80], [("ModelInfer", told(**parameters))]) for parameters in _PARAMETERS]
 
 
 def _given(datatype: str, field: str, *values: Any) -> Case:

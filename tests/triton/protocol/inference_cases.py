@@ -8,17 +8,7 @@ import zlib
 from typing import Any
 
 from tests.server.wire import Http, as_bytes, binary, infer, post
-from tests.triton.protocol.tensors import (
-    GOOD,
-    ONE_TO_FOUR,
-    ONES,
-    A,
-    B,
-    batch,
-    lent,
-    output,
-    tensor,
-)
+from tests.triton.protocol.tensors import GOOD, ONE_TO_FOUR, ONES, A, B, batch, lent, output, tensor
 
 Case = tuple[str, list[Http]]
 TEXT = as_bytes(GOOD)
@@ -47,8 +37,7 @@ def _told(**parameters: Any) -> list[Case]:
 def _typed(datatype: str, *data: list[Any]) -> list[Case]:
     name = "IN_STRING" if datatype in ("BYTES", "STRING") else f"IN_{datatype}"
     return [
-        (f"{datatype} {values!r}", [infer("every", {"inputs": [tensor(name, values, datatype)]})])
-        for values in data
+        (f"{datatype} {values!r}", [infer("every", {"inputs": [tensor(name, values, datatype)]})]) for values in data
     ]
 
 
@@ -74,10 +63,7 @@ SUCCESS = _bodies(
     an_output_twice={**GOOD, "outputs": [output("OUTPUT1"), output("OUTPUT1")]},
     no_outputs_named={**GOOD, "outputs": []},
     all_binary={**GOOD, "parameters": {"binary_data_output": True}},
-    one_binary={
-        **GOOD,
-        "outputs": [output("OUTPUT0", binary_data=True), output("OUTPUT1")],
-    },
+    one_binary={**GOOD, "outputs": [output("OUTPUT0", binary_data=True), output("OUTPUT1")]},
     all_binary_but_one={
         **GOOD,
         "outputs": [output("OUTPUT0", binary_data=False), output("OUTPUT1")],
@@ -348,14 +334,8 @@ COMPRESSION: list[Case] = [
     ("gzip both ways", [_packed("gzip", gzip.compress(TEXT, mtime=0), "gzip")]),
     ("nothing to unpack", [_packed("gzip", b"")]),
     ("not packed at all", [_packed("identity", TEXT)]),
-    *[
-        (f"encoding {name!r}", [_packed(name, TEXT)])
-        for name in ("br", "x", "GZIP", "gzip, gzip", "gzip,deflate")
-    ],
-    *map(
-        _accepting,
-        ["gzip", "deflate", "br", "gzip, deflate", "deflate, gzip", "*", "identity", "gzip;q=0"],
-    ),
+    *[(f"encoding {name!r}", [_packed(name, TEXT)]) for name in ("br", "x", "GZIP", "gzip, gzip", "gzip,deflate")],
+    *map(_accepting, ["gzip", "deflate", "br", "gzip, deflate", "deflate, gzip", "*", "identity", "gzip;q=0"]),
     *map(_accepting, ["deflate;q=0.5, gzip;q=0.2", "br;q=1.0, gzip;q=0.8, *;q=0.1", "GZIP"]),
     ("a wrong request, accepting gzip", [infer("add_sub", b"x", Accept_Encoding="gzip")]),
     (

@@ -27,17 +27,13 @@ def with_parameters(message: Any, parameters: dict[str, Any]) -> Any:
     return message
 
 
-def tensor(
-    name: str, datatype: str = "FP32", shape: Sequence[int] = (4,), **parameters: Any
-) -> Any:
+def tensor(name: str, datatype: str = "FP32", shape: Sequence[int] = (4,), **parameters: Any) -> Any:
     """An input whose content is raw, or in shared memory."""
     described = pb.ModelInferRequest.InferInputTensor(name=name, datatype=datatype, shape=shape)
     return with_parameters(described, parameters)
 
 
-def typed(
-    field: str, values: Sequence[Any], name: str, datatype: str = "FP32", shape: Sequence[int] = ()
-) -> Any:
+def typed(field: str, values: Sequence[Any], name: str, datatype: str = "FP32", shape: Sequence[int] = ()) -> Any:
     """An input whose content is in a field of its type."""
     described = tensor(name, datatype, shape or [len(values)])
     getattr(described.contents, field).extend(values)
@@ -59,12 +55,7 @@ def request(
     **parameters: Any,
 ) -> Any:
     message = pb.ModelInferRequest(
-        model_name=model,
-        model_version=version,
-        id=request_id,
-        inputs=inputs,
-        outputs=outputs,
-        raw_input_contents=raw,
+        model_name=model, model_version=version, id=request_id, inputs=inputs, outputs=outputs, raw_input_contents=raw
     )
     return with_parameters(message, parameters)
 
@@ -73,9 +64,7 @@ A, B = tensor("INPUT0"), tensor("INPUT1")
 RAW = (ONE_TO_FOUR, ONES)
 
 
-def add_sub(
-    first: Any = A, second: Any = B, raw: Sequence[bytes] = RAW, model: str = "add_sub", **more: Any
-) -> Any:
+def add_sub(first: Any = A, second: Any = B, raw: Sequence[bytes] = RAW, model: str = "add_sub", **more: Any) -> Any:
     return request(model, [first, second], raw, **more)
 
 

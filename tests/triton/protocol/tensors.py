@@ -19,12 +19,7 @@ def tensor(name: str, data: Any, datatype: str = "FP32", shape: Any = None, **mo
 
 def lent(name: str, size: Any, datatype: str = "FP32", shape: Any = (4,), **more: Any) -> Json:
     """An input whose data is elsewhere: behind the JSON, as `size` bytes."""
-    return {
-        "name": name,
-        "shape": list(shape),
-        "datatype": datatype,
-        "parameters": {"binary_data_size": size, **more},
-    }
+    return {"name": name, "shape": list(shape), "datatype": datatype, "parameters": {"binary_data_size": size, **more}}
 
 
 def shared(name: str, **parameters: Any) -> Json:

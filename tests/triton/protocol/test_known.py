@@ -14,15 +14,10 @@ from tests.triton.protocol.test_protocol_http import CASES as HTTP
 PAGE = Path(__file__).parents[3] / "docs" / "FIDELITY.md"
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "moonpool answers over HTTP and …",
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "moonpool answers over HTTP and …")
 @pytest.mark.skipif(not PAGE.exists(), reason="the documents are not in the wheel")
 def test_every_difference_is_told() -> None:
-    section = (
-        PAGE.read_text().split("## Different on purpose, over the network")[1].split("\n##")[0]
-    )
+    section = PAGE.read_text().split("## Different on purpose, over the network")[1].split("\n##")[0]
     rows = re.findall(r"^\| (?!---|\|)(.+?) \| .*\|$", section, flags=re.MULTILINE)
 
     # Rows with tests elsewhere cannot be compared.

@@ -105,10 +105,7 @@ def _check(case: str, ours: Any, theirs: Any) -> None:
         assert ours != theirs, f"no longer different: {known}"
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "moonpool answers over HTTP and …",
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "moonpool answers over HTTP and …")
 @pytest.mark.parametrize(("case", "calls"), CASES)
 def test_both_answer_alike(servers: Servers, case: str, calls: list[Call]) -> None:
     theirs = servers.recorded(
@@ -120,17 +117,13 @@ def test_both_answer_alike(servers: Servers, case: str, calls: list[Call]) -> No
     _check(case, ours, theirs)
 
 
-@pytest.mark.promise(
-    "What the server bears, and whom it answers like",
-    "moonpool answers over HTTP and …",
-)
+@pytest.mark.promise("What the server bears, and whom it answers like", "moonpool answers over HTTP and …")
 @pytest.mark.parametrize(("name", "requests", "metadata"), STREAMS)
 def test_both_stream_alike(
     servers: Servers, name: str, requests: list[Any], metadata: Sequence[tuple[str, str]]
 ) -> None:
     theirs = servers.recorded(
-        repr(([message(each) for each in requests], metadata)),
-        lambda triton: _responses(triton, requests, metadata),
+        repr(([message(each) for each in requests], metadata)), lambda triton: _responses(triton, requests, metadata)
     )
     ours = _responses(servers.moonpool, requests, metadata)
 

@@ -83,9 +83,7 @@ def _answers(server: Server, requests: list[Http]) -> list[Any]:
     return [comparable(reply) for request, reply in replies if not request.until]
 
 
-@pytest.mark.promise(
-    "HTTP", "In `generate`, a member of `parameters` with the name of an input is that input."
-)
+@pytest.mark.promise("HTTP", "In `generate`, a member of `parameters` with the name of an input is that input.")
 @pytest.mark.promise(
     "What the server bears, and whom it answers like",
     "moonpool answers over HTTP and gRPC as a tritonserver does: status, headers, values, "

@@ -29,10 +29,7 @@ parameters: {{ key: "MOONPOOL_RESTART_WINDOW_S" value: {{ string_value: "0.001" 
 parameters: {{ key: "MOONPOOL_LOG_LINES_PER_S" value: {{ string_value: "{lines}" }} }}
 parameters: {{ key: "MOONPOOL_SANDBOX" value: {{ string_value: "{level}" }} }}
 """
-_ROGUE = (
-    '{ name: "Y" data_type: TYPE_FP32 dims: [-1] }, '
-    '{ name: "STRINGS" data_type: TYPE_STRING dims: [-1] }'
-)
+_ROGUE = '{ name: "Y" data_type: TYPE_FP32 dims: [-1] }, { name: "STRINGS" data_type: TYPE_STRING dims: [-1] }'
 OUTPUTS = {
     "rogue": _ROGUE,
     # This model is in a sandbox without grants.
@@ -68,17 +65,13 @@ ADDRESSES = Sanitizers(
     },
 )
 # This sanitizer writes what it finds into the server's log. Races in the server's own code do not count.
-THREADS = Sanitizers(
-    "thread", ("libtsan.so",), {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1"}
-)
+THREADS = Sanitizers("thread", ("libtsan.so",), {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1"})
 
 
 class SanitizedServer(HostingServer):
     """Has the backend `moonpool`, and `rogue`, whose stubs misbehave."""
 
-    def __init__(
-        self, sanitizers: Sanitizers, repository: Path, folder: Path, models: Sequence[str]
-    ) -> None:
+    def __init__(self, sanitizers: Sanitizers, repository: Path, folder: Path, models: Sequence[str]) -> None:
         super().__init__(interpreter(), repository, folder, models)
         self._sanitizers = sanitizers
         self._preloaded = sanitizer_libraries(sanitizers.libraries)
@@ -102,16 +95,9 @@ class SanitizedServer(HostingServer):
         return {**super()._environment(), **self._sanitizers.options, **preloaded}
 
 
-def config(
-    outputs: str,
-    backend: str = "moonpool",
-    level: str = "standard",
-    timeout_s: int = EXECUTE_TIMEOUT_S,
-) -> str:
+def config(outputs: str, backend: str = "moonpool", level: str = "standard", timeout_s: int = EXECUTE_TIMEOUT_S) -> str:
     """The configuration of a model with these outputs."""
-    return _CONFIG.format(
-        backend=backend, outputs=outputs, level=level, lines=LOG_LINES_PER_S, timeout_s=timeout_s
-    )
+    return _CONFIG.format(backend=backend, outputs=outputs, level=level, lines=LOG_LINES_PER_S, timeout_s=timeout_s)
 
 
 def write_models(repository: Path, timeout_s: int = EXECUTE_TIMEOUT_S) -> None:

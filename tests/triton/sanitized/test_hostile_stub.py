@@ -17,13 +17,7 @@ import pytest
 from tests.faults.contents import CONTROLS, channels, packets
 from tests.faults.known import FAULTS
 from tests.triton.answers import Answer, Outcome
-from tests.triton.sanitized.server import (
-    ADDRESSES,
-    LOG_LINES_PER_S,
-    OUTPUTS,
-    SanitizedServer,
-    write_models,
-)
+from tests.triton.sanitized.server import ADDRESSES, LOG_LINES_PER_S, OUTPUTS, SanitizedServer, write_models
 from tests.triton.triton_side import TritonSide
 from tests.waiting import wait_until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -86,9 +80,7 @@ def test_a_stub_that_breaks_the_protocol_is_ended_and_the_server_stays(
 
 @pytest.mark.promise("Containment", "No message of a stub …")
 @pytest.mark.parametrize("model", ["rogue", "confined"])
-@pytest.mark.parametrize(
-    ("channel", "kind"), [pytest.param(*each, id=each[1].name) for each in channels()]
-)
+@pytest.mark.parametrize(("channel", "kind"), [pytest.param(*each, id=each[1].name) for each in channels()])
 def test_strange_contents_end_the_stub_or_nothing_and_the_log_stays_small(
     hostile: SanitizedServer, side: TritonSide, model: str, channel: str, kind: Kind
 ) -> None:
@@ -123,8 +115,7 @@ def test_strange_contents_end_the_stub_or_nothing_and_the_log_stays_small(
 
 @pytest.mark.promise(
     "The wire",
-    "Whatever metrics a stub asks for, by name, labels, buckets and values, the server stays up "
-    "and shows its own.",
+    "Whatever metrics a stub asks for, by name, labels, buckets and values, the server stays up and shows its own.",
 )
 @pytest.mark.parametrize("number", range(15))
 def test_metrics_of_all_kinds_and_values_leave_the_server_there(
@@ -138,13 +129,9 @@ def test_metrics_of_all_kinds_and_values_leave_the_server_there(
 
 
 @pytest.mark.promise(
-    "The wire",
-    "If a stub's calls name the same memory again and again, the runtime does not copy it "
-    "without limit.",
+    "The wire", "If a stub's calls name the same memory again and again, the runtime does not copy it without limit."
 )
-def test_strings_that_are_named_again_and_again_are_not_copied_without_end(
-    side: TritonSide,
-) -> None:
+def test_strings_that_are_named_again_and_again_are_not_copied_without_end(side: TritonSide) -> None:
     said = ask(side, "a call of strings")
 
     assert "the strings in open requests of this model take 954204160 bytes already" in str(said)

@@ -102,9 +102,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SanitizedServer
     repository = tmp_path_factory.mktemp("races")
     zoo.write(repository, ["identity", "orders", "counts"])
     config = repository / "identity" / "config.pbtxt"
-    config.write_text(
-        config.read_text().replace("kind: KIND_CPU", "kind: KIND_CPU count: 3") + OFTEN
-    )
+    config.write_text(config.read_text().replace("kind: KIND_CPU", "kind: KIND_CPU count: 3") + OFTEN)
     # Some of the faults are ended by nothing else.
     write_models(repository, timeout_s=2)
     (repository / "asks" / "1").mkdir(parents=True)
@@ -241,11 +239,7 @@ def test_stubs_that_break_the_protocol(client: Client, server: SanitizedServer) 
     with asked(client, 1):
         for fault in FAULTS:
             side.infer("rogue", {"X": X}, request_id=fault)
-            wait_until(
-                lambda: isinstance(side.infer("rogue", {"X": X}), Answer),
-                TIMEOUT_S,
-                "another process",
-            )
+            wait_until(lambda: isinstance(side.infer("rogue", {"X": X}), Answer), TIMEOUT_S, "another process")
     side.close()
 
 

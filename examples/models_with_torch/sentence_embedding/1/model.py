@@ -17,8 +17,4 @@ class SentenceEmbedding:
 
     def __call__(self, TEXT: Bytes[Batch]) -> Outputs(EMBEDDING=Float32[Batch, 384]):
         sentences = [text.decode("utf-8", "replace") for text in TEXT]
-        return {
-            "EMBEDDING": self.model.encode(
-                sentences, normalize_embeddings=True, show_progress_bar=False
-            )
-        }
+        return {"EMBEDDING": self.model.encode(sentences, normalize_embeddings=True, show_progress_bar=False)}

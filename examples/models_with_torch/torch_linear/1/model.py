@@ -8,9 +8,7 @@ from moonpool import Batch, Float32, Outputs
 class TorchLinear:
     def __init__(self):
         generator = torch.Generator().manual_seed(1)
-        self.network = torch.nn.Sequential(
-            torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)
-        ).eval()
+        self.network = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)).eval()
         with torch.no_grad():
             for parameter in self.network.parameters():
                 parameter.normal_(0.0, 0.1, generator=generator)

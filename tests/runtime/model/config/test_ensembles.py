@@ -82,16 +82,8 @@ def refusal(text: str) -> ConfigError:
             "ensemble_scheduling.step[0].output_map",
             "ensemble tensor 'A' can appear in an output map only once for ensemble 'e' step 0",
         ),
-        (
-            ensemble_text(ONE, inputs=(*A, Io("Q"))),
-            "input[1]",
-            "ensemble input 'Q' for ensemble e' is not used",
-        ),
-        (
-            ensemble_text(ONE, outputs=(*B, Io("Q"))),
-            "output[1]",
-            "ensemble output 'Q' for ensemble e' is not used",
-        ),
+        (ensemble_text(ONE, inputs=(*A, Io("Q"))), "input[1]", "ensemble input 'Q' for ensemble e' is not used"),
+        (ensemble_text(ONE, outputs=(*B, Io("Q"))), "output[1]", "ensemble output 'Q' for ensemble e' is not used"),
         (
             ensemble_text([*ONE, step("n", TWO_IN, {"Y": "C"})], outputs=(*B, Io("C"))),
             "output[1]",

@@ -29,11 +29,7 @@ pytestmark = pytest.mark.promise(
 )
 
 TENSOR = {"data_type": "TYPE_FP32", "dims": [4]}
-WHOLE = {
-    "backend": "python",
-    "input": [{"name": "IN", **TENSOR}],
-    "output": [{"name": "OUT", **TENSOR}],
-}
+WHOLE = {"backend": "python", "input": [{"name": "IN", **TENSOR}], "output": [{"name": "OUT", **TENSOR}]}
 
 
 def tensors(count: int) -> list[dict[str, Any]]:
@@ -111,10 +107,7 @@ def test_a_file_that_asks_for_too_much_is_refused_with_its_line(
     tmp_path: Path, text: str, line: int, what: str
 ) -> None:
     file = write(tmp_path, "m", config=f'backend: "python"\n{text}')
-    with (
-        moonpool.Runtime(tmp_path, models=()) as runtime,
-        pytest.raises(ConfigError) as caught,
-    ):
+    with moonpool.Runtime(tmp_path, models=()) as runtime, pytest.raises(ConfigError) as caught:
         runtime.load("m")
     assert str(caught.value).startswith(f"{file.parent.parent}/config.pbtxt:{line}: {what}")
 
@@ -122,9 +115,7 @@ def test_a_file_that_asks_for_too_much_is_refused_with_its_line(
 @pytest.mark.parametrize(
     "change", [each for each in TOO_MUCH if each[1].split(".")[0] in ("input", "output", "dynamic_batching")]
 )  # fmt: skip
-def test_a_model_completes_its_configuration_within_the_limits(
-    change: tuple[dict[str, Any], str, str],
-) -> None:
+def test_a_model_completes_its_configuration_within_the_limits(change: tuple[dict[str, Any], str, str]) -> None:
     config = ModelConfig.from_dict({**minimal("m"), "max_batch_size": 4}, partial=True)
     answer, field, limit = change
     source = ModelSource("triton", Path("model.py"), None, Path(), Path())
@@ -192,19 +183,14 @@ def test_a_configuration_that_is_too_long_is_not_parsed(models: Path) -> None:
 @pytest.mark.parametrize("depth", [40, 900])
 def test_a_configuration_that_is_nested_without_reason_is_refused(models: Path, depth: int) -> None:
     config = {**WHOLE, "parameters": {"a": nested(depth)}}
-    with (
-        moonpool.Runtime(models, models=()) as runtime,
-        pytest.raises(LoadFailed, match="is nested more than 32 deep"),
-    ):
+    with moonpool.Runtime(models, models=()) as runtime, pytest.raises(LoadFailed, match="is nested more than 32 deep"):
         RepositoryControl(runtime).load("m", json.dumps(config))
 
 
 def test_an_operator_raises_limits_by_name() -> None:
     limits = ConfigLimits().raised(["instances=5000", "items=1"])
     assert (limits.instances, limits.items, limits.inputs) == (5000, 1, 4096)
-    limits.check_instances(
-        ModelConfig.from_dict(minimal("m"), partial=True).instance_groups, 5000, Source()
-    )
+    limits.check_instances(ModelConfig.from_dict(minimal("m"), partial=True).instance_groups, 5000, Source())
 
 
 @pytest.mark.parametrize("text", ["", "instances", "instances=", "instances=0", "instances=-1", "option=1",
@@ -216,9 +202,7 @@ def test_a_limit_that_cannot_be_is_refused(text: str) -> None:
 
 def test_a_server_takes_limits_from_its_command_line() -> None:
     assert config_limits(["instances=2000", "outputs=7"]).instances == 2000
-    with pytest.raises(
-        BadOption, match="--model-config-limit must be one of config_bytes, instances"
-    ):
+    with pytest.raises(BadOption, match="--model-config-limit must be one of config_bytes, instances"):
         config_limits(["count=2000"])
 
 

@@ -67,9 +67,7 @@ def fields_of(raw: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(("changes", "fields"), PARTS, ids=[each[1][0] for each in PARTS])
-def test_all_mistakes_are_collected_and_the_first_one_is_raised(
-    changes: dict[str, Any], fields: list[str]
-) -> None:
+def test_all_mistakes_are_collected_and_the_first_one_is_raised(changes: dict[str, Any], fields: list[str]) -> None:
     assert fields_of(IO | changes) == fields
     with pytest.raises(ConfigError) as caught:
         read(IO | changes)

@@ -84,15 +84,10 @@ class TestAccepted:
             TensorConfig("A", "BF16", (4,), optional=True),
             TensorConfig("B", "BOOL", (1,), reshape=()),
         )
-        assert config.instance_groups == (
-            InstanceGroup("m_0", "CPU", 2, ()),
-            InstanceGroup("big", "GPU", 1, (1,)),
-        )
+        assert config.instance_groups == (InstanceGroup("m_0", "CPU", 2, ()), InstanceGroup("big", "GPU", 1, (1,)))
         default = QueuePolicy(allow_timeout_override=True, max_queue_size=7)
         urgent = QueuePolicy("DELAY", 5)
-        assert config.dynamic_batching == DynamicBatching(
-            (4, 8), 100, False, 2, 2, default, {1: urgent}
-        )
+        assert config.dynamic_batching == DynamicBatching((4, 8), 100, False, 2, 2, default, {1: urgent})
         assert config.dynamic_batching.queue_policy(1) == urgent
         assert config.dynamic_batching.queue_policy(2) == default
         assert config.parameters == {"K": "V"}
@@ -153,9 +148,7 @@ class TestRefused:
         load(text)  # a Python model cuts its outputs itself
         raw, source = pbtxt.parse(f'name: "m" backend: "pytorch" {text}', "config.pbtxt")
 
-        with pytest.raises(
-            ConfigError, match=r"'O' has variable .* its source input 'IN' lacks for m"
-        ):
+        with pytest.raises(ConfigError, match=r"'O' has variable .* its source input 'IN' lacks for m"):
             ModelConfig.from_dict(raw, source=source)
 
     @pytest.mark.parametrize(
@@ -250,9 +243,7 @@ class TestRefused:
             ("", None, "input", "must specify inputs and outputs for m"),
         ],
     )  # fmt: skip
-    def test_a_mistake_is_named_by_line_and_field(
-        self, text: str, line: int | None, field: str, what: str
-    ) -> None:
+    def test_a_mistake_is_named_by_line_and_field(self, text: str, line: int | None, field: str, what: str) -> None:
         found = refusal(text)
 
         assert (found.file, found.line, found.field) == ("config.pbtxt", line, field)
@@ -322,18 +313,14 @@ class TestRefused:
             lambda inner: (
                 st.lists(inner, max_size=3)
                 | st.dictionaries(
-                    st.sampled_from(["name", "input", "dims", "data_type", "latest", "gpus"]),
-                    inner,
-                    max_size=3,
+                    st.sampled_from(["name", "input", "dims", "data_type", "latest", "gpus"]), inner, max_size=3
                 )
             ),
             max_leaves=8,
         ),
         st.sampled_from(["input", "instance_group", "dynamic_batching", "version_policy", "name"]),
     )
-    def test_any_completed_configuration_is_read_or_refused(
-        self, value: object, field: str
-    ) -> None:
+    def test_any_completed_configuration_is_read_or_refused(self, value: object, field: str) -> None:
         try:
             config = ModelConfig.from_dict({**minimal("m"), field: value})
         except ConfigError:

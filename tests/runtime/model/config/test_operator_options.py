@@ -9,11 +9,7 @@ import pytest
 from tests.server.repositories import CONFIG, write
 
 import moonpool
-from moonpool.runtime.model.config.options import (
-    OperatorOptions,
-    read_model_option,
-    said_in_a_load,
-)
+from moonpool.runtime.model.config.options import OperatorOptions, read_model_option, said_in_a_load
 from moonpool.runtime.repository.grants import Grants
 from moonpool.runtime.repository.loading import HostingRules, Wanted, prepare
 from moonpool.runtime.repository.repository import ModelRepositories
@@ -88,13 +84,7 @@ def test_a_malformed_option_is_an_error_that_shows_the_form(text: str, what: str
 def test_a_load_takes_plain_values_and_knows_its_options() -> None:
     assert said_in_a_load(None, None, None) is None
     said = said_in_a_load("strict", {MEMORY: "1G", THREADS: 2}, {"color": "red", "size": 1.5})
-    assert said == {
-        "MOONPOOL_SANDBOX": "strict",
-        MEMORY: "1G",
-        THREADS: "2",
-        "color": "red",
-        "size": "1.5",
-    }
+    assert said == {"MOONPOOL_SANDBOX": "strict", MEMORY: "1G", THREADS: "2", "color": "red", "size": "1.5"}
     for wrong, what in (
         ((None, {"MOONPOOL_THREAD": "2"}, None), f'did you mean "{THREADS}"'),
         ((None, {MEMORY: "much"}, None), "must be a number of bytes"),
@@ -103,10 +93,7 @@ def test_a_load_takes_plain_values_and_knows_its_options() -> None:
         ((None, None, {"MOONPOOL_NEW": "2"}), "give it in options="),
         (("strict", {"MOONPOOL_SANDBOX": "off"}, None), "give one of them"),
         (("strictly", None, None), "sandbox: must be off, standard"),
-        (
-            (None, f"{THREADS}=2", None),
-            "options: must be a map of texts to texts or numbers, not 'MOONPOOL_THREADS=2'",
-        ),
+        ((None, f"{THREADS}=2", None), "options: must be a map of texts to texts or numbers, not 'MOONPOOL_THREADS=2'"),
         ((None, None, ["color=red"]), "parameters: must be a map"),
     ):
         with pytest.raises(moonpool.ConfigError) as caught:
@@ -133,14 +120,10 @@ def test_a_runtime_knows_its_levels_its_grants_and_its_options() -> None:
 
 
 @pytest.mark.promise("The server (`moonpool serve`)", "An option that does not exist, …")
-def test_options_of_missing_models_are_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_options_of_missing_models_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, "there")
     said = {"their": {THREADS: "1"}, "the*": {THREADS: "1"}, "no-*": {THREADS: "1"}}
-    with moonpool.Runtime(
-        tmp_path, models=(), sandbox_grants=["thee", "there"], model_options=said
-    ):
+    with moonpool.Runtime(tmp_path, models=(), sandbox_grants=["thee", "there"], model_options=said):
         pass
 
     assert [record.getMessage() for record in caplog.records] == [
@@ -190,19 +173,14 @@ def prepared(repository: Path, wanted: Wanted, rules: HostingRules) -> moonpool.
 
 
 def brought(parameters: dict[str, str], files: dict[str, bytes] | None = None) -> Wanted:
-    config = {
-        "backend": "python",
-        "parameters": {key: {"string_value": text} for key, text in parameters.items()},
-    }
+    config = {"backend": "python", "parameters": {key: {"string_value": text} for key, text in parameters.items()}}
     return Wanted("m", config=config, files=files, is_whole=True)
 
 
 FILES = {"1/model.py": b"class TritonPythonModel: pass"}
 
 
-def test_a_configuration_that_is_brought_overrules_nothing_that_the_operator_set(
-    tmp_path: Path,
-) -> None:
+def test_a_configuration_that_is_brought_overrules_nothing_that_the_operator_set(tmp_path: Path) -> None:
     write(tmp_path, "m")
     rules = HostingRules(options=options(f"m:{MEMORY}=64M", "m:MOONPOOL_SANDBOX=strict"))
 
@@ -239,9 +217,7 @@ def test_a_configuration_that_is_brought_has_the_grants_of_values_and_not_those_
         HostingRules("strict", grants=Grants(["m"])),
         HostingRules("strict", grants=Grants(["m:MOONPOOL_SANDBOX_PATHS=/data"])),
         HostingRules("strict", options=options("m:MOONPOOL_SANDBOX_PATHS=/data")),
-        HostingRules(
-            options=options("*:MOONPOOL_SANDBOX_PATHS=/data", "m:MOONPOOL_SANDBOX=strict")
-        ),
+        HostingRules(options=options("*:MOONPOOL_SANDBOX_PATHS=/data", "m:MOONPOOL_SANDBOX=strict")),
     ],
 )
 def test_files_that_are_brought_have_no_grants(tmp_path: Path, rules: HostingRules) -> None:
@@ -260,9 +236,7 @@ def test_files_that_are_brought_have_no_grants(tmp_path: Path, rules: HostingRul
     "level that the operator lowered for a model holds for neither.",
 )
 @pytest.mark.parametrize("files", [None, FILES], ids=["config", "files"])
-def test_files_of_a_load_have_no_lower_level_than_all_models(
-    tmp_path: Path, files: dict[str, bytes] | None
-) -> None:
+def test_files_of_a_load_have_no_lower_level_than_all_models(tmp_path: Path, files: dict[str, bytes] | None) -> None:
     """The operator lowered it for what the repository has."""
     write(tmp_path, "m")
     lowered = HostingRules("strict", options=options("m*:MOONPOOL_SANDBOX=off"))
@@ -298,13 +272,10 @@ def test_a_program_s_configuration_changes_parameters_one_by_one(tmp_path: Path)
 
 @pytest.mark.promise(
     "The sandbox: grants",
-    "No model has a name that the operator's options would read as another name, a pattern or a "
-    "value.",
+    "No model has a name that the operator's options would read as another name, a pattern or a value.",
 )
 @pytest.mark.parametrize("name", ["*", "m*", "m;n", "m\nn", "m%3An"])
-def test_no_model_has_a_name_that_options_would_read_as_something_else(
-    tmp_path: Path, name: str
-) -> None:
+def test_no_model_has_a_name_that_options_would_read_as_something_else(tmp_path: Path, name: str) -> None:
     write(tmp_path, name)
     write(tmp_path, "m")
     rules = HostingRules(options=options("m:MOONPOOL_SANDBOX=strict"))

@@ -146,13 +146,9 @@ def test_sizes_are_exact_in_every_unit(number: int, suffix: str) -> None:
     assert size == (expected if expected < 2**63 else None)
 
 
-@pytest.mark.parametrize(
-    "module", ["moonpool.runtime.model.config.options", "moonpool.runtime.server.options.table"]
-)
+@pytest.mark.parametrize("module", ["moonpool.runtime.model.config.options", "moonpool.runtime.server.options.table"])
 def test_a_table_is_printed_without_a_warning(module: str) -> None:
-    printed = subprocess.run(
-        [sys.executable, "-W", "error", "-m", module], capture_output=True, text=True, timeout=60
-    )
+    printed = subprocess.run([sys.executable, "-W", "error", "-m", module], capture_output=True, text=True, timeout=60)
 
     assert (printed.returncode, printed.stderr) == (0, "")
     assert f"`python -m {module}`" in printed.stdout

@@ -218,9 +218,7 @@ class TestMistakes:
             ('name: "never closed\n', 1, "name", "String missing ending quote"),
         ],
     )  # fmt: skip
-    def test_a_mistake_is_named_by_line_and_field(
-        self, text: str, line: int, field: str, what: str
-    ) -> None:
+    def test_a_mistake_is_named_by_line_and_field(self, text: str, line: int, field: str, what: str) -> None:
         found = error(text)
 
         assert (found.line, found.field) == (line, field)
@@ -278,9 +276,7 @@ class TestSchema:
         )
         root = Path(__file__).parents[4] / "src"
 
-        done = subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONPATH": str(root)}, capture_output=True
-        )
+        done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(root)}, capture_output=True)
 
         assert done.stdout.strip() == b"[]", done.stderr
 

@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 
 from moonpool.runtime.model.config import pbtxt
-from moonpool.runtime.model.config.model import (
-    ConfigError,
-    ModelConfig,
-    SequenceBatching,
-    SequenceControl,
-)
+from moonpool.runtime.model.config.model import ConfigError, ModelConfig, SequenceBatching, SequenceControl
 
 START = "kind: CONTROL_SEQUENCE_START"
 
@@ -55,9 +50,7 @@ def test_without_it_there_is_none() -> None:
         ("max_sequence_idle_microseconds: 5", 1, {"slots": 1, "max_idle_us": 5}),
     ],
 )  # fmt: skip
-def test_a_sequence_batching_is_read(
-    text: str, max_batch_size: int, wanted: dict[str, Any]
-) -> None:
+def test_a_sequence_batching_is_read(text: str, max_batch_size: int, wanted: dict[str, Any]) -> None:
     assert batching(f"sequence_batching {{ {text} }}", max_batch_size) == SequenceBatching(**wanted)
 
 

@@ -37,15 +37,11 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("text", "shown", "name", "value"), PLACES)
-def test_a_place_is_named_whole_and_can_be_filled_in(
-    text: str, shown: str, name: str, value: str
-) -> None:
+def test_a_place_is_named_whole_and_can_be_filled_in(text: str, shown: str, name: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
         pbtxt.parse(f"\n{text}", "config.pbtxt")
 
-    said = (
-        f"config.pbtxt:2: is a template that is not filled in: {shown} (line 2); put values there"
-    )
+    said = f"config.pbtxt:2: is a template that is not filled in: {shown} (line 2); put values there"
     assert str(caught.value).startswith(said)
     fill = read_fill([f"{name}={value}"])
     pbtxt.parse(f"\n{text}", "config.pbtxt", fill=fill)
@@ -70,18 +66,14 @@ def test_a_wrong_value_is_no_template(text: str, what: str) -> None:
 
 def test_all_places_are_in_one_list() -> None:
     text = "max_batch_size: ${n}\ninput { dims: [ DIM, ${n} ] }\noutput { data_type: TYPE_#DTYPE\n}\nfoo: 1"
-    with pytest.raises(
-        ConfigError, match=r": \$\{n\} \(lines 1, 2\), DIM \(line 2\), TYPE_#DTYPE \(line 3\);"
-    ):
+    with pytest.raises(ConfigError, match=r": \$\{n\} \(lines 1, 2\), DIM \(line 2\), TYPE_#DTYPE \(line 3\);"):
         pbtxt.parse(text, "config.pbtxt")
 
 
 def test_a_place_in_a_parameter_is_for_the_model_and_a_remark() -> None:
     text = 'parameters { key: "LIMIT" value: { string_value: "${limit}" } }'
     raw, _ = pbtxt.parse(text, "config.pbtxt")
-    assert [(each.field, each.what.rpartition(": ")[2]) for each in remarks(raw)] == [
-        ("parameters", "LIMIT")
-    ]
+    assert [(each.field, each.what.rpartition(": ")[2]) for each in remarks(raw)] == [("parameters", "LIMIT")]
     fill = read_fill(["limit=3", "other=4"])
     raw, _ = pbtxt.parse(text, "config.pbtxt", fill=fill)
     assert raw["parameters"]["LIMIT"] == {"string_value": "3"}

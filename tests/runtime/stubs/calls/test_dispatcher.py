@@ -19,9 +19,7 @@ from moonpool.runtime.stubs.calls.dispatcher import CallDispatcher
 from moonpool.runtime.stubs.control import MessageRateLimiter
 
 pytestmark = pytest.mark.promise(
-    "At the limits",
-    "If no thread can be started for what a model asks for, the model gets an error and may ask "
-    "again.",
+    "At the limits", "If no thread can be started for what a model asks for, the model gets an error and may ask again."
 )
 
 

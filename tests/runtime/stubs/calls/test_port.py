@@ -104,9 +104,7 @@ class Desk:
             self.dispatcher._port.is_plain = False
         self._before = self._counts()
         self.dispatcher.watch(
-            lambda _, text: self.breaches.append(text),
-            lambda: None,
-            lambda _, text, *__: self.lines.append(text),
+            lambda _, text: self.breaches.append(text), lambda: None, lambda _, text, *__: self.lines.append(text)
         )
 
     # As the models of the runtime, and as a scheduler
@@ -268,20 +266,14 @@ def agree(quick: Desk, layers: Desk) -> None:
 KINDS: list[tuple[dict[str, Any], Callable[[], Response]]] = [
     ({}, lambda: response()),
     ({"size": 7}, lambda: response(3)),
-    (
-        {"model": "sums", "version": 1, "outputs": ["Y"]},
-        lambda: Response({"Y": np.ones(2, np.float32)}),
-    ),
+    ({"model": "sums", "version": 1, "outputs": ["Y"]}, lambda: Response({"Y": np.ones(2, np.float32)})),
     ({"details": ["id", 7, 1, {"a": 1, "b": "x"}, None, 0, 0]}, lambda: Response({}, {"k": 1.5})),
     ({"timeout_us": 10**9}, lambda: Response({"Y": np.ones((2, 3), np.int8)}, {"k": "text"})),
     (
         {"inputs": [["A", 11, [2, 2][:1], 0, 0, 8], ["B", 9, [1], 0, 8, 8]]},
         lambda: Response({"Y": np.zeros(0, np.float32), "Z": np.array(1.5)}),
     ),
-    (
-        {"inputs": [["A", 11, [0], 0, 0, 0], ["S", 13, [1], 0, 0, 16]]},
-        lambda: wire(13, (1,), [1, 0, 0, 0, 65]),
-    ),
+    ({"inputs": [["A", 11, [0], 0, 0, 0], ["S", 13, [1], 0, 0, 16]]}, lambda: wire(13, (1,), [1, 0, 0, 0, 65])),
 ]
 
 
@@ -296,12 +288,8 @@ def test_calls_and_replies_of_all_kinds_go_the_ports_way() -> None:
         desk.answer(answer())
     assert desk.counts() == (len(KINDS), len(KINDS))
     told = desk.told()
-    assert [reply[1:3] + reply[7:] for reply in told] == [
-        [number, True, None] for number in range(1, len(KINDS) + 1)
-    ]
-    assert desk.contents(told[1]) == {
-        name: each.tobytes() for name, each in response(3).outputs.items()
-    }
+    assert [reply[1:3] + reply[7:] for reply in told] == [[number, True, None] for number in range(1, len(KINDS) + 1)]
+    assert desk.contents(told[1]) == {name: each.tobytes() for name, each in response(3).outputs.items()}
     assert told[3][6] == {"k": 1.5}
     assert desk.breaches == desk.lines == []
     # All that the stub has given up is named, each once.
@@ -358,9 +346,7 @@ def test_a_call_costs_less_only_if_a_model_takes_it() -> None:
 
 def test_contained_models_are_spared_the_compiled_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONPOOL_PURE", "contained")
-    monkeypatch.setattr(
-        scripted, "Link", lambda *given, **named: Link(*given, **{**named, "is_private": True})
-    )
+    monkeypatch.setattr(scripted, "Link", lambda *given, **named: Link(*given, **{**named, "is_private": True}))
     desk = Desk(True)
     assert not desk.dispatcher._port.is_plain
     desk.ask(*infer(desk, 1))
@@ -373,14 +359,7 @@ def test_contained_models_are_spared_the_compiled_port(monkeypatch: pytest.Monke
 SIZES = st.sampled_from([1, 4, 5])
 # Tensors of any datatype and shape, most of which lie where they say.
 ROWS = st.builds(
-    lambda name, code, shape, offset, more: [
-        name,
-        code,
-        shape,
-        0,
-        offset,
-        prod(shape) * ITEMSIZE[code] + more,
-    ],
+    lambda name, code, shape, offset, more: [name, code, shape, 0, offset, prod(shape) * ITEMSIZE[code] + more],
     st.sampled_from(["A", "B", "S", "\u00fc"]),
     st.integers(1, 14),
     st.lists(st.integers(0, 3), max_size=3),
@@ -397,9 +376,7 @@ ASKS = st.fixed_dictionaries(
         "outputs": st.sampled_from([["Y", "Z"], ["Y"], [], ["W"]]),
         "details": st.sampled_from([None, ["id", 0, 0, None, None, 0, 0]]),
         "released": st.sampled_from([[[0, 0]], [[0, 64]], [[1, 0]], [[1, 1 << 40]]]),
-        "block": st.tuples(
-            st.integers(0, 2), st.sampled_from([0, 64, 1 << 18]), st.integers(0, 32)
-        ),
+        "block": st.tuples(st.integers(0, 2), st.sampled_from([0, 64, 1 << 18]), st.integers(0, 32)),
         "blocks": st.just([]),
         "inputs": st.lists(ROWS, max_size=3)
         | st.sampled_from(
@@ -516,9 +493,7 @@ def test_lies_about_several_values_end_the_same_in_both_ways(edits: list[tuple[i
 @COMPILED
 @settings(deadline=None)
 @given(DAMAGE, st.integers(-4, 4))
-def test_damaged_packets_end_the_same_in_both_ways(
-    damage: list[tuple[int, int]], longer: int
-) -> None:
+def test_damaged_packets_end_the_same_in_both_ways(damage: list[tuple[int, int]], longer: int) -> None:
     hear_after_a_call(damaged(msgpack.packb(honest()), damage, longer))
 
 
@@ -586,9 +561,7 @@ def test_an_output_that_changes_while_it_is_placed_is_sent_as_it_is_in_the_end(d
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize(
-    "what", ["large", "of callers", "not contiguous", "strings", "many inputs"]
-)
+@pytest.mark.parametrize("what", ["large", "of callers", "not contiguous", "strings", "many inputs"])
 def test_what_is_rare_comes_between_what_is_usual(is_quick: bool, what: str) -> None:
     desk = Desk(is_quick)
     memory = desk.pair.memory.empty((4,), np.dtype(np.float32), 16)
@@ -609,9 +582,7 @@ def test_what_is_rare_comes_between_what_is_usual(is_quick: bool, what: str) -> 
             desk.answer(Response({"Y": output if number == 2 else np.ones(4, np.float32)}))
     told = desk.told()
     assert [reply[1] for reply in told] == [1, 2, 3]
-    assert [desk.contents(told[each])["Y"] for each in (0, 2)] == [
-        np.ones(4, np.float32).tobytes()
-    ] * 2
+    assert [desk.contents(told[each])["Y"] for each in (0, 2)] == [np.ones(4, np.float32).tobytes()] * 2
     if what == "many inputs":
         assert "input 'B' is given twice" in told[1][7][1]
     elif what == "strings":
@@ -632,9 +603,7 @@ def test_what_is_rare_comes_between_what_is_usual(is_quick: bool, what: str) -> 
         ((77, 0, 16), "which is not the stub's to answer from"),
     ],
 )
-def test_a_lie_about_the_block_ends_the_stub(
-    desk: Desk, block: tuple[int, int, int], wrong: str
-) -> None:
+def test_a_lie_about_the_block_ends_the_stub(desk: Desk, block: tuple[int, int, int], wrong: str) -> None:
     desk.ask(*infer(desk, 1))
     desk.ask(*infer(desk, 2))
     region, offset, size = block

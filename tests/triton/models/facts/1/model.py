@@ -39,10 +39,7 @@ class TritonPythonModel:
                 "common": common.__name__,
                 "path": [p for p in sys.path if "repository" in p],
                 "main": sys.modules["__main__"].__name__,
-                "utils": [
-                    "triton_python_backend_utils" in sys.modules,
-                    "c_python_backend_utils" in sys.modules,
-                ],
+                "utils": ["triton_python_backend_utils" in sys.modules, "c_python_backend_utils" in sys.modules],
                 "cwd_is_absolute": os.path.isabs(os.getcwd()),
             }
             x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()

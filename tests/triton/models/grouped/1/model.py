@@ -12,9 +12,7 @@ class TritonPythonModel:
             if (x == 0).any():
                 raise ValueError("zero")
             if (x < 0).any():
-                error = pb_utils.TritonError(
-                    f"refused {x.tolist()}", pb_utils.TritonError.NOT_FOUND
-                )
+                error = pb_utils.TritonError(f"refused {x.tolist()}", pb_utils.TritonError.NOT_FOUND)
                 responses.append(pb_utils.InferenceResponse(error=error))
             else:
                 y = np.concatenate([x, np.full_like(x, len(requests))], axis=1)

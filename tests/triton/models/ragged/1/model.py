@@ -16,7 +16,5 @@ class TritonPythonModel:
                 "NAMES": np.array([[name.encode() for name in names]] * len(x), object),
                 "Y": x * 2,
             }
-            responses.append(
-                pb_utils.InferenceResponse([pb_utils.Tensor(*each) for each in outputs.items()])
-            )
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor(*each) for each in outputs.items()]))
         return responses

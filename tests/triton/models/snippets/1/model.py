@@ -34,9 +34,7 @@ def asking(model, outputs, code=None, **more):
     inputs = [pb_utils.Tensor(name, more.pop(name)) for name in list(more) if name.isupper()]
     if code is not None:
         inputs.append(pb_utils.Tensor("CODE", np.array([code.encode()], object)))
-    return pb_utils.InferenceRequest(
-        model_name=model, requested_output_names=outputs, inputs=inputs, **more
-    )
+    return pb_utils.InferenceRequest(model_name=model, requested_output_names=outputs, inputs=inputs, **more)
 
 
 def run(code, names):
