@@ -48,7 +48,7 @@ from moonpool.runtime.server.metadata import Metadata
 from moonpool.runtime.server.options.protocols import cache_bytes, grpc_options, http_options, trace_flags
 from moonpool.runtime.server.options.sources import BadOption
 from moonpool.runtime.server.options.table import ServerOptions
-from moonpool.runtime.server.report import model_table, not_all_loaded, not_ready, option_table, remarks
+from moonpool.runtime.server.report import model_table, no_such_models, not_all_loaded, not_ready, option_table, remarks
 from moonpool.runtime.server.repository_control import RepositoryControl
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.setting_values import BadSetting
@@ -184,7 +184,10 @@ class Server:
         _log.info("%s", table, extra={"is_table": True})
         _log.info("%s", option_table(self._options), extra={"is_table": True})
         if not are_all_loaded and self._options.exit_on_error:
-            raise StartFailed(not_all_loaded(self._options, self._runtime._models.statuses()))
+            there = {*self._runtime._models.repositories.listing().names, "*"}
+            missing = [name for name in self._options.load_model if name not in there]
+            text = no_such_models(missing) if missing else ""
+            raise StartFailed(text or not_all_loaded(self._options, self._runtime._models.statuses()))
         return True
 
     def _load_models(self) -> bool:
@@ -207,6 +210,9 @@ class Server:
         if "http" in ports:
             addresses["http"] = _place(options.http_address, ports["http"])
             _log.info("Started HTTPService at %s", addresses["http"])
+        if "openai" in ports:
+            addresses["openai"] = _place(self._http_options.openai_address, ports["openai"])
+            _log.info("Started OpenAI Service at %s", addresses["openai"])
         if "metrics" in ports:
             addresses["metrics"] = _place(self._http_options.metrics_address, ports["metrics"])
             _log.info("Started Metrics Service at %s", addresses["metrics"])
@@ -315,10 +321,15 @@ def _check(options: ServerOptions) -> None:
     """Raise `BadOption` for options that make no sense together."""
     if not options.model_repository:
         raise BadOption("there is nothing to serve: name a model repository")
-    if not (options.allow_http or options.allow_grpc):
+    if not (options.allow_http or options.allow_grpc or options.openai_port is not None):
         raise BadOption("there is nothing to serve with: --allow-http and --allow-grpc are both false")
+    if options.openai_port is not None and not options.allow_openai:
+        raise BadOption("--openai-port serves nothing with --allow-openai=false")
+    # The words of the next two are Triton's.
+    if options.load_model and options.model_control_mode != "explicit":
+        raise BadOption("Error: Use of '--load-model' requires setting '--model-control-mode=explicit' as well.")
     if "*" in options.load_model and len(options.load_model) > 1:
-        raise BadOption("--load-model=* must be the only --load-model")
+        raise BadOption("Wildcard model name '*' must be the ONLY startup model if specified at all.")
     if options.model_load_thread_count < 1:
         raise BadOption("--model-load-thread-count must be at least 1")
     limits = {

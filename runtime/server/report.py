@@ -57,11 +57,10 @@ def option_table(options: ServerOptions) -> str:
 
 def remarks(options: ServerOptions) -> Iterator[tuple[int, str]]:
     """List remarks for the person who starts the server, each with its level."""
-    if options.load_model and options.model_control_mode != "explicit":
-        yield logging.WARNING, "--load-model has no effect without --model-control-mode=explicit"
     yield from _too_few_files(options)
     served = {
-        "--http-address": options.http_address if options.allow_http else None,
+        "--http-address": options.http_address if options.allow_http or options.openai_port is not None else None,
+        "--openai-address": (options.openai_address or None) if options.openai_port is not None else None,
         "--grpc-address": options.grpc_address if options.allow_grpc else None,
     }
     places = {flag: address for flag, address in served.items() if address is not None}
@@ -88,6 +87,23 @@ def not_ready(missing: Sequence[tuple[str, int, str]]) -> str:
         f"Listening, but not ready: {'; '.join(named)}. With --strict-readiness=false, models that could not be loaded do "
         "not count."
     )
+
+
+def no_such_models(names: Sequence[str]) -> str:
+    """Say in Triton's words that these models are in no repository."""
+    texts = []
+    for name in names:
+        if not name:
+            texts.append("Invalid model name ''")
+            continue
+        text = f"failed to poll model {name!r:.200}: model not found in any model repository"
+        if "/" in name or name == "..":
+            text += (
+                f"; Poll failed for model directory {name!r:.200}, which is not one of a repository, and "
+                "at least one version must be available under the version policy"
+            )
+        texts.append(text)
+    return f"creating server: Internal - {'; '.join(texts)}"
 
 
 def not_all_loaded(options: ServerOptions, statuses: Mapping[str, ModelStatus]) -> str:

@@ -120,6 +120,14 @@ class RepositoryControl:
         self._registry.check_controllable()
         self._registry.begin_unload(name, with_members=unload_dependents)
 
+    def unload_patiently(self, name: str) -> None:
+        """Unload a model, and return when its requests are finished and it has ended.
+
+        Raises `ModelNotFound`, `ModelUnavailable`.
+        """
+        self._registry.check_controllable()
+        self._registry.unload(name)
+
     # For the server itself
 
     def load_all(self, names: Iterable[str] | None = None, *, again: bool = True, tries: int = 1) -> bool:

@@ -24,6 +24,8 @@ APIS = (
     "logging",
 )
 """The APIs, by Triton's names."""
+OPENAI_APIS = ("inference", "model-repository", "metrics", "health")
+"""The groups of OpenAI's API, by the names of Triton's front end for it."""
 GRPC_PREFIX = "triton-grpc-protocol-"
 """The prefix of header names in gRPC's metadata."""
 # Types of bodies that a page of any site can send without a preflight: those of forms and of simple requests.
@@ -47,15 +49,19 @@ class Refusal(NamedTuple):
 class Restriction:
     """Refuses requests that lack the header of an API or the token for changes."""
 
-    def __init__(self, apis: Mapping[str, tuple[str, str]] | None = None, control_token: str | None = None) -> None:
-        """`apis` gives some of `APIS` a header and its value. `control_token` is for requests that change the server.
+    def __init__(
+        self,
+        apis: Mapping[str, tuple[str, str]] | None = None,
+        control_token: str | None = None,
+        openai_apis: Mapping[str, tuple[str, str]] | None = None,
+    ) -> None:
+        """`apis` gives some of `APIS` a header and its value, and `openai_apis` some of `OPENAI_APIS`. `control_token`
+        is for requests that change the server.
 
         Raises `ValueError` for other names of APIs, and an empty token.
         """
-        self._apis = {api: (key.lower(), value) for api, (key, value) in (apis or {}).items()}
-        unknown = sorted(set(self._apis) - set(APIS))
-        if unknown:
-            raise ValueError(f"unknown API '{unknown[0]}'; there are {', '.join(APIS)}")
+        self._apis = _lowered(apis or {}, APIS)
+        self._openai_apis = _lowered(openai_apis or {}, OPENAI_APIS)
         if control_token is not None and not control_token.strip():
             raise ValueError("the control token is empty")
         self._token = control_token
@@ -84,6 +90,22 @@ class Restriction:
             if scheme.lower() != "bearer" or not _is_equal(token.strip(), self._token):
                 return Refusal(True, "changing the server asks for the header 'Authorization: Bearer <token>'")
         return None
+
+    def refuse_openai(self, api: str, header: Callable[[str], str | None]) -> Refusal | None:
+        """Return the reason for refusing a request for one of `OPENAI_APIS`; None if it has the header that this asks
+        for.
+        """
+        wanted = self._openai_apis.get(api)
+        if wanted is None or _is_equal(header(wanted[0]), wanted[1]):
+            return None
+        return Refusal(True, f"This API is restricted, expecting header '{wanted[0]}' with valid value")
+
+
+def _lowered(apis: Mapping[str, tuple[str, str]], known: Collection[str]) -> dict[str, tuple[str, str]]:
+    unknown = sorted(set(apis) - set(known))
+    if unknown:
+        raise ValueError(f"unknown API '{unknown[0]}'; there are {', '.join(known)}")
+    return {api: (key.lower(), value) for api, (key, value) in apis.items()}
 
 
 def _is_equal(given: str | None, wanted: str) -> bool:

@@ -29,6 +29,7 @@ import moonpool
 SOURCE = Path(moonpool.__path__[0]).parent
 _STARTED = {
     "grpc": re.compile(r"Started GRPCInferenceService at \S+:(\d+)"),
+    "openai": re.compile(r"Started OpenAI Service at \S+:(\d+)"),
     "http": re.compile(r"Started HTTPService at \S+:(\d+)"),
     "metrics": re.compile(r"Started Metrics Service at \S+:(\d+)"),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import re
@@ -18,6 +20,9 @@ from tests.server.running import running, starting
 from tests.waiting import wait_until
 
 from moonpool.runtime.cli.main import main
+
+EXPLICIT = "--model-control-mode=explicit"
+KEYS = ("--openai-restricted-api", "inference,health", "key", "a value")
 
 
 @pytest.fixture
@@ -52,7 +57,21 @@ def test_a_command_line_that_is_wrong_says_what_is_meant(models: Path, said: Sai
         ("--http-prot=1",): 'did you mean "--http-port"?',
         ("--http-por=1",): "unrecognized arguments",
         ("--http-port=x",): "--http-port: must be a port",
-        ("--load-model=good", "--load-model=*"): "--load-model=* must be the only --load-model",
+        ("--load-model=good",): (
+            "Error: Use of '--load-model' requires setting '--model-control-mode=explicit' as well."
+        ),
+        (EXPLICIT, "--load-model=good", "--load-model=*"): (
+            "Wildcard model name '*' must be the ONLY startup model if specified at all."
+        ),
+        ("--openai-port=0", "--allow-openai=false"): "--openai-port serves nothing",
+        ("--openai-restricted-api", "inference", "key"): "expected 3 arguments",
+        ("--openai-restricted-api", "inference,unknown", "key", "value"): "Unknown API 'unknown'",
+        ("--openai-restricted-api", "inference,inference", "key", "value"): (
+            "restricted api 'inference' can not be specified in multiple config groups"
+        ),
+        (*KEYS, "--openai-restricted-api", "health,metrics", "other", "value"): (
+            "restricted api 'health' can not be specified in multiple config groups"
+        ),
         ("--allow-http=false", "--allow-grpc=false"): "nothing to serve with",
         ("--http-server-cert=x",): "needed both",
         ("--trace-config=nonsense=1",): "--trace-config",
@@ -129,10 +148,9 @@ def test_options_come_from_a_file_and_the_environment(models: Path, tmp_path: Pa
 @pytest.mark.promise("The server (`moonpool serve`)", "Every flag of tritonserver is known: …")
 def test_options_without_effect_are_logged_once(models: Path) -> None:
     flags = ("--backend-config=python,shm-default-byte-size=1", "--backend-config=python,x=y")
-    with running(models, *flags, "--load-model=good") as server:
+    with running(models, *flags) as server:
         lines = [line for line in server.text().splitlines() if "has no effect" in line]
-    assert len(lines) == 2
-    assert "--load-model has no effect without --model-control-mode=explicit" in lines[1]
+    assert len(lines) == 1
     assert re.match(r"W\d{4} .*\] --backend-config has no effect here: ", lines[0])
 
 
@@ -184,16 +202,48 @@ def test_a_hangup_does_nothing_in_other_modes(models: Path) -> None:
 def test_models_are_loaded_at_the_start_as_the_mode_says(models: Path) -> None:
     for name in ("second", "third"):
         write(models, name)
-    explicit = "--model-control-mode=explicit"
-    with running(models, explicit) as server:
+    with running(models, EXPLICIT) as server:
         assert "successfully loaded" not in server.text()
-    with running(models, explicit, "--load-model=good", "--load-model=third") as server:
+    with running(models, EXPLICIT, "--load-model=good", "--load-model=third") as server:
         loaded = re.findall(r"successfully loaded '(\w+)'", server.text())
         assert sorted(loaded) == ["good", "third"]
-    with running(models, explicit, "--load-model=*") as server:
+    with running(models, EXPLICIT, "--load-model=*") as server:
         assert len(re.findall("successfully loaded", server.text())) == 3
-    with starting(models, explicit, "--load-model=nope") as server:
+
+
+NOWHERE = "model not found in any model repository"
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("nope", ("failed to poll model 'nope': " + NOWHERE,)),
+        ("..", (NOWHERE, "at least one version must be available under the version policy")),
+        ("../../etc/passwd", (NOWHERE, "Poll failed for model directory '../../etc/passwd'")),
+        ("", ("Invalid model name",)),
+        ("\n\t", (NOWHERE,)),
+    ],
+)
+def test_a_model_that_is_nowhere_ends_the_start(models: Path, name: str, texts: tuple[str, ...]) -> None:
+    with starting(models, EXPLICIT, f"--load-model={name}") as server:
         assert server.wait() == 1
+        assert [text for text in texts if text not in server.text()] == []
+
+
+@pytest.mark.promise("OpenAI", "`--openai-port` serves this API alone, with …")
+@pytest.mark.parametrize("place", ["command line", "environment"])
+def test_the_port_for_openai_s_api(models: Path, place: str) -> None:
+    flags = ("--allow-http=false", "--allow-grpc=false", "--openai-port=0")
+    variables = {"MOONPOOL_SERVE_OPENAI_RESTRICTED_API": " ".join(KEYS[1:])} if place == "environment" else None
+    more = () if variables else KEYS
+    with running(models, *flags, *more, variables=variables, serves=["openai"]) as server:
+        assert set(server.ports) == {"openai", "metrics"}
+        for headers, status in (({}, 401), ({"key": "a value"}, 200)):
+            connection = http.client.HTTPConnection("127.0.0.1", server.ports["openai"], timeout=60)
+            with contextlib.closing(connection):
+                connection.request("GET", "/health/ready", headers=headers)
+                assert connection.getresponse().status == status
+        assert "a value" not in server.text()
 
 
 def test_two_repositories_are_served_as_one(models: Path, tmp_path: Path) -> None:

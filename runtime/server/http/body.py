@@ -39,6 +39,15 @@ def over_input_size(size: str, limit_bytes: int, *, is_json: bool) -> BadHttpMes
     )
 
 
+def over_openai_size(size: str, limit_bytes: int) -> BadHttpMessage:
+    """Return the answer to a request of OpenAI's API over the limit, with the text of Triton's front end for it."""
+    return BadHttpMessage(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        f"Request size of {size.removeprefix('at least ')} bytes exceeds the maximum allowed input size of "
+        f"{limit_bytes} bytes. Use --http-max-input-size to increase the limit.",
+    )
+
+
 def memory_of(size_bytes: int) -> memoryview:
     """Return memory for a body. Large memory is mapped, so the kernel gives pages only as bytes come.
 

@@ -126,6 +126,11 @@ class Handler(Protocol):
     def most_bytes_of(self, head: Head) -> int:
         """Return the largest body of such a request."""
 
+    def over_size(self, head: Head) -> Callable[[str, int], BadHttpMessage] | None:
+        """Return a function that makes the refusal of a larger one, from its size and the limit; None for the usual
+        words.
+        """
+
     def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:
         """Return memory to receive the body into, or None for any.
 
@@ -532,6 +537,9 @@ class HttpConnection:
 
     def _refusal(self, head: Head, most_bytes: int) -> Callable[[str, int], BadHttpMessage]:
         """Return a function that makes the refusal of a body over the limit, from its size and the limit."""
+        of_api = self._port.handler.over_size(head)
+        if of_api is not None:
+            return of_api
         if most_bytes != self._port.limits.input_bytes:
             return too_large
         return partial(over_input_size, is_json=HEADER_LENGTH not in head.headers)

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.hosting.model_control import version_of
+from moonpool.runtime.server.http.body import over_openai_size
 from moonpool.runtime.server.http.connection import HttpExchange, error_body, http_status
 from moonpool.runtime.server.http.head import JSON, TEXT, BadHttpMessage, Head, Headers, path_of
 from moonpool.runtime.server.http.inference import HttpInference, InferTarget
@@ -25,24 +26,27 @@ from moonpool.runtime.server.page.content import PAGE
 from moonpool.runtime.server.restriction import Origins, Restriction, refused_type
 
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/(\d+))?/infer")
-# The API of a path is that of the first pattern which fits.
+# The API of a path is that of the first pattern which fits, and so is its group of OpenAI's API.
 _MODEL = r"/v2/models/[^/]+(?:/versions/\d+)?"
 _APIS = [
-    (re.compile(pattern), api)
-    for pattern, api in (
-        (r"/v2/health/(?:live|ready)", "health"),
-        (_MODEL + r"/ready", "health"),
-        (_MODEL + r"/(?:infer|generate|generate_stream)", "inference"),
-        (_MODEL + r"/config", "model-config"),
-        (r"/v2/models(?:/[^/]+(?:/versions/\d+)?)?/stats|/v2/moonpool/overview", "statistics"),
-        (r"/v2(?:/models/[^/]+)?/trace/setting", "trace"),
-        (r"/v2/logging", "logging"),
-        (r"/v2/repository/.*", "model-repository"),
-        (r"/v2/(?:system|cuda)sharedmemory/.*", "shared-memory"),
-        (r"/v2(?:/models)?", "metadata"),
-        (_MODEL, "metadata"),
-        (r"/v1/models(?:/[^/]+)?", "metadata"),
-        (r"/v1/(?:chat/)?completions|/v1/embeddings|(?:/v[12])?/rerank", "inference"),
+    (re.compile(pattern), api, group)
+    for pattern, api, group in (
+        (r"/v2/health/(?:live|ready)", "health", None),
+        (_MODEL + r"/ready", "health", None),
+        (_MODEL + r"/(?:infer|generate|generate_stream)", "inference", None),
+        (_MODEL + r"/config", "model-config", None),
+        (r"/v2/models(?:/[^/]+(?:/versions/\d+)?)?/stats|/v2/moonpool/overview", "statistics", None),
+        (r"/v2(?:/models/[^/]+)?/trace/setting", "trace", None),
+        (r"/v2/logging", "logging", None),
+        (r"/v2/repository/.*", "model-repository", None),
+        (r"/v2/(?:system|cuda)sharedmemory/.*", "shared-memory", None),
+        (r"/v2(?:/models)?", "metadata", None),
+        (_MODEL, "metadata", None),
+        (r"/v1/models/[^/]+/(?:load|unload)", "model-repository", "model-repository"),
+        (r"/v1/models(?:/.*)?", "metadata", "model-repository"),
+        (r"/v1/(?:chat/)?completions|/v1/embeddings|(?:/v[12])?/rerank", "inference", "inference"),
+        (r"/health/ready", "health", "health"),
+        (r"/metrics", None, "metrics"),
     )
 ]
 _CHANGED_BY_POST = ("trace", "logging", "model-repository", "shared-memory")
@@ -68,7 +72,7 @@ class Fallback(Protocol):
 
 
 class HttpHandler:
-    """The handler of the port for HTTP."""
+    """The handler of the port for HTTP, and of one for OpenAI's API."""
 
     def __init__(
         self,
@@ -77,7 +81,11 @@ class HttpHandler:
         restriction: Restriction,
         origins: Origins,
         header_forward_pattern: str = "",
+        *,
+        is_openai: bool = False,
     ) -> None:
+        """A port for OpenAI's API has nothing of KServe's."""
+        self._is_openai = is_openai
         self._inference = inference
         self._others = others
         self._restriction = restriction
@@ -99,8 +107,8 @@ class HttpHandler:
 
     def failure(self, head: Head, status: int, text: str, headers: Headers) -> tuple[Headers, bytes]:
         """Return an error in the form of the API that was asked."""
-        if path_of(head).startswith("/v1/"):
-            return JSON, ErrorReply(status, text).body
+        if self._asks_openai(head):
+            return (*JSON, *(each for each in headers if each[0] != b"Content-Type")), ErrorReply(status, text).body
         return headers, error_body(text)
 
     def refuse(self, head: Head) -> BadHttpMessage | None:
@@ -116,6 +124,14 @@ class HttpHandler:
         limits = self._inference.limits
         return limits.body_bytes if _LOAD.fullmatch(path_of(head)) else limits.json_bytes
 
+    def over_size(self, head: Head) -> Callable[[str, int], BadHttpMessage] | None:
+        """Return what refuses a body in the words of Triton's front end for OpenAI's API, for requests of that."""
+        return over_openai_size if self._asks_openai(head) else None
+
+    def _asks_openai(self, head: Head) -> bool:
+        path = path_of(head)
+        return self._is_openai or path.startswith("/v1/") or _apis_of(path)[1] == "inference"
+
     def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:
         """Return memory that the model's stubs see, if the request is for inference."""
         target = self._plan(head).target
@@ -129,9 +145,9 @@ class HttpHandler:
 
     def _make_plan(self, head: Head) -> _Plan:
         path = path_of(head)
-        found = _INFER.fullmatch(path)
-        api = "inference" if found else _api_of(path)
-        refusal = self._refusal(head, path, api)
+        found = None if self._is_openai else _INFER.fullmatch(path)
+        api, group = ("inference", None) if found else _apis_of(path)
+        refusal = self._refusal(head, path, api, group)
         if refusal is None and api == "inference":
             refusal = self._forward(head)
         if refusal is not None or found is None:
@@ -154,11 +170,15 @@ class HttpHandler:
             return http_status(error), str(error), JSON
         return None
 
-    def _refusal(self, head: Head, path: str, api: str | None) -> tuple[int, str, Headers] | None:
+    def _refusal(self, head: Head, path: str, api: str | None, group: str | None) -> tuple[int, str, Headers] | None:
         header = header_of(head)
         opens_page = path == PAGE and head.method in ("GET", "HEAD")
         if self._origins.is_foreign(header, opens_page=opens_page):
             return _FOREIGN
+        if group is not None:
+            refusal = self._restriction.refuse_openai(group, header)
+            if refusal is not None:
+                return 401, refusal.text, _CHALLENGE
         if api is None:
             return None
         is_change = head.method == "POST" and api in _CHANGED_BY_POST and not _INDEX.fullmatch(path)
@@ -172,8 +192,9 @@ class HttpHandler:
         return None
 
 
-def _api_of(path: str) -> str | None:
-    return next((api for pattern, api in _APIS if pattern.fullmatch(path)), None)
+def _apis_of(path: str) -> tuple[str | None, str | None]:
+    """Return KServe's and OpenAI's API to which a path belongs."""
+    return next(((api, group) for pattern, api, group in _APIS if pattern.fullmatch(path)), (None, None))
 
 
 def header_of(head: Head) -> Callable[[str], str | None]:
@@ -218,6 +239,9 @@ class MetricsHandler:
     def most_bytes_of(self, head: Head) -> int:  # noqa: ARG002 - the same for all
         """Return a small limit: no request needs a body."""
         return _METRICS_BODY_BYTES
+
+    def over_size(self, head: Head) -> None:
+        """Leave the words to the connection."""
 
     def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:  # noqa: ARG002 - no wish
         """Receive bodies anywhere."""

@@ -67,4 +67,9 @@ class HttpOptions:
     """Headers whose whole lower-case name matches this regular expression become parameters of requests."""
     allow_openai: bool = True
     """Serve OpenAI's API under `/v1`."""
+    openai_address: str = "127.0.0.1"
+    openai_port: int | None = None
+    """A port that serves OpenAI's API alone."""
+    openai_restricted: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Groups of OpenAI's API, each with the header and the value that requests for it must have."""
     limits: HttpLimits = field(default_factory=HttpLimits)

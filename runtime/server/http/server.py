@@ -33,7 +33,7 @@ class HttpServer:
     def __init__(self, service: Service, options: HttpOptions, together: AllClients | None = None) -> None:
         """`together` counts the clients of all ports of the process."""
         self.ports: dict[str, int] = {}
-        """The ports that are served, by "http" and "metrics"."""
+        """The ports that are served, by "http", "openai" and "metrics"."""
         self._service = service
         self._options = options
         self._together = together or AllClients()
@@ -55,9 +55,12 @@ class HttpServer:
         """
         options, service, loop = self._options, self._service, asyncio.get_running_loop()
         try:
-            if options.port is not None:
-                handler, context = self.make_handler(), _tls(options)
-                await self._listen("http", options.address, options.port, handler, context)
+            places = {"http": (options.address, options.port), "openai": (options.openai_address, options.openai_port)}
+            if any(port is not None for _, port in places.values()):
+                context, handlers = _tls(options), self._make_handlers()
+                for name, (address, port) in places.items():
+                    if port is not None:
+                        await self._listen(name, address, port, handlers[name], context)
             if options.metrics_port is not None:
                 # On the threads for short work: monitoring must not wait for models.
                 table = RouteTable(loop, self._executor, metrics_routes(service, self._executor))
@@ -72,29 +75,36 @@ class HttpServer:
             self.close()
             raise
 
-    def make_handler(self) -> HttpHandler:
-        """Return the handler of a port."""
+    def _make_handlers(self) -> dict[str, HttpHandler]:
+        """Return the handlers of the ports for HTTP and for OpenAI's API. Long bodies of both wait for each other."""
         options, service, loop = self._options, self._service, asyncio.get_running_loop()
-        routes = [
-            *control_routes(service, self._patient),
-            *page_routes(service.overview, self._executor),
-            *signposts(options, self.ports),
-            *(OpenAIEndpoints(service).routes() if options.allow_openai else ()),
-        ]
-        return HttpHandler(
-            HttpInference(service, loop, self._executor, options.limits),
-            RouteTable(loop, self._executor, routes),
-            *self.guards(),
-        )
-
-    def guards(self) -> tuple[Restriction, Origins, str]:
-        """Return the checks of who may ask for what, and the pattern of headers that models get."""
-        options = self._options
-        return (
-            Restriction(options.restricted, options.control_token),
-            self._origins(options.address),
-            options.header_forward_pattern,
-        )
+        endpoints = OpenAIEndpoints(service, self._patient)
+        routes = {
+            "http": [
+                *control_routes(service, self._patient),
+                *page_routes(service.overview, self._executor),
+                *signposts(options, self.ports),
+                *(endpoints.routes() if options.allow_openai else ()),
+            ],
+            "openai": [
+                *endpoints.routes(),
+                *endpoints.port_routes(),
+                *(metrics_routes(service, self._executor) if options.metrics_port is not None else ()),
+            ],
+        }
+        inference = HttpInference(service, loop, self._executor, options.limits)
+        restriction = Restriction(options.restricted, options.control_token, options.openai_restricted)
+        return {
+            name: HttpHandler(
+                inference,
+                RouteTable(loop, self._executor, found),
+                restriction,
+                self._origins(options.openai_address if name == "openai" else options.address),
+                options.header_forward_pattern,
+                is_openai=name == "openai",
+            )
+            for name, found in routes.items()
+        }
 
     def _origins(self, address: str) -> Origins:
         """Make the check of what browsers send to a port at this address."""
@@ -121,9 +131,10 @@ class HttpServer:
 
     def _clients(self, name: str) -> Clients[HttpConnection]:
         limits, together = self._options.limits, self._together
-        if name == "http":
+        if name != "metrics":
             meter = self._service.metrics.frontends.http
-            return clients_of("HTTP", limits.connections, together, meter)
+            title = "HTTP" if name == "http" else "the port for OpenAI's API"
+            return clients_of(title, limits.connections, together, meter)
         # A meter that nobody reads: requests for metrics are no traffic.
         few = limits.metrics_connections
         return clients_of("the port for metrics", few, together, Meter(), is_apart=True)

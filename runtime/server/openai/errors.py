@@ -43,6 +43,8 @@ _TYPES = {
     422: _INVALID,
     429: "rate_limit_error",
 }
+# As in Triton's front end.
+_WITHOUT_DETAIL = (401, 413)
 _CODES = {401: "invalid_auth", 404: "not_found", 413: "content_too_large"}
 
 
@@ -81,7 +83,8 @@ class ErrorReply:
 
     @property
     def body(self) -> bytes:
-        return _written({"error": self.error, "detail": self._detail})
+        detail = {} if self.status in _WITHOUT_DETAIL else {"detail": self._detail}
+        return _written({"error": self.error, **detail})
 
     @property
     def event(self) -> bytes:

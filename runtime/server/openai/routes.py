@@ -15,9 +15,9 @@ import asyncio
 import base64
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import ExitStack
 from functools import partial
-from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
@@ -45,6 +45,7 @@ from moonpool.runtime.server.http.routes import Route, RouteReply, RouteRequest
 from moonpool.runtime.server.inference.request import Hosted, make_request
 from moonpool.runtime.server.openai.errors import NoSuchModel, reply_of
 from moonpool.runtime.server.openai.meter import CountingReader
+from moonpool.runtime.server.openai.models import OpenAIModels
 from moonpool.runtime.server.service import Service
 
 _log = RuntimeLog("moonpool")
@@ -64,46 +65,34 @@ _MOST_PROMPTS, _MOST_TEXTS = 128, 2048
 # Of the fields beside the prompts, for all prompts of a request together.
 _MOST_REPEATED_BYTES = 64 << 20
 _MOST_ID_CHARACTERS = 128
-_OWNER = "Triton Inference Server"
 Fields = Mapping[str, Any]
 
 
 class OpenAIEndpoints:
     """All endpoints under `/v1`. For the loop's thread."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, executor: Executor) -> None:
+        """`executor` waits for models that are loaded."""
         self._service = service
-        self._started = int(time.time())
+        self._models = OpenAIModels(service, executor)
 
     def routes(self) -> list[Route]:
         """Return the routes of all endpoints."""
+        models = self._models
         return [
-            Route("/v1/models", {"GET": _answered(self.models)}),
-            Route("/v1/models/{model}", {"GET": _answered(self.model)}),
+            Route("/v1/models", {"GET": _answered(models.list)}),
+            Route("/v1/models/{model}", {"GET": _answered(models.show)}),
+            Route("/v1/models/{model}/load", {"POST": _answered(models.load)}),
+            Route("/v1/models/{model}/unload", {"POST": _answered(models.unload)}),
             Route("/v1/chat/completions", {"POST": _answered(self.chat)}),
             Route("/v1/completions", {"POST": _answered(self.complete)}),
             Route("/v1/embeddings", {"POST": _answered(self.embed)}),
             *(Route(path, {"POST": _answered(self.rerank)}) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         ]
 
-    # Models
-
-    async def models(self, _: RouteRequest) -> RouteReply:
-        """List the models that are served."""
-        names = sorted({hosted.model.name for hosted in self._service.models.served()})
-        return _reply({"object": "list", "data": [self._shown(name) for name in names]})
-
-    async def model(self, request: RouteRequest) -> RouteReply:
-        """Describe a model."""
-        name, _ = request.model
-        try:
-            self._service.models.find(name)
-        except ModelNotFound:
-            raise NoSuchModel(name, status=HTTPStatus.NOT_FOUND) from None
-        return _reply(self._shown(name))
-
-    def _shown(self, name: str) -> Fields:
-        return {"id": name, "object": "model", "created": self._started, "owned_by": _OWNER}
+    def port_routes(self) -> list[Route]:
+        """Return what a port for this API alone has beside those."""
+        return [Route("/health/ready", {"GET": _answered(self._models.ready)})]
 
     # Texts
 

@@ -12,7 +12,7 @@ from moonpool.runtime.server.http.options import HttpLimits, HttpOptions
 from moonpool.runtime.server.listening import connections
 from moonpool.runtime.server.options.sources import BadOption
 from moonpool.runtime.server.options.table import ServerOptions
-from moonpool.runtime.server.restriction import APIS, Origins
+from moonpool.runtime.server.restriction import APIS, OPENAI_APIS, Origins
 
 if TYPE_CHECKING:
     from moonpool.runtime.server.grpc.options import GrpcOptions
@@ -37,6 +37,9 @@ def http_options(options: ServerOptions) -> HttpOptions:
         certificate=options.http_server_cert or None,
         private_key=options.http_server_key or None,
         allow_openai=options.allow_openai,
+        openai_address=options.openai_address or options.http_address,
+        openai_port=options.openai_port,
+        openai_restricted=openai_restricted(options.openai_restricted_api),
         restricted=restricted("--http-restricted-api", options.http_restricted_api),
         control_token=control_token(options.control_token_file),
         allowed_origins=frozenset(options.http_allowed_origin),
@@ -152,6 +155,21 @@ def restricted(flag: str, texts: tuple[str, ...]) -> dict[str, tuple[str, str]]:
                 raise BadOption(f"{flag}: unknown API {api!r:.40}; there are {', '.join(APIS)}")
             if api in found:
                 raise BadOption(f"{flag}: the API {api} is restricted twice")
+            found[api] = header, value
+    return found
+
+
+def openai_restricted(given: tuple[tuple[str, str, str], ...]) -> dict[str, tuple[str, str]]:
+    """Return header and value by the group of OpenAI's API. Raises `BadOption`, with Triton's texts."""
+    found: dict[str, tuple[str, str]] = {}
+    for apis, header, value in given:
+        for api in apis.split(","):
+            if api not in OPENAI_APIS:
+                raise BadOption(f"--openai-restricted-api: Unknown API {api!r:.40}; there are {', '.join(OPENAI_APIS)}")
+            if api in found:
+                raise BadOption(
+                    f"--openai-restricted-api: restricted api '{api}' can not be specified in multiple config groups"
+                )
             found[api] = header, value
     return found
 

@@ -99,14 +99,21 @@ def _add(group: argparse._ActionsContainer, option: ServerOption, meaning: str |
         if option.needs_value
         else {"const": "true", "action": "append_const"}
     )
+    if len(words := title.split()) > 1:
+        extra |= {"nargs": len(words), "metavar": tuple(words)}
     help_text = argparse.SUPPRESS if meaning is None else meaning.replace("%", "%%")
     group.add_argument(f"--{option.flag}", dest=option.flag, help=help_text, **extra)
 
 
 def given(namespace: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the texts of all flags that were given on the command line."""
+    """Return the texts of all flags that were given on the command line. Several words are one text."""
     flags = {*_FLAGS, CONFIG}
-    return {flag: texts for flag, texts in vars(namespace).items() if flag in flags and texts}
+    found = {flag: texts for flag, texts in vars(namespace).items() if flag in flags and texts}
+    return {flag: [_joined(each) for each in texts] for flag, texts in found.items()}
+
+
+def _joined(words: str | list[str]) -> str:
+    return words if isinstance(words, str) else " ".join(words)
 
 
 def _value(option: ServerOption, place: str, texts: list[str]) -> object:

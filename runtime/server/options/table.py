@@ -67,6 +67,9 @@ class ServerOptions:
     model_option: tuple[ModelOption, ...] = ()
     allow_http: bool = True
     allow_openai: bool = True
+    openai_port: int | None = None
+    openai_address: str = ""
+    openai_restricted_api: tuple[tuple[str, str, str], ...] = ()
     http_address: str = "127.0.0.1"
     http_port: int = 8000
     reuse_http_port: bool = False
@@ -195,6 +198,14 @@ def _rate_limit(text: str) -> str:
     return "" if text == "off" else text
 
 
+def _restricted(text: str) -> tuple[str, str, str]:
+    apis, _, pair = text.partition(" ")
+    header, _, value = pair.partition(" ")
+    if not (apis and header and value):
+        raise ValueError("must be names of APIs with commas, the name of a header and its value")
+    return apis, header, value
+
+
 def _host_policy(text: str) -> str:
     read_host_policies([text])
     return text
@@ -221,6 +232,7 @@ KINDS = {
     # Off is as no rate limiter, which is the default.
     "rate_limit": OptionKind("off\\|execution_count", _rate_limit),
     "host_policy": OptionKind("POLICY,SETTING=VALUE", _host_policy),
+    "restricted": OptionKind("APIS HEADER VALUE", _restricted),
     "resource": OptionKind("NAME:COUNT[:DEVICE]", _resource),
     "mode": _choice("none", "poll", "explicit", "demand"),
     "size": OptionKind("size", parse_size),
@@ -258,7 +270,7 @@ repository-poll-secs whole: Seconds between two polls; with 0, only SIGHUP polls
 resident-models positive: With `demand`, the most models in memory. Unused ones are put to sleep to make room.
 resident-memory size: With `demand`, the most memory that the processes of models take together, as the kernel measures it, such as `8G`.
 resident-gpu-memory size: With `demand`, the most memory of GPUs that they take together, as the driver measures it.
-load-model text*: With `explicit`, a model to load at the start; `*` alone loads all of them. Ignored in other modes.
+load-model text*: With `explicit`, a model to load at the start; `*` alone loads all of them.
 model-load-thread-count whole: The number of models that are loaded at the same time.
 model-load-retry-count whole: The number of further tries for a load that fails at the start.
 disable-auto-complete-config switch: Do not ask models to complete their configuration. It must be complete.
@@ -277,6 +289,9 @@ model-option model_option*: Sets an option of a model, by the model's name. `*` 
 # HTTP
 allow-http boolean: Serve HTTP.
 allow-openai boolean: Serve [OpenAI's API](OPENAI.md) under `/v1` on the port for HTTP.
+openai-port port: A port that serves OpenAI's API alone, with `/health/ready` and `/metrics`; 0 takes a free one. TLS, limits and restrictions are those of the port for HTTP.
+openai-address text: The address of that port, by default that of HTTP.
+openai-restricted-api restricted*: `"<api,…>" <header> <value>`: requests of OpenAI's API must have this header, else they get 401. The APIs are inference, model-repository (also the list of models), metrics and health. `Authorization "Bearer <key>"` is what OpenAI's clients send for an `api_key`.
 http-address text: The address to listen at; `0.0.0.0` is all of IPv4, `::` all of IPv6.
 http-port port: The port; 0 takes a free one.
 reuse-http-port boolean: Let several servers listen at the same port.

@@ -136,6 +136,9 @@ class Scripted:
     def most_bytes_of(self, head: Head) -> int:  # noqa: ARG002 - the same for all
         return 1 << 40
 
+    def over_size(self, _: Head) -> None:
+        return None
+
     def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:
         if head.target == b"/broken":
             raise ZeroDivisionError

@@ -56,7 +56,8 @@ class Serving:
         except BaseException:
             self._end()
             raise
-        self.port = self.server.ports["http"]
+        ports = self.server.ports
+        self.port = ports["http"] if "http" in ports else ports["openai"]
         # Start all threads now: one that starts in the middle of a test would look like a leak.
         for executor in (self.server._executor, self.server._patient):
             count = executor.most
