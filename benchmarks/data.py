@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,20 +87,23 @@ def read_mix(
 
     PATH is a JSON file in perf_analyzer's form, a .npz file, or a folder of those.
     """
+
+    def read(file: Path) -> list[RequestData]:
+        if file.suffix == ".npz":
+            return _of_npz(file, inputs)
+        return _of_json(file, inputs, shapes, is_batched=is_batched)
+
+    return mixed(specs, read)
+
+
+def mixed(specs: Sequence[str], read: Callable[[Path], list[RequestData]]) -> DataMix:
+    """Read the requests of `PATH` or `PATH=WEIGHT` each, and mix them. Raises as `read`, and `BadData`."""
     requests: list[RequestData] = []
     numbers: list[list[int]] = []
     weights: list[float] = []
     for spec in specs:
         path, weight = _weighed(spec)
-        found = [
-            each
-            for file in _files(path)
-            for each in (
-                _of_npz(file, inputs)
-                if file.suffix == ".npz"
-                else _of_json(file, inputs, shapes, is_batched=is_batched)
-            )
-        ]
+        found = [each for file in _files(path) for each in read(file)]
         if not found:
             raise BadData(f"{path} has no requests")
         numbers.append(list(range(len(requests), len(requests) + len(found))))
@@ -177,13 +180,7 @@ def _of_json(
     path: Path, inputs: Sequence[TensorConfig], shapes: Mapping[str, tuple[int, ...]], *, is_batched: bool
 ) -> list[RequestData]:
     """Read perf_analyzer's form. Streams, which are lists of requests, follow one another."""
-    try:
-        found = parsed_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadData(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("data"), list):
-        raise BadData(f"{path} has no list `data`, as in perf_analyzer's --input-data")
-    entries = _flat(found["data"])
+    found, entries = _entries(path)
     expected = _flat(found.get("validation_data", []))
     if expected and len(expected) != len(entries):
         raise BadData(f"{path}: `data` has {len(entries)} entries, `validation_data` {len(expected)}")
@@ -191,8 +188,6 @@ def _of_json(
     requests = []
     for number, entry in enumerate(entries):
         where = f"{path}, entry {number}"
-        if not isinstance(entry, dict):
-            raise BadData(f"{where} is no object")
         if missing := tensors.keys() - entry.keys():
             raise BadData(f"{where} lacks input '{min(missing)}'")
         if unknown := entry.keys() - tensors.keys():
@@ -206,6 +201,50 @@ def _of_json(
         outputs = {name: _expected(name, value, where) for name, value in wanted.items()}
         requests.append(RequestData(mine, outputs))
     return requests
+
+
+def _entries(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Read a file in perf_analyzer's form; return all of it, and its requests."""
+    try:
+        found = parsed_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadData(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("data"), list):
+        raise BadData(f"{path} has no list `data`, as in perf_analyzer's --input-data")
+    entries = _flat(found["data"])
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise BadData(f"{path}, entry {number} is no object")
+    return found, entries
+
+
+# For each endpoint of OpenAI's API its path, and the field that a made-up request has beside the model.
+OPENAI: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "moonpool"}]}),
+    "completions": ("/v1/completions", {"prompt": "moonpool"}),
+    "embeddings": ("/v1/embeddings", {"input": "moonpool"}),
+}
+
+
+def openai_mix(endpoint: str, model: str, specs: Sequence[str], values: Mapping[str, object]) -> DataMix:
+    """Read the requests of files in perf_analyzer's form, whose entries are fields of a body; without files, make one.
+
+    `values` are fields of all bodies. A request has one tensor, its body. Raises `BadData` and OSError.
+    """
+
+    def request(fields: Mapping[str, Any]) -> RequestData:
+        always = {} if endpoint == "embeddings" else {"stream": True}
+        try:
+            body = json.dumps({"model": model, **OPENAI[endpoint][1], **values, **fields, **always}).encode()
+        except (TypeError, ValueError) as error:
+            raise BadData(f"a field of a request to OpenAI's API is no JSON: {error}") from error
+        array = np.empty(1, object)
+        array[0] = body
+        return RequestData([QuestionTensor.of(endpoint, "BYTES", array)])
+
+    if not specs:
+        return DataMix([request({})])
+    return mixed(specs, lambda path: [request(entry) for entry in _entries(path)[1]])
 
 
 def _flat(entries: object) -> list[Any]:

@@ -139,6 +139,7 @@ _CIRCUMSTANCES = {
     "shared_memory": "shared memory",
     "streaming": "streaming",
     "json_tensors": "tensors as JSON",
+    "openai": "endpoints of OpenAI's API",
     "sequences": "sequences",
     "cancel": "cancelled requests",
     "processes": "processes of the generator",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moonpool import MoonpoolError
-from moonpool.benchmarks.data import DataMix
+from moonpool.benchmarks.data import OPENAI, DataMix
 from moonpool.benchmarks.generator.blocking import BlockingConnection, make_wire
 from moonpool.benchmarks.generator.engine import ANSWERED
 from moonpool.benchmarks.generator.workers import LoadWorkers, Prepared, Sending
@@ -36,7 +36,7 @@ from moonpool.runtime.client.control_client import (
     interface,
     understood,
 )
-from moonpool.runtime.client.request import Endpoint, Place, Question, Unreachable, around_id
+from moonpool.runtime.client.request import Endpoint, Place, Question, Unreachable, around_id, json_post
 from moonpool.runtime.process.usage import with_descendants
 
 _numbers = itertools.count()
@@ -153,17 +153,22 @@ class MeasuredServer:
         shared_memory: bool = False,
         is_stream: bool = False,
         is_json: bool = False,
+        openai: str | None = None,
         cancelled: tuple[float, float] | None = None,
         sequences: tuple[int, int] | None = None,
     ) -> None:
         """Make the requests, send the first one and those with an expected answer, and start the load workers.
 
-        `most_connections` is the most that any load will need. Raises `WrongAnswer`, too.
+        `most_connections` is the most that any load will need. With `openai`, an endpoint of that API, requests are
+        those of `openai_mix`, and none is sent. Raises `WrongAnswer`, too.
         """
         questions = [Question(self._model, self._version, data.inputs, is_json=is_json) for data in mix.requests]
         self._most_connections = most_connections
         requests: list[list[Prepared]] = []
-        if not is_stream and sequences is None:
+        if openai is not None:
+            bodies = [data.inputs[0].values()[0].encode() for data in mix.requests]
+            requests = [[json_post(self._endpoint, OPENAI[openai][0], self._headers, body) for body in bodies]]
+        elif not is_stream and sequences is None:
             with understood(f"the answer of {self.where} to a request"):
                 sizes = self._client.output_sizes(questions[0])
             self._check_answers(mix, questions)

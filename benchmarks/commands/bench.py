@@ -22,7 +22,7 @@ from moonpool.benchmarks.commands import options as command_line
 from moonpool.benchmarks.commands.options import Options
 from moonpool.benchmarks.commands.page import page_of
 from moonpool.benchmarks.commands.report import can_plot, has_matplotlib, save_plot, show, show_requests, warnings
-from moonpool.benchmarks.data import DataMix, read_capture
+from moonpool.benchmarks.data import DataMix, openai_mix, read_capture
 from moonpool.benchmarks.export import WRITERS
 from moonpool.benchmarks.faults import FaultInjector
 from moonpool.benchmarks.hosts.hosts import OpenHost, Task, copy_of_model, open_host
@@ -48,7 +48,8 @@ HELP = "measure the latency and throughput of a model under load"
 DESCRIPTION = """\
 Send a model more and more requests, and print its latency and throughput at each load. With REPO, the model is
 loaded in this process and called from threads (Runtime.infer), or with --async from tasks of an event loop
-(Runtime.ainfer). With --url, any server of the KServe v2 protocol gets the requests over HTTP or gRPC.
+(Runtime.ainfer). With --url, any server of the KServe v2 protocol gets the requests over HTTP or gRPC, or with --openai
+any server of OpenAI's API.
 
 Each load is measured in windows of --seconds, until the rate and the mean latency of the last three agree
 within --stable percent. The figures are those of these three. docs/BENCH.md explains them, and the files.
@@ -62,6 +63,7 @@ examples:
   moonpool bench add_sub --url http://localhost:8000 --request-rate 100,1000 --against results/add_sub.json
   moonpool bench normalise --url http://localhost:8000 --shared-memory system --shape X=65536
   moonpool bench add_sub --url grpc://localhost:8001 --streaming
+  moonpool bench writer --url http://localhost:8000 --openai chat --input max_tokens=100
   moonpool bench add_sub --url http://localhost:8000 --slo p99=20ms
   moonpool bench add_sub --url http://localhost:8000 --runs 5 --save results --export html,jsonl
   moonpool bench compare old/add_sub.json new/add_sub.json --fail-if 'requests_per_s<0.9x'
@@ -241,7 +243,11 @@ def _asked(stack: contextlib.ExitStack, options: Options) -> _Asked:
         _server(stack, options, endpoint) for endpoint in (options.endpoint, options.against) if endpoint is not None
     ]
     if options.repository is None:
-        mix, schedule = _data(options, servers[0].interface())
+        if options.openai is None:
+            mix, schedule = _data(options, servers[0].interface())
+        else:
+            mix = openai_mix(options.openai, options.model, options.requests.input_data, options.requests.values)
+            schedule = None
         subjects: list[Subject] = []
     else:
         levels: list[str | None] = [*options.isolation] or [None]
@@ -370,9 +376,10 @@ def _data(options: Options, interface: TakesInputs) -> tuple[DataMix, Schedule |
 
 
 def _prepare(server: MeasuredServer, options: Options, mix: DataMix) -> None:
-    found: Interface = server.interface()
-    if found.decoupled and not options.is_stream:
-        raise UsageError(f"model '{options.model}' at {server.where} is decoupled: measure it with --streaming")
+    if options.openai is None:
+        found: Interface = server.interface()
+        if found.decoupled and not options.is_stream:
+            raise UsageError(f"model '{options.model}' at {server.where} is decoupled: measure it with --streaming")
     server.prepare(
         mix,
         processes=options.processes,
@@ -380,6 +387,7 @@ def _prepare(server: MeasuredServer, options: Options, mix: DataMix) -> None:
         shared_memory=options.shared_memory,
         is_stream=options.is_stream,
         is_json=options.is_json and server.scheme == "http",
+        openai=options.openai,
         cancelled=options.cancelled,
         sequences=options.sequences,
     )
@@ -396,6 +404,7 @@ def _about(options: Options, asked: _Asked, subject: Subject) -> dict[str, Any]:
         "shared_memory": "system" if options.shared_memory else "none",
         "streaming": options.is_stream,
         "json_tensors": options.is_json,
+        "openai": options.openai,
         "processes": options.processes,
         "load_average": round(os.getloadavg()[0], 2),
         "instances": options.instances,

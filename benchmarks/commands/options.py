@@ -23,6 +23,7 @@ from moonpool.benchmarks.commands.load_options import (
     sequence_lengths,
     whole_numbers,
 )
+from moonpool.benchmarks.data import OPENAI
 from moonpool.benchmarks.export import WRITERS
 from moonpool.benchmarks.faults import Fault
 from moonpool.benchmarks.hosts.hosts import HOSTS
@@ -73,12 +74,12 @@ NEEDS = (
     Rule("--metrics-url", "--resources"),
     Rule("--server-pid", f"--resources {_FAULTS}"),
     Rule("--host-package", "--hosts"),
-    Rule("--streaming --json-tensors --shared-memory --model-version --header", "--url"),
+    Rule("--streaming --json-tensors --openai --shared-memory --model-version --header", "--url"),
     Rule("--load-shape --schedule --replay --sequences --cancel", "--url"),
     Rule("--processes", "--url --hosts"),
     # Callers in this process send a request after each answer.
     Rule("--request-rate", "--url --hosts --loadgen"),
-    Rule("--json-tensors", "http:// https://"),
+    Rule("--json-tensors --openai", "http:// https://"),
     Rule("--ca --client-certificate --client-key", "https:// grpcs://"),
     Rule("--client-key", "--client-certificate"),
 )
@@ -95,6 +96,8 @@ EXCLUDES = (
     Rule("--timeline", "--streaming", "it is for requests with one response"),
     Rule("--loadgen", "--load-shape --schedule --replay --against --hosts --isolation --sequences"),
     Rule("--loadgen", "--cancel --streaming --async --resources --export"),
+    Rule("--openai", "--model-version --shared-memory --json-tensors --streaming --sequences --replay --shape --batch"),
+    Rule("--openai", "--timeline --loadgen"),
     Rule("--shared-memory", "--input-data --replay --sequences --streaming --json-tensors"),
 )
 
@@ -126,6 +129,8 @@ class Options:
     shared_memory: bool
     is_stream: bool
     is_json: bool
+    # An endpoint of OpenAI's API, in place of KServe's.
+    openai: str | None
     instances: int | None
     is_async: bool
     # Levels of the sandbox to measure in turns.
@@ -443,6 +448,15 @@ def _add_request(group: argparse._ArgumentGroup) -> None:
         help="count and time the responses of streams: over gRPC each caller opens one (ModelStreamInfer), over HTTP each request "
         "is answered by one (generate_stream)",
     )
+    add(
+        "--openai",
+        metavar="ENDPOINT",
+        nargs="?",
+        const="chat",
+        choices=OPENAI,
+        help=f"over HTTP: send requests of OpenAI's API, {', '.join(OPENAI)}; by default chat. --input NAME=JSON sets a field. "
+        "Chats and completions are streams, whose responses are the pieces of the answers",
+    )
 
 
 def checked(arguments: argparse.Namespace) -> Options:
@@ -474,8 +488,9 @@ def checked(arguments: argparse.Namespace) -> Options:
         most_connections=_most_connections(loads, arguments.max_connections),
         headers=[parse_header(text) for text in arguments.header],
         shared_memory=arguments.shared_memory == "system",
-        is_stream=arguments.streaming,
+        is_stream=arguments.streaming or arguments.openai in ("chat", "completions"),
         is_json=arguments.json_tensors,
+        openai=arguments.openai,
         instances=arguments.instances,
         is_async=arguments.is_async,
         isolation=_isolation(arguments),

@@ -117,12 +117,16 @@ class HttpWire:
         text = body.decode(errors="replace").strip()
         # A proxy on the way may answer without the protocol's JSON.
         with contextlib.suppress(ValueError, LookupError, TypeError):
-            text = str(parsed_json(text)["error"])
+            text = _error_of(text)
         return f"HTTP {self._status}: {text[:500]}"
 
 
 _EVENT_LIMIT_BYTES = 64 << 20
 _ERROR = re.compile(rb'data:[ \t]*\{[ \t]*"error"[ \t]*:')
+# Of OpenAI's API only events with a part of the answer are responses: none with a role, a reason or the usage alone.
+_CHUNK_OF_TEXT = re.compile(rb'"object":[ \t]*"(?:chat\.completion\.chunk|text_completion)"')
+_PIECE = re.compile(rb'"(?:content|text|reasoning|reasoning_content|refusal|name|arguments)":[ \t]*"[^"]')
+_NO_RESPONSES = (b":", b"data: [DONE]")
 
 
 class EventWire(HttpWire):
@@ -153,7 +157,7 @@ class EventWire(HttpWire):
         for event in events:
             if _ERROR.match(event):
                 self._error = _message(event.partition(b":")[2])
-            else:
+            elif not event.startswith(_NO_RESPONSES) and (not _CHUNK_OF_TEXT.search(event) or _PIECE.search(event)):
                 self.responses += 1
         if len(self._events) + len(self._buffer) > _EVENT_LIMIT_BYTES:
             raise WireError("an event of a stream has no end")
@@ -185,9 +189,15 @@ class EventWire(HttpWire):
 def _message(text: bytes) -> str:
     """Return the error in an event."""
     try:
-        return str(parsed_json(text)["error"])[:500]
+        return _error_of(text)[:500]
     except (ValueError, LookupError, TypeError):
         return text.decode(errors="replace").strip()[:500]
+
+
+def _error_of(text: bytes | str) -> str:
+    """Return the error in a JSON object, in the form of KServe or of OpenAI. Raises ValueError and the like."""
+    error = parsed_json(text)["error"]
+    return str(error["message"] if isinstance(error, dict) else error)
 
 
 def _dechunked(data: bytes) -> bytes | None:

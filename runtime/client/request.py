@@ -167,6 +167,18 @@ class Place:
         }
 
 
+def json_post(endpoint: Endpoint, path: str, headers: Sequence[tuple[str, str]], body: bytes) -> bytes:
+    """Serialize a POST of JSON as HTTP/1.1, head and body."""
+    lines = [
+        f"POST {endpoint.path}{path} HTTP/1.1",
+        f"Host: {endpoint.authority}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        *(f"{name}: {value}" for name, value in headers),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """A request to one model. Inputs and outputs that have a place travel in shared memory."""
@@ -209,14 +221,7 @@ class Question:
             {name: each[0] if len(each) == 1 else each for name, each in values.items()}, separators=(",", ":")
         ).encode()
         version = f"/versions/{self.version}" if self.version else ""
-        lines = [
-            f"POST {endpoint.path}/v2/models/{self.model}{version}/generate_stream HTTP/1.1",
-            f"Host: {endpoint.authority}",
-            "Content-Type: application/json",
-            f"Content-Length: {len(body)}",
-            *(f"{name}: {value}" for name, value in headers),
-        ]
-        return "\r\n".join([*lines, "", ""]).encode() + body
+        return json_post(endpoint, f"/v2/models/{self.model}{version}/generate_stream", headers, body)
 
     def _json(self) -> tuple[bytes, bytes]:
         inputs: list[dict[str, object]] = []
