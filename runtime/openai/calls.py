@@ -102,7 +102,7 @@ def begin(hosted: HostedModel, kind: AnswerKind, fields: Mapping[str, Any], time
     """Ask for a chat or a completion. Raises `InvalidRequest` for wrong fields, and what a request raises."""
     _check(kind, fields)
     name = hosted.model.name
-    endpoint = endpoints_of(hosted.model.config).texts.get(kind.endpoint)
+    endpoint = endpoints_of(hosted.model).texts.get(kind.endpoint)
     if endpoint is None:
         raise InvalidRequest(f"model '{name}' has no method '{kind.endpoint}'")
     number = uuid4().hex
@@ -132,7 +132,7 @@ async def awhole(hosted: HostedModel, kind: AnswerKind, fields: Mapping[str, Any
 def embed(hosted: HostedModel, texts: Sequence[str], timeout_s: float | None) -> NDArray[np.float32]:
     """Return a row for each text. Raises `InvalidRequest`, and what a request raises."""
     name = hosted.model.name
-    endpoint = endpoints_of(hosted.model.config).embedding
+    endpoint = endpoints_of(hosted.model).embedding
     if endpoint is None:
         raise InvalidRequest(f"model '{name}' has no method 'embed'")
     if isinstance(texts, str) or not texts or not all(isinstance(each, str) for each in texts):

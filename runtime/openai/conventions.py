@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.ipc.tensors import CODES, DTYPES
 from moonpool.runtime.errors import InvalidRequest, ModelError
+from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ModelConfig, TensorConfig
 from moonpool.runtime.model.request import Response
 from moonpool.runtime.openai.endpoints import (
@@ -70,8 +72,20 @@ _NOT_SAMPLING = frozenset(
 )
 
 
-def endpoints_of(config: ModelConfig) -> ModelEndpoints:
-    """Return the endpoints of a model; none for most models."""
+# For as long as the models are there, with the configuration that they follow from: a live update replaces it.
+_found: WeakKeyDictionary[Model, tuple[ModelConfig, ModelEndpoints]] = WeakKeyDictionary()
+
+
+def endpoints_of(model: Model) -> ModelEndpoints:
+    """Return the endpoints of a model that is loaded; none for most models."""
+    config = model.config
+    found = _found.get(model)
+    if found is None or found[0] is not config:
+        found = _found[model] = config, _endpoints_of(config)
+    return found[1]
+
+
+def _endpoints_of(config: ModelConfig) -> ModelEndpoints:
     own = own_endpoints(config)
     if own.texts or own.embedding is not None:
         return own

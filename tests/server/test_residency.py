@@ -75,7 +75,7 @@ ensemble_scheduling { step [
   { model_name: "b" model_version: -1 input_map { key: "IN" value: "between" } output_map { key: "OUT" value: "OUT" } }
 ] }
 """
-NAMES = ("a", "asks", "b", "both", "broken", "c", "dies", "incomplete")
+NAMES = ("a", "asks", "b", "both", "broken", "c", "dies", "incomplete", "writer")
 PATIENCE_S = 60.0
 
 
@@ -90,6 +90,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     write(repository, "dies", DIES)
     write(repository, "incomplete", INCOMPLETE, 'backend: "python"')
     write(repository, "both", "", BOTH)
+    write(repository, "writer", (Path(__file__).parents[1] / "models" / "writer.py").read_text(), "max_batch_size: 8")
     on_demand = ("--model-control-mode=demand", "--resident-models=1", "--resident-memory=1T")
     patient = [f"--model-option={name}:MOONPOOL_RESTART_BACKOFF_S=30" for name in ("broken", "dies")]
     with running(repository, *on_demand, *patient) as server:
@@ -144,6 +145,16 @@ def test_a_request_over_each_protocol_starts_a_model(server: RunningServer) -> N
     assert generated[1]["OUT"] == [4] * 4
     # One of them is in memory.
     assert wait_until(lambda: sum(gauges(server, "moonpool_model_awake").values()) == 1, PATIENCE_S)
+
+
+@pytest.mark.promise("OpenAI", "The first request wakes a model that sleeps.")
+def test_a_request_of_openai_s_api_starts_a_model(server: RunningServer) -> None:
+    asked = {"model": "writer", "input": ["a"], "encoding_format": "float"}
+    for _ in range(2):
+        assert gauges(server, "moonpool_model_awake")["writer"] == 0
+        status, said = server.get("/v1/embeddings", "POST", json.dumps(asked).encode())
+        assert (status, said["data"][0]["embedding"][0]) == (200, 1)
+        assert ask(server, "a", 2) == [2] * 4
 
 
 @pytest.mark.promise(

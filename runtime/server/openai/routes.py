@@ -141,7 +141,7 @@ class OpenAIEndpoints:
             if not colon or not version.isdecimal():
                 raise NoSuchModel(name) from None
             hosted = self._service.models.find(base, version_of(version))
-        return hosted, endpoints_of(hosted.model.config)
+        return hosted, endpoints_of(hosted.model)
 
     def _find_text(self, name: str, method: str) -> tuple[Hosted, TextEndpoint]:
         hosted, endpoints = self._find(name)
