@@ -24,7 +24,8 @@ instance, or NO_DEVICE), `args` (for `initialize`), `kind` (`triton` or `native`
 `keep_ms` (for how long an idle stub keeps the first region by which it grew, and the others), `compiled` (whether
 compiled code may serve), `look_us` (for how long such code looks for the next packet before it blocks), `layers` (of
 the sandbox that are on), `copies_gpu_to_numpy`, `brief_errors` (whether an exception of the model is logged in one
-line), `config` and `log` (the levels of LOG that the runtime wants).
+line), `chat_template` (its text and that of a `tokenizer_config.json`, or null), `config` and `log` (the levels of LOG
+that the runtime wants).
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ from moonpool.stub.pb_utils.request import RELEASE_RESCHEDULE, InferenceRequest
 from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.report import describe, traceback_of
 
+Execute = Callable[["list[InferenceRequest]"], object]
+
 
 class Model:
     """Holds the model's class and, once it is initialized, the one object of it."""
@@ -43,7 +45,7 @@ class Model:
         self._class = model_class
         self._object: Any = None
         # Returns what `responses` takes, or a coroutine for it. Raises what the model raises.
-        self.execute: Callable[[list[InferenceRequest]], object] = self._no_execute
+        self.execute: Execute = self._no_execute
         self.become(start)
 
     def become(self, start: dict[str, Any]) -> None:
@@ -76,6 +78,7 @@ class Model:
         """Make the object and call its `initialize`. Raises `LoadError`."""
         start = self._start
         try:
+            rendering = _rendering(start["chat_template"])
             if start["kind"] != "native":
                 self._object = self._class()
             elif methods_of(self._class):
@@ -86,9 +89,11 @@ class Model:
                 self._object = NativeAdapter(self._class, start["config"])
             if hasattr(self._object, "initialize"):
                 self._object.initialize(start["args"])
+        except LoadError:
+            raise
         except BaseException as error:  # a model may raise anything, SystemExit included
             raise LoadError("initialize", describe(error), traceback_of(error)) from error
-        self.execute = getattr(self._object, "execute", self._no_execute)
+        self.execute = rendering(getattr(self._object, "execute", self._no_execute))
         # `initialize` may have imported libraries, and these `logging`.
         logger.adopt_logging()
 
@@ -206,6 +211,18 @@ class Model:
         except BaseException as error:  # a model may raise anything, SystemExit included
             return error
         return None
+
+
+def _rendering(texts: Sequence[str] | None) -> Callable[[Execute], Execute]:
+    """Return what puts a model's chat template before its `execute`. Raises `LoadError`."""
+    if texts is None:
+        return lambda execute: execute
+    from moonpool.stub.openai.templates import BadTemplate, ChatTemplate  # most models do without
+
+    try:
+        return ChatTemplate(*texts).before
+    except BadTemplate as error:
+        raise LoadError("chat template", str(error)) from None
 
 
 # What `done` gets: the object that had the batch, what it has returned, and what it has raised.

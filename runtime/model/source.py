@@ -21,6 +21,9 @@ _NAMED = re.compile(r"(.*\.py):([^\W\d][\w.]*)", re.DOTALL)
 Definition = type | FunctionType
 # Each classification reads the labels anew.
 _LABELS_BYTES = 4 << 20
+# A `tokenizer_config.json` may list all tokens that were added to a vocabulary.
+_TEMPLATE_BYTES = 8 << 20
+_TEMPLATE, _TOKENIZER = "chat_template.jinja", "tokenizer_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,24 @@ class ModelSource:
         own = (self.model_directory, self.version_directory)
         data = read_file(self.model_directory / filename, _LABELS_BYTES, own)
         return data.decode(errors="replace").splitlines()
+
+    def read_chat_template(self, path: str) -> tuple[str, str]:
+        """Return the text of a chat template and that of a `tokenizer_config.json`, which has the special tokens and
+        perhaps the template. "" stands for a file that is not there. Raises OSError and ValueError.
+
+        The path is that of one of the files, or of a folder with both. In the model's folder, it must not lead out.
+        """
+        found = self.model_directory / path
+        own = () if os.path.isabs(path) else (self.model_directory, self.version_directory)
+        files = [found / _TEMPLATE, found / _TOKENIZER]
+        if not found.is_dir():
+            files = [found.parent, found] if found.suffix == ".json" else [found, found.parent / _TOKENIZER]
+        texts = [
+            read_file(file, _TEMPLATE_BYTES, own).decode() if file == found or file.is_file() else "" for file in files
+        ]
+        if not any(texts):
+            raise ValueError(f"it has neither {_TEMPLATE} nor {_TOKENIZER}")
+        return texts[0], texts[1]
 
     def without_links(self) -> ModelSource:
         """Return the same source by its real paths, for a process that does not see the links on the way."""

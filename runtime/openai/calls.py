@@ -102,7 +102,7 @@ def begin(hosted: HostedModel, kind: AnswerKind, fields: Mapping[str, Any], time
     """Ask for a chat or a completion. Raises `InvalidRequest` for wrong fields, and what a request raises."""
     _check(kind, fields)
     name = hosted.model.name
-    endpoint = endpoints_of(hosted.model).texts.get(kind.endpoint)
+    endpoint = endpoints_of(hosted.model).text(name, kind.endpoint)
     if endpoint is None:
         raise InvalidRequest(f"model '{name}' has no method '{kind.endpoint}'")
     number = uuid4().hex

@@ -5,7 +5,9 @@ has a tensor of its own. `embedding_request` is vLLM's for embeddings. An input 
 sent, and a model with a required input that is unknown has no endpoint. A tensor has as many dimensions as the
 configuration says, after that of the batch if the model takes batches; all of them are 1.
 
-These models take one prompt and give one answer. They have no chat, because they take texts and no messages.
+These models take one prompt and give one answer. They take texts, so they have chats if something makes a text of
+messages: the input `messages` is there for that. A model with a chat template gets it (`stub/openai/templates.py`), and
+another one may have it in its configuration.
 """
 
 from __future__ import annotations
@@ -40,12 +42,18 @@ from moonpool.runtime.process.files import parsed_json
 
 _TEXT_INPUT, _TEXT_OUTPUT, _SAMPLING = "text_input", "text_output", "sampling_parameters"
 _EMBEDDING_REQUEST = "embedding_request"
+_MESSAGES = "messages"
+# The fields of a chat that say what the text is.
+_OF_MESSAGES = (_MESSAGES, "tools", "tool_choice", "documents", "add_generation_prompt", "chat_template_kwargs")
+_LOGPROBS = "logprobs"
 _TOKENS_IN, _TOKENS_OUT = "num_input_tokens", "num_output_tokens"
 DEFAULT_MAX_TOKENS = 16
 """The limit of a client that names none, as in Triton's front end."""
 # Fields that say nothing about how tokens are sampled.
 _NOT_SAMPLING = frozenset(
     (
+        *_OF_MESSAGES,
+        "audio",
         "best_of",
         "echo",
         "function_call",
@@ -53,21 +61,25 @@ _NOT_SAMPLING = frozenset(
         "logprobs",
         "max_completion_tokens",
         "max_tokens",
-        "messages",
         "metadata",
+        "modalities",
         "model",
         "parallel_tool_calls",
+        "prediction",
         "prompt",
+        "prompt_cache_key",
+        "reasoning_effort",
         "response_format",
+        "safety_identifier",
         "service_tier",
         "store",
         "stream",
         "stream_options",
         "suffix",
-        "tool_choice",
-        "tools",
         "top_logprobs",
         "user",
+        "verbosity",
+        "web_search_options",
     )
 )
 
@@ -94,11 +106,13 @@ def _endpoints_of(config: ModelConfig) -> ModelEndpoints:
     texts: dict[str, TextEndpoint] = {}
     embedding: EmbeddingEndpoint | None = None
     if _TEXT_OUTPUT in outputs:
-        if _TEXT_INPUT in inputs and needs_only(config, _KNOWN.keys() | {_SAMPLING}):
+        if _TEXT_INPUT in inputs and needs_only(config, _KNOWN.keys() | {_TEXT_INPUT, _SAMPLING}):
             texts["complete"] = _Generation(config)
+            if _MESSAGES in inputs:
+                texts["chat"] = _Chat(config)
         if _EMBEDDING_REQUEST in inputs and needs_only(config, {_EMBEDDING_REQUEST, *_COUNTS}):
             embedding = _Embedding(config)
-    return ModelEndpoints(texts, embedding)
+    return ModelEndpoints(texts, embedding, needs_template="complete" in texts and "chat" not in texts)
 
 
 # Each setting of TensorRT-LLM's convention, and what both have: its value for a request, None if it is not sent.
@@ -108,15 +122,17 @@ _COUNTS: dict[str, Callable[[Fields], Any]] = {
 }
 _KNOWN: dict[str, Callable[[Fields], Any]] = {
     **_COUNTS,
-    _TEXT_INPUT: lambda fields: fields["prompt"],
     "stream": lambda fields: bool(fields.get("stream")),
     "max_tokens": lambda fields: _max_tokens(fields),
+    "min_tokens": lambda fields: fields.get("min_tokens"),
     "stop_words": lambda fields: _stop(fields),
     "top_p": lambda fields: fields.get("top_p"),
     "temperature": lambda fields: fields.get("temperature"),
     "frequency_penalty": lambda fields: fields.get("frequency_penalty"),
     "presence_penalty": lambda fields: fields.get("presence_penalty"),
     "seed": lambda fields: fields.get("seed"),
+    "guided_decoding_guide_type": lambda fields: _guide(fields)[0],
+    "guided_decoding_guide": lambda fields: _guide(fields)[1],
     "exclude_input_in_output": lambda fields: not fields.get("echo"),
     "sampling_param_exclude_input_from_output": lambda fields: not fields.get("echo"),
     "return_logprobs": lambda fields: _logprobs(fields) > 0,
@@ -146,6 +162,11 @@ class _Tensors:
         else:
             inputs[name] = self._numbers(tensor, values).reshape((*[1] * (rank - 1), len(values)))
 
+    def add_required(self, inputs: Inputs, name: str, value: Any) -> None:
+        """Add an input that the model cannot do without."""
+        if not self._inputs[name].optional:
+            self.add(inputs, name, value)
+
     def _numbers(self, tensor: TensorConfig, values: Sequence[Any]) -> NDArray[Any]:
         try:
             return np.array(values, DTYPES[CODES[tensor.datatype]])
@@ -157,35 +178,82 @@ class _Tensors:
 
 
 class _Generation:
-    """Texts of a model with one of the conventions."""
+    """Completions of a model with one of the conventions."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._tensors = _Tensors(config)
         there = {tensor.name for tensor in config.outputs}
-        wanted = (_TEXT_OUTPUT, "logprobs", "finish_reason", _TOKENS_IN, _TOKENS_OUT)
+        wanted = (_TEXT_OUTPUT, _LOGPROBS, "finish_reason", _TOKENS_IN, _TOKENS_OUT)
         self.outputs = [name for name in wanted if name in there]
+        self._is_vllms = any(tensor.name == _SAMPLING for tensor in config.inputs)
 
     def inputs(self, fields: Fields, body: bytes, file: bytes | None = None) -> Inputs:  # noqa: ARG002
         """Return the tensors. Raises `InvalidRequest` for what these models cannot do, with Triton's texts."""
-        _check(fields)
+        self._check(fields)
         inputs: Inputs = {}
+        self._add_text(inputs, fields)
         for name, value in _KNOWN.items():
             self._tensors.add(inputs, name, value(fields))
         self._tensors.add(inputs, _SAMPLING, json.dumps(_sampling(fields)))
         return inputs
 
+    def _add_text(self, inputs: Inputs, fields: Fields) -> None:
+        self._tensors.add(inputs, _TEXT_INPUT, fields["prompt"])
+
+    def _check(self, fields: Fields) -> None:
+        if fields.get("suffix") is not None:
+            raise InvalidRequest("suffix is not currently supported")
+        if type(fields.get("prompt")) is not str:
+            raise InvalidRequest("only single string input is supported")
+        if self._is_vllms and fields.get("best_of") is not None:
+            raise InvalidRequest("best_of is no longer supported in vLLM backend, removed from vLLM V1 engine")
+        self._check_choices(fields)
+        if fields.get("logit_bias") is not None:
+            raise InvalidRequest("logit bias is not supported")
+        self._check_logprobs(fields)
+
+    def _check_choices(self, fields: Fields) -> None:
+        for name in ("n", "best_of"):
+            if (fields.get(name) or 1) > 1:
+                raise InvalidRequest(
+                    f"Received {name}={fields[name]}, but only single choice ({name}=1) is currently supported"
+                )
+
+    def _check_logprobs(self, fields: Fields) -> None:
+        if _logprobs(fields) and _LOGPROBS not in self.outputs:
+            raise InvalidRequest("logprobs are currently available only for the vLLM backend")
+
     def reader(self, fields: Fields) -> _Reader:
         """Return what reads the responses to one request, and adds up its tokens."""
-        return _Reader(self._tensors.model, self.outputs, is_chat="messages" in fields)
+        return _Reader(self._tensors.model, self.outputs, fields)
+
+
+class _Chat(_Generation):
+    """Chats of a model with one of the conventions, for which something makes a text of the messages."""
+
+    def _add_text(self, inputs: Inputs, fields: Fields) -> None:
+        asked = {name: fields[name] for name in _OF_MESSAGES if fields.get(name) is not None}
+        self._tensors.add(inputs, _MESSAGES, json.dumps(asked))
+        # The text takes its place.
+        self._tensors.add_required(inputs, _TEXT_INPUT, "")
+
+    def _check(self, fields: Fields) -> None:
+        self._check_choices(fields)
+        if fields.get("logit_bias") is not None:
+            raise InvalidRequest("logit bias is not currently supported")
+        self._check_logprobs(fields)
 
 
 class _Reader:
     """Reads the responses to one request."""
 
-    def __init__(self, model: str, outputs: Sequence[str], *, is_chat: bool) -> None:
+    def __init__(self, model: str, outputs: Sequence[str], fields: Fields) -> None:
         self._model = model
         self._outputs = outputs
-        self._is_chat = is_chat
+        self._is_chat = _MESSAGES in fields
+        tool = _forced(fields) if self._is_chat else None
+        # The call that the answer is, with the name of its function until that was told.
+        self._call = None if tool is None else {"name": str(tool.get("name"))}
         self._prompt_tokens: int | None = None
         self._completion_tokens = 0
         self._offset = 0
@@ -200,8 +268,14 @@ class _Reader:
             self._completion_tokens += self._count(response, _TOKENS_OUT)
             usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._completion_tokens}
         reason = self._text(response, "finish_reason")
-        delta = {"content": text} if text else {}
-        return Piece(delta, 0, reason or None, self._logprobs(response), usage)
+        return Piece(self._delta(text), 0, reason or None, self._logprobs(response), usage)
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        if self._call is None:
+            return {"content": text} if text else {}
+        named, self._call = self._call, {}
+        begins = {"type": "function"} if named else {}
+        return {"tool_calls": [{"index": 0, **begins, "function": {**named, "arguments": text}}]}
 
     def _text(self, response: Response, name: str) -> str | None:
         if name not in response.outputs:
@@ -216,7 +290,7 @@ class _Reader:
 
     def _logprobs(self, response: Response) -> dict[str, Any] | None:
         """Return vLLM's form, a dict of alternatives by the token's id for each token, in OpenAI's."""
-        text = self._text(response, "logprobs")
+        text = self._text(response, _LOGPROBS)
         if text is None or text == "null":
             return None
         try:
@@ -288,20 +362,6 @@ class _Embedding:
         return row.reshape(1, -1), tokens
 
 
-def _check(fields: Fields) -> None:
-    for name in ("n", "best_of"):
-        if (fields.get(name) or 1) > 1:
-            raise InvalidRequest(
-                f"Received {name}={fields[name]}, but only single choice ({name}=1) is currently supported"
-            )
-    if fields.get("suffix") is not None:
-        raise InvalidRequest("suffix is not currently supported")
-    if fields.get("logit_bias") is not None:
-        raise InvalidRequest("logit bias is not currently supported")
-    if type(fields.get("prompt")) is not str:
-        raise InvalidRequest("only single string input is supported")
-
-
 def _max_tokens(fields: Fields) -> int:
     for name in ("max_completion_tokens", "max_tokens"):
         if fields.get(name) is not None:
@@ -325,10 +385,39 @@ def _logprobs(fields: Fields) -> int:
     return 1 if top is None else int(top)
 
 
+def _forced(fields: Fields) -> Fields | None:
+    """Return the function that the model has to call, whose arguments are then all that it answers. As in Triton's
+    front end, it is the first one if the client leaves the choice to the model.
+    """
+    choice = fields.get("tool_choice")
+    if choice in (None, "none", "auto"):
+        return None
+    tools: list[Fields] = [tool["function"] for tool in fields.get("tools") or () if type(tool.get("function")) is dict]
+    name = None if choice == "required" else choice["function"]["name"]
+    return next((tool for tool in tools if name in (None, tool.get("name"))), None)
+
+
+def _guide(fields: Fields) -> tuple[str | None, str | None]:
+    """Return the form that the answer must have: its kind in TensorRT-LLM's words, and a schema in JSON.
+
+    That of a tool which the model has to call goes first, as in Triton's front end.
+    """
+    tool = _forced(fields)
+    if tool is not None:
+        return "json_schema", json.dumps(tool.get("parameters") or {"type": "object"})
+    form = fields.get("response_format") or {}
+    if form.get("type") == "json_schema" and type(form.get("json_schema")) is dict:
+        return "json_schema", json.dumps(form["json_schema"].get("schema") or {"type": "object"})
+    return ("json", None) if form.get("type") == "json_object" else (None, None)
+
+
 def _sampling(fields: Fields) -> dict[str, Any]:
     """Return the fields that say how to sample, as vLLM takes them."""
     found = {name: value for name, value in fields.items() if name not in _NOT_SAMPLING and value is not None}
     found["max_tokens"] = _max_tokens(fields)
     if _logprobs(fields):
         found["logprobs"] = _logprobs(fields)
+    kind, schema = _guide(fields)
+    if kind is not None:
+        found["structured_outputs"] = json.dumps({"json_object": True} if schema is None else {"json": schema})
     return found

@@ -71,10 +71,25 @@ class EmbeddingEndpoint(Protocol):
 class ModelEndpoints:
     """The endpoints of a model."""
 
-    def __init__(self, texts: Mapping[str, TextEndpoint], embedding: EmbeddingEndpoint | None) -> None:
+    def __init__(
+        self, texts: Mapping[str, TextEndpoint], embedding: EmbeddingEndpoint | None, *, needs_template: bool = False
+    ) -> None:
         self.texts = texts
         """By method: chat, complete, rerank, transcribe."""
         self.embedding = embedding
+        self._needs_template = needs_template
+
+    def text(self, model: str, method: str) -> TextEndpoint | None:
+        """Return the endpoint of a method, None if the model of this name has none. Raises `ModelError` for a chat
+        that lacks nothing but a template.
+        """
+        if method == "chat" and self._needs_template:
+            # The words with which Triton's front end begins.
+            raise ModelError(
+                f"Unknown tokenizer: nothing makes a text of messages for model '{model}'; its parameter "
+                "MOONPOOL_CHAT_TEMPLATE, or --model-option, names a chat template (docs/OPENAI.md)"
+            )
+        return self.texts.get(method)
 
 
 class PieceEndpoint:

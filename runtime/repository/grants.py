@@ -22,7 +22,7 @@ from moonpool.ipc.policy import LEVELS, is_contained
 from moonpool.runtime.errors import LoadFailed, NotGranted
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import InstanceGroup, name_problem
-from moonpool.runtime.model.config.options import OPTIONS, ModelOptions, hardened, listed, policy_of
+from moonpool.runtime.model.config.options import CHAT_TEMPLATE, OPTIONS, ModelOptions, hardened, listed, policy_of
 from moonpool.runtime.model.config.patterns import fits_any
 from moonpool.runtime.model.config.schema import WrongPart, suggestion, unread
 from moonpool.runtime.process.files import is_within
@@ -99,6 +99,8 @@ def asks(model: Model, said: Collection[str] = ()) -> Iterator[Ask]:
     yield from _links(model)
     yield from _processors(model, said)
     yield from _resources(model)
+    if CHAT_TEMPLATE not in said:
+        yield from _template(model)
     for key, attribute in _GRANTS.items():
         value = getattr(options, attribute)
         if key not in said and value != getattr(usual, attribute):
@@ -365,6 +367,13 @@ def _resources(model: Model) -> Iterator[Ask]:
     yield Ask(_RESOURCES, text, value, field, more) if is_plain else Ask("", "", None, field, more)
 
 
+def _template(model: Model) -> Iterator[Ask]:
+    """Yield a chat template outside of the model's folder, which the runtime would read for the model."""
+    path = model.options.chat_template
+    if path is not None and os.path.isabs(path):
+        yield Ask("", "", None, f"parameters[{CHAT_TEMPLATE}]", f"the file {path}")
+
+
 def _read_resources(text: str) -> tuple[_Resource, ...]:
     found = [_RESOURCE.fullmatch(each.strip()) for each in text.split(",")]
     if None in found:
@@ -426,7 +435,8 @@ def check_not_looser(model: Model, asker: ModelOptions) -> None:
             raise source.error("parameters[EXECUTION_ENV_PATH]", what)
         if model.config.uses_gpu:
             raise source.error("instance_group", f"{subject} give another a GPU")
-        for ask in _resources(model):
+        template = () if options.chat_template == asker.chat_template else _template(model)
+        for ask in (*_resources(model), *template):
             raise source.error(ask.field, f"{subject} give another {ask.more}")
         what = f"a model in the sandbox '{asker.sandbox}' cannot set this for another"
         for key, attribute in _GRANTS.items():
@@ -494,6 +504,7 @@ HARMLESS = {
     "MOONPOOL_GPU_AS_NUMPY": "its own memory",
     "MOONPOOL_AS_CPU": "no GPU",
     "MOONPOOL_INSTANCES": "no more instances than `instance_group` may have",
+    CHAT_TEMPLATE: "a file of its own, unless the path is absolute",
     "MOONPOOL_WAIT_TARGET_MS": "no more instances than `instance_group` may have, which stay for seconds",
 }
 # Fewer processors harm nobody, and no others need a grant unless a host policy says which the model has.

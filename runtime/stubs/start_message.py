@@ -12,7 +12,7 @@ from moonpool.ipc.messages import NO_DEVICE
 from moonpool.runtime.model import budgets
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ConfigError, ModelConfig
-from moonpool.runtime.model.config.options import is_compiled, look_us
+from moonpool.runtime.model.config.options import CHAT_TEMPLATE, is_compiled, look_us
 from moonpool.runtime.observe.log_settings import LogSettings
 
 # The fields that a model may complete. The number of its processes, for example, is not among them.
@@ -46,6 +46,7 @@ def start_of(
         "version_dir": str(source.version_directory),
         "model_dir": str(source.model_directory),
         "backend_dir": backend_dir,
+        "chat_template": _chat_template(model),
         # In the order of their numbers.
         "inputs": input_names(config),
         "outputs": output_names(config),
@@ -70,6 +71,18 @@ def start_of(
     }
 
 
+def _chat_template(model: Model) -> tuple[str, str] | None:
+    """Return the text of the model's chat template, and that of the file with its tokens. Raises `ConfigError`."""
+    path = model.options.chat_template
+    if path is None or model.source.is_native:
+        return None
+    try:
+        return model.source.read_chat_template(path)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise model.config.source.error(f"parameters[{CHAT_TEMPLATE}]", f"cannot read {path}: {why}") from None
+
+
 def input_names(config: ModelConfig) -> list[str]:
     """Return the names of the inputs in the order of their numbers. Then come the controls of a sequence, then its
     states.
@@ -89,6 +102,16 @@ def output_names(config: ModelConfig) -> list[str]:
     return names + [each.output_name for each in config.states if each.output_name not in names]
 
 
+def _add_messages(changes: dict[str, Any], config: ModelConfig) -> None:
+    """Add the input for chats to those of a model that makes a text of a text (`stub/openai/templates.py`)."""
+    inputs: list[dict[str, Any]] = changes.get("input") or config.raw["input"] or []
+    by_name = {each.get("name"): each for each in inputs}
+    text = by_name.get("text_input")
+    if text is not None and "messages" not in by_name:
+        more = {"name": "messages", "data_type": "TYPE_STRING", "dims": [1] * len(text["dims"]), "optional": True}
+        changes["input"] = [*inputs, more]
+
+
 def completed(model: Model, answer: Mapping[str, Any]) -> ModelConfig:
     """Return the configuration with what the model's auto_complete_config added.
 
@@ -99,6 +122,8 @@ def completed(model: Model, answer: Mapping[str, Any]) -> ModelConfig:
     if not any(scheduler in config.raw for scheduler in SCHEDULERS):
         fields += SCHEDULERS
     changes = {field: answer[field] for field in fields if field in answer}
+    if model.options.chat_template is not None and not model.source.is_native:
+        _add_messages(changes, config)
     try:
         model.limits.check(changes, config.source)
         made = ModelConfig.from_dict(

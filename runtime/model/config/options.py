@@ -102,6 +102,12 @@ def _path(text: str) -> str:
     return text
 
 
+def _file(text: str) -> str:
+    if not text or "\0" in text:
+        raise ValueError("must be the path of a file")
+    return text
+
+
 def _paths(text: str) -> tuple[tuple[str, bool], ...]:
     """Read paths, each with True if it may be written to."""
     paths = []
@@ -233,6 +239,7 @@ COUNT = OptionKind("number", _number(0))
 THREADS = OptionKind("number, none", _or_none(_number(1)))
 POSITIVE = OptionKind("number", _number(1))
 PATH = OptionKind("path", _path)
+FILE = OptionKind("path", _file)
 NAMES = OptionKind("names, separated by commas", _names)
 PATHS = OptionKind("paths, separated by commas", _paths)
 PORTS = OptionKind("ports, separated by commas", _ports)
@@ -251,6 +258,7 @@ PREFORK = OptionKind(
 
 
 PREFIX = "MOONPOOL_"
+CHAT_TEMPLATE = "MOONPOOL_CHAT_TEMPLATE"
 # The memory for states of a model that sets no limit.
 USUAL_STATE_BYTES = 1 << 30
 # The limits of a contained model that sets none.
@@ -312,6 +320,7 @@ class ModelOptions:
     idle_s: float | None = None
     instances: tuple[int, int] | None = None
     wait_target_ms: float = 10.0
+    chat_template: str | None = None
 
     @classmethod
     def from_parameters(cls, config: ModelConfig) -> ModelOptions:
@@ -668,6 +677,13 @@ OPTIONS = (
         "wait_target_ms",
         MILLISECONDS,
         "The time for which requests may wait before there are more instances, with `MOONPOOL_INSTANCES`.",
+    ),
+    Option(
+        CHAT_TEMPLATE,
+        "chat_template",
+        FILE,
+        "The chat template of a model of Triton's kind with the input `text_input`: a template of Jinja, a"
+        " `tokenizer_config.json`, or a folder with both. A relative path is one in the model's folder. See OPENAI.md.",
     ),
 )
 

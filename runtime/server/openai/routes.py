@@ -145,9 +145,10 @@ class OpenAIEndpoints:
 
     def _find_text(self, name: str, method: str) -> tuple[Hosted, TextEndpoint]:
         hosted, endpoints = self._find(name)
-        if method not in endpoints.texts:
+        endpoint = endpoints.text(name, method)
+        if endpoint is None:
             raise NoSuchModel(name, why=_lacks(name, method))
-        return hosted, endpoints.texts[method]
+        return hosted, endpoint
 
     def _ask(self, request: RouteRequest, hosted: Hosted, outputs: Sequence[str], inputs: Inputs) -> ResponseStream:
         """Submit a request. The caller closes its stream."""

@@ -146,6 +146,7 @@ FREELY = {
     "MOONPOOL_AS_CPU": "yes",
     "MOONPOOL_INSTANCES": "1..999999",
     "MOONPOOL_WAIT_TARGET_MS": "0.000001",
+    "MOONPOOL_CHAT_TEMPLATE": "chat_template.jinja",
 }
 
 

@@ -43,6 +43,8 @@ TRTLLM: dict[str, Any] = {
         tensor("max_tokens", "INT32", 1),
         tensor("stop_words", "STRING", -1, optional=True),
         *(tensor(name, "FP32", 1, optional=True) for name in ("temperature", "top_p")),
+        *(tensor(f"guided_decoding_guide{part}", "STRING", 1, optional=True) for part in ("", "_type")),
+        tensor("min_tokens", "INT32", 1, optional=True),
         tensor("seed", "UINT64", 1, optional=True),
         tensor("stream", "BOOL", 1, optional=True),
     ],
@@ -113,6 +115,28 @@ def test_tensorrt_llms_settings_are_tensors_of_their_own(serving: Serving) -> No
     }
 
 
+@pytest.mark.parametrize(
+    ("wanted", "kind", "guide"),
+    [
+        ({"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "array"}}}, "json_schema", "array"),
+        ({"type": "json_object"}, "json", None),
+        ({"type": "text"}, None, None),
+    ],
+)
+def test_the_form_of_the_answer_is_a_guide(
+    serving: Serving, wanted: dict[str, Any], kind: str | None, guide: str | None
+) -> None:
+    fields = {"response_format": wanted, "min_tokens": 3}
+    told = json.loads(ask(serving, "trtllm", **fields).value["choices"][0]["text"])
+    vllms = json.loads(ask(serving, "flat", **fields).value["choices"][0]["text"])
+
+    assert told["min_tokens"] == [[1, 1], [3]]
+    assert told.get("guided_decoding_guide_type") == (None if kind is None else [[1, 1], [kind]])
+    assert told.get("guided_decoding_guide") == (None if guide is None else [[1, 1], [json.dumps({"type": guide})]])
+    sampling = json.loads(vllms["sampling_parameters"][1][0])
+    assert sampling.keys() == {"max_tokens", "min_tokens", *(["structured_outputs"] if kind else [])}
+
+
 def test_a_stream_has_the_pieces_and_the_sum_of_tokens(serving: Serving) -> None:
     wanted = {"stream": True, "stream_options": {"include_usage": True}}
     found = chunks(ask(serving, "flat", **wanted).body)
@@ -138,12 +162,26 @@ def test_logprobs_come_in_openais_form(serving: Serving) -> None:
     [
         ({"n": 2}, "Received n=2, but only single choice (n=1) is currently supported"),
         ({"suffix": "x"}, "suffix is not currently supported"),
-        ({"logit_bias": {}}, "logit bias is not currently supported"),
+        ({"logit_bias": {}}, "logit bias is not supported"),
+        ({"best_of": 1}, "best_of is no longer supported in vLLM backend, removed from vLLM V1 engine"),
         ({"prompt": [1, 2]}, "only single string input is supported"),
     ],
 )
 def test_what_these_models_cannot_do_is_refused(serving: Serving, fields: dict[str, Any], text: str) -> None:
     reply = ask(serving, "flat", **fields)
+
+    assert (reply.status, reply.value["error"]["message"]) == (400, text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"best_of": 2}, "Received best_of=2, but only single choice (best_of=1) is currently supported"),
+        ({"logprobs": 1}, "logprobs are currently available only for the vLLM backend"),
+    ],
+)
+def test_what_tensorrt_llms_models_cannot_do_is_refused(serving: Serving, fields: dict[str, Any], text: str) -> None:
+    reply = ask(serving, "trtllm", **fields)
 
     assert (reply.status, reply.value["error"]["message"]) == (400, text)
 

@@ -89,6 +89,7 @@ class StubDesk:
             "reschedules": False,
             "copies_gpu_to_numpy": False,
             "brief_errors": False,
+            "chat_template": None,
             "args": {},
             "compiled": True,
             "look_us": 0,
