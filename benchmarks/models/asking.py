@@ -12,11 +12,11 @@ class TritonPythonModel:
 
     def _answer(self, request):
         n, size = pb_utils.get_input_tensor_by_name(request, "N").as_numpy()
-        inputs = [pb_utils.Tensor(name, np.ones(size, np.float32)) for name in ("A", "B")]
+        inputs = [pb_utils.Tensor(name, np.ones((1, size), np.float32)) for name in ("INPUT0", "INPUT1")]
         before = time.perf_counter()
         for _ in range(n):
             response = pb_utils.InferenceRequest(
-                model_name="sums", inputs=inputs, requested_output_names=["SUM", "DIFF"]
+                model_name="add_sub", inputs=inputs, requested_output_names=["OUTPUT0", "OUTPUT1"]
             ).exec()
             if response.has_error():
                 raise pb_utils.TritonModelException(response.error().message())

@@ -18,13 +18,6 @@ _ASKING = {
 }
 
 
-def _tensor(name: str) -> dict[str, object]:
-    return {"name": name, "data_type": "TYPE_FP32", "dims": [-1]}
-
-
-_SUMS = {"input": [_tensor("A"), _tensor("B")], "output": [_tensor("SUM"), _tensor("DIFF")]}
-
-
 def _from_model(runtime: moonpool.Runtime, count: int, size: int, model: str = "asking") -> list[float]:
     """Microseconds for a request that a model makes."""
     n = np.array([count, size], np.int32)
@@ -34,10 +27,10 @@ def _from_model(runtime: moonpool.Runtime, count: int, size: int, model: str = "
 
 def _from_caller(runtime: moonpool.Runtime, count: int, size: int) -> list[float]:
     """Microseconds for a request that the program makes."""
-    inputs = {name: np.ones(size, np.float32) for name in ("A", "B")}
+    inputs = {name: np.ones((1, size), np.float32) for name in ("INPUT0", "INPUT1")}
     before = time.perf_counter()
     for _ in range(count):
-        runtime.infer("sums", inputs)
+        runtime.infer("add_sub", inputs)
     return [(time.perf_counter() - before) / count * 1e6]
 
 
@@ -45,7 +38,7 @@ def measure(report: Report, quick: bool) -> None:
     """One request at a time, of one model, small and large."""
     rounds, count = (1, 64) if quick else (9, 2000)
     with moonpool.Runtime() as runtime:
-        runtime.load("sums", MODELS / "two_sums.py", config=_SUMS)
+        runtime.load("add_sub", MODELS / "add_sub")
         runtime.load("asking", MODELS / "asking.py", config=_ASKING)
         runtime.load("asking_at_once", MODELS / "asking_at_once.py", config=_ASKING)
         cases: dict[str, Callable[[], list[float]]] = {}

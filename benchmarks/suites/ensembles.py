@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,17 +15,16 @@ from typing import Any
 import numpy as np
 
 import moonpool
+from moonpool.benchmarks.suites.figure import counted
 from moonpool.benchmarks.suites.hosted import folder_of
-from moonpool.benchmarks.suites.peer.peer import Unavailable
-from moonpool.benchmarks.suites.peer.presser import Case, Failed, Shown, press_in_turns, presser, report_rows
-from moonpool.benchmarks.suites.peer.served import MoonpoolServed, Served, TritonServed
+from moonpool.benchmarks.suites.peer.presser import Case, Shown, presser, report_in_turns
+from moonpool.benchmarks.suites.peer.served import both_servers
 from moonpool.benchmarks.suites.report import Report, main
 from moonpool.benchmarks.suites.rounds import Series, calls_in_turns, in_turns
 
 _STEPS = ("first", "second", "third")
 _MODELS = (*(f"{name}=increment" for name in _STEPS), "pipeline")
 _ROUNDS, _CALLS = 9, 1000
-_SERVED_ROUNDS = 5
 
 
 def measure(report: Report, quick: bool) -> None:
@@ -92,43 +92,22 @@ def _report_pair(report: Report, name: str, series: Mapping[str, Series]) -> Non
 # For clients
 
 
-def _cases() -> dict[str, Case]:
-    return {
-        f"{model}, {protocol.upper()}, {callers} caller{'s' if callers > 1 else ''}": Case(
-            protocol, model, "FP32", {"X": 4}, True, callers
-        )
-        for protocol in ("http", "grpc")
-        for model in ("pipeline", "first")
-        for callers in (1, 4)
-    }
-
-
 def _measure_served(report: Report, quick: bool) -> None:
     pressed = presser()
     with contextlib.ExitStack() as stack:
-        servers: list[Served] = []
-        for make in (MoonpoolServed, TritonServed):
-            try:
-                servers.append(make(_MODELS))
-                stack.callback(servers[-1].close)
-            except Unavailable as error:
-                report.skipped(make.name, str(error))
-        for name, case in _cases().items():
-            if quick and case.callers > 1:
+        servers = both_servers(report, stack, _MODELS)
+        for protocol, model, callers in itertools.product(("http", "grpc"), ("pipeline", "first"), (1, 4)):
+            if quick and callers > 1:
                 continue
-            try:
-                sides = {server.name: (case, server) for server in servers}
-                found = press_in_turns(pressed, sides, _SERVED_ROUNDS, quick=quick)
-            except Failed as error:
-                report.skipped(name, str(error))
-                continue
-            is_whole = case.model == "pipeline"
-            goal = "at most 0.33" if is_whole else ""
+            case = Case(protocol, model, "FP32", {"X": 4}, True, callers)
+            is_whole = model == "pipeline"
             shown = {
-                "p50_us": Shown("p50, ", "µs", goal, is_ratio_headline=is_whole),
+                "p50_us": Shown("p50, ", "µs", "at most 0.33" if is_whole else "", is_ratio_headline=is_whole),
                 "processor_us": Shown("processor, ", "µs", is_ratio_headline=is_whole),
             }
-            report_rows(report, name, found, shown)
+            name = f"{model}, {protocol.upper()}, {counted(callers, 'caller')}"
+            sides = {server.name: (case, server) for server in servers}
+            report_in_turns(report, name, pressed, sides, shown, quick=quick)
     report.note(f"Servers, models and generator are on one machine; {pressed.words}.")
 
 

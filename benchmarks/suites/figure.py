@@ -60,3 +60,8 @@ def shown(value: float) -> str:
     if abs(value) >= 10:
         return f"{value:.1f}"
     return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3g}"
+
+
+def counted(count: int, what: str) -> str:
+    """Return `1 caller`, or `4 callers`."""
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -7,14 +7,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import moonpool
+from moonpool.benchmarks.callers import measure as press
+from moonpool.benchmarks.suites.figure import counted
 from moonpool.benchmarks.suites.hosted import MODELS as MODELS
-from moonpool.benchmarks.suites.hosted import option, pids
+from moonpool.benchmarks.suites.hosted import RESTARTS, first_answer_ms, option
 from moonpool.benchmarks.suites.peer.event_ping_pong import EventPingPong
 from moonpool.benchmarks.suites.peer.peer import Unavailable
-from moonpool.benchmarks.suites.peer.torch_device_queues import TorchDeviceQueues
+from moonpool.benchmarks.suites.peer.ways import TorchDeviceQueues
 from moonpool.benchmarks.suites.report import Report, main
 from moonpool.benchmarks.suites.rounds import Series, calls_in_turns, in_turns
 from moonpool.ipc.cuda.device import Device, device
@@ -241,13 +241,16 @@ def _report(report: Report, size: str, found: Mapping[str, Series]) -> None:
         if case != _AS_SMALL:
             report.figure(
                 f"there and back{_FORM}, {case}", "µs", series.values, column=size, headline=case == "by handle"
-            )  # fmt: skip
+            )
     for case, series in found.items():
         if case != "by handle":
             report.ratio(
-                f"by handle over {case}{_FORM}", handle.over(series), column=size,
-                goal=_GOALS.get(case, ""), headline=True,
-            )  # fmt: skip
+                f"by handle over {case}{_FORM}",
+                handle.over(series),
+                column=size,
+                goal=_GOALS.get(case, ""),
+                headline=True,
+            )
 
 
 def _copies(report: Report, trips: Trips, name: str, pace: Pace) -> None:
@@ -267,9 +270,12 @@ def _copies(report: Report, trips: Trips, name: str, pace: Pace) -> None:
         report.figure(f"copied on the card{_FORM}, {case}", "GB/s", rates, column=name)
     mine, bare = found.values()
     report.ratio(
-        f"bytes a second of an array that is not moonpool's over a copy alone{_FORM}", bare.over(mine),
-        column=name, goal="at least 0.9", headline=True,
-    )  # fmt: skip
+        f"bytes a second of an array that is not moonpool's over a copy alone{_FORM}",
+        bare.over(mine),
+        column=name,
+        goal="at least 0.9",
+        headline=True,
+    )
 
 
 def by_form(report: Report, runtime: moonpool.Runtime, where: Device, pace: Pace) -> None:
@@ -320,43 +326,28 @@ def by_callers(report: Report, runtime: moonpool.Runtime, where: Device, pace: P
         for kind, (make, size_bytes) in kinds.items():
             call = make(size_bytes, f"of_{instances}")
             for count in callers:
-                cases[kind, instances, count] = _rates(call, count, window_s)
+                cases[kind, instances, count] = partial(_rates, call, count, window_s)
     found = in_turns(cases, 1 if pace.quick else 10, pace.most_s)
     for (kind, instances, count), series in found.items():
-        what = f"{kind}, {instances} instance{'s' if instances > 1 else ''}"
-        report.figure(
-            what, "requests/s", series.values, column=f"{count} caller{'s' if count > 1 else ''}", headline=True
-        )
+        what, column = f"{kind}, {counted(instances, 'instance')}", counted(count, "caller")
+        report.figure(what, "requests/s", series.values, column=column, headline=True)
         if count == callers[-1]:
             ratio = series.over(found[kind, instances, 1])
             goal = "at least 1" if instances > 1 else ""
-            report.ratio(
-                f"{what}, over one caller", ratio, column=f"{count} caller{'s' if count > 1 else ''}", goal=goal
-            )
+            report.ratio(f"{what}, over one caller", ratio, column=column, goal=goal)
     report.note(f"One copy: of {size / 1e6:,.0f} MB there, which the caller waits for.")
 
 
-def _rates(call: Callable[[], object], callers: int, window_s: float) -> Callable[[], list[float]]:
-    return lambda: [rate(call, callers, window_s)]
+def _rates(call: Callable[[], object], callers: int, window_s: float) -> list[float]:
+    return [rate(call, callers, window_s)]
 
 
 def rate(call: Callable[[], object], callers: int, window_s: float) -> float:
     """Return the calls a second of so many threads, each of which calls again and again."""
-    start = threading.Barrier(callers)
-
-    def calls() -> tuple[int, float, float]:
-        start.wait(_TIMEOUT_S)
-        count, began = 0, time.perf_counter()
-        while (ended := time.perf_counter()) < began + window_s:
-            call()
-            count += 1
-        return count, began, ended
-
-    with ThreadPoolExecutor(callers) as threads:
-        counts, begins, ends = zip(
-            *(each.result() for each in [threads.submit(calls) for _ in range(callers)]), strict=True
-        )
-    return float(sum(counts) / (max(ends) - min(begins)))
+    found = press(call, callers, window_s)
+    if found.failed:
+        raise RuntimeError(f"calls failed: {found.errors.most_common(1)}")
+    return found.requests_per_s
 
 
 _STEPS = ("first", "second", "third")
@@ -403,9 +394,7 @@ def _pipeline(report: Report, trips: Trips, pace: Pace) -> None:
         report.figure(case, "µs", series.values, column="1 MB by handle", headline=True)
         if case != alone:
             ratio = series.over(found[alone])
-            report.ratio(
-                f"{case} over one", ratio, column="1 MB by handle", goal="at most 3.2", headline=True
-            )  # fmt: skip
+            report.ratio(f"{case} over one", ratio, column="1 MB by handle", goal="at most 3.2", headline=True)
 
 
 def _write_ensemble(folder: Path) -> None:
@@ -442,7 +431,7 @@ def strict_beside_standard(report: Report, runtime: moonpool.Runtime, where: Dev
             for level in ("standard", "strict")
             for way, make in (("by handle", trips.by_handle), ("on the CPU", trips.in_ordinary_memory))
             if way == "by handle" or name == SMALL
-        }  # fmt: skip
+        }
         with _tried(report, f"strict beside standard, {name}"):
             found = calls_in_turns(calls, pace.rounds, pace.calls(sizes[name]), pace.most_s / 3)
             for case, series in found.items():
@@ -450,10 +439,7 @@ def strict_beside_standard(report: Report, runtime: moonpool.Runtime, where: Dev
             for way in ("by handle", "on the CPU"):
                 if f"{way}, strict" in found:
                     ratio = found[f"{way}, strict"].over(found[f"{way}, standard"])
-                    report.ratio(
-                        f"strict over standard, {way}", ratio, column=name, goal="at most 1.05",
-                        headline=True,
-                    )  # fmt: skip
+                    report.ratio(f"strict over standard, {way}", ratio, column=name, goal="at most 1.05", headline=True)
 
 
 _CONTEXT = "from moonpool.ipc.cuda.device import device; import time; b = time.perf_counter(); device(0); print(time.perf_counter() - b)"
@@ -462,16 +448,19 @@ _CONTEXT = "from moonpool.ipc.cuda.device import device; import time; b = time.p
 def after_a_kill(report: Report, runtime: moonpool.Runtime, where: Device, pace: Pace) -> None:
     """The first good answer after the only stub was killed, on the GPU and on the CPU, beside a first context."""
     trips = Trips(runtime, where)
-    again = {"MOONPOOL_MAX_RESTARTS": 100_000, "MOONPOOL_RESTART_BACKOFF_S": 0}
-    trips.load("on_gpu", **again)
-    trips.load("on_cpu", kind="CPU", **again)
+    trips.load("on_gpu", **RESTARTS)
+    trips.load("on_cpu", kind="CPU", **RESTARTS)
     asks = {"on_gpu": trips.by_handle(1 << 20, "on_gpu"), "on_cpu": trips.in_ordinary_memory(1 << 20, "on_cpu")}
 
     def context_ms() -> list[float]:
         ended = subprocess.run(
-            [sys.executable, "-c", _CONTEXT], capture_output=True, text=True, check=True,
-            timeout=_TIMEOUT_S, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
+            [sys.executable, "-c", _CONTEXT],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_TIMEOUT_S,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
         return [1000 * float(ended.stdout)]
 
     log = logging.getLogger("moonpool")
@@ -481,8 +470,8 @@ def after_a_kill(report: Report, runtime: moonpool.Runtime, where: Device, pace:
     try:
         found = in_turns(
             {
-                "on the GPU": lambda: [_first_answer_ms(runtime, "on_gpu", asks["on_gpu"])],
-                "on the CPU": lambda: [_first_answer_ms(runtime, "on_cpu", asks["on_cpu"])],
+                "on the GPU": partial(first_answer_ms, runtime, "on_gpu", asks["on_gpu"]),
+                "on the CPU": partial(first_answer_ms, runtime, "on_cpu", asks["on_cpu"]),
                 "a first context alone": context_ms,
             },
             1 if pace.quick else 10,
@@ -499,22 +488,11 @@ def after_a_kill(report: Report, runtime: moonpool.Runtime, where: Device, pace:
         for on_gpu, on_cpu, alone in zip(gpu.rounds, cpu.rounds, context.rounds, strict=True)
     ]
     report.ratio(
-        "first answer after a kill, on the GPU over that on the CPU and a context", ratio,
-        goal="at most 1.1", headline=True,
-    )  # fmt: skip
-
-
-def _first_answer_ms(runtime: moonpool.Runtime, model: str, ask: Callable[[], object]) -> float:
-    before = time.perf_counter()
-    os.kill(pids(runtime, model)[0], signal.SIGKILL)
-    while True:
-        try:
-            ask()
-        except (moonpool.StubDied, moonpool.ModelUnavailable):
-            if time.perf_counter() > before + _TIMEOUT_S:
-                raise
-        else:
-            return (time.perf_counter() - before) * 1000
+        "first answer after a kill, on the GPU over that on the CPU and a context",
+        ratio,
+        goal="at most 1.1",
+        headline=True,
+    )
 
 
 def sleep_and_wake(report: Report, runtime: moonpool.Runtime, where: Device, pace: Pace) -> None:

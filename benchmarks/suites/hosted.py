@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import moonpool
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
+DEADLINE_S = 60.0
+# By default restarts pause longer and longer, and end after the sixth.
+RESTARTS = {"MOONPOOL_MAX_RESTARTS": "100000", "MOONPOOL_RESTART_BACKOFF_S": "0"}
 
 
 def pids(runtime: moonpool.Runtime, model: str) -> list[int]:
@@ -29,3 +35,17 @@ def folders_of(models: Sequence[str]) -> dict[str, Path]:
 def option(value: object) -> dict[str, str]:
     """A parameter of a configuration."""
     return {"string_value": str(value)}
+
+
+def first_answer_ms(runtime: moonpool.Runtime, model: str, ask: Callable[[], object]) -> list[float]:
+    """Kill the only stub of a model; return the time until a caller that asks again and again is answered."""
+    before = time.perf_counter()
+    os.kill(pids(runtime, model)[0], signal.SIGKILL)
+    while True:
+        try:
+            ask()
+        except (moonpool.StubDied, moonpool.ModelUnavailable):
+            if time.perf_counter() > before + DEADLINE_S:
+                raise
+        else:
+            return [(time.perf_counter() - before) * 1000]

@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
-from moonpool.benchmarks.suites.peer.here import Here
 from moonpool.benchmarks.suites.peer.iceoryx import Iceoryx
-from moonpool.benchmarks.suites.peer.ours import Moonpool, MoonpoolInPlace
 from moonpool.benchmarks.suites.peer.peer import Peer, Unavailable
-from moonpool.benchmarks.suites.peer.standard_library import Pipe, Pool, Queues
-from moonpool.benchmarks.suites.peer.torch_queues import TorchQueues
-from moonpool.benchmarks.suites.peer.triton_http import TritonHttp
 from moonpool.benchmarks.suites.peer.triton_in_process import TritonInProcess
+from moonpool.benchmarks.suites.peer.ways import (
+    Here,
+    Moonpool,
+    MoonpoolInPlace,
+    Pipe,
+    Pool,
+    Queues,
+    TorchQueues,
+    TritonHttp,
+)
 from moonpool.benchmarks.suites.report import Report, main
 from moonpool.benchmarks.suites.rounds import in_turns
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
-import signal
-import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import moonpool
-from moonpool.benchmarks.suites.hosted import MODELS, option, pids
+from moonpool.benchmarks.suites.hosted import DEADLINE_S, MODELS, RESTARTS, first_answer_ms, option, pids
 from moonpool.benchmarks.suites.memory import memory_mib
 from moonpool.benchmarks.suites.report import Report, main
 from moonpool.benchmarks.suites.rounds import in_turns
 
-_DEADLINE_S = 60.0
 _WAYS = {"no": "started anew", "imports": "forked after the imports", "initialize": "forked after initialize"}
 _INPUT = {"X": np.zeros(1, np.float32)}
 _INSTANCES = 4
@@ -28,38 +26,19 @@ def _config(prefork: str, mib: int) -> dict[str, Any]:
         "input": [{"name": "X", "data_type": "TYPE_FP32", "dims": [1]}],
         "output": [{"name": "PID", "data_type": "TYPE_INT64", "dims": [1]}],
         "parameters": {
-            "mib": option(mib),
-            "MOONPOOL_PREFORK": option(prefork),
-            # By default restarts pause longer and longer, and end after the sixth.
-            "MOONPOOL_MAX_RESTARTS": option(100_000),
-            "MOONPOOL_RESTART_BACKOFF_S": option(0),
+            name: option(value) for name, value in {"mib": mib, "MOONPOOL_PREFORK": prefork, **RESTARTS}.items()
         },
     }
 
 
-class Victim:
-    """A model whose only stub is killed."""
-
-    def __init__(self, runtime: moonpool.Runtime, library: str, prefork: str) -> None:
-        self._runtime = runtime
-        self._name = f"{library}_{prefork}"
-        file = "weights.py" if library == "numpy" else f"weights_{library}.py"
-        runtime.load(self._name, MODELS / file, config=_config(prefork, 1))
-        runtime.infer(self._name, _INPUT, timeout_s=_DEADLINE_S)
-
-    def kill(self) -> list[float]:
-        """Milliseconds from the kill of an idle stub to the first good answer."""
-        before = time.perf_counter()
-        os.kill(pids(self._runtime, self._name)[0], signal.SIGKILL)
-        deadline = time.monotonic() + _DEADLINE_S
-        while True:
-            try:
-                self._runtime.infer(self._name, _INPUT, timeout_s=_DEADLINE_S)
-            except (moonpool.StubDied, moonpool.ModelUnavailable):
-                if time.monotonic() > deadline:
-                    raise
-            else:
-                return [(time.perf_counter() - before) * 1000]
+def _victim(runtime: moonpool.Runtime, library: str, prefork: str) -> Callable[[], list[float]]:
+    """Load a model, and return what kills its only stub and waits for an answer."""
+    name = f"{library}_{prefork}"
+    file = "weights.py" if library == "numpy" else f"weights_{library}.py"
+    runtime.load(name, MODELS / file, config=_config(prefork, 1))
+    ask = partial(runtime.infer, name, _INPUT, timeout_s=DEADLINE_S)
+    ask()
+    return partial(first_answer_ms, runtime, name, ask)
 
 
 def measure(report: Report, quick: bool) -> None:
@@ -73,8 +52,8 @@ def measure(report: Report, quick: bool) -> None:
         libraries.append("torch")
     with moonpool.Runtime() as runtime:
         kinds = [(library, way) for library in libraries for way in _WAYS]
-        victims = {kind: Victim(runtime, *kind) for kind in kinds}
-        series = in_turns({kind: victim.kill for kind, victim in victims.items()}, 1 if quick else 20)
+        victims = {kind: _victim(runtime, *kind) for kind in kinds}
+        series = in_turns(victims, 1 if quick else 20)
         for (library, way), found in series.items():
             goal = "" if way == "no" else "≤ 50 ms"
             name = f"{library} model, kill -9 to the first answer"
@@ -92,7 +71,7 @@ def _weigh(report: Report, way: str, mib: int) -> None:
     with moonpool.Runtime() as runtime:
         runtime.load("m", MODELS / "weights.py", config=_config(way, mib), instances=_INSTANCES)
         for _ in range(_INSTANCES * 4):
-            runtime.infer("m", _INPUT, timeout_s=_DEADLINE_S)
+            runtime.infer("m", _INPUT, timeout_s=DEADLINE_S)
         processes = pids(runtime, "m")
         if way != "no":
             processes.append(_parent(processes[0]))

@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,9 +49,7 @@ class Crowd:
         """Pause for so long on average, by an exponential distribution."""
         self._runtime, self._names, self._pause_s = runtime, names, pause_s
         self._weights = list(itertools.accumulate(1 / (rank + 1) ** _SKEW for rank in range(len(names))))
-        self._lock = threading.Lock()
-        # The models in the order in which they were asked, and how often one had to be started.
-        self.asked: list[str] = []
+        # How often one had to be started.
         self.starts = 0
         self.cold_ms: list[float] = []
         self.warm_ms: list[float] = []
@@ -68,8 +65,6 @@ class Crowd:
             (name,) = chance.choices(self._names, cum_weights=self._weights)
             residence = self._runtime._models.find(name).residence
             is_warm = residence is not None and residence.state == "AWAKE"
-            with self._lock:
-                self.asked.append(name)
             before = time.perf_counter()
             try:
                 self._runtime.infer(name, _ROW, timeout_s=_TIMEOUT_S)
@@ -102,39 +97,6 @@ def memory_bytes(runtime: moonpool.Runtime) -> int:
     """Measure the memory of all models that are there."""
     sleepers = [entry.sleeper for entry in runtime._models.residency.entries()]
     return sum(proportional_bytes(pid) for each in sleepers for pid in each.pids())
-
-
-def lru_hits(asked: Sequence[str], room: int) -> int:
-    """Count the requests that the order of last use answers from so many places."""
-    present: OrderedDict[str, None] = OrderedDict()
-    hits = 0
-    for name in asked:
-        if name in present:
-            hits += 1
-        elif len(present) == room:
-            present.popitem(last=False)
-        present[name] = None
-        present.move_to_end(name)
-    return hits
-
-
-def best_hits(asked: Sequence[str], room: int) -> int:
-    """Count the requests that nobody can exceed, who would know all that comes: Belady's rule."""
-    never = len(asked)
-    following = [never] * len(asked)
-    last: dict[str, int] = {}
-    for place in range(len(asked) - 1, -1, -1):
-        following[place] = last.get(asked[place], never)
-        last[asked[place]] = place
-    present: dict[str, int] = {}
-    hits = 0
-    for place, name in enumerate(asked):
-        if name in present:
-            hits += 1
-        elif len(present) == room:
-            del present[max(present, key=present.__getitem__)]
-        present[name] = following[place]
-    return hits
 
 
 def _percentile(values: Sequence[float], part: float) -> float:
@@ -176,19 +138,17 @@ def report_crowd(report: Report, crowd: Crowd, what: str, room: int, budget: int
     def tell(name: str, unit: str, value: float, goal: str = "") -> None:
         report.figure(name, unit, [value], column=what, goal=goal, headline=True)
 
-    asked = crowd.asked
-    tell("requests", "", len(asked))
+    asked = len(crowd.warm_ms) + len(crowd.cold_ms)
+    tell("requests", "", asked)
     tell("requests that failed", "", len(crowd.lost), "0")
     tell("most models with processes", "", crowd.most_present)
-    tell("most memory above the limit, in models", "", (crowd.most_bytes - budget) / (budget / room), "≤ 1")  # fmt: skip
+    tell("most memory above the limit, in models", "", (crowd.most_bytes - budget) / (budget / room), "≤ 1")
     if crowd.warm_ms and crowd.cold_ms:
         for name, values in (("warm", crowd.warm_ms), ("cold", crowd.cold_ms)):
             tell(f"{name}, p50", "ms", statistics.median(values))
             is_goal = name == "cold" and "no pauses" not in what
             tell(f"{name}, p99", "ms", _percentile(values, 0.99), "≤ 60 ms" if is_goal else "")
-    tell("hit rate", "", 1 - crowd.starts / len(asked))
-    tell("hit rate of the same requests by last use", "", lru_hits(asked, room) / len(asked))
-    tell("hit rate of the same requests at best", "", best_hits(asked, room) / len(asked))
+    tell("hit rate", "", 1 - crowd.starts / asked)
 
 
 def measure_scaling(report: Report, quick: bool) -> None:

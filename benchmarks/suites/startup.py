@@ -5,8 +5,6 @@ killed.
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,13 +13,11 @@ from functools import partial
 import numpy as np
 
 import moonpool
-from moonpool.benchmarks.suites.hosted import MODELS, option, pids
-from moonpool.benchmarks.suites.process_start import start_us
+from moonpool.benchmarks.suites.hosted import DEADLINE_S, MODELS, RESTARTS, first_answer_ms
 from moonpool.benchmarks.suites.report import Report, main
 from moonpool.benchmarks.suites.rounds import in_turns
 
 _ROW = {name: np.ones((1, 4), np.float32) for name in ("INPUT0", "INPUT1")}
-_DEADLINE_S = 60.0
 # The values of MOONPOOL_PREFORK.
 _WAYS = {"blank": "forked", "no": "started anew"}
 # A program that loads one model, and prints how long that took.
@@ -38,38 +34,27 @@ with moonpool.Runtime() as runtime:
 class Loads:
     """Loads, kills and loads again in one runtime, with one value of MOONPOOL_PREFORK."""
 
-    def __init__(self, runtime: moonpool.Runtime, way: str, count: int) -> None:
-        self._runtime, self._way, self._count = runtime, way, count
+    def __init__(self, runtime: moonpool.Runtime, way: str) -> None:
+        self._runtime, self._way = runtime, way
         # A template stays as long as a stub that was forked from it.
         self._load(f"stays_{way}")
 
     def _load(self, name: str) -> None:
-        options = {"MOONPOOL_PREFORK": option(self._way), "MOONPOOL_RESTART_BACKOFF_S": option(0)}
-        options["MOONPOOL_MAX_RESTARTS"] = option(100_000)
-        self._runtime.load(name, MODELS / "add_sub", config={"parameters": options})
+        self._runtime.load(name, MODELS / "add_sub", options={"MOONPOOL_PREFORK": self._way, **RESTARTS})
 
     def kill(self) -> list[float]:
         """Milliseconds from the death of a stub to the next answer of its model."""
         name = f"one_{self._way}"
         self._load(name)
         try:
-            os.kill(pids(self._runtime, name)[0], signal.SIGKILL)
-            return [self._answer_ms(name)]
+            ask = partial(self._runtime.infer, name, _ROW, timeout_s=DEADLINE_S)
+            return first_answer_ms(self._runtime, name, ask)
         finally:
             self._runtime.unload(name)
 
-    def load(self) -> list[float]:
-        """Milliseconds of one load."""
-        name = f"load_{self._way}"
-        before = time.perf_counter()
-        self._load(name)
-        took_ms = (time.perf_counter() - before) * 1000
-        self._runtime.unload(name)
-        return [took_ms]
-
-    def load_many(self) -> list[float]:
-        """Milliseconds of many loads, one after the other."""
-        names = [f"many_{self._way}_{number}" for number in range(self._count)]
+    def load(self, count: int = 1) -> list[float]:
+        """Milliseconds of so many loads, one after the other."""
+        names = [f"load_{self._way}_{number}" for number in range(count)]
         before = time.perf_counter()
         for name in names:
             self._load(name)
@@ -78,21 +63,13 @@ class Loads:
             self._runtime.unload(name)
         return [took_ms]
 
-    def _answer_ms(self, name: str) -> float:
-        before = time.perf_counter()
-        deadline = time.monotonic() + _DEADLINE_S
-        while True:
-            try:
-                self._runtime.infer(name, _ROW, timeout_s=_DEADLINE_S)
-            except (moonpool.StubDied, moonpool.ModelUnavailable):
-                if time.monotonic() > deadline:
-                    raise
-            else:
-                return (time.perf_counter() - before) * 1000
-
 
 def _start_ms(program: str) -> list[float]:
-    return [start_us(program) / 1000]
+    """Milliseconds of `python -c PROGRAM`, from before its start until its end."""
+    before = time.perf_counter()
+    # Not from this folder: `-c` puts it in front of the path, and every import looks there.
+    subprocess.run([sys.executable, "-c", program], cwd="/", check=True)
+    return [(time.perf_counter() - before) * 1000]
 
 
 def _first_ms(way: str) -> list[float]:
@@ -123,7 +100,7 @@ def measure(report: Report, quick: bool) -> None:
     for way, found in first.items():
         report.figure("the first load of a program", "ms", found.values, column=_WAYS[way])
     with moonpool.Runtime() as runtime:
-        loads = {way: Loads(runtime, way, many) for way in _WAYS}
+        loads = {way: Loads(runtime, way) for way in _WAYS}
         for name, goal, method in (
             ("a later load", "≤ 15 ms", Loads.load),
             ("kill -9 to the next answer", "≤ 40 ms", Loads.kill),
@@ -132,7 +109,7 @@ def measure(report: Report, quick: bool) -> None:
             for way, found in in_turns(cases, rounds).items():
                 shown = goal if way == "blank" else ""
                 report.figure(name, "ms", found.values, column=_WAYS[way], goal=shown, headline=True)
-        found_many = in_turns({way: each.load_many for way, each in loads.items()}, 1 if quick else 3)
+        found_many = in_turns({way: partial(each.load, many) for way, each in loads.items()}, 1 if quick else 3)
         for way, found in found_many.items():
             report.figure(f"{many} loads, one after the other", "ms", found.values, column=_WAYS[way])
         ratios = found_many["no"].over(found_many["blank"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Callable
 
 import numpy as np
 
 import moonpool
-from moonpool.benchmarks.suites.floor import copy_of
 from moonpool.benchmarks.suites.hosted import MODELS, option
 from moonpool.benchmarks.suites.report import Report, main
 from moonpool.benchmarks.suites.rounds import calls_in_turns
@@ -31,6 +32,19 @@ WAYS = {
     "empty() in, pb_utils.empty() out, copied by the model": ("placed", True),
     "empty() in, passed through": ("through", True),
 }
+
+
+def copy_of(size_bytes: int) -> Callable[[], object]:
+    """Return a copy of that size from ordinary memory into shared memory, as a region has it; both warm."""
+    fd = os.memfd_create("benchmark")
+    try:
+        os.ftruncate(fd, size_bytes)
+        target = np.frombuffer(mmap.mmap(fd, size_bytes), np.uint8)
+    finally:
+        os.close(fd)
+    source = np.ones(size_bytes, np.uint8)
+    target[:] = 1
+    return lambda: np.copyto(target, source)
 
 
 def measure(report: Report, quick: bool) -> None:

@@ -6,22 +6,12 @@ import contextlib
 import re
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 from moonpool.benchmarks.hosts.kserve import TritonFiles
+from moonpool.benchmarks.suites.figure import counted
 from moonpool.benchmarks.suites.hosted import MODELS
 from moonpool.benchmarks.suites.peer.peer import Unavailable
-from moonpool.benchmarks.suites.peer.presser import (
-    RESPONSES,
-    STREAM_CONFIG,
-    Case,
-    Failed,
-    Shown,
-    Streams,
-    press_in_turns,
-    presser,
-    report_rows,
-)
+from moonpool.benchmarks.suites.peer.presser import STREAM_CONFIG, Case, Shown, presser, report_in_turns, streams
 from moonpool.benchmarks.suites.peer.served import Served, triton_python
 from moonpool.benchmarks.suites.report import Report, main
 from moonpool.runtime.triton import install
@@ -29,52 +19,24 @@ from moonpool.runtime.triton import install
 # The columns, and the backends of the models' configurations.
 _SIDES = {"moonpool": "moonpool", "stock": "python"}
 _INSTANCES = (1, 4)
-_SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24}
-_ROUNDS = 5
 
 
-class Asked(NamedTuple):
-    """One row of the table: its case, the number of instances, and the goal of its throughput."""
-
-    case: Case
-    instances: int
-    goal: str
-    is_stream: bool = False
-
-    def of(self, side: str) -> Case:
-        """The case with the model of that side."""
-        return self.case._replace(model=_named(self.case.model, self.instances, side))
-
-
-def cases() -> dict[str, Asked]:
-    """Return the cases by their names in the table."""
+def cases() -> dict[str, Case]:
+    """Return the cases by their names in the table. A model's name ends with its number of instances."""
     found = {}
     pair = {"INPUT0": 4, "INPUT1": 4}
-    for instances in _INSTANCES:
+    for count in _INSTANCES:
         for protocol in ("http", "grpc"):
             for callers in (1, 4, 16):
-                name = f"add_sub, {protocol.upper()}, {_counted(callers, 'caller')}, {_counted(instances, 'instance')}"
-                case = Case(protocol, "add_sub", "FP32", pair, True, callers)
-                found[name] = Asked(case, instances, "at least 1.5")
-    for (size, elements), goal in zip(_SIZES.items(), ("at least 1.3", "at least 1.1"), strict=True):
+                name = f"add_sub, {protocol.upper()}, {counted(callers, 'caller')}, {counted(count, 'instance')}"
+                found[name] = Case(protocol, f"add_sub_{count}", "FP32", pair, True, callers, goal="at least 1.5")
+    for size, elements, goal in (("1 MB", 1 << 20, "at least 1.3"), ("16 MB", 1 << 24, "at least 1.1")):
         for protocol in ("http", "grpc"):
             for callers in (1, 4):
-                name = f"identity, {size}, {protocol.upper()}, {_counted(callers, 'caller')}"
-                case = Case(protocol, "identity", "UINT8", {"INPUT0": elements}, False, callers)
-                found[name] = Asked(case, 1, goal)
-    for callers in (1, 4):
-        name = f"stream of {RESPONSES} responses, gRPC, {_counted(callers, 'caller')}"
-        case = Case("grpc", "stream", "INT32", {"X": 1}, False, callers)
-        found[name] = Asked(case, 1, "", is_stream=True)
-    return found
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def _named(model: str, instances: int, side: str) -> str:
-    return f"{model}_{instances}_{side}"
+                name = f"identity, {size}, {protocol.upper()}, {counted(callers, 'caller')}"
+                shapes = {"INPUT0": elements}
+                found[name] = Case(protocol, "identity_1", "UINT8", shapes, False, callers, goal=goal)
+    return found | streams("stream_1")
 
 
 class BothBackends(Served):
@@ -108,7 +70,7 @@ class BothBackends(Served):
             raise
 
     def _write(self, model: str, instances: int, side: str) -> None:
-        folder = self._files.repository / _named(model, instances, side)
+        folder = self._files.repository / f"{model}_{instances}_{side}"
         unwanted = shutil.ignore_patterns("__pycache__")
         shutil.copytree(MODELS / model, folder, ignore=unwanted)
         config = (MODELS / model / "config.pbtxt").read_text()
@@ -116,7 +78,7 @@ class BothBackends(Served):
         (folder / "config.pbtxt").write_text(_for(side, config))
 
     def _write_stream(self, side: str) -> None:
-        folder = self._files.repository / _named("stream", 1, side)
+        folder = self._files.repository / f"stream_1_{side}"
         (folder / "1").mkdir(parents=True)
         shutil.copy(MODELS / "streaming.py", folder / "1" / "model.py")
         (folder / "config.pbtxt").write_text(_for(side, STREAM_CONFIG))
@@ -146,23 +108,16 @@ def measure(report: Report, quick: bool) -> None:
         return
     pressed = presser()
     with contextlib.closing(server):
-        chosen = cases()
-        if quick:
-            chosen = {name: asked for name, asked in chosen.items() if asked.case.callers == 4 and asked.instances == 1}
-        for name, asked in chosen.items():
-            by = Streams() if asked.is_stream else pressed
-            try:
-                sides = {side: (asked.of(side), server) for side in _SIDES}
-                found = press_in_turns(by, sides, _ROUNDS, quick=quick)
-            except Failed as error:
-                report.skipped(name, str(error))
+        for name, case in cases().items():
+            if quick and (case.callers != 4 or not case.model.endswith("_1")):
                 continue
+            sides = {side: (case._replace(model=f"{case.model}_{side}"), server) for side in _SIDES}
             shown = {
-                "requests_per_s": Shown("", "requests/s", asked.goal, True),
+                "requests_per_s": Shown("", "requests/s", case.goal, True),
                 "p50_us": Shown("p50, ", "µs"),
                 "p99_us": Shown("p99, ", "µs", "at most 1"),
             }
-            report_rows(report, name, found, shown)
+            report_in_turns(report, name, pressed, sides, shown, quick=quick)
     report.note(f"Server, models and generator are on one machine; {pressed.words}.")
     report.note("Streams are pressed by moonpool bench's generator; a request is a whole stream.")
     report.note("The same `model.py` on both sides; add_sub has dynamic batching.")

@@ -12,6 +12,7 @@ from moonpool.benchmarks.data import DataMix, RequestData
 from moonpool.benchmarks.loads import Concurrency
 from moonpool.benchmarks.result import result
 from moonpool.benchmarks.server import MeasuredServer
+from moonpool.benchmarks.suites.figure import counted
 from moonpool.benchmarks.suites.peer.presser import Case, Failed, Own, PerfAnalyzer, presser
 from moonpool.benchmarks.suites.peer.served import MoonpoolServed
 from moonpool.benchmarks.suites.report import Report, main
@@ -145,7 +146,7 @@ def _another_generator(report: Report, quick: bool) -> None:
 def _show_turns(
     report: Report, case: Case, subject: str, goal: str, ratios: dict[str, list[float]], shares: dict[str, list[float]]
 ) -> None:
-    column = f"{case.protocol.upper()}, {case.callers} caller{'s' if case.callers > 1 else ''}"
+    column = f"{case.protocol.upper()}, {counted(case.callers, 'caller')}"
     for name, values in ratios.items():
         what = f"{name} over perf_analyzer's, {subject}"
         report.ratio(what, values, column=column, goal=goal, headline=True)

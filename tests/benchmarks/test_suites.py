@@ -11,38 +11,12 @@ from pathlib import Path
 import pytest
 from tests.gpu.cards import Fake, fake, fake_library
 
+from moonpool.benchmarks.suites.all import NAMES
+
 __all__ = ["fake", "fake_library"]
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "suites"
-QUESTIONS = (
-    "floor",
-    "latency",
-    "throughput",
-    "processor",
-    "mixed",
-    "tensor_size",
-    "startup",
-    "memory",
-    "recovery",
-    "prefork",
-    "residency",
-    "cluster",
-    "batching",
-    "streaming",
-    "bls",
-    "ensembles",
-    "bytes_tensors",
-    "peers",
-    "http_echo",
-    "grpc_echo",
-    "serve",
-    "sandbox",
-    "truth",
-    "ray_serve",
-    "triton",
-    "gpu",
-)
 # Not every machine has what these measure. Without it they say so, and have no figures.
 DEPENDENT = ("triton", "gpu", "ray_serve")
 
@@ -73,7 +47,7 @@ def lines_of(text: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_answers_its_question(name: str) -> None:
     lines = lines_of(run(f"moonpool.benchmarks.suites.{name}", "--quick", "--json", "-"))
     first, last = lines[0], lines[-1]
@@ -106,13 +80,13 @@ def test_trips_to_a_gpu_are_measured_where_there_is_one(fake: Fake) -> None:
 def test_every_benchmark_is_among_those_that_are_tested() -> None:
     runnable = {path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text()}
 
-    assert runnable - {"all", "compare"} == set(QUESTIONS)
+    assert runnable - {"all", "compare"} == set(NAMES)
 
 
 def test_every_benchmark_is_explained() -> None:
     readme = (FOLDER.parent / "README.md").read_text()
 
-    assert [name for name in QUESTIONS if f"`{name}`" not in readme] == []
+    assert [name for name in NAMES if f"`{name}`" not in readme] == []
 
 
 def test_a_benchmark_prints_a_table_for_people() -> None:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from moonpool import MoonpoolError
 from moonpool.benchmarks.data import DataMix, RequestData
 from moonpool.benchmarks.loads import Concurrency
 from moonpool.benchmarks.server import MeasuredServer
+from moonpool.benchmarks.suites.figure import counted
 from moonpool.benchmarks.suites.peer.served import Served
 from moonpool.benchmarks.suites.report import Report
 from moonpool.runtime.client.control_client import control_client
@@ -29,11 +30,11 @@ from moonpool.runtime.process.usage import usage_of
 VARIABLE = "MOONPOOL_PERF_ANALYZER"
 _USUAL = Path(__file__).resolve().parents[3] / ".venv-clients" / "bin" / "perf_analyzer"
 _TIMEOUT_S = 120.0
-# The length of a window in turns.
-_SECONDS = 1.5
+# Windows in turns: their number and length, and the most callers of a window that perf_analyzer presses.
+_ROUNDS, _SECONDS, _MOST_SHARED = 5, 1.5, 16
 # The columns of perf_analyzer's file, as `Sample` has them.
 _COLUMNS = ("Inferences/Second", "p50 latency", "p99 latency")
-_DTYPES = {"UINT8": np.uint8, "FP32": np.float32}
+_DTYPES = {"UINT8": np.uint8, "FP32": np.float32, "INT32": np.int32}
 
 
 class Failed(Exception):
@@ -52,29 +53,28 @@ class Case(NamedTuple):
     shared_memory: bool = False
     # The values of requests, as numbers for each input, sent again and again in this order; ones without them.
     values: Sequence[Mapping[str, Sequence[float]]] = ()
+    # True if a stream of responses answers each request, and each caller asks for the next one when it has ended.
+    is_stream: bool = False
+    # For the ratio of throughputs.
+    goal: str = ""
 
     @property
     def output_bytes(self) -> int:
         """Size of the largest output, which is as large as an input."""
-        sizes = {"UINT8": 1, "FP32": 4}
-        return max(self.shapes.values()) * sizes[self.datatype]
+        return max(self.shapes.values()) * np.dtype(_DTYPES[self.datatype]).itemsize
 
     def requests(self) -> list[list[QuestionTensor]]:
         """Return the tensors of each different request."""
-        if not self.values:
-            return [self.tensors()]
         dtype = _DTYPES[self.datatype]
+        ones: Mapping[str, Any] = {
+            name: np.ones((1, size) if self.is_batched else size) for name, size in self.shapes.items()
+        }
         return [
-            [QuestionTensor.of(name, self.datatype, np.array(numbers, dtype)) for name, numbers in request.items()]
-            for request in self.values
-        ]
-
-    def tensors(self) -> list[QuestionTensor]:
-        """Ones."""
-        dtype = _DTYPES[self.datatype]
-        return [
-            QuestionTensor.of(name, self.datatype, np.ones((1, size) if self.is_batched else size, dtype))
-            for name, size in self.shapes.items()
+            [
+                QuestionTensor.of(name, self.datatype, np.asarray(numbers).astype(dtype))
+                for name, numbers in request.items()
+            ]
+            for request in self.values or [ones]
         ]
 
     def check(self, port: int) -> None:
@@ -86,6 +86,27 @@ class Case(NamedTuple):
             raise Failed(str(error)) from error
         finally:
             asked.close()
+
+
+# Each request for a stream gets so many.
+RESPONSES = 16
+STREAM_CONFIG = """backend: "python"
+input [ { name: "X" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "Y" data_type: TYPE_INT32 dims: [ 1 ] } ]
+model_transaction_policy { decoupled: true }
+instance_group [ { kind: KIND_CPU count: 1 } ]
+"""
+
+
+def streams(model: str, goal: str = "") -> dict[str, Case]:
+    """Return the cases of streams from a model of `STREAM_CONFIG`, by their names in a table."""
+    asked = [{"X": [RESPONSES]}]
+    return {
+        f"stream of {RESPONSES} responses, gRPC, {counted(callers, 'caller')}": Case(
+            "grpc", model, "INT32", {"X": 1}, False, callers, values=asked, is_stream=True, goal=goal
+        )
+        for callers in (1, 4)
+    }
 
 
 class Sample(NamedTuple):
@@ -173,24 +194,18 @@ class Own:
     """`moonpool bench`'s generator; connections are made anew for each window."""
 
     words = "pressed by moonpool bench's generator"
-    # True if a stream of responses answers each request.
-    is_stream = False
-
-    def requests(self, case: Case) -> list[list[QuestionTensor]]:
-        """Return the tensors of each different request."""
-        return case.requests()
 
     def press(self, case: Case, port: int, seconds: float) -> Sample:
         endpoint = Endpoint(case.protocol, "127.0.0.1", port)
         server = MeasuredServer(endpoint, case.model, "", timeout_s=_TIMEOUT_S)
         try:
-            requests = [RequestData(tensors) for tensors in self.requests(case)]
+            requests = [RequestData(tensors) for tensors in case.requests()]
             server.prepare(
                 DataMix(requests, np.arange(len(requests), dtype=np.int32)),
                 processes=1,
                 most_connections=case.callers,
                 shared_memory=case.shared_memory,
-                is_stream=self.is_stream,
+                is_stream=case.is_stream,
             )
             load = Concurrency(case.callers)
             server.window(load, seconds / 5)
@@ -207,17 +222,14 @@ class Own:
 
 
 class Row(NamedTuple):
-    """The figures of one side in a round. A busy machine changes the processor times least.
-
-    They are those of all processes of the server, models included, of the busiest and of the main one, for one request.
+    """The figures of one side in a round. A busy machine changes the processor time least, which is that of all
+    processes of the server, models included, for one request.
     """
 
     requests_per_s: float
     p50_us: float
     p99_us: float
     processor_us: float
-    busiest_us: float
-    main_us: float
 
 
 class Shown(NamedTuple):
@@ -231,13 +243,14 @@ class Shown(NamedTuple):
     is_ratio_headline: bool = True
 
 
-def press_in_turns(
-    pressed: Presser, sides: Mapping[str, tuple[Case, Served]], rounds: int, *, quick: bool
-) -> dict[str, list[Row]]:
+def press_in_turns(pressed: Presser, sides: Mapping[str, tuple[Case, Served]], *, quick: bool) -> dict[str, list[Row]]:
     """Press each side once a round; the first one changes, and the first round does not count. Raises `Failed`."""
-    rounds, seconds = (1, 0.3) if quick else (rounds, _SECONDS)
-    if not isinstance(pressed, Streams):
-        for case, server in sides.values():
+    rounds, seconds = (1, 0.3) if quick else (_ROUNDS, _SECONDS)
+    for case, server in sides.values():
+        # perf_analyzer counts no streams, and its callers share connections.
+        if case.is_stream or case.callers > _MOST_SHARED:
+            pressed = Own()
+        if not case.is_stream:
             case.check(server.port(case.protocol))
     found: dict[str, list[Row]] = {name: [] for name in sides}
     for turn in range(0 if quick else -1, rounds):
@@ -246,11 +259,28 @@ def press_in_turns(
             sample = pressed.press(case, server.port(case.protocol), seconds)
             after = server.busy_by_process_s()
             answered = max(1, server.answered(case.model) - answered)
-            main_us, *others_us = (1e6 * (busy_s - before.get(pid, 0.0)) / answered for pid, busy_s in after.items())
+            processor_us = sum(1e6 * (busy_s - before.get(pid, 0.0)) / answered for pid, busy_s in after.items())
             if turn >= 0:
-                times = main_us + sum(others_us), max(main_us, *others_us, 0.0), main_us
-                found[name].append(Row(*sample[:3], *times))
+                found[name].append(Row(*sample[:3], processor_us))
     return found
+
+
+def report_in_turns(
+    report: Report,
+    name: str,
+    pressed: Presser,
+    sides: Mapping[str, tuple[Case, Served]],
+    shown: Mapping[str, Shown],
+    *,
+    quick: bool,
+) -> None:
+    """Press the sides of a case in turns, and report the figures, or the reason why there are none."""
+    try:
+        found = press_in_turns(pressed, sides, quick=quick)
+    except Failed as error:
+        report.skipped(name, str(error))
+    else:
+        report_rows(report, name, found, shown)
 
 
 def report_rows(report: Report, name: str, found: Mapping[str, Sequence[Row]], shown: Mapping[str, Shown]) -> None:
@@ -266,26 +296,6 @@ def report_rows(report: Report, name: str, found: Mapping[str, Sequence[Row]], s
             if ratios:
                 column, headline = f"{each.words}ratio", each.is_ratio_headline
                 report.ratio(name, ratios, column=column, goal=each.goal, headline=headline)
-
-
-# Each request for a stream gets so many.
-RESPONSES = 16
-STREAM_CONFIG = """backend: "python"
-input [ { name: "X" data_type: TYPE_INT32 dims: [ 1 ] } ]
-output [ { name: "Y" data_type: TYPE_INT32 dims: [ 1 ] } ]
-model_transaction_policy { decoupled: true }
-instance_group [ { kind: KIND_CPU count: 1 } ]
-"""
-
-
-class Streams(Own):
-    """Each caller asks for a stream, and for the next one when it has ended."""
-
-    is_stream = True
-
-    def requests(self, case: Case) -> list[list[QuestionTensor]]:
-        del case
-        return [[QuestionTensor.of("X", "INT32", np.array([RESPONSES], np.int32))]]
 
 
 def presser() -> Presser:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
+from moonpool.benchmarks.hosts.kserve import TritonFiles
+from moonpool.benchmarks.suites.hosted import folders_of
 from moonpool.benchmarks.suites.peer.peer import Peer, Unavailable
-from moonpool.benchmarks.suites.peer.served import triton_files
 
 _SOURCE = Path(__file__).with_name("triton_caller.c")
 
@@ -16,7 +18,7 @@ class TritonInProcess(Peer):
     """A caller in C, so that no Python runs between it and the server."""
 
     def __init__(self) -> None:
-        self._files = triton_files()
+        self._files = TritonFiles(Path(sys.executable), folders_of(("add_sub",)))
         try:
             self._process = self._start()
         except BaseException:
